@@ -1,0 +1,68 @@
+//! `cargo run --example axum`
+//!
+//! An axum service behind a rate limit, 10 requests a minute for each client address. Settings by the environment:
+//! `PORT` (3000), `RATE_LIMIT` (`10/60s`), and `REDIS_URL` to share the count among instances:
+//!
+//! ```sh
+//! REDIS_URL=redis://127.0.0.1/ PORT=3001 cargo run --example axum
+//! ```
+
+use std::env;
+use std::error::Error;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::{Router, routing::get};
+use tower_redis_ratelimit::{
+    Fallback, LocalStore, Observer, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Store, Strategy,
+};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let port: u16 = setting("PORT", "3000")?;
+    let quota: Quota = setting("RATE_LIMIT", "10/60s")?;
+    let policy = Policy::new("example", Strategy::Gcra, quota)?;
+
+    match env::var("REDIS_URL") {
+        Ok(url) => {
+            let store = Fallback::new(RedisStore::connect_lazy(url)?, LocalStore::default()).observer(Log);
+            serve(port, store, policy, "counted in Redis, for all instances").await
+        }
+        Err(_) => {
+            serve(port, LocalStore::default(), policy, "counted in this process; set REDIS_URL to share the count")
+                .await
+        }
+    }
+}
+
+async fn serve(port: u16, store: impl Store, policy: Policy, counted: &str) -> Result<(), Box<dyn Error>> {
+    let quota = policy.quota();
+    let app = Router::new().route("/", get(|| async { "Hello!\n" })).layer(RateLimitLayer::new(store, PeerIp, policy));
+
+    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+    println!("{quota} per address, {counted}. Try: curl -i localhost:{}/", listener.local_addr()?.port());
+    axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
+    Ok(())
+}
+
+/// Says on the terminal when Redis is lost and found.
+struct Log;
+
+impl Observer for Log {
+    fn degraded(&self, error: &tower_redis_ratelimit::Error) {
+        eprintln!("degraded: this instance counts by itself now: {error}");
+    }
+
+    fn recovered(&self, after: Duration) {
+        eprintln!("recovered: counted in Redis again, after {after:.1?}");
+    }
+}
+
+/// A setting of the environment, or what it is by default.
+fn setting<T>(name: &str, default: &str) -> Result<T, String>
+where
+    T: std::str::FromStr<Err: std::fmt::Display>,
+{
+    let text = env::var(name).unwrap_or_else(|_| default.to_owned());
+    text.parse().map_err(|error| format!("{name}={text}: {error}"))
+}

@@ -1,0 +1,155 @@
+-- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
+--
+-- KEYS   for each check, one key per policy, in the order of the checks.
+-- ARGV   whole numbers:
+--          now             0 for Redis's own time; otherwise microseconds since the Unix epoch, for tests
+--          n, n policies   each: strategy, and three numbers for its `policy` function
+--          n, n plans      what is asked; each: mode, cost, m, m policies by their place above
+--          runs            to the end; each: a plan by its place above, and how many checks in a row follow it
+-- Reply  whole numbers; for each check and each of its policies four:
+--          granted         what was charged or given back; below 0, what was the matter (see `problem`)
+--          remaining       the largest cost that would pass now
+--          wait            0 if this policy let it pass; microseconds until it would; -1 for never
+--          reset           microseconds until nothing is charged any more
+--
+-- Each part of a check may fail by itself. One that is denied, and a peek, write nothing.
+
+local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET = 1, 2, 3, 4, 5, 6
+
+local at = 0
+local function argument()
+  at = at + 1
+  return tonumber(ARGV[at])
+end
+
+-- Redis expires keys by its own time; those of another are kept for a day longer than they need.
+local now, keep = argument(), 0
+do
+  local time = call('TIME')
+  local real = time[1] * 1000000 + time[2]
+  if now == 0 then
+    now = real
+  else
+    keep = real - now + 86400000000
+  end
+end
+
+local policies = {}
+for i = 1, argument() do
+  local strategy = strategies[argument()]
+  local policy = strategy.policy(argument(), argument(), argument())
+  policy.strategy = strategy
+  policies[i] = policy
+end
+
+-- The room that a policy must have to let the check pass.
+local function needs(mode, cost, capacity)
+  if mode == TAKE or mode == PEEK then
+    return cost
+  elseif mode == UP_TO then
+    return min(cost, 1)
+  elseif mode == CHARGE then
+    return min(cost, 1) - capacity
+  end
+  return -2 * capacity
+end
+
+local plans = {}
+for i = 1, argument() do
+  local plan = { mode = argument(), cost = argument(), policies = {}, needs = {} }
+  for j = 1, argument() do
+    local policy = policies[argument()]
+    plan.policies[j] = policy
+    plan.needs[j] = needs(plan.mode, plan.cost, policy.capacity)
+  end
+  plans[i] = plan
+end
+
+-- What a policy would grant, if all let the check pass.
+local function grants(mode, cost, room, capacity)
+  if mode == TAKE then
+    return cost
+  elseif mode == UP_TO then
+    return min(cost, room)
+  elseif mode == PEEK then
+    return 0
+  elseif mode == CHARGE then
+    return min(cost, room + capacity)
+  elseif mode == GIVE_BACK then
+    return min(cost, capacity - room)
+  end
+  return capacity - room
+end
+
+-- Why Redis refused to write, as a number below 0.
+local function problem(err)
+  if string.find(err, 'OOM', 1, true) then
+    return -2
+  elseif string.find(err, 'READONLY', 1, true) then
+    return -3
+  elseif string.find(err, 'NOPERM', 1, true) or string.find(err, 'ermission', 1, true) then
+    return -4
+  end
+  return -1
+end
+
+-- The states of one check, each of up to three numbers, and the room in each.
+local a, b, c, rooms = {}, {}, {}, {}
+local reply, replied, key_at = {}, 0, 0
+
+local function check(plan)
+  local mode, cost = plan.mode, plan.cost
+  local granted, pass = math.huge, true
+  for i, policy in ipairs(plan.policies) do
+    local strategy = policy.strategy
+    a[i], b[i], c[i] = strategy.load(policy, KEYS[key_at + i], now)
+    local room = strategy.room(policy, now, a[i], b[i], c[i])
+    rooms[i] = room
+    pass = pass and room >= plan.needs[i]
+    granted = min(granted, grants(mode, cost, room, policy.capacity))
+  end
+  granted = pass and max(0, granted) or 0
+
+  local charged = granted
+  if mode == GIVE_BACK then
+    charged = -granted
+  end
+  for i, policy in ipairs(plan.policies) do
+    local strategy, key = policy.strategy, KEYS[key_at + i]
+    local room, wait, err = rooms[i], 0, nil
+    if room < plan.needs[i] then
+      if plan.needs[i] > policy.capacity then
+        wait = -1
+      else
+        wait = strategy.wait(policy, key, now, plan.needs[i], a[i], b[i], c[i])
+      end
+    end
+    local reset
+    if granted == 0 then
+      reset = strategy.reset(policy, key, now, a[i], b[i], c[i])
+    elseif mode == RESET then
+      err = erase(key)
+      room, reset = policy.capacity, 0
+    else
+      a[i], b[i], c[i] = strategy.charge(policy, now, charged, a[i], b[i], c[i])
+      room = strategy.room(policy, now, a[i], b[i], c[i])
+      reset = strategy.reset(policy, key, now, a[i], b[i], c[i])
+      err = strategy.save(policy, key, now, now + reset + keep, a[i], b[i], c[i])
+    end
+    reply[replied + 1] = err and problem(err) or granted
+    reply[replied + 2] = max(0, room)
+    reply[replied + 3] = wait
+    reply[replied + 4] = reset
+    replied = replied + 4
+  end
+  key_at = key_at + #plan.policies
+end
+
+local last = #ARGV
+while at < last do
+  local plan = plans[argument()]
+  for _ = 1, argument() do
+    check(plan)
+  end
+end
+return reply

@@ -1,0 +1,56 @@
+-- Fixed windows; the twin of src/limit/strategy/fixed_window.rs, which explains them.
+--
+-- Stored, and while it is decided on: when the caller's window began (with windows of the clock, the time of the
+-- last charge), and what was granted in it.
+
+local fixed_window = {}
+
+-- An offset of -1: a window begins at the first charge.
+function fixed_window.policy(capacity, period, offset)
+  return { capacity = capacity, period = period, offset = offset }
+end
+
+local function window_end(policy, now, since)
+  if policy.offset >= 0 then
+    return now - (now - policy.offset) % policy.period + policy.period
+  end
+  return since + policy.period
+end
+
+function fixed_window.load(policy, key, now)
+  local since, count = read(key)
+  since = min(since, now)
+  count = max(0, min(count, 2 * policy.capacity))
+  if count == 0 or since < window_end(policy, now, since) - policy.period or since <= now - policy.period then
+    return now, 0
+  end
+  return since, count
+end
+
+function fixed_window.room(policy, now, since, count)
+  return policy.capacity - count
+end
+
+function fixed_window.wait(policy, key, now, cost, since, count)
+  return window_end(policy, now, since) - now
+end
+
+function fixed_window.charge(policy, now, cost, since, count)
+  if policy.offset >= 0 then
+    since = now
+  end
+  return since, max(0, count + cost)
+end
+
+function fixed_window.reset(policy, key, now, since, count)
+  if count == 0 then
+    return 0
+  end
+  return window_end(policy, now, since) - now
+end
+
+function fixed_window.save(policy, key, now, fresh_at, since, count)
+  return write(key, since, count, fresh_at)
+end
+
+return fixed_window

@@ -1,0 +1,24 @@
+#![doc = include_str!("../README.md")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+mod limit;
+pub mod middleware;
+mod store;
+
+pub use limit::{Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Source, Strategy};
+pub use middleware::{
+    Global, HeaderKey, HttpReject, KeyExtractor, MissingKey, OnError, OnMissingKey, PeerIp, RateLimit, RateLimitLayer,
+    Reject, Rejection, ResponseFuture,
+};
+pub use store::{
+    Answer, Error, ErrorKind, Fallback, FallbackFuture, LocalStore, Observer, RedisStore, RedisStoreBuilder, Store,
+};
+
+/// The Redis client, to turn on its features (TLS) and to name what [`RedisStore::connect`] takes.
+pub use bb8_redis::redis;
+
+#[cfg(test)]
+extern crate self as tower_redis_ratelimit;
+#[cfg(test)]
+#[path = "../tests/support/mod.rs"]
+mod support;

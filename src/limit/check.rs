@@ -1,0 +1,186 @@
+use smallvec::SmallVec;
+
+use super::decision::{Source, Verdict, Verdicts};
+use super::strategy::{Loaded, State};
+use super::{Decision, Key, Policies};
+
+/// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
+///
+/// With several policies it is all or nothing: either each of them is charged or none.
+///
+/// ```
+/// use tower_redis_ratelimit::{Check, Key, Policy, Quota, Strategy};
+///
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?.into();
+/// let check = Check::take(Key::new("user-42"), &policy, 3);
+/// assert_eq!(check.cost(), 3);
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Check {
+    key: Key,
+    policies: Policies,
+    mode: Mode,
+    cost: u32,
+}
+
+/// What a check does with its cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mode {
+    /// All of it or nothing.
+    Take,
+    /// As much of it as there is room for, down to one.
+    UpTo,
+    /// Says whether a take would pass, and charges nothing.
+    Peek,
+    /// Charges without asking, up to a debt of one capacity.
+    Charge,
+    /// Gives back what was charged, down to nothing charged.
+    GiveBack,
+    /// Forgets the caller: everything it was charged is gone.
+    Reset,
+}
+
+impl Check {
+    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing.
+    pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::new(key, policies, Mode::Take, cost)
+    }
+
+    /// Takes as much of `cost` as there is room for; [`Decision::granted`] tells how much that was.
+    pub fn up_to(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::new(key, policies, Mode::UpTo, cost)
+    }
+
+    /// Tells whether `cost` would pass now, and charges nothing.
+    pub fn peek(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::new(key, policies, Mode::Peek, cost)
+    }
+
+    /// Charges `cost` without asking, for a cost that is known only afterwards. The debt that this makes is bounded:
+    /// each policy counts at most twice its capacity, and [`Decision::granted`] tells how much was charged.
+    pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::new(key, policies, Mode::Charge, cost)
+    }
+
+    /// Gives `cost` back, at most what is charged; [`Decision::granted`] tells how much that was.
+    pub fn give_back(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::new(key, policies, Mode::GiveBack, cost)
+    }
+
+    /// Forgets all that the caller was charged.
+    pub fn reset(key: Key, policies: &Policies) -> Self {
+        Self::new(key, policies, Mode::Reset, 0)
+    }
+
+    fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
+        Self { key, policies: policies.clone(), mode, cost }
+    }
+
+    /// Who is asking.
+    pub fn key(&self) -> &Key {
+        &self.key
+    }
+
+    /// Under which policies.
+    pub fn policies(&self) -> &Policies {
+        &self.policies
+    }
+
+    /// What is done with the cost.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// How much is asked for.
+    pub fn cost(&self) -> u32 {
+        self.cost
+    }
+
+    /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
+    ///
+    /// States change only if something is charged, given back or forgotten.
+    pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
+        let cost = i64::from(self.cost);
+        let (mut granted, mut pass) = (i64::MAX, true);
+        let mut loaded = SmallVec::<[(Loaded, i64); 2]>::new();
+        for (state, policy) in states.iter().zip(self.policies.iter()) {
+            let terms = policy.terms();
+            let at = state.load(terms, now);
+            let room = state.room(terms, now, at);
+            loaded.push((at, room));
+            pass &= room >= self.mode.needs(cost, terms.capacity);
+            granted = granted.min(self.mode.grants(cost, room, terms.capacity));
+        }
+        let granted = if pass { granted.max(0) } else { 0 };
+
+        let charged = if self.mode == Mode::GiveBack { -granted } else { granted };
+        let each = states.iter_mut().zip(self.policies.iter()).zip(loaded).map(|((state, policy), (at, room))| {
+            let terms = policy.terms();
+            let needs = self.mode.needs(cost, terms.capacity);
+            let wait = if room >= needs {
+                0
+            } else if needs > terms.capacity {
+                Verdict::NEVER
+            } else {
+                state.wait(terms, now, needs, at)
+            };
+            let (room, reset) = if granted == 0 {
+                (room, state.reset(terms, now, at))
+            } else if self.mode == Mode::Reset {
+                *state = State::fresh(policy.strategy());
+                (terms.capacity, 0)
+            } else {
+                let at = state.charge(terms, now, charged, at);
+                let after = (state.room(terms, now, at), state.reset(terms, now, at));
+                state.save(terms, now, at);
+                after
+            };
+            Verdict { remaining: room.max(0), wait, reset }
+        });
+        Verdicts { each: each.collect(), granted }
+    }
+
+    /// The decision that answers this check.
+    pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
+        Decision::new(self.policies, verdicts, source)
+    }
+}
+
+impl Mode {
+    /// The room that a policy must have to let the check pass.
+    fn needs(self, cost: i64, capacity: i64) -> i64 {
+        match self {
+            Self::Take | Self::Peek => cost,
+            Self::UpTo => cost.min(1),
+            Self::Charge => cost.min(1) - capacity,
+            // Nobody is ever so deep in debt.
+            Self::GiveBack | Self::Reset => -2 * capacity,
+        }
+    }
+
+    /// What a policy would grant, if all let the check pass.
+    fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
+        match self {
+            Self::Take => cost,
+            Self::UpTo => cost.min(room),
+            Self::Peek => 0,
+            Self::Charge => cost.min(room + capacity),
+            Self::GiveBack => cost.min(capacity - room),
+            Self::Reset => capacity - room,
+        }
+    }
+
+    /// The number that stands for it in a script's arguments.
+    pub(crate) const fn number(self) -> i64 {
+        match self {
+            Self::Take => 1,
+            Self::UpTo => 2,
+            Self::Peek => 3,
+            Self::Charge => 4,
+            Self::GiveBack => 5,
+            Self::Reset => 6,
+        }
+    }
+}

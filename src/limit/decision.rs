@@ -1,0 +1,174 @@
+use std::time::Duration;
+
+use smallvec::SmallVec;
+
+use super::{Policies, Policy};
+
+/// The verdict on one check.
+///
+/// With several policies it speaks for the one that decided: when denied, the one that asks for the longest wait; when
+/// allowed, the one with the least left. [`each`](Self::each) tells them all.
+///
+/// A store that could not decide gives an [`Error`](crate::Error), never a decision.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Decision {
+    policies: Policies,
+    verdicts: Verdicts,
+    /// The index of the policy that decided.
+    decider: usize,
+    outcome: Outcome,
+    source: Source,
+}
+
+/// Whether a check passed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It passed, and was charged.
+    Allowed,
+    /// It did not pass, and nothing was charged.
+    Denied {
+        /// When the same check would pass, if nobody else takes anything until then; to the microsecond, rounded up.
+        retry_after: Duration,
+    },
+    /// Its cost is above the capacity of a policy: no wait helps, and nothing was charged.
+    NeverFits,
+}
+
+/// Where a decision was made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Source {
+    /// In Redis, on the count that all instances share.
+    Redis,
+    /// In this process, on a count of its own.
+    Local,
+}
+
+/// What one policy says of a check, in microseconds and units of cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Verdict {
+    /// The largest cost that would pass now.
+    pub(crate) remaining: i64,
+    /// 0 if this policy let the check pass, [`NEVER`](Self::NEVER), or how long until it would.
+    pub(crate) wait: i64,
+    /// How long until nothing is charged any more.
+    pub(crate) reset: i64,
+}
+
+impl Verdict {
+    /// The wait for what will never pass.
+    pub(crate) const NEVER: i64 = -1;
+
+    fn outcome(&self) -> Outcome {
+        match self.wait {
+            0 => Outcome::Allowed,
+            Self::NEVER => Outcome::NeverFits,
+            wait => Outcome::Denied { retry_after: micros(wait) },
+        }
+    }
+}
+
+/// What the policies of a check say of it, in their order: never empty.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Verdicts {
+    /// What was charged, or given back.
+    pub(crate) granted: i64,
+    pub(crate) each: SmallVec<[Verdict; 2]>,
+}
+
+impl Verdicts {
+    /// The index of the policy that decides: the one that asks for the longest wait, else the one with the least left,
+    /// else the first.
+    fn decider(&self) -> usize {
+        let mut decider = 0;
+        for (i, verdict) in self.each.iter().enumerate() {
+            let best = &self.each[decider];
+            let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
+            if rank(verdict) > rank(best) {
+                decider = i;
+            }
+        }
+        decider
+    }
+}
+
+/// A wait in microseconds. The twins make none below zero.
+fn micros(wait: i64) -> Duration {
+    Duration::from_micros(wait.max(0) as u64)
+}
+
+impl Decision {
+    pub(super) fn new(policies: Policies, verdicts: Verdicts, source: Source) -> Self {
+        let decider = verdicts.decider();
+        let outcome = verdicts.each[decider].outcome();
+        Self { policies, verdicts, decider, outcome, source }
+    }
+
+    /// Whether the check passed.
+    pub fn outcome(&self) -> Outcome {
+        self.outcome
+    }
+
+    /// Whether the check passed.
+    pub fn is_allowed(&self) -> bool {
+        self.outcome == Outcome::Allowed
+    }
+
+    /// How much was charged, or given back: the whole cost for a [`take`](crate::Check::take) that passed.
+    pub fn granted(&self) -> u32 {
+        clamp(self.verdicts.granted)
+    }
+
+    /// The largest cost that the deciding policy ever lets pass at once: its burst.
+    pub fn limit(&self) -> u32 {
+        self.policy().quota().capacity()
+    }
+
+    /// The largest cost that would pass now.
+    pub fn remaining(&self) -> u32 {
+        clamp(self.verdict().remaining)
+    }
+
+    /// How long to wait before the same check can pass, if it was denied for now.
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self.outcome {
+            Outcome::Denied { retry_after } => Some(retry_after),
+            Outcome::Allowed | Outcome::NeverFits => None,
+        }
+    }
+
+    /// How long until the deciding policy has nothing charged any more, if nothing more is.
+    pub fn reset_after(&self) -> Duration {
+        micros(self.verdict().reset)
+    }
+
+    /// The policy that decided.
+    pub fn policy(&self) -> &Policy {
+        &self.policies[self.decider]
+    }
+
+    /// Where it was decided.
+    pub fn source(&self) -> Source {
+        self.source
+    }
+
+    /// The same check as each of its policies sees it, in their order.
+    ///
+    /// When one policy denies, those with room for the check are allowed here although nothing was charged.
+    pub fn each(&self) -> impl ExactSizeIterator<Item = Decision> + '_ {
+        (0..self.policies.len()).map(|decider| Self {
+            decider,
+            outcome: self.verdicts.each[decider].outcome(),
+            ..self.clone()
+        })
+    }
+
+    fn verdict(&self) -> &Verdict {
+        &self.verdicts.each[self.decider]
+    }
+}
+
+/// No twin makes a cost above a `u32`.
+fn clamp(cost: i64) -> u32 {
+    cost.clamp(0, i64::from(u32::MAX)) as u32
+}

@@ -1,0 +1,96 @@
+use std::fmt;
+use std::time::Duration;
+
+/// A mistake in what the limiter was asked to be: a quota, a policy, a Redis URL.
+///
+/// Every variant names the value that was refused, and its text says what to write instead.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A quota of nothing per period.
+    ZeroLimit,
+    /// A burst of nothing, which would deny every request.
+    ZeroBurst,
+    /// A period shorter than a microsecond, not a whole number of microseconds, or longer than 366 days.
+    Period(Duration),
+    /// Refilling the whole burst would take more than ten years.
+    BurstTooSlow {
+        /// The burst asked for.
+        burst: u32,
+        /// How long it would take to refill.
+        refill: Duration,
+    },
+    /// A burst given to a strategy whose burst is its limit.
+    BurstOfWindow {
+        /// The burst asked for.
+        burst: u32,
+        /// The limit of the same quota.
+        limit: u32,
+    },
+    /// Text that is no quota.
+    QuotaSyntax {
+        /// The text as it was given.
+        text: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// A policy name that is empty, too long, or has a character that keys and headers cannot carry.
+    PolicyName(String),
+    /// A key prefix that is empty, too long, or has a character that keys cannot carry.
+    Prefix(String),
+    /// No policy at all.
+    NoPolicy,
+    /// More policies than one check may have.
+    TooManyPolicies(usize),
+    /// Two policies of one check with the same name.
+    DuplicatePolicy(String),
+    /// A Redis URL that cannot be read. The URL itself is left out, since it may hold a password.
+    RedisUrl(String),
+    /// A size or a duration of zero where at least one unit is needed.
+    Zero(&'static str),
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ZeroLimit => f.write_str("a quota's limit is 0: it must be at least 1"),
+            Self::ZeroBurst => f.write_str("a quota's burst is 0: it must be at least 1, or left out to be the limit"),
+            Self::Period(period) => write!(
+                f,
+                "a quota's period is {period:?}: it must be a whole number of microseconds, from 1 us to 366 days"
+            ),
+            Self::BurstTooSlow { burst, refill } => write!(
+                f,
+                "a burst of {burst} would take {} days to refill: lower the burst or raise the rate so that it takes at most 3650",
+                refill.as_secs() / 86_400
+            ),
+            Self::BurstOfWindow { burst, limit } => write!(
+                f,
+                "a burst of {burst} on a window of {limit}: a window's burst is its limit, so leave the burst out, \
+                 or choose a strategy that has one, such as Strategy::Gcra"
+            ),
+            Self::QuotaSyntax { text, problem } => {
+                write!(f, "{text:?} is no quota: {problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`")
+            }
+            Self::PolicyName(name) => {
+                write!(f, "{name:?} is no policy name: use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`")
+            }
+            Self::Prefix(prefix) => {
+                write!(f, "{prefix:?} is no key prefix: use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`")
+            }
+            Self::NoPolicy => f.write_str("no policy given: a check needs at least one"),
+            Self::TooManyPolicies(count) => {
+                write!(f, "{count} policies for one check: at most {} fit", super::Policies::MAX)
+            }
+            Self::DuplicatePolicy(name) => {
+                write!(f, "two policies are named {name:?}: give each a name of its own, since it is part of the key")
+            }
+            Self::RedisUrl(problem) => {
+                write!(f, "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`")
+            }
+            Self::Zero(what) => write!(f, "{what} is 0: it must be at least 1"),
+        }
+    }
+}
+
+impl std::error::Error for ConfigError {}

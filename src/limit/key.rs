@@ -1,0 +1,243 @@
+use std::fmt::{self, Write as _};
+use std::hash::{Hash, Hasher};
+use std::net::IpAddr;
+
+use sha2::{Digest, Sha256};
+
+/// Who is counted: the caller's part of a Redis key.
+///
+/// Up to 39 bytes of printable ASCII are kept as they are, so that an operator can read them in Redis.
+/// Everything else is hashed (SHA-256, cut to 128 bits): longer keys, bytes that are not printable, the
+/// characters `{ } : , ~` that give a Redis key its structure, and every [`secret`](Self::secret). So no
+/// caller can choose a cluster slot, name another's key, or make a key long.
+///
+/// A key owns its bytes inline and never allocates. `Debug` shows no more than a few bytes of its hash.
+#[derive(Clone, Copy)]
+pub struct Key {
+    len: u8,
+    bytes: [u8; Key::MAX],
+}
+
+/// Opens a hashed key, and cannot stand in a readable one.
+const HASHED: u8 = b'~';
+/// Stands between the parts of a tuple, and cannot stand in a part.
+const BETWEEN: u8 = b',';
+
+impl Key {
+    const MAX: usize = 39;
+
+    /// The one key of everybody: a limit for the whole service.
+    pub const GLOBAL: Self = Self::reserved(b"*");
+
+    /// The key by which a store tries whether another store decides again.
+    pub(crate) const PROBE: Self = Self::reserved(b"~probe");
+
+    /// A key of the caller's own bytes, such as a user id.
+    pub fn new(bytes: impl AsRef<[u8]>) -> Self {
+        let bytes = bytes.as_ref();
+        let readable = |b: &u8| b.is_ascii_graphic() && !matches!(b, b'{' | b'}' | b':' | b',' | b'~');
+        if bytes != b"*" && !bytes.is_empty() && bytes.len() <= Self::MAX && bytes.iter().all(readable) {
+            Self::reserved(bytes)
+        } else {
+            Self::secret(bytes)
+        }
+    }
+
+    /// A key of something that must not be readable in Redis: an API key, a token, a cookie.
+    pub fn secret(bytes: impl AsRef<[u8]>) -> Self {
+        Self::hashed(Sha256::new().chain_update(b"key\0").chain_update(bytes))
+    }
+
+    /// A key of an address: the whole address for IPv4, the /64 network for IPv6, since one host owns all of it.
+    pub fn ip(address: IpAddr) -> Self {
+        let mut key = Self::reserved(b"");
+        // Neither form is longer than 19 bytes.
+        let _ = match address.to_canonical() {
+            IpAddr::V4(v4) => write!(key, "{v4}"),
+            IpAddr::V6(v6) => write!(key, "{:016x}/64", u128::from(v6) >> 64),
+        };
+        key
+    }
+
+    /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart.
+    pub fn tuple(parts: &[Key]) -> Self {
+        let len = parts.iter().map(|part| part.as_bytes().len() + 1).sum::<usize>();
+        if len > Self::MAX + 1 {
+            // No part contains the separator, so the joined text tells the parts apart.
+            let hash = Sha256::new().chain_update(b"tuple\0");
+            return Self::hashed(
+                parts.iter().fold(hash, |hash, part| hash.chain_update(part.as_bytes()).chain_update([BETWEEN])),
+            );
+        }
+        let mut key = Self::reserved(b"");
+        for (i, part) in parts.iter().enumerate() {
+            if i > 0 {
+                key.push(&[BETWEEN]);
+            }
+            key.push(part.as_bytes());
+        }
+        key
+    }
+
+    /// The bytes as they stand in a Redis key.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.len)]
+    }
+
+    /// A key that no caller's bytes can make, if it has one of the characters that they cannot have.
+    pub(crate) const fn reserved(bytes: &[u8]) -> Self {
+        let mut key = Self { len: 0, bytes: [0; Self::MAX] };
+        while (key.len as usize) < bytes.len() && (key.len as usize) < Self::MAX {
+            key.bytes[key.len as usize] = bytes[key.len as usize];
+            key.len += 1;
+        }
+        key
+    }
+
+    fn hashed(hash: Sha256) -> Self {
+        let mut key = Self::reserved(&[HASHED]);
+        for byte in &hash.finalize()[..16] {
+            // 33 bytes in all.
+            let _ = write!(key, "{byte:02x}");
+        }
+        key
+    }
+
+    /// Appends what fits.
+    fn push(&mut self, bytes: &[u8]) {
+        let start = usize::from(self.len);
+        let end = (start + bytes.len()).min(Self::MAX);
+        self.bytes[start..end].copy_from_slice(&bytes[..end - start]);
+        self.len = end as u8;
+    }
+}
+
+impl fmt::Write for Key {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        self.push(text.as_bytes());
+        Ok(())
+    }
+}
+
+impl From<IpAddr> for Key {
+    fn from(address: IpAddr) -> Self {
+        Self::ip(address)
+    }
+}
+
+impl From<&str> for Key {
+    fn from(text: &str) -> Self {
+        Self::new(text)
+    }
+}
+
+impl From<String> for Key {
+    fn from(text: String) -> Self {
+        Self::new(text)
+    }
+}
+
+impl PartialEq for Key {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_bytes() == other.as_bytes()
+    }
+}
+
+impl Eq for Key {}
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.as_bytes().hash(state);
+    }
+}
+
+/// Redacted: a key may be an address or a user's name, and debug text ends up in logs.
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let hash = Sha256::digest(self.as_bytes());
+        write!(f, "Key(#{:02x}{:02x}{:02x})", hash[0], hash[1], hash[2])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn text(key: Key) -> String {
+        String::from_utf8(key.as_bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn readable_keys_stay_readable() {
+        assert_eq!(text(Key::new("user-42@example.org")), "user-42@example.org");
+        assert_eq!(text(Key::new("8a6e0804-2bd0-4672-b79d-d97027f9071a")), "8a6e0804-2bd0-4672-b79d-d97027f9071a");
+        assert_eq!(text(Key::ip("192.0.2.7".parse().unwrap())), "192.0.2.7");
+        assert_eq!(text(Key::ip("::ffff:192.0.2.7".parse().unwrap())), "192.0.2.7");
+    }
+
+    #[test]
+    fn one_network_of_ipv6_is_one_key() {
+        let key = |address: &str| Key::ip(address.parse().unwrap());
+        assert_eq!(text(key("2001:db8:1:2::1")), "20010db800010002/64");
+        assert_eq!(key("2001:db8:1:2::1"), key("2001:db8:1:2:ffff:ffff:ffff:ffff"));
+        assert_ne!(key("2001:db8:1:2::1"), key("2001:db8:1:3::1"));
+    }
+
+    #[test]
+    fn what_gives_keys_their_structure_is_hashed() {
+        let long = "x".repeat(10_240);
+        for bytes in [
+            "",
+            "*",
+            "a b",
+            "{a}",
+            "a:b",
+            "a,b",
+            "~0",
+            "caf\u{e9}",
+            "\0",
+            "a\nb",
+            "forty-bytes-forty-bytes-forty-bytes-123!",
+            &long,
+        ] {
+            let key = text(Key::new(bytes));
+            assert_eq!(key.len(), 33, "{bytes:?} became {key:?}");
+            assert!(key.starts_with('~') && key[1..].bytes().all(|b| b.is_ascii_hexdigit()));
+        }
+        assert_eq!(Key::new([0xff, 0xfe]).as_bytes().len(), 33);
+        assert_eq!(text(Key::secret("sk-1"))[..1], *"~");
+    }
+
+    #[test]
+    fn tuples_keep_their_parts_apart() {
+        let tuple = |parts: &[&str]| Key::tuple(&parts.iter().map(Key::new).collect::<Vec<_>>());
+        assert_eq!(text(tuple(&["a", "bc"])), "a,bc");
+        assert_ne!(tuple(&["a", "bc"]), tuple(&["ab", "c"]));
+        let long = "x".repeat(30);
+        assert_ne!(tuple(&[&long, "a", "bc"]), tuple(&[&long, "ab", "c"]));
+        assert_eq!(text(tuple(&[&long, &long])).len(), 33);
+    }
+
+    #[test]
+    fn debug_shows_no_key() {
+        let shown = format!("{:?}", Key::new("alice"));
+        assert!(!shown.contains("alice") && shown.len() < 16, "{shown}");
+    }
+
+    proptest! {
+        #[test]
+        fn different_bytes_make_different_keys(a: Vec<u8>, b: Vec<u8>) {
+            prop_assert_eq!(a == b, Key::new(&a) == Key::new(&b));
+        }
+
+        #[test]
+        fn no_key_can_leave_its_hash_tag(bytes: Vec<u8>) {
+            let key = Key::new(&bytes);
+            let safe = key.as_bytes().iter().all(|b| b.is_ascii_graphic() && !b"{}:,".contains(b));
+            prop_assert!(safe);
+            prop_assert!(!key.as_bytes().is_empty());
+            prop_assert!(key != Key::GLOBAL);
+        }
+    }
+}

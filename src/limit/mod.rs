@@ -1,0 +1,23 @@
+//! What is decided, and how: pure and deterministic, with no clock, no network and no task.
+//!
+//! `now` is always an argument. The stores call in here; nothing here calls out.
+
+mod check;
+mod decision;
+mod error;
+mod key;
+mod policy;
+mod quota;
+mod strategy;
+
+pub use check::{Check, Mode};
+pub use decision::{Decision, Outcome, Source};
+pub use error::ConfigError;
+pub use key::Key;
+pub use policy::{Policies, Policy};
+pub use quota::Quota;
+pub use strategy::{Align, Strategy};
+
+pub(crate) use decision::{Verdict, Verdicts};
+pub(crate) use policy::is_name;
+pub(crate) use strategy::{SCRIPT, State};

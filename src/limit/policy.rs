@@ -1,0 +1,211 @@
+use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Deref;
+use std::sync::Arc;
+
+use super::strategy::Terms;
+use super::{ConfigError, Quota, Strategy};
+
+/// One limit by name: what is counted how.
+///
+/// The name stands in Redis keys and in headers, so that two policies with one name, strategy and key prefix
+/// share their counts. A clone is the same policy.
+///
+/// ```
+/// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+///
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50).burst(100))?;
+/// assert_eq!(policy.name(), "api");
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Clone)]
+pub struct Policy(Arc<Inner>);
+
+struct Inner {
+    name: Box<str>,
+    strategy: Strategy,
+    quota: Quota,
+    terms: Terms,
+    /// What follows the caller in a Redis key: `:name:strategy`.
+    suffix: Box<str>,
+    /// Tells one count from another in a process, as the suffix does in Redis.
+    id: u64,
+}
+
+impl Policy {
+    /// A policy of this name.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than
+    /// ASCII letters, digits, `-`, `_`, `.` and `/`; and one of the quota's: [`ConfigError::ZeroLimit`],
+    /// [`ConfigError::ZeroBurst`], [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], and
+    /// [`ConfigError::BurstOfWindow`] for a burst where the strategy has none.
+    pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
+        if !is_name(name, b"-_./") {
+            return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
+        }
+        quota.check()?;
+        let terms = Terms::new(strategy, quota)?;
+        let suffix = format!(":{name}:{}", strategy.code()).into_boxed_str();
+        let mut hasher = DefaultHasher::new();
+        suffix.hash(&mut hasher);
+        let id = hasher.finish();
+        Ok(Self(Arc::new(Inner { name: name.into(), strategy, quota, terms, suffix, id })))
+    }
+
+    /// The name.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// How it is counted.
+    pub fn strategy(&self) -> Strategy {
+        self.0.strategy
+    }
+
+    /// How much.
+    pub fn quota(&self) -> Quota {
+        self.0.quota
+    }
+
+    pub(crate) fn terms(&self) -> &Terms {
+        &self.0.terms
+    }
+
+    pub(crate) fn key_suffix(&self) -> &str {
+        &self.0.suffix
+    }
+
+    pub(crate) fn id(&self) -> u64 {
+        self.0.id
+    }
+}
+
+/// 1 to 64 ASCII letters, digits and `others`.
+pub(crate) fn is_name(name: &str, others: &[u8]) -> bool {
+    (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || others.contains(&b))
+}
+
+impl fmt::Debug for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Policy({} {:?} {})", self.name(), self.strategy(), self.quota())
+    }
+}
+
+impl PartialEq for Policy {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+            || (self.name() == other.name() && self.strategy() == other.strategy() && self.quota() == other.quota())
+    }
+}
+
+impl Eq for Policy {}
+
+/// The policies of one check: one or more, with names of their own, decided all or nothing.
+///
+/// ```
+/// use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
+///
+/// let policies = Policies::new([
+///     Policy::new("burst", Strategy::Gcra, Quota::per_second(10))?,
+///     Policy::new("daily", Strategy::Gcra, Quota::per_day(10_000))?,
+/// ])?;
+/// assert_eq!(policies.len(), 2);
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Policies(Arc<[Policy]>);
+
+impl Policies {
+    /// The most policies that one check may have.
+    pub const MAX: usize = 16;
+
+    /// Several policies.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::NoPolicy`], [`ConfigError::TooManyPolicies`] and [`ConfigError::DuplicatePolicy`].
+    pub fn new(policies: impl IntoIterator<Item = Policy>) -> Result<Self, ConfigError> {
+        let policies: Arc<[Policy]> = policies.into_iter().collect();
+        if policies.is_empty() {
+            return Err(ConfigError::NoPolicy);
+        }
+        if policies.len() > Self::MAX {
+            return Err(ConfigError::TooManyPolicies(policies.len()));
+        }
+        for (i, policy) in policies.iter().enumerate() {
+            if policies[..i].iter().any(|other| other.name() == policy.name()) {
+                return Err(ConfigError::DuplicatePolicy(policy.name().to_owned()));
+            }
+        }
+        Ok(Self(policies))
+    }
+
+    /// Whether both are one list in memory: cheaper than comparing what they say.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl From<Policy> for Policies {
+    fn from(policy: Policy) -> Self {
+        Self(Arc::new([policy]))
+    }
+}
+
+impl Deref for Policies {
+    type Target = [Policy];
+
+    fn deref(&self) -> &[Policy] {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    fn policy(name: &str, quota: Quota) -> Result<Policy, ConfigError> {
+        Policy::new(name, Strategy::Gcra, quota)
+    }
+
+    #[test]
+    fn names_are_checked() {
+        for name in ["", "two words", "a:b", "a{b}", "a\"b", "caf\u{e9}", "tab\t", &"x".repeat(65)] {
+            let error = policy(name, Quota::per_second(1)).unwrap_err();
+            assert_eq!(error, ConfigError::PolicyName(name.to_owned()));
+            assert!(error.to_string().contains("use 1 to 64 ASCII letters"), "{error}");
+        }
+        assert!(policy("v1/api.read_only-2", Quota::per_second(1)).is_ok());
+    }
+
+    #[test]
+    fn quotas_that_cannot_work_are_refused() {
+        assert_eq!(policy("p", Quota::per_second(0)), Err(ConfigError::ZeroLimit));
+        assert_eq!(policy("p", Quota::per_second(1).burst(0)), Err(ConfigError::ZeroBurst));
+        for period in [Duration::ZERO, Duration::from_nanos(1_500), Duration::from_secs(400 * 86_400), Duration::MAX] {
+            assert_eq!(policy("p", Quota::per(1, period)), Err(ConfigError::Period(period)));
+        }
+        assert!(matches!(
+            policy("p", Quota::per_day(1).burst(u32::MAX)),
+            Err(ConfigError::BurstTooSlow { burst: u32::MAX, .. })
+        ));
+        assert_eq!(
+            Policy::new("p", Strategy::FixedWindow(Default::default()), Quota::per_second(5).burst(6)),
+            Err(ConfigError::BurstOfWindow { burst: 6, limit: 5 })
+        );
+        assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
+    }
+
+    #[test]
+    fn lists_are_checked() {
+        let one = policy("one", Quota::per_second(1)).unwrap();
+        assert_eq!(Policies::new([]), Err(ConfigError::NoPolicy));
+        assert_eq!(Policies::new([one.clone(), one.clone()]), Err(ConfigError::DuplicatePolicy("one".to_owned())));
+        let many = (0..17).map(|i| policy(&i.to_string(), Quota::per_second(1)).unwrap());
+        assert_eq!(Policies::new(many), Err(ConfigError::TooManyPolicies(17)));
+        assert_eq!(Policies::from(one).len(), 1);
+    }
+}

@@ -1,0 +1,233 @@
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::ConfigError;
+
+/// How much: a limit per period, and the most that may come at once.
+///
+/// `Quota::per_second(60)` means 60 per second. The burst is the limit unless [`burst`](Self::burst) sets
+/// another; only strategies that refill can have another, since a window's burst is its limit.
+///
+/// A quota is plain data and can stand in a `const`. [`Policy::new`](super::Policy::new) refuses one that
+/// cannot work (a limit of 0, a period of 0), so that none ever reaches a decision.
+///
+/// As text it reads `100/s`, `10/60s`, `1000/h burst 50`; the units are `us`, `ms`, `s`, `m`, `h` and `d`.
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::Quota;
+///
+/// const API: Quota = Quota::per_second(50).burst(100);
+/// assert_eq!(API.to_string(), "50/s burst 100");
+/// assert_eq!("10/60s".parse(), Ok(Quota::per(10, Duration::from_secs(60))));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Quota {
+    limit: u32,
+    period: Duration,
+    burst: Option<u32>,
+}
+
+impl Quota {
+    /// `limit` in every `period`.
+    pub const fn per(limit: u32, period: Duration) -> Self {
+        Self { limit, period, burst: None }
+    }
+
+    /// `limit` in every second.
+    pub const fn per_second(limit: u32) -> Self {
+        Self::per(limit, Duration::from_secs(1))
+    }
+
+    /// `limit` in every minute.
+    pub const fn per_minute(limit: u32) -> Self {
+        Self::per(limit, Duration::from_secs(60))
+    }
+
+    /// `limit` in every hour.
+    pub const fn per_hour(limit: u32) -> Self {
+        Self::per(limit, Duration::from_secs(3_600))
+    }
+
+    /// `limit` in every 24 hours.
+    pub const fn per_day(limit: u32) -> Self {
+        Self::per(limit, Duration::from_secs(86_400))
+    }
+
+    /// Sets the most that may come at once. Defaults to the limit.
+    #[must_use]
+    pub const fn burst(mut self, burst: u32) -> Self {
+        self.burst = Some(burst);
+        self
+    }
+
+    /// How much is granted in a period.
+    pub const fn limit(&self) -> u32 {
+        self.limit
+    }
+
+    /// The period.
+    pub const fn period(&self) -> Duration {
+        self.period
+    }
+
+    /// The most that may come at once.
+    pub const fn capacity(&self) -> u32 {
+        match self.burst {
+            Some(burst) => burst,
+            None => self.limit,
+        }
+    }
+}
+
+/// Units of a period, longest first, in microseconds.
+const UNITS: [(&str, u128); 6] =
+    [("d", 86_400_000_000), ("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)];
+
+impl fmt::Display for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/", self.limit)?;
+        let micros = self.period.as_micros();
+        match UNITS.iter().find(|(_, unit)| micros >= *unit && micros.is_multiple_of(*unit)) {
+            Some((name, unit)) if micros == *unit => f.write_str(name)?,
+            Some((name, unit)) => write!(f, "{}{name}", micros / unit)?,
+            None => f.write_str("0s")?,
+        }
+        match self.burst {
+            Some(burst) => write!(f, " burst {burst}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl FromStr for Quota {
+    type Err = ConfigError;
+
+    /// # Errors
+    ///
+    /// [`ConfigError::QuotaSyntax`] for text of another form, [`ConfigError::ZeroLimit`],
+    /// [`ConfigError::ZeroBurst`] and [`ConfigError::Period`] for values that no policy takes.
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let wrong = |problem| ConfigError::QuotaSyntax { text: text.chars().take(80).collect(), problem };
+
+        let (limit, rest) = text.trim().split_once('/').ok_or_else(|| wrong("there is no `/`"))?;
+        let limit = whole(limit).ok_or_else(|| wrong("the limit is no whole number up to 4294967295"))?;
+
+        let mut words = rest.split_whitespace();
+        let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
+        let unit_at = period.find(|c: char| !c.is_ascii_digit()).ok_or_else(|| wrong("the period has no unit"))?;
+        let (count, unit) = period.split_at(unit_at);
+        let count = match count {
+            "" => 1,
+            digits => digits.parse::<u64>().map_err(|_| wrong("the period is too long"))?,
+        };
+        let (_, unit) = UNITS
+            .iter()
+            .find(|(name, _)| *name == unit)
+            .ok_or_else(|| wrong("the period's unit is none of us, ms, s, m, h, d"))?;
+        let micros = u64::try_from(u128::from(count) * unit).map_err(|_| wrong("the period is too long"))?;
+
+        let mut quota = Self::per(limit, Duration::from_micros(micros));
+        match words.next() {
+            None => {}
+            Some("burst") => {
+                let burst = words.next().and_then(whole);
+                quota = quota.burst(burst.ok_or_else(|| wrong("the burst is no whole number up to 4294967295"))?);
+            }
+            Some(_) => return Err(wrong("only `burst` may follow the period")),
+        }
+        if words.next().is_some() {
+            return Err(wrong("there is more text after the burst"));
+        }
+        quota.check()?;
+        Ok(quota)
+    }
+}
+
+/// Digits only: `u32::from_str` would take a sign too.
+fn whole(digits: &str) -> Option<u32> {
+    digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok()).flatten()
+}
+
+impl Quota {
+    pub(super) const MAX_PERIOD: Duration = Duration::from_secs(366 * 86_400);
+    /// The longest that an empty burst may take to refill.
+    pub(super) const MAX_REFILL: Duration = Duration::from_secs(3_650 * 86_400);
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        if self.limit == 0 {
+            return Err(ConfigError::ZeroLimit);
+        }
+        if self.burst == Some(0) {
+            return Err(ConfigError::ZeroBurst);
+        }
+        if self.period.is_zero() || self.period > Self::MAX_PERIOD || !self.period.subsec_nanos().is_multiple_of(1_000)
+        {
+            return Err(ConfigError::Period(self.period));
+        }
+        let refill = self.period.as_micros() * u128::from(self.capacity()) / u128::from(self.limit);
+        if refill > Self::MAX_REFILL.as_micros() {
+            // At most 2^32 times 366 days in microseconds, over 1: fits 2^77, so saturate for the text.
+            let refill = Duration::from_micros(u64::try_from(refill).unwrap_or(u64::MAX));
+            return Err(ConfigError::BurstTooSlow { burst: self.capacity(), refill });
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn text_forms() {
+        assert_eq!("100/s".parse(), Ok(Quota::per_second(100)));
+        assert_eq!(" 10/60s ".parse(), Ok(Quota::per_minute(10)));
+        assert_eq!("1000/h burst 50".parse(), Ok(Quota::per_hour(1000).burst(50)));
+        assert_eq!("7/250ms".parse(), Ok(Quota::per(7, Duration::from_millis(250))));
+        assert_eq!(Quota::per_minute(10).to_string(), "10/m");
+        assert_eq!(Quota::per(10, Duration::from_secs(90)).to_string(), "10/90s");
+    }
+
+    #[test]
+    fn errors_name_what_was_wrong() {
+        for (text, part) in [
+            ("", "no `/`"),
+            ("ten/s", "the limit is no whole number"),
+            ("+5/s", "the limit is no whole number"),
+            ("5000000000/s", "the limit is no whole number"),
+            ("10/", "the period is missing"),
+            ("10/60", "the period has no unit"),
+            ("10/60x", "none of us, ms, s, m, h, d"),
+            ("10/99999999999999999999s", "too long"),
+            ("10/s bust 5", "only `burst` may follow"),
+            ("10/s burst", "the burst is no whole number"),
+            ("10/s burst 5 6", "more text"),
+            ("0/s", "limit is 0"),
+            ("1/s burst 0", "burst is 0"),
+            ("1/0s", "period is 0ns"),
+            ("1/367d", "366 days"),
+            ("1/d burst 4000000", "would take 4000000 days"),
+        ] {
+            let error = text.parse::<Quota>().unwrap_err().to_string();
+            assert!(error.contains(part), "{text:?} gave {error:?}, which lacks {part:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn display_parses_back(limit in 1u32.., micros in 1u64..31_000_000_000_000, burst in proptest::option::of(1u32..)) {
+            let mut quota = Quota::per(limit, Duration::from_micros(micros));
+            quota.burst = burst;
+            prop_assume!(quota.check().is_ok());
+            prop_assert_eq!(quota.to_string().parse(), Ok(quota));
+        }
+
+        #[test]
+        fn any_text_is_a_quota_or_an_error(text in "\\PC{0,40}") {
+            let _ = text.parse::<Quota>();
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! From a request to the key that it is counted by.
+
+mod ip;
+
+use std::fmt;
+
+use http::HeaderName;
+use http::request::Parts;
+
+pub use ip::PeerIp;
+
+use crate::limit::Key;
+
+/// Finds who a request is from.
+///
+/// Closures that return an `Option<Key>` are extractors, and so are tuples of extractors: `(PeerIp,
+/// HeaderKey::new("x-api-key"))` counts every pair of an address and an API key by itself.
+///
+/// ```
+/// use http::request::Parts;
+/// use tower_redis_ratelimit::{Key, KeyExtractor};
+///
+/// fn by_path(request: &Parts) -> Option<Key> {
+///     Some(Key::new(request.uri.path()))
+/// }
+/// # fn is_extractor(_: impl KeyExtractor) {}
+/// # is_extractor(by_path);
+/// ```
+pub trait KeyExtractor {
+    /// The key that this request is counted by.
+    ///
+    /// # Errors
+    ///
+    /// [`MissingKey`] for a request that has none; the layer's [`OnMissingKey`](crate::OnMissingKey) says what becomes
+    /// of it.
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey>;
+}
+
+/// A request has nothing that it could be counted by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MissingKey {
+    problem: &'static str,
+    server: bool,
+}
+
+impl MissingKey {
+    /// The client left it out: over HTTP a 400. `problem` is shown to it, and says what is missing, such as "no API key".
+    pub const fn new(problem: &'static str) -> Self {
+        Self { problem, server: false }
+    }
+
+    /// The server is set up so that no request can have it: over HTTP a 500. `problem` says how to set it up.
+    pub const fn of_server(problem: &'static str) -> Self {
+        Self { problem, server: true }
+    }
+
+    /// Whether the server is at fault, not the client.
+    pub const fn is_of_server(&self) -> bool {
+        self.server
+    }
+}
+
+impl fmt::Display for MissingKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.problem)
+    }
+}
+
+impl std::error::Error for MissingKey {}
+
+impl<F> KeyExtractor for F
+where
+    F: Fn(&Parts) -> Option<Key>,
+{
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        self(request).ok_or(MissingKey::new("the request has nothing that it could be counted by"))
+    }
+}
+
+/// Counts all requests together.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Global;
+
+impl KeyExtractor for Global {
+    fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
+        Ok(Key::GLOBAL)
+    }
+}
+
+/// Counts by the value of a header, such as an API key.
+///
+/// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none. If a request
+/// has the header more than once, the first counts.
+///
+/// ```
+/// use http::HeaderName;
+/// use tower_redis_ratelimit::HeaderKey;
+///
+/// let by_api_key = HeaderKey::new(HeaderName::from_static("x-api-key"));
+/// let by_tenant = HeaderKey::new(HeaderName::from_static("x-tenant")).readable();
+/// ```
+#[derive(Debug, Clone)]
+pub struct HeaderKey {
+    name: HeaderName,
+    secret: bool,
+}
+
+impl HeaderKey {
+    /// The header of this name.
+    pub const fn new(name: HeaderName) -> Self {
+        Self { name, secret: true }
+    }
+
+    /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
+    #[must_use]
+    pub fn readable(mut self) -> Self {
+        self.secret = false;
+        self
+    }
+}
+
+impl KeyExtractor for HeaderKey {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        match request.headers.get(&self.name).map(|value| value.as_bytes()) {
+            None | Some([]) => Err(MissingKey::new("the request lacks the header that it is counted by")),
+            Some(value) if self.secret => Ok(Key::secret(value)),
+            Some(value) => Ok(Key::new(value)),
+        }
+    }
+}
+
+macro_rules! tuples {
+    ($(($($extractor:ident $part:ident),+);)+) => {$(
+        impl<$($extractor: KeyExtractor),+> KeyExtractor for ($($extractor,)+) {
+            fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+                let ($($part,)+) = self;
+                Ok(Key::tuple(&[$($part.extract(request)?),+]))
+            }
+        }
+    )+};
+}
+
+tuples! {
+    (A a, B b);
+    (A a, B b, C c);
+    (A a, B b, C c, D d);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Request;
+
+    fn request(header: &[u8]) -> Parts {
+        Request::builder().uri("/books").header("x-user", header).body(()).unwrap().into_parts().0
+    }
+
+    const USER: HeaderName = HeaderName::from_static("x-user");
+
+    #[test]
+    fn headers_are_hashed_unless_readable() {
+        let parts = request(b"alice");
+        assert_eq!(HeaderKey::new(USER).extract(&parts), Ok(Key::secret("alice")));
+        assert_eq!(HeaderKey::new(USER).readable().extract(&parts), Ok(Key::new("alice")));
+        assert!(HeaderKey::new(http::header::AUTHORIZATION).extract(&parts).is_err());
+        assert!(HeaderKey::new(USER).extract(&request(b"")).is_err(), "an empty value tells nobody apart");
+    }
+
+    #[test]
+    fn any_header_value_makes_a_short_key() {
+        for value in [&[b'x'; 10_240][..], b"\xff\xfe", b"{}:"] {
+            for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
+                let key = extractor.extract(&request(value)).unwrap();
+                assert_eq!(key.as_bytes().len(), 33);
+            }
+        }
+    }
+
+    #[test]
+    fn closures_and_tuples_are_extractors() {
+        let by_path = |request: &Parts| Some(Key::new(request.uri.path()));
+        let parts = request(b"alice");
+        assert_eq!(by_path.extract(&parts), Ok(Key::new("/books")));
+        let both = (by_path, HeaderKey::new(USER).readable());
+        assert_eq!(both.extract(&parts), Ok(Key::tuple(&[Key::new("/books"), Key::new("alice")])));
+        let nobody = |_: &Parts| None;
+        assert!((Global, nobody).extract(&parts).is_err());
+        assert_eq!(Global.extract(&parts), Ok(Key::GLOBAL));
+    }
+}

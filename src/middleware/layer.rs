@@ -1,0 +1,165 @@
+use std::fmt;
+use std::sync::Arc;
+
+use http::request::Parts;
+use tower_layer::Layer;
+
+use super::headers::FieldsOf;
+use super::{HttpReject, RateLimit};
+use crate::limit::Policies;
+
+/// Limits the rate of requests to the services that it wraps.
+///
+/// It takes a [`Store`](crate::Store), a [`KeyExtractor`](crate::KeyExtractor) and one or more policies. See
+/// the [module docs](crate::middleware).
+pub struct RateLimitLayer<S, K, R = HttpReject> {
+    pub(super) config: Arc<Config<S, K, R>>,
+}
+
+pub(super) struct Config<S, K, R> {
+    pub(super) store: S,
+    pub(super) extractor: K,
+    pub(super) policies: Policies,
+    pub(super) reject: R,
+    pub(super) cost: Option<Cost>,
+    pub(super) on_error: OnError,
+    pub(super) on_missing_key: OnMissingKey,
+    pub(super) fields: Option<FieldsOf>,
+}
+
+/// What a request costs.
+type Cost = Arc<dyn Fn(&Parts) -> u32 + Send + Sync>;
+
+/// What becomes of a request that the store could not decide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnError {
+    /// It is rejected: over HTTP with 503.
+    #[default]
+    Reject,
+    /// It passes, uncounted.
+    Allow,
+}
+
+/// What becomes of a request that has no key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum OnMissingKey {
+    /// It is rejected: over HTTP with 400.
+    #[default]
+    Reject,
+    /// It passes, uncounted.
+    Allow,
+}
+
+impl<S, K> RateLimitLayer<S, K> {
+    /// Counts requests in `store`, by the keys that `extractor` finds, under one policy or several
+    /// [`Policies`].
+    pub fn new(store: S, extractor: K, policies: impl Into<Policies>) -> Self {
+        let policies = policies.into();
+        Self {
+            config: Arc::new(Config {
+                store,
+                extractor,
+                fields: Some(FieldsOf::new(&policies)),
+                policies,
+                reject: HttpReject,
+                cost: None,
+                on_error: OnError::default(),
+                on_missing_key: OnMissingKey::default(),
+            }),
+        }
+    }
+}
+
+impl<S, K, R> RateLimitLayer<S, K, R>
+where
+    S: Clone,
+    K: Clone,
+    R: Clone,
+{
+    /// Sets how a request is rejected: a [`Reject`](crate::Reject), such as a closure from a
+    /// [`Rejection`](crate::Rejection) to a response. Defaults to [`HttpReject`].
+    #[must_use]
+    pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
+        let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields } =
+            self.into_config();
+        let config = Config { store, extractor, policies, reject, cost, on_error, on_missing_key, fields };
+        RateLimitLayer { config: Arc::new(config) }
+    }
+
+    /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
+    #[must_use]
+    pub fn cost(self, cost: impl Fn(&Parts) -> u32 + Send + Sync + 'static) -> Self {
+        self.with(|config| config.cost = Some(Arc::new(cost)))
+    }
+
+    /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`].
+    #[must_use]
+    pub fn on_error(self, on_error: OnError) -> Self {
+        self.with(|config| config.on_error = on_error)
+    }
+
+    /// Sets what becomes of a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    #[must_use]
+    pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
+        self.with(|config| config.on_missing_key = on_missing_key)
+    }
+
+    /// Sets whether responses carry the `RateLimit` and `RateLimit-Policy` fields. Defaults to `true`.
+    #[must_use]
+    pub fn headers(self, headers: bool) -> Self {
+        self.with(|config| config.fields = headers.then(|| FieldsOf::new(&config.policies)))
+    }
+
+    fn with(self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
+        let mut config = self.into_config();
+        change(&mut config);
+        Self { config: Arc::new(config) }
+    }
+
+    fn into_config(self) -> Config<S, K, R> {
+        Arc::try_unwrap(self.config).unwrap_or_else(|shared| (*shared).clone())
+    }
+}
+
+impl<T, S, K, R> Layer<T> for RateLimitLayer<S, K, R> {
+    type Service = RateLimit<T, S, K, R>;
+
+    fn layer(&self, inner: T) -> Self::Service {
+        RateLimit { inner, config: Arc::clone(&self.config) }
+    }
+}
+
+impl<S: Clone, K: Clone, R: Clone> Clone for Config<S, K, R> {
+    fn clone(&self) -> Self {
+        let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields } = self;
+        Self {
+            store: store.clone(),
+            extractor: extractor.clone(),
+            policies: policies.clone(),
+            reject: reject.clone(),
+            cost: cost.clone(),
+            on_error: *on_error,
+            on_missing_key: *on_missing_key,
+            fields: fields.clone(),
+        }
+    }
+}
+
+/// Shared, so that no part of it has to be `Clone`.
+impl<S, K, R> Clone for RateLimitLayer<S, K, R> {
+    fn clone(&self) -> Self {
+        Self { config: Arc::clone(&self.config) }
+    }
+}
+
+impl<S: fmt::Debug, K, R> fmt::Debug for RateLimitLayer<S, K, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.config.fmt("RateLimitLayer", f)
+    }
+}
+
+impl<S: fmt::Debug, K, R> Config<S, K, R> {
+    pub(super) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct(name).field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
+    }
+}

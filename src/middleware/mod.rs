@@ -1,0 +1,27 @@
+//! The middleware: one check per request, and the inner service only after a yes.
+//!
+//! ```
+//! use axum::{Router, routing::get};
+//! use tower_redis_ratelimit::{HeaderKey, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+//!
+//! let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50).burst(100))?;
+//! let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key"), policy);
+//! let app: Router = Router::new().route("/", get(|| async { "hello" })).layer(layer);
+//! # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+//! ```
+//!
+//! A denied request is answered by a [`Reject`], without an error, since an error would close the connection. Put the
+//! layer behind authentication if its key is a user, and before it if its key is an address.
+
+mod extract;
+mod future;
+mod headers;
+mod layer;
+mod reject;
+mod service;
+
+pub use extract::{Global, HeaderKey, KeyExtractor, MissingKey, PeerIp};
+pub use future::ResponseFuture;
+pub use layer::{OnError, OnMissingKey, RateLimitLayer};
+pub use reject::{HttpReject, Reject, Rejection};
+pub use service::RateLimit;

@@ -1,0 +1,112 @@
+use std::fmt;
+use std::sync::Arc;
+
+use crate::limit::ConfigError;
+
+/// A store could not decide.
+///
+/// It is no verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
+/// [`OnError`](crate::OnError). [`kind`](Self::kind) tells what to do about it; the cause, if there is one, is its
+/// [`source`](std::error::Error::source).
+#[derive(Clone)]
+pub struct Error {
+    kind: ErrorKind,
+    cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
+}
+
+/// What kept a store from deciding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The store was set up wrongly; the cause is a [`ConfigError`].
+    Configuration,
+    /// Redis could not be reached, or the connection broke.
+    Unreachable,
+    /// There was no answer in time. Whether the check was charged is not known.
+    Timeout,
+    /// Redis refused the password, or wants one.
+    Authentication,
+    /// The Redis user may not do what the limiter needs.
+    Permission,
+    /// What answered is no Redis, or something between changed its replies.
+    Protocol,
+    /// Redis is a replica, which cannot count.
+    ReadOnly,
+    /// Redis has reached `maxmemory` and may evict nothing.
+    OutOfMemory,
+    /// Redis is loading its data set, or is waiting for its master.
+    NotReady,
+    /// Redis refused for another reason.
+    Refused,
+    /// As many checks as the store may hold are waiting already.
+    QueueFull,
+    /// The store was used outside of a tokio runtime, or that runtime has ended.
+    NoRuntime,
+}
+
+impl Error {
+    pub(crate) fn new(kind: ErrorKind) -> Self {
+        Self { kind, cause: None }
+    }
+
+    pub(crate) fn caused(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self { kind, cause: Some(Arc::new(cause)) }
+    }
+
+    /// What kept the store from deciding.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.kind {
+            ErrorKind::Configuration => "the store is set up wrongly",
+            ErrorKind::Unreachable => "Redis cannot be reached: check the URL, and that the server runs",
+            ErrorKind::Timeout => "Redis did not answer in time: check its load and the network, or allow more time",
+            ErrorKind::Authentication => {
+                "Redis refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
+            }
+            ErrorKind::Permission => {
+                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +get +set +del`"
+            }
+            ErrorKind::Protocol => {
+                "the server's reply is none that Redis gives to our script: check that the URL's host and port are those of a Redis"
+            }
+            ErrorKind::ReadOnly => "Redis is a read-only replica: point the URL at its master",
+            ErrorKind::OutOfMemory => {
+                "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
+            }
+            ErrorKind::NotReady => "Redis is still loading its data: wait until it is ready",
+            ErrorKind::Refused => "Redis refused the script: see the cause",
+            ErrorKind::QueueFull => {
+                "too many checks are waiting for Redis: allow a longer queue, or limit the requests in flight"
+            }
+            ErrorKind::NoRuntime => "there is no tokio runtime to run on: call this from a task of a running one",
+        })
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut debug = f.debug_struct("Error");
+        debug.field("kind", &self.kind);
+        if let Some(cause) = &self.cause {
+            debug.field("cause", cause);
+        }
+        debug.finish()
+    }
+}
+
+impl From<ConfigError> for Error {
+    fn from(error: ConfigError) -> Self {
+        Self::caused(ErrorKind::Configuration, error)
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.cause.as_deref().map(|cause| cause as _)
+    }
+}

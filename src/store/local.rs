@@ -1,0 +1,164 @@
+use std::future::{Ready, ready};
+use std::hash::{BuildHasher, RandomState};
+use std::mem;
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use indexmap::IndexMap;
+use smallvec::SmallVec;
+
+use super::clock::Clock;
+use super::{Error, Store};
+use crate::limit::{Check, Decision, Key, Source, State, Verdicts};
+
+/// A store in this process: every instance has counts of its own.
+///
+/// It decides exactly as [`RedisStore`](crate::RedisStore) does, in well under a microsecond. Alone it serves a
+/// single instance; inside a [`Fallback`](crate::Fallback) it takes over while Redis is down.
+///
+/// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 150 bytes
+/// each. Keys that say nothing any more make room by themselves; if all still say something, a new key takes the
+/// place of the one, of a few, that would have gone first. So a flood of new keys pushes out its own kind before
+/// it pushes out a caller that is deep in its limit.
+///
+/// Clones share their counts.
+#[derive(Clone, Debug)]
+pub struct LocalStore {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// All keys of a caller are in one shard, so that one lock decides on all its policies.
+    shards: Box<[Mutex<Shard>]>,
+    hasher: RandomState,
+    clock: Clock,
+}
+
+#[derive(Debug)]
+struct Shard {
+    slots: IndexMap<Id, Slot>,
+    most: usize,
+    /// Where the search for what can go stands.
+    hand: usize,
+}
+
+/// A caller, and which of its counts.
+type Id = (Key, u64);
+
+#[derive(Debug)]
+struct Slot {
+    state: State,
+    /// When the state says nothing any more.
+    fresh_at: i64,
+}
+
+impl LocalStore {
+    /// How many keys the default store holds.
+    pub const DEFAULT_KEYS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(99_999);
+
+    const SHARDS: usize = 64;
+
+    /// A store that holds at least `keys` keys, one for every policy of every caller, and at most 63 more.
+    pub fn with_capacity(keys: NonZeroUsize) -> Self {
+        let shards = Self::SHARDS.min(keys.get());
+        let most = keys.get().div_ceil(shards);
+        let shard = || Mutex::new(Shard { slots: IndexMap::new(), most, hand: 0 });
+        let shards = std::iter::repeat_with(shard).take(shards).collect();
+        Self { shared: Arc::new(Shared { shards, hasher: RandomState::new(), clock: Clock::new() }) }
+    }
+
+    /// How many keys it holds now.
+    pub fn len(&self) -> usize {
+        self.shared.shards.iter().map(|shard| lock(shard).slots.len()).sum()
+    }
+
+    /// Whether it holds no key.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn decide(&self, check: &Check) -> Verdicts {
+        let shard = self.shared.hasher.hash_one(check.key()) as usize % self.shared.shards.len();
+        let mut shard = lock(&self.shared.shards[shard]);
+        // Read under the lock, so that no state is asked about a time before its own.
+        let now = self.shared.clock.micros();
+
+        let mut states: SmallVec<[State; 2]> = check
+            .policies()
+            .iter()
+            .map(|policy| {
+                let fresh = State::fresh(policy.strategy());
+                match shard.slots.get_mut(&(*check.key(), policy.id())) {
+                    Some(slot) => mem::replace(&mut slot.state, fresh),
+                    None => fresh,
+                }
+            })
+            .collect();
+        let verdicts = check.decide(&mut states, now);
+        for ((state, policy), verdict) in states.into_iter().zip(check.policies().iter()).zip(&verdicts.each) {
+            shard.put((*check.key(), policy.id()), Slot { state, fresh_at: now + verdict.reset }, now);
+        }
+        verdicts
+    }
+}
+
+/// Holds [`LocalStore::DEFAULT_KEYS`].
+impl Default for LocalStore {
+    fn default() -> Self {
+        Self::with_capacity(Self::DEFAULT_KEYS)
+    }
+}
+
+impl Store for LocalStore {
+    type Future = Ready<Result<Decision, Error>>;
+
+    fn check(&self, check: Check) -> Self::Future {
+        let verdicts = self.decide(&check);
+        ready(Ok(check.answer(verdicts, Source::Local)))
+    }
+}
+
+impl Shard {
+    fn put(&mut self, id: Id, slot: Slot, now: i64) {
+        if slot.fresh_at <= now {
+            self.slots.swap_remove(&id);
+        } else if let Some(held) = self.slots.get_mut(&id) {
+            *held = slot;
+        } else {
+            self.make_room(now);
+            self.slots.insert(id, slot);
+        }
+    }
+
+    /// Drops some of what says nothing any more, and when full always something: of a few slots the one that would
+    /// have gone first.
+    ///
+    /// Two looks for every new key find all that has lapsed before as many new keys have come as there are old ones.
+    fn make_room(&mut self, now: i64) {
+        let full = self.slots.len() >= self.most;
+        let mut first: Option<(i64, usize)> = None;
+        for _ in 0..if full { 8 } else { 2 } {
+            if self.hand >= self.slots.len() {
+                self.hand = 0;
+            }
+            let Some((_, slot)) = self.slots.get_index(self.hand) else { return };
+            if slot.fresh_at <= now {
+                self.slots.swap_remove_index(self.hand);
+                return;
+            }
+            if first.is_none_or(|(fresh_at, _)| slot.fresh_at < fresh_at) {
+                first = Some((slot.fresh_at, self.hand));
+            }
+            self.hand += 1;
+        }
+        if let (true, Some((_, index))) = (full, first) {
+            self.slots.swap_remove_index(index);
+        }
+    }
+}
+
+/// Nothing under the lock panics; if it ever did, the counts would still be whole.
+fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
+    shard.lock().unwrap_or_else(PoisonError::into_inner)
+}

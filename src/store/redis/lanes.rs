@@ -1,0 +1,245 @@
+//! One queue, few lanes: the checks in flight at the same moment share a round trip.
+//!
+//! A check waits in a bounded queue. A lane is a task that takes what is there, sends it as one script call over one
+//! pooled connection, answers every check, and goes on until the queue is empty; then it ends. A check that comes
+//! while fewer lanes run than may starts one, so that an idle store adds no delay and holds no task.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use redis::{RedisError, Value};
+use tokio::runtime::Handle;
+use tokio::sync::{oneshot, watch};
+use tokio::time::{Instant, timeout};
+
+use super::pool::{Failures, Manager};
+use super::script::{self, Batch, Reply};
+use crate::limit::{Check, Decision, Source};
+use crate::store::clock::instant;
+use crate::store::{Error, ErrorKind};
+
+pub(super) struct Lanes {
+    pub(super) pool: bb8::Pool<Manager>,
+    pub(super) failures: Failures,
+    pub(super) prefix: Box<str>,
+    pub(super) limits: Limits,
+    /// A test's own time; 0 for Redis's.
+    pub(super) now: Arc<AtomicI64>,
+    pub(super) queue: Mutex<Queue>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) lanes: usize,
+    pub(super) queue: usize,
+    pub(super) batch: usize,
+    pub(super) timeout: Duration,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Queue {
+    jobs: VecDeque<Job>,
+    /// How many run.
+    lanes: usize,
+}
+
+/// A check that waits for its answer.
+#[derive(Debug)]
+struct Job {
+    check: Check,
+    since: Instant,
+    answer: oneshot::Sender<Result<Decision, Error>>,
+}
+
+impl Lanes {
+    /// Puts a check into the queue, and starts a lane if another may run.
+    pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> Answer {
+        let (answer, receiver) = oneshot::channel();
+        let job = Job { check, since: instant(), answer };
+        let start = {
+            let mut queue = self.queue();
+            if queue.jobs.len() >= self.limits.queue {
+                return Answer(Err(Some(Error::new(ErrorKind::QueueFull))));
+            }
+            queue.jobs.push_back(job);
+            let start = queue.lanes < self.limits.lanes;
+            queue.lanes += usize::from(start);
+            start
+        };
+        if start {
+            let lane = Lane::new(self);
+            match Handle::try_current() {
+                Ok(runtime) => drop(runtime.spawn(lane.run())),
+                // Dropping the lane takes it off the count; the job stays for nobody, since we drop its receiver.
+                Err(_) => return Answer(Err(Some(Error::new(ErrorKind::NoRuntime)))),
+            }
+        }
+        Answer(Ok(receiver))
+    }
+
+    /// Calls the script with no check at all: everything that a check needs of Redis but the writing.
+    pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
+        self.queue().lanes += 1;
+        let mut lane = Lane::new(self);
+        let value = lane.call(&Batch::default()).await?;
+        Reply::new(value, std::iter::empty()).map(drop)
+    }
+
+    /// Nothing under the lock panics; if it ever did, the queue would still be whole.
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct Lane {
+    lanes: Arc<Lanes>,
+    failures: watch::Receiver<Option<RedisError>>,
+    /// Whether it is in the queue's count of lanes.
+    counted: bool,
+}
+
+impl Lane {
+    /// A lane that the queue has counted already.
+    fn new(lanes: &Arc<Lanes>) -> Self {
+        Self { lanes: Arc::clone(lanes), failures: lanes.failures.subscribe(), counted: true }
+    }
+
+    async fn run(mut self) {
+        let mut jobs = Vec::new();
+        let mut batch = Batch::default();
+        while self.take(&mut jobs, &mut batch) {
+            if jobs.is_empty() {
+                continue;
+            }
+            match self.call(&batch).await.and_then(|reply| Reply::new(reply, jobs.iter().map(|job| &job.check))) {
+                Ok(mut reply) => {
+                    for Job { check, answer, .. } in jobs.drain(..) {
+                        let verdicts = reply.next(check.policies().len());
+                        // A caller that has gone away since was charged all the same.
+                        let _ = answer.send(verdicts.map(|verdicts| check.answer(verdicts, Source::Redis)));
+                    }
+                }
+                Err(error) => {
+                    // What waits behind a failure would meet it too, one time-out after the other.
+                    jobs.extend(self.lanes.queue().jobs.drain(..));
+                    for job in jobs.drain(..) {
+                        let _ = job.answer.send(Err(error.clone()));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Moves what waits into an empty batch, up to its bound. `false` if nothing waits: the lane ends.
+    fn take(&mut self, jobs: &mut Vec<Job>, batch: &mut Batch) -> bool {
+        batch.clear();
+        {
+            let mut queue = self.lanes.queue();
+            if queue.jobs.is_empty() {
+                // Under the same lock, or a check that comes now would rely on a lane that has ended.
+                queue.lanes -= 1;
+                self.counted = false;
+                return false;
+            }
+            let count = queue.jobs.len().min(self.lanes.limits.batch);
+            jobs.extend(queue.jobs.drain(..count));
+        }
+        let now = instant();
+        jobs.retain_mut(|job| !job.answer.is_closed());
+        let late = |job: &Job| now.duration_since(job.since) > self.lanes.limits.timeout;
+        for job in jobs.extract_if(.., |job| late(job)) {
+            let _ = job.answer.send(Err(Error::new(ErrorKind::Timeout)));
+        }
+        for job in jobs.iter() {
+            batch.push(&self.lanes.prefix, &job.check);
+        }
+        true
+    }
+
+    async fn call(&mut self, batch: &Batch) -> Result<Value, Error> {
+        let lanes = Arc::clone(&self.lanes);
+        match timeout(lanes.limits.timeout, self.attempt(batch)).await {
+            Ok(result) => result,
+            Err(_) => Err(Error::new(ErrorKind::Timeout)),
+        }
+    }
+
+    async fn attempt(&mut self, batch: &Batch) -> Result<Value, Error> {
+        let lanes = &*self.lanes;
+        let now = lanes.now.load(Ordering::Relaxed);
+        let mut connection = checkout(&lanes.pool, &mut self.failures).await?;
+        let mut result = connection.call(&batch.by_hash(now)).await;
+        // The one failure that is known to have charged nothing.
+        if result.as_ref().is_err_and(|e| e.kind() == redis::ServerErrorKind::NoScript.into()) {
+            result = connection.call(&batch.by_source(now)).await;
+        }
+        if result.as_ref().is_ok_and(script::is_read_only) {
+            connection.give_up();
+        }
+        result.map_err(super::error)
+    }
+}
+
+/// A connection, or why there is none. bb8 alone would leave us waiting after a failure to connect.
+async fn checkout<'a>(
+    pool: &'a bb8::Pool<Manager>,
+    failures: &mut watch::Receiver<Option<RedisError>>,
+) -> Result<bb8::PooledConnection<'a, Manager>, Error> {
+    failures.mark_unchanged();
+    let mut getting = pin!(pool.get());
+    let failed = {
+        let mut failing = pin!(failures.changed());
+        poll_fn(|cx| match getting.as_mut().poll(cx) {
+            Poll::Ready(got) => Poll::Ready(Some(got)),
+            Poll::Pending => failing.as_mut().poll(cx).map(|_| None),
+        })
+        .await
+    };
+    match failed {
+        Some(Ok(connection)) => Ok(connection),
+        Some(Err(bb8::RunError::User(error))) => Err(super::error(error)),
+        Some(Err(bb8::RunError::TimedOut)) => Err(Error::new(ErrorKind::Timeout)),
+        None => Err(match &*failures.borrow() {
+            Some(error) => super::error(error.clone()),
+            None => Error::new(ErrorKind::Unreachable),
+        }),
+    }
+}
+
+/// Also when the task is dropped with its runtime: the next check starts another lane.
+impl Drop for Lane {
+    fn drop(&mut self) {
+        if self.counted {
+            self.lanes.queue().lanes -= 1;
+        }
+    }
+}
+
+/// Resolves to the answer of a [`RedisStore`](crate::RedisStore).
+#[derive(Debug)]
+pub struct Answer(Result<oneshot::Receiver<Result<Decision, Error>>, Option<Error>>);
+
+impl Future for Answer {
+    type Output = Result<Decision, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Poll::Ready(match &mut self.0 {
+            Ok(receiver) => {
+                ready!(Pin::new(receiver).poll(cx)).unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime)))
+            }
+            Err(error) => Err(error.take().unwrap_or_else(|| Error::new(ErrorKind::QueueFull))),
+        })
+    }
+}
+
+impl fmt::Debug for Lanes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisStore").field("prefix", &self.prefix).field("limits", &self.limits).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,213 @@
+//! [`RedisStore`]: one count in Redis for all instances.
+
+mod lanes;
+mod pool;
+mod script;
+#[cfg(test)]
+mod tests;
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
+use std::time::Duration;
+
+use redis::{ErrorKind as Kind, IntoConnectionInfo, RedisError, ServerErrorKind};
+
+pub use lanes::Answer;
+
+use self::lanes::{Lanes, Limits};
+use self::pool::{Failures, Manager};
+use super::{Error, ErrorKind, Store};
+use crate::limit::{Check, ConfigError, is_name};
+
+/// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
+///
+/// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about
+/// twice the store's [`timeout`](RedisStoreBuilder::timeout), if need be with an [`Error`]. A charge is never
+/// sent twice: only a script that Redis does not know, and so did not run, is sent again.
+///
+/// It works with Redis from 6.2 and Valkey. The Redis user needs
+/// `~PREFIX:* +evalsha +eval +time +get +set +del`.
+///
+/// Clones share the connections and the queue.
+///
+/// ```no_run
+/// use tower_redis_ratelimit::RedisStore;
+///
+/// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = RedisStore::connect("redis://127.0.0.1/").await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct RedisStore {
+    lanes: Arc<Lanes>,
+}
+
+impl RedisStore {
+    /// Connects, and makes sure that Redis can run the script.
+    ///
+    /// `url` is anything that redis-rs connects with: `redis://user:password@host:6379/0`, `rediss://` where the
+    /// `redis` crate has a TLS feature, `redis+unix:///path`, or a [`redis::ConnectionInfo`].
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis from deciding: it cannot be reached, refuses the
+    /// password, lacks a permission, is no Redis.
+    pub async fn connect(url: impl IntoConnectionInfo) -> Result<Self, Error> {
+        Self::builder(url).connect().await
+    }
+
+    /// Does not connect before the first check, so that a service starts while Redis is down.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::RedisUrl`] for a wrong URL.
+    pub fn connect_lazy(url: impl IntoConnectionInfo) -> Result<Self, ConfigError> {
+        Self::builder(url).connect_lazy()
+    }
+
+    /// Sets more than the URL.
+    pub fn builder(url: impl IntoConnectionInfo) -> RedisStoreBuilder {
+        RedisStoreBuilder {
+            url: url.into_connection_info(),
+            prefix: "rl".to_owned(),
+            connections: 2,
+            timeout: Duration::from_millis(250),
+            queue: 10_000,
+            batch: 128,
+            now: Arc::default(),
+        }
+    }
+}
+
+impl Store for RedisStore {
+    type Future = Answer;
+
+    fn check(&self, check: Check) -> Answer {
+        self.lanes.enqueue(check)
+    }
+}
+
+/// Settings of a [`RedisStore`].
+#[derive(Debug)]
+#[must_use]
+pub struct RedisStoreBuilder {
+    url: Result<redis::ConnectionInfo, RedisError>,
+    prefix: String,
+    connections: usize,
+    timeout: Duration,
+    queue: usize,
+    batch: usize,
+    /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
+    now: Arc<AtomicI64>,
+}
+
+impl RedisStoreBuilder {
+    /// What the store's keys begin with: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`. Stores with one
+    /// prefix share their counts. Defaults to `rl`.
+    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.prefix = prefix.into();
+        self
+    }
+
+    /// How many connections, each with one script call under way. Defaults to 2: while Redis decides one batch, the next
+    /// is made ready.
+    pub fn connections(mut self, connections: NonZeroUsize) -> Self {
+        self.connections = connections.get();
+        self
+    }
+
+    /// How long one call may take, with connecting if it must; and how long a check may wait to be sent. Defaults to
+    /// 250 ms. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How many checks may wait to be sent; one more fails at once. Defaults to 10,000.
+    pub fn queue(mut self, checks: NonZeroUsize) -> Self {
+        self.queue = checks.get();
+        self
+    }
+
+    /// How many checks one script call may decide. More is faster, and keeps Redis busy for longer at a time, at about
+    /// 2 us a check. Defaults to 128.
+    pub fn batch(mut self, checks: NonZeroUsize) -> Self {
+        self.batch = checks.get();
+        self
+    }
+
+    /// Connects, and makes sure that Redis can run the script.
+    ///
+    /// # Errors
+    ///
+    /// As [`RedisStore::connect`].
+    pub async fn connect(self) -> Result<RedisStore, Error> {
+        let store = self.connect_lazy()?;
+        store.lanes.ping().await?;
+        Ok(store)
+    }
+
+    /// Does not connect before the first check.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::RedisUrl`], [`ConfigError::Prefix`], and [`ConfigError::Zero`] for a time-out of zero.
+    pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
+        let url_error = |error: RedisError| ConfigError::RedisUrl(error.to_string());
+        if !is_name(&self.prefix, b"-_./:") {
+            return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
+        }
+        if self.timeout.is_zero() {
+            return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
+        }
+        let manager = Manager::new(self.url.map_err(url_error)?, self.timeout).map_err(url_error)?;
+        let failures = Failures::new();
+        let pool = bb8::Pool::builder()
+            .max_size(u32::try_from(self.connections).unwrap_or(u32::MAX))
+            .test_on_check_out(false)
+            .retry_connection(false)
+            .connection_timeout(self.timeout)
+            // Without these bb8 runs no task of its own, so that no runtime is needed yet.
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .error_sink(Box::new(failures.clone()))
+            .build_unchecked(manager);
+        Ok(RedisStore {
+            lanes: Arc::new(Lanes {
+                pool,
+                failures,
+                prefix: self.prefix.into_boxed_str(),
+                limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
+                now: self.now,
+                queue: Default::default(),
+            }),
+        })
+    }
+}
+
+/// A failure of redis-rs by what to do about it.
+fn error(error: RedisError) -> Error {
+    let kind = match error.kind() {
+        Kind::AuthenticationFailed => ErrorKind::Authentication,
+        Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
+        Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,
+        Kind::Server(ServerErrorKind::ReadOnly) => ErrorKind::ReadOnly,
+        Kind::Server(
+            ServerErrorKind::BusyLoading
+            | ServerErrorKind::MasterDown
+            | ServerErrorKind::ClusterDown
+            | ServerErrorKind::TryAgain,
+        ) => ErrorKind::NotReady,
+        _ if error.is_timeout() => ErrorKind::Timeout,
+        Kind::Io => ErrorKind::Unreachable,
+        _ => match error.code() {
+            Some("OOM") => ErrorKind::OutOfMemory,
+            Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
+            Some("NOPERM") => ErrorKind::Permission,
+            _ => ErrorKind::Refused,
+        },
+    };
+    Error::caused(kind, error)
+}

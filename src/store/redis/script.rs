@@ -1,0 +1,251 @@
+//! The script: how a batch of checks becomes its arguments, and its reply their verdicts.
+//!
+//! `lua/check.lua` has the contract of both.
+
+use std::sync::LazyLock;
+
+use redis::{Cmd, Value};
+use smallvec::SmallVec;
+
+use crate::limit::{Check, Mode, Policies, SCRIPT, Verdict, Verdicts};
+use crate::store::{Error, ErrorKind};
+
+/// The SHA-1 by which EVALSHA names the script.
+static HASH: LazyLock<String> = LazyLock::new(|| redis::Script::new(SCRIPT).get_hash().to_owned());
+
+/// The arguments of one script call, made of checks pushed one by one.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    /// For every check its keys, with a colon after each policy's: `{prefix}:{{caller}}{suffix}`.
+    keys: Vec<u8>,
+    /// Where each key ends.
+    ends: Vec<usize>,
+    plans: Vec<Plan>,
+    runs: Vec<Run>,
+}
+
+/// What is asked, of whoever asks it.
+#[derive(Debug)]
+struct Plan {
+    policies: Policies,
+    mode: Mode,
+    cost: u32,
+}
+
+/// Checks in a row that ask the same.
+#[derive(Debug)]
+struct Run {
+    plan: usize,
+    length: i64,
+}
+
+impl Batch {
+    pub(super) fn clear(&mut self) {
+        let Self { keys, ends, plans, runs } = self;
+        keys.clear();
+        ends.clear();
+        plans.clear();
+        runs.clear();
+    }
+
+    pub(super) fn push(&mut self, prefix: &str, check: &Check) {
+        for policy in check.policies().iter() {
+            self.keys.extend_from_slice(prefix.as_bytes());
+            self.keys.extend_from_slice(b":{");
+            self.keys.extend_from_slice(check.key().as_bytes());
+            self.keys.push(b'}');
+            self.keys.extend_from_slice(policy.key_suffix().as_bytes());
+            self.ends.push(self.keys.len());
+        }
+        let same =
+            |plan: &Plan| plan.policies.is(check.policies()) && plan.mode == check.mode() && plan.cost == check.cost();
+        match self.runs.last_mut() {
+            Some(run) if same(&self.plans[run.plan]) => run.length += 1,
+            _ => {
+                let plan = self.plans.iter().position(same).unwrap_or_else(|| {
+                    self.plans.push(Plan {
+                        policies: check.policies().clone(),
+                        mode: check.mode(),
+                        cost: check.cost(),
+                    });
+                    self.plans.len() - 1
+                });
+                self.runs.push(Run { plan, length: 1 });
+            }
+        }
+    }
+
+    /// EVALSHA with this batch. `now` is 0 for Redis's own time.
+    pub(super) fn by_hash(&self, now: i64) -> Cmd {
+        self.command("EVALSHA", &HASH, now)
+    }
+
+    /// EVAL with this batch, which also loads the script.
+    pub(super) fn by_source(&self, now: i64) -> Cmd {
+        self.command("EVAL", SCRIPT, now)
+    }
+
+    fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
+        let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
+        cmd.arg(name).arg(script).arg(self.ends.len());
+        let mut start = 0;
+        for &end in &self.ends {
+            cmd.arg(&self.keys[start..end]);
+            start = end;
+        }
+
+        cmd.arg(now);
+        let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
+        cmd.arg(policies().count());
+        for policy in policies() {
+            cmd.arg(policy.strategy().number());
+            for argument in policy.strategy().arguments(policy.terms()) {
+                cmd.arg(argument);
+            }
+        }
+        cmd.arg(self.plans.len());
+        let mut first = 1;
+        for plan in &self.plans {
+            cmd.arg(plan.mode.number()).arg(plan.cost).arg(plan.policies.len());
+            for place in first..first + plan.policies.len() {
+                cmd.arg(place);
+            }
+            first += plan.policies.len();
+        }
+        for run in &self.runs {
+            cmd.arg(run.plan + 1).arg(run.length);
+        }
+        cmd
+    }
+}
+
+/// The integers of a script's reply, check by check.
+#[derive(Debug)]
+pub(super) struct Reply(std::vec::IntoIter<Value>);
+
+impl Reply {
+    /// # Errors
+    ///
+    /// A reply that is no list, or not as long as `checks` make it.
+    pub(super) fn new<'a>(value: Value, checks: impl Iterator<Item = &'a Check>) -> Result<Self, Error> {
+        let expected: usize = checks.map(|check| 4 * check.policies().len()).sum();
+        match value {
+            Value::Array(values) if values.len() == expected => Ok(Self(values.into_iter())),
+            _ => Err(Error::new(ErrorKind::Protocol)),
+        }
+    }
+
+    /// The verdicts on the next check, which has this many policies.
+    ///
+    /// # Errors
+    ///
+    /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
+    pub(super) fn next(&mut self, policies: usize) -> Result<Verdicts, Error> {
+        let mut number = || match self.0.next() {
+            Some(Value::Int(number)) => number,
+            _ => i64::MIN,
+        };
+        let mut granted = i64::MAX;
+        let mut each = SmallVec::new();
+        let mut whole = true;
+        for _ in 0..policies {
+            granted = granted.min(number());
+            let verdict = Verdict { remaining: number(), wait: number(), reset: number() };
+            whole &= verdict.remaining >= 0 && verdict.wait >= Verdict::NEVER && verdict.reset >= 0;
+            each.push(verdict);
+        }
+        match granted {
+            0.. if whole => Ok(Verdicts { granted, each }),
+            REFUSED => Err(Error::new(ErrorKind::Refused)),
+            OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
+            READ_ONLY => Err(Error::new(ErrorKind::ReadOnly)),
+            NO_PERMISSION => Err(Error::new(ErrorKind::Permission)),
+            _ => Err(Error::new(ErrorKind::Protocol)),
+        }
+    }
+}
+
+/// Whether the server is a replica, and so refused the first check.
+pub(super) fn is_read_only(reply: &Value) -> bool {
+    matches!(reply, Value::Array(values) if values.first() == Some(&Value::Int(READ_ONLY)))
+}
+
+/// What stands for a refused write in place of what was granted; see `problem` in `lua/check.lua`.
+const REFUSED: i64 = -1;
+const OUT_OF_MEMORY: i64 = -2;
+const READ_ONLY: i64 = -3;
+const NO_PERMISSION: i64 = -4;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Key, Policy, Quota, Strategy};
+
+    fn policies(names: &[&str]) -> Policies {
+        let policy = |name: &&str| Policy::new(name, Strategy::Gcra, Quota::per_second(10).burst(20)).unwrap();
+        Policies::new(names.iter().map(policy)).unwrap()
+    }
+
+    fn arguments(cmd: &Cmd) -> Vec<String> {
+        cmd.args_iter()
+            .map(|arg| match arg {
+                redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+                _ => unreachable!(),
+            })
+            .skip(2)
+            .collect()
+    }
+
+    #[test]
+    fn checks_in_a_row_that_ask_the_same_share_a_plan() {
+        let (one, two) = (policies(&["api"]), policies(&["burst", "daily"]));
+        let mut batch = Batch::default();
+        batch.push("rl", &Check::take(Key::new("ann"), &one, 1));
+        batch.push("rl", &Check::take(Key::new("bob"), &one, 1));
+        batch.push("rl", &Check::peek(Key::new("cid"), &two, 3));
+        batch.push("rl", &Check::take(Key::new("dan"), &one, 1));
+        let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
+        let policies = "3 2 20 100000 1 2 20 100000 1 2 20 100000 1";
+        let plans = "2 1 1 1 1 3 3 2 2 3";
+        let runs = "1 2 2 1 1 1";
+        let expected = format!("5 {} 0 {policies} {plans} {runs}", keys.join(" "));
+        assert_eq!(arguments(&batch.by_hash(0)).join(" "), expected);
+
+        batch.clear();
+        batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
+        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 2 20 100000 1 1 1 1 1 1 1 1");
+    }
+
+    #[test]
+    fn any_reply_is_verdicts_or_an_error() {
+        let check = Check::take(Key::new("ann"), &policies(&["api"]), 1);
+        let ints = |ints: &[i64]| Value::Array(ints.iter().map(|i| Value::Int(*i)).collect());
+        let read = |value| Reply::new(value, std::iter::once(&check)).and_then(|mut reply| reply.next(1));
+
+        assert_eq!(read(ints(&[1, 9, 0, 100])).unwrap().granted, 1);
+        for (code, kind) in [
+            (-1, ErrorKind::Refused),
+            (-2, ErrorKind::OutOfMemory),
+            (-3, ErrorKind::ReadOnly),
+            (-4, ErrorKind::Permission),
+            (-5, ErrorKind::Protocol),
+            (i64::MIN, ErrorKind::Protocol),
+        ] {
+            assert_eq!(read(ints(&[code, 0, 0, 0])).unwrap_err().kind(), kind);
+        }
+        for wrong in [
+            Value::Nil,
+            Value::Int(1),
+            Value::SimpleString("OK".to_owned()),
+            ints(&[]),
+            ints(&[1, 9, 0]),
+            ints(&[1, 9, 0, 100, 1]),
+            ints(&[1, -1, 0, 100]),
+            ints(&[1, 9, -2, 100]),
+            ints(&[1, 9, 0, -1]),
+            Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0)]),
+        ] {
+            assert_eq!(read(wrong.clone()).unwrap_err().kind(), ErrorKind::Protocol, "{wrong:?}");
+        }
+    }
+}

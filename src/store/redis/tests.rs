@@ -1,0 +1,203 @@
+//! The Lua and the Rust half of every strategy agree on random traces, bit for bit.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::future::join_all;
+
+use super::RedisStore;
+use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Source, State, Strategy};
+use crate::store::Store;
+use crate::support::RedisServer;
+
+/// Steps per strategy. Every trace is of 64 callers, all of whom check at every moment.
+const STEPS: usize = 100_000;
+const CALLERS: usize = 64;
+
+#[tokio::test]
+async fn gcra() {
+    agree(1, |_| Strategy::Gcra).await;
+}
+
+#[tokio::test]
+async fn fixed_window_of_the_clock() {
+    agree(2, |rng| Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) }))
+        .await;
+}
+
+#[tokio::test]
+async fn fixed_window_from_the_first_hit() {
+    agree(3, |_| Strategy::FixedWindow(Align::FirstHit)).await;
+}
+
+#[tokio::test]
+async fn several_policies() {
+    let server = RedisServer::start();
+    let mut trace = Trace::new(4, &server);
+    let strategies = [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::FixedWindow(Align::default())];
+    let policies: Vec<Policies> = (0..CALLERS)
+        .map(|_| {
+            let count = trace.rng.usize(1..=3);
+            let policies: Vec<_> =
+                (0..count).map(|i| policy(&i.to_string(), strategies[trace.rng.usize(..3)], &mut trace.rng)).collect();
+            Policies::new(policies).unwrap()
+        })
+        .collect();
+    trace.run(&policies, STEPS).await;
+}
+
+/// A quota may change at any moment: both halves carry the state over alike.
+#[tokio::test]
+async fn changing_quotas() {
+    let server = RedisServer::start();
+    let mut trace = Trace::new(5, &server);
+    for _ in 0..100 {
+        let policies: Vec<Policies> = (0..CALLERS)
+            .map(|i| {
+                let strategy =
+                    [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::FixedWindow(Align::default())];
+                policy("changing", strategy[i % 3], &mut trace.rng).into()
+            })
+            .collect();
+        trace.run(&policies, CALLERS * 10).await;
+    }
+}
+
+async fn agree(seed: u64, strategy: impl Fn(&mut Rng) -> Strategy) {
+    let server = RedisServer::start();
+    let mut trace = Trace::new(seed, &server);
+    let policies: Vec<Policies> = (0..CALLERS)
+        .map(|_| {
+            let strategy = strategy(&mut trace.rng);
+            policy("p", strategy, &mut trace.rng).into()
+        })
+        .collect();
+    trace.run(&policies, STEPS).await;
+}
+
+/// Quotas of every size: those that people write, and some that no one would.
+fn policy(name: &str, strategy: Strategy, rng: &mut Rng) -> Policy {
+    const DAY: u64 = 86_400_000_000;
+    let (limit, period) = match rng.u8(..10) {
+        0 => (3, 1_000_000),
+        1 => (7, 10_000_000),
+        2 => (1, DAY),
+        3 => (300_000, 1_000_000),
+        4 => (1_000_003, 1_000_000),
+        5 => (999_983, 30 * DAY),
+        6 => (u32::MAX, 366 * DAY),
+        7 => (rng.u32(1..10), rng.u64(1..100)),
+        8 => (rng.u32(1..1_000), rng.u64(1..1_000_000)),
+        _ => (rng.u32(1..1_000_000), rng.u64(1..100 * DAY)),
+    };
+    let quota = Quota::per(limit, Duration::from_micros(period));
+    let burst = match rng.u8(..4) {
+        0 => 1,
+        1 => rng.u32(1..100),
+        2 => limit.saturating_mul(2),
+        _ => limit,
+    };
+    Policy::new(name, strategy, quota.burst(burst)).or_else(|_| Policy::new(name, strategy, quota)).unwrap()
+}
+
+struct Trace {
+    rng: Rng,
+    seed: u64,
+    now: Arc<AtomicI64>,
+    redis: RedisStore,
+    /// The same states by the Rust halves.
+    states: Vec<Vec<State>>,
+    steps: usize,
+}
+
+impl Trace {
+    fn new(seed: u64, server: &RedisServer) -> Self {
+        // One connection, so that the checks of a caller are decided in their order.
+        let builder = RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).timeout(Duration::from_secs(60));
+        let now = Arc::clone(&builder.now);
+        now.store(1_790_000_000_000_000, Relaxed);
+        Self { rng: Rng::with_seed(seed), seed, now, redis: builder.connect_lazy().unwrap(), states: vec![], steps: 0 }
+    }
+
+    /// Every caller has policies of its own.
+    async fn run(&mut self, policies: &[Policies], steps: usize) {
+        // A caller whose strategy has changed has a key of its own in Redis, and starts afresh.
+        self.states.resize(policies.len(), Vec::new());
+        for (states, policies) in self.states.iter_mut().zip(policies) {
+            let fresh = policies.iter().map(|policy| State::fresh(policy.strategy()));
+            let same = |a: &State, b: &State| std::mem::discriminant(a) == std::mem::discriminant(b);
+            if states.len() != policies.len() || !states.iter().zip(fresh.clone()).all(|(a, b)| same(a, &b)) {
+                *states = fresh.collect();
+            }
+        }
+        let keys: Vec<Key> = (0..policies.len()).map(|i| Key::new(format!("caller-{i}"))).collect();
+        let mut waits = vec![Duration::from_micros(1)];
+        for _ in 0..steps.div_ceil(keys.len()) {
+            let checks: Vec<Check> =
+                keys.iter().zip(policies).map(|(key, policies)| self.check(*key, policies)).collect();
+            let in_redis = join_all(checks.iter().map(|check| self.redis.check(check.clone()))).await;
+            let mut seen = Vec::new();
+            for ((check, states), in_redis) in checks.iter().zip(&mut self.states).zip(in_redis) {
+                let in_redis = in_redis.expect("an answer of Redis");
+                let verdicts = check.decide(states, self.now.load(Relaxed));
+                let in_rust = check.clone().answer(verdicts, Source::Redis);
+                assert_eq!(
+                    in_redis, in_rust,
+                    "Redis and Rust differ: seed {}, step {}, {check:?}",
+                    self.seed, self.steps
+                );
+                self.steps += 1;
+                seen.extend(in_redis.retry_after());
+                seen.push(in_redis.reset_after());
+            }
+            if !seen.is_empty() {
+                waits = seen;
+            }
+            self.step(&waits);
+        }
+    }
+
+    fn check(&mut self, key: Key, policies: &Policies) -> Check {
+        let rng = &mut self.rng;
+        let capacity = policies[rng.usize(..policies.len())].quota().capacity();
+        let cost = match rng.u8(..8) {
+            0 => 0,
+            1 => capacity,
+            2 => capacity.saturating_add(1),
+            3 => rng.u32(..=capacity),
+            4 => rng.u32(..=capacity) / 8,
+            _ => 1,
+        };
+        match rng.u8(..12) {
+            0 => Check::peek(key, policies, cost),
+            1 => Check::up_to(key, policies, cost),
+            2 => Check::charge(key, policies, cost),
+            3 => Check::give_back(key, policies, cost),
+            4 if rng.u8(..8) == 0 => Check::reset(key, policies),
+            _ => Check::take(key, policies, cost),
+        }
+    }
+
+    /// To just where something changes for some caller, just before or after it, or anywhere; sometimes back.
+    fn step(&mut self, waits: &[Duration]) {
+        let rng = &mut self.rng;
+        let wait = waits[rng.usize(..waits.len())].as_micros() as i64;
+        let now = self.now.load(Relaxed);
+        let now = match rng.u8(..16) {
+            0 | 1 => now,
+            2..=5 => now + wait,
+            6 => now + wait - 1,
+            7 => now + wait + 1,
+            8 | 9 => now + rng.i64(0..=wait.max(0)),
+            10 => now - 1_000_000,
+            11 => now + rng.i64(0..1_000),
+            12 => now + rng.i64(0..1_000_000),
+            _ => now + rng.i64(0..=wait / 16),
+        };
+        // No further than a clock can be set.
+        self.now.store(now.min(4_000_000_000_000_000), Relaxed);
+    }
+}

@@ -1,0 +1,150 @@
+//! A real Redis of a test's own: on a free port, with a folder of its own, gone with the test.
+
+#![allow(unreachable_pub, reason = "shared with tests outside of the crate")]
+#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(clippy::disallowed_methods, reason = "a real server is waited for in real time")]
+
+use std::future::Future;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use redis::aio::MultiplexedConnection;
+use tempfile::TempDir;
+use tower_redis_ratelimit::redis;
+
+pub struct RedisServer {
+    child: Child,
+    port: u16,
+    args: Vec<String>,
+    dir: TempDir,
+}
+
+impl RedisServer {
+    /// Starts `redis-server`, and waits until it answers.
+    pub fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// Starts it with more arguments, such as `["--maxmemory", "2mb"]`.
+    pub fn start_with(args: &[&str]) -> Self {
+        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+        // Another process may take the port between our look and redis-server's: then another is tried.
+        for _ in 0..20 {
+            let dir = tempfile::tempdir().expect("a folder for redis-server");
+            let port = free_port();
+            let mut server = Self { child: spawn(port, &args, &dir), port, args: args.clone(), dir };
+            if server.wait_until_up() {
+                return server;
+            }
+        }
+        panic!("redis-server did not come up on any of 20 ports");
+    }
+
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    pub fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}/", self.port)
+    }
+
+    /// Kills it as `kill -9` does.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    /// Starts it again on its port, after a `kill`.
+    pub fn restart(&mut self) {
+        self.child = spawn(self.port, &self.args, &self.dir);
+        assert!(self.wait_until_up(), "redis-server did not come up again on port {}", self.port);
+    }
+
+    /// Stops it without closing anything, as a hung machine would.
+    pub fn freeze(&self) {
+        self.signal("-STOP");
+    }
+
+    pub fn thaw(&self) {
+        self.signal("-CONT");
+    }
+
+    fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
+        assert!(status.is_ok_and(|status| status.success()), "kill {signal} failed");
+    }
+
+    /// A connection past the store, to look and to meddle.
+    pub async fn connection(&self) -> MultiplexedConnection {
+        let client = redis::Client::open(self.url()).expect("a URL");
+        client.get_multiplexed_async_connection().await.expect("a connection")
+    }
+
+    /// Sends one command, such as `"SCRIPT FLUSH"`.
+    pub async fn command<T: redis::FromRedisValue>(&self, command: &str) -> T {
+        let mut words = command.split(' ');
+        let mut cmd = redis::cmd(words.next().expect("a command"));
+        for word in words {
+            cmd.arg(word);
+        }
+        cmd.query_async(&mut self.connection().await).await.expect(command)
+    }
+
+    /// How often the server has run a command, such as `evalsha`.
+    pub async fn calls(&self, command: &str) -> u64 {
+        let stats: String = self.command("INFO commandstats").await;
+        let line = stats.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.and_then(|line| line.split(',').next()).map_or(0, |calls| calls.parse().expect("a count"))
+    }
+
+    /// Whether the server that answers on the port is ours.
+    fn wait_until_up(&mut self) -> bool {
+        let end = Instant::now() + Duration::from_secs(20);
+        let client = redis::Client::open(self.url()).expect("a URL");
+        while Instant::now() < end && matches!(self.child.try_wait(), Ok(None)) {
+            let answer = client
+                .get_connection()
+                .and_then(|mut connection| redis::cmd("INFO").arg("server").query(&mut connection));
+            match answer {
+                Ok::<String, _>(info) => return info.contains(&format!("process_id:{}\r", self.child.id())),
+                // It is up, and wants a password.
+                Err(error) if error.code().is_some_and(|code| code == "NOAUTH" || code == "NOPERM") => return true,
+                Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+        false
+    }
+}
+
+impl Drop for RedisServer {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn spawn(port: u16, args: &[String], dir: &TempDir) -> Child {
+    Command::new("redis-server")
+        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir"])
+        .arg(dir.path())
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("the tests need `redis-server` on the PATH: `cargo xtask test` installs it")
+}
+
+/// A port that nobody listens on just now.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    listener.local_addr().expect("its address").port()
+}
+
+/// Waits until the condition holds; fails if it does not within 20 seconds.
+pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnMut() -> F) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !condition().await {
+        assert!(Instant::now() < end, "waited in vain until {what}");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
