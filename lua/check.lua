@@ -81,13 +81,16 @@ local function grants(mode, cost, room, capacity)
   return capacity - room
 end
 
--- Why Redis refused to write, as a number below 0.
+-- Why Redis refused to write, as a number below 0. The words are those of the versions from 6.2 on.
 local function problem(err)
-  if string.find(err, 'OOM', 1, true) then
+  local function says(words)
+    return string.find(err, words, 1, true)
+  end
+  if says('OOM') then
     return -2
-  elseif string.find(err, 'READONLY', 1, true) then
+  elseif says('READONLY') then
     return -3
-  elseif string.find(err, 'NOPERM', 1, true) or string.find(err, 'ermission', 1, true) then
+  elseif says('NOPERM') or says('ermission') or says("can't run this command") then
     return -4
   end
   return -1

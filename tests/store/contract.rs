@@ -1,1 +1,150 @@
+//! The contract of `Store`, once per store and strategy.
 
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tower_redis_ratelimit::{
+    Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, RedisStore, Source, Store, Strategy,
+};
+
+use crate::support::{RedisServer, STRATEGIES, policy};
+
+#[tokio::test]
+async fn local() {
+    keeps_the_contract(LocalStore::default(), Source::Local).await;
+}
+
+#[tokio::test]
+async fn redis() {
+    let server = RedisServer::start();
+    keeps_the_contract(RedisStore::connect(server.url()).await.unwrap(), Source::Redis).await;
+}
+
+#[tokio::test]
+async fn fallback() {
+    let server = RedisServer::start();
+    let redis = RedisStore::connect(server.url()).await.unwrap();
+    let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
+    keeps_the_contract(store, Source::Redis).await;
+}
+
+async fn keeps_the_contract(store: impl Store, source: Source) {
+    for (i, strategy) in STRATEGIES.into_iter().enumerate() {
+        // Long enough that nothing flows back during the test: 10 per 100 days.
+        let caller = Caller { store: &store, policies: policy(strategy, "10/100d"), strategy, i };
+        caller.takes_all_or_nothing(source).await;
+        caller.grants_a_part().await;
+        caller.peeks_without_charging().await;
+        caller.goes_into_bounded_debt().await;
+        caller.gives_back().await;
+        caller.forgets_one_caller().await;
+        caller.shares_its_counts_with_clones().await;
+        caller.is_atomic().await;
+    }
+}
+
+struct Caller<'a, S> {
+    store: &'a S,
+    policies: Policies,
+    strategy: Strategy,
+    /// Tells the keys of strategies with the same letter apart.
+    i: usize,
+}
+
+impl<S: Store> Caller<'_, S> {
+    fn key(&self, name: &str) -> Key {
+        Key::new(format!("{}-{name}", self.i))
+    }
+
+    async fn ask(&self, name: &str, check: fn(Key, &Policies, u32) -> Check, cost: u32) -> Decision {
+        self.store.check(check(self.key(name), &self.policies, cost)).await.unwrap()
+    }
+
+    /// Granted, remaining.
+    async fn numbers(&self, name: &str, check: fn(Key, &Policies, u32) -> Check, cost: u32) -> (u32, u32) {
+        let decision = self.ask(name, check, cost).await;
+        (decision.granted(), decision.remaining())
+    }
+
+    async fn takes_all_or_nothing(&self, source: Source) {
+        let first = self.ask("take", Check::take, 4).await;
+        assert_eq!((first.granted(), first.remaining(), first.limit()), (4, 6, 10), "{:?}", self.strategy);
+        assert_eq!((first.source(), first.policy().name()), (source, "test"));
+        assert!(first.reset_after() > Duration::ZERO);
+
+        let denied = self.ask("take", Check::take, 7).await;
+        assert_eq!((denied.granted(), denied.remaining()), (0, 6), "{:?}", self.strategy);
+        assert!(
+            denied.retry_after().unwrap() > Duration::ZERO && denied.retry_after().unwrap() <= denied.reset_after()
+        );
+
+        assert!(self.ask("take", Check::take, 0).await.is_allowed(), "a cost of 0 takes nothing");
+        assert_eq!(self.numbers("take", Check::take, 6).await, (6, 0));
+        assert!(!self.ask("take", Check::take, 1).await.is_allowed());
+
+        let never = self.ask("take", Check::take, 11).await;
+        assert_eq!((never.outcome(), never.retry_after()), (Outcome::NeverFits, None));
+        assert_eq!(self.ask("large", Check::take, u32::MAX).await.outcome(), Outcome::NeverFits);
+        assert_eq!(self.numbers("other", Check::take, 10).await, (10, 0), "callers are counted apart");
+    }
+
+    async fn grants_a_part(&self) {
+        assert_eq!(self.numbers("part", Check::up_to, 7).await, (7, 3));
+        assert_eq!(self.numbers("part", Check::up_to, 100).await, (3, 0));
+        let denied = self.ask("part", Check::up_to, 5).await;
+        assert!(denied.granted() == 0 && denied.retry_after().is_some(), "{denied:?}");
+    }
+
+    async fn peeks_without_charging(&self) {
+        for _ in 0..3 {
+            let peek = self.ask("peek", Check::peek, 10).await;
+            assert!(peek.is_allowed() && peek.granted() == 0 && peek.remaining() == 10 && peek.reset_after().is_zero());
+        }
+        self.ask("peek", Check::take, 1).await;
+        let peek = self.ask("peek", Check::peek, 10).await;
+        assert!(!peek.is_allowed() && peek.remaining() == 9 && peek.retry_after().is_some(), "{peek:?}");
+        assert_eq!(self.ask("peek", Check::peek, 11).await.outcome(), Outcome::NeverFits);
+    }
+
+    async fn goes_into_bounded_debt(&self) {
+        assert_eq!(self.numbers("debt", Check::charge, 8).await, (8, 2));
+        assert_eq!(self.numbers("debt", Check::charge, 8).await, (8, 0));
+        assert_eq!(self.numbers("debt", Check::charge, 8).await, (4, 0), "twice the capacity and no more");
+        let denied = self.ask("debt", Check::charge, 1).await;
+        assert!(denied.granted() == 0 && denied.retry_after().is_some(), "{denied:?}");
+        assert!(!self.ask("debt", Check::take, 0).await.is_allowed(), "in debt, even nothing is denied");
+    }
+
+    async fn gives_back(&self) {
+        self.ask("refund", Check::take, 5).await;
+        assert_eq!(self.numbers("refund", Check::give_back, 2).await, (2, 7));
+        assert_eq!(self.numbers("refund", Check::give_back, 100).await, (3, 10), "no more than was taken");
+        assert_eq!(self.numbers("refund", Check::give_back, 1).await, (0, 10));
+        assert_eq!(self.numbers("refund", Check::take, 10).await, (10, 0));
+    }
+
+    async fn forgets_one_caller(&self) {
+        self.ask("reset", Check::take, 5).await;
+        self.ask("bystander", Check::take, 5).await;
+        let reset = self.store.check(Check::reset(self.key("reset"), &self.policies)).await.unwrap();
+        assert_eq!((reset.granted(), reset.remaining(), reset.reset_after()), (5, 10, Duration::ZERO));
+        assert_eq!(self.ask("reset", Check::peek, 1).await.remaining(), 10);
+        assert_eq!(self.ask("bystander", Check::peek, 1).await.remaining(), 5);
+    }
+
+    async fn shares_its_counts_with_clones(&self) {
+        self.ask("clone", Check::take, 5).await;
+        let clone = self.store.clone();
+        let decision = clone.check(Check::take(self.key("clone"), &self.policies, 5)).await.unwrap();
+        assert_eq!(decision.remaining(), 0);
+    }
+
+    async fn is_atomic(&self) {
+        let checks = (0..200).map(|_| {
+            let (store, check) = (self.store.clone(), Check::take(self.key("atomic"), &self.policies, 3));
+            tokio::spawn(async move { store.check(check).await.unwrap().granted() })
+        });
+        let granted: u32 = join_all(checks).await.into_iter().map(Result::unwrap).sum();
+        assert_eq!(granted, 9, "{:?}", self.strategy);
+    }
+}

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use redis::aio::MultiplexedConnection;
 use tempfile::TempDir;
-use tower_redis_ratelimit::redis;
+use tower_redis_ratelimit::{Align, Check, Key, Policies, Policy, Strategy, redis};
 
 pub struct RedisServer {
     child: Child,
@@ -98,6 +98,13 @@ impl RedisServer {
         line.and_then(|line| line.split(',').next()).map_or(0, |calls| calls.parse().expect("a count"))
     }
 
+    /// A number of INFO, such as `used_memory` of `memory`.
+    pub async fn info(&self, section: &str, field: &str) -> u64 {
+        let info: String = self.command(&format!("INFO {section}")).await;
+        let value = info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        value.expect(field).trim().parse().expect("a number")
+    }
+
     /// Whether the server that answers on the port is ours.
     fn wait_until_up(&mut self) -> bool {
         let end = Instant::now() + Duration::from_secs(20);
@@ -148,3 +155,20 @@ pub async fn until<F: Future<Output = bool>>(what: &str, mut condition: impl FnM
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
+
+/// One take of this caller, by GCRA under a quota such as `10/s`.
+pub fn check(caller: &str, quota: &str) -> Check {
+    Check::take(Key::new(caller), &policy(Strategy::Gcra, quota), 1)
+}
+
+/// A policy named `test`.
+pub fn policy(strategy: Strategy, quota: &str) -> Policies {
+    Policy::new("test", strategy, quota.parse().expect("a quota")).expect("a policy").into()
+}
+
+/// Every strategy that there is.
+pub const STRATEGIES: [Strategy; 3] = [
+    Strategy::Gcra,
+    Strategy::FixedWindow(Align::FirstHit),
+    Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO }),
+];

@@ -1,0 +1,128 @@
+//! Redis goes away and comes back: no check fails, and counting goes on.
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tower_redis_ratelimit::{
+    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Source, Store, Strategy,
+};
+
+use crate::support::{RedisServer, check, free_port, policy, until};
+
+/// Notes what it is told.
+#[derive(Clone, Default)]
+struct Notes(Arc<NotesInner>);
+
+#[derive(Default)]
+struct NotesInner {
+    degraded: Mutex<Vec<ErrorKind>>,
+    recovered: AtomicUsize,
+    failed: AtomicUsize,
+}
+
+impl Observer for Notes {
+    fn degraded(&self, error: &Error) {
+        self.0.degraded.lock().unwrap().push(error.kind());
+    }
+
+    fn recovered(&self, _: Duration) {
+        self.0.recovered.fetch_add(1, SeqCst);
+    }
+
+    fn failed(&self, _: &Error) {
+        self.0.failed.fetch_add(1, SeqCst);
+    }
+}
+
+fn fallback(url: String, notes: &Notes) -> Fallback<RedisStore, LocalStore> {
+    let redis = RedisStore::builder(url).timeout(Duration::from_secs(5)).connect_lazy().unwrap();
+    Fallback::new(redis, LocalStore::default()).observer(notes.clone())
+}
+
+#[tokio::test]
+async fn it_degrades_and_recovers_with_redis() {
+    let mut server = RedisServer::start();
+    let notes = Notes::default();
+    let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
+    assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Redis);
+
+    server.kill();
+    for _ in 0..5 {
+        assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Local);
+    }
+    assert!(store.is_degraded());
+    assert_eq!(notes.0.degraded.lock().unwrap().as_slice(), [ErrorKind::Unreachable]);
+    assert_eq!(notes.0.failed.load(SeqCst), 3, "only what opened the breaker was tried in Redis");
+
+    server.restart();
+    until("it has recovered", async || !store.is_degraded()).await;
+    assert_eq!(notes.0.recovered.load(SeqCst), 1);
+    let decision = store.check(check("ann", "10/h")).await.unwrap();
+    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 9), "the restarted Redis is empty");
+}
+
+#[tokio::test]
+async fn it_starts_while_redis_is_down() {
+    let notes = Notes::default();
+    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
+    let decisions = join_all((0..20).map(|_| store.check(check("ann", "10/h")))).await;
+    let allowed = decisions.iter().filter(|decision| decision.as_ref().unwrap().is_allowed()).count();
+    assert_eq!(allowed, 10, "the local store limits too");
+}
+
+/// What Redis does not answer by the deadline, the fallback does; the check is not sent again.
+#[tokio::test]
+async fn a_frozen_redis_is_not_waited_for() {
+    let server = RedisServer::start();
+    let notes = Notes::default();
+    let store = fallback(server.url(), &notes).deadline(Duration::from_millis(50));
+    let policies = policy(Strategy::Gcra, "100/d");
+    let take = || store.check(Check::take(Key::new("ann"), &policies, 1));
+    assert_eq!(take().await.unwrap().source(), Source::Redis);
+
+    server.freeze();
+    for decision in join_all((0..10).map(|_| take())).await {
+        assert_eq!(decision.unwrap().source(), Source::Local);
+    }
+    assert_eq!(notes.0.degraded.lock().unwrap().as_slice(), [ErrorKind::Timeout]);
+    server.thaw();
+    until("it has recovered", async || !store.is_degraded()).await;
+    let left = take().await.unwrap();
+    assert_eq!(left.source(), Source::Redis);
+    assert!(left.remaining() >= 100 - 2 - 10, "a check was charged twice: {left:?}");
+}
+
+#[tokio::test]
+async fn nobody_probes_for_a_store_that_is_gone() {
+    let notes = Notes::default();
+    let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
+    for _ in 0..3 {
+        store.check(check("ann", "10/h")).await.unwrap();
+    }
+    assert!(store.is_degraded());
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    drop(store);
+    until("every task has ended", async || tasks() == 0).await;
+}
+
+/// One limit, a store on one runtime and then another: the probe of the first is gone with it.
+#[test]
+fn it_recovers_on_another_runtime() {
+    let mut server = RedisServer::start();
+    let notes = Notes::default();
+    let store = fallback(server.url(), &notes);
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    server.kill();
+    runtime().block_on(async {
+        for _ in 0..3 {
+            store.check(check("ann", "10/h")).await.unwrap();
+        }
+    });
+    assert!(store.is_degraded());
+    server.restart();
+    runtime().block_on(until("it has recovered", async || {
+        store.check(check("ann", "10/h")).await.unwrap().source() == Source::Redis
+    }));
+}

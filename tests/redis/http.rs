@@ -1,0 +1,105 @@
+//! End to end: axum instances on real sockets, one Redis.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use axum::{Router, body::Body, routing::get};
+use futures_util::future::join_all;
+use http::{Request, Response, StatusCode};
+use http_body_util::BodyExt;
+use hyper_util::client::legacy::{Client, connect::HttpConnector};
+use hyper_util::rt::TokioExecutor;
+use tower_redis_ratelimit::{
+    Decision, Fallback, LocalStore, PeerIp, Policy, RateLimitLayer, RedisStore, Source, Store, Strategy, redis,
+};
+
+use crate::support::{RedisServer, until};
+
+/// A service with stores and connections of its own, as another process would have.
+struct Instance {
+    address: SocketAddr,
+    client: Client<HttpConnector, Body>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl Instance {
+    async fn start(store: impl Store, quota: &str) -> Self {
+        let policy = Policy::new("api", Strategy::Gcra, quota.parse().unwrap()).unwrap();
+        let app = Router::new()
+            .route("/", get(async |decision: axum::Extension<Decision>| format!("{:?}", decision.source())))
+            .layer(RateLimitLayer::new(store, PeerIp, policy));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let service = app.into_make_service_with_connect_info::<SocketAddr>();
+        let task = tokio::spawn(async move { axum::serve(listener, service).await.unwrap() });
+        Self { address, client: Client::builder(TokioExecutor::new()).build_http(), task }
+    }
+
+    async fn get(&self) -> Response<String> {
+        let request = Request::get(format!("http://{}/", self.address)).body(Body::empty()).unwrap();
+        let (parts, body) = self.client.request(request).await.unwrap().into_parts();
+        let body = body.collect().await.unwrap().to_bytes();
+        Response::from_parts(parts, String::from_utf8(body.to_vec()).unwrap())
+    }
+}
+
+impl Drop for Instance {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+fn fallback(server: &RedisServer) -> Fallback<RedisStore, LocalStore> {
+    Fallback::new(RedisStore::connect_lazy(server.url()).unwrap(), LocalStore::default())
+        .deadline(Duration::from_secs(5))
+}
+
+#[tokio::test]
+async fn two_instances_share_one_limit() {
+    let server = RedisServer::start();
+    let instances =
+        [Instance::start(fallback(&server), "10/h").await, Instance::start(fallback(&server), "10/h").await];
+    let mut allowed = 0;
+    for i in 0..30 {
+        let response = instances[i % 2].get().await;
+        let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap());
+        assert_eq!(header("ratelimit-policy"), Some("\"api\";q=10;w=3600"));
+        if response.status() == StatusCode::OK {
+            allowed += 1;
+            let left = 10 - allowed;
+            assert!(header("ratelimit").unwrap().starts_with(&format!("\"api\";r={left};t=")), "{response:?}");
+        } else {
+            assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+            let wait: u64 = header("retry-after").unwrap().parse().unwrap();
+            assert!((1..=360).contains(&wait), "{wait}");
+            assert_eq!(header("content-type"), Some("application/problem+json"));
+            assert!(response.body().contains("\"violated-policies\":[\"api\"]"), "{}", response.body());
+        }
+    }
+    assert_eq!(allowed, 10);
+}
+
+/// Killed with -9 under load, started again: no response but 200 and 429, and the count is shared again.
+#[tokio::test]
+async fn no_request_fails_when_redis_dies_under_load() {
+    let mut server = RedisServer::start();
+    let instances =
+        [Instance::start(fallback(&server), "1000000/h").await, Instance::start(fallback(&server), "1000000/h").await];
+    let load = async |requests: usize| {
+        let responses = join_all((0..requests).map(|i| instances[i % 2].get())).await;
+        assert!(responses.iter().all(|response| response.status() == StatusCode::OK), "{responses:?}");
+        responses
+    };
+    load(200).await;
+    tokio::join!(load(400), async { server.kill() });
+    assert!(load(20).await.iter().all(|response| *response.body() == format!("{:?}", Source::Local)));
+
+    server.restart();
+    until("both count in Redis again", async || {
+        load(20).await.iter().all(|response| *response.body() == format!("{:?}", Source::Redis))
+    })
+    .await;
+    let mut connection = server.connection().await;
+    let keys: Vec<String> = redis::cmd("KEYS").arg("rl:{127*").query_async(&mut connection).await.unwrap();
+    assert_eq!(keys, ["rl:{127.0.0.1}:api:g"]);
+}

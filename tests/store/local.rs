@@ -1,0 +1,76 @@
+//! The store in this process: exact under threads, bounded, and following tokio's clock.
+
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tower_redis_ratelimit::{Check, Decision, Key, LocalStore, Store, Strategy};
+
+use crate::support::{STRATEGIES, check, policy};
+
+fn ask(store: &LocalStore, check: Check) -> Decision {
+    store.check(check).now_or_never().expect("it never waits").unwrap()
+}
+
+#[test]
+fn many_threads_are_granted_exactly_the_limit() {
+    for strategy in STRATEGIES {
+        let (store, policies, granted) = (LocalStore::default(), policy(strategy, "1000/100d"), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..500 {
+                        granted.fetch_add(ask(&store, Check::take(Key::GLOBAL, &policies, 1)).granted(), Relaxed);
+                    }
+                });
+            }
+        });
+        assert_eq!(granted.into_inner(), 1000, "{strategy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_retry_passes_at_its_time_and_not_before() {
+    for strategy in STRATEGIES {
+        let (store, policies) = (LocalStore::default(), policy(strategy, "3/s"));
+        let take = || ask(&store, Check::take(Key::new("ann"), &policies, 2));
+        assert!(take().is_allowed());
+        let wait = take().retry_after().unwrap();
+        // Tokio's paused clock moves in milliseconds; the decisions are by the microsecond.
+        tokio::time::advance(wait - Duration::from_micros(1)).await;
+        assert_eq!(take().retry_after(), Some(Duration::from_micros(1)), "{strategy:?}");
+        tokio::time::advance(Duration::from_micros(1)).await;
+        assert!(take().is_allowed(), "{strategy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_that_say_nothing_any_more_make_room() {
+    let store = LocalStore::with_capacity(NonZeroUsize::new(6_400).unwrap());
+    for round in 0..20 {
+        for i in 0..1_000 {
+            ask(&store, check(&format!("{round}-{i}"), "10/s"));
+        }
+        tokio::time::advance(Duration::from_secs(1)).await;
+    }
+    assert!(store.len() <= 2_500, "{} of 20,000 keys are still held", store.len());
+}
+
+/// A flood of new keys pushes out its own kind, not a caller that is deep in its limit.
+#[tokio::test(start_paused = true)]
+async fn a_full_store_keeps_who_has_used_most() {
+    let store = LocalStore::with_capacity(NonZeroUsize::new(640).unwrap());
+    let policies = policy(Strategy::Gcra, "100/h");
+    for _ in 0..100 {
+        ask(&store, Check::take(Key::new("greedy"), &policies, 1));
+    }
+    for i in 0..100_000 {
+        ask(&store, Check::take(Key::new(format!("flood-{i}")), &policies, 1));
+    }
+    assert!(store.len() <= 640 + 63, "{} keys", store.len());
+    assert!(
+        !ask(&store, Check::take(Key::new("greedy"), &policies, 1)).is_allowed(),
+        "the flood gave a caller a fresh start"
+    );
+}
