@@ -3,7 +3,7 @@
 -- KEYS   for each check, one key per policy, in the order of the checks.
 -- ARGV   whole numbers:
 --          now             0 for Redis's own time; otherwise microseconds since the Unix epoch, for tests
---          n, n policies   each: strategy, and three numbers for its `policy` function
+--          n, n policies   each: strategy, and four numbers for its `policy` function
 --          n, n plans      what is asked; each: mode, cost, m, m policies by their place above
 --          runs            to the end; each: a plan by its place above, and how many checks in a row follow it
 -- Reply  whole numbers; for each check and each of its policies four:
@@ -12,7 +12,8 @@
 --          wait            0 if this policy let it pass; microseconds until it would; -1 for never
 --          reset           microseconds until nothing is charged any more
 --
--- Each part of a check may fail by itself. One that is denied, and a peek, write nothing.
+-- A check may fail by itself. One that is denied, and a peek, write nothing; but a state that another clock or another
+-- quota has left behind is put right by a denial too, or its caller might be locked out.
 
 local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET = 1, 2, 3, 4, 5, 6
 
@@ -37,7 +38,7 @@ end
 local policies = {}
 for i = 1, argument() do
   local strategy = strategies[argument()]
-  local policy = strategy.policy(argument(), argument(), argument())
+  local policy = strategy.policy(argument(), argument(), argument(), argument())
   policy.strategy = strategy
   policies[i] = policy
 end
@@ -96,48 +97,46 @@ local function problem(err)
   return -1
 end
 
--- The states of one check, each of up to three numbers, and the room in each.
-local a, b, c, rooms = {}, {}, {}, {}
+-- The states of one check, each of up to three values; whether they must be saved; and the room in each.
+local a, b, c, dirty, rooms = {}, {}, {}, {}, {}
 local reply, replied, key_at = {}, 0, 0
 
 local function check(plan)
-  local mode, cost = plan.mode, plan.cost
+  local mode, cost, count = plan.mode, plan.cost, #plan.policies
   local granted, pass = math.huge, true
-  for i, policy in ipairs(plan.policies) do
+  for i = 1, count do
+    local policy = plan.policies[i]
     local strategy = policy.strategy
-    a[i], b[i], c[i] = strategy.load(policy, KEYS[key_at + i], now)
+    a[i], b[i], c[i], dirty[i] = strategy.load(policy, KEYS[key_at + i], now)
     local room = strategy.room(policy, now, a[i], b[i], c[i])
     rooms[i] = room
     pass = pass and room >= plan.needs[i]
     granted = min(granted, grants(mode, cost, room, policy.capacity))
   end
   granted = pass and max(0, granted) or 0
+  local charged = mode == GIVE_BACK and -granted or granted
 
-  local charged = granted
-  if mode == GIVE_BACK then
-    charged = -granted
-  end
-  for i, policy in ipairs(plan.policies) do
-    local strategy, key = policy.strategy, KEYS[key_at + i]
-    local room, wait, err = rooms[i], 0, nil
+  for i = 1, count do
+    local policy, key = plan.policies[i], KEYS[key_at + i]
+    local strategy, room, wait, reset, err = policy.strategy, rooms[i], 0, 0, nil
     if room < plan.needs[i] then
-      if plan.needs[i] > policy.capacity then
-        wait = -1
-      else
+      wait = -1
+      if plan.needs[i] <= policy.capacity then
         wait = strategy.wait(policy, key, now, plan.needs[i], a[i], b[i], c[i])
       end
     end
-    local reset
-    if granted == 0 then
-      reset = strategy.reset(policy, key, now, a[i], b[i], c[i])
-    elseif mode == RESET then
-      err = erase(key)
-      room, reset = policy.capacity, 0
+    if mode == RESET and granted > 0 then
+      err = failure(pcall('DEL', key))
+      room = policy.capacity
     else
-      a[i], b[i], c[i] = strategy.charge(policy, now, charged, a[i], b[i], c[i])
-      room = strategy.room(policy, now, a[i], b[i], c[i])
-      reset = strategy.reset(policy, key, now, a[i], b[i], c[i])
-      err = strategy.save(policy, key, now, now + reset + keep, a[i], b[i], c[i])
+      if granted > 0 then
+        a[i], b[i], c[i] = strategy.charge(policy, key, now, charged, a[i], b[i], c[i])
+        room = strategy.room(policy, now, a[i], b[i], c[i])
+      end
+      reset = strategy.reset(policy, now, a[i], b[i], c[i])
+      if granted > 0 or dirty[i] and mode ~= PEEK then
+        err = strategy.save(policy, key, now, now + reset + keep, charged, a[i], b[i], c[i])
+      end
     end
     reply[replied + 1] = err and problem(err) or granted
     reply[replied + 2] = max(0, room)
@@ -145,7 +144,7 @@ local function check(plan)
     reply[replied + 4] = reset
     replied = replied + 4
   end
-  key_at = key_at + #plan.policies
+  key_at = key_at + count
 end
 
 local last = #ARGV

@@ -1,15 +1,18 @@
 -- Fixed windows; the twin of src/limit/strategy/fixed_window.rs, which explains them.
 --
--- Stored, and while it is decided on: when the caller's window began (with windows of the clock, the time of the
--- last charge), and what was granted in it.
+-- Stored and loaded: when the caller's window began (with windows of the clock, the time of the last charge), and
+-- what was granted in it.
 
 local fixed_window = {}
+
+local FORMAT, LENGTH = '<i8i8', 16
 
 -- An offset of -1: a window begins at the first charge.
 function fixed_window.policy(capacity, period, offset)
   return { capacity = capacity, period = period, offset = offset }
 end
 
+-- When the window that holds now ends.
 local function window_end(policy, now, since)
   if policy.offset >= 0 then
     return now - (now - policy.offset) % policy.period + policy.period
@@ -18,13 +21,17 @@ local function window_end(policy, now, since)
 end
 
 function fixed_window.load(policy, key, now)
-  local since, count = read(key)
-  since = min(since, now)
-  count = max(0, min(count, 2 * policy.capacity))
+  local value = read(key, LENGTH)
+  if not value then
+    return now, 0
+  end
+  local since, count = unpack(FORMAT, value)
+  local future = since > now
+  since, count = min(since, now), max(0, min(count, 2 * policy.capacity))
   if count == 0 or since < window_end(policy, now, since) - policy.period or since <= now - policy.period then
     return now, 0
   end
-  return since, count
+  return since, count, nil, future
 end
 
 function fixed_window.room(policy, now, since, count)
@@ -35,22 +42,22 @@ function fixed_window.wait(policy, key, now, cost, since, count)
   return window_end(policy, now, since) - now
 end
 
-function fixed_window.charge(policy, now, cost, since, count)
+function fixed_window.charge(policy, key, now, cost, since, count)
   if policy.offset >= 0 then
     since = now
   end
   return since, max(0, count + cost)
 end
 
-function fixed_window.reset(policy, key, now, since, count)
+function fixed_window.reset(policy, now, since, count)
   if count == 0 then
     return 0
   end
   return window_end(policy, now, since) - now
 end
 
-function fixed_window.save(policy, key, now, fresh_at, since, count)
-  return write(key, since, count, fresh_at)
+function fixed_window.save(policy, key, now, at, cost, since, count)
+  return write(key, pack(FORMAT, since, count), at)
 end
 
 return fixed_window

@@ -1,9 +1,12 @@
 -- GCRA; the twin of src/limit/strategy/gcra.rs, which explains it.
 --
--- Stored: the theoretical arrival time in whole microseconds, and its rest in ticks.
--- While it is decided on: the backlog, how far that time is ahead of now, in ticks.
+-- Stored: the theoretical arrival time in whole microseconds, its rest in ticks, and the interval and ticks that it was
+-- reckoned with.
+-- Loaded: the backlog, how far that time is ahead of now, in ticks.
 
 local gcra = {}
+
+local FORMAT, LENGTH = '<i7I5I7I5', 24
 
 function gcra.policy(capacity, interval, ticks)
   local full = capacity * interval
@@ -17,12 +20,24 @@ function gcra.policy(capacity, interval, ticks)
 end
 
 function gcra.load(policy, key, now)
-  local tat, rest = read(key)
+  local value = read(key, LENGTH)
+  if not value then
+    return 0
+  end
+  local tat, rest, interval, ticks = unpack(FORMAT, value)
   if tat < now then
     return 0
   end
-  local ahead = min(tat - now, policy.furthest)
-  return min(ahead * policy.ticks + max(0, min(rest, policy.ticks - 1)), 2 * policy.full)
+  local ahead = tat - now
+  if interval == policy.interval and ticks == policy.ticks then
+    local backlog = min(ahead, policy.furthest) * ticks + min(rest, ticks - 1)
+    return min(backlog, 2 * policy.full), nil, nil, backlog > 2 * policy.full
+  end
+  -- Of another quota: as many units are owed, at the new rate.
+  interval, ticks = max(1, interval), max(1, ticks)
+  ahead = min(ahead, floor(4503599627370496 / ticks))
+  local units = div_ceil(ahead * ticks + min(rest, ticks - 1), interval)
+  return min(units, 2 * policy.capacity) * policy.interval, nil, nil, true
 end
 
 function gcra.room(policy, now, backlog)
@@ -33,16 +48,17 @@ function gcra.wait(policy, key, now, cost, backlog)
   return div_ceil(backlog + cost * policy.interval - policy.full, policy.ticks)
 end
 
-function gcra.charge(policy, now, cost, backlog)
+function gcra.charge(policy, key, now, cost, backlog)
   return max(0, backlog + cost * policy.interval)
 end
 
-function gcra.reset(policy, key, now, backlog)
+function gcra.reset(policy, now, backlog)
   return div_ceil(backlog, policy.ticks)
 end
 
-function gcra.save(policy, key, now, fresh_at, backlog)
-  return write(key, now + floor(backlog / policy.ticks), backlog % policy.ticks, fresh_at)
+function gcra.save(policy, key, now, at, cost, backlog)
+  local tat, rest = now + floor(backlog / policy.ticks), backlog % policy.ticks
+  return write(key, pack(FORMAT, tat, rest, policy.interval, policy.ticks), at)
 end
 
 return gcra

@@ -1,11 +1,22 @@
--- The prelude: what every strategy and the driver use.
+-- The prelude: what the strategies and the driver share.
 --
 -- Time is Redis's own, in whole microseconds since the Unix epoch. All numbers are whole and below 2^53, where a
 -- double is exact; the quotient of two such numbers, rounded down, is exact too.
+--
+-- A strategy is a table of functions, with the names and the order of its Rust half:
+--   policy(four numbers)                      a policy, as the other functions take it
+--   load(policy, key, now)                    a state as it is now: up to three values, then whether it must be saved even
+--                                             if nothing is charged, because it was not one of this policy at this time
+--   room(policy, now, ...)                    the largest cost that would pass now; below 0 in debt
+--   wait(policy, key, now, cost, ...)         microseconds until a cost would pass that does not now
+--   charge(policy, key, now, cost, ...)       the state with a cost counted, or given back if it is below 0
+--   reset(policy, now, ...)                   microseconds until the state is as if nothing had been charged
+--   save(policy, key, now, at, cost, ...)     stores a state until `at`; returns an error, or nothing
 
 local call, pcall = redis.call, redis.pcall
 local pack, unpack = struct.pack, struct.unpack
 local floor, min, max = math.floor, math.min, math.max
+local sub = string.sub
 
 -- The strategies by their number; see twins! in src/limit/strategy/mod.rs.
 local strategies = {}
@@ -15,23 +26,41 @@ local function div_ceil(a, b)
   return -floor(-a / b)
 end
 
--- The two numbers stored under a key; 0 and 0 if there is no such key, or something that is not ours.
-local function read(key)
-  local value = pcall('GET', key)
-  if type(value) == 'string' and #value == 16 then
-    return unpack('<i8i8', value)
+-- n * x / d, rounded down, and the rest; exact also where the product is above 2^53. x is at most d, d below 2^45.
+local function mul_div(n, x, d)
+  if n * x < 9007199254740992 then
+    return floor(n * x / d), n * x % d
   end
-  return 0, 0
+  local quotient, rest = 0, 0
+  local digit = 4398046511104 -- 2^42
+  while digit >= 1 do
+    -- Seven bits of n at a time, so that no step exceeds 2^53.
+    local product = rest * 128 + floor(n / digit) % 128 * x
+    quotient, rest = quotient * 128 + floor(product / d), product % d
+    digit = digit / 128
+  end
+  return quotient, rest
 end
 
--- Stores two numbers until the first millisecond in which they say nothing any more. Returns an error, or nothing.
-local function write(key, a, b, fresh_at)
-  local reply = pcall('SET', key, pack('<i8i8', a, b), 'PXAT', div_ceil(fresh_at, 1000))
-  return reply.err
+-- The bytes under a key; nothing if there is no such key, or it holds something that is not ours.
+local function read(key, length)
+  local value = pcall('GET', key)
+  if type(value) == 'string' and #value == length then
+    return value
+  end
 end
 
--- Removes a key. Returns an error, or nothing.
-local function erase(key)
-  local reply = pcall('DEL', key)
+-- The first millisecond in which a state that is fresh at a microsecond says nothing any more.
+local function expiry(at)
+  return div_ceil(at, 1000)
+end
+
+-- Stores bytes under a key until `at`. Returns an error, or nothing.
+local function write(key, value, at)
+  return pcall('SET', key, value, 'PXAT', expiry(at)).err
+end
+
+-- The error in a reply, or nothing.
+local function failure(reply)
   return type(reply) == 'table' and reply.err or nil
 end

@@ -5,7 +5,9 @@ mod limit;
 pub mod middleware;
 mod store;
 
-pub use limit::{Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Source, Strategy};
+pub use limit::{
+    Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Refill, Source, Strategy,
+};
 pub use middleware::{
     Global, HeaderKey, HttpReject, KeyExtractor, MissingKey, OnError, OnMissingKey, PeerIp, RateLimit, RateLimitLayer,
     Reject, Rejection, ResponseFuture,

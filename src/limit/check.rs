@@ -100,23 +100,24 @@ impl Check {
 
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
-    /// States change only if something is charged, given back or forgotten.
+    /// States change only if something is charged, given back or forgotten, or if they had to be clamped.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let cost = i64::from(self.cost);
         let (mut granted, mut pass) = (i64::MAX, true);
-        let mut loaded = SmallVec::<[(Loaded, i64); 2]>::new();
+        let mut loaded = SmallVec::<[(Loaded, bool, i64); 2]>::new();
         for (state, policy) in states.iter().zip(self.policies.iter()) {
             let terms = policy.terms();
-            let at = state.load(terms, now);
+            let (at, dirty) = state.load(terms, now);
             let room = state.room(terms, now, at);
-            loaded.push((at, room));
+            loaded.push((at, dirty, room));
             pass &= room >= self.mode.needs(cost, terms.capacity);
             granted = granted.min(self.mode.grants(cost, room, terms.capacity));
         }
         let granted = if pass { granted.max(0) } else { 0 };
-
         let charged = if self.mode == Mode::GiveBack { -granted } else { granted };
-        let each = states.iter_mut().zip(self.policies.iter()).zip(loaded).map(|((state, policy), (at, room))| {
+
+        let each = states.iter_mut().zip(self.policies.iter()).zip(loaded);
+        let each = each.map(|((state, policy), (mut at, dirty, mut room))| {
             let terms = policy.terms();
             let needs = self.mode.needs(cost, terms.capacity);
             let wait = if room >= needs {
@@ -126,17 +127,18 @@ impl Check {
             } else {
                 state.wait(terms, now, needs, at)
             };
-            let (room, reset) = if granted == 0 {
-                (room, state.reset(terms, now, at))
-            } else if self.mode == Mode::Reset {
+            if self.mode == Mode::Reset && granted > 0 {
                 *state = State::fresh(policy.strategy());
-                (terms.capacity, 0)
-            } else {
-                let at = state.charge(terms, now, charged, at);
-                let after = (state.room(terms, now, at), state.reset(terms, now, at));
-                state.save(terms, now, at);
-                after
-            };
+                return Verdict { remaining: terms.capacity, wait, reset: 0 };
+            }
+            if granted > 0 {
+                at = state.charge(terms, now, charged, at);
+                room = state.room(terms, now, at);
+            }
+            let reset = state.reset(terms, now, at);
+            if granted > 0 || dirty && self.mode != Mode::Peek {
+                state.save(terms, now, charged, at);
+            }
             Verdict { remaining: room.max(0), wait, reset }
         });
         Verdicts { each: each.collect(), granted }

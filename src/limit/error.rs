@@ -27,6 +27,8 @@ pub enum ConfigError {
         /// The limit of the same quota.
         limit: u32,
     },
+    /// A sliding window cut into no cells, or into too many.
+    Cells(u16),
     /// Text that is no quota.
     QuotaSyntax {
         /// The text as it was given.
@@ -69,6 +71,7 @@ impl fmt::Display for ConfigError {
                 "a burst of {burst} on a window of {limit}: a window's burst is its limit, so leave the burst out, \
                  or choose a strategy that has one, such as Strategy::Gcra"
             ),
+            Self::Cells(cells) => write!(f, "a sliding window of {cells} cells: cut it into 1 to 1000"),
             Self::QuotaSyntax { text, problem } => {
                 write!(f, "{text:?} is no quota: {problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`")
             }

@@ -16,7 +16,7 @@ pub use error::ConfigError;
 pub use key::Key;
 pub use policy::{Policies, Policy};
 pub use quota::Quota;
-pub use strategy::{Align, Strategy};
+pub use strategy::{Align, Refill, Strategy};
 
 pub(crate) use decision::{Verdict, Verdicts};
 pub(crate) use policy::is_name;

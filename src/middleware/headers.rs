@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::limit::{Decision, Policies, Policy, Strategy};
+use crate::limit::{Decision, Policies, Policy};
 
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -62,9 +62,9 @@ fn effective_window(decision: &Decision) -> Duration {
     }
     let unit = unit_of_time(decision.policy());
     let lasts = unit.saturating_mul(decision.remaining());
-    let next = match decision.policy().strategy() {
-        Strategy::Gcra => unit.min(decision.reset_after()),
-        _ => decision.reset_after(),
+    let next = match decision.policy().strategy().is_steady() {
+        true => unit.min(decision.reset_after()),
+        false => decision.reset_after(),
     };
     lasts.max(next)
 }
@@ -82,7 +82,7 @@ pub(super) fn seconds(duration: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Align, Check, Key, Quota, Source};
+    use crate::limit::{Align, Check, Key, Quota, Source, Strategy};
 
     /// The field after each of `count` checks at one moment, under these policies.
     fn fields(policies: &Policies, count: usize) -> Vec<String> {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use redis::aio::MultiplexedConnection;
 use tempfile::TempDir;
-use tower_redis_ratelimit::{Align, Check, Key, Policies, Policy, Strategy, redis};
+use tower_redis_ratelimit::{Align, Check, Key, Policies, Policy, Refill, Strategy, redis};
 
 pub struct RedisServer {
     child: Child,
@@ -167,8 +167,14 @@ pub fn policy(strategy: Strategy, quota: &str) -> Policies {
 }
 
 /// Every strategy that there is.
-pub const STRATEGIES: [Strategy; 3] = [
+pub const STRATEGIES: [Strategy; 9] = [
     Strategy::Gcra,
+    Strategy::LeakyBucket,
+    Strategy::TokenBucket(Refill::Greedy),
+    Strategy::TokenBucket(Refill::Interval),
     Strategy::FixedWindow(Align::FirstHit),
     Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO }),
+    Strategy::SlidingCounter,
+    Strategy::SlidingWindow { cells: 10 },
+    Strategy::SlidingLog,
 ];

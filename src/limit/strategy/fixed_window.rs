@@ -10,7 +10,7 @@
 //!
 //! **Source.** redis_rate v6 (slots of the clock); Istio's redisquota `FIXED_WINDOW` (from the first hit).
 
-use super::{Loaded, Terms, Twin};
+use super::{Loaded, Terms, Twin, clean};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -21,18 +21,18 @@ pub(crate) struct State {
 
 /// Loaded: the same two, at now.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 3] {
-        [terms.capacity, terms.period, terms.offset.unwrap_or(-1)]
+    fn arguments(terms: &Terms) -> [i64; 4] {
+        [terms.capacity, terms.period, terms.offset.unwrap_or(-1), 0]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> Loaded {
-        // What lies in the future is of a clock that has gone back: it counts in the window of now.
+    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
+        let future = self.since > now;
         let since = self.since.min(now);
         let count = self.count.clamp(0, 2 * terms.capacity);
         if count == 0 || since < window_end(terms, now, since) - terms.period || since <= now - terms.period {
-            return [now, 0, 0];
+            return clean([now, 0, 0]);
         }
-        [since, count, 0]
+        ([since, count, 0], future)
     }
 
     fn room(terms: &Terms, _now: i64, [_, count, _]: Loaded) -> i64 {
@@ -43,16 +43,16 @@ impl Twin for State {
         window_end(terms, now, since) - now
     }
 
-    fn charge(terms: &Terms, now: i64, cost: i64, [since, count, _]: Loaded) -> Loaded {
+    fn charge(&mut self, terms: &Terms, now: i64, cost: i64, [since, count, _]: Loaded) -> Loaded {
         let since = if terms.offset.is_some() { now } else { since };
         [since, (count + cost).max(0), 0]
     }
 
-    fn reset(&self, terms: &Terms, now: i64, [since, count, _]: Loaded) -> i64 {
+    fn reset(terms: &Terms, now: i64, [since, count, _]: Loaded) -> i64 {
         if count == 0 { 0 } else { window_end(terms, now, since) - now }
     }
 
-    fn save(&mut self, _terms: &Terms, _now: i64, [since, count, _]: Loaded) {
+    fn save(&mut self, _terms: &Terms, _now: i64, _cost: i64, [since, count, _]: Loaded) {
         *self = Self { since, count };
     }
 }

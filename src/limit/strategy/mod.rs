@@ -8,12 +8,24 @@
 //! | strategy | allowed iff (L limit, P period, B burst, c cost) |
 //! |---|---|
 //! | [`FixedWindow`](Strategy::FixedWindow) | granted in this window + c <= L |
+//! | [`SlidingLog`](Strategy::SlidingLog) | granted in (now-P, now] + c <= L |
+//! | [`SlidingWindow`](Strategy::SlidingWindow) | granted in cells not wholly older than P + c <= L |
+//! | [`SlidingCounter`](Strategy::SlidingCounter) | previous window * (1 - elapsed/P) + current window + c <= L |
+//! | [`TokenBucket`](Strategy::TokenBucket) | tokens + refill >= c |
+//! | [`LeakyBucket`](Strategy::LeakyBucket) | level - leaked + c <= B |
 //! | [`Gcra`](Strategy::Gcra) | TAT + c*P/L - B*P/L <= now |
 //!
 //! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `twins!`.
 
 mod fixed_window;
 mod gcra;
+mod leaky_bucket;
+mod sliding_counter;
+mod sliding_log;
+mod sliding_window;
+#[cfg(test)]
+mod tests;
+mod token_bucket;
 
 use std::time::Duration;
 
@@ -28,11 +40,43 @@ pub enum Strategy {
     ///
     /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]).
     FixedWindow(Align),
+    /// The time of every charge: exact at every moment, in memory that grows with the limit.
+    ///
+    /// As the ZSET recipe, and Redisson's `RRateLimiter`.
+    SlidingLog,
+    /// Counts per cell of time. Never admits more than [`SlidingLog`](Self::SlidingLog) would, and lets a caller wait up to
+    /// one cell longer, in memory that grows with the cells.
+    ///
+    /// As hashes of timestamps to counts, and Istio's rolling windows.
+    SlidingWindow {
+        /// Into how many cells the period is cut, from 1 to 1000. 10 is a good start.
+        cells: u16,
+    },
+    /// The count of this window of the clock, and of the one before as far as the sliding window overlaps it: an
+    /// estimate, in little memory.
+    SlidingCounter,
+    /// A stock of tokens that requests take from and time refills.
+    ///
+    /// As Spring Cloud Gateway's `RedisRateLimiter` and bucket4j.
+    TokenBucket(Refill),
+    /// A level that requests raise and time lowers. Decides as [`Gcra`](Self::Gcra) does.
+    LeakyBucket,
     /// The generic cell rate algorithm: the limit spread evenly over the period, with a burst. Never more than the
     /// burst at once, and from then on one per `period / limit`.
     ///
-    /// As in redis-cell's `CL.THROTTLE` and redis_rate since v9.
+    /// As redis-cell's `CL.THROTTLE` and redis_rate since v9.
     Gcra,
+}
+
+/// How tokens come into a bucket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Refill {
+    /// One by one, each after `period / limit`.
+    #[default]
+    Greedy,
+    /// The whole limit at once, after each period; the period begins with the first charge of a full bucket.
+    Interval,
 }
 
 /// Where fixed windows begin.
@@ -62,24 +106,35 @@ impl Default for Align {
 /// state, reckons with what is loaded, and saves only what was charged.
 pub(crate) trait Twin: Default {
     /// What the Lua half is told of a policy, in the order of its `policy` function.
-    fn arguments(terms: &Terms) -> [i64; 3];
+    fn arguments(terms: &Terms) -> [i64; 4];
     /// The state as it is at `now`: what has lapsed is gone, and what no policy of these terms could have made is
-    /// clamped to the furthest that it could.
-    fn load(&self, terms: &Terms, now: i64) -> Loaded;
+    /// clamped to the furthest that it could. If it was clamped, `true`: it must be saved even if nothing is charged, or
+    /// its caller might be locked out for as long as the clock has gone back.
+    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool);
     /// The largest cost that would pass now; below zero for a caller in debt.
     fn room(terms: &Terms, now: i64, loaded: Loaded) -> i64;
     /// How long until `cost` would pass, where it would not now. It is never more than the capacity.
     fn wait(&self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> i64;
     /// Counts `cost`, whether there is room or not; below zero gives back.
-    fn charge(terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> Loaded;
+    fn charge(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> Loaded;
     /// How long until the state is as if nothing had been charged.
-    fn reset(&self, terms: &Terms, now: i64, loaded: Loaded) -> i64;
-    /// Stores what was charged.
-    fn save(&mut self, terms: &Terms, now: i64, loaded: Loaded);
+    fn reset(terms: &Terms, now: i64, loaded: Loaded) -> i64;
+    /// Stores a state in which `cost` was charged.
+    fn save(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded);
 }
 
 /// A state while it is decided on: up to three numbers, as the Lua halves pass them.
 pub(crate) type Loaded = [i64; 3];
+
+/// A state that need not be saved.
+fn clean(loaded: Loaded) -> (Loaded, bool) {
+    (loaded, false)
+}
+
+/// A state that must be saved.
+fn dirty(loaded: Loaded) -> (Loaded, bool) {
+    (loaded, true)
+}
 
 /// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
@@ -98,25 +153,36 @@ pub(crate) struct Terms {
     pub(crate) furthest: i64,
     /// Where windows of the clock begin, in microseconds within a period.
     pub(crate) offset: Option<i64>,
+    /// The width of a cell, in microseconds.
+    pub(crate) width: i64,
+    /// Whether ticks come at once, after every period, and not in every microsecond.
+    pub(crate) batches: bool,
 }
 
 /// A full debt, twice the capacity, has at most as many ticks.
-const MOST_TICKS: u128 = 1 << 52;
+const MOST_TICKS: i64 = 1 << 52;
 
 impl Terms {
     pub(super) fn new(strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         let capacity = quota.capacity();
-        if let Strategy::FixedWindow(_) = strategy
-            && capacity != quota.limit()
-        {
+        if capacity != quota.limit() && !strategy.has_burst() {
             return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
         }
         let period = quota.period().as_micros();
-        let (ticks, interval) = rate(period, u128::from(quota.limit()), u128::from(capacity));
+        let batches = strategy == Strategy::TokenBucket(Refill::Interval);
+        let (ticks, interval) = match batches {
+            true => (u128::from(quota.limit()), 1),
+            false => rate(period, u128::from(quota.limit()), u128::from(capacity)),
+        };
         let full = u128::from(capacity) * interval;
         let offset = match strategy {
             Strategy::FixedWindow(Align::Clock { offset }) => Some((offset.as_micros() % period) as i64),
             _ => None,
+        };
+        let cells = match strategy {
+            Strategy::SlidingWindow { cells } if !(1..=1000).contains(&cells) => return Err(ConfigError::Cells(cells)),
+            Strategy::SlidingWindow { cells } => cells,
+            _ => 1,
         };
         // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51 ticks.
         Ok(Self {
@@ -127,7 +193,21 @@ impl Terms {
             full: full as i64,
             furthest: (2 * full / ticks + 1) as i64,
             offset,
+            width: period.div_ceil(u128::from(cells)) as i64,
+            batches,
         })
+    }
+}
+
+impl Strategy {
+    /// Whether its quota may have a burst other than its limit: a window's burst is its limit.
+    fn has_burst(self) -> bool {
+        matches!(self, Self::TokenBucket(_) | Self::LeakyBucket | Self::Gcra)
+    }
+
+    /// Whether it refills little by little, and not with the end of a window or an interval.
+    pub(crate) fn is_steady(self) -> bool {
+        matches!(self, Self::TokenBucket(Refill::Greedy) | Self::LeakyBucket | Self::Gcra)
     }
 }
 
@@ -137,11 +217,12 @@ impl Terms {
 fn rate(period: u128, limit: u128, capacity: u128) -> (u128, u128) {
     let divisor = gcd(period, limit);
     let (ticks, interval) = (limit / divisor, period / divisor);
-    if 2 * capacity * interval <= MOST_TICKS {
+    let most = MOST_TICKS as u128;
+    if 2 * capacity * interval <= most {
         return (ticks, interval);
     }
     // Rounding up adds at most one tick to the interval, `2 * capacity` to a full debt.
-    let ticks = (MOST_TICKS - 2 * capacity) * limit / (2 * capacity * period);
+    let ticks = (most - 2 * capacity) * limit / (2 * capacity * period);
     (ticks, (period * ticks).div_ceil(limit))
 }
 
@@ -175,7 +256,7 @@ macro_rules! twins {
             }
 
             /// What its Lua half is told of a policy.
-            pub(crate) fn arguments(self, terms: &Terms) -> [i64; 3] {
+            pub(crate) fn arguments(self, terms: &Terms) -> [i64; 4] {
                 match self { $(twins!(@pattern $variant $pattern) => <$module::State as Twin>::arguments(terms),)* }
             }
         }
@@ -194,7 +275,7 @@ macro_rules! twins {
                 match strategy { $(twins!(@pattern $variant $pattern) => Self::$variant(Default::default()),)* }
             }
 
-            pub(crate) fn load(&self, terms: &Terms, now: i64) -> Loaded {
+            pub(crate) fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
                 match self { $(Self::$variant(state) => state.load(terms, now),)* }
             }
 
@@ -206,24 +287,30 @@ macro_rules! twins {
                 match self { $(Self::$variant(state) => state.wait(terms, now, cost, loaded),)* }
             }
 
-            pub(crate) fn charge(&self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> Loaded {
-                match self { $(Self::$variant(_) => $module::State::charge(terms, now, cost, loaded),)* }
+            pub(crate) fn charge(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> Loaded {
+                match self { $(Self::$variant(state) => state.charge(terms, now, cost, loaded),)* }
             }
 
             pub(crate) fn reset(&self, terms: &Terms, now: i64, loaded: Loaded) -> i64 {
-                match self { $(Self::$variant(state) => state.reset(terms, now, loaded),)* }
+                match self { $(Self::$variant(_) => $module::State::reset(terms, now, loaded),)* }
             }
 
-            pub(crate) fn save(&mut self, terms: &Terms, now: i64, loaded: Loaded) {
-                match self { $(Self::$variant(state) => state.save(terms, now, loaded),)* }
+            pub(crate) fn save(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) {
+                match self { $(Self::$variant(state) => state.save(terms, now, cost, loaded),)* }
             }
         }
     };
     (@pattern $variant:ident ()) => { Strategy::$variant };
     (@pattern $variant:ident (_)) => { Strategy::$variant(_) };
+    (@pattern $variant:ident {..}) => { Strategy::$variant { .. } };
 }
 
 twins! {
     FixedWindow(_) => fixed_window, "f", 1, "fixed_window.lua";
-    Gcra() => gcra, "g", 2, "gcra.lua";
+    SlidingLog() => sliding_log, "l", 2, "sliding_log.lua";
+    SlidingWindow{..} => sliding_window, "w", 3, "sliding_window.lua";
+    SlidingCounter() => sliding_counter, "c", 4, "sliding_counter.lua";
+    TokenBucket(_) => token_bucket, "t", 5, "token_bucket.lua";
+    LeakyBucket() => leaky_bucket, "b", 6, "leaky_bucket.lua";
+    Gcra() => gcra, "g", 7, "gcra.lua";
 }

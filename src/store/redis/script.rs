@@ -205,7 +205,7 @@ mod tests {
         batch.push("rl", &Check::peek(Key::new("cid"), &two, 3));
         batch.push("rl", &Check::take(Key::new("dan"), &one, 1));
         let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
-        let policies = "3 2 20 100000 1 2 20 100000 1 2 20 100000 1";
+        let policies = "3 7 20 100000 1 0 7 20 100000 1 0 7 20 100000 1 0";
         let plans = "2 1 1 1 1 3 3 2 2 3";
         let runs = "1 2 2 1 1 1";
         let expected = format!("5 {} 0 {policies} {plans} {runs}", keys.join(" "));
@@ -213,7 +213,7 @@ mod tests {
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 2 20 100000 1 1 1 1 1 1 1 1");
+        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 7 20 100000 1 0 1 1 1 1 1 1 1");
     }
 
     #[test]

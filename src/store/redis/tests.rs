@@ -9,7 +9,7 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 
 use super::RedisStore;
-use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Source, State, Strategy};
+use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Refill, Source, State, Strategy};
 use crate::store::Store;
 use crate::support::RedisServer;
 
@@ -23,26 +23,66 @@ async fn gcra() {
 }
 
 #[tokio::test]
+async fn leaky_bucket() {
+    agree(2, |_| Strategy::LeakyBucket).await;
+}
+
+#[tokio::test]
+async fn token_bucket() {
+    agree(3, |_| Strategy::TokenBucket(Refill::Greedy)).await;
+}
+
+#[tokio::test]
+async fn token_bucket_by_the_interval() {
+    agree(4, |_| Strategy::TokenBucket(Refill::Interval)).await;
+}
+
+#[tokio::test]
 async fn fixed_window_of_the_clock() {
-    agree(2, |rng| Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) }))
+    agree(5, |rng| Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) }))
         .await;
 }
 
 #[tokio::test]
 async fn fixed_window_from_the_first_hit() {
-    agree(3, |_| Strategy::FixedWindow(Align::FirstHit)).await;
+    agree(6, |_| Strategy::FixedWindow(Align::FirstHit)).await;
 }
+
+#[tokio::test]
+async fn sliding_counter() {
+    agree(7, |_| Strategy::SlidingCounter).await;
+}
+
+#[tokio::test]
+async fn sliding_window() {
+    agree(8, |rng| Strategy::SlidingWindow { cells: rng.u16(1..=20) }).await;
+}
+
+#[tokio::test]
+async fn sliding_log() {
+    agree(9, |_| Strategy::SlidingLog).await;
+}
+
+/// Any strategy but those with the same letter: a caller has one state of each.
+const DIFFERENT: [Strategy; 7] = [
+    Strategy::Gcra,
+    Strategy::LeakyBucket,
+    Strategy::TokenBucket(Refill::Greedy),
+    Strategy::FixedWindow(Align::FirstHit),
+    Strategy::SlidingCounter,
+    Strategy::SlidingWindow { cells: 10 },
+    Strategy::SlidingLog,
+];
 
 #[tokio::test]
 async fn several_policies() {
     let server = RedisServer::start();
-    let mut trace = Trace::new(4, &server);
-    let strategies = [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::FixedWindow(Align::default())];
+    let mut trace = Trace::new(10, &server);
     let policies: Vec<Policies> = (0..CALLERS)
         .map(|_| {
             let count = trace.rng.usize(1..=3);
             let policies: Vec<_> =
-                (0..count).map(|i| policy(&i.to_string(), strategies[trace.rng.usize(..3)], &mut trace.rng)).collect();
+                (0..count).map(|i| policy(&i.to_string(), DIFFERENT[trace.rng.usize(..7)], &mut trace.rng)).collect();
             Policies::new(policies).unwrap()
         })
         .collect();
@@ -53,15 +93,10 @@ async fn several_policies() {
 #[tokio::test]
 async fn changing_quotas() {
     let server = RedisServer::start();
-    let mut trace = Trace::new(5, &server);
-    for _ in 0..100 {
-        let policies: Vec<Policies> = (0..CALLERS)
-            .map(|i| {
-                let strategy =
-                    [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::FixedWindow(Align::default())];
-                policy("changing", strategy[i % 3], &mut trace.rng).into()
-            })
-            .collect();
+    let mut trace = Trace::new(11, &server);
+    for _ in 0..150 {
+        let policies: Vec<Policies> =
+            (0..CALLERS).map(|i| policy("changing", DIFFERENT[i % 7], &mut trace.rng).into()).collect();
         trace.run(&policies, CALLERS * 10).await;
     }
 }

@@ -1,0 +1,52 @@
+-- Leaky bucket; the twin of src/limit/strategy/leaky_bucket.rs, which explains it.
+--
+-- Stored: when the bucket was filled last, its level in whole units, and the rest in ticks.
+-- Loaded: the level at now, in ticks.
+
+local leaky_bucket = {}
+
+local FORMAT, LENGTH = '<i7i6I7', 20
+
+function leaky_bucket.policy(capacity, interval, ticks)
+  local full = capacity * interval
+  return {
+    capacity = capacity,
+    interval = interval,
+    ticks = ticks,
+    full = full,
+    furthest = floor(2 * full / ticks) + 1,
+  }
+end
+
+function leaky_bucket.load(policy, key, now)
+  local value = read(key, LENGTH)
+  if not value then
+    return 0
+  end
+  local filled, units, rest = unpack(FORMAT, value)
+  local level = max(0, min(units, 2 * policy.capacity)) * policy.interval + min(rest, policy.interval - 1)
+  local leaked = max(0, min(now - filled, policy.furthest)) * policy.ticks
+  return max(0, min(level, 2 * policy.full) - leaked), nil, nil, filled > now
+end
+
+function leaky_bucket.room(policy, now, level)
+  return floor((policy.full - level) / policy.interval)
+end
+
+function leaky_bucket.wait(policy, key, now, cost, level)
+  return div_ceil(level + cost * policy.interval - policy.full, policy.ticks)
+end
+
+function leaky_bucket.charge(policy, key, now, cost, level)
+  return max(0, level + cost * policy.interval)
+end
+
+function leaky_bucket.reset(policy, now, level)
+  return div_ceil(level, policy.ticks)
+end
+
+function leaky_bucket.save(policy, key, now, at, cost, level)
+  return write(key, pack(FORMAT, now, floor(level / policy.interval), level % policy.interval), at)
+end
+
+return leaky_bucket

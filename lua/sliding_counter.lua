@@ -1,0 +1,73 @@
+-- Sliding counter; the twin of src/limit/strategy/sliding_counter.rs, which explains it.
+--
+-- Stored and loaded: the time of the last charge, what was granted in its window, and what in the window before.
+
+local sliding_counter = {}
+
+local FORMAT, LENGTH = '<i7i6i6', 19
+
+function sliding_counter.policy(capacity, period)
+  return { capacity = capacity, period = period }
+end
+
+function sliding_counter.load(policy, key, now)
+  local value = read(key, LENGTH)
+  if not value then
+    return now, 0, 0
+  end
+  local last, current, previous = unpack(FORMAT, value)
+  local future = last > now
+  last = min(last, now)
+  current, previous = max(0, min(current, 2 * policy.capacity)), max(0, min(previous, 2 * policy.capacity))
+  local start = now - now % policy.period
+  if last < start - policy.period then
+    return now, 0, 0
+  elseif last < start then
+    return now, 0, current
+  end
+  return last, current, previous, future
+end
+
+-- What the window before still counts, rounded up: its share that the sliding window overlaps.
+local function overlap(policy, now, previous)
+  local counts, rest = mul_div(previous, policy.period - now % policy.period, policy.period)
+  if rest > 0 then
+    return counts + 1
+  end
+  return counts
+end
+
+function sliding_counter.room(policy, now, last, current, previous)
+  return policy.capacity - current - overlap(policy, now, previous)
+end
+
+function sliding_counter.wait(policy, key, now, cost, last, current, previous)
+  local left = policy.period - now % policy.period
+  if current + cost <= policy.capacity then
+    return left - mul_div(policy.period, policy.capacity - current - cost, previous)
+  end
+  -- In the next window, where this one is the one before.
+  return left + policy.period - mul_div(policy.period, policy.capacity - cost, current)
+end
+
+-- Gives back from the current window first.
+function sliding_counter.charge(policy, key, now, cost, last, current, previous)
+  local rest = min(0, current + cost)
+  return now, max(0, current + cost), max(0, previous + rest)
+end
+
+function sliding_counter.reset(policy, now, last, current, previous)
+  local left = policy.period - now % policy.period
+  if current > 0 then
+    return left + policy.period
+  elseif previous > 0 then
+    return left
+  end
+  return 0
+end
+
+function sliding_counter.save(policy, key, now, at, cost, last, current, previous)
+  return write(key, pack(FORMAT, last, current, previous), at)
+end
+
+return sliding_counter

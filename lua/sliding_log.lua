@@ -1,0 +1,144 @@
+-- Sliding log; the twin of src/limit/strategy/sliding_log.rs, which explains it.
+--
+-- Stored: a list. First a header, the sum of the charges in the list and the time of the newest; then for each charge its
+-- time, oldest first, after its cost as a number below 0 if that is not 1.
+-- Loaded: the sum of the charges within the period; the elements at the head that are to go, with the header; the time
+-- of the newest charge. No elements: there is no list, or nothing in it counts.
+
+local sliding_log = {}
+
+local FORMAT, LENGTH = '<i7i7', 14
+
+function sliding_log.policy(capacity, period)
+  return { capacity = capacity, period = period }
+end
+
+-- Calls `visit` with the cost and the time of each charge from the element at `from` on, until it returns true.
+local function walk(key, from, visit)
+  local length, cost, elements = 4, 1, 0
+  while true do
+    local list = call('LRANGE', key, from, from + length - 1)
+    for i = 1, #list do
+      local number = tonumber(list[i]) or 0
+      elements = elements + 1
+      if number < 0 then
+        cost = -number
+      else
+        if visit(cost, number, elements) then
+          return
+        end
+        cost, elements = 1, 0
+      end
+    end
+    if #list < length then
+      return
+    end
+    from, length = from + length, 128
+  end
+end
+
+function sliding_log.load(policy, key, now)
+  local header = pcall('LINDEX', key, 0)
+  if type(header) ~= 'string' or #header ~= LENGTH then
+    return 0, 0, now
+  end
+  local sum, newest = unpack(FORMAT, header)
+  if newest <= now - policy.period then
+    return 0, 0, now
+  elseif newest > now then
+    -- Of a clock that has gone back: all that counts is as if it had been charged now.
+    return max(0, min(sum, 2 * policy.capacity)), 0, now, true
+  end
+  local gone = 0
+  walk(key, 1, function(cost, time, elements)
+    if time > now - policy.period then
+      return true
+    end
+    sum, gone = sum - cost, gone + elements
+  end)
+  return max(0, sum), 1 + gone, newest
+end
+
+function sliding_log.room(policy, now, sum)
+  return policy.capacity - sum
+end
+
+function sliding_log.wait(policy, key, now, cost, sum, head)
+  local wait = policy.period
+  if head > 0 then
+    local over = sum + cost - policy.capacity
+    walk(key, head, function(charge, time)
+      over = over - charge
+      wait = time + policy.period - now
+      return over <= 0
+    end)
+  end
+  return wait
+end
+
+-- Gives back the newest charges first. Returns the time of the newest that is left.
+local function give_back(key, cost)
+  while cost > 0 do
+    local last = call('LRANGE', key, -2, -1)
+    local charge = max(1, -(tonumber(last[1]) or 0))
+    if charge > cost then
+      call('LSET', key, -2, cost - charge)
+      cost = 0
+    else
+      call('RPOP', key)
+      if charge > 1 or tonumber(last[1]) == -1 then
+        call('RPOP', key)
+      end
+      cost = cost - charge
+    end
+  end
+  return tonumber(call('LINDEX', key, -1))
+end
+
+function sliding_log.charge(policy, key, now, cost, sum, head, newest)
+  sum = max(0, sum + cost)
+  if cost > 0 then
+    return sum, head, now
+  elseif sum > 0 and head > 0 then
+    newest = give_back(key, -cost)
+  end
+  return sum, head, newest
+end
+
+function sliding_log.reset(policy, now, sum, head, newest)
+  if sum == 0 then
+    return 0
+  end
+  return newest + policy.period - now
+end
+
+function sliding_log.save(policy, key, now, at, cost, sum, head, newest)
+  local err
+  if head == 0 or sum == 0 then
+    -- A new list, of one charge of everything that counts.
+    err = failure(pcall('DEL', key))
+    if sum == 0 then
+      return err
+    end
+    err = err or failure(pcall('RPUSH', key, pack(FORMAT, sum, newest), -sum, newest))
+  else
+    if cost == 1 then
+      err = failure(pcall('RPUSH', key, now))
+    elseif cost > 1 then
+      err = failure(pcall('RPUSH', key, -cost, now))
+    end
+    if not err then
+      -- The last element that goes makes place for the header.
+      if head > 1 then
+        call('LTRIM', key, head - 1, -1)
+      end
+      call('LSET', key, 0, pack(FORMAT, sum, newest))
+    end
+  end
+  if not err then
+    call('PEXPIREAT', key, expiry(at))
+  end
+  return err
+end
+
+return sliding_log

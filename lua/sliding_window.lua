@@ -1,0 +1,103 @@
+-- Sliding window of cells; the twin of src/limit/strategy/sliding_window.rs, which explains it.
+--
+-- Stored: the sum of the cells, then for each cell, oldest first, when it ends and what was granted in it.
+-- Loaded: the sum of the cells within the period, and those cells as they are stored.
+
+local sliding_window = {}
+
+local SUM, CELL, HEADER, LENGTH = '<I6', '<i7I5', 6, 12
+
+function sliding_window.policy(capacity, period, width)
+  return { capacity = capacity, period = period, width = width }
+end
+
+-- When the cell of now ends.
+local function cell_end(policy, now)
+  return now - now % policy.width + policy.width
+end
+
+function sliding_window.load(policy, key, now)
+  local value = pcall('GET', key)
+  if type(value) ~= 'string' or #value < HEADER + LENGTH or (#value - HEADER) % LENGTH ~= 0 then
+    return 0, ''
+  end
+  local sum, at = unpack(SUM, value), HEADER + 1
+  while at < #value do
+    local ends, count = unpack(CELL, value, at)
+    if ends > now - policy.period then
+      break
+    end
+    sum, at = sum - count, at + LENGTH
+  end
+  sum = max(0, min(sum, 2 * policy.capacity))
+  if at > #value or sum == 0 then
+    return 0, ''
+  elseif unpack(CELL, value, #value - LENGTH + 1) > cell_end(policy, now) then
+    -- Of a clock that has gone back, or of wider cells: as if all had been charged now.
+    return sum, pack(CELL, cell_end(policy, now), sum), nil, true
+  end
+  return sum, sub(value, at)
+end
+
+function sliding_window.room(policy, now, sum)
+  return policy.capacity - sum
+end
+
+function sliding_window.wait(policy, key, now, cost, sum, cells)
+  local over, ends = sum + cost - policy.capacity, 0
+  for at = 1, #cells, LENGTH do
+    local count
+    ends, count = unpack(CELL, cells, at)
+    over = over - count
+    if over <= 0 then
+      break
+    end
+  end
+  return ends + policy.period - now
+end
+
+-- The cells without their last, and what that is.
+local function pop(cells)
+  local ends, count = unpack(CELL, cells, #cells - LENGTH + 1)
+  return sub(cells, 1, #cells - LENGTH), ends, count
+end
+
+-- Gives back from the newest cells first.
+function sliding_window.charge(policy, key, now, cost, sum, cells)
+  sum = max(0, sum + cost)
+  if cost > 0 then
+    local before, ends, count = '', 0, 0
+    if #cells > 0 then
+      before, ends, count = pop(cells)
+    end
+    if ends == cell_end(policy, now) then
+      return sum, before .. pack(CELL, ends, count + cost)
+    end
+    return sum, cells .. pack(CELL, cell_end(policy, now), cost)
+  end
+  while cost < 0 and #cells > 0 do
+    local before, ends, count = pop(cells)
+    cells = before
+    if count + cost > 0 then
+      cells = before .. pack(CELL, ends, count + cost)
+    end
+    cost = min(0, count + cost)
+  end
+  return sum, cells
+end
+
+function sliding_window.reset(policy, now, sum, cells)
+  if sum == 0 then
+    return 0
+  end
+  return unpack(CELL, cells, #cells - LENGTH + 1) + policy.period - now
+end
+
+function sliding_window.save(policy, key, now, at, cost, sum, cells)
+  if sum == 0 then
+    return failure(pcall('DEL', key))
+  end
+  return write(key, pack(SUM, sum) .. cells, at)
+end
+
+return sliding_window

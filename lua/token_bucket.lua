@@ -1,0 +1,76 @@
+-- Token bucket; the twin of src/limit/strategy/token_bucket.rs, which explains it.
+--
+-- Stored: when the bucket was refilled last, its whole tokens, and the rest in ticks.
+-- Loaded: the tokens at now, in ticks, and when they were refilled last.
+
+local token_bucket = {}
+
+local FORMAT, LENGTH = '<i7i6I7', 20
+
+-- `ticks` flow in every microsecond if `period` is 0; else they come at once, after every period.
+function token_bucket.policy(capacity, interval, ticks, period)
+  local full = capacity * interval
+  return {
+    capacity = capacity,
+    interval = interval,
+    ticks = ticks,
+    full = full,
+    furthest = floor(2 * full / ticks) + 1,
+    period = period,
+  }
+end
+
+function token_bucket.load(policy, key, now)
+  local value = read(key, LENGTH)
+  if not value then
+    return policy.full, now
+  end
+  local refilled, tokens, rest = unpack(FORMAT, value)
+  local future = refilled > now
+  refilled = min(refilled, now)
+  tokens = max(-policy.capacity, min(tokens, policy.capacity)) * policy.interval + min(rest, policy.interval - 1)
+  if policy.period > 0 then
+    local missing = div_ceil(policy.full - tokens, policy.ticks)
+    local periods = min(floor((now - refilled) / policy.period), missing)
+    tokens, refilled = tokens + periods * policy.ticks, refilled + periods * policy.period
+  else
+    tokens, refilled = tokens + min(now - refilled, policy.furthest) * policy.ticks, now
+  end
+  if tokens >= policy.full then
+    return policy.full, now, nil, future
+  end
+  return tokens, refilled, nil, future
+end
+
+function token_bucket.room(policy, now, tokens)
+  return floor(tokens / policy.interval)
+end
+
+-- Until so many ticks have come.
+local function refill(policy, now, ticks, refilled)
+  if policy.period > 0 then
+    return refilled + div_ceil(ticks, policy.ticks) * policy.period - now
+  end
+  return div_ceil(ticks, policy.ticks)
+end
+
+function token_bucket.wait(policy, key, now, cost, tokens, refilled)
+  return refill(policy, now, cost * policy.interval - tokens, refilled)
+end
+
+function token_bucket.charge(policy, key, now, cost, tokens, refilled)
+  return min(policy.full, tokens - cost * policy.interval), refilled
+end
+
+function token_bucket.reset(policy, now, tokens, refilled)
+  if tokens == policy.full then
+    return 0
+  end
+  return refill(policy, now, policy.full - tokens, refilled)
+end
+
+function token_bucket.save(policy, key, now, at, cost, tokens, refilled)
+  return write(key, pack(FORMAT, refilled, floor(tokens / policy.interval), tokens % policy.interval), at)
+end
+
+return token_bucket

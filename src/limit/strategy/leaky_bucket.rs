@@ -1,0 +1,58 @@
+//! Leaky bucket, as a meter: what is charged fills it, and it leaks at the rate of the quota.
+//!
+//! **Idea.** The state is a level, which falls by `L / P`. A check of cost `c` is allowed while it fits:
+//! `level - leaked + c <= B`.
+//!
+//! **Cost.** One key, one read, one write.
+//!
+//! **When not.** It decides as GCRA does, which is the smaller state; choose it if you think in levels. It does not delay
+//! requests, as a leaky bucket that is a queue would.
+//!
+//! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking rate).
+
+use super::{Loaded, Terms, Twin, div_ceil};
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct State {
+    /// When the bucket was filled last.
+    filled: i64,
+    /// Its level in whole units, which another quota shares.
+    units: i64,
+    /// The rest of its level, in ticks.
+    rest: i64,
+}
+
+/// Loaded: the level at now, in ticks.
+impl Twin for State {
+    fn arguments(terms: &Terms) -> [i64; 4] {
+        [terms.capacity, terms.interval, terms.ticks, 0]
+    }
+
+    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
+        let Self { filled, units, rest } = *self;
+        let level = units.clamp(0, 2 * terms.capacity) * terms.interval + rest.min(terms.interval - 1);
+        let leaked = (now - filled).min(terms.furthest).max(0) * terms.ticks;
+        ([(level.min(2 * terms.full) - leaked).max(0), 0, 0], filled > now)
+    }
+
+    fn room(terms: &Terms, _now: i64, [level, ..]: Loaded) -> i64 {
+        (terms.full - level).div_euclid(terms.interval)
+    }
+
+    fn wait(&self, terms: &Terms, _now: i64, cost: i64, [level, ..]: Loaded) -> i64 {
+        div_ceil(level + cost * terms.interval - terms.full, terms.ticks)
+    }
+
+    fn charge(&mut self, terms: &Terms, _now: i64, cost: i64, [level, ..]: Loaded) -> Loaded {
+        [(level + cost * terms.interval).max(0), 0, 0]
+    }
+
+    fn reset(terms: &Terms, _now: i64, [level, ..]: Loaded) -> i64 {
+        div_ceil(level, terms.ticks)
+    }
+
+    fn save(&mut self, terms: &Terms, now: i64, _cost: i64, [level, ..]: Loaded) {
+        let (units, rest) = (level.div_euclid(terms.interval), level.rem_euclid(terms.interval));
+        *self = Self { filled: now, units, rest };
+    }
+}
