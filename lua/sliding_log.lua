@@ -13,12 +13,12 @@ function sliding_log.policy(capacity, period)
   return { capacity = capacity, period = period }
 end
 
--- Calls `visit` with the cost and the time of each charge from the element at `from` on, until it returns true.
-local function walk(key, from, visit)
-  local length, cost, elements = 4, 1, 0
-  while true do
-    local list = call('LRANGE', key, from, from + length - 1)
-    for i = 1, #list do
+-- Calls `visit` with the cost and the time of each charge, and with how many elements it takes, until that returns true.
+-- `list` has the elements of the key from `first` on, which is at `from` in the key; more are read as they are needed.
+local function walk(key, list, first, from, visit)
+  local cost, elements = 1, 0
+  while #list >= first do
+    for i = first, #list do
       local number = tonumber(list[i]) or 0
       elements = elements + 1
       if number < 0 then
@@ -30,16 +30,15 @@ local function walk(key, from, visit)
         cost, elements = 1, 0
       end
     end
-    if #list < length then
-      return
-    end
-    from, length = from + length, 128
+    from, first = from + #list - first + 1, 1
+    list = call('LRANGE', key, from, from + 127)
   end
 end
 
 function sliding_log.load(policy, key, now)
-  local header = pcall('LINDEX', key, 0)
-  if type(header) ~= 'string' or #header ~= LENGTH then
+  local list = pcall('LRANGE', key, 0, 2)
+  local header = list[1]
+  if not header or #header ~= LENGTH then
     return 0, 0, now
   end
   local sum, newest = unpack(FORMAT, header)
@@ -50,7 +49,7 @@ function sliding_log.load(policy, key, now)
     return max(0, min(sum, 2 * policy.capacity)), 0, now, true
   end
   local gone = 0
-  walk(key, 1, function(cost, time, elements)
+  walk(key, list, 2, 1, function(cost, time, elements)
     if time > now - policy.period then
       return true
     end
@@ -67,7 +66,7 @@ function sliding_log.wait(policy, key, now, cost, sum, head)
   local wait = policy.period
   if head > 0 then
     local over = sum + cost - policy.capacity
-    walk(key, head, function(charge, time)
+    walk(key, call('LRANGE', key, head, head + 1), 1, head, function(charge, time)
       over = over - charge
       wait = time + policy.period - now
       return over <= 0
@@ -80,13 +79,14 @@ end
 local function give_back(key, cost)
   while cost > 0 do
     local last = call('LRANGE', key, -2, -1)
-    local charge = max(1, -(tonumber(last[1]) or 0))
+    local before = tonumber(last[1]) or 0
+    local charge = max(1, -before)
     if charge > cost then
       call('LSET', key, -2, cost - charge)
       cost = 0
     else
       call('RPOP', key)
-      if charge > 1 or tonumber(last[1]) == -1 then
+      if before < 0 then
         call('RPOP', key)
       end
       cost = cost - charge

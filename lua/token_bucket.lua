@@ -37,7 +37,7 @@ function token_bucket.load(policy, key, now)
     tokens, refilled = tokens + min(now - refilled, policy.furthest) * policy.ticks, now
   end
   if tokens >= policy.full then
-    return policy.full, now, nil, future
+    return policy.full, now
   end
   return tokens, refilled, nil, future
 end

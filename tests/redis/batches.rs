@@ -109,7 +109,7 @@ async fn foreign_values_cost_nobody_else() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     for strategy in STRATEGIES {
-        let policies = policy(strategy, "10/h");
+        let policies = policy(strategy, "10/100d");
         let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
         assert!(take("ann").await.unwrap().is_allowed());
         let keys: Vec<String> = server.command("KEYS rl:{ann}*").await;

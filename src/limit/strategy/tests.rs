@@ -1,1 +1,293 @@
+//! Every strategy against its definition: a naive model that keeps every grant and reckons in fractions.
 
+use std::time::Duration;
+
+use fastrand::Rng;
+
+use super::{Align, Refill, State, Strategy};
+use crate::limit::{Check, Key, Outcome, Policies, Policy, Quota};
+
+/// All that was granted, and what the definition says of one more.
+#[derive(Clone)]
+struct Model {
+    strategy: Strategy,
+    limit: i128,
+    period: i128,
+    burst: i128,
+    /// Times and costs.
+    grants: Vec<(i128, i128)>,
+}
+
+impl Model {
+    fn new(strategy: Strategy, quota: Quota) -> Self {
+        Self {
+            strategy,
+            limit: quota.limit().into(),
+            period: quota.period().as_micros() as i128,
+            burst: quota.capacity().into(),
+            grants: vec![],
+        }
+    }
+
+    /// The sum of what was granted at times that `counts`.
+    fn granted(&self, counts: impl Fn(i128) -> bool) -> i128 {
+        self.grants.iter().filter(|(time, _)| counts(*time)).map(|(_, cost)| cost).sum()
+    }
+
+    fn allows(&self, cost: i128, now: i128) -> bool {
+        let Self { limit, period, burst, .. } = *self;
+        match self.strategy {
+            Strategy::FixedWindow(Align::Clock { offset }) => {
+                let window = |time: i128| (time - offset.as_micros() as i128).div_euclid(period);
+                self.granted(|time| window(time) == window(now)) + cost <= limit
+            }
+            Strategy::FixedWindow(Align::FirstHit) => {
+                let mut start = i128::MIN / 2;
+                for (time, _) in &self.grants {
+                    start = if *time >= start + period { *time } else { start };
+                }
+                self.granted(|time| time >= start && now < start + period) + cost <= limit
+            }
+            Strategy::SlidingLog => self.granted(|time| time > now - period) + cost <= limit,
+            Strategy::SlidingWindow { cells } => {
+                let width = (period + i128::from(cells) - 1) / i128::from(cells);
+                let cell_end = |time: i128| (time.div_euclid(width) + 1) * width;
+                let allowed = self.granted(|time| cell_end(time) > now - period) + cost <= limit;
+                assert!(!allowed || self.granted(|time| time > now - period) + cost <= limit, "more than the log");
+                allowed
+            }
+            Strategy::SlidingCounter => {
+                let window = |time: i128| time.div_euclid(period);
+                let current = self.granted(|time| window(time) == window(now));
+                let previous = self.granted(|time| window(time) == window(now) - 1);
+                let elapsed = now.rem_euclid(period);
+                previous * (period - elapsed) + (current + cost) * period <= limit * period
+            }
+            Strategy::TokenBucket(Refill::Interval) => {
+                let (mut tokens, mut refilled) = (burst, 0);
+                let mut refill = |tokens: &mut i128, now: i128| {
+                    while *tokens < burst && refilled + period <= now {
+                        *tokens = burst.min(*tokens + limit);
+                        refilled += period;
+                    }
+                    if *tokens == burst {
+                        refilled = now;
+                    }
+                };
+                for (time, cost) in &self.grants {
+                    refill(&mut tokens, *time);
+                    tokens -= cost;
+                }
+                refill(&mut tokens, now);
+                tokens >= cost
+            }
+            Strategy::TokenBucket(Refill::Greedy) => {
+                // Tokens by the period, so that a refill is whole.
+                let (mut tokens, mut at) = (burst * period, 0);
+                for (time, cost) in &self.grants {
+                    tokens = (burst * period).min(tokens + (time - at) * limit) - cost * period;
+                    at = *time;
+                }
+                (burst * period).min(tokens + (now - at) * limit) >= cost * period
+            }
+            Strategy::LeakyBucket => {
+                let (mut level, mut at) = (0, 0);
+                for (time, cost) in &self.grants {
+                    level = 0.max(level - (time - at) * limit) + cost * period;
+                    at = *time;
+                }
+                0.max(level - (now - at) * limit) + cost * period <= burst * period
+            }
+            Strategy::Gcra => {
+                // Times by the limit, so that an interval is whole.
+                let mut tat = 0;
+                for (time, cost) in &self.grants {
+                    tat = tat.max(time * limit) + cost * period;
+                }
+                tat.max(now * limit) + cost * period - burst * period <= now * limit
+            }
+        }
+    }
+}
+
+const STRATEGIES: [fn(&mut Rng) -> Strategy; 9] = [
+    |rng| Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..100_000_000)) }),
+    |_| Strategy::FixedWindow(Align::FirstHit),
+    |_| Strategy::SlidingLog,
+    |rng| Strategy::SlidingWindow { cells: rng.u16(1..=20) },
+    |_| Strategy::SlidingCounter,
+    |_| Strategy::TokenBucket(Refill::Greedy),
+    |_| Strategy::TokenBucket(Refill::Interval),
+    |_| Strategy::LeakyBucket,
+    |_| Strategy::Gcra,
+];
+
+/// Quotas whose intervals are whole in ticks, which most are.
+fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
+    let quota = match rng.u8(..8) {
+        0 => Quota::per_second(3),
+        1 => Quota::per(7, Duration::from_secs(10)),
+        2 => Quota::per_day(1),
+        3 => Quota::per_second(300_000),
+        4 => Quota::per(rng.u32(1..10), Duration::from_micros(rng.u64(1..50))),
+        5 => Quota::per_day(1_000_000),
+        _ => Quota::per(rng.u32(1..100), Duration::from_micros(rng.u64(1..10_000_000))),
+    };
+    match strategy.has_burst() && rng.bool() {
+        true => quota.burst(rng.u32(1..=2 * quota.limit())),
+        false => quota,
+    }
+}
+
+/// Grants, what remains, how long to wait and when all is fresh: each is what the definition says, to the microsecond.
+#[test]
+fn every_strategy_is_its_definition() {
+    for (seed, strategy) in STRATEGIES.iter().enumerate() {
+        let mut rng = Rng::with_seed(seed as u64);
+        let mut denied = 0;
+        for _ in 0..150 {
+            let strategy = strategy(&mut rng);
+            let quota = quota(&mut rng, strategy);
+            let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
+            let terms = policies[0].terms();
+            let context = format!("seed {seed}, {:?}", policies[0]);
+            let mut model = Model::new(strategy, quota);
+            let mut state = [State::fresh(strategy)];
+            let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
+            let mut times = vec![1];
+            for _ in 0..60 {
+                let cost = match rng.u8(..6) {
+                    0 => quota.capacity(),
+                    1 => rng.u32(..=quota.capacity() + 1),
+                    2 | 3 => rng.u32(..=quota.capacity()) / 4,
+                    _ => 1,
+                };
+                let take = |state: &[State; 1], cost: u32, now: i64| {
+                    Check::take(Key::GLOBAL, &policies, cost).decide(&mut state.clone(), now)
+                };
+                let before = model.clone();
+                let expected = before.allows(cost.into(), now.into());
+                let verdicts = Check::take(Key::GLOBAL, &policies, cost).decide(&mut state, now);
+                let verdict = verdicts.each[0];
+                assert_eq!(verdict.wait == 0, expected, "{context}: cost {cost} at {now}, {:?}", before.grants);
+                if expected {
+                    assert_eq!(verdicts.granted, i64::from(cost), "{context}");
+                    if cost > 0 {
+                        model.grants.push((now.into(), cost.into()));
+                    }
+                } else if cost > quota.capacity() {
+                    assert_eq!(verdict.wait, -1, "{context}");
+                } else {
+                    denied += 1;
+                    let retry = now + verdict.wait;
+                    assert_eq!(take(&state, cost, retry).granted, i64::from(cost), "{context}: not at {retry}");
+                    assert_eq!(take(&state, cost, retry - 1).granted, 0, "{context}: before {retry}");
+                    times.push(verdict.wait);
+                }
+
+                let remaining = i128::from(verdict.remaining);
+                assert!(model.allows(remaining, now.into()) || remaining == 0, "{context}: {remaining} remain");
+                assert!(!model.allows(remaining + 1, now.into()), "{context}: more than {remaining} remain");
+
+                let seen = |at: i64| (state[0].load(terms, at).0, State::fresh(strategy).load(terms, at).0);
+                let (loaded, fresh) = seen(now + verdict.reset);
+                assert_eq!(loaded, fresh, "{context}: not fresh after {}", verdict.reset);
+                if verdict.reset > 0 {
+                    let (loaded, fresh) = seen(now + verdict.reset - 1);
+                    assert_ne!(loaded, fresh, "{context}: fresh before {}", verdict.reset);
+                }
+                times.push(verdict.reset);
+                let time = times[rng.usize(..times.len())];
+                now += [0, 1, time, time - 1, rng.i64(0..=time.max(0)), rng.i64(0..=time / 8)][rng.usize(..6)].max(0);
+            }
+        }
+        assert!(denied > 500, "seed {seed}: only {denied} denials");
+    }
+}
+
+/// A rate that is not whole in ticks is never too high, and too low by less than 0.1 %.
+#[test]
+fn every_rate_is_right() {
+    let mut rng = Rng::with_seed(0);
+    for _ in 0..100_000 {
+        // Evenly over the orders of magnitude.
+        let mut size = |bits: u32| {
+            let bits = rng.u32(1..=bits);
+            rng.u64(1..1 << bits)
+        };
+        let (limit, period, burst) = (size(32) as u32, size(44), size(32) as u32);
+        let quota = Quota::per(limit, Duration::from_micros(period)).burst(burst);
+        let Ok(policy) = Policy::new("p", Strategy::Gcra, quota) else { continue };
+        let terms = policy.terms();
+        let exact = i128::from(period) * i128::from(terms.ticks);
+        let ours = i128::from(terms.interval) * i128::from(limit);
+        assert!(ours >= exact, "{quota} grants too much");
+        assert!((ours - exact) * 1000 <= exact, "{quota} is off by more than 0.1 %");
+        assert!(2 * terms.full <= 1 << 52 && terms.furthest < 1 << 51, "{quota} overflows");
+    }
+    for quota in [Quota::per_second(3), Quota::per_second(300_000), Quota::per_day(1_000_000)] {
+        let policy = Policy::new("p", Strategy::Gcra, quota).unwrap();
+        let terms = policy.terms();
+        let (interval, limit) = (i128::from(terms.interval), i128::from(quota.limit()));
+        assert_eq!(interval * limit, quota.period().as_micros() as i128 * i128::from(terms.ticks), "{quota} is exact");
+    }
+}
+
+/// A state of a clock that was ahead locks nobody out, and grants nothing for it.
+#[test]
+fn a_clock_that_goes_back_locks_nobody_out() {
+    let mut rng = Rng::with_seed(0);
+    for strategy in STRATEGIES {
+        let policies: Policies = Policy::new("p", strategy(&mut rng), Quota::per_second(10)).unwrap().into();
+        let (policy, mut now) = (&policies[0], 1_790_000_000_000_000);
+        let mut state = [State::fresh(policy.strategy())];
+        let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+        assert_eq!(take(10).decide(&mut state, now).granted, 10);
+        // An hour back, as after a failover to another host.
+        now -= 3_600_000_000;
+        let verdicts = take(1).decide(&mut state, now);
+        assert_eq!(verdicts.granted, 0, "{policy:?}: a clock gave a fresh start");
+        assert!(verdicts.each[0].wait <= 2_000_000, "{policy:?}: {:?}", verdicts.each[0]);
+        for _ in 0..3 {
+            now += 1_000_000;
+            take(1).decide(&mut state, now);
+        }
+        now += 2_000_000;
+        assert_eq!(take(10).decide(&mut state, now).granted, 10, "{policy:?} is locked out");
+    }
+}
+
+/// A quota that changes, up or down, takes effect at once, and is no fresh start.
+#[test]
+fn a_changed_quota_is_no_fresh_start() {
+    let mut rng = Rng::with_seed(0);
+    let quotas = [
+        Quota::per_second(10),
+        Quota::per_minute(10),
+        Quota::per_second(1),
+        Quota::per_second(1000),
+        Quota::per_day(7),
+    ];
+    for strategy in STRATEGIES {
+        let strategy = strategy(&mut rng);
+        for (old, new) in quotas.iter().flat_map(|old| quotas.map(|new| (*old, new))) {
+            let policies = |quota| Policies::from(Policy::new("p", strategy, quota).unwrap());
+            let now = 1_790_000_000_000_000;
+            let mut state = [State::fresh(strategy)];
+            let used = old.limit();
+            let taken = Check::take(Key::GLOBAL, &policies(old), used).decide(&mut state, now);
+            assert_eq!(taken.granted, i64::from(used));
+
+            let new_policies = policies(new);
+            let peek = Check::peek(Key::GLOBAL, &new_policies, 1).decide(&mut state.clone(), now);
+            let most = i64::from(new.limit().saturating_sub(used));
+            assert!(peek.each[0].remaining <= most, "{strategy:?} {old} to {new}: {peek:?}");
+            // What is denied passes after the wait that it was told, by the new quota.
+            let all = Check::take(Key::GLOBAL, &new_policies, new.limit());
+            let wait = all.decide(&mut state, now).each[0].wait;
+            let later = all.clone().decide(&mut state, now + wait);
+            let outcome = all.answer(later, crate::limit::Source::Local).outcome();
+            assert_eq!(outcome, Outcome::Allowed, "{strategy:?} {old} to {new}: not after {wait}");
+        }
+    }
+}

@@ -13,7 +13,7 @@
 //! **Source.** Spring Cloud Gateway's `RedisRateLimiter` (replenishRate, burstCapacity, requestedTokens), but to the
 //! microsecond; bucket4j's `refillGreedy` and `refillIntervally`.
 
-use super::{Loaded, Terms, Twin, div_ceil};
+use super::{Loaded, Terms, Twin, clean, div_ceil};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State {
@@ -51,7 +51,7 @@ impl Twin for State {
             (tokens, refilled) = (tokens + (now - refilled).min(terms.furthest) * terms.ticks, now);
         }
         if tokens >= terms.full {
-            return ([terms.full, now, 0], future);
+            return clean([terms.full, now, 0]);
         }
         ([tokens, refilled, 0], future)
     }
