@@ -7,8 +7,8 @@ use axum::extract::ConnectInfo;
 use axum::routing::get;
 use axum::{Extension, Router};
 use http::{Request, Response};
-use tower::{Service, ServiceBuilder, service_fn};
-use tower_redis_ratelimit::{Decision, LocalStore, OnMissingKey, PeerIp, RateLimitLayer};
+use tower::{Layer, Service, ServiceBuilder, service_fn};
+use tower_redis_ratelimit::{Decision, Global, LocalStore, OnMissingKey, PeerIp, RateLimitLayer};
 
 use crate::support::*;
 
@@ -122,6 +122,24 @@ async fn with_axum_the_peer_is_found_in_its_connect_info() {
         let mut request = at("/");
         request.extensions_mut().insert(ConnectInfo(peer.parse::<SocketAddr>().unwrap()));
         assert_eq!(send(&app, request).await.status(), status, "{peer}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn layers_around_each_other_both_tell_their_fields() {
+    let global = RateLimitLayer::new(LocalStore::default(), Global, policy("global", "10/m"));
+    let service = global.layer(limited(layer("1/m")));
+    for status in [200, 429] {
+        let response = send(&service, request("alice")).await;
+        assert_eq!(response.status(), status);
+        for (name, expected) in [
+            ("ratelimit", ["\"api\";r=0;", "\"global\";r="]),
+            ("ratelimit-policy", ["\"api\";q=1;", "\"global\";q=10;"]),
+        ] {
+            let told: Vec<_> = response.headers().get_all(name).iter().map(|value| value.to_str().unwrap()).collect();
+            let told = told.join(", ");
+            assert!(expected.iter().all(|part| told.contains(part)), "{status} {name}: {told}");
+        }
     }
 }
 
