@@ -134,7 +134,7 @@ impl<S, K, R> Config<S, K, R> {
     /// Leaves the decision with the response, for whoever looks and whoever reads.
     fn leave_trace<B>(&self, response: &mut Response<B>, decision: Decision) {
         if let Some(fields) = &self.fields {
-            fields.insert(response.headers_mut(), &decision);
+            fields.append(response.headers_mut(), &decision);
         }
         response.extensions_mut().insert(decision);
     }

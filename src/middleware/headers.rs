@@ -30,12 +30,13 @@ impl FieldsOf {
         Self { policy: HeaderValue::try_from(text).ok() }
     }
 
-    pub(super) fn insert(&self, headers: &mut HeaderMap, decision: &Decision) {
+    /// Both fields are lists: what a layer or a server further in has told stays.
+    pub(super) fn append(&self, headers: &mut HeaderMap, decision: &Decision) {
         if let Some(policy) = &self.policy {
-            headers.insert(RATE_LIMIT_POLICY, policy.clone());
+            headers.append(RATE_LIMIT_POLICY, policy.clone());
         }
         if let Ok(value) = HeaderValue::try_from(rate_limit(decision)) {
-            headers.insert(RATE_LIMIT, value);
+            headers.append(RATE_LIMIT, value);
         }
     }
 }
@@ -122,7 +123,7 @@ mod tests {
         let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.strategy())).collect();
         let check = Check::take(Key::GLOBAL, &policies, 1);
         let verdicts = check.decide(&mut states, 0);
-        FieldsOf::new(&policies).insert(&mut headers, &check.answer(verdicts, Source::Local));
+        FieldsOf::new(&policies).append(&mut headers, &check.answer(verdicts, Source::Local));
         assert_eq!(headers["ratelimit-policy"], "\"burst\";q=5;w=1, \"daily\";q=86400;w=86400");
     }
 

@@ -1,0 +1,138 @@
+//! What can be said of the public types without running anything.
+
+use std::convert::Infallible;
+use std::fmt::Debug;
+use std::future::{Ready, ready};
+use std::task::{Context, Poll};
+
+use axum::{Router, routing::get};
+use http::request::Parts;
+use http::{Request, Response};
+use tower::{Layer, Service};
+use tower_redis_ratelimit::{
+    Answer, Check, ConfigError, Decision, Error, ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, HttpReject,
+    Key, KeyExtractor, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit,
+    RateLimitLayer, RedisStore, RedisStoreBuilder, Reject, Rejection, ResponseFuture, Strategy,
+};
+
+use crate::support::*;
+
+/// A nameable inner service.
+#[derive(Debug, Clone)]
+struct Hello;
+
+impl<B> Service<Request<B>> for Hello {
+    type Response = Response<String>;
+    type Error = Infallible;
+    type Future = Ready<Result<Response<String>, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<B>) -> Self::Future {
+        ready(Ok(Response::new("hello".to_owned())))
+    }
+}
+
+/// A service of one's own around ours, whose future is no box.
+#[derive(Debug, Clone)]
+struct Around(RateLimit<Hello, Local, HeaderKey, HttpReject>);
+
+type Local = Fallback<LocalStore, LocalStore>;
+
+impl Service<Request<String>> for Around {
+    type Response = Response<String>;
+    type Error = Infallible;
+    type Future = ResponseFuture<Hello, Local, HeaderKey, HttpReject, String>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Service::<Request<String>>::poll_ready(&mut self.0, cx)
+    }
+
+    fn call(&mut self, request: Request<String>) -> Self::Future {
+        self.0.call(request)
+    }
+}
+
+#[test]
+fn what_is_shared_can_be_sent_cloned_and_shown() {
+    fn shared<T: Send + Sync + Clone + Debug + 'static>() {}
+    shared::<RateLimitLayer<RedisStore, HeaderKey>>();
+    shared::<RateLimitLayer<Fallback<RedisStore, LocalStore>, (PeerIp, HeaderKey), HttpReject>>();
+    shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject>>();
+    shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>)>();
+    shared::<(Decision, Key, Check, Policy, Policies, Quota, Strategy)>();
+    shared::<(Error, ErrorKind, ConfigError, MissingKey, Rejection<'static>)>();
+    shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey)>();
+}
+
+#[test]
+fn futures_can_be_spawned_and_shown() {
+    fn spawnable<T: Send + Debug + 'static>() {}
+    spawnable::<ResponseFuture<Hello, LocalStore, HeaderKey, HttpReject, String>>();
+    spawnable::<ResponseFuture<Hello, RedisStore, Global, HttpReject, axum::body::Body>>();
+    spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, PeerIp, HttpReject, String>>();
+    spawnable::<(Answer, FallbackFuture<RedisStore, LocalStore>, RedisStoreBuilder)>();
+}
+
+#[test]
+fn errors_are_errors() {
+    fn error<T: std::error::Error + Send + Sync + 'static>() {}
+    error::<Error>();
+    error::<ConfigError>();
+    error::<MissingKey>();
+}
+
+#[tokio::test]
+async fn the_response_future_has_a_name() {
+    let store = Fallback::new(LocalStore::default(), LocalStore::default());
+    let service = Around(layer_with(store, "1/h").layer(Hello));
+    assert_eq!(send(&service, request("alice")).await.status(), 200);
+    assert_eq!(send(&service, request("alice")).await.status(), 429);
+}
+
+/// An extractor and a rejection that are not `Clone`, nor `Debug`.
+struct Rigid;
+
+impl KeyExtractor for Rigid {
+    fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
+        Ok(Key::new("rigid"))
+    }
+}
+
+impl<B: From<String>> Reject<B> for Rigid {
+    fn reject(&self, _: Rejection<'_>) -> Response<B> {
+        Response::new(B::from("rigid".to_owned()))
+    }
+}
+
+#[tokio::test]
+async fn a_layer_is_cloned_and_shown_whatever_it_is_made_of() {
+    fn shared<T: Clone + Debug>(value: T) -> T {
+        value
+    }
+
+    let extracting = shared(RateLimitLayer::new(LocalStore::default(), Rigid, policy("api", "1/h")));
+    let service = shared(extracting.layer(Hello));
+    assert_eq!(send(&service, anonymous()).await.status(), 200);
+    let app: Router = Router::new().route("/books", get(|| async { "hello" })).layer(extracting.clone());
+    assert_eq!(send(&app, anonymous()).await.status(), 429);
+
+    let rejecting = shared(layer("1/h").reject(Rigid));
+    assert_eq!(send(&rejecting.clone().layer(Hello), request("alice")).await.body(), "hello");
+    assert_eq!(send(&rejecting.layer(Hello), request("alice")).await.body(), "rigid");
+}
+
+#[tokio::test]
+async fn debug_text_tells_the_policies_and_no_secret() {
+    let store = RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
+    let store = Fallback::new(store, LocalStore::default());
+    let limited = layer_with(store.clone(), "1/h").layer(Hello);
+    let future = limited.clone().call(request("alice"));
+    let builder = RedisStore::builder(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str());
+    let shown = format!("{limited:?} {:?} {future:?} {builder:?}", layer_with(store, "1/h"));
+    assert!(!shown.contains(SECRET), "{shown}");
+    assert!(!shown.contains("alice"), "{shown}");
+    assert!(shown.contains("Policy(api Gcra 1/h)"), "{shown}");
+}

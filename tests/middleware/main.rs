@@ -1,0 +1,12 @@
+//! The middleware: its part of tower's contract against mocks, and what it tells over HTTP. No network, no waiting.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
+
+mod api;
+mod compose;
+mod cost;
+mod fields;
+mod policies;
+mod reject;
+mod service;
+mod support;

@@ -1,0 +1,156 @@
+//! How a request is rejected over HTTP, and by closures.
+
+use std::fmt::Debug;
+
+use axum::body::{Body, Bytes, HttpBody};
+use http::Response;
+use http::request::Parts;
+use http_body_util::Full;
+use serde_json::{Value, json};
+use tower::{Layer, service_fn};
+use tower_redis_ratelimit::{
+    HeaderKey, Key, KeyExtractor, LocalStore, MissingKey, PeerIp, RateLimitLayer, Rejection, Store,
+};
+
+use crate::support::*;
+
+/// Makes sure of what all rejections have in common, and gives the problem.
+async fn problem<B: HttpBody<Error: Debug>>(response: Response<B>) -> Value {
+    assert_eq!(field(&response, "content-type"), Some("application/problem+json"));
+    assert_eq!(field(&response, "cache-control"), Some("no-store"));
+    json(response).await
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_denied_request_gets_the_problem_of_the_draft() {
+    let service = limited(layer("1/90s"));
+    let allowed = send(&service, request("alice")).await;
+    assert_eq!(field(&allowed, "cache-control"), None, "only rejections are kept from caches");
+    assert_eq!(allowed.body(), "hello");
+
+    let denied = send(&service, request("alice")).await;
+    assert_eq!(denied.status(), 429);
+    assert_eq!(field(&denied, "retry-after"), Some("90"));
+    let expected = json!({
+        "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
+        "title": "Too Many Requests",
+        "detail": "The quota of 1/90s is used up. Try again in 90 s.",
+        "violated-policies": ["api"],
+    });
+    assert_eq!(problem(denied).await, expected);
+}
+
+#[tokio::test]
+async fn a_request_without_a_key_is_the_clients_mistake() {
+    let response = send(&limited(layer("1/h")), anonymous()).await;
+    assert_eq!(response.status(), 400);
+    assert_eq!(field(&response, "retry-after"), None, "waiting does not help");
+    let expected = json!({
+        "type": "about:blank",
+        "title": "Bad Request",
+        "detail": "the request lacks the header that it is counted by",
+    });
+    assert_eq!(problem(response).await, expected);
+}
+
+#[tokio::test]
+async fn a_server_that_notes_no_address_is_the_servers_mistake() {
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
+    let response = send(&limited(layer), request("alice")).await;
+    assert_eq!(response.status(), 500);
+    assert_eq!(field(&response, "retry-after"), None);
+    let problem = problem(response).await;
+    assert_eq!(problem["title"], "Internal Server Error");
+    assert!(problem["detail"].as_str().unwrap().contains("into_make_service_with_connect_info"), "says what to do");
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_decide_is_told_without_its_error() {
+    let cause = std::error::Error::source(&error()).unwrap().to_string();
+    assert!(cause.contains(SECRET), "there must be something to leak: {cause}");
+
+    let response = send(&limited(layer_with(Broken, "1/h")), request("alice")).await;
+    assert_eq!(response.status(), 503);
+    assert_eq!(field(&response, "retry-after"), Some("1"));
+    assert!(!format!("{:?}", response.headers()).contains(SECRET));
+    let expected = json!({
+        "type": "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
+        "title": "Service Unavailable",
+        "detail": "The request could not be counted.",
+    });
+    assert_eq!(problem(response).await, expected);
+}
+
+#[tokio::test]
+async fn the_problem_is_json_whatever_an_extractor_says_is_missing() {
+    struct Odd;
+    const ODD: &str =
+        "a \"quoted\" back\\slash,\n\ta control \u{1}, \u{7f}, and more: \u{e9}\u{2028}\u{1f600}</script>";
+
+    impl KeyExtractor for Odd {
+        fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
+            Err(MissingKey::new(ODD))
+        }
+    }
+
+    let layer = RateLimitLayer::new(LocalStore::default(), Odd, policy("api", "1/h"));
+    let response = send(&limited(layer), request("alice")).await;
+    assert_eq!(problem(response).await["detail"], ODD);
+}
+
+/// Every kind of response of a service with this type of body.
+async fn fits<B>()
+where
+    B: From<String> + HttpBody<Error: Debug> + 'static,
+{
+    async fn answer<B, S>(layer: &RateLimitLayer<S, HeaderKey>, user: Option<&str>) -> Response<B>
+    where
+        B: From<String>,
+        S: Store,
+    {
+        send(&layer.layer(service_fn(hello::<B>)), user.map_or_else(anonymous, request)).await
+    }
+
+    let (layer, broken) = (layer("1/h"), layer_with(Broken, "1/h"));
+    let allowed: Response<B> = answer(&layer, Some("alice")).await;
+    assert_eq!(allowed.status(), 200);
+    assert!(field(&allowed, "ratelimit").is_some());
+    assert_eq!(text(allowed).await, "hello");
+    let rejected: [(u16, Response<B>); 3] = [
+        (429, answer(&layer, Some("alice")).await),
+        (400, answer(&layer, None).await),
+        (503, answer(&broken, Some("alice")).await),
+    ];
+    for (status, response) in rejected {
+        assert_eq!(response.status(), status);
+        assert!(problem(response).await["title"].is_string());
+    }
+}
+
+#[tokio::test]
+async fn the_usual_bodies_fit() {
+    fits::<String>().await;
+    fits::<Body>().await;
+    fits::<Full<Bytes>>().await;
+}
+
+#[tokio::test]
+async fn a_closure_is_told_why_and_its_response_is_the_answer() {
+    let tell = |rejection: Rejection<'_>| {
+        Response::new(match rejection {
+            Rejection::Denied(decision) => format!("denied by {}", decision.policy().name()),
+            Rejection::MissingKey(missing) => format!("missing: {missing}"),
+            Rejection::Unavailable(error) => format!("unavailable: {:?}", error.kind()),
+            _ => "something new".to_owned(),
+        })
+    };
+    let service = limited(layer("1/h").reject(tell));
+    let broken = limited(layer_with(Broken, "1/h").reject(tell));
+    assert_eq!(send(&service, request("alice")).await.body(), "hello");
+    assert_eq!(send(&service, request("alice")).await.body(), "denied by api");
+    let missing = "missing: the request lacks the header that it is counted by";
+    assert_eq!(send(&service, anonymous()).await.body(), missing);
+    let unavailable = send(&broken, request("alice")).await;
+    assert_eq!(unavailable.body(), "unavailable: Configuration");
+    assert_eq!(unavailable.headers().len(), 0, "what the closure did not set is not there");
+}

@@ -1,0 +1,298 @@
+//! The tower contract: readiness, which inner service is called, and when.
+
+use std::fmt::Debug;
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::task::Poll;
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use http::{Method, Request, Response};
+use tokio::time::timeout;
+use tower::buffer::Buffer;
+use tower::limit::ConcurrencyLimit;
+use tower::load_shed::LoadShed;
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::{Decision, HeaderKey, HttpReject, Key, Mode, OnError, OnMissingKey, RateLimit};
+use tower_test::mock::{self, Mock, SendResponse, Spawn};
+
+use crate::support::*;
+
+/// Panics when a clone is called that was not polled ready.
+type Inner = Mock<Request<String>, Response<String>>;
+type Handle = mock::Handle<Request<String>, Response<String>>;
+type Limited = RateLimit<Inner, Asking, HeaderKey, HttpReject>;
+
+/// A limited mock, with the ends that the test holds of its inner service and of its store.
+fn mocked() -> (Spawn<Limited>, Handle, Questions) {
+    let (store, questions) = asking();
+    let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
+    (service, handle, questions)
+}
+
+/// Whether the future has something to wait for, after it had a chance to go on.
+fn waits<F: Future>(future: Pin<&mut F>) -> bool {
+    future.now_or_never().is_none()
+}
+
+/// What the future resolves to, which must not need to wait.
+fn settled<F: Future>(future: F) -> F::Output {
+    future.now_or_never().expect("nothing is left to wait for")
+}
+
+/// The call that the inner service must have got by now.
+fn called(handle: &mut Handle) -> (Request<String>, SendResponse<Response<String>>) {
+    handle.next_request().now_or_never().expect("the inner service was not called").unwrap()
+}
+
+/// Calls the service as soon as it is ready, which must be now.
+fn call<S: Service<Request<String>, Error: Debug>>(service: &mut S, request: Request<String>) -> S::Future {
+    service.ready().now_or_never().expect("the service is ready").unwrap().call(request)
+}
+
+/// Whether the mock was never called, and never will be, since all of its clones are gone.
+fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
+    drop(service);
+    let request = handle.next_request().now_or_never().expect("no clone of the inner service is left");
+    request.is_none()
+}
+
+#[test]
+fn it_is_ready_when_the_inner_service_is() {
+    let (mut service, mut handle, mut questions) = mocked();
+    handle.allow(0);
+    assert!(service.poll_ready::<Request<String>>().is_pending());
+    assert!(!service.is_woken());
+    handle.allow(1);
+    assert!(service.is_woken(), "the task must be told when the inner service gets ready");
+    assert!(matches!(service.poll_ready::<Request<String>>(), Poll::Ready(Ok(()))));
+    assert!(questions.try_recv().is_err(), "readiness is no question to the store");
+}
+
+#[test]
+fn an_inner_service_that_broke_is_told_by_readiness() {
+    let (mut service, mut handle, _questions) = mocked();
+    handle.send_error("broken");
+    let Poll::Ready(Err(error)) = service.poll_ready::<Request<String>>() else { panic!("the error is kept back") };
+    assert_eq!(error.to_string(), "broken");
+}
+
+#[test]
+fn a_request_is_one_check_that_takes_its_cost_from_its_key() {
+    let (mut service, _handle, mut questions) = mocked();
+    let mut response = pin!(call(service.get_mut(), request("alice")));
+    assert!(waits(response.as_mut()) && waits(response.as_mut()));
+    let check = questions.try_recv().unwrap().check;
+    assert_eq!((check.mode(), check.cost(), *check.key()), (Mode::Take, 1, Key::new("alice")));
+    assert_eq!(check.policies()[..], [policy("api", "100/s")]);
+    assert!(questions.try_recv().is_err(), "one request is one check");
+}
+
+#[test]
+fn the_inner_service_is_called_only_after_the_store_said_yes() {
+    let (mut service, mut handle, mut questions) = mocked();
+    let mut response = pin!(call(service.get_mut(), request("alice")));
+    assert!(waits(response.as_mut()));
+    assert!(handle.poll_request().is_pending(), "called before the decision");
+
+    questions.try_recv().unwrap().allow();
+    assert!(waits(response.as_mut()));
+    let (_, answer) = called(&mut handle);
+    answer.send_response(Response::new("hello".to_owned()));
+    assert_eq!(settled(response).unwrap().body(), "hello");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_waits_is_woken_by_the_store_and_by_the_inner_service() {
+    let (mut service, mut handle, mut questions) = mocked();
+    // Tasks of their own, so that no other's wake-up polls the response, which is spawned first and so waits first.
+    let response = tokio::spawn(call(service.get_mut(), request("alice")));
+    tokio::spawn(async move {
+        questions.recv().await.unwrap().allow();
+        let (_, answer) = handle.next_request().await.unwrap();
+        answer.send_response(Response::new("hello".to_owned()));
+    });
+    let response = timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+    assert_eq!(response.unwrap().unwrap().body(), "hello");
+}
+
+#[test]
+fn a_denied_request_never_reaches_the_inner_service() {
+    let (mut service, handle, mut questions) = mocked();
+    let mut response = pin!(call(service.get_mut(), request("alice")));
+    assert!(waits(response.as_mut()));
+    questions.try_recv().unwrap().deny();
+    assert_eq!(settled(response).unwrap().status(), 429);
+    assert!(was_never_called(service, handle));
+}
+
+#[test]
+fn an_undecided_request_never_reaches_the_inner_service() {
+    let (mut service, handle, mut questions) = mocked();
+    let mut response = pin!(call(service.get_mut(), request("alice")));
+    assert!(waits(response.as_mut()));
+    questions.try_recv().unwrap().fail();
+    assert_eq!(settled(response).unwrap().status(), 503);
+    assert!(was_never_called(service, handle));
+}
+
+#[test]
+fn a_request_without_a_key_reaches_neither_the_store_nor_the_inner_service() {
+    let (mut service, handle, mut questions) = mocked();
+    assert_eq!(settled(call(service.get_mut(), anonymous())).unwrap().status(), 400);
+    assert!(questions.try_recv().is_err(), "there is nobody to ask for");
+    assert!(was_never_called(service, handle));
+}
+
+#[test]
+fn a_request_that_is_given_up_before_its_decision_never_reaches_the_inner_service() {
+    let (mut service, handle, mut questions) = mocked();
+    let mut response = Box::pin(call(service.get_mut(), request("alice")));
+    assert!(waits(response.as_mut()));
+    let question = questions.try_recv().unwrap();
+    assert!(!question.is_abandoned());
+    drop(response);
+    assert!(question.is_abandoned(), "the store must learn that nobody waits");
+    assert!(was_never_called(service, handle));
+}
+
+#[test]
+fn a_slow_decision_holds_up_no_other_request() {
+    let (mut service, mut handle, mut questions) = mocked();
+    let mut slow = pin!(call(service.get_mut(), request("slow")));
+    let mut quick = pin!(call(service.get_mut(), request("quick")));
+    assert!(waits(slow.as_mut()) && waits(quick.as_mut()));
+    let (first, second) = (questions.try_recv().unwrap(), questions.try_recv().unwrap());
+
+    for (question, mut response, user) in [(second, quick, "quick"), (first, slow, "slow")] {
+        question.allow();
+        assert!(waits(response.as_mut()));
+        let (request, answer) = called(&mut handle);
+        assert_eq!(request.headers()[USER], user);
+        answer.send_response(Response::new(user.to_owned()));
+        assert_eq!(settled(response).unwrap().body(), user);
+    }
+}
+
+#[test]
+fn the_request_arrives_as_it_was_sent() {
+    #[derive(Debug, Clone, PartialEq)]
+    struct Session(u32);
+
+    let (mut service, mut handle, mut questions) = mocked();
+    let request = Request::builder()
+        .method(Method::PUT)
+        .uri("/books?page=2")
+        .version(http::Version::HTTP_2)
+        .header(USER, "alice")
+        .extension(Session(7))
+        .body("body".to_owned());
+    let mut response = pin!(call(service.get_mut(), request.unwrap()));
+    assert!(waits(response.as_mut()));
+    questions.try_recv().unwrap().allow();
+    assert!(waits(response.as_mut()));
+
+    let (request, _answer) = called(&mut handle);
+    assert_eq!((request.method(), request.version()), (&Method::PUT, http::Version::HTTP_2));
+    assert_eq!(request.uri(), "/books?page=2");
+    assert_eq!(request.headers().len(), 1);
+    assert_eq!(request.body(), "body");
+    assert_eq!(request.extensions().get(), Some(&Session(7)));
+    assert!(request.extensions().get::<Decision>().is_some());
+}
+
+#[test]
+fn an_error_of_the_inner_service_passes_through_untouched() {
+    #[derive(Debug, PartialEq)]
+    struct Broken(u32);
+
+    let service =
+        layer("100/s").layer(service_fn(|_: Request<String>| async { Err::<Response<String>, _>(Broken(7)) }));
+    assert_eq!(settled(service.oneshot(request("alice"))).unwrap_err(), Broken(7));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_inner_service_that_was_polled_ready_is_the_one_that_is_called() {
+    async fn serves<T>(inner: T)
+    where
+        T: Service<Request<String>, Response = Response<String>, Error: Debug> + Clone,
+    {
+        let layer = layer("100/s").on_missing_key(OnMissingKey::Allow);
+        let mut service = layer.layer(inner);
+        // Each of these panics, or refuses, when a clone of it is called that was not polled ready. A request
+        // without a key takes another way through the middleware.
+        for request in [request("alice"), anonymous(), request("alice"), anonymous()] {
+            let response = async { service.ready().await.unwrap().call(request).await.unwrap() };
+            let response = timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+            assert_eq!(response.body(), "hello");
+        }
+    }
+
+    let hello = service_fn(hello::<String>);
+    serves(ConcurrencyLimit::new(hello, 1)).await;
+    serves(Buffer::new(hello, 1)).await;
+    serves(LoadShed::new(hello)).await;
+
+    let (inner, mut handle) = mock::pair();
+    tokio::spawn(async move {
+        while let Some((_, answer)) = handle.next_request().await {
+            answer.send_response(Response::new("hello".to_owned()));
+        }
+    });
+    serves(inner).await;
+}
+
+#[test]
+fn an_undecided_request_keeps_its_place_in_the_inner_service_until_it_is_given_up() {
+    let (store, _questions) = asking();
+    let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
+    let mut response = Box::pin(call(&mut service, request("alice")));
+    assert!(waits(response.as_mut()));
+    assert!(service.ready().now_or_never().is_none(), "the one place is taken");
+    drop(response);
+    assert!(service.ready().now_or_never().is_some(), "the one place is free again");
+}
+
+#[tokio::test]
+async fn a_rejected_request_gives_its_place_in_the_inner_service_back_at_once() {
+    fn rejects<T>(inner: T)
+    where
+        T: Service<Request<String>, Response = Response<String>, Error: Debug> + Clone,
+    {
+        let (store, mut questions) = asking();
+        let mut service = layer_with(store, "100/s").layer(inner);
+        // The place is not to hang on the futures, which live as long as their owner likes.
+        let mut rejected = Vec::new();
+        for (request, status) in [(request("alice"), 429), (anonymous(), 400), (request("alice"), 503)] {
+            let mut response = Box::pin(call(&mut service, request));
+            match questions.try_recv() {
+                Ok(question) if status == 429 => question.deny(),
+                Ok(question) => question.fail(),
+                Err(_) => {}
+            }
+            assert_eq!(settled(response.as_mut()).unwrap().status(), status);
+            rejected.push(response);
+        }
+        assert!(service.ready().now_or_never().is_some(), "the one place is free again");
+    }
+
+    let hello = service_fn(hello::<String>);
+    rejects(ConcurrencyLimit::new(hello, 1));
+    rejects(Buffer::new(hello, 1));
+}
+
+#[test]
+fn an_undecided_request_that_may_pass_reaches_the_inner_service_once() {
+    let (store, mut questions) = asking();
+    let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
+    let mut response = pin!(call(service.get_mut(), request("alice")));
+    assert!(waits(response.as_mut()));
+    assert!(handle.poll_request().is_pending());
+    questions.try_recv().unwrap().fail();
+    assert!(waits(response.as_mut()));
+    let (request, answer) = called(&mut handle);
+    assert!(request.extensions().get::<Decision>().is_none());
+    answer.send_response(Response::new(String::new()));
+    assert_eq!(settled(response).unwrap().status(), 200);
+    assert!(handle.poll_request().is_pending());
+}

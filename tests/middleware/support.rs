@@ -1,0 +1,175 @@
+//! What the tests share: layers, requests, an inner service, and stores that answer as a test wants.
+
+use std::convert::Infallible;
+use std::fmt::Debug;
+use std::future::{Ready, ready};
+use std::time::Duration;
+
+use axum::body::HttpBody;
+use futures_util::future::BoxFuture;
+use http::request::Parts;
+use http::{HeaderName, Request, Response};
+use http_body_util::BodyExt;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::timeout;
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::{
+    Check, ConfigError, Decision, Error, HeaderKey, KeyExtractor, LocalStore, Policy, RateLimitLayer, Reject, Store,
+    Strategy,
+};
+
+/// What requests are counted by.
+pub(crate) const USER: HeaderName = HeaderName::from_static("x-user");
+
+pub(crate) fn policy(name: &str, quota: &str) -> Policy {
+    Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap()
+}
+
+/// Counts by user in this process, under one policy with the name `api`.
+pub(crate) fn layer(quota: &str) -> RateLimitLayer<LocalStore, HeaderKey> {
+    layer_with(LocalStore::default(), quota)
+}
+
+/// The same in another store.
+pub(crate) fn layer_with<S: Store>(store: S, quota: &str) -> RateLimitLayer<S, HeaderKey> {
+    RateLimitLayer::new(store, HeaderKey::new(USER).readable(), policy("api", quota))
+}
+
+pub(crate) fn request(user: &str) -> Request<String> {
+    Request::builder().uri("/books").header(USER, user).body(String::new()).unwrap()
+}
+
+/// A request that says what it costs, to [`by_header`].
+pub(crate) fn costing(cost: u32) -> Request<String> {
+    let mut request = request("alice");
+    request.headers_mut().insert("x-cost", cost.into());
+    request
+}
+
+pub(crate) fn by_header(request: &Parts) -> u32 {
+    request.headers["x-cost"].to_str().unwrap().parse().unwrap()
+}
+
+/// A request that a count by user has no key for.
+pub(crate) fn anonymous() -> Request<String> {
+    Request::builder().uri("/books").body(String::new()).unwrap()
+}
+
+/// The decision that came with a request to [`hello`], which leaves it with the response.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Seen(pub(crate) Option<Decision>);
+
+/// The inner service of most tests.
+pub(crate) async fn hello<B: From<String>>(request: Request<String>) -> Result<Response<B>, Infallible> {
+    let mut response = Response::new(B::from("hello".to_owned()));
+    response.extensions_mut().insert(Seen(request.extensions().get().cloned()));
+    Ok(response)
+}
+
+/// [`hello`] behind a layer.
+pub(crate) fn limited<S, K, R>(
+    layer: RateLimitLayer<S, K, R>,
+) -> impl Service<Request<String>, Response = Response<String>, Error = Infallible> + Clone
+where
+    S: Store,
+    K: KeyExtractor,
+    R: Reject<String>,
+{
+    layer.layer(service_fn(hello::<String>))
+}
+
+pub(crate) async fn send<S, A, B>(service: &S, request: Request<A>) -> Response<B>
+where
+    S: Service<Request<A>, Response = Response<B>, Error: Debug> + Clone,
+{
+    // A lost wake-up is to fail the test, not to hang it.
+    timeout(Duration::from_secs(20), service.clone().oneshot(request)).await.expect("an answer").unwrap()
+}
+
+/// A header field of a response as text.
+pub(crate) fn field<'a, B>(response: &'a Response<B>, name: &str) -> Option<&'a str> {
+    response.headers().get(name).map(|value| value.to_str().unwrap())
+}
+
+pub(crate) fn decision<B>(response: &Response<B>) -> Option<&Decision> {
+    response.extensions().get()
+}
+
+pub(crate) async fn text<B: HttpBody<Error: Debug>>(response: Response<B>) -> String {
+    let bytes = response.into_body().collect().await.unwrap().to_bytes();
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+pub(crate) async fn json<B: HttpBody<Error: Debug>>(response: Response<B>) -> serde_json::Value {
+    serde_json::from_str(&text(response).await).unwrap()
+}
+
+/// What no client may read of a store's error.
+pub(crate) const SECRET: &str = "hunter2";
+
+/// An error that says [`SECRET`] wherever it is shown.
+pub(crate) fn error() -> Error {
+    ConfigError::PolicyName(SECRET.to_owned()).into()
+}
+
+/// A store that cannot decide.
+#[derive(Debug, Clone)]
+pub(crate) struct Broken;
+
+impl Store for Broken {
+    type Future = Ready<Result<Decision, Error>>;
+
+    fn check(&self, _: Check) -> Self::Future {
+        ready(Err(error()))
+    }
+}
+
+/// A store whose checks the test decides, when it likes.
+#[derive(Debug, Clone)]
+pub(crate) struct Asking(mpsc::UnboundedSender<Question>);
+
+pub(crate) type Questions = mpsc::UnboundedReceiver<Question>;
+
+#[derive(Debug)]
+pub(crate) struct Question {
+    pub(crate) check: Check,
+    answer: oneshot::Sender<Result<Decision, Error>>,
+}
+
+pub(crate) fn asking() -> (Asking, Questions) {
+    let (sender, questions) = mpsc::unbounded_channel();
+    (Asking(sender), questions)
+}
+
+impl Store for Asking {
+    type Future = BoxFuture<'static, Result<Decision, Error>>;
+
+    fn check(&self, check: Check) -> Self::Future {
+        let (answer, receiver) = oneshot::channel();
+        self.0.send(Question { check, answer }).unwrap();
+        Box::pin(async { receiver.await.expect("the test answers, or drops the response first") })
+    }
+}
+
+impl Question {
+    pub(crate) fn allow(self) {
+        let decision = LocalStore::default().check(self.check).into_inner();
+        self.answer.send(decision).unwrap();
+    }
+
+    pub(crate) fn deny(self) {
+        let store = LocalStore::default();
+        let all = Check::charge(*self.check.key(), self.check.policies(), u32::MAX);
+        store.check(all).into_inner().unwrap();
+        self.answer.send(store.check(self.check).into_inner()).unwrap();
+    }
+
+    pub(crate) fn fail(self) {
+        self.answer.send(Err(error())).unwrap();
+    }
+
+    /// Whether nobody waits for the answer any more.
+    pub(crate) fn is_abandoned(&self) -> bool {
+        self.answer.is_closed()
+    }
+}
