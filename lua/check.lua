@@ -1,10 +1,11 @@
 -- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
 --
--- KEYS   for each check, one key per policy, in the order of the checks.
+-- KEYS   for each check, in their order: where its answer is remembered, if its plan says so; one key per policy.
 -- ARGV   whole numbers:
 --          now             0 for Redis's own time; otherwise microseconds since the Unix epoch, for tests
 --          n, n policies   each: strategy, and four numbers for its `policy` function
---          n, n plans      what is asked; each: mode, cost, m, m policies by their place above
+--          n, n plans      what is asked; each: mode, cost, microseconds for which the answer is remembered under the
+--                          check's id (0: it has none), m, m policies by their place above
 --          runs            to the end; each: a plan by its place above, and how many checks in a row follow it
 -- Reply  whole numbers; for each check and each of its policies four:
 --          granted         what was charged or given back; below 0, what was the matter (see `problem`)
@@ -57,7 +58,7 @@ end
 
 local plans = {}
 for i = 1, argument() do
-  local plan = { mode = argument(), cost = argument(), policies = {}, needs = {} }
+  local plan = { mode = argument(), cost = argument(), remember = argument(), policies = {}, needs = {} }
   for j = 1, argument() do
     local policy = policies[argument()]
     plan.policies[j] = policy
@@ -147,11 +148,46 @@ local function check(plan)
   key_at = key_at + count
 end
 
+local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
+
+-- Answers as a check of the same id was answered, if there was one. Returns whether it did.
+local function repeat_answer(key, count)
+  local value = read(key, ANSWER_LENGTH * count)
+  if not value then
+    return false
+  end
+  for i = 1, count do
+    local granted, remaining, reset = unpack(ANSWER, value, ANSWER_LENGTH * (i - 1) + 1)
+    reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = granted, remaining, 0, reset
+    replied = replied + 4
+  end
+  key_at = key_at + count
+  return true
+end
+
+-- Decides a check with an id, and remembers what was charged.
+local function check_once(plan)
+  local key, from = KEYS[key_at + 1], replied
+  key_at = key_at + 1
+  if repeat_answer(key, #plan.policies) then
+    return
+  end
+  check(plan)
+  if reply[from + 1] > 0 then
+    local answer = ''
+    for i = from + 1, replied, 4 do
+      answer = answer .. pack(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
+    end
+    write(key, answer, now + plan.remember + keep)
+  end
+end
+
 local last = #ARGV
 while at < last do
   local plan = plans[argument()]
+  local decide = plan.remember > 0 and check_once or check
   for _ = 1, argument() do
-    check(plan)
+    decide(plan)
   end
 end
 return reply

@@ -13,7 +13,8 @@ pub use middleware::{
     Reject, Rejection, ResponseFuture,
 };
 pub use store::{
-    Answer, Error, ErrorKind, Fallback, FallbackFuture, LocalStore, Observer, RedisStore, RedisStoreBuilder, Store,
+    Answer, Error, ErrorKind, Fallback, FallbackFuture, Limiter, LocalStore, Observer, RedisStore, RedisStoreBuilder,
+    Store,
 };
 
 /// The Redis client, to turn on its features (TLS) and to name what [`RedisStore::connect`] takes.

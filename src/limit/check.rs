@@ -22,6 +22,8 @@ pub struct Check {
     policies: Policies,
     mode: Mode,
     cost: u32,
+    /// Boxed, since few checks have one.
+    id: Option<Box<Key>>,
 }
 
 /// What a check does with its cost.
@@ -75,7 +77,23 @@ impl Check {
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
-        Self { key, policies: policies.clone(), mode, cost }
+        Self { key, policies: policies.clone(), mode, cost, id: None }
+    }
+
+    /// Gives the check an id: if the same caller was charged for a check of this id under the same policies before, and not
+    /// longer ago than the longest of their periods, this one gets that decision again and is not charged. A denial is
+    /// not remembered, so that the same request may try again.
+    ///
+    /// Ids must not be of the caller's choice, or it would have one charge for all its requests. A
+    /// [`LocalStore`](crate::LocalStore) holds as many ids as keys, and forgets the oldest of a few beyond that.
+    #[must_use]
+    pub fn id(mut self, id: impl AsRef<[u8]>) -> Self {
+        self.id = Some(Box::new(Key::new(id)));
+        self
+    }
+
+    pub(crate) fn id_key(&self) -> Option<&Key> {
+        self.id.as_deref()
     }
 
     /// Who is asking.

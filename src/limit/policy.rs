@@ -142,6 +142,16 @@ impl Policies {
         Ok(Self(policies))
     }
 
+    /// How long the longest period is, in microseconds.
+    pub(crate) fn longest_period(&self) -> i64 {
+        self.iter().map(|policy| policy.terms().period).max().unwrap_or(0)
+    }
+
+    /// Whether both count on the same keys.
+    pub(crate) fn count_alike(&self, other: &Self) -> bool {
+        self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
+    }
+
     /// Whether both are one list in memory: cheaper than comparing what they say.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)

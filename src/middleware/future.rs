@@ -68,8 +68,10 @@ where
         missing: MissingKey,
     ) -> Self {
         let state = match config.on_missing_key {
-            OnMissingKey::Reject => State::WithoutKey { missing },
-            OnMissingKey::Allow => State::Calling { response: inner.call(request), decision: None },
+            OnMissingKey::Allow if !missing.is_of_server() => {
+                State::Calling { response: inner.call(request), decision: None }
+            }
+            _ => State::WithoutKey { missing },
         };
         Self { config, state }
     }
@@ -136,7 +138,10 @@ impl<S, K, R> Config<S, K, R> {
         if let Some(fields) = &self.fields {
             fields.append(response.headers_mut(), &decision);
         }
-        response.extensions_mut().insert(decision);
+        // With layers in layers, the innermost tells why the response is what it is.
+        if response.extensions().get::<Decision>().is_none() {
+            response.extensions_mut().insert(decision);
+        }
     }
 }
 

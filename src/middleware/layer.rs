@@ -40,7 +40,7 @@ pub enum OnError {
     Allow,
 }
 
-/// What becomes of a request that has no key.
+/// What becomes of a request that has no key, if its client is at fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnMissingKey {
     /// It is rejected: over HTTP with 400.
@@ -76,8 +76,8 @@ where
     K: Clone,
     R: Clone,
 {
-    /// Sets how a request is rejected: a [`Reject`](crate::Reject), such as a closure from a
-    /// [`Rejection`](crate::Rejection) to a response. Defaults to [`HttpReject`].
+    /// Sets how a request is rejected: a [`Reject`](crate::Reject), such as a closure
+    /// `|rejection: Rejection<'_>| -> Response<Body> { .. }`. Defaults to [`HttpReject`].
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
         let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields } =

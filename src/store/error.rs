@@ -45,11 +45,13 @@ pub enum ErrorKind {
 }
 
 impl Error {
-    pub(crate) fn new(kind: ErrorKind) -> Self {
+    /// An error of this kind, for a [`Store`](crate::Store) of one's own.
+    pub fn new(kind: ErrorKind) -> Self {
         Self { kind, cause: None }
     }
 
-    pub(crate) fn caused(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
+    /// An error of this kind with its cause.
+    pub fn caused(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self { kind, cause: Some(Arc::new(cause)) }
     }
 
@@ -69,7 +71,8 @@ impl fmt::Display for Error {
                 "Redis refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
             }
             ErrorKind::Permission => {
-                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +get +set +del`"
+                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +get +set +del` \
+                 and, for SlidingLog, `+lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`"
             }
             ErrorKind::Protocol => {
                 "the server's reply is none that Redis gives to our script: check that the URL's host and port are those of a Redis"

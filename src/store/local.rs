@@ -1,5 +1,5 @@
 use std::future::{Ready, ready};
-use std::hash::{BuildHasher, RandomState};
+use std::hash::{BuildHasher, Hash, RandomState};
 use std::mem;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::clock::Clock;
 use super::{Error, Store};
-use crate::limit::{Check, Decision, Key, Source, State, Verdicts};
+use crate::limit::{Check, Decision, Key, Policies, Source, State, Verdicts};
 
 /// A store in this process: every instance has counts of its own.
 ///
@@ -37,20 +37,26 @@ struct Shared {
 
 #[derive(Debug)]
 struct Shard {
-    slots: IndexMap<Id, Slot>,
+    /// By the caller, and which of its counts.
+    states: Bounded<(Key, u64), State>,
+    /// What checks with an id were answered, by the caller and the id.
+    answers: Bounded<(Key, Key), (Policies, Verdicts)>,
+}
+
+/// A map of so many entries at most, each of which lapses at its time.
+#[derive(Debug)]
+struct Bounded<K, V> {
+    slots: IndexMap<K, Slot<V>>,
     most: usize,
     /// Where the search for what can go stands.
     hand: usize,
 }
 
-/// A caller, and which of its counts.
-type Id = (Key, u64);
-
 #[derive(Debug)]
-struct Slot {
-    state: State,
-    /// When the state says nothing any more.
-    fresh_at: i64,
+struct Slot<V> {
+    value: V,
+    /// When it says nothing any more, in microseconds.
+    lapses: i64,
 }
 
 impl LocalStore {
@@ -63,14 +69,14 @@ impl LocalStore {
     pub fn with_capacity(keys: NonZeroUsize) -> Self {
         let shards = Self::SHARDS.min(keys.get());
         let most = keys.get().div_ceil(shards);
-        let shard = || Mutex::new(Shard { slots: IndexMap::new(), most, hand: 0 });
+        let shard = || Mutex::new(Shard { states: Bounded::new(most), answers: Bounded::new(most) });
         let shards = std::iter::repeat_with(shard).take(shards).collect();
         Self { shared: Arc::new(Shared { shards, hasher: RandomState::new(), clock: Clock::new() }) }
     }
 
     /// How many keys it holds now.
     pub fn len(&self) -> usize {
-        self.shared.shards.iter().map(|shard| lock(shard).slots.len()).sum()
+        self.shared.shards.iter().map(|shard| lock(shard).states.slots.len()).sum()
     }
 
     /// Whether it holds no key.
@@ -83,23 +89,10 @@ impl LocalStore {
         let mut shard = lock(&self.shared.shards[shard]);
         // Read under the lock, so that no state is asked about a time before its own.
         let now = self.shared.clock.micros();
-
-        let mut states: SmallVec<[State; 2]> = check
-            .policies()
-            .iter()
-            .map(|policy| {
-                let fresh = State::fresh(policy.strategy());
-                match shard.slots.get_mut(&(*check.key(), policy.id())) {
-                    Some(slot) => mem::replace(&mut slot.state, fresh),
-                    None => fresh,
-                }
-            })
-            .collect();
-        let verdicts = check.decide(&mut states, now);
-        for ((state, policy), verdict) in states.into_iter().zip(check.policies().iter()).zip(&verdicts.each) {
-            shard.put((*check.key(), policy.id()), Slot { state, fresh_at: now + verdict.reset }, now);
+        match check.id_key() {
+            None => shard.decide(check, now),
+            Some(id) => shard.decide_once(check, *id, now),
         }
-        verdicts
     }
 }
 
@@ -120,14 +113,58 @@ impl Store for LocalStore {
 }
 
 impl Shard {
-    fn put(&mut self, id: Id, slot: Slot, now: i64) {
-        if slot.fresh_at <= now {
-            self.slots.swap_remove(&id);
-        } else if let Some(held) = self.slots.get_mut(&id) {
+    fn decide(&mut self, check: &Check, now: i64) -> Verdicts {
+        let id = |policy: u64| (*check.key(), policy);
+        let mut states: SmallVec<[State; 2]> = check
+            .policies()
+            .iter()
+            .map(|policy| {
+                let fresh = State::fresh(policy.strategy());
+                match self.states.slots.get_mut(&id(policy.id())) {
+                    Some(slot) => mem::replace(&mut slot.value, fresh),
+                    None => fresh,
+                }
+            })
+            .collect();
+        let verdicts = check.decide(&mut states, now);
+        for ((state, policy), verdict) in states.into_iter().zip(check.policies().iter()).zip(&verdicts.each) {
+            self.states.put(id(policy.id()), state, now + verdict.reset, now);
+        }
+        verdicts
+    }
+
+    /// Answers as a check of the same id was answered, if there was one.
+    fn decide_once(&mut self, check: &Check, id: Key, now: i64) -> Verdicts {
+        let id = (*check.key(), id);
+        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.slots.get(&id)
+            && *lapses > now
+            && policies.count_alike(check.policies())
+        {
+            return verdicts.clone();
+        }
+        let verdicts = self.decide(check, now);
+        if verdicts.granted > 0 {
+            let answer = (check.policies().clone(), verdicts.clone());
+            self.answers.put(id, answer, now + check.policies().longest_period(), now);
+        }
+        verdicts
+    }
+}
+
+impl<K: Hash + Eq, V> Bounded<K, V> {
+    fn new(most: usize) -> Self {
+        Self { slots: IndexMap::new(), most, hand: 0 }
+    }
+
+    fn put(&mut self, key: K, value: V, lapses: i64, now: i64) {
+        let slot = Slot { value, lapses };
+        if lapses <= now {
+            self.slots.swap_remove(&key);
+        } else if let Some(held) = self.slots.get_mut(&key) {
             *held = slot;
         } else {
             self.make_room(now);
-            self.slots.insert(id, slot);
+            self.slots.insert(key, slot);
         }
     }
 
@@ -143,12 +180,12 @@ impl Shard {
                 self.hand = 0;
             }
             let Some((_, slot)) = self.slots.get_index(self.hand) else { return };
-            if slot.fresh_at <= now {
+            if slot.lapses <= now {
                 self.slots.swap_remove_index(self.hand);
                 return;
             }
-            if first.is_none_or(|(fresh_at, _)| slot.fresh_at < fresh_at) {
-                first = Some((slot.fresh_at, self.hand));
+            if first.is_none_or(|(lapses, _)| slot.lapses < lapses) {
+                first = Some((slot.lapses, self.hand));
             }
             self.hand += 1;
         }

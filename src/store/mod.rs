@@ -7,6 +7,7 @@ mod breaker;
 mod clock;
 mod error;
 mod fallback;
+mod limiter;
 mod local;
 mod observer;
 mod redis;
@@ -16,6 +17,7 @@ use std::future::Future;
 pub use self::redis::{Answer, RedisStore, RedisStoreBuilder};
 pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture};
+pub use limiter::Limiter;
 pub use local::LocalStore;
 pub use observer::Observer;
 
@@ -30,21 +32,7 @@ use crate::limit::{Check, Decision};
 /// - Every check is answered in bounded time, with a [`Decision`] or an [`Error`]; an error is no verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
-/// Outside of tower a store is used by itself:
-///
-/// ```
-/// use tower_redis_ratelimit::{Check, Key, LocalStore, Policy, Quota, Store, Strategy};
-///
-/// # #[tokio::main(flavor = "current_thread")]
-/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-/// let store = LocalStore::default();
-/// let policy = Policy::new("mails", Strategy::Gcra, Quota::per_hour(2))?.into();
-/// let decision = store.check(Check::take(Key::new("user-42"), &policy, 1)).await?;
-/// assert!(decision.is_allowed());
-/// assert_eq!(decision.remaining(), 1);
-/// # Ok(())
-/// # }
-/// ```
+/// Outside of tower, a [`Limiter`] asks a store with the same policies each time.
 pub trait Store: Clone + Send + Sync + 'static {
     /// Resolves to the decision.
     type Future: Future<Output = Result<Decision, Error>> + Send + 'static;

@@ -5,10 +5,9 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::Duration;
 
-use tower_redis_ratelimit::{ConfigError, Error, ErrorKind, RedisStore};
+use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, RedisStore, Store, Strategy};
 
-use crate::support::{RedisServer, check, free_port};
-use tower_redis_ratelimit::Store;
+use crate::support::{RedisServer, STRATEGIES, check, free_port, policy};
 
 /// Its text names the remedy, does not repeat its cause, and has no secret.
 fn assert_helpful(error: &Error, kind: ErrorKind, remedy: &str) {
@@ -96,11 +95,26 @@ async fn the_user_may_not_write() {
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
-    let _: String = server
-        .command("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all +evalsha +eval +time +get +set +del")
-        .await;
+    let rights = "+evalsha +eval +time +get +set +del";
+    let of_logs = "+lrange +lindex +rpush +rpop +lset +ltrim +pexpireat";
+    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
-    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    for strategy in STRATEGIES {
+        if strategy == Strategy::SlidingLog {
+            let _: String = server.command(&format!("ACL SETUSER limiter {of_logs}")).await;
+        }
+        let policies = policy(strategy, "10/100d");
+        let key = Key::new(format!("{strategy:?}"));
+        for check in [
+            Check::take(key, &policies, 3).id("request-1"),
+            Check::take(key, &policies, 3),
+            Check::give_back(key, &policies, 4),
+            Check::peek(key, &policies, 9),
+            Check::reset(key, &policies),
+        ] {
+            store.check(check).await.unwrap();
+        }
+    }
 }
 
 /// Answers every command that it is sent with the same bytes.

@@ -81,3 +81,19 @@ async fn nothing_stays_behind() {
     }
     until("all keys have expired", async || server.command::<i64>("DBSIZE").await == 0).await;
 }
+
+/// An id is remembered for the period of its policy, and under a key that expires.
+#[tokio::test]
+async fn ids_are_forgotten_after_the_period() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    for strategy in STRATEGIES {
+        let policies = policy(strategy, "10/2s");
+        let take = || store.check(Check::take(Key::new("ann"), &policies, 1).id("request-1"));
+        take().await.unwrap();
+        let keys: Vec<String> = server.command("KEYS *:request-1").await;
+        let left: i64 = server.command(&format!("PTTL {}", keys[0])).await;
+        assert!((1..=2_001).contains(&left), "{strategy:?}: {left}");
+        let _: String = server.command("FLUSHALL").await;
+    }
+}

@@ -40,6 +40,7 @@ async fn keeps_the_contract(store: impl Store, source: Source) {
         caller.forgets_one_caller().await;
         caller.shares_its_counts_with_clones().await;
         caller.is_atomic().await;
+        caller.charges_an_id_once().await;
     }
 }
 
@@ -146,5 +147,26 @@ impl<S: Store> Caller<'_, S> {
         });
         let granted: u32 = join_all(checks).await.into_iter().map(Result::unwrap).sum();
         assert_eq!(granted, 9, "{:?}", self.strategy);
+    }
+
+    async fn charges_an_id_once(&self) {
+        let take =
+            |name: &str, cost, id: &str| self.store.check(Check::take(self.key(name), &self.policies, cost).id(id));
+        let first = take("id", 3, "request-1").await.unwrap();
+        assert_eq!((first.granted(), first.remaining()), (3, 7));
+        for _ in 0..3 {
+            assert_eq!(take("id", 3, "request-1").await.unwrap(), first, "{:?}", self.strategy);
+        }
+        assert_eq!(take("id", 3, "request-2").await.unwrap().remaining(), 4);
+        assert_eq!(take("another", 3, "request-1").await.unwrap().remaining(), 7, "ids of callers are their own");
+        assert_eq!(self.ask("id", Check::take, 1).await.remaining(), 3, "a check without an id is another");
+
+        assert!(!take("id", 4, "request-3").await.unwrap().is_allowed());
+        self.ask("id", Check::give_back, 1).await;
+        assert!(take("id", 4, "request-3").await.unwrap().is_allowed(), "a denial is not remembered");
+
+        let at_once = join_all((0..50).map(|_| take("at once", 2, "request-1"))).await;
+        assert!(at_once.into_iter().all(|decision| decision.unwrap().remaining() == 8));
+        assert_eq!(self.ask("at once", Check::peek, 1).await.remaining(), 8);
     }
 }

@@ -18,9 +18,7 @@ pub struct PeerIp;
 impl KeyExtractor for PeerIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
         #[cfg(feature = "axum")]
-        if let Some(axum::extract::ConnectInfo(address)) =
-            request.extensions.get::<axum::extract::ConnectInfo<SocketAddr>>()
-        {
+        if let Some(address) = axum_address(request) {
             return Ok(Key::ip(address.ip()));
         }
         if let Some(address) = request.extensions.get::<SocketAddr>() {
@@ -34,6 +32,15 @@ impl KeyExtractor for PeerIp {
              with axum, serve `app.into_make_service_with_connect_info::<SocketAddr>()` and enable the feature `axum`",
         ))
     }
+}
+
+/// The address as axum's own extractor finds it.
+#[cfg(feature = "axum")]
+fn axum_address(request: &Parts) -> Option<SocketAddr> {
+    use axum::extract::connect_info::{ConnectInfo, MockConnectInfo};
+
+    let real = request.extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| *address);
+    real.or_else(|| request.extensions.get::<MockConnectInfo<SocketAddr>>().map(|MockConnectInfo(address)| *address))
 }
 
 #[cfg(test)]
@@ -53,6 +60,8 @@ mod tests {
         assert_eq!(PeerIp.extract(&with(socket.ip())), expected);
         #[cfg(feature = "axum")]
         assert_eq!(PeerIp.extract(&with(axum::extract::ConnectInfo(socket))), expected);
+        #[cfg(feature = "axum")]
+        assert_eq!(PeerIp.extract(&with(axum::extract::connect_info::MockConnectInfo(socket))), expected);
         let missing = PeerIp.extract(&with(())).unwrap_err();
         assert!(missing.to_string().contains("into_make_service_with_connect_info"));
     }

@@ -3,6 +3,7 @@
 mod ip;
 
 use std::fmt;
+use std::sync::Arc;
 
 use http::HeaderName;
 use http::request::Parts;
@@ -13,7 +14,7 @@ use crate::limit::Key;
 
 /// Finds who a request is from.
 ///
-/// Closures that return an `Option<Key>` are extractors, and so are tuples of extractors: `(PeerIp,
+/// Closures such as `|request: &Parts| Some(Key::new(request.uri.path()))` are extractors, and so are tuples of extractors: `(PeerIp,
 /// HeaderKey::new("x-api-key"))` counts every pair of an address and an API key by itself.
 ///
 /// ```
@@ -49,7 +50,8 @@ impl MissingKey {
         Self { problem, server: false }
     }
 
-    /// The server is set up so that no request can have it: over HTTP a 500. `problem` says how to set it up.
+    /// The server is set up so that no request can have it: over HTTP a 500, whatever
+    /// [`OnMissingKey`](crate::OnMissingKey) says. `problem` is in the response too, and says how to set it up.
     pub const fn of_server(problem: &'static str) -> Self {
         Self { problem, server: true }
     }
@@ -74,6 +76,13 @@ where
 {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
         self(request).ok_or(MissingKey::new("the request has nothing that it could be counted by"))
+    }
+}
+
+/// For an extractor that is not `Clone`.
+impl<K: KeyExtractor + ?Sized> KeyExtractor for Arc<K> {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        (**self).extract(request)
     }
 }
 

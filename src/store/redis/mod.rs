@@ -27,7 +27,8 @@ use crate::limit::{Check, ConfigError, is_name};
 /// sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
 /// It works with Redis from 6.2 and Valkey. The Redis user needs
-/// `~PREFIX:* +evalsha +eval +time +get +set +del`.
+/// `~PREFIX:* +evalsha +eval +time +get +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
+/// `+lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
 ///
 /// Clones share the connections and the queue.
 ///

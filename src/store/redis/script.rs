@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use redis::{Cmd, Value};
 use smallvec::SmallVec;
 
-use crate::limit::{Check, Mode, Policies, SCRIPT, Verdict, Verdicts};
+use crate::limit::{Check, Key, Mode, Policies, SCRIPT, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
 /// The SHA-1 by which EVALSHA names the script.
@@ -16,7 +16,8 @@ static HASH: LazyLock<String> = LazyLock::new(|| redis::Script::new(SCRIPT).get_
 /// The arguments of one script call, made of checks pushed one by one.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// For every check its keys, with a colon after each policy's: `{prefix}:{{caller}}{suffix}`.
+    /// For every check its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with an id,
+    /// `prefix:{caller}`, all of those, and `:id`.
     keys: Vec<u8>,
     /// Where each key ends.
     ends: Vec<usize>,
@@ -30,6 +31,7 @@ struct Plan {
     policies: Policies,
     mode: Mode,
     cost: u32,
+    with_id: bool,
 }
 
 /// Checks in a row that ask the same.
@@ -49,16 +51,26 @@ impl Batch {
     }
 
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
+        if let Some(id) = check.id_key() {
+            self.push_caller(prefix, check.key());
+            for policy in check.policies().iter() {
+                self.keys.extend_from_slice(policy.key_suffix().as_bytes());
+            }
+            self.keys.push(b':');
+            self.keys.extend_from_slice(id.as_bytes());
+            self.ends.push(self.keys.len());
+        }
         for policy in check.policies().iter() {
-            self.keys.extend_from_slice(prefix.as_bytes());
-            self.keys.extend_from_slice(b":{");
-            self.keys.extend_from_slice(check.key().as_bytes());
-            self.keys.push(b'}');
+            self.push_caller(prefix, check.key());
             self.keys.extend_from_slice(policy.key_suffix().as_bytes());
             self.ends.push(self.keys.len());
         }
-        let same =
-            |plan: &Plan| plan.policies.is(check.policies()) && plan.mode == check.mode() && plan.cost == check.cost();
+        let same = |plan: &Plan| {
+            plan.policies.is(check.policies())
+                && plan.mode == check.mode()
+                && plan.cost == check.cost()
+                && plan.with_id == check.id_key().is_some()
+        };
         match self.runs.last_mut() {
             Some(run) if same(&self.plans[run.plan]) => run.length += 1,
             _ => {
@@ -67,12 +79,20 @@ impl Batch {
                         policies: check.policies().clone(),
                         mode: check.mode(),
                         cost: check.cost(),
+                        with_id: check.id_key().is_some(),
                     });
                     self.plans.len() - 1
                 });
                 self.runs.push(Run { plan, length: 1 });
             }
         }
+    }
+
+    fn push_caller(&mut self, prefix: &str, caller: &Key) {
+        self.keys.extend_from_slice(prefix.as_bytes());
+        self.keys.extend_from_slice(b":{");
+        self.keys.extend_from_slice(caller.as_bytes());
+        self.keys.push(b'}');
     }
 
     /// EVALSHA with this batch. `now` is 0 for Redis's own time.
@@ -106,7 +126,8 @@ impl Batch {
         cmd.arg(self.plans.len());
         let mut first = 1;
         for plan in &self.plans {
-            cmd.arg(plan.mode.number()).arg(plan.cost).arg(plan.policies.len());
+            let remember = if plan.with_id { plan.policies.longest_period() } else { 0 };
+            cmd.arg(plan.mode.number()).arg(plan.cost).arg(remember).arg(plan.policies.len());
             for place in first..first + plan.policies.len() {
                 cmd.arg(place);
             }
@@ -179,7 +200,7 @@ const NO_PERMISSION: i64 = -4;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Key, Policy, Quota, Strategy};
+    use crate::limit::{Policy, Quota, Strategy};
 
     fn policies(names: &[&str]) -> Policies {
         let policy = |name: &&str| Policy::new(name, Strategy::Gcra, Quota::per_second(10).burst(20)).unwrap();
@@ -206,14 +227,23 @@ mod tests {
         batch.push("rl", &Check::take(Key::new("dan"), &one, 1));
         let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
         let policies = "3 7 20 100000 1 0 7 20 100000 1 0 7 20 100000 1 0";
-        let plans = "2 1 1 1 1 3 3 2 2 3";
+        let plans = "2 1 1 0 1 1 3 3 0 2 2 3";
         let runs = "1 2 2 1 1 1";
         let expected = format!("5 {} 0 {policies} {plans} {runs}", keys.join(" "));
         assert_eq!(arguments(&batch.by_hash(0)).join(" "), expected);
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 7 20 100000 1 0 1 1 1 1 1 1 1");
+        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 7 20 100000 1 0 1 1 1 0 1 1 1 1");
+    }
+
+    #[test]
+    fn an_id_has_a_key_of_its_own() {
+        let mut batch = Batch::default();
+        batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).id("17"));
+        let expected = "3 rl:{ann}:burst:g:daily:g:17 rl:{ann}:burst:g rl:{ann}:daily:g \
+                        0 2 7 20 100000 1 0 7 20 100000 1 0 1 1 1 1000000 2 1 2 1 1";
+        assert_eq!(arguments(&batch.by_hash(0)).join(" "), expected);
     }
 
     #[test]

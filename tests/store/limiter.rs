@@ -1,0 +1,105 @@
+//! Waiting for a grant: in turn, in time, and without loss.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tokio::time::Instant;
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Outcome, RedisStore, Source, Strategy};
+
+use crate::support::{RedisServer, STRATEGIES, free_port, policy, until};
+
+const ANN: Key = Key::GLOBAL;
+
+fn limiter(strategy: Strategy, quota: &str) -> Limiter<LocalStore> {
+    Limiter::new(LocalStore::default(), policy(strategy, quota))
+}
+
+#[tokio::test(start_paused = true)]
+async fn it_waits_just_as_long_as_it_must() {
+    for strategy in STRATEGIES {
+        let limiter = limiter(strategy, "10/s");
+        limiter.take(ANN, 10).await.unwrap();
+        let wait = limiter.peek(ANN, 4).await.unwrap().retry_after().unwrap();
+        let start = Instant::now();
+        let decision = limiter.wait(ANN, 4, Duration::from_secs(10)).await.unwrap();
+        assert_eq!(decision.granted(), 4, "{strategy:?}");
+        let late = start.elapsed().checked_sub(wait).expect("not before its time");
+        assert!(late <= Duration::from_millis(3), "{strategy:?}: {late:?} late");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wait_that_would_take_too_long_is_denied_at_once() {
+    let limiter = limiter(Strategy::Gcra, "1/m");
+    limiter.take(ANN, 1).await.unwrap();
+    let start = Instant::now();
+    let decision = limiter.wait(ANN, 1, Duration::from_secs(59)).await.unwrap();
+    assert!(matches!(decision.outcome(), Outcome::Denied { .. }));
+    assert_eq!(limiter.wait(ANN, 2, Duration::from_secs(600)).await.unwrap().outcome(), Outcome::NeverFits);
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    assert!(limiter.wait(ANN, 1, Duration::MAX).await.unwrap().is_allowed());
+}
+
+/// A large cost is not starved by small ones that come after it.
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_take_turns() {
+    let limiter = limiter(Strategy::Gcra, "10/s");
+    limiter.take(ANN, 10).await.unwrap();
+    let order = Mutex::new(vec![]);
+    let wait = async |cost: u32| {
+        assert!(limiter.wait(ANN, cost, Duration::from_secs(60)).await.unwrap().is_allowed());
+        order.lock().unwrap().push(cost);
+    };
+    tokio::join!(wait(10), wait(1), wait(2), wait(9), wait(3));
+    assert_eq!(*order.lock().unwrap(), [10, 1, 2, 9, 3]);
+}
+
+/// Whoever runs out of time in the queue leaves it, and the others go on.
+#[tokio::test(start_paused = true)]
+async fn time_runs_out_in_the_queue_too() {
+    let limiter = limiter(Strategy::Gcra, "1/s");
+    limiter.take(ANN, 1).await.unwrap();
+    let start = Instant::now();
+    let (first, hasty, last) = tokio::join!(
+        limiter.wait(ANN, 1, Duration::from_secs(10)),
+        limiter.wait(ANN, 1, Duration::from_millis(500)),
+        limiter.wait(ANN, 1, Duration::from_secs(10)),
+    );
+    assert!(first.unwrap().is_allowed() && !hasty.unwrap().is_allowed() && last.unwrap().is_allowed());
+    assert!(start.elapsed() < Duration::from_millis(2_100), "{:?}", start.elapsed());
+}
+
+/// A dropped wait gives up its turn, and nothing is lost whenever it is dropped.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dropped_wait_takes_nothing() {
+    let server = RedisServer::start();
+    let limiter = Limiter::new(RedisStore::connect(server.url()).await.unwrap(), policy(Strategy::Gcra, "1000/100d"));
+    let mut granted = 0;
+    for micros in 0..200 {
+        let wait = limiter.wait(ANN, 1, Duration::from_secs(10));
+        if let Ok(decision) = tokio::time::timeout(Duration::from_micros(micros * 5), wait).await {
+            granted += decision.unwrap().granted();
+        }
+    }
+    until("the rest is given back", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 1000 - granted).await;
+    let shown = format!("{limiter:?}");
+    assert!(shown.contains("turns: Mutex { data: {}"), "somebody still waits: {shown}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn it_waits_for_redis_as_well() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let limiter = Limiter::new(store, policy(Strategy::Gcra, "100/s burst 10"));
+    let waits = (0..40).map(|_| limiter.wait(ANN, 1, Duration::from_secs(20)));
+    let decisions: Vec<_> = join_all(waits).await.into_iter().map(Result::unwrap).collect();
+    assert!(decisions.iter().all(|decision| decision.is_allowed() && decision.source() == Source::Redis));
+}
+
+#[tokio::test]
+async fn an_error_of_the_store_ends_the_wait() {
+    let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
+    let limiter = Limiter::new(store, policy(Strategy::Gcra, "1/s"));
+    assert!(limiter.wait(ANN, 1, Duration::from_secs(10)).await.is_err());
+}
