@@ -13,8 +13,8 @@ pub use middleware::{
     Reject, Rejection, ResponseFuture,
 };
 pub use store::{
-    Answer, Error, ErrorKind, Fallback, FallbackFuture, Limiter, LocalStore, Observer, RedisStore, RedisStoreBuilder,
-    Store,
+    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, Observer, RedisStore,
+    RedisStoreBuilder, Share, Store,
 };
 
 /// The Redis client, to turn on its features (TLS) and to name what [`RedisStore::connect`] takes.

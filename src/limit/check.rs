@@ -116,6 +116,11 @@ impl Check {
         self.cost
     }
 
+    /// The same check under other policies.
+    pub(crate) fn under(self, policies: Policies) -> Self {
+        Self { policies, ..self }
+    }
+
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
     /// States change only if something is charged, given back or forgotten, or if they had to be clamped.

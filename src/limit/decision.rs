@@ -163,6 +163,14 @@ impl Decision {
         })
     }
 
+    /// Each policy with what remains of it, and in how many microseconds all of it will.
+    pub(crate) fn states(&self) -> impl Iterator<Item = (&Policy, i64, i64)> {
+        self.policies
+            .iter()
+            .zip(&self.verdicts.each)
+            .map(|(policy, verdict)| (policy, verdict.remaining, verdict.reset))
+    }
+
     fn verdict(&self) -> &Verdict {
         &self.verdicts.each[self.decider]
     }

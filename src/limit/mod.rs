@@ -20,4 +20,4 @@ pub use strategy::{Align, Refill, Strategy};
 
 pub(crate) use decision::{Verdict, Verdicts};
 pub(crate) use policy::is_name;
-pub(crate) use strategy::{SCRIPT, State};
+pub(crate) use strategy::{Followed, SCRIPT, State};

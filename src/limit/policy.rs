@@ -1,5 +1,6 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::num::NonZeroU32;
 use std::ops::Deref;
 use std::sync::Arc;
 
@@ -67,6 +68,18 @@ impl Policy {
     /// How much.
     pub fn quota(&self) -> Quota {
         self.0.quota
+    }
+
+    /// The part of one of so many instances, which together grant no more than this policy does: of a limit and of a burst
+    /// the whole part, at least 1. A rate of a strategy that refills little by little is divided exactly.
+    pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
+        let part = |whole: u32| (whole / instances).max(1);
+        let Inner { name, strategy, quota, .. } = &*self.0;
+        let burst = part(quota.capacity());
+        let by_limit = Quota::per(part(quota.limit()), quota.period()).burst(burst);
+        let by_period = Quota::per(quota.limit(), quota.period().saturating_mul(instances.get())).burst(burst);
+        let exact = if strategy.is_steady() { Self::new(name, *strategy, by_period).ok() } else { None };
+        exact.or_else(|| Self::new(name, *strategy, by_limit).ok()).unwrap_or_else(|| self.clone())
     }
 
     pub(crate) fn terms(&self) -> &Terms {
@@ -142,6 +155,11 @@ impl Policies {
         Ok(Self(policies))
     }
 
+    /// The part of one of so many instances; see [`Policy::share`].
+    pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
+        Self(self.iter().map(|policy| policy.share(instances)).collect())
+    }
+
     /// How long the longest period is, in microseconds.
     pub(crate) fn longest_period(&self) -> i64 {
         self.iter().map(|policy| policy.terms().period).max().unwrap_or(0)
@@ -207,6 +225,20 @@ mod tests {
             Err(ConfigError::BurstOfWindow { burst: 6, limit: 5 })
         );
         assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
+    }
+
+    #[test]
+    fn the_parts_of_all_instances_are_no_more_than_the_whole() {
+        use crate::limit::Align;
+        let part = |strategy, quota, instances| {
+            Policy::new("p", strategy, quota).unwrap().share(NonZeroU32::new(instances).unwrap()).quota()
+        };
+        let window = Strategy::FixedWindow(Align::FirstHit);
+        assert_eq!(part(window, Quota::per_minute(10), 4), Quota::per_minute(2).burst(2));
+        assert_eq!(part(window, Quota::per_minute(3), 4), Quota::per_minute(1).burst(1), "at least 1");
+        let four_seconds = Quota::per(10, Duration::from_secs(4));
+        assert_eq!(part(Strategy::Gcra, Quota::per_second(10).burst(20), 4), four_seconds.burst(5), "a rate is exact");
+        assert_eq!(part(Strategy::Gcra, Quota::per_day(365), 1000).limit(), 1, "a period has its bound");
     }
 
     #[test]

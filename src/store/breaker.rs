@@ -25,10 +25,6 @@ impl Breaker {
         Self { threshold, failures: AtomicU32::new(0), opened_at: AtomicI64::new(CLOSED) }
     }
 
-    pub(super) fn threshold(&self) -> u32 {
-        self.threshold
-    }
-
     pub(super) fn is_open(&self) -> bool {
         self.opened_at.load(Relaxed) != CLOSED
     }

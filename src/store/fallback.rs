@@ -4,28 +4,35 @@ use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use pin_project_lite::pin_project;
 use tokio::runtime::Handle;
+use tokio::task::JoinSet;
 use tokio::time::{Sleep, sleep, timeout};
 
 use super::breaker::Breaker;
 use super::clock::Clock;
 use super::observer::Observers;
-use super::{Error, ErrorKind, Observer, Store};
+use super::settle::{Grant, Grants};
+use super::{Error, ErrorKind, Instances, LocalStore, Observer, Store};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
-/// - Every check has a deadline: what the primary store has not answered by then, the fallback does.
-/// - After a few failures in a row the breaker opens: every check goes to the fallback at once, with no wait.
-/// - One probe at a time, off the request path, tries the primary store again, and closes the breaker.
+/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that the primary store did
+///   not answer is never sent to it again.
+/// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait. One probe at a time,
+///   off the request path, tries the primary store again.
+/// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an outage
+///   is no second burst.
+/// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share).
+/// - **Settle.** What the fallback granted while the breaker was open, and still counts, is charged to the primary store
+///   before that decides again.
 ///
-/// [`Decision::source`] tells for each decision where it was made, and an [`Observer`] is told of every change. A check
-/// that the primary store did not answer is never sent to it again.
+/// [`Decision::source`] tells for each decision where it was made, and an [`Observer`] is told of every change.
 ///
 /// Clones share the breaker and both stores.
 ///
@@ -42,12 +49,51 @@ pub struct Fallback<P, F> {
 struct Shared<P, F> {
     primary: P,
     fallback: F,
-    deadline: Duration,
+    settings: Settings,
     breaker: Breaker,
     /// Whether a task probes the primary store.
     probing: AtomicBool,
-    observer: Observers,
+    grants: Grants,
+    parts: Parts,
     clock: Clock,
+}
+
+#[derive(Debug, Clone)]
+struct Settings {
+    deadline: Duration,
+    failures: NonZeroU32,
+    share: Share,
+    observer: Observers,
+}
+
+/// How many instances share a policy while each decides by itself.
+///
+/// Each grants the whole part of a limit and of a burst, at least 1: with more instances than the limit, all together may grant
+/// one each. The rate of a strategy that refills little by little is divided exactly.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Share {
+    /// So many.
+    Fixed(NonZeroU32),
+    /// As many as were alive when Redis was last seen.
+    Alive(Instances),
+}
+
+impl Share {
+    /// So many instances; 0 counts as 1.
+    pub const fn fixed(instances: u32) -> Self {
+        match NonZeroU32::new(instances) {
+            Some(instances) => Self::Fixed(instances),
+            None => Self::Fixed(NonZeroU32::MIN),
+        }
+    }
+
+    fn instances(&self) -> NonZeroU32 {
+        match self {
+            Self::Fixed(instances) => *instances,
+            Self::Alive(instances) => instances.alive(),
+        }
+    }
 }
 
 impl<P: Store, F: Store> Fallback<P, F> {
@@ -58,47 +104,87 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// `primary` decides, or `fallback` where it cannot.
     pub fn new(primary: P, fallback: F) -> Self {
-        Self::build(primary, fallback, Self::DEFAULT_DEADLINE, Self::DEFAULT_FAILURES.get(), Observers(Arc::new(())))
+        let settings = Settings {
+            deadline: Self::DEFAULT_DEADLINE,
+            failures: Self::DEFAULT_FAILURES,
+            share: Share::fixed(1),
+            observer: Observers(Arc::new(())),
+        };
+        Self::build(primary, fallback, settings)
     }
 
     /// Sets how long the primary store may take for a check. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
-        let Shared { primary, fallback, breaker, observer, .. } = &*self.shared;
-        Self::build(primary.clone(), fallback.clone(), deadline, breaker.threshold(), observer.clone())
+        self.with(|settings| settings.deadline = deadline)
     }
 
     /// Sets how many failures in a row open the breaker. Defaults to 3.
     #[must_use]
     pub fn failures(self, failures: NonZeroU32) -> Self {
-        let Shared { primary, fallback, deadline, observer, .. } = &*self.shared;
-        Self::build(primary.clone(), fallback.clone(), *deadline, failures.get(), observer.clone())
+        self.with(|settings| settings.failures = failures)
+    }
+
+    /// Sets how many instances share a policy while each decides by itself. Defaults to 1: every instance then grants the
+    /// whole of it.
+    #[must_use]
+    pub fn share(self, share: Share) -> Self {
+        self.with(|settings| settings.share = share)
     }
 
     /// Sets who is told of failures and changes. Defaults to nobody.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
-        let Shared { primary, fallback, deadline, breaker, .. } = &*self.shared;
-        Self::build(primary.clone(), fallback.clone(), *deadline, breaker.threshold(), Observers(Arc::new(observer)))
+        self.with(|settings| settings.observer = Observers(Arc::new(observer)))
     }
 
-    fn build(primary: P, fallback: F, deadline: Duration, failures: u32, observer: Observers) -> Self {
-        let breaker = Breaker::new(failures);
-        let (probing, clock) = (AtomicBool::new(false), Clock::new());
-        Self { shared: Arc::new(Shared { primary, fallback, deadline, breaker, probing, observer, clock }) }
+    /// The same stores with other settings, and a closed breaker.
+    fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
+        let mut settings = self.shared.settings.clone();
+        change(&mut settings);
+        Self::build(self.shared.primary.clone(), self.shared.fallback.clone(), settings)
     }
 
-    /// Whether the fallback decides, because the primary store has failed too often.
+    fn build(primary: P, fallback: F, settings: Settings) -> Self {
+        let shared = Shared {
+            primary,
+            fallback,
+            breaker: Breaker::new(settings.failures.get()),
+            settings,
+            probing: AtomicBool::new(false),
+            grants: Grants::new(LocalStore::DEFAULT_KEYS.get()),
+            parts: Parts::default(),
+            clock: Clock::new(),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// Whether the fallback decides, because the primary store has failed too often: for health checks.
     pub fn is_degraded(&self) -> bool {
         self.shared.breaker.is_open()
     }
 }
 
 impl<P: Store, F: Store> Shared<P, F> {
+    fn observer(&self) -> &dyn Observer {
+        &*self.settings.observer.0
+    }
+
+    /// The same check of this instance's part.
+    fn part(&self, check: Check) -> Check {
+        match self.settings.share.instances() {
+            NonZeroU32::MIN => check,
+            instances => {
+                let part = self.parts.of(check.policies(), instances);
+                check.under(part)
+            }
+        }
+    }
+
     fn failed(self: &Arc<Self>, error: &Error) {
-        self.observer.0.failed(error);
+        self.observer().failed(error);
         if self.breaker.failed(self.clock.micros()) {
-            self.observer.0.degraded(error);
+            self.observer().degraded(error);
         }
         if self.breaker.is_open() {
             self.probe();
@@ -115,6 +201,88 @@ impl<P: Store, F: Store> Shared<P, F> {
             drop(runtime.spawn(probe.run()));
         }
     }
+
+    /// Charges what was granted meanwhile to the primary store, and then lets that decide again. `false` if it fails again.
+    async fn recover(self: &Arc<Self>) -> bool {
+        let (mut charged, mut dropped) = (0, 0);
+        // While this goes on, the fallback grants more; what is left in the end is little.
+        for _ in 0..Self::SETTLEMENTS {
+            let (some, whole) = self.settle(&mut charged, &mut dropped).await;
+            if !whole {
+                return false;
+            }
+            if some == 0 {
+                break;
+            }
+        }
+        if let Some(after) = self.breaker.close(self.clock.micros()) {
+            self.observer().recovered(after);
+        }
+        self.settle(&mut charged, &mut dropped).await;
+        if charged + dropped > 0 {
+            self.observer().settled(charged, dropped);
+        }
+        true
+    }
+
+    const SETTLEMENTS: usize = 3;
+    /// How many charges are under way at once, so that live traffic is not held up.
+    const AT_ONCE: usize = 64;
+
+    /// How many callers there were to charge, and whether the primary store charged them all.
+    async fn settle(self: &Arc<Self>, charged: &mut u64, dropped: &mut u64) -> (usize, bool) {
+        let (grants, unnoted) = self.grants.take();
+        *dropped += unnoted;
+        let count = grants.len();
+        let mut whole = true;
+        let mut charges = JoinSet::new();
+        for grant in grants {
+            if charges.len() >= Self::AT_ONCE {
+                whole &= collect(charges.join_next().await, charged, dropped);
+            }
+            if !whole {
+                // For the next time.
+                self.grants.put_back(grant);
+                continue;
+            }
+            let shared = Arc::clone(self);
+            charges.spawn(async move { (grant.granted, shared.charge(grant).await) });
+        }
+        while let Some(result) = charges.join_next().await {
+            whole &= collect(Some(result), charged, dropped);
+        }
+        (count, whole)
+    }
+
+    /// Charges what still counts of a grant. How much that was.
+    async fn charge(&self, Grant { key, policies, granted }: Grant) -> Result<u32, Error> {
+        let peek = self.fallback.check(self.part(Check::peek(key, &policies, 0))).await?;
+        let used = peek.each().map(|each| each.limit() - each.remaining().min(each.limit())).max().unwrap_or(0);
+        match granted.min(used) {
+            0 => Ok(0),
+            counts => {
+                let charge = self.primary.check(Check::charge(key, &policies, counts));
+                let decision = timeout(self.settings.deadline, charge).await;
+                decision.map_err(|_| Error::new(ErrorKind::Timeout))?.map(|_| counts)
+            }
+        }
+    }
+}
+
+type Charged = (u32, Result<u32, Error>);
+
+/// Adds a settlement to its sums. Whether it succeeded: what failed may have been charged, so it is not sent again.
+fn collect(charge: Option<Result<Charged, tokio::task::JoinError>>, charged: &mut u64, dropped: &mut u64) -> bool {
+    match charge {
+        Some(Ok((_, Ok(counted)))) => *charged += u64::from(counted),
+        Some(Ok((granted, Err(_)))) => {
+            *dropped += u64::from(granted);
+            return false;
+        }
+        Some(Err(_)) => return false,
+        None => {}
+    }
+    true
 }
 
 /// The one task that tries the primary store while the breaker is open.
@@ -131,10 +299,8 @@ impl<P: Store, F: Store> Probe<P, F> {
             sleep(Breaker::delay(probes, jitter)).await;
             let Some(shared) = self.shared.upgrade() else { return };
             let Some(check) = probe_check() else { return };
-            if let Ok(Ok(_)) = timeout(shared.deadline, shared.primary.check(check)).await {
-                if let Some(after) = shared.breaker.close(shared.clock.micros()) {
-                    shared.observer.0.recovered(after);
-                }
+            let probe = timeout(shared.settings.deadline, shared.primary.check(check)).await;
+            if matches!(probe, Ok(Ok(_))) && shared.recover().await {
                 return;
             }
         }
@@ -157,6 +323,29 @@ fn probe_check() -> Option<Check> {
     Some(Check::take(Key::PROBE, &Policies::from(policy), 1))
 }
 
+/// The parts of the policies that have been asked for, so that each is made once.
+#[derive(Debug, Default)]
+struct Parts(Mutex<Vec<(Policies, NonZeroU32, Policies)>>);
+
+impl Parts {
+    /// Policies that are made anew for every request are not worth more.
+    const MOST: usize = 64;
+
+    fn of(&self, policies: &Policies, instances: NonZeroU32) -> Policies {
+        // Nothing under the lock panics; if it ever did, the list would still be whole.
+        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((.., part)) = parts.iter().find(|(whole, of, _)| whole.is(policies) && *of == instances) {
+            return part.clone();
+        }
+        if parts.len() >= Self::MOST {
+            parts.clear();
+        }
+        let part = policies.share(instances);
+        parts.push((policies.clone(), instances, part.clone()));
+        part
+    }
+}
+
 impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
@@ -165,7 +354,7 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         let state = if shared.breaker.is_open() {
             // In case the task that probed is gone with its runtime.
             shared.probe();
-            State::Fallback { answer: shared.fallback.check(check) }
+            State::Fallback { answer: shared.fallback.check(shared.part(check.clone())), unsent: Some(check) }
         } else {
             State::Primary { answer: shared.primary.check(check.clone()), deadline: None, check: Some(check) }
         };
@@ -196,6 +385,8 @@ pin_project! {
         Fallback {
             #[pin]
             answer: F,
+            // A check that the primary store was not asked. One that it was asked may have been charged there.
+            unsent: Option<Check>,
         },
     }
 }
@@ -205,18 +396,29 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
+        let shared = &*this.shared;
         loop {
             let (error, check) = match this.state.as_mut().project() {
-                StateProj::Fallback { answer } => return answer.poll(cx),
+                StateProj::Fallback { answer, unsent } => {
+                    let answer = ready!(answer.poll(cx));
+                    if let (Some(check), Ok(decision)) = (unsent, &answer) {
+                        shared.grants.note(check, decision);
+                    }
+                    return Poll::Ready(answer);
+                }
                 StateProj::Primary { answer, mut deadline, check } => match answer.poll(cx) {
                     Poll::Ready(Ok(decision)) => {
-                        this.shared.breaker.succeeded();
+                        shared.breaker.succeeded();
+                        // An answer that was given before says nothing of now.
+                        if let Some(check) = check.as_ref().filter(|check| check.id_key().is_none()) {
+                            shared.fallback.follow(check.key(), &decision);
+                        }
                         return Poll::Ready(Ok(decision));
                     }
                     Poll::Ready(Err(error)) => (error, check.take()),
                     Poll::Pending => {
                         if deadline.is_none() {
-                            deadline.set(Some(sleep(this.shared.deadline)));
+                            deadline.set(Some(sleep(shared.settings.deadline)));
                         }
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
@@ -227,7 +429,10 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
             };
             this.shared.failed(&error);
             match check {
-                Some(check) => this.state.set(State::Fallback { answer: this.shared.fallback.check(check) }),
+                Some(check) => {
+                    let answer = shared.fallback.check(shared.part(check));
+                    this.state.set(State::Fallback { answer, unsent: None });
+                }
                 None => return Poll::Ready(Err(error)),
             }
         }
@@ -242,11 +447,11 @@ impl<P, F> Clone for Fallback<P, F> {
 
 impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shared { primary, fallback, deadline, breaker, .. } = &*self.shared;
+        let Shared { primary, fallback, settings, breaker, .. } = &*self.shared;
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)
-            .field("deadline", deadline)
+            .field("settings", settings)
             .field("degraded", &breaker.is_open())
             .finish_non_exhaustive()
     }

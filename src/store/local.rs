@@ -9,7 +9,7 @@ use smallvec::SmallVec;
 
 use super::clock::Clock;
 use super::{Error, Store};
-use crate::limit::{Check, Decision, Key, Policies, Source, State, Verdicts};
+use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, State, Verdicts};
 
 /// A store in this process: every instance has counts of its own.
 ///
@@ -38,9 +38,36 @@ struct Shared {
 #[derive(Debug)]
 struct Shard {
     /// By the caller, and which of its counts.
-    states: Bounded<(Key, u64), State>,
+    states: Bounded<(Key, u64), Entry>,
     /// What checks with an id were answered, by the caller and the id.
     answers: Bounded<(Key, Key), (Policies, Verdicts)>,
+}
+
+/// What is known of one count of a caller.
+#[derive(Debug)]
+enum Entry {
+    Counted(State),
+    /// Another store counts it. It had `capacity` there, of which `remaining` was left, and all of it will be at `until`.
+    Followed {
+        remaining: i64,
+        capacity: i64,
+        until: i64,
+    },
+}
+
+impl Entry {
+    fn resume(self, policy: &Policy, now: i64) -> State {
+        match self {
+            Self::Counted(state) => state,
+            Self::Followed { until, .. } if until <= now => State::fresh(policy.strategy()),
+            Self::Followed { remaining, capacity, until } => {
+                let ours = policy.terms().capacity;
+                // Our part of what is left, rounded down: all parts together are no more than that.
+                let used = ours - (i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1))) as i64;
+                State::resume(policy.strategy(), policy.terms(), now, Followed { used, until })
+            }
+        }
+    }
 }
 
 /// A map of so many entries at most, each of which lapses at its time.
@@ -84,9 +111,13 @@ impl LocalStore {
         self.len() == 0
     }
 
+    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
+        let shard = self.shared.hasher.hash_one(key) as usize % self.shared.shards.len();
+        lock(&self.shared.shards[shard])
+    }
+
     fn decide(&self, check: &Check) -> Verdicts {
-        let shard = self.shared.hasher.hash_one(check.key()) as usize % self.shared.shards.len();
-        let mut shard = lock(&self.shared.shards[shard]);
+        let mut shard = self.shard(check.key());
         // Read under the lock, so that no state is asked about a time before its own.
         let now = self.shared.clock.micros();
         match check.id_key() {
@@ -110,6 +141,10 @@ impl Store for LocalStore {
         let verdicts = self.decide(&check);
         ready(Ok(check.answer(verdicts, Source::Local)))
     }
+
+    fn follow(&self, key: &Key, decision: &Decision) {
+        self.shard(key).follow(key, decision, self.shared.clock.micros());
+    }
 }
 
 impl Shard {
@@ -121,16 +156,23 @@ impl Shard {
             .map(|policy| {
                 let fresh = State::fresh(policy.strategy());
                 match self.states.slots.get_mut(&id(policy.id())) {
-                    Some(slot) => mem::replace(&mut slot.value, fresh),
+                    Some(slot) => mem::replace(&mut slot.value, Entry::Counted(fresh)).resume(policy, now),
                     None => fresh,
                 }
             })
             .collect();
         let verdicts = check.decide(&mut states, now);
         for ((state, policy), verdict) in states.into_iter().zip(check.policies().iter()).zip(&verdicts.each) {
-            self.states.put(id(policy.id()), state, now + verdict.reset, now);
+            self.states.put(id(policy.id()), Entry::Counted(state), now + verdict.reset, now);
         }
         verdicts
+    }
+
+    fn follow(&mut self, key: &Key, decision: &Decision, now: i64) {
+        for (policy, remaining, reset) in decision.states() {
+            let entry = Entry::Followed { remaining, capacity: policy.terms().capacity, until: now + reset };
+            self.states.put((*key, policy.id()), entry, now + reset, now);
+        }
     }
 
     /// Answers as a check of the same id was answered, if there was one.

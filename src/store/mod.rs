@@ -11,17 +11,18 @@ mod limiter;
 mod local;
 mod observer;
 mod redis;
+mod settle;
 
 use std::future::Future;
 
-pub use self::redis::{Answer, RedisStore, RedisStoreBuilder};
+pub use self::redis::{Answer, Instances, RedisStore, RedisStoreBuilder};
 pub use error::{Error, ErrorKind};
-pub use fallback::{Fallback, FallbackFuture};
+pub use fallback::{Fallback, FallbackFuture, Share};
 pub use limiter::Limiter;
 pub use local::LocalStore;
 pub use observer::Observer;
 
-use crate::limit::{Check, Decision};
+use crate::limit::{Check, Decision, Key};
 
 /// Decides checks, and remembers what was charged.
 ///
@@ -39,4 +40,9 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Decides one check.
     fn check(&self, check: Check) -> Self::Future;
+
+    /// Is told what another store decided on this caller, to go on from there if it must. Does nothing unless written.
+    fn follow(&self, key: &Key, decision: &Decision) {
+        let _ = (key, decision);
+    }
 }

@@ -36,6 +36,12 @@ pub trait Observer: Send + Sync + 'static {
         let _ = after;
     }
 
+    /// What the fallback granted in the outage was charged to the primary store: `charged` units still counted, and `dropped`
+    /// could not be charged, because there were too many callers to note or because the primary store failed again.
+    fn settled(&self, charged: u64, dropped: u64) {
+        let _ = (charged, dropped);
+    }
+
     /// The primary store failed one check, which the fallback has answered.
     fn failed(&self, error: &Error) {
         let _ = error;

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Source, Store, Strategy,
+    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Share, Source, Store, Strategy,
 };
 
-use crate::support::{RedisServer, check, free_port, policy, until};
+use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
 /// Notes what it is told.
 #[derive(Clone, Default)]
@@ -20,6 +20,7 @@ struct NotesInner {
     degraded: Mutex<Vec<ErrorKind>>,
     recovered: AtomicUsize,
     failed: AtomicUsize,
+    settled: Mutex<Vec<(u64, u64)>>,
 }
 
 impl Observer for Notes {
@@ -29,6 +30,10 @@ impl Observer for Notes {
 
     fn recovered(&self, _: Duration) {
         self.0.recovered.fetch_add(1, SeqCst);
+    }
+
+    fn settled(&self, charged: u64, dropped: u64) {
+        self.0.settled.lock().unwrap().push((charged, dropped));
     }
 
     fn failed(&self, _: &Error) {
@@ -60,7 +65,9 @@ async fn it_degrades_and_recovers_with_redis() {
     until("it has recovered", async || !store.is_degraded()).await;
     assert_eq!(notes.0.recovered.load(SeqCst), 1);
     let decision = store.check(check("ann", "10/h")).await.unwrap();
-    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 9), "the restarted Redis is empty");
+    // The restarted Redis is empty. The first three may have been charged when they failed, for all that is known.
+    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 2 - 1), "two were settled");
+    assert_eq!(notes.0.settled.lock().unwrap().as_slice(), [(2, 0)]);
 }
 
 #[tokio::test]
@@ -125,4 +132,66 @@ fn it_recovers_on_another_runtime() {
     runtime().block_on(until("it has recovered", async || {
         store.check(check("ann", "10/h")).await.unwrap().source() == Source::Redis
     }));
+}
+
+/// An outage is no second burst: each instance goes on with its part of what was left, and gives that back to the count.
+#[tokio::test]
+async fn instances_share_what_was_left_and_settle_it() {
+    for strategy in STRATEGIES {
+        let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
+        let notes = Notes::default();
+        let instance = || {
+            let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5)).share(Share::fixed(4));
+            store.failures(std::num::NonZeroU32::MIN)
+        };
+        let instances = [instance(), instance(), instance(), instance()];
+        let policies = policy(strategy, "100/100d");
+        let take = |i: usize| instances[i % 4].check(Check::take(Key::new("ann"), &policies, 1));
+        // Every instance has heard of the caller, with 40 left in the end.
+        for i in 0..60 {
+            assert_eq!(take(i).await.unwrap().source(), Source::Redis);
+        }
+        server.kill();
+        // The check that opens the breaker may have been charged, for all that is known: it is never settled.
+        for instance in &instances {
+            instance.check(Check::take(Key::new("somebody else"), &policies, 1)).await.unwrap();
+        }
+        let mut granted = 0;
+        for i in 0..100 {
+            let decision = take(i).await.unwrap();
+            assert_eq!(decision.source(), Source::Local);
+            granted += decision.granted();
+        }
+        assert!((36..=40).contains(&granted), "{strategy:?}: {granted} of the 40 that were left");
+
+        server.restart();
+        until("all have recovered", async || instances.iter().all(|instance| !instance.is_degraded())).await;
+        until("all have settled", async || notes.0.settled.lock().unwrap().len() == 4).await;
+        let left = instances[0].check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
+        assert_eq!((left.source(), left.remaining()), (Source::Redis, 40 - granted), "{strategy:?}");
+    }
+}
+
+/// With `Share::Alive` the parts follow how many instances there are.
+#[tokio::test]
+async fn instances_that_are_alive_are_counted() {
+    let mut server = RedisServer::start();
+    let stores: Vec<_> = (0..3).map(|_| RedisStore::connect_lazy(server.url()).unwrap()).collect();
+    let announced: Vec<_> = stores.iter().map(|store| store.announce().unwrap()).collect();
+    until("all know of all", async || announced.iter().all(|instances| instances.alive().get() == 3)).await;
+
+    let store = Fallback::new(stores[0].clone(), LocalStore::default()).share(Share::Alive(announced[0].clone()));
+    server.kill();
+    let policies = policy(Strategy::FixedWindow(tower_redis_ratelimit::Align::FirstHit), "10/100d");
+    let mut granted = 0;
+    for _ in 0..20 {
+        granted += store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().granted();
+    }
+    assert_eq!(granted, 3, "a third of 10");
+
+    // One that is gone is not counted for long.
+    server.restart();
+    let [first, second, third] = <[_; 3]>::try_from(announced).unwrap();
+    drop(third);
+    until("it is no longer counted", async || first.alive().get() == 2 && second.alive().get() == 2).await;
 }

@@ -10,7 +10,7 @@
 //!
 //! **Source.** redis_rate v6 (slots of the clock); Istio's redisquota `FIXED_WINDOW` (from the first hit).
 
-use super::{Loaded, Terms, Twin, clean};
+use super::{Followed, Loaded, Terms, Twin, clean};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -54,6 +54,13 @@ impl Twin for State {
 
     fn save(&mut self, _terms: &Terms, _now: i64, _cost: i64, [since, count, _]: Loaded) {
         *self = Self { since, count };
+    }
+
+    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
+        match terms.offset {
+            Some(_) => Self { since: now, count: used },
+            None => Self { since: until - terms.period, count: used },
+        }
     }
 }
 

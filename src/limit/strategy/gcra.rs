@@ -15,7 +15,7 @@
 //! a whole number of ticks: 3 per second and 300,000 per second are both exact. What it was reckoned with is kept
 //! beside it: under another quota the same number of units is owed.
 
-use super::{Loaded, MOST_TICKS, Terms, Twin, clean, dirty, div_ceil};
+use super::{Followed, Loaded, MOST_TICKS, Terms, Twin, clean, dirty, div_ceil};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -67,5 +67,9 @@ impl Twin for State {
     fn save(&mut self, terms: &Terms, now: i64, _cost: i64, [backlog, ..]: Loaded) {
         let (tat, rest) = (now + backlog.div_euclid(terms.ticks), backlog.rem_euclid(terms.ticks));
         *self = Self { tat, rest, interval: terms.interval, ticks: terms.ticks };
+    }
+
+    fn resume(terms: &Terms, _now: i64, Followed { until, .. }: Followed) -> Self {
+        Self { tat: until, rest: 0, interval: terms.interval, ticks: terms.ticks }
     }
 }

@@ -10,7 +10,7 @@
 //!
 //! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking rate).
 
-use super::{Loaded, Terms, Twin, div_ceil};
+use super::{Followed, Loaded, Terms, Twin, div_ceil};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -54,5 +54,10 @@ impl Twin for State {
     fn save(&mut self, terms: &Terms, now: i64, _cost: i64, [level, ..]: Loaded) {
         let (units, rest) = (level.div_euclid(terms.interval), level.rem_euclid(terms.interval));
         *self = Self { filled: now, units, rest };
+    }
+
+    fn resume(terms: &Terms, now: i64, Followed { until, .. }: Followed) -> Self {
+        let level = (until - now).clamp(0, terms.furthest) * terms.ticks;
+        Self { filled: now, units: level.div_euclid(terms.interval), rest: level.rem_euclid(terms.interval) }
     }
 }

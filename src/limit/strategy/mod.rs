@@ -121,6 +121,17 @@ pub(crate) trait Twin: Default {
     fn reset(terms: &Terms, now: i64, loaded: Loaded) -> i64;
     /// Stores a state in which `cost` was charged.
     fn save(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded);
+    /// The state to go on from, of a caller that another store counted. At least as much counts as there did.
+    fn resume(terms: &Terms, now: i64, followed: Followed) -> Self;
+}
+
+/// What is known of a caller that another store counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Followed {
+    /// How much of the capacity is used.
+    pub(crate) used: i64,
+    /// When nothing is, in microseconds.
+    pub(crate) until: i64,
 }
 
 /// A state while it is decided on: up to three numbers, as the Lua halves pass them.
@@ -273,6 +284,13 @@ macro_rules! twins {
             /// The state of a caller that has not been seen.
             pub(crate) fn fresh(strategy: Strategy) -> Self {
                 match strategy { $(twins!(@pattern $variant $pattern) => Self::$variant(Default::default()),)* }
+            }
+
+            /// The state to go on from, of a caller that another store counted.
+            pub(crate) fn resume(strategy: Strategy, terms: &Terms, now: i64, followed: Followed) -> Self {
+                match strategy {
+                    $(twins!(@pattern $variant $pattern) => Self::$variant(Twin::resume(terms, now, followed)),)*
+                }
             }
 
             pub(crate) fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {

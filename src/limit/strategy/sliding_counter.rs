@@ -11,7 +11,7 @@
 //!
 //! **Source.** Cloudflare, "How we built rate limiting capable of scaling to millions of domains" (2017).
 
-use super::{Loaded, Terms, Twin};
+use super::{Followed, Loaded, Terms, Twin};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -74,6 +74,16 @@ impl Twin for State {
 
     fn save(&mut self, _terms: &Terms, _now: i64, _cost: i64, [last, current, previous]: Loaded) {
         *self = Self { last, current, previous };
+    }
+
+    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
+        let left = terms.period - now.rem_euclid(terms.period);
+        if until - now > left {
+            return Self { last: now, current: used, previous: 0 };
+        }
+        // As much in the window before as still counts so much.
+        let previous = i128::from(used) * i128::from(terms.period) / i128::from(left);
+        Self { last: now, current: 0, previous: previous.min(2 * i128::from(terms.capacity)) as i64 }
     }
 }
 

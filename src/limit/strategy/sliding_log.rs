@@ -13,7 +13,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Loaded, Terms, Twin, clean, dirty};
+use super::{Followed, Loaded, Terms, Twin, clean, dirty};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -96,6 +96,12 @@ impl Twin for State {
         if self.charges.capacity() > 4 * self.charges.len() + 16 {
             self.charges.shrink_to(2 * self.charges.len());
         }
+    }
+
+    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
+        // All that is used goes with the newest charge: some of it may have gone before.
+        let newest = (until - terms.period).min(now);
+        Self { sum: used, newest, charges: [(newest, used)].into() }
     }
 }
 

@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Loaded, Terms, Twin, clean, dirty};
+use super::{Followed, Loaded, Terms, Twin, clean, dirty};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -96,6 +96,12 @@ impl Twin for State {
             }
         }
         self.sum = sum;
+    }
+
+    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
+        // All that is used goes with the newest cell: some of it may have gone before.
+        let ends = (until - terms.period).min(cell_end(terms, now));
+        Self { sum: used, cells: [(ends, used)].into() }
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::{Align, Refill, State, Strategy};
+use super::{Align, Followed, Refill, State, Strategy};
 use crate::limit::{Check, Key, Outcome, Policies, Policy, Quota};
 
 /// All that was granted, and what the definition says of one more.
@@ -288,6 +288,44 @@ fn a_changed_quota_is_no_fresh_start() {
             let later = all.clone().decide(&mut state, now + wait);
             let outcome = all.answer(later, crate::limit::Source::Local).outcome();
             assert_eq!(outcome, Outcome::Allowed, "{strategy:?} {old} to {new}: not after {wait}");
+        }
+    }
+}
+
+/// A state that goes on from what another store said grants no more than that store would have, now or later, and is
+/// fresh when it would have been.
+#[test]
+fn what_is_followed_is_no_fresh_start() {
+    let mut rng = Rng::with_seed(0);
+    for strategy in STRATEGIES {
+        for _ in 0..300 {
+            let strategy = strategy(&mut rng);
+            let quota = quota(&mut rng, strategy);
+            let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
+            let terms = policies[0].terms();
+            let mut state = [State::fresh(strategy)];
+            let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
+            for _ in 0..20 {
+                let cost = rng.u32(1..=quota.capacity());
+                let verdict = Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).each[0];
+                let followed = Followed { used: terms.capacity - verdict.remaining, until: now + verdict.reset };
+                let resumed = State::resume(strategy, terms, now, followed);
+                let room = |state: &State, at: i64| state.room(terms, at, state.load(terms, at).0);
+                // A time is told rounded up to the microsecond, in which a unit may flow back.
+                let resumes = room(&resumed, now);
+                assert!(
+                    (verdict.remaining - 1..=verdict.remaining).contains(&resumes),
+                    "{:?} {followed:?}",
+                    policies[0]
+                );
+                for _ in 0..5 {
+                    let later = now + rng.i64(0..=verdict.reset);
+                    assert!(room(&resumed, later) <= room(&state[0], later), "{:?} {followed:?}", policies[0]);
+                }
+                let fresh = room(&resumed, followed.until);
+                assert_eq!(fresh, terms.capacity, "{:?} {followed:?} is not fresh in time", policies[0]);
+                now += rng.i64(0..=verdict.reset + 2);
+            }
         }
     }
 }

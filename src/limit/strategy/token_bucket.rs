@@ -13,7 +13,7 @@
 //! **Source.** Spring Cloud Gateway's `RedisRateLimiter` (replenishRate, burstCapacity, requestedTokens), but to the
 //! microsecond; bucket4j's `refillGreedy` and `refillIntervally`.
 
-use super::{Loaded, Terms, Twin, clean, div_ceil};
+use super::{Followed, Loaded, Terms, Twin, clean, div_ceil};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State {
@@ -75,6 +75,16 @@ impl Twin for State {
     fn save(&mut self, terms: &Terms, _now: i64, _cost: i64, [tokens, refilled, _]: Loaded) {
         let (tokens, rest) = (tokens.div_euclid(terms.interval), tokens.rem_euclid(terms.interval));
         *self = Self { refilled, tokens, rest };
+    }
+
+    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
+        if terms.batches {
+            // The bucket is full at `until`, after so many whole periods.
+            let periods = div_ceil(used, terms.ticks);
+            return Self { refilled: until - periods * terms.period, tokens: terms.capacity - used, rest: 0 };
+        }
+        let tokens = terms.full - (until - now).clamp(0, terms.furthest) * terms.ticks;
+        Self { refilled: now, tokens: tokens.div_euclid(terms.interval), rest: tokens.rem_euclid(terms.interval) }
     }
 }
 

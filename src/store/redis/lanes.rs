@@ -9,7 +9,7 @@ use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -89,6 +89,20 @@ impl Lanes {
         let mut lane = Lane::new(self);
         let value = lane.call(&Batch::default()).await?;
         Reply::new(value, std::iter::empty()).map(drop)
+    }
+
+    /// Says that the instance of this name is alive for so long. How many are.
+    pub(super) async fn announce(&self, name: &str, alive: Duration) -> Result<u32, Error> {
+        static SCRIPT: LazyLock<redis::Script> =
+            LazyLock::new(|| redis::Script::new(include_str!("../../../lua/announce.lua")));
+        let mut failures = self.failures.subscribe();
+        let call = async {
+            let mut connection = checkout(&self.pool, &mut failures).await?;
+            let mut call = SCRIPT.prepare_invoke();
+            call.key(format!("{}:instances", self.prefix)).arg(name).arg(alive.as_millis() as u64);
+            connection.invoke(&call).await.map_err(super::error)
+        };
+        timeout(self.limits.timeout, call).await.map_err(|_| Error::new(ErrorKind::Timeout))?
     }
 
     /// Nothing under the lock panics; if it ever did, the queue would still be whole.

@@ -1,5 +1,6 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 
+mod instances;
 mod lanes;
 mod pool;
 mod script;
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 use redis::{ErrorKind as Kind, IntoConnectionInfo, RedisError, ServerErrorKind};
 
+pub use instances::Instances;
 pub use lanes::Answer;
 
 use self::lanes::{Lanes, Limits};
@@ -66,6 +68,16 @@ impl RedisStore {
     /// [`ConfigError::RedisUrl`] for a wrong URL.
     pub fn connect_lazy(url: impl IntoConnectionInfo) -> Result<Self, ConfigError> {
         Self::builder(url).connect_lazy()
+    }
+
+    /// Announces this instance in Redis from now on, off the request path, and follows how many are alive: for
+    /// [`Share::Alive`](crate::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for it.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
+    pub fn announce(&self) -> Result<Instances, Error> {
+        Instances::announce(&self.lanes)
     }
 
     /// Sets more than the URL.

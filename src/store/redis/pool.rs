@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ErrorKind, IntoConnectionInfo, RedisError, ServerErrorKind, Value};
+use redis::{Cmd, ErrorKind, FromRedisValue, IntoConnectionInfo, RedisError, ScriptInvocation, ServerErrorKind, Value};
 use tokio::sync::watch;
 
 /// bb8-redis's own manager never finds a connection broken, and relies on a ping at every checkout. This one remembers
@@ -36,6 +36,14 @@ impl Connection {
             Ok(Value::ServerError(error)) => Err(error.into()),
             reply => reply,
         };
+        self.broken = reply.as_ref().is_err_and(is_lasting);
+        reply
+    }
+
+    /// Runs a script of its own, which may be run again.
+    pub(super) async fn invoke<T: FromRedisValue>(&mut self, call: &ScriptInvocation<'_>) -> Result<T, RedisError> {
+        self.broken = true;
+        let reply = call.invoke_async(&mut self.inner).await;
         self.broken = reply.as_ref().is_err_and(is_lasting);
         reply
     }
