@@ -60,7 +60,7 @@ return 0";
 async fn main() {
     let server = RedisServer::start();
     let mut connection = server.connection().await;
-    let empty = classic(&server, &mut connection, "return 0", 1).await.0;
+    let empty = classic(&server, &mut connection, "return 0", None).await.0;
     println!("medians of {REPEATS}; an empty script call takes {empty:.2} us\n");
     println!("{:<34}{:>12}{:>12}{:>14}", "", "us a check", "of Gcra's", "bytes a key");
 
@@ -80,9 +80,11 @@ async fn main() {
         let (time, bytes) = full_log(&server, entries).await;
         println!("{:<34}{time:>12.2}{:>12.2}{:>14}", format!("SlidingLog of {entries}"), time / gcra, bytes);
     }
-    for (name, script) in [("classic ZSET log", ZSET_LOG), ("classic hash of timestamps", HASH_LOG)] {
-        for entries in [10, 1_000, 10_000] {
-            let (time, bytes) = classic(&server, &mut connection, script, entries).await;
+    for (name, script, fill) in
+        [("classic ZSET log", ZSET_LOG, "ZADD"), ("classic hash of timestamps", HASH_LOG, "HSET")]
+    {
+        for entries in [10, 1_000] {
+            let (time, bytes) = classic(&server, &mut connection, script, Some((fill, entries))).await;
             println!("{:<34}{time:>12.2}{:>12.2}{bytes:>14}", format!("{name} of {entries}"), time / gcra);
         }
     }
@@ -149,18 +151,26 @@ async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     (time, bytes)
 }
 
-/// A script call per check, on a key with so many entries.
+/// A script call per check, on a key filled with so many entries of the last hour.
 async fn classic(
     server: &RedisServer,
     connection: &mut MultiplexedConnection,
     script: &str,
-    entries: u32,
+    fill: Option<(&str, i64)>,
 ) -> (f64, u64) {
     let script = redis::Script::new(script);
     let key = "rl:{0000000000000000}:api:z";
-    for i in 0..entries {
-        let mut call = script.prepare_invoke();
-        let _: i64 = call.key(key).arg(1_000_000).arg(3_600_000_000_u64).arg(i).invoke_async(connection).await.unwrap();
+    if let Some((command, entries)) = fill {
+        let (now, _): (i64, i64) = server.command("TIME").await;
+        for i in 0..entries {
+            let mut cmd = redis::cmd(command);
+            cmd.arg(key);
+            match command {
+                "ZADD" => cmd.arg((now - i) * 1_000_000).arg(i),
+                _ => cmd.arg(now - i).arg(1),
+            };
+            let () = cmd.query_async(connection).await.unwrap();
+        }
     }
     let bytes: Option<u64> = redis::cmd("MEMORY").arg("USAGE").arg(key).query_async(connection).await.unwrap();
     let before = spent(server).await;

@@ -53,7 +53,7 @@ local function needs(mode, cost, capacity)
   elseif mode == CHARGE then
     return min(cost, 1) - capacity
   end
-  return -2 * capacity
+  return -math.huge
 end
 
 local plans = {}

@@ -7,7 +7,7 @@
 
 local sliding_log = {}
 
-local FORMAT, LENGTH = '<i7i7', 14
+local FORMAT, LENGTH, MANY = '<i7i7', 14, 128
 
 function sliding_log.policy(capacity, period)
   return { capacity = capacity, period = period }
@@ -55,7 +55,8 @@ function sliding_log.load(policy, key, now)
     end
     sum, gone = sum - cost, gone + elements
   end)
-  return max(0, sum), 1 + gone, newest
+  -- Many that are gone are dropped by a denial too, or each denial would have to walk past them.
+  return max(0, sum), 1 + gone, newest, gone >= MANY
 end
 
 function sliding_log.room(policy, now, sum)
@@ -68,31 +69,40 @@ function sliding_log.wait(policy, key, now, cost, sum, head)
     local over = sum + cost - policy.capacity
     walk(key, call('LRANGE', key, head, head + 1), 1, head, function(charge, time)
       over = over - charge
-      wait = time + policy.period - now
+      -- A list that is not ours may hold any number.
+      wait = max(1, min(time, now) + policy.period - now)
       return over <= 0
     end)
   end
   return wait
 end
 
--- Gives back the newest charges first. Returns the time of the newest that is left.
-local function give_back(key, cost)
-  while cost > 0 do
+-- Gives back the newest charges first, but nothing of the head: a list that is not ours may hold less than its header
+-- says. Returns the time of the newest that is left.
+local function give_back(policy, key, now, cost, head, newest)
+  local left = call('LLEN', key) - head
+  while cost > 0 and left > 0 do
     local last = call('LRANGE', key, -2, -1)
-    local before = tonumber(last[1]) or 0
+    local before = left > 1 and tonumber(last[1]) or 0
     local charge = max(1, -before)
     if charge > cost then
       call('LSET', key, -2, cost - charge)
       cost = 0
     else
       call('RPOP', key)
+      left = left - 1
       if before < 0 then
         call('RPOP', key)
+        left = left - 1
       end
       cost = cost - charge
     end
   end
-  return tonumber(call('LINDEX', key, -1))
+  local time = tonumber(call('LINDEX', key, -1))
+  if time and time > now - policy.period and time <= newest then
+    return time
+  end
+  return newest
 end
 
 function sliding_log.charge(policy, key, now, cost, sum, head, newest)
@@ -100,7 +110,7 @@ function sliding_log.charge(policy, key, now, cost, sum, head, newest)
   if cost > 0 then
     return sum, head, now
   elseif sum > 0 and head > 0 then
-    newest = give_back(key, -cost)
+    newest = give_back(policy, key, now, -cost, head, newest)
   end
   return sum, head, newest
 end

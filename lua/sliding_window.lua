@@ -30,9 +30,10 @@ function sliding_window.load(policy, key, now)
     sum, at = sum - count, at + LENGTH
   end
   sum = max(0, min(sum, 2 * policy.capacity))
-  if at > #value or sum == 0 then
+  local last = unpack(CELL, value, #value - LENGTH + 1)
+  if sum == 0 or last <= now - policy.period then
     return 0, ''
-  elseif unpack(CELL, value, #value - LENGTH + 1) > cell_end(policy, now) then
+  elseif last > cell_end(policy, now) then
     -- Of a clock that has gone back, or of wider cells: as if all had been charged now.
     return sum, pack(CELL, cell_end(policy, now), sum), nil, true
   end
@@ -41,6 +42,11 @@ end
 
 function sliding_window.room(policy, now, sum)
   return policy.capacity - sum
+end
+
+-- How long until a cell that ends then counts no more. Cells that are not ours may end at any time.
+local function leaves(policy, now, ends)
+  return max(1, min(ends, cell_end(policy, now)) + policy.period - now)
 end
 
 function sliding_window.wait(policy, key, now, cost, sum, cells)
@@ -53,7 +59,7 @@ function sliding_window.wait(policy, key, now, cost, sum, cells)
       break
     end
   end
-  return ends + policy.period - now
+  return leaves(policy, now, ends)
 end
 
 -- The cells without their last, and what that is.
@@ -83,14 +89,15 @@ function sliding_window.charge(policy, key, now, cost, sum, cells)
     end
     cost = min(0, count + cost)
   end
-  return sum, cells
+  -- Cells that are not ours may be less than their sum.
+  return #cells > 0 and sum or 0, cells
 end
 
 function sliding_window.reset(policy, now, sum, cells)
   if sum == 0 then
     return 0
   end
-  return unpack(CELL, cells, #cells - LENGTH + 1) + policy.period - now
+  return leaves(policy, now, (unpack(CELL, cells, #cells - LENGTH + 1)))
 end
 
 function sliding_window.save(policy, key, now, at, cost, sum, cells)

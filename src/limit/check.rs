@@ -180,8 +180,8 @@ impl Mode {
             Self::Take | Self::Peek => cost,
             Self::UpTo => cost.min(1),
             Self::Charge => cost.min(1) - capacity,
-            // Nobody is ever so deep in debt.
-            Self::GiveBack | Self::Reset => -2 * capacity,
+            // However deep in debt: a quota may have been lowered.
+            Self::GiveBack | Self::Reset => i64::MIN,
         }
     }
 

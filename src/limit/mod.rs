@@ -5,6 +5,8 @@
 mod check;
 mod decision;
 mod error;
+#[cfg(test)]
+mod golden;
 mod key;
 mod policy;
 mod quota;

@@ -10,7 +10,7 @@ use super::{ConfigError, Quota, Strategy};
 /// One limit by name: what is counted how.
 ///
 /// The name stands in Redis keys and in headers, so that two policies with one name, strategy and key prefix
-/// share their counts. A clone is the same policy.
+/// share their counts, whatever their quotas, alignments, refills and cells. A clone is the same policy.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Policy, Quota, Strategy};

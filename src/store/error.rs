@@ -72,7 +72,7 @@ impl fmt::Display for Error {
             }
             ErrorKind::Permission => {
                 "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +get +set +del` \
-                 and, for SlidingLog, `+lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`"
+                 and, for SlidingLog, `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`"
             }
             ErrorKind::Protocol => {
                 "the server's reply is none that Redis gives to our script: check that the URL's host and port are those of a Redis"

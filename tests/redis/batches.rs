@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{Check, ErrorKind, Key, RedisStore, Store, Strategy, redis};
+use tower_redis_ratelimit::{Check, ErrorKind, Key, Mode, Policies, RedisStore, Store, Strategy, redis};
 
 use crate::support::{RedisServer, STRATEGIES, check, policy, until};
 
@@ -103,38 +103,158 @@ async fn a_full_queue_and_a_frozen_server_are_errors_in_time() {
     until("it decides again", async || store.check(check("ann", "10/s")).await.is_ok()).await;
 }
 
-/// A value of another type, or bytes of another length, under our key: as if there were none, for every strategy.
+/// Anything at all under our keys, asked for in every way, in the same batches as a caller with a state of its own: nobody
+/// gets an error, or waits for longer than the deepest debt lasts; and what cannot be a state of ours counts as nothing.
 #[tokio::test]
 async fn foreign_values_cost_nobody_else() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    let mut connection = server.connection().await;
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/100d");
-        let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
-        assert!(take("ann").await.unwrap().is_allowed());
+        let longest = 2 * policies[0].quota().period();
+        let ann = || store.check(Check::take(Key::new("ann"), &policies, 1));
+        assert!(ann().await.unwrap().is_allowed());
         let keys: Vec<String> = server.command("KEYS rl:{ann}*").await;
-        let key_of = |caller: &str| keys[0].replace("ann", caller);
-        let _: i64 = server.command(&format!("LPUSH {} x", key_of("list"))).await;
-        let _: i64 = server.command(&format!("HSET {} f v", key_of("hash"))).await;
-        let _: String = server.command(&format!("SET {} garbage", key_of("text"))).await;
-        let _: String = server.command(&format!("SET {} 0123456789abcdef", key_of("alike"))).await;
+        let (seconds, micros): (i64, i64) = server.command("TIME").await;
 
-        let callers = ["ann", "list", "hash", "text", "alike"];
-        let decisions = join_all(callers.map(take)).await;
-        for (caller, decision) in callers.iter().zip(decisions) {
-            let decision = decision.unwrap();
-            match *caller {
-                // As long as a state of ours: at worst a caller deep in debt, never for longer than one could be.
-                "alike" => {
-                    assert!(
-                        decision.retry_after().unwrap_or_default() <= Duration::from_secs(200 * 86_400),
-                        "{decision:?}"
-                    )
-                }
-                "ann" => assert_eq!(decision.remaining(), 8, "{strategy:?}"),
-                _ => assert_eq!(decision.remaining(), 9, "{strategy:?} {caller}"),
+        let mut pipe = redis::pipe();
+        let mut checks = vec![];
+        for (i, foreign) in foreign_values(seconds * 1_000_000 + micros).into_iter().enumerate() {
+            for (j, mode) in MODES.into_iter().enumerate() {
+                let caller = format!("{i}-{j}");
+                pipe.cmd(foreign.command).arg(keys[0].replace("ann", &caller)).arg(&foreign.arguments).ignore();
+                checks.push((foreign.clone(), mode(Key::new(&caller), &policies, 3)));
             }
+        }
+        let () = pipe.query_async(&mut connection).await.unwrap();
+
+        // The second time, on whatever the first has made of them.
+        for time in [1, 2] {
+            let all = join_all(checks.iter().map(|(_, check)| store.check(check.clone())));
+            let (decisions, ann) = tokio::join!(all, ann());
+            assert_eq!(ann.unwrap().remaining(), 9 - time, "{strategy:?}");
+            for ((foreign, check), decision) in checks.iter().zip(decisions) {
+                let context = format!("{strategy:?}, {:?} for time {time}, {foreign:?}", check.mode());
+                let decision = decision.unwrap_or_else(|error| panic!("{error:?}: {context}"));
+                let wait = decision.retry_after().unwrap_or_default().max(decision.reset_after());
+                assert!(wait <= longest, "{decision:?}: {context}");
+                if time == 1 && !foreign.alike && check.mode() == Mode::Take {
+                    assert_eq!((decision.granted(), decision.remaining()), (3, 7), "{context}");
+                }
+            }
+        }
+
+        let reset = |check: &Check| store.check(Check::reset(*check.key(), &policies));
+        assert!(join_all(checks.iter().map(|(_, check)| reset(check))).await.iter().all(Result::is_ok));
+        let take = |check: &Check| store.check(Check::take(*check.key(), &policies, 1));
+        let fresh = join_all(checks.iter().map(|(_, check)| take(check))).await;
+        for ((foreign, check), decision) in checks.iter().zip(fresh) {
+            assert_eq!(decision.unwrap().remaining(), 9, "{strategy:?}, {:?} and a reset, {foreign:?}", check.mode());
         }
         let _: String = server.command("FLUSHALL").await;
     }
+}
+
+const MODES: [fn(Key, &Policies, u32) -> Check; 6] =
+    [Check::take, Check::up_to, Check::peek, Check::charge, Check::give_back, |key, policies, _| {
+        Check::reset(key, policies)
+    }];
+
+/// What someone else has put under our key.
+#[derive(Debug, Clone)]
+struct Foreign {
+    command: &'static str,
+    /// What follows the key.
+    arguments: Vec<Vec<u8>>,
+    /// Whether some strategy may take it for a state of its own.
+    alike: bool,
+}
+
+/// Of every type; and strings and lists that look more and more like ours.
+fn foreign_values(now: i64) -> Vec<Foreign> {
+    const DAY: i64 = 86_400_000_000;
+    let mut all = vec![];
+    let mut add = |command, arguments: &[&[u8]], alike| {
+        let arguments = arguments.iter().map(|bytes| bytes.to_vec()).collect();
+        all.push(Foreign { command, arguments, alike });
+    };
+
+    add("HSET", &[b"f", b"v"], false);
+    add("SADD", &[b"x"], false);
+    add("ZADD", &[b"1", b"x"], false);
+    add("XADD", &[b"*", b"f", b"v"], false);
+    for text in ["", "garbage", "1", "-1", "1790000000000000000000"] {
+        add("SET", &[text.as_bytes()], false);
+        add("RPUSH", &[text.as_bytes()], false);
+    }
+
+    // As long as a state is, or as one of so many cells.
+    for length in [16, 19, 20, 24, 18, 30, 6 + 12 * 20] {
+        for byte in [0, 1, 0x7f, 0x80, 0xff, b'0'] {
+            add("SET", &[&vec![byte; length]], true);
+        }
+        let mut rng = fastrand::Rng::with_seed(length as u64);
+        for _ in 0..4 {
+            let bytes: Vec<u8> = (0..length).map(|_| rng.u8(..)).collect();
+            add("SET", &[&bytes], true);
+        }
+    }
+
+    // Cells in any order, that are not what their sum says.
+    let (live, old, ahead) = (now - DAY, 0, now + 10_000 * DAY);
+    for sum in [0_i64, 1, 9, 10, 20, 1 << 47] {
+        for ends in [&[live][..], &[live, old], &[live, ahead, live], &[live, -1 << 54, live], &[old, ahead]] {
+            for count in [0, 1, (1 << 40) - 1] {
+                let mut bytes = sum.to_le_bytes()[..6].to_vec();
+                for end in ends {
+                    bytes.extend(&end.to_le_bytes()[..7]);
+                    bytes.extend(&i64::to_le_bytes(count)[..5]);
+                }
+                add("SET", &[&bytes], true);
+            }
+        }
+    }
+
+    // A first element as long as a header is, and then anything.
+    let header = |sum: i64, newest: i64| [&sum.to_le_bytes()[..7], &newest.to_le_bytes()[..7]].concat();
+    let number = |number: i64| number.to_string().into_bytes();
+    let rests: [Vec<Vec<u8>>; 15] = [
+        vec![],
+        vec![b"x".to_vec()],
+        vec![vec![]],
+        vec![b"nan".to_vec(), b"-nan".to_vec()],
+        vec![b"inf".to_vec()],
+        vec![b"-inf".to_vec(), number(live)],
+        vec![b"1e300".to_vec(), b"-1e300".to_vec(), number(live)],
+        vec![number(-5)],
+        vec![number(-5), number(-5)],
+        vec![number(live)],
+        vec![number(live), b"x".to_vec()],
+        vec![number(live), number(-1), number(old)],
+        vec![number(ahead), number(live)],
+        vec![number(live), number(ahead)],
+        vec![b"x".to_vec(); 300],
+    ];
+    let headers = [
+        header(1, live),
+        header(9, live),
+        header(10, live),
+        header(20, live),
+        header(1 << 54, live),
+        header(-5, live),
+        header(10, ahead),
+        header(10, old),
+        // These are numbers to Lua too: 12345678901234, and -1.
+        b"12345678901234".to_vec(),
+        header(i64::from_le_bytes(*b"-1\0\0\0\0\0\0"), live),
+        vec![0xff; 14],
+    ];
+    for header in &headers {
+        for rest in &rests {
+            let elements: Vec<&[u8]> = std::iter::once(header).chain(rest).map(Vec::as_slice).collect();
+            add("RPUSH", &elements, true);
+        }
+    }
+    all
 }

@@ -96,7 +96,7 @@ async fn the_user_may_not_write() {
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +get +set +del";
-    let of_logs = "+lrange +lindex +rpush +rpop +lset +ltrim +pexpireat";
+    let of_logs = "+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
     for strategy in STRATEGIES {

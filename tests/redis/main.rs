@@ -11,3 +11,4 @@ mod exact;
 mod fallback;
 mod http;
 mod keys;
+mod memory;

@@ -2,7 +2,7 @@
 //!
 //! **Idea.** Spread the limit evenly over the period: each unit of cost takes one interval `I = P / L`. The state is
 //! one time, the theoretical arrival time (TAT): when everything granted so far will have been paid off. A check
-//! of cost `c` is allowed while the TAT would run ahead of now by no more than the burst: `TAT + c*I - B*I <= now`.
+//! of cost `c` is allowed while the TAT would run ahead of now by no more than the burst: `max(TAT, now) + c*I - B*I <= now`.
 //!
 //! **Cost.** One key, one read, one write.
 //!

@@ -5,7 +5,7 @@
 //!
 //! **Cost.** One key, one read, one write.
 //!
-//! **When not.** It decides as GCRA does, which is the smaller state; choose it if you think in levels. It does not delay
+//! **When not.** It decides as GCRA does: choose it if you think in levels. It does not delay
 //! requests, as a leaky bucket that is a queue would.
 //!
 //! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking rate).

@@ -11,9 +11,9 @@
 //! | [`SlidingLog`](Strategy::SlidingLog) | granted in (now-P, now] + c <= L |
 //! | [`SlidingWindow`](Strategy::SlidingWindow) | granted in cells not wholly older than P + c <= L |
 //! | [`SlidingCounter`](Strategy::SlidingCounter) | previous window * (1 - elapsed/P) + current window + c <= L |
-//! | [`TokenBucket`](Strategy::TokenBucket) | tokens + refill >= c |
-//! | [`LeakyBucket`](Strategy::LeakyBucket) | level - leaked + c <= B |
-//! | [`Gcra`](Strategy::Gcra) | TAT + c*P/L - B*P/L <= now |
+//! | [`TokenBucket`](Strategy::TokenBucket) | min(B, tokens + refill) >= c |
+//! | [`LeakyBucket`](Strategy::LeakyBucket) | max(0, level - leaked) + c <= B |
+//! | [`Gcra`](Strategy::Gcra) | max(TAT, now) + c*P/L - B*P/L <= now |
 //!
 //! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `twins!`.
 

@@ -8,6 +8,7 @@
 //!
 //! **When not.** It is an estimate: it takes what was granted in the window before to be spread evenly over it. If it was
 //! not, more or less than the limit may pass in a period that straddles two windows, never more than twice the limit.
+//! What is overlapped is rounded up: a single charge of the window before counts until that has left.
 //!
 //! **Source.** Cloudflare, "How we built rate limiting capable of scaling to millions of domains" (2017).
 

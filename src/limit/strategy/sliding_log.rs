@@ -4,7 +4,8 @@
 //! that is exactly one period old is gone.
 //!
 //! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows with the limit: in Redis
-//! about 10 bytes per charge of 1, 14 per larger one. A check takes the same time however long the log is.
+//! about 10 bytes per charge of 1, 14 per larger one. A check takes the same time however long the log is, but a denial
+//! looks at as many charges as must leave: about 0.3 us for each unit of a cost that is denied.
 //!
 //! **When not.** For high limits.
 //!

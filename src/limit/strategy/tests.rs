@@ -326,3 +326,21 @@ fn what_is_followed_is_no_fresh_start() {
         }
     }
 }
+
+/// However far the quota falls below what is charged, that can be given back and forgotten.
+#[test]
+fn what_a_lowered_quota_does_not_hold_can_be_given_back() {
+    let mut rng = Rng::with_seed(0);
+    for strategy in STRATEGIES {
+        let strategy = strategy(&mut rng);
+        let policies = |limit| Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap());
+        let (high, low) = (policies(1000), policies(10));
+        let now = 1_790_000_000_000_000;
+        let mut state = [State::fresh(strategy)];
+        assert_eq!(Check::take(Key::GLOBAL, &high, 1000).decide(&mut state, now).granted, 1000);
+        let mut given = state.clone();
+        assert_eq!(Check::give_back(Key::GLOBAL, &low, 5).decide(&mut given, now).granted, 5, "{strategy:?}");
+        Check::reset(Key::GLOBAL, &low).decide(&mut state, now);
+        assert_eq!(Check::take(Key::GLOBAL, &low, 10).decide(&mut state, now).granted, 10, "{strategy:?}");
+    }
+}

@@ -7,7 +7,7 @@
 //!
 //! **Cost.** One key, one read, one write.
 //!
-//! **When not.** Refilled greedily it decides as GCRA does, which is the smaller state. Refilled by the interval it lets
+//! **When not.** Refilled greedily it decides as GCRA does: choose it if you think in tokens. Refilled by the interval it lets
 //! a burst pass at every refill.
 //!
 //! **Source.** Spring Cloud Gateway's `RedisRateLimiter` (replenishRate, burstCapacity, requestedTokens), but to the

@@ -30,7 +30,7 @@ use crate::limit::{Check, ConfigError, is_name};
 ///
 /// It works with Redis from 6.2 and Valkey. The Redis user needs
 /// `~PREFIX:* +evalsha +eval +time +get +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
-/// `+lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
+/// `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
 ///
 /// Clones share the connections and the queue.
 ///

@@ -1,0 +1,146 @@
+//! What a caller costs Redis: few bytes, and none once it is forgotten.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use tower_redis_ratelimit::{Align, Check, Key, Policies, Policy, RedisStore, Refill, Store, Strategy, redis};
+
+use crate::support::{RedisServer, STRATEGIES, until};
+
+/// 16 bytes, as many as a hashed key or a short id has.
+const CALLER: &str = "caller-of-16-byt";
+
+fn policy(strategy: Strategy, quota: &str) -> Policies {
+    Policy::new("api", strategy, quota.parse().unwrap()).unwrap().into()
+}
+
+/// A store that is given time, however busy the machine is.
+async fn store(server: &RedisServer) -> RedisStore {
+    RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap()
+}
+
+/// The one key that there is.
+async fn only_key(server: &RedisServer) -> String {
+    let keys: Vec<String> = server.command("KEYS *").await;
+    let [key] = keys.as_slice() else { panic!("one key: {keys:?}") };
+    assert!(key.starts_with("rl:{caller-of-16-byt}:api:"), "{key}");
+    key.clone()
+}
+
+async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
+    server.command(&format!("MEMORY USAGE {key} SAMPLES 0")).await
+}
+
+/// However much is charged, and however high the quota.
+#[tokio::test]
+async fn a_caller_of_a_constant_strategy_costs_at_most_112_bytes() {
+    let server = RedisServer::start();
+    let store = store(&server).await;
+    for strategy in [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(Refill::Greedy),
+        Strategy::TokenBucket(Refill::Interval),
+        Strategy::FixedWindow(Align::FirstHit),
+        Strategy::FixedWindow(Align::default()),
+        Strategy::SlidingCounter,
+    ] {
+        for quota in ["3/s", "1000/h", "999983/30d", "4294967295/366d"] {
+            let policies = policy(strategy, quota);
+            let limit = policies[0].quota().limit();
+            let charge = |cost| store.check(Check::charge(Key::new(CALLER), &policies, cost));
+            let charges = (0..200).map(|i| charge(1 + limit / 200 * (i % 3)));
+            assert!(join_all(charges).await.iter().all(Result::is_ok));
+            // In debt to the limit, which no charge exceeds.
+            charge(u32::MAX).await.unwrap();
+            let key = only_key(&server).await;
+            let bytes = bytes_of(&server, &key).await;
+            assert!(bytes <= 112, "{strategy:?} of {quota}: {bytes} bytes");
+            let _: String = server.command("FLUSHALL").await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_log_costs_at_most_13_bytes_per_grant() {
+    let server = RedisServer::start();
+    let store = store(&server).await;
+    let policies = policy(Strategy::SlidingLog, "10000/d");
+    let mut granted = 0;
+    for grants in [1_000, 10_000] {
+        while granted < grants {
+            let takes = (0..500).map(|_| store.check(Check::take(Key::new(CALLER), &policies, 1)));
+            assert!(join_all(takes).await.into_iter().all(|decision| decision.unwrap().is_allowed()));
+            granted += 500;
+        }
+        let key = only_key(&server).await;
+        let (length, bytes) = (server.command::<u64>(&format!("LLEN {key}")).await, bytes_of(&server, &key).await);
+        // A time for each; the first grant has its cost too, after the header.
+        assert_eq!(length, 2 + grants, "each grant is kept");
+        assert!(bytes <= 13 * grants, "{grants} grants take {bytes} bytes");
+    }
+}
+
+/// Cells that have left the window are dropped, so that a caller who never rests costs no more than its cells.
+#[tokio::test]
+async fn a_window_costs_at_most_24_bytes_per_live_cell() {
+    let server = RedisServer::start();
+    let store = store(&server).await;
+    for (cells, period, enough) in [(10, "500ms", 8), (100, "2s", 60)] {
+        let policies = policy(Strategy::SlidingWindow { cells }, &format!("1000000/{period}"));
+        let key = format!("rl:{{{CALLER}}}:api:w");
+        let connection = server.connection().await;
+        let first = Cell::new(None);
+        until("enough cells are live, and the first has left", async || {
+            assert!(store.check(Check::take(Key::new(CALLER), &policies, 1)).await.unwrap().is_allowed());
+            let mut both = redis::pipe();
+            both.atomic().cmd("GET").arg(&key).cmd("MEMORY").arg("USAGE").arg(&key).arg("SAMPLES").arg(0);
+            let both = both.query_async(&mut connection.clone()).await.unwrap();
+            // A machine that stood still for a period has nothing to show.
+            let (Some(value), Some(bytes)): (Option<Vec<u8>>, Option<usize>) = both else { return false };
+            // A sum, and for each cell when it ends and its count.
+            let (cell, live) = (&value[6..13], (value.len() - 6) / 12);
+            assert!(live <= usize::from(cells) + 1, "{live} of {cells} cells are live");
+            assert!(bytes <= 24 * live + 150, "{live} cells take {bytes} bytes");
+            let oldest = <[u8; 7]>::try_from(cell).unwrap();
+            let has_left = first.get().is_some_and(|first| first != oldest);
+            first.set(first.get().or(Some(oldest)));
+            has_left && live >= enough
+        })
+        .await;
+        let _: String = server.command("FLUSHALL").await;
+    }
+}
+
+/// 100,000 callers: at no time is there a key that never expires, and in the end there is none at all.
+#[tokio::test]
+async fn nothing_stays_behind() {
+    const CALLERS: usize = 100_000;
+    let server = RedisServer::start();
+    let store = store(&server).await;
+    let policies = STRATEGIES.map(|strategy| policy(strategy, "1/s"));
+    let mut most = 0;
+    for first in (0..CALLERS).step_by(1_000) {
+        let takes = (first..first + 1_000)
+            .map(|i| store.check(Check::take(Key::new(format!("caller-{i}")), &policies[i % STRATEGIES.len()], 1)));
+        assert!(join_all(takes).await.into_iter().all(|decision| decision.unwrap().is_allowed()));
+        let (keys, expires) = keys_and_expires(&server).await;
+        assert_eq!(keys, expires, "keys without an expiry, after {first}");
+        most = most.max(keys);
+    }
+    assert!(most >= 1_000, "{most} keys at most");
+    until("all keys have expired", async || server.command::<i64>("DBSIZE").await == 0).await;
+    assert_eq!(server.info("stats", "expired_keys").await, CALLERS as u64);
+}
+
+/// How many keys there are, and how many of them expire.
+async fn keys_and_expires(server: &RedisServer) -> (u64, u64) {
+    let info: String = server.command("INFO keyspace").await;
+    let Some(line) = info.lines().find_map(|line| line.strip_prefix("db0:")) else { return (0, 0) };
+    let field = |name: &str| {
+        let value = line.split(',').find_map(|field| field.strip_prefix(name)?.strip_prefix('='));
+        value.expect(name).parse().expect("a number")
+    };
+    (field("keys"), field("expires"))
+}
