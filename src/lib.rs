@@ -12,6 +12,10 @@ pub use middleware::{
     Global, HeaderKey, HttpReject, KeyExtractor, MissingKey, OnError, OnMissingKey, PeerIp, RateLimit, RateLimitLayer,
     Reject, Rejection, ResponseFuture,
 };
+#[cfg(feature = "metrics")]
+pub use store::MetricsObserver;
+#[cfg(feature = "tracing")]
+pub use store::TracingObserver;
 pub use store::{
     Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, Observer, RedisStore,
     RedisStoreBuilder, Share, Store,

@@ -6,12 +6,13 @@ use std::task::{Context, Poll, ready};
 
 use http::{Request, Response};
 use pin_project_lite::pin_project;
+use tokio::time::Instant;
 use tower_service::Service;
 
 use super::layer::{Config, OnError, OnMissingKey};
 use super::{MissingKey, Reject, Rejection};
 use crate::limit::Decision;
-use crate::store::{Error, Store};
+use crate::store::{Error, Store, instant};
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
@@ -34,6 +35,8 @@ pin_project! {
             decision: D,
             // The ready service and what it is to be called with, until the decision is there.
             call: Option<(T, Request<ReqBody>)>,
+            // When it was asked for, if anybody is told.
+            since: Option<Instant>,
         },
         WithoutKey {
             missing: MissingKey,
@@ -58,7 +61,8 @@ where
         request: Request<ReqBody>,
         decision: S::Future,
     ) -> Self {
-        Self { config, state: State::Deciding { decision, call: Some((inner, request)) } }
+        let since = config.observer.as_ref().map(|_| instant());
+        Self { config, state: State::Deciding { decision, call: Some((inner, request)), since } }
     }
 
     pub(super) fn without_key(
@@ -90,7 +94,11 @@ where
         let config = &**this.config;
         loop {
             let (decision, call) = match this.state.as_mut().project() {
-                StateProj::Deciding { decision, call } => (ready!(decision.poll(cx)), call.take()),
+                StateProj::Deciding { decision, call, since } => {
+                    let decision = ready!(decision.poll(cx));
+                    config.tell(&decision, *since);
+                    (decision, call.take())
+                }
                 StateProj::WithoutKey { missing } => {
                     return Poll::Ready(Ok(config.reject.reject(Rejection::MissingKey(missing))));
                 }
@@ -126,6 +134,15 @@ where
 }
 
 impl<S, K, R> Config<S, K, R> {
+    fn tell(&self, decision: &Result<Decision, Error>, since: Option<Instant>) {
+        if let (Some(observer), Some(since)) = (&self.observer, since) {
+            match decision {
+                Ok(decision) => observer.0.decided(decision, instant() - since),
+                Err(error) => observer.0.failed(error),
+            }
+        }
+    }
+
     fn unavailable<B>(&self, error: &Error) -> Response<B>
     where
         R: Reject<B>,

@@ -7,6 +7,7 @@ use tower_layer::Layer;
 use super::headers::FieldsOf;
 use super::{HttpReject, RateLimit};
 use crate::limit::Policies;
+use crate::store::{Observer, Observers};
 
 /// Limits the rate of requests to the services that it wraps.
 ///
@@ -25,6 +26,7 @@ pub(super) struct Config<S, K, R> {
     pub(super) on_error: OnError,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) fields: Option<FieldsOf>,
+    pub(super) observer: Option<Observers>,
 }
 
 /// What a request costs.
@@ -65,6 +67,7 @@ impl<S, K> RateLimitLayer<S, K> {
                 cost: None,
                 on_error: OnError::default(),
                 on_missing_key: OnMissingKey::default(),
+                observer: None,
             }),
         }
     }
@@ -80,9 +83,9 @@ where
     /// `|rejection: Rejection<'_>| -> Response<Body> { .. }`. Defaults to [`HttpReject`].
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
-        let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields } =
+        let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields, observer } =
             self.into_config();
-        let config = Config { store, extractor, policies, reject, cost, on_error, on_missing_key, fields };
+        let config = Config { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer };
         RateLimitLayer { config: Arc::new(config) }
     }
 
@@ -110,6 +113,12 @@ where
         self.with(|config| config.fields = headers.then(|| FieldsOf::new(&config.policies)))
     }
 
+    /// Sets who is told of every decision, and of what no store could decide. Defaults to nobody.
+    #[must_use]
+    pub fn observer(self, observer: impl Observer) -> Self {
+        self.with(|config| config.observer = Some(Observers(Arc::new(observer))))
+    }
+
     fn with(self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
         let mut config = self.into_config();
         change(&mut config);
@@ -131,7 +140,7 @@ impl<T, S, K, R> Layer<T> for RateLimitLayer<S, K, R> {
 
 impl<S: Clone, K: Clone, R: Clone> Clone for Config<S, K, R> {
     fn clone(&self) -> Self {
-        let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields } = self;
+        let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer } = self;
         Self {
             store: store.clone(),
             extractor: extractor.clone(),
@@ -141,6 +150,7 @@ impl<S: Clone, K: Clone, R: Clone> Clone for Config<S, K, R> {
             on_error: *on_error,
             on_missing_key: *on_missing_key,
             fields: fields.clone(),
+            observer: observer.clone(),
         }
     }
 }

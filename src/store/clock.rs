@@ -25,6 +25,6 @@ impl Clock {
 
 /// Now, by tokio's clock.
 #[allow(clippy::disallowed_methods, reason = "the stores read the time here")]
-pub(super) fn instant() -> Instant {
+pub(crate) fn instant() -> Instant {
     Instant::now()
 }

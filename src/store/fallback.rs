@@ -108,7 +108,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
             deadline: Self::DEFAULT_DEADLINE,
             failures: Self::DEFAULT_FAILURES,
             share: Share::fixed(1),
-            observer: Observers(Arc::new(())),
+            observer: Observers::default(),
         };
         Self::build(primary, fallback, settings)
     }

@@ -20,7 +20,14 @@ pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
 pub use limiter::Limiter;
 pub use local::LocalStore;
+#[cfg(feature = "metrics")]
+pub use observer::MetricsObserver;
 pub use observer::Observer;
+#[cfg(feature = "tracing")]
+pub use observer::TracingObserver;
+
+pub(crate) use clock::instant;
+pub(crate) use observer::Observers;
 
 use crate::limit::{Check, Decision, Key};
 

@@ -6,6 +6,7 @@ mod api;
 mod compose;
 mod cost;
 mod fields;
+mod observe;
 mod policies;
 mod reject;
 mod service;

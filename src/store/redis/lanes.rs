@@ -22,13 +22,14 @@ use super::pool::{Failures, Manager};
 use super::script::{self, Batch, Reply};
 use crate::limit::{Check, Decision, Source};
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind};
+use crate::store::{Error, ErrorKind, Observers};
 
 pub(super) struct Lanes {
     pub(super) pool: bb8::Pool<Manager>,
     pub(super) failures: Failures,
     pub(super) prefix: Box<str>,
     pub(super) limits: Limits,
+    pub(super) observer: Option<Observers>,
     /// A test's own time; 0 for Redis's.
     pub(super) now: Arc<AtomicI64>,
     pub(super) queue: Mutex<Queue>,
@@ -153,7 +154,7 @@ impl Lane {
     /// Moves what waits into an empty batch, up to its bound. `false` if nothing waits: the lane ends.
     fn take(&mut self, jobs: &mut Vec<Job>, batch: &mut Batch) -> bool {
         batch.clear();
-        {
+        let waiting = {
             let mut queue = self.lanes.queue();
             if queue.jobs.is_empty() {
                 // Under the same lock, or a check that comes now would rely on a lane that has ended.
@@ -163,7 +164,8 @@ impl Lane {
             }
             let count = queue.jobs.len().min(self.lanes.limits.batch);
             jobs.extend(queue.jobs.drain(..count));
-        }
+            queue.jobs.len()
+        };
         let now = instant();
         jobs.retain_mut(|job| !job.answer.is_closed());
         let late = |job: &Job| now.duration_since(job.since) > self.lanes.limits.timeout;
@@ -172,6 +174,11 @@ impl Lane {
         }
         for job in jobs.iter() {
             batch.push(&self.lanes.prefix, &job.check);
+        }
+        if let Some(observer) = &self.lanes.observer
+            && !jobs.is_empty()
+        {
+            observer.0.sends(jobs.len(), waiting);
         }
         true
     }

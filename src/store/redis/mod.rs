@@ -19,7 +19,7 @@ pub use lanes::Answer;
 
 use self::lanes::{Lanes, Limits};
 use self::pool::{Failures, Manager};
-use super::{Error, ErrorKind, Store};
+use super::{Error, ErrorKind, Observer, Observers, Store};
 use crate::limit::{Check, ConfigError, is_name};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
@@ -89,6 +89,7 @@ impl RedisStore {
             timeout: Duration::from_millis(250),
             queue: 10_000,
             batch: 128,
+            observer: None,
             now: Arc::default(),
         }
     }
@@ -112,6 +113,7 @@ pub struct RedisStoreBuilder {
     timeout: Duration,
     queue: usize,
     batch: usize,
+    observer: Option<Observers>,
     /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
     now: Arc<AtomicI64>,
 }
@@ -148,6 +150,12 @@ impl RedisStoreBuilder {
     /// 2 us a check. Defaults to 128.
     pub fn batch(mut self, checks: NonZeroUsize) -> Self {
         self.batch = checks.get();
+        self
+    }
+
+    /// Sets who is told of the calls that are sent. Defaults to nobody.
+    pub fn observer(mut self, observer: impl Observer) -> Self {
+        self.observer = Some(Observers(Arc::new(observer)));
         self
     }
 
@@ -193,6 +201,7 @@ impl RedisStoreBuilder {
                 failures,
                 prefix: self.prefix.into_boxed_str(),
                 limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
+                observer: self.observer,
                 now: self.now,
                 queue: Default::default(),
             }),

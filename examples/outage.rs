@@ -1,0 +1,133 @@
+//! `cargo run --example outage`
+//!
+//! Four instances of a small service share one limit. Redis is killed after 5 seconds and started again, empty, after 10:
+//! second by second, what was granted by whom, and the longest that a decision took. It needs `redis-server` on the PATH.
+
+use std::error::Error;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use http::{Request, Response};
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::{
+    Decision, Fallback, Global, LocalStore, Observer, Policy, Quota, RateLimitLayer, RedisStore, Share, Source,
+    Strategy,
+};
+
+const INSTANCES: u32 = 4;
+const QUOTA: Quota = Quota::per_second(200);
+const SECONDS: u64 = 15;
+
+/// What the instances were answered within a second.
+#[derive(Default)]
+struct Second {
+    redis: AtomicU64,
+    local: AtomicU64,
+    denied: AtomicU64,
+    failed: AtomicU64,
+    longest: AtomicU64,
+}
+
+impl Observer for Second {
+    fn decided(&self, decision: &Decision, took: Duration) {
+        let count = match (decision.is_allowed(), decision.source()) {
+            (false, _) => &self.denied,
+            (true, Source::Redis) => &self.redis,
+            (true, _) => &self.local,
+        };
+        count.fetch_add(1, Relaxed);
+        self.longest.fetch_max(took.as_micros() as u64, Relaxed);
+    }
+
+    fn failed(&self, _: &tower_redis_ratelimit::Error) {
+        self.failed.fetch_add(1, Relaxed);
+    }
+}
+
+/// Says when one instance is cut off, and when it is back.
+struct Log(u32);
+
+impl Observer for Log {
+    fn degraded(&self, error: &tower_redis_ratelimit::Error) {
+        println!("        instance {} decides by itself: {error}", self.0);
+    }
+
+    fn recovered(&self, after: Duration) {
+        println!("        instance {} counts in Redis again, after {after:.1?}", self.0);
+    }
+
+    fn settled(&self, charged: u64, dropped: u64) {
+        println!("        instance {} settled {charged}, dropped {dropped}", self.0);
+    }
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let mut redis = start_redis(port)?;
+    let second = Arc::new(Second::default());
+    for i in 1..=INSTANCES {
+        let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{port}/"))?;
+        let store = Fallback::new(store, LocalStore::default()).share(Share::fixed(INSTANCES)).observer(Log(i));
+        let policy = Policy::new("example", Strategy::Gcra, QUOTA)?;
+        let layer = RateLimitLayer::new(store, Global, policy).observer(Arc::clone(&second));
+        let service = layer
+            .layer(service_fn(async |_: Request<()>| Ok::<_, std::convert::Infallible>(Response::new(String::new()))));
+        for _ in 0..16 {
+            tokio::spawn(clients(service.clone()));
+        }
+    }
+
+    println!("{QUOTA}, {INSTANCES} instances of 16 clients each\n");
+    println!("second  by Redis  locally  denied  failed  longest");
+    for i in 1..=SECONDS {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let take = |count: &AtomicU64| count.swap(0, Relaxed);
+        println!(
+            "{i:>6}  {:>8}  {:>7}  {:>6}  {:>6}  {:>4} ms",
+            take(&second.redis),
+            take(&second.local),
+            take(&second.denied),
+            take(&second.failed),
+            take(&second.longest).div_ceil(1000),
+        );
+        match i {
+            5 => {
+                println!("        Redis is killed");
+                redis.kill()?;
+                redis.wait()?;
+            }
+            10 => {
+                println!("        Redis is started again, empty");
+                redis = start_redis(port)?;
+            }
+            _ => {}
+        }
+    }
+    redis.kill()?;
+    redis.wait()?;
+    Ok(())
+}
+
+/// Asks a hundred times a second, come what may.
+async fn clients<S>(mut service: S)
+where
+    S: Service<Request<()>>,
+{
+    loop {
+        if let Ok(service) = service.ready().await {
+            let _ = service.call(Request::new(())).await;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+fn start_redis(port: u16) -> std::io::Result<Child> {
+    Command::new("redis-server")
+        .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", ""])
+        .stdout(Stdio::null())
+        .spawn()
+}

@@ -1,0 +1,63 @@
+use std::time::Duration;
+
+use metrics::{counter, gauge, histogram};
+
+use super::Observer;
+use crate::limit::{Decision, Outcome, Source};
+use crate::store::Error;
+
+/// Tells the recorder of the `metrics` crate.
+///
+/// | metric | kind | labels |
+/// |---|---|---|
+/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` (`allowed`, `denied`, `never_fits`), `source` (`redis`, `local`) |
+/// | `ratelimit_check_seconds` | histogram | |
+/// | `ratelimit_failures_total` | counter | `kind` |
+/// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
+/// | `ratelimit_outage_seconds` | histogram | |
+/// | `ratelimit_settled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
+/// | `ratelimit_batch_checks` | histogram | |
+/// | `ratelimit_queue_checks` | gauge | |
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MetricsObserver;
+
+impl Observer for MetricsObserver {
+    fn decided(&self, decision: &Decision, took: Duration) {
+        let outcome = match decision.outcome() {
+            Outcome::Allowed => "allowed",
+            Outcome::Denied { .. } => "denied",
+            Outcome::NeverFits => "never_fits",
+        };
+        let source = match decision.source() {
+            Source::Redis => "redis",
+            Source::Local => "local",
+        };
+        let policy = decision.policy().name().to_owned();
+        counter!("ratelimit_decisions_total", "policy" => policy, "outcome" => outcome, "source" => source)
+            .increment(1);
+        histogram!("ratelimit_check_seconds").record(took);
+    }
+
+    fn failed(&self, error: &Error) {
+        counter!("ratelimit_failures_total", "kind" => format!("{:?}", error.kind())).increment(1);
+    }
+
+    fn degraded(&self, _: &Error) {
+        gauge!("ratelimit_degraded").set(1);
+    }
+
+    fn recovered(&self, after: Duration) {
+        gauge!("ratelimit_degraded").set(0);
+        histogram!("ratelimit_outage_seconds").record(after);
+    }
+
+    fn settled(&self, charged: u64, dropped: u64) {
+        counter!("ratelimit_settled_total").increment(charged);
+        counter!("ratelimit_dropped_total").increment(dropped);
+    }
+
+    fn sends(&self, checks: usize, waiting: usize) {
+        histogram!("ratelimit_batch_checks").record(checks as f64);
+        gauge!("ratelimit_queue_checks").set(waiting as f64);
+    }
+}
