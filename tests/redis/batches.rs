@@ -211,7 +211,8 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
                     bytes.extend(&end.to_le_bytes()[..7]);
                     bytes.extend(&i64::to_le_bytes(count)[..5]);
                 }
-                add("SET", &[&bytes], true);
+                // Once the newest cell has left, none counts.
+                add("SET", &[&bytes], ends.last() != Some(&old));
             }
         }
     }
