@@ -4,7 +4,7 @@
 //! second by second, what was granted by whom, and the longest that a decision took. It needs `redis-server` on the PATH.
 
 use std::error::Error;
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -125,9 +125,14 @@ where
     }
 }
 
+/// Starts Redis, and waits until it takes connections.
 fn start_redis(port: u16) -> std::io::Result<Child> {
-    Command::new("redis-server")
+    let redis = Command::new("redis-server")
         .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", ""])
         .stdout(Stdio::null())
-        .spawn()
+        .spawn()?;
+    while TcpStream::connect(("127.0.0.1", port)).is_err() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(redis)
 }
