@@ -1,13 +1,14 @@
 -- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
 --
--- KEYS   for each check, in their order: where its answer is remembered, if its plan says so; one key per policy.
+-- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
 -- ARGV   whole numbers:
 --          now             0 for Redis's own time; otherwise microseconds since the Unix epoch, for tests
 --          n, n policies   each: strategy, and four numbers for its `policy` function
 --          n, n plans      what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), m, m policies by their place above
---          runs            to the end; each: a plan by its place above, and how many checks in a row follow it
--- Reply  whole numbers; for each check and each of its policies four:
+--          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
+--                          times each of these is asked: checks of one caller that ask the same share an entry
+-- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
 --          granted         what was charged or given back; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now
 --          wait            0 if this policy let it pass; microseconds until it would; -1 for never
@@ -67,16 +68,16 @@ for i = 1, argument() do
   plans[i] = plan
 end
 
--- What a policy would grant, if all let the check pass.
+-- What a policy would grant, if all let the check pass; what it has to give back, or to forget.
 local function grants(mode, cost, room, capacity)
   if mode == TAKE then
     return cost
   elseif mode == UP_TO then
-    return min(cost, room)
+    return max(0, min(cost, room))
   elseif mode == PEEK then
     return 0
   elseif mode == CHARGE then
-    return min(cost, room + capacity)
+    return max(0, min(cost, room + capacity))
   elseif mode == GIVE_BACK then
     return min(cost, capacity - room)
   end
@@ -98,54 +99,94 @@ local function problem(err)
   return -1
 end
 
--- The states of one check, each of up to three values; whether they must be saved; and the room in each.
-local a, b, c, dirty, rooms = {}, {}, {}, {}, {}
+-- The states of one entry, each of up to three values; whether they must be saved; the room in each; in how long each is
+-- fresh; what was granted of each.
+local a, b, c, dirty, rooms, resets, totals = {}, {}, {}, {}, {}, {}, {}
 local reply, replied, key_at = {}, 0, 0
 
-local function check(plan)
+-- Asks once, of the states as they are. Returns the most that a policy grants.
+local function ask(plan)
   local mode, cost, count = plan.mode, plan.cost, #plan.policies
-  local granted, pass = math.huge, true
+  local granted = math.huge
   for i = 1, count do
-    local policy = plan.policies[i]
-    local strategy = policy.strategy
-    a[i], b[i], c[i], dirty[i] = strategy.load(policy, KEYS[key_at + i], now)
-    local room = strategy.room(policy, now, a[i], b[i], c[i])
-    rooms[i] = room
-    pass = pass and room >= plan.needs[i]
-    granted = min(granted, grants(mode, cost, room, policy.capacity))
+    if rooms[i] < plan.needs[i] then
+      granted = 0
+      break
+    end
+    granted = min(granted, grants(mode, cost, rooms[i], plan.policies[i].capacity))
   end
-  granted = pass and max(0, granted) or 0
-  local charged = mode == GIVE_BACK and -granted or granted
 
+  local most = 0
   for i = 1, count do
-    local policy, key = plan.policies[i], KEYS[key_at + i]
-    local strategy, room, wait, reset, err = policy.strategy, rooms[i], 0, 0, nil
-    if room < plan.needs[i] then
+    local policy, key, wait = plan.policies[i], KEYS[key_at + i], 0
+    local strategy = policy.strategy
+    if rooms[i] < plan.needs[i] then
       wait = -1
       if plan.needs[i] <= policy.capacity then
         wait = strategy.wait(policy, key, now, plan.needs[i], a[i], b[i], c[i])
       end
     end
-    if mode == RESET and granted > 0 then
-      err = failure(pcall('DEL', key))
-      room = policy.capacity
+    if mode >= GIVE_BACK then
+      -- Each what it has.
+      granted = grants(mode, cost, rooms[i], policy.capacity)
+    end
+    if mode == RESET then
+      rooms[i], resets[i] = policy.capacity, 0
     else
       if granted > 0 then
+        local charged = mode == GIVE_BACK and -granted or granted
         a[i], b[i], c[i] = strategy.charge(policy, key, now, charged, a[i], b[i], c[i])
-        room = strategy.room(policy, now, a[i], b[i], c[i])
+        rooms[i] = strategy.room(policy, now, a[i], b[i], c[i])
       end
-      reset = strategy.reset(policy, now, a[i], b[i], c[i])
-      if granted > 0 or dirty[i] and mode ~= PEEK then
-        err = strategy.save(policy, key, now, now + reset + keep, charged, a[i], b[i], c[i])
-      end
+      resets[i] = strategy.reset(policy, now, a[i], b[i], c[i])
     end
-    reply[replied + 1] = err and problem(err) or granted
-    reply[replied + 2] = max(0, room)
-    reply[replied + 3] = wait
-    reply[replied + 4] = reset
+    totals[i], most = totals[i] + granted, max(most, granted)
+    reply[replied + 1], reply[replied + 2] = granted, max(0, rooms[i])
+    reply[replied + 3], reply[replied + 4] = wait, resets[i]
     replied = replied + 4
   end
+  return most
+end
+
+-- Saves what was granted in all. Returns an error, or nothing.
+local function save(plan, i)
+  local mode, policy, key = plan.mode, plan.policies[i], KEYS[key_at + i]
+  if mode == RESET then
+    return failure(pcall('DEL', key))
+  elseif totals[i] > 0 or dirty[i] and mode ~= PEEK then
+    local charged = mode == GIVE_BACK and -totals[i] or totals[i]
+    return policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
+  end
+end
+
+-- Decides one entry. Returns the most that a policy granted the last time.
+local function check(plan, times)
+  local count, granted, from = #plan.policies, 0, replied
+  for i = 1, count do
+    local policy = plan.policies[i]
+    a[i], b[i], c[i], dirty[i] = policy.strategy.load(policy, KEYS[key_at + i], now)
+    rooms[i] = policy.strategy.room(policy, now, a[i], b[i], c[i])
+    totals[i] = 0
+  end
+  for time = 1, times do
+    granted = ask(plan)
+    if granted == 0 then
+      -- All that follow are answered alike.
+      for _ = 1, (times - time) * count * 4 do
+        reply[replied + 1] = reply[replied + 1 - count * 4]
+        replied = replied + 1
+      end
+      break
+    end
+  end
+  for i = 1, count do
+    local err = save(plan, i)
+    for at_granted = from + 4 * i - 3, err and replied or 0, 4 * count do
+      reply[at_granted] = problem(err)
+    end
+  end
   key_at = key_at + count
+  return granted
 end
 
 local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
@@ -165,15 +206,14 @@ local function repeat_answer(key, count)
   return true
 end
 
--- Decides a check with an id, and remembers what was charged.
+-- Decides a check with an id, which is asked once, and remembers what was charged.
 local function check_once(plan)
   local key, from = KEYS[key_at + 1], replied
   key_at = key_at + 1
   if repeat_answer(key, #plan.policies) then
     return
   end
-  check(plan)
-  if reply[from + 1] > 0 then
+  if check(plan, 1) > 0 then
     local answer = ''
     for i = from + 1, replied, 4 do
       answer = answer .. pack(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
@@ -184,10 +224,10 @@ end
 
 local last = #ARGV
 while at < last do
-  local plan = plans[argument()]
+  local plan, entries, times = plans[argument()], argument(), argument()
   local decide = plan.remember > 0 and check_once or check
-  for _ = 1, argument() do
-    decide(plan)
+  for _ = 1, entries do
+    decide(plan, times)
   end
 end
 return reply

@@ -64,15 +64,18 @@ function sliding_log.room(policy, now, sum)
 end
 
 function sliding_log.wait(policy, key, now, cost, sum, head)
-  local wait = policy.period
+  local over, wait = sum + cost - policy.capacity, policy.period
   if head > 0 then
-    local over = sum + cost - policy.capacity
     walk(key, call('LRANGE', key, head, head + 1), 1, head, function(charge, time)
       over = over - charge
       -- A list that is not ours may hold any number.
       wait = max(1, min(time, now) + policy.period - now)
       return over <= 0
     end)
+  end
+  if over > 0 then
+    -- What must leave is not in the list yet: it is charged by this same entry.
+    return policy.period
   end
   return wait
 end

@@ -66,7 +66,7 @@ impl Check {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Gives `cost` back, at most what is charged; [`Decision::granted`] tells how much that was.
+    /// Gives `cost` back, to each policy at most what is charged there; [`Decision::granted`] tells the most that was.
     pub fn give_back(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::GiveBack, cost)
     }
@@ -126,19 +126,18 @@ impl Check {
     /// States change only if something is charged, given back or forgotten, or if they had to be clamped.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let cost = i64::from(self.cost);
-        let (mut granted, mut pass) = (i64::MAX, true);
+        let mut granted = i64::MAX;
         let mut loaded = SmallVec::<[(Loaded, bool, i64); 2]>::new();
         for (state, policy) in states.iter().zip(self.policies.iter()) {
             let terms = policy.terms();
             let (at, dirty) = state.load(terms, now);
             let room = state.room(terms, now, at);
             loaded.push((at, dirty, room));
-            pass &= room >= self.mode.needs(cost, terms.capacity);
-            granted = granted.min(self.mode.grants(cost, room, terms.capacity));
+            let passes = room >= self.mode.needs(cost, terms.capacity);
+            granted = granted.min(if passes { self.mode.grants(cost, room, terms.capacity) } else { 0 });
         }
-        let granted = if pass { granted.max(0) } else { 0 };
-        let charged = if self.mode == Mode::GiveBack { -granted } else { granted };
 
+        let mut most = 0;
         let each = states.iter_mut().zip(self.policies.iter()).zip(loaded);
         let each = each.map(|((state, policy), (mut at, dirty, mut room))| {
             let terms = policy.terms();
@@ -150,10 +149,17 @@ impl Check {
             } else {
                 state.wait(terms, now, needs, at)
             };
-            if self.mode == Mode::Reset && granted > 0 {
+            let granted = match self.mode {
+                // Each what it has.
+                Mode::GiveBack | Mode::Reset => self.mode.grants(cost, room, terms.capacity),
+                _ => granted,
+            };
+            most = most.max(granted);
+            if self.mode == Mode::Reset {
                 *state = State::fresh(policy.strategy());
                 return Verdict { remaining: terms.capacity, wait, reset: 0 };
             }
+            let charged = if self.mode == Mode::GiveBack { -granted } else { granted };
             if granted > 0 {
                 at = state.charge(terms, now, charged, at);
                 room = state.room(terms, now, at);
@@ -164,7 +170,7 @@ impl Check {
             }
             Verdict { remaining: room.max(0), wait, reset }
         });
-        Verdicts { each: each.collect(), granted }
+        Verdicts { each: each.collect(), granted: most }
     }
 
     /// The decision that answers this check.
@@ -185,13 +191,13 @@ impl Mode {
         }
     }
 
-    /// What a policy would grant, if all let the check pass.
+    /// What a policy would grant, if all let the check pass; what it has to give back, or to forget.
     fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
         match self {
             Self::Take => cost,
-            Self::UpTo => cost.min(room),
+            Self::UpTo => cost.min(room).max(0),
             Self::Peek => 0,
-            Self::Charge => cost.min(room + capacity),
+            Self::Charge => cost.min(room + capacity).max(0),
             Self::GiveBack => cost.min(capacity - room),
             Self::Reset => capacity - room,
         }

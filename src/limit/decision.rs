@@ -40,6 +40,10 @@ pub enum Outcome {
 pub enum Source {
     /// In Redis, on the count that all instances share.
     Redis,
+    /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could make it
+    /// untrue before its `retry_after`. What another instance gives back or resets stays unseen for that long. A check of
+    /// a larger cost than was denied is told the wait of the smaller one.
+    Cached,
     /// In this process, on a count of its own.
     Local,
 }
@@ -161,6 +165,23 @@ impl Decision {
             outcome: self.verdicts.each[decider].outcome(),
             ..self.clone()
         })
+    }
+
+    /// Whether it was made under just these policies.
+    pub(crate) fn is_under(&self, policies: &Policies) -> bool {
+        self.policies.is(policies) || self.policies == *policies
+    }
+
+    /// The same denial so many microseconds later.
+    pub(crate) fn remembered(&self, elapsed: i64) -> Self {
+        let mut verdicts = self.verdicts.clone();
+        for verdict in &mut verdicts.each {
+            if verdict.wait > 0 {
+                verdict.wait = (verdict.wait - elapsed).max(1);
+            }
+            verdict.reset = (verdict.reset - elapsed).max(0);
+        }
+        Self::new(self.policies.clone(), verdicts, Source::Cached)
     }
 
     /// Each policy with what remains of it, and in how many microseconds all of it will.

@@ -1,12 +1,12 @@
 use std::future::{Ready, ready};
-use std::hash::{BuildHasher, Hash, RandomState};
+use std::hash::{BuildHasher, RandomState};
 use std::mem;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use indexmap::IndexMap;
 use smallvec::SmallVec;
 
+use super::bounded::{Bounded, Slot};
 use super::clock::Clock;
 use super::{Error, Store};
 use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, State, Verdicts};
@@ -70,22 +70,6 @@ impl Entry {
     }
 }
 
-/// A map of so many entries at most, each of which lapses at its time.
-#[derive(Debug)]
-struct Bounded<K, V> {
-    slots: IndexMap<K, Slot<V>>,
-    most: usize,
-    /// Where the search for what can go stands.
-    hand: usize,
-}
-
-#[derive(Debug)]
-struct Slot<V> {
-    value: V,
-    /// When it says nothing any more, in microseconds.
-    lapses: i64,
-}
-
 impl LocalStore {
     /// How many keys the default store holds.
     pub const DEFAULT_KEYS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(99_999);
@@ -103,7 +87,7 @@ impl LocalStore {
 
     /// How many keys it holds now.
     pub fn len(&self) -> usize {
-        self.shared.shards.iter().map(|shard| lock(shard).states.slots.len()).sum()
+        self.shared.shards.iter().map(|shard| lock(shard).states.len()).sum()
     }
 
     /// Whether it holds no key.
@@ -155,7 +139,7 @@ impl Shard {
             .iter()
             .map(|policy| {
                 let fresh = State::fresh(policy.strategy());
-                match self.states.slots.get_mut(&id(policy.id())) {
+                match self.states.get_mut(&id(policy.id())) {
                     Some(slot) => mem::replace(&mut slot.value, Entry::Counted(fresh)).resume(policy, now),
                     None => fresh,
                 }
@@ -178,7 +162,7 @@ impl Shard {
     /// Answers as a check of the same id was answered, if there was one.
     fn decide_once(&mut self, check: &Check, id: Key, now: i64) -> Verdicts {
         let id = (*check.key(), id);
-        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.slots.get(&id)
+        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.get(&id)
             && *lapses > now
             && policies.count_alike(check.policies())
         {
@@ -190,50 +174,6 @@ impl Shard {
             self.answers.put(id, answer, now + check.policies().longest_period(), now);
         }
         verdicts
-    }
-}
-
-impl<K: Hash + Eq, V> Bounded<K, V> {
-    fn new(most: usize) -> Self {
-        Self { slots: IndexMap::new(), most, hand: 0 }
-    }
-
-    fn put(&mut self, key: K, value: V, lapses: i64, now: i64) {
-        let slot = Slot { value, lapses };
-        if lapses <= now {
-            self.slots.swap_remove(&key);
-        } else if let Some(held) = self.slots.get_mut(&key) {
-            *held = slot;
-        } else {
-            self.make_room(now);
-            self.slots.insert(key, slot);
-        }
-    }
-
-    /// Drops some of what says nothing any more, and when full always something: of a few slots the one that would
-    /// have gone first.
-    ///
-    /// Two looks for every new key find all that has lapsed before as many new keys have come as there are old ones.
-    fn make_room(&mut self, now: i64) {
-        let full = self.slots.len() >= self.most;
-        let mut first: Option<(i64, usize)> = None;
-        for _ in 0..if full { 8 } else { 2 } {
-            if self.hand >= self.slots.len() {
-                self.hand = 0;
-            }
-            let Some((_, slot)) = self.slots.get_index(self.hand) else { return };
-            if slot.lapses <= now {
-                self.slots.swap_remove_index(self.hand);
-                return;
-            }
-            if first.is_none_or(|(lapses, _)| slot.lapses < lapses) {
-                first = Some((slot.lapses, self.hand));
-            }
-            self.hand += 1;
-        }
-        if let (true, Some((_, index))) = (full, first) {
-            self.slots.swap_remove_index(index);
-        }
     }
 }
 

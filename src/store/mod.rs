@@ -3,6 +3,7 @@
 //! [`RedisStore`] keeps one count for all instances, [`LocalStore`] one for this process, and [`Fallback`] is a store
 //! made of two: the second answers while the first cannot.
 
+mod bounded;
 mod breaker;
 mod clock;
 mod error;

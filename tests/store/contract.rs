@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{
-    Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, RedisStore, Source, Store, Strategy,
+    Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, Policy, RedisStore, Source, Store, Strategy,
 };
 
 use crate::support::{RedisServer, STRATEGIES, policy};
@@ -38,6 +38,7 @@ async fn keeps_the_contract(store: impl Store, source: Source) {
         caller.goes_into_bounded_debt().await;
         caller.gives_back().await;
         caller.forgets_one_caller().await;
+        caller.gives_back_to_each_policy().await;
         caller.shares_its_counts_with_clones().await;
         caller.is_atomic().await;
         caller.charges_an_id_once().await;
@@ -131,6 +132,21 @@ impl<S: Store> Caller<'_, S> {
         assert_eq!((reset.granted(), reset.remaining(), reset.reset_after()), (5, 10, Duration::ZERO));
         assert_eq!(self.ask("reset", Check::peek, 1).await.remaining(), 10);
         assert_eq!(self.ask("bystander", Check::peek, 1).await.remaining(), 5);
+    }
+
+    /// Each policy gives back and forgets what it has, whatever the others have.
+    async fn gives_back_to_each_policy(&self) {
+        let other = Policy::new("other", Strategy::Gcra, "20/100d".parse().unwrap()).unwrap();
+        let both = Policies::new([self.policies[0].clone(), other.clone()]).unwrap();
+        let left = async |check: Check| -> Vec<u32> {
+            self.store.check(check).await.unwrap().each().map(|each| each.remaining()).collect()
+        };
+        let key = self.key("each");
+        self.store.check(Check::take(key, &other.into(), 8)).await.unwrap();
+        assert_eq!(left(Check::take(key, &both, 2)).await, [8, 10]);
+        assert_eq!(left(Check::give_back(key, &both, 5)).await, [10, 15], "{:?}", self.strategy);
+        assert_eq!(left(Check::reset(key, &both)).await, [10, 20], "{:?}", self.strategy);
+        assert_eq!(left(Check::peek(key, &both, 1)).await, [10, 20], "{:?}", self.strategy);
     }
 
     async fn shares_its_counts_with_clones(&self) {

@@ -10,7 +10,7 @@ use crate::store::Error;
 ///
 /// | metric | kind | labels |
 /// |---|---|---|
-/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` (`allowed`, `denied`, `never_fits`), `source` (`redis`, `local`) |
+/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` (`allowed`, `denied`, `never_fits`), `source` (`redis`, `cached`, `local`) |
 /// | `ratelimit_check_seconds` | histogram | |
 /// | `ratelimit_failures_total` | counter | `kind` |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
@@ -30,6 +30,7 @@ impl Observer for MetricsObserver {
         };
         let source = match decision.source() {
             Source::Redis => "redis",
+            Source::Cached => "cached",
             Source::Local => "local",
         };
         let policy = decision.policy().name().to_owned();

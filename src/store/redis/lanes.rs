@@ -18,9 +18,10 @@ use tokio::runtime::Handle;
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, timeout};
 
+use super::denials::Denials;
 use super::pool::{Failures, Manager};
-use super::script::{self, Batch, Reply};
-use crate::limit::{Check, Decision, Source};
+use super::script::{self, Batch};
+use crate::limit::{Check, Decision, Source, Verdicts};
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind, Observers};
 
@@ -29,6 +30,7 @@ pub(super) struct Lanes {
     pub(super) failures: Failures,
     pub(super) prefix: Box<str>,
     pub(super) limits: Limits,
+    pub(super) denials: Denials,
     pub(super) observer: Option<Observers>,
     /// A test's own time; 0 for Redis's.
     pub(super) now: Arc<AtomicI64>,
@@ -61,12 +63,15 @@ struct Job {
 impl Lanes {
     /// Puts a check into the queue, and starts a lane if another may run.
     pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> Answer {
+        if let Some(decision) = self.denials.answer(&check) {
+            return Answer::ready(Ok(decision));
+        }
         let (answer, receiver) = oneshot::channel();
         let job = Job { check, since: instant(), answer };
         let start = {
             let mut queue = self.queue();
             if queue.jobs.len() >= self.limits.queue {
-                return Answer(Err(Some(Error::new(ErrorKind::QueueFull))));
+                return Answer::ready(Err(Error::new(ErrorKind::QueueFull)));
             }
             queue.jobs.push_back(job);
             let start = queue.lanes < self.limits.lanes;
@@ -78,18 +83,19 @@ impl Lanes {
             match Handle::try_current() {
                 Ok(runtime) => drop(runtime.spawn(lane.run())),
                 // Dropping the lane takes it off the count; the job stays for nobody, since we drop its receiver.
-                Err(_) => return Answer(Err(Some(Error::new(ErrorKind::NoRuntime)))),
+                Err(_) => return Answer::ready(Err(Error::new(ErrorKind::NoRuntime))),
             }
         }
-        Answer(Ok(receiver))
+        Answer { state: AnswerState::Waiting(receiver) }
     }
 
     /// Calls the script with no check at all: everything that a check needs of Redis but the writing.
     pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
         self.queue().lanes += 1;
         let mut lane = Lane::new(self);
-        let value = lane.call(&Batch::default()).await?;
-        Reply::new(value, std::iter::empty()).map(drop)
+        let batch = Batch::default();
+        let reply = lane.call(&batch).await?;
+        batch.read(reply).map(drop)
     }
 
     /// Says that the instance of this name is alive for so long. How many are.
@@ -104,6 +110,16 @@ impl Lanes {
             connection.invoke(&call).await.map_err(super::error)
         };
         timeout(self.limits.timeout, call).await.map_err(|_| Error::new(ErrorKind::Timeout))?
+    }
+
+    /// The decision that Redis made on a call that was sent at this time.
+    fn decision(&self, check: Check, verdicts: Verdicts, sent: i64) -> Decision {
+        if !self.denials.learns(&check, &verdicts) {
+            return check.answer(verdicts, Source::Redis);
+        }
+        let decision = check.clone().answer(verdicts, Source::Redis);
+        self.denials.learn(&check, &decision, sent);
+        decision
     }
 
     /// Nothing under the lock panics; if it ever did, the queue would still be whole.
@@ -132,12 +148,12 @@ impl Lane {
             if jobs.is_empty() {
                 continue;
             }
-            match self.call(&batch).await.and_then(|reply| Reply::new(reply, jobs.iter().map(|job| &job.check))) {
-                Ok(mut reply) => {
-                    for Job { check, answer, .. } in jobs.drain(..) {
-                        let verdicts = reply.next(check.policies().len());
+            let sent = self.lanes.denials.now();
+            match self.call(&batch).await.and_then(|reply| batch.read(reply)) {
+                Ok(verdicts) => {
+                    for (Job { check, answer, .. }, verdicts) in jobs.drain(..).zip(verdicts) {
                         // A caller that has gone away since was charged all the same.
-                        let _ = answer.send(verdicts.map(|verdicts| check.answer(verdicts, Source::Redis)));
+                        let _ = answer.send(verdicts.map(|verdicts| self.lanes.decision(check, verdicts, sent)));
                     }
                 }
                 Err(error) => {
@@ -244,17 +260,31 @@ impl Drop for Lane {
 
 /// Resolves to the answer of a [`RedisStore`](crate::RedisStore).
 #[derive(Debug)]
-pub struct Answer(Result<oneshot::Receiver<Result<Decision, Error>>, Option<Error>>);
+pub struct Answer {
+    state: AnswerState,
+}
+
+#[derive(Debug)]
+enum AnswerState {
+    /// Known at once; none once it has been told.
+    Ready(Option<Result<Decision, Error>>),
+    Waiting(oneshot::Receiver<Result<Decision, Error>>),
+}
+
+impl Answer {
+    fn ready(answer: Result<Decision, Error>) -> Self {
+        Self { state: AnswerState::Ready(Some(answer)) }
+    }
+}
 
 impl Future for Answer {
     type Output = Result<Decision, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Poll::Ready(match &mut self.0 {
-            Ok(receiver) => {
-                ready!(Pin::new(receiver).poll(cx)).unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime)))
-            }
-            Err(error) => Err(error.take().unwrap_or_else(|| Error::new(ErrorKind::QueueFull))),
+        let nobody = || Err(Error::new(ErrorKind::NoRuntime));
+        Poll::Ready(match &mut self.state {
+            AnswerState::Waiting(receiver) => ready!(Pin::new(receiver).poll(cx)).unwrap_or_else(|_| nobody()),
+            AnswerState::Ready(answer) => answer.take().unwrap_or_else(nobody),
         })
     }
 }

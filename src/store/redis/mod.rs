@@ -1,5 +1,6 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 
+mod denials;
 mod instances;
 mod lanes;
 mod pool;
@@ -17,6 +18,7 @@ use redis::{ErrorKind as Kind, IntoConnectionInfo, RedisError, ServerErrorKind};
 pub use instances::Instances;
 pub use lanes::Answer;
 
+use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
 use self::pool::{Failures, Manager};
 use super::{Error, ErrorKind, Observer, Observers, Store};
@@ -89,6 +91,7 @@ impl RedisStore {
             timeout: Duration::from_millis(250),
             queue: 10_000,
             batch: 128,
+            denials: 10_000,
             observer: None,
             now: Arc::default(),
         }
@@ -113,6 +116,7 @@ pub struct RedisStoreBuilder {
     timeout: Duration,
     queue: usize,
     batch: usize,
+    denials: usize,
     observer: Option<Observers>,
     /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
     now: Arc<AtomicI64>,
@@ -150,6 +154,13 @@ impl RedisStoreBuilder {
     /// 2 us a check. Defaults to 128.
     pub fn batch(mut self, checks: NonZeroUsize) -> Self {
         self.batch = checks.get();
+        self
+    }
+
+    /// How many denials are remembered until their `retry_after`, one for each caller, so that a flood of denied checks does not
+    /// reach Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time.
+    pub fn denials(mut self, callers: usize) -> Self {
+        self.denials = callers;
         self
     }
 
@@ -201,6 +212,7 @@ impl RedisStoreBuilder {
                 failures,
                 prefix: self.prefix.into_boxed_str(),
                 limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
+                denials: Denials::new(self.denials),
                 observer: self.observer,
                 now: self.now,
                 queue: Default::default(),

@@ -2,6 +2,7 @@
 //!
 //! `lua/check.lua` has the contract of both.
 
+use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use redis::{Cmd, Value};
@@ -16,13 +17,17 @@ static HASH: LazyLock<String> = LazyLock::new(|| redis::Script::new(SCRIPT).get_
 /// The arguments of one script call, made of checks pushed one by one.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// For every check its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with an id,
+    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with an id,
     /// `prefix:{caller}`, all of those, and `:id`.
     keys: Vec<u8>,
     /// Where each key ends.
     ends: Vec<usize>,
     plans: Vec<Plan>,
-    runs: Vec<Run>,
+    entries: Vec<Entry>,
+    /// For every check its entry.
+    checks: Vec<usize>,
+    /// The entries that further checks of the same caller and plan join.
+    open: HashMap<(Key, usize), usize>,
 }
 
 /// What is asked, of whoever asks it.
@@ -34,23 +39,61 @@ struct Plan {
     with_id: bool,
 }
 
-/// Checks in a row that ask the same.
-#[derive(Debug)]
-struct Run {
+/// Checks of one caller that ask the same.
+#[derive(Debug, PartialEq, Eq, Clone, Copy)]
+struct Entry {
     plan: usize,
-    length: i64,
+    times: i64,
 }
 
 impl Batch {
     pub(super) fn clear(&mut self) {
-        let Self { keys, ends, plans, runs } = self;
+        let Self { keys, ends, plans, entries, checks, open } = self;
         keys.clear();
         ends.clear();
         plans.clear();
-        runs.clear();
+        entries.clear();
+        checks.clear();
+        open.clear();
     }
 
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
+        let plan = self.plan(check);
+        let joins = check.mode() == Mode::Take && check.id_key().is_none();
+        let entry = self.entries.len();
+        if joins {
+            let open = *self.open.entry((*check.key(), plan)).or_insert(entry);
+            if open != entry {
+                self.entries[open].times += 1;
+                self.checks.push(open);
+                return;
+            }
+        }
+        self.entries.push(Entry { plan, times: 1 });
+        self.checks.push(entry);
+        self.push_keys(prefix, check);
+    }
+
+    fn plan(&mut self, check: &Check) -> usize {
+        let same = |plan: &Plan| {
+            plan.policies.is(check.policies())
+                && plan.mode == check.mode()
+                && plan.cost == check.cost()
+                && plan.with_id == check.id_key().is_some()
+        };
+        // Mostly all checks ask the same.
+        self.plans.iter().position(same).unwrap_or_else(|| {
+            self.plans.push(Plan {
+                policies: check.policies().clone(),
+                mode: check.mode(),
+                cost: check.cost(),
+                with_id: check.id_key().is_some(),
+            });
+            self.plans.len() - 1
+        })
+    }
+
+    fn push_keys(&mut self, prefix: &str, check: &Check) {
         if let Some(id) = check.id_key() {
             self.push_caller(prefix, check.key());
             for policy in check.policies().iter() {
@@ -64,27 +107,6 @@ impl Batch {
             self.push_caller(prefix, check.key());
             self.keys.extend_from_slice(policy.key_suffix().as_bytes());
             self.ends.push(self.keys.len());
-        }
-        let same = |plan: &Plan| {
-            plan.policies.is(check.policies())
-                && plan.mode == check.mode()
-                && plan.cost == check.cost()
-                && plan.with_id == check.id_key().is_some()
-        };
-        match self.runs.last_mut() {
-            Some(run) if same(&self.plans[run.plan]) => run.length += 1,
-            _ => {
-                let plan = self.plans.iter().position(same).unwrap_or_else(|| {
-                    self.plans.push(Plan {
-                        policies: check.policies().clone(),
-                        mode: check.mode(),
-                        cost: check.cost(),
-                        with_id: check.id_key().is_some(),
-                    });
-                    self.plans.len() - 1
-                });
-                self.runs.push(Run { plan, length: 1 });
-            }
         }
     }
 
@@ -133,56 +155,63 @@ impl Batch {
             }
             first += plan.policies.len();
         }
-        for run in &self.runs {
-            cmd.arg(run.plan + 1).arg(run.length);
+        for run in self.entries.chunk_by(|a, b| a == b) {
+            cmd.arg(run[0].plan + 1).arg(run.len()).arg(run[0].times);
         }
         cmd
     }
-}
 
-/// The integers of a script's reply, check by check.
-#[derive(Debug)]
-pub(super) struct Reply(std::vec::IntoIter<Value>);
-
-impl Reply {
+    /// The verdicts on the checks, in the order in which they were pushed.
+    ///
     /// # Errors
     ///
-    /// A reply that is no list, or not as long as `checks` make it.
-    pub(super) fn new<'a>(value: Value, checks: impl Iterator<Item = &'a Check>) -> Result<Self, Error> {
-        let expected: usize = checks.map(|check| 4 * check.policies().len()).sum();
-        match value {
-            Value::Array(values) if values.len() == expected => Ok(Self(values.into_iter())),
+    /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this batch makes it.
+    pub(super) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, Error>>, Error> {
+        // Where the next answer of each entry begins.
+        let mut end = 0;
+        let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
+        for entry in &self.entries {
+            next.push(end);
+            end += 4 * self.plans[entry.plan].policies.len() * entry.times as usize;
+        }
+        match reply {
+            Value::Array(values) if values.len() == end => Ok(self.checks.iter().map(move |entry| {
+                let length = 4 * self.plans[self.entries[*entry].plan].policies.len();
+                let from = next[*entry];
+                next[*entry] += length;
+                verdicts(&values[from..from + length])
+            })),
             _ => Err(Error::new(ErrorKind::Protocol)),
         }
     }
+}
 
-    /// The verdicts on the next check, which has this many policies.
-    ///
-    /// # Errors
-    ///
-    /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-    pub(super) fn next(&mut self, policies: usize) -> Result<Verdicts, Error> {
-        let mut number = || match self.0.next() {
-            Some(Value::Int(number)) => number,
-            _ => i64::MIN,
+/// One answer: four numbers for each policy.
+///
+/// # Errors
+///
+/// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
+fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
+    let (mut granted, mut problem) = (0, 0);
+    let mut each = SmallVec::new();
+    for policy in answer.chunks_exact(4) {
+        let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *policy else {
+            return Err(Error::new(ErrorKind::Protocol));
         };
-        let mut granted = i64::MAX;
-        let mut each = SmallVec::new();
-        let mut whole = true;
-        for _ in 0..policies {
-            granted = granted.min(number());
-            let verdict = Verdict { remaining: number(), wait: number(), reset: number() };
-            whole &= verdict.remaining >= 0 && verdict.wait >= Verdict::NEVER && verdict.reset >= 0;
-            each.push(verdict);
+        granted = granted.max(grants);
+        problem = problem.min(grants);
+        if remaining < 0 || wait < Verdict::NEVER || reset < 0 {
+            problem = i64::MIN;
         }
-        match granted {
-            0.. if whole => Ok(Verdicts { granted, each }),
-            REFUSED => Err(Error::new(ErrorKind::Refused)),
-            OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
-            READ_ONLY => Err(Error::new(ErrorKind::ReadOnly)),
-            NO_PERMISSION => Err(Error::new(ErrorKind::Permission)),
-            _ => Err(Error::new(ErrorKind::Protocol)),
-        }
+        each.push(Verdict { remaining, wait, reset });
+    }
+    match problem {
+        0.. => Ok(Verdicts { granted, each }),
+        REFUSED => Err(Error::new(ErrorKind::Refused)),
+        OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
+        READ_ONLY => Err(Error::new(ErrorKind::ReadOnly)),
+        NO_PERMISSION => Err(Error::new(ErrorKind::Permission)),
+        _ => Err(Error::new(ErrorKind::Protocol)),
     }
 }
 
@@ -228,13 +257,36 @@ mod tests {
         let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
         let policies = "3 7 20 100000 1 0 7 20 100000 1 0 7 20 100000 1 0";
         let plans = "2 1 1 0 1 1 3 3 0 2 2 3";
-        let runs = "1 2 2 1 1 1";
+        let runs = "1 2 1 2 1 1 1 1 1";
         let expected = format!("5 {} 0 {policies} {plans} {runs}", keys.join(" "));
         assert_eq!(arguments(&batch.by_hash(0)).join(" "), expected);
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 7 20 100000 1 0 1 1 1 0 1 1 1 1");
+        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 7 20 100000 1 0 1 1 1 0 1 1 1 1 1");
+    }
+
+    #[test]
+    fn checks_of_one_caller_that_ask_the_same_share_an_entry() {
+        let one = policies(&["api"]);
+        let mut batch = Batch::default();
+        let take = |caller: &str, cost| Check::take(Key::new(caller), &one, cost);
+        for check in [take("ann", 1), take("bob", 1), take("ann", 1), take("ann", 2), take("ann", 1)] {
+            batch.push("rl", &check);
+        }
+        batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
+        batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
+        let arguments = arguments(&batch.by_hash(0)).join(" ");
+        assert!(
+            arguments.starts_with("5 rl:{ann}:api:g rl:{bob}:api:g rl:{ann}:api:g rl:{ann}:api:g rl:{ann}:api:g 0 ")
+        );
+        assert!(arguments.ends_with(" 1 1 3 1 1 1 2 1 1 3 2 1"), "{arguments}");
+
+        // The answers of an entry follow each other, and go to its checks in their order.
+        let answers = [10, 11, 12, 20, 30, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
+        let reply = Value::Array(answers.map(Value::Int).collect());
+        let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().each[0].remaining).collect();
+        assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
     }
 
     #[test]
@@ -242,15 +294,16 @@ mod tests {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).id("17"));
         let expected = "3 rl:{ann}:burst:g:daily:g:17 rl:{ann}:burst:g rl:{ann}:daily:g \
-                        0 2 7 20 100000 1 0 7 20 100000 1 0 1 1 1 1000000 2 1 2 1 1";
+                        0 2 7 20 100000 1 0 7 20 100000 1 0 1 1 1 1000000 2 1 2 1 1 1";
         assert_eq!(arguments(&batch.by_hash(0)).join(" "), expected);
     }
 
     #[test]
     fn any_reply_is_verdicts_or_an_error() {
-        let check = Check::take(Key::new("ann"), &policies(&["api"]), 1);
+        let mut batch = Batch::default();
+        batch.push("rl", &Check::take(Key::new("ann"), &policies(&["api"]), 1));
         let ints = |ints: &[i64]| Value::Array(ints.iter().map(|i| Value::Int(*i)).collect());
-        let read = |value| Reply::new(value, std::iter::once(&check)).and_then(|mut reply| reply.next(1));
+        let read = |value| batch.read(value).and_then(|mut all| all.next().unwrap());
 
         assert_eq!(read(ints(&[1, 9, 0, 100])).unwrap().granted, 1);
         for (code, kind) in [

@@ -151,7 +151,10 @@ struct Trace {
 impl Trace {
     fn new(seed: u64, server: &RedisServer) -> Self {
         // One connection, so that the checks of a caller are decided in their order.
-        let builder = RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).timeout(Duration::from_secs(60));
+        let builder = RedisStore::builder(server.url())
+            .connections(NonZeroUsize::MIN)
+            .timeout(Duration::from_secs(60))
+            .denials(0);
         let now = Arc::clone(&builder.now);
         now.store(1_790_000_000_000_000, Relaxed);
         Self { rng: Rng::with_seed(seed), seed, now, redis: builder.connect_lazy().unwrap(), states: vec![], steps: 0 }
@@ -170,14 +173,20 @@ impl Trace {
         }
         let keys: Vec<Key> = (0..policies.len()).map(|i| Key::new(format!("caller-{i}"))).collect();
         let mut waits = vec![Duration::from_micros(1)];
-        for _ in 0..steps.div_ceil(keys.len()) {
-            let checks: Vec<Check> =
-                keys.iter().zip(policies).map(|(key, policies)| self.check(*key, policies)).collect();
-            let in_redis = join_all(checks.iter().map(|check| self.redis.check(check.clone()))).await;
+        let end = self.steps + steps;
+        while self.steps < end {
+            // Some ask several times at once: they share an entry of the batch.
+            let checks: Vec<(usize, Check)> = (0..keys.len())
+                .flat_map(|i| {
+                    let times = [1, 1, 2, 5][self.rng.usize(..4)];
+                    vec![(i, self.check(keys[i], &policies[i])); times]
+                })
+                .collect();
+            let in_redis = join_all(checks.iter().map(|(_, check)| self.redis.check(check.clone()))).await;
             let mut seen = Vec::new();
-            for ((check, states), in_redis) in checks.iter().zip(&mut self.states).zip(in_redis) {
+            for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                 let in_redis = in_redis.expect("an answer of Redis");
-                let verdicts = check.decide(states, self.now.load(Relaxed));
+                let verdicts = check.decide(&mut self.states[*i], self.now.load(Relaxed));
                 let in_rust = check.clone().answer(verdicts, Source::Redis);
                 assert_eq!(
                     in_redis, in_rust,
