@@ -28,7 +28,10 @@ end
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local now, keep = argument(), 0
 do
-  local time = call('TIME')
+  local time = pcall('TIME')
+  if time.err then
+    return time
+  end
   local real = time[1] * 1000000 + time[2]
   if now == 0 then
     now = real
@@ -148,44 +151,53 @@ local function ask(plan)
   return most
 end
 
--- Saves what was granted in all. Returns an error, or nothing.
+-- Saves what was granted in all.
 local function save(plan, i)
   local mode, policy, key = plan.mode, plan.policies[i], KEYS[key_at + i]
   if mode == RESET then
-    return failure(pcall('DEL', key))
+    try('DEL', key)
   elseif totals[i] > 0 or dirty[i] and mode ~= PEEK then
     local charged = mode == GIVE_BACK and -totals[i] or totals[i]
-    return policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
+    policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
   end
 end
 
 -- Decides one entry. Returns the most that a policy granted the last time.
 local function check(plan, times)
   local count, granted, from = #plan.policies, 0, replied
+  trouble = nil
   for i = 1, count do
     local policy = plan.policies[i]
     a[i], b[i], c[i], dirty[i] = policy.strategy.load(policy, KEYS[key_at + i], now)
     rooms[i] = policy.strategy.room(policy, now, a[i], b[i], c[i])
     totals[i] = 0
   end
-  for time = 1, times do
-    granted = ask(plan)
-    if granted == 0 then
-      -- All that follow are answered alike.
-      for _ = 1, (times - time) * count * 4 do
-        reply[replied + 1] = reply[replied + 1 - count * 4]
-        replied = replied + 1
+  if not trouble then
+    for time = 1, times do
+      granted = ask(plan)
+      if granted == 0 then
+        -- All that follow are answered alike.
+        for _ = 1, (times - time) * count * 4 do
+          reply[replied + 1] = reply[replied + 1 - count * 4]
+          replied = replied + 1
+        end
+        break
       end
-      break
     end
-  end
-  for i = 1, count do
-    local err = save(plan, i)
-    for at_granted = from + 4 * i - 3, err and replied or 0, 4 * count do
-      reply[at_granted] = problem(err)
+    for i = 1, count do
+      if not trouble then
+        save(plan, i)
+      end
     end
   end
   key_at = key_at + count
+  if trouble then
+    granted = 0
+    replied = from + times * count * 4
+    for i = from + 1, replied, 4 do
+      reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem(trouble), 0, 0, 0
+    end
+  end
   return granted
 end
 
@@ -210,6 +222,7 @@ end
 local function check_once(plan)
   local key, from = KEYS[key_at + 1], replied
   key_at = key_at + 1
+  trouble = nil
   if repeat_answer(key, #plan.policies) then
     return
   end

@@ -57,7 +57,7 @@ function fixed_window.reset(policy, now, since, count)
 end
 
 function fixed_window.save(policy, key, now, at, cost, since, count)
-  return write(key, pack(FORMAT, since, count), at)
+  write(key, pack(FORMAT, since, count), at)
 end
 
 return fixed_window

@@ -58,7 +58,7 @@ end
 
 function gcra.save(policy, key, now, at, cost, backlog)
   local tat, rest = now + floor(backlog / policy.ticks), backlog % policy.ticks
-  return write(key, pack(FORMAT, tat, rest, policy.interval, policy.ticks), at)
+  write(key, pack(FORMAT, tat, rest, policy.interval, policy.ticks), at)
 end
 
 return gcra

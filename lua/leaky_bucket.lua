@@ -46,7 +46,7 @@ function leaky_bucket.reset(policy, now, level)
 end
 
 function leaky_bucket.save(policy, key, now, at, cost, level)
-  return write(key, pack(FORMAT, now, floor(level / policy.interval), level % policy.interval), at)
+  write(key, pack(FORMAT, now, floor(level / policy.interval), level % policy.interval), at)
 end
 
 return leaky_bucket

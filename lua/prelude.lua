@@ -11,9 +11,9 @@
 --   wait(policy, key, now, cost, ...)         microseconds until a cost would pass that does not now
 --   charge(policy, key, now, cost, ...)       the state with a cost counted, or given back if it is below 0
 --   reset(policy, now, ...)                   microseconds until the state is as if nothing had been charged
---   save(policy, key, now, at, cost, ...)     stores a state until `at`; returns an error, or nothing
+--   save(policy, key, now, at, cost, ...)     stores a state until `at`
 
-local call, pcall = redis.call, redis.pcall
+local pcall = redis.pcall
 local pack, unpack = struct.pack, struct.unpack
 local floor, min, max = math.floor, math.min, math.max
 local sub = string.sub
@@ -42,25 +42,53 @@ local function mul_div(n, x, d)
   return quotient, rest
 end
 
+-- What has gone wrong with the check at hand: an error of Redis, or nothing.
+local trouble
+
+-- Calls a command. If Redis refuses it, the check at hand fails, and nothing is returned.
+local function try(...)
+  local reply = pcall(...)
+  if type(reply) == 'table' and reply.err then
+    trouble = trouble or reply.err
+    return nil
+  end
+  return reply
+end
+
+-- The same for a read: a key that holds something of another type is as good as none.
+local function try_read(...)
+  local reply = pcall(...)
+  if type(reply) == 'table' and reply.err then
+    if sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
+      trouble = trouble or reply.err
+    end
+    return nil
+  end
+  return reply
+end
+
 -- The bytes under a key; nothing if there is no such key, or it holds something that is not ours.
 local function read(key, length)
-  local value = pcall('GET', key)
-  if type(value) == 'string' and #value == length then
+  local value = try_read('GET', key)
+  if value and #value == length then
     return value
   end
 end
 
--- The first millisecond in which a state that is fresh at a microsecond says nothing any more.
+-- The first millisecond in which a state that is fresh at a microsecond says nothing any more, as text: the keys of a call
+-- often share it, and Redis would print it each time.
+local texts = {}
 local function expiry(at)
-  return div_ceil(at, 1000)
+  local ms = div_ceil(at, 1000)
+  local text = texts[ms]
+  if not text then
+    text = string.format('%.0f', ms)
+    texts[ms] = text
+  end
+  return text
 end
 
--- Stores bytes under a key until `at`. Returns an error, or nothing.
+-- Stores bytes under a key until `at`.
 local function write(key, value, at)
-  return pcall('SET', key, value, 'PXAT', expiry(at)).err
-end
-
--- The error in a reply, or nothing.
-local function failure(reply)
-  return type(reply) == 'table' and reply.err or nil
+  try('SET', key, value, 'PXAT', expiry(at))
 end

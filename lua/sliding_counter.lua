@@ -67,7 +67,7 @@ function sliding_counter.reset(policy, now, last, current, previous)
 end
 
 function sliding_counter.save(policy, key, now, at, cost, last, current, previous)
-  return write(key, pack(FORMAT, last, current, previous), at)
+  write(key, pack(FORMAT, last, current, previous), at)
 end
 
 return sliding_counter

@@ -31,13 +31,13 @@ local function walk(key, list, first, from, visit)
       end
     end
     from, first = from + #list - first + 1, 1
-    list = call('LRANGE', key, from, from + 127)
+    list = try('LRANGE', key, from, from + 127) or {}
   end
 end
 
 function sliding_log.load(policy, key, now)
-  local list = pcall('LRANGE', key, 0, 2)
-  local header = list[1]
+  local list = try_read('LRANGE', key, 0, 2)
+  local header = list and list[1]
   if not header or #header ~= LENGTH then
     return 0, 0, now
   end
@@ -66,7 +66,7 @@ end
 function sliding_log.wait(policy, key, now, cost, sum, head)
   local over, wait = sum + cost - policy.capacity, policy.period
   if head > 0 then
-    walk(key, call('LRANGE', key, head, head + 1), 1, head, function(charge, time)
+    walk(key, try('LRANGE', key, head, head + 1) or {}, 1, head, function(charge, time)
       over = over - charge
       -- A list that is not ours may hold any number.
       wait = max(1, min(time, now) + policy.period - now)
@@ -83,25 +83,25 @@ end
 -- Gives back the newest charges first, but nothing of the head: a list that is not ours may hold less than its header
 -- says. Returns the time of the newest that is left.
 local function give_back(policy, key, now, cost, head, newest)
-  local left = call('LLEN', key) - head
-  while cost > 0 and left > 0 do
-    local last = call('LRANGE', key, -2, -1)
+  local left = (try('LLEN', key) or 0) - head
+  while cost > 0 and left > 0 and not trouble do
+    local last = try('LRANGE', key, -2, -1) or {}
     local before = left > 1 and tonumber(last[1]) or 0
     local charge = max(1, -before)
     if charge > cost then
-      call('LSET', key, -2, cost - charge)
+      try('LSET', key, -2, cost - charge)
       cost = 0
     else
-      call('RPOP', key)
+      try('RPOP', key)
       left = left - 1
       if before < 0 then
-        call('RPOP', key)
+        try('RPOP', key)
         left = left - 1
       end
       cost = cost - charge
     end
   end
-  local time = tonumber(call('LINDEX', key, -1))
+  local time = tonumber(try('LINDEX', key, -1))
   if time and time > now - policy.period and time <= newest then
     return time
   end
@@ -126,32 +126,33 @@ function sliding_log.reset(policy, now, sum, head, newest)
 end
 
 function sliding_log.save(policy, key, now, at, cost, sum, head, newest)
-  local err
   if head == 0 or sum == 0 then
     -- A new list, of one charge of everything that counts.
-    err = failure(pcall('DEL', key))
+    try('DEL', key)
     if sum == 0 then
-      return err
+      return
     end
-    err = err or failure(pcall('RPUSH', key, pack(FORMAT, sum, newest), -sum, newest))
-  else
-    if cost == 1 then
-      err = failure(pcall('RPUSH', key, now))
-    elseif cost > 1 then
-      err = failure(pcall('RPUSH', key, -cost, now))
-    end
-    if not err then
-      -- The last element that goes makes place for the header.
-      if head > 1 then
-        call('LTRIM', key, head - 1, -1)
-      end
-      call('LSET', key, 0, pack(FORMAT, sum, newest))
-    end
+    try('RPUSH', key, pack(FORMAT, sum, newest), -sum, newest)
+  elseif cost == 1 then
+    try('RPUSH', key, now)
+  elseif cost > 1 then
+    try('RPUSH', key, -cost, now)
   end
-  if not err then
-    call('PEXPIREAT', key, expiry(at))
+  if trouble then
+    return
   end
-  return err
+  if head > 0 then
+    -- The last element that goes makes place for the header.
+    if head > 1 then
+      try('LTRIM', key, head - 1, -1)
+    end
+    try('LSET', key, 0, pack(FORMAT, sum, newest))
+  end
+  try('PEXPIREAT', key, expiry(at))
+  if trouble then
+    -- A list that is half written, or would stay for ever.
+    try('DEL', key)
+  end
 end
 
 return sliding_log

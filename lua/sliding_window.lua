@@ -17,8 +17,8 @@ local function cell_end(policy, now)
 end
 
 function sliding_window.load(policy, key, now)
-  local value = pcall('GET', key)
-  if type(value) ~= 'string' or #value < HEADER + LENGTH or (#value - HEADER) % LENGTH ~= 0 then
+  local value = try_read('GET', key)
+  if not value or #value < HEADER + LENGTH or (#value - HEADER) % LENGTH ~= 0 then
     return 0, ''
   end
   local sum, at = unpack(SUM, value), HEADER + 1
@@ -102,9 +102,10 @@ end
 
 function sliding_window.save(policy, key, now, at, cost, sum, cells)
   if sum == 0 then
-    return failure(pcall('DEL', key))
+    try('DEL', key)
+    return
   end
-  return write(key, pack(SUM, sum) .. cells, at)
+  write(key, pack(SUM, sum) .. cells, at)
 end
 
 return sliding_window

@@ -70,7 +70,7 @@ function token_bucket.reset(policy, now, tokens, refilled)
 end
 
 function token_bucket.save(policy, key, now, at, cost, tokens, refilled)
-  return write(key, pack(FORMAT, refilled, floor(tokens / policy.interval), tokens % policy.interval), at)
+  write(key, pack(FORMAT, refilled, floor(tokens / policy.interval), tokens % policy.interval), at)
 end
 
 return token_bucket

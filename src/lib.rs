@@ -17,7 +17,7 @@ pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use store::TracingObserver;
 pub use store::{
-    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, Observer, RedisStore,
+    Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, Observer, RedisFuture, RedisStore,
     RedisStoreBuilder, Share, Store,
 };
 

@@ -76,6 +76,12 @@ impl Check {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
+    /// A check that reads and writes as any other, of a caller that no request can name, to try whether a store decides. It is
+    /// always granted, so that it always writes.
+    pub(crate) fn probe() -> Self {
+        Self::new(Key::PROBE, &Policies::probe(), Mode::Take, 1)
+    }
+
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
         Self { key, policies: policies.clone(), mode, cost, id: None }
     }

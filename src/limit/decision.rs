@@ -167,6 +167,16 @@ impl Decision {
         })
     }
 
+    /// The same as a denial: of one that would pass, for the shortest wait.
+    pub(crate) fn denied(self) -> Self {
+        if !self.is_allowed() {
+            return self;
+        }
+        let mut verdicts = self.verdicts;
+        verdicts.each[self.decider].wait = 1;
+        Self::new(self.policies, verdicts, self.source)
+    }
+
     /// Whether it was made under just these policies.
     pub(crate) fn is_under(&self, policies: &Policies) -> bool {
         self.policies.is(policies) || self.policies == *policies

@@ -62,11 +62,11 @@ impl Key {
     /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart.
     pub fn tuple(parts: &[Key]) -> Self {
         let len = parts.iter().map(|part| part.as_bytes().len() + 1).sum::<usize>();
-        if len > Self::MAX + 1 {
-            // No part contains the separator, so the joined text tells the parts apart.
+        let nested = parts.iter().any(|part| part.as_bytes().contains(&BETWEEN));
+        if parts.is_empty() || nested || len > Self::MAX + 1 {
             let hash = Sha256::new().chain_update(b"tuple\0");
             return Self::hashed(
-                parts.iter().fold(hash, |hash, part| hash.chain_update(part.as_bytes()).chain_update([BETWEEN])),
+                parts.iter().fold(hash, |hash, part| hash.chain_update([part.len]).chain_update(part.as_bytes())),
             );
         }
         let mut key = Self::reserved(b"");
@@ -217,6 +217,9 @@ mod tests {
         let long = "x".repeat(30);
         assert_ne!(tuple(&[&long, "a", "bc"]), tuple(&[&long, "ab", "c"]));
         assert_eq!(text(tuple(&[&long, &long])).len(), 33);
+        let (a, b, c) = (Key::new("a"), Key::new("b"), Key::new("c"));
+        assert_ne!(Key::tuple(&[Key::tuple(&[a, b]), c]), Key::tuple(&[a, Key::tuple(&[b, c])]));
+        assert_eq!(text(Key::tuple(&[])).len(), 33, "never empty");
     }
 
     #[test]

@@ -2,7 +2,7 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroU32;
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use super::strategy::Terms;
 use super::{ConfigError, Quota, Strategy};
@@ -47,12 +47,15 @@ impl Policy {
             return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
         }
         quota.check()?;
-        let terms = Terms::new(strategy, quota)?;
+        Ok(Self::with_terms(name, strategy, quota, Terms::new(strategy, quota)?))
+    }
+
+    fn with_terms(name: &str, strategy: Strategy, quota: Quota, terms: Terms) -> Self {
         let suffix = format!(":{name}:{}", strategy.code()).into_boxed_str();
         let mut hasher = DefaultHasher::new();
         suffix.hash(&mut hasher);
         let id = hasher.finish();
-        Ok(Self(Arc::new(Inner { name: name.into(), strategy, quota, terms, suffix, id })))
+        Self(Arc::new(Inner { name: name.into(), strategy, quota, terms, suffix, id }))
     }
 
     /// The name.
@@ -163,6 +166,23 @@ impl Policies {
     /// How long the longest period is, in microseconds.
     pub(crate) fn longest_period(&self) -> i64 {
         self.iter().map(|policy| policy.terms().period).max().unwrap_or(0)
+    }
+
+    /// The policy of [`Check::probe`](super::Check::probe).
+    pub(crate) fn probe() -> Self {
+        const QUOTA: Quota = Quota::per_second(1_000_000);
+        static PROBE: LazyLock<Policies> = LazyLock::new(|| {
+            let terms = Terms::new(Strategy::Gcra, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
+            Policy::with_terms("probe", Strategy::Gcra, QUOTA, terms).into()
+        });
+        PROBE.clone()
+    }
+
+    /// Tells this list from others, by what it counts.
+    pub(crate) fn id(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.iter().for_each(|policy| policy.id().hash(&mut hasher));
+        hasher.finish()
     }
 
     /// Whether both count on the same keys.

@@ -12,6 +12,10 @@ use crate::limit::ConfigError;
 pub struct Error {
     kind: ErrorKind,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
+    /// Whether it is of one check alone, and says nothing of the others.
+    of_check: bool,
+    /// Whether the check is known not to have been sent, and so not to have been charged.
+    unsent: bool,
 }
 
 /// What kept a store from deciding.
@@ -47,17 +51,63 @@ pub enum ErrorKind {
 impl Error {
     /// An error of this kind, for a [`Store`](crate::Store) of one's own.
     pub fn new(kind: ErrorKind) -> Self {
-        Self { kind, cause: None }
+        Self { kind, cause: None, of_check: false, unsent: false }
     }
 
     /// An error of this kind with its cause.
     pub fn caused(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
-        Self { kind, cause: Some(Arc::new(cause)) }
+        Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
+    }
+
+    /// The same, of one check alone.
+    pub(crate) fn of_check(self) -> Self {
+        Self { of_check: true, ..self }
+    }
+
+    /// The same, of a check that was not sent.
+    pub(crate) fn unsent(self) -> Self {
+        Self { unsent: true, ..self }
+    }
+
+    pub(crate) fn is_of_check(&self) -> bool {
+        self.of_check
+    }
+
+    /// Whether a call over another connection would likely fail too.
+    pub(crate) fn is_of_connection(&self) -> bool {
+        matches!(
+            self.kind,
+            ErrorKind::Unreachable | ErrorKind::Timeout | ErrorKind::Authentication | ErrorKind::NotReady
+        )
+    }
+
+    pub(crate) fn is_unsent(&self) -> bool {
+        self.unsent
     }
 
     /// What kept the store from deciding.
     pub fn kind(&self) -> ErrorKind {
         self.kind
+    }
+}
+
+impl ErrorKind {
+    /// Its name in lower case, as a label of a metric: `out_of_memory`.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Configuration => "configuration",
+            Self::Unreachable => "unreachable",
+            Self::Timeout => "timeout",
+            Self::Authentication => "authentication",
+            Self::Permission => "permission",
+            Self::Protocol => "protocol",
+            Self::ReadOnly => "read_only",
+            Self::OutOfMemory => "out_of_memory",
+            Self::NotReady => "not_ready",
+            Self::Refused => "refused",
+            Self::QueueFull => "queue_full",
+            Self::NoRuntime => "no_runtime",
+        }
     }
 }
 
@@ -82,7 +132,7 @@ impl fmt::Display for Error {
                 "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
             }
             ErrorKind::NotReady => "Redis is still loading its data: wait until it is ready",
-            ErrorKind::Refused => "Redis refused the script: see the cause",
+            ErrorKind::Refused => "Redis refused: see the cause, or Redis's log if there is none",
             ErrorKind::QueueFull => {
                 "too many checks are waiting for Redis: allow a longer queue, or limit the requests in flight"
             }

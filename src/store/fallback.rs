@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use pin_project_lite::pin_project;
 use tokio::runtime::Handle;
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 use tokio::time::{Sleep, sleep, timeout};
 
 use super::breaker::Breaker;
@@ -18,7 +18,7 @@ use super::clock::Clock;
 use super::observer::Observers;
 use super::settle::{Grant, Grants};
 use super::{Error, ErrorKind, Instances, LocalStore, Observer, Store};
-use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
+use crate::limit::{Check, Decision, Policies, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -183,6 +183,9 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     fn failed(self: &Arc<Self>, error: &Error) {
         self.observer().failed(error);
+        if error.is_of_check() {
+            return;
+        }
         if self.breaker.failed(self.clock.micros()) {
             self.observer().degraded(error);
         }
@@ -204,54 +207,55 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     /// Charges what was granted meanwhile to the primary store, and then lets that decide again. `false` if it fails again.
     async fn recover(self: &Arc<Self>) -> bool {
-        let (mut charged, mut dropped) = (0, 0);
+        let mut sums = Sums::default();
+        let mut whole = true;
         // While this goes on, the fallback grants more; what is left in the end is little.
         for _ in 0..Self::SETTLEMENTS {
-            let (some, whole) = self.settle(&mut charged, &mut dropped).await;
-            if !whole {
-                return false;
-            }
-            if some == 0 {
+            let before = sums;
+            whole = self.settle(&mut sums).await;
+            if !whole || sums == before {
                 break;
             }
         }
-        if let Some(after) = self.breaker.close(self.clock.micros()) {
-            self.observer().recovered(after);
+        if whole {
+            if let Some(after) = self.breaker.close(self.clock.micros()) {
+                self.observer().recovered(after);
+            }
+            self.settle(&mut sums).await;
         }
-        self.settle(&mut charged, &mut dropped).await;
-        if charged + dropped > 0 {
-            self.observer().settled(charged, dropped);
+        if sums != Sums::default() {
+            self.observer().settled(sums.charged, sums.dropped);
         }
-        true
+        whole
     }
 
     const SETTLEMENTS: usize = 3;
     /// How many charges are under way at once, so that live traffic is not held up.
     const AT_ONCE: usize = 64;
 
-    /// How many callers there were to charge, and whether the primary store charged them all.
-    async fn settle(self: &Arc<Self>, charged: &mut u64, dropped: &mut u64) -> (usize, bool) {
+    /// Charges all that was granted, and adds it up. `false` if the primary store fails again: the rest is for the next time.
+    async fn settle(self: &Arc<Self>, sums: &mut Sums) -> bool {
         let (grants, unnoted) = self.grants.take();
-        *dropped += unnoted;
-        let count = grants.len();
+        sums.dropped += unnoted;
         let mut whole = true;
         let mut charges = JoinSet::new();
         for grant in grants {
-            if charges.len() >= Self::AT_ONCE {
-                whole &= collect(charges.join_next().await, charged, dropped);
+            if charges.len() >= Self::AT_ONCE
+                && let Some(charge) = charges.join_next().await
+            {
+                whole &= sums.add(charge);
             }
             if !whole {
-                // For the next time.
                 self.grants.put_back(grant);
                 continue;
             }
             let shared = Arc::clone(self);
             charges.spawn(async move { (grant.granted, shared.charge(grant).await) });
         }
-        while let Some(result) = charges.join_next().await {
-            whole &= collect(Some(result), charged, dropped);
+        while let Some(charge) = charges.join_next().await {
+            whole &= sums.add(charge);
         }
-        (count, whole)
+        whole
     }
 
     /// Charges what still counts of a grant. How much that was.
@@ -269,20 +273,27 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 }
 
-type Charged = (u32, Result<u32, Error>);
+/// What was settled, in units of cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Sums {
+    charged: u64,
+    dropped: u64,
+}
 
-/// Adds a settlement to its sums. Whether it succeeded: what failed may have been charged, so it is not sent again.
-fn collect(charge: Option<Result<Charged, tokio::task::JoinError>>, charged: &mut u64, dropped: &mut u64) -> bool {
-    match charge {
-        Some(Ok((_, Ok(counted)))) => *charged += u64::from(counted),
-        Some(Ok((granted, Err(_)))) => {
-            *dropped += u64::from(granted);
-            return false;
+impl Sums {
+    /// Adds one caller's. `false` if the primary store failed as a whole. What failed may have been charged, and is not sent
+    /// again.
+    fn add(&mut self, charge: Result<(u32, Result<u32, Error>), JoinError>) -> bool {
+        match charge {
+            Ok((_, Ok(charged))) => self.charged += u64::from(charged),
+            Ok((granted, Err(error))) => {
+                self.dropped += u64::from(granted);
+                return error.is_of_check();
+            }
+            Err(_) => return false,
         }
-        Some(Err(_)) => return false,
-        None => {}
+        true
     }
-    true
 }
 
 /// The one task that tries the primary store while the breaker is open.
@@ -298,8 +309,7 @@ impl<P: Store, F: Store> Probe<P, F> {
             let jitter = jitter.hash_one(probes) as f64 / u64::MAX as f64;
             sleep(Breaker::delay(probes, jitter)).await;
             let Some(shared) = self.shared.upgrade() else { return };
-            let Some(check) = probe_check() else { return };
-            let probe = timeout(shared.settings.deadline, shared.primary.check(check)).await;
+            let probe = timeout(shared.settings.deadline, shared.primary.check(Check::probe())).await;
             if matches!(probe, Ok(Ok(_))) && shared.recover().await {
                 return;
             }
@@ -314,13 +324,6 @@ impl<P, F> Drop for Probe<P, F> {
             shared.probing.store(false, Ordering::Release);
         }
     }
-}
-
-/// A check that reads and writes as any other, of a caller that no request can name. It is always granted, so that it
-/// always writes.
-fn probe_check() -> Option<Check> {
-    let policy = Policy::new("probe", Strategy::Gcra, Quota::per_second(1_000_000)).ok()?;
-    Some(Check::take(Key::PROBE, &Policies::from(policy), 1))
 }
 
 /// The parts of the policies that have been asked for, so that each is made once.
@@ -408,10 +411,12 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 }
                 StateProj::Primary { answer, mut deadline, check } => match answer.poll(cx) {
                     Poll::Ready(Ok(decision)) => {
-                        shared.breaker.succeeded();
-                        // An answer that was given before says nothing of now.
-                        if let Some(check) = check.as_ref().filter(|check| check.id_key().is_none()) {
-                            shared.fallback.follow(check.key(), &decision);
+                        // An answer that was remembered says nothing of the store now.
+                        if decision.source() != Source::Cached {
+                            shared.breaker.succeeded();
+                            if let Some(check) = check.as_ref().filter(|check| check.id_key().is_none()) {
+                                shared.fallback.follow(check.key(), &decision);
+                            }
                         }
                         return Poll::Ready(Ok(decision));
                     }
@@ -430,8 +435,9 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
             this.shared.failed(&error);
             match check {
                 Some(check) => {
+                    let unsent = error.is_unsent().then(|| check.clone());
                     let answer = shared.fallback.check(shared.part(check));
-                    this.state.set(State::Fallback { answer, unsent: None });
+                    this.state.set(State::Fallback { answer, unsent });
                 }
                 None => return Poll::Ready(Err(error)),
             }

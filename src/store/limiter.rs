@@ -100,8 +100,8 @@ impl<S: Store> Limiter<S> {
             None => turn.await,
             Some(deadline) => match timeout_at(deadline, turn).await {
                 Ok(turn) => turn,
-                // Its turn has not come; the store says what it would have been told.
-                Err(_) => return self.attempt(key, cost).await,
+                // Its turn has not come: to take now would be before those who came earlier.
+                Err(_) => return Ok(self.peek(key, cost).await?.denied()),
             },
         };
         loop {

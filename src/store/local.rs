@@ -63,7 +63,8 @@ impl Entry {
             Self::Followed { remaining, capacity, until } => {
                 let ours = policy.terms().capacity;
                 // Our part of what is left, rounded down: all parts together are no more than that.
-                let used = ours - (i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1))) as i64;
+                let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
+                let used = ours - (left as i64).clamp(0, ours);
                 State::resume(policy.strategy(), policy.terms(), now, Followed { used, until })
             }
         }
@@ -74,12 +75,11 @@ impl LocalStore {
     /// How many keys the default store holds.
     pub const DEFAULT_KEYS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(99_999);
 
-    const SHARDS: usize = 64;
-
-    /// A store that holds at least `keys` keys, one for every policy of every caller, and at most 63 more.
+    /// A store that holds about `keys` keys, one for every policy of every caller; at least 16.
     pub fn with_capacity(keys: NonZeroUsize) -> Self {
-        let shards = Self::SHARDS.min(keys.get());
-        let most = keys.get().div_ceil(shards);
+        // Large shards fill evenly; and a shard must hold all policies of a caller.
+        let shards = (keys.get() / 256).clamp(1, 64);
+        let most = keys.get().div_ceil(shards).max(Policies::MAX);
         let shard = || Mutex::new(Shard { states: Bounded::new(most), answers: Bounded::new(most) });
         let shards = std::iter::repeat_with(shard).take(shards).collect();
         Self { shared: Arc::new(Shared { shards, hasher: RandomState::new(), clock: Clock::new() }) }

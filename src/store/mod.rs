@@ -16,7 +16,7 @@ mod settle;
 
 use std::future::Future;
 
-pub use self::redis::{Answer, Instances, RedisStore, RedisStoreBuilder};
+pub use self::redis::{Instances, RedisFuture, RedisStore, RedisStoreBuilder};
 pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
 pub use limiter::Limiter;

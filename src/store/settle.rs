@@ -83,9 +83,9 @@ impl Grants {
     }
 }
 
-/// The caller, and the first of its policies, which tells lists of policies apart.
+/// The caller, and its list of policies.
 fn id(key: &Key, policies: &Policies) -> (Key, u64) {
-    (*key, policies[0].id())
+    (*key, policies.id())
 }
 
 /// Nothing under the lock panics; if it ever did, the grants would still be whole.

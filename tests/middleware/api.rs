@@ -10,9 +10,9 @@ use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, Service};
 use tower_redis_ratelimit::{
-    Answer, Check, ConfigError, Decision, Error, ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, HttpReject,
-    Key, KeyExtractor, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit,
-    RateLimitLayer, RedisStore, RedisStoreBuilder, Reject, Rejection, ResponseFuture, Strategy,
+    Check, ConfigError, Decision, Error, ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, HttpReject, Key,
+    KeyExtractor, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit,
+    RateLimitLayer, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, ResponseFuture, Strategy,
 };
 
 use crate::support::*;
@@ -73,7 +73,7 @@ fn futures_can_be_spawned_and_shown() {
     spawnable::<ResponseFuture<Hello, LocalStore, HeaderKey, HttpReject, String>>();
     spawnable::<ResponseFuture<Hello, RedisStore, Global, HttpReject, axum::body::Body>>();
     spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, PeerIp, HttpReject, String>>();
-    spawnable::<(Answer, FallbackFuture<RedisStore, LocalStore>, RedisStoreBuilder)>();
+    spawnable::<(RedisFuture, FallbackFuture<RedisStore, LocalStore>, RedisStoreBuilder)>();
 }
 
 #[test]

@@ -64,7 +64,7 @@ async fn metrics_count_by_policy_outcome_and_source() {
     };
     assert_eq!(counter("ratelimit_decisions_total api allowed local"), 3);
     assert_eq!(counter("ratelimit_decisions_total api denied local"), 2);
-    assert_eq!(counter("ratelimit_failures_total Unreachable"), 3);
+    assert_eq!(counter("ratelimit_failures_total unreachable"), 3);
     assert_eq!(metrics["ratelimit_degraded"], DebugValue::Gauge(1.0.into()));
     assert!(matches!(&metrics["ratelimit_check_seconds"], DebugValue::Histogram(times) if times.len() == 5));
     assert!(metrics.contains_key("ratelimit_batch_checks") && metrics.contains_key("ratelimit_queue_checks"));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, RedisStore, Store, Strategy};
 
-use crate::support::{RedisServer, STRATEGIES, check, free_port, policy};
+use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
 /// Its text names the remedy, does not repeat its cause, and has no secret.
 fn assert_helpful(error: &Error, kind: ErrorKind, remedy: &str) {
@@ -82,13 +82,45 @@ async fn the_user_may_run_no_scripts() {
     );
 }
 
+/// Not even a part of what a check needs may be missing: one that cannot read would find nobody ever counted.
 #[tokio::test]
-async fn the_user_may_not_write() {
+async fn the_user_may_not_read_or_write() {
     let server = RedisServer::start();
-    let _: String = server.command("ACL SETUSER reader on >hunter2 ~* +@all -set").await;
-    let store = RedisStore::connect(format!("redis://reader:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
-    let error = store.check(check("ann", "10/s")).await.unwrap_err();
-    assert_helpful(&error, ErrorKind::Permission, "+set");
+    for right in ["-set", "-get", "-time"] {
+        let _: String = server.command(&format!("ACL SETUSER reader reset on >hunter2 ~* +@all {right}")).await;
+        let url = format!("redis://reader:hunter2@127.0.0.1:{}/", server.port());
+        assert_helpful(&RedisStore::connect(url.clone()).await.unwrap_err(), ErrorKind::Permission, "+get +set");
+        let lazy = RedisStore::connect_lazy(url).unwrap();
+        assert_eq!(lazy.check(check("ann", "10/s")).await.unwrap_err().kind(), ErrorKind::Permission, "{right}");
+    }
+}
+
+/// A log that cannot be written whole is not left without an expiry, and costs nobody else.
+#[tokio::test]
+async fn a_right_that_only_logs_need_is_missing() {
+    let server = RedisServer::start();
+    for right in ["-lrange", "-rpush", "-lset", "-pexpireat"] {
+        let _: String = server.command(&format!("ACL SETUSER logger reset on >hunter2 ~* +@all {right}")).await;
+        let url = format!("redis://logger:hunter2@127.0.0.1:{}/", server.port());
+        let store = RedisStore::connect(url).await.unwrap();
+        let log = policy(Strategy::SlidingLog, "10/100d");
+        for _ in 0..2 {
+            let take = |caller: &str| store.check(Check::take(Key::new(caller), &log, 1));
+            let (before, ann, after) =
+                tokio::join!(store.check(check("bob", "1000/s")), take("ann"), store.check(check("cid", "1000/s")));
+            assert!(before.unwrap().is_allowed() && after.unwrap().is_allowed(), "{right}");
+            match ann {
+                // The first charge needs no place in a list that is there already.
+                Ok(decision) => assert!(right == "-lset" && decision.is_allowed()),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Permission, "{right}"),
+            }
+            let keys: Vec<String> = server.command("KEYS rl:{ann}*").await;
+            for key in keys {
+                assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{right}: {key} stays for ever");
+            }
+        }
+        let _: String = server.command("FLUSHALL").await;
+    }
 }
 
 /// The rights that the documentation asks for are all that it takes.
@@ -168,7 +200,7 @@ async fn the_server_is_a_replica() {
     let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &master.port().to_string()]);
     let store = RedisStore::connect_lazy(replica.url()).unwrap();
     // It refuses even to run scripts until it has synchronized.
-    crate::support::until("the replica has synchronized", async || {
+    until("the replica has synchronized", async || {
         let info: String = replica.command("INFO replication").await;
         info.contains("master_link_status:up")
     })
@@ -183,8 +215,53 @@ async fn the_server_is_a_replica() {
 #[tokio::test]
 async fn the_server_has_no_memory_left() {
     let server = RedisServer::start_with(&["--maxmemory", "1", "--maxmemory-policy", "noeviction"]);
+    assert_helpful(&RedisStore::connect(server.url()).await.unwrap_err(), ErrorKind::OutOfMemory, "raise `maxmemory`");
+}
+
+/// The server closes connections that rest, as something between may: no check notices.
+#[tokio::test]
+async fn connections_are_closed_while_they_rest() {
+    let server = RedisServer::start_with(&["--timeout", "1"]);
     let store = RedisStore::connect(server.url()).await.unwrap();
-    assert_helpful(&store.check(check("ann", "10/s")).await.unwrap_err(), ErrorKind::OutOfMemory, "raise `maxmemory`");
+    for _ in 0..2 {
+        assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+        until("the server has closed them all", async || {
+            let clients: String = server.command("CLIENT LIST TYPE normal").await;
+            clients.lines().count() == 1
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn any_time_out_will_do() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).timeout(Duration::MAX).connect().await.unwrap();
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+}
+
+/// Checks of a runtime that wait behind a lane of another, which ends, are answered; and the store goes on.
+#[test]
+fn the_runtime_of_a_lane_ends() {
+    let server = RedisServer::start();
+    let builder = RedisStore::builder(server.url()).connections(std::num::NonZeroUsize::MIN);
+    let store = builder.timeout(Duration::from_millis(500)).connect_lazy().unwrap();
+    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (first, second) = (runtime(), runtime());
+    first.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
+    server.freeze();
+    let lost = store.clone();
+    let running = first.spawn(async move { lost.check(check("ann", "10/s")).await });
+    let waiting = second.spawn({
+        let store = store.clone();
+        async move { store.check(check("ann", "10/s")).await }
+    });
+    first.shutdown_background();
+    let answer = second.block_on(async { tokio::time::timeout(Duration::from_secs(20), waiting).await });
+    assert!(answer.expect("an answer in time").unwrap().is_err());
+    drop(running);
+    server.thaw();
+    second.block_on(until("it decides again", async || store.check(check("ann", "10/s")).await.is_ok()));
 }
 
 /// A store can be made anywhere; it says what it lacks when it is used.

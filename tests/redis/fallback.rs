@@ -195,3 +195,46 @@ async fn instances_that_are_alive_are_counted() {
     drop(third);
     until("it is no longer counted", async || first.alive().get() == 2 && second.alive().get() == 2).await;
 }
+
+/// A flood on one key that is answered from memory does not hide that Redis hangs.
+#[tokio::test]
+async fn remembered_denials_do_not_keep_the_breaker_closed() {
+    let server = RedisServer::start();
+    let notes = Notes::default();
+    let store = fallback(server.url(), &notes).deadline(Duration::from_millis(20));
+    let policies = policy(Strategy::Gcra, "1/100d");
+    let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
+    take("flood").await.unwrap();
+    take("flood").await.unwrap();
+    server.freeze();
+    for i in 0..3 {
+        assert_eq!(take("flood").await.unwrap().source(), Source::Cached);
+        assert_eq!(take(&format!("caller-{i}")).await.unwrap().source(), Source::Local);
+    }
+    assert!(store.is_degraded());
+    server.thaw();
+}
+
+/// A policy that Redis refuses alone neither opens the breaker for the others nor keeps it open.
+#[tokio::test]
+async fn one_refused_policy_does_not_degrade_the_others() {
+    let mut server = RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-rpush"]);
+    let notes = Notes::default();
+    let url = format!("redis://logless:word@127.0.0.1:{}/", server.port());
+    let store = fallback(url, &notes).deadline(Duration::from_secs(5));
+    let (log, gcra) = (policy(Strategy::SlidingLog, "1000/100d"), policy(Strategy::Gcra, "1000/100d"));
+    let take = |policies| store.check(Check::take(Key::new("ann"), policies, 1));
+    for _ in 0..10 {
+        assert_eq!(take(&log).await.unwrap().source(), Source::Local);
+        assert_eq!(take(&gcra).await.unwrap().source(), Source::Redis);
+    }
+    server.kill();
+    for _ in 0..10 {
+        take(&log).await.unwrap();
+        take(&gcra).await.unwrap();
+    }
+    assert!(store.is_degraded());
+    server.restart();
+    until("it has recovered", async || !store.is_degraded()).await;
+    assert_eq!(take(&gcra).await.unwrap().source(), Source::Redis);
+}

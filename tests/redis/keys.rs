@@ -7,7 +7,7 @@ use crate::support::{RedisServer, STRATEGIES, policy};
 #[tokio::test]
 async fn a_key_reads_prefix_caller_policy_strategy() {
     let server = RedisServer::start();
-    let store = RedisStore::builder(server.url()).prefix("shop:rl").connect().await.unwrap();
+    let store = RedisStore::builder(server.url()).prefix("shop:rl").connect_lazy().unwrap();
     store.check(Check::take(Key::new("ann"), &policy(Strategy::Gcra, "10/h"), 1)).await.unwrap();
     let keys: Vec<String> = server.command("KEYS *").await;
     assert_eq!(keys, ["shop:rl:{ann}:test:g"]);
@@ -17,7 +17,7 @@ async fn a_key_reads_prefix_caller_policy_strategy() {
 #[tokio::test]
 async fn no_caller_leaves_its_hash_tag() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
     let policies = policy(Strategy::Gcra, "10/h");
     let long = vec![b'x'; 10_240];
     let callers: [&[u8]; 7] = [b"}:other:g", b"{a}", b"a:b", b"\xff\xfe", b"a b\r\n", &long, b""];
@@ -36,7 +36,7 @@ async fn no_caller_leaves_its_hash_tag() {
 #[tokio::test]
 async fn every_key_expires_when_it_is_fresh() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "1000/h");
         let decision = store.check(Check::take(Key::new("ann"), &policies, 7)).await.unwrap();
@@ -51,7 +51,7 @@ async fn every_key_expires_when_it_is_fresh() {
 #[tokio::test]
 async fn denials_and_peeks_write_nothing() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "1000/h");
         for check in [
@@ -71,7 +71,7 @@ async fn denials_and_peeks_write_nothing() {
 #[tokio::test]
 async fn ids_are_forgotten_after_the_period() {
     let server = RedisServer::start();
-    let store = RedisStore::connect(server.url()).await.unwrap();
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/2s");
         let take = || store.check(Check::take(Key::new("ann"), &policies, 1).id("request-1"));

@@ -70,6 +70,23 @@ async fn time_runs_out_in_the_queue_too() {
     assert!(start.elapsed() < Duration::from_millis(2_100), "{:?}", start.elapsed());
 }
 
+/// Who comes late and has little time takes nothing before those who came earlier.
+#[tokio::test(start_paused = true)]
+async fn nobody_overtakes() {
+    let limiter = limiter(Strategy::Gcra, "10/s");
+    limiter.take(ANN, 10).await.unwrap();
+    let start = Instant::now();
+    let patient = limiter.wait(ANN, 5, Duration::from_secs(60));
+    let hasty = async {
+        for _ in 0..100 {
+            let decision = limiter.wait(ANN, 1, Duration::from_millis(5)).await.unwrap();
+            assert!(start.elapsed() > Duration::from_millis(500) || !decision.is_allowed(), "{decision:?}");
+        }
+    };
+    let (patient, ()) = tokio::join!(async { (patient.await.unwrap(), start.elapsed()) }, hasty);
+    assert!(patient.0.is_allowed() && patient.1 < Duration::from_millis(520), "{patient:?}");
+}
+
 /// A dropped wait gives up its turn, and nothing is lost whenever it is dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dropped_wait_takes_nothing() {

@@ -57,6 +57,20 @@ async fn keys_that_say_nothing_any_more_make_room() {
     assert!(store.len() <= 2_500, "{} of 20,000 keys are still held", store.len());
 }
 
+/// However small, a store holds all policies of a caller.
+#[test]
+fn a_small_store_counts_too() {
+    use tower_redis_ratelimit::{Policies, Policy};
+    for keys in [1, 16, 64, 1000] {
+        let store = LocalStore::with_capacity(NonZeroUsize::new(keys).unwrap());
+        let policies = (0..Policies::MAX)
+            .map(|i| Policy::new(&i.to_string(), Strategy::Gcra, format!("{}/100d", i + 2).parse().unwrap()).unwrap());
+        let policies = Policies::new(policies).unwrap();
+        let granted: u32 = (0..50).map(|_| ask(&store, Check::take(Key::GLOBAL, &policies, 1)).granted()).sum();
+        assert_eq!(granted, 2, "a store of {keys}");
+    }
+}
+
 /// A flood of new keys pushes out its own kind, not a caller that is deep in its limit.
 #[tokio::test(start_paused = true)]
 async fn a_full_store_keeps_who_has_used_most() {

@@ -40,7 +40,7 @@ impl Observer for MetricsObserver {
     }
 
     fn failed(&self, error: &Error) {
-        counter!("ratelimit_failures_total", "kind" => format!("{:?}", error.kind())).increment(1);
+        counter!("ratelimit_failures_total", "kind" => error.kind().as_str()).increment(1);
     }
 
     fn degraded(&self, _: &Error) {

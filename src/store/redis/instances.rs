@@ -48,10 +48,16 @@ impl Instances {
 
 async fn run(lanes: Weak<Lanes>, alive: Arc<AtomicU32>) {
     let name = format!("{:016x}", std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0));
+    // After an outage the first to come back finds only itself: a lower number counts from the second time on.
+    let mut before = 1;
     loop {
         let Some(lanes) = lanes.upgrade() else { return };
-        if let Ok(count) = lanes.announce(&name, 3 * Instances::EVERY).await {
-            alive.store(count, Ordering::Relaxed);
+        match lanes.announce(&name, 3 * Instances::EVERY).await {
+            Ok(count) => {
+                alive.store(count.max(before), Ordering::Relaxed);
+                before = count;
+            }
+            Err(error) => lanes.failed(&error),
         }
         drop(lanes);
         sleep(Instances::EVERY).await;

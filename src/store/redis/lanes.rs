@@ -62,16 +62,16 @@ struct Job {
 
 impl Lanes {
     /// Puts a check into the queue, and starts a lane if another may run.
-    pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> Answer {
+    pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> RedisFuture {
         if let Some(decision) = self.denials.answer(&check) {
-            return Answer::ready(Ok(decision));
+            return RedisFuture::ready(Ok(decision));
         }
         let (answer, receiver) = oneshot::channel();
         let job = Job { check, since: instant(), answer };
         let start = {
             let mut queue = self.queue();
             if queue.jobs.len() >= self.limits.queue {
-                return Answer::ready(Err(Error::new(ErrorKind::QueueFull)));
+                return RedisFuture::ready(Err(Error::new(ErrorKind::QueueFull).unsent()));
             }
             queue.jobs.push_back(job);
             let start = queue.lanes < self.limits.lanes;
@@ -83,19 +83,15 @@ impl Lanes {
             match Handle::try_current() {
                 Ok(runtime) => drop(runtime.spawn(lane.run())),
                 // Dropping the lane takes it off the count; the job stays for nobody, since we drop its receiver.
-                Err(_) => return Answer::ready(Err(Error::new(ErrorKind::NoRuntime))),
+                Err(_) => return RedisFuture::ready(Err(Error::new(ErrorKind::NoRuntime).unsent())),
             }
         }
-        Answer { state: AnswerState::Waiting(receiver) }
+        RedisFuture { state: State::Waiting(receiver) }
     }
 
-    /// Calls the script with no check at all: everything that a check needs of Redis but the writing.
+    /// Decides a check that reads and writes as any other.
     pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
-        self.queue().lanes += 1;
-        let mut lane = Lane::new(self);
-        let batch = Batch::default();
-        let reply = lane.call(&batch).await?;
-        batch.read(reply).map(drop)
+        self.enqueue(Check::probe()).await.map(drop)
     }
 
     /// Says that the instance of this name is alive for so long. How many are.
@@ -120,6 +116,13 @@ impl Lanes {
         let decision = check.clone().answer(verdicts, Source::Redis);
         self.denials.learn(&check, &decision, sent);
         decision
+    }
+
+    /// Tells of a failure that no check was answered with.
+    pub(super) fn failed(&self, error: &Error) {
+        if let Some(observer) = &self.observer {
+            observer.0.failed(error);
+        }
     }
 
     /// Nothing under the lock panics; if it ever did, the queue would still be whole.
@@ -157,10 +160,15 @@ impl Lane {
                     }
                 }
                 Err(error) => {
-                    // What waits behind a failure would meet it too, one time-out after the other.
-                    jobs.extend(self.lanes.queue().jobs.drain(..));
                     for job in jobs.drain(..) {
                         let _ = job.answer.send(Err(error.clone()));
+                    }
+                    // What waits behind a connection that fails would meet that too, one time-out after the other.
+                    if error.is_of_connection() {
+                        jobs.extend(self.lanes.queue().jobs.drain(..));
+                    }
+                    for job in jobs.drain(..) {
+                        let _ = job.answer.send(Err(error.clone().unsent()));
                     }
                 }
             }
@@ -186,7 +194,7 @@ impl Lane {
         jobs.retain_mut(|job| !job.answer.is_closed());
         let late = |job: &Job| now.duration_since(job.since) > self.lanes.limits.timeout;
         for job in jobs.extract_if(.., |job| late(job)) {
-            let _ = job.answer.send(Err(Error::new(ErrorKind::Timeout)));
+            let _ = job.answer.send(Err(Error::new(ErrorKind::Timeout).unsent()));
         }
         for job in jobs.iter() {
             batch.push(&self.lanes.prefix, &job.check);
@@ -211,6 +219,10 @@ impl Lane {
         let lanes = &*self.lanes;
         let now = lanes.now.load(Ordering::Relaxed);
         let mut connection = checkout(&lanes.pool, &mut self.failures).await?;
+        while !connection.is_alive().await {
+            drop(connection);
+            connection = checkout(&lanes.pool, &mut self.failures).await?;
+        }
         let mut result = connection.call(&batch.by_hash(now)).await;
         // The one failure that is known to have charged nothing.
         if result.as_ref().is_err_and(|e| e.kind() == redis::ServerErrorKind::NoScript.into()) {
@@ -249,42 +261,47 @@ async fn checkout<'a>(
     }
 }
 
-/// Also when the task is dropped with its runtime: the next check starts another lane.
+/// When the task is dropped with its runtime: the next check starts another lane.
 impl Drop for Lane {
     fn drop(&mut self) {
         if self.counted {
-            self.lanes.queue().lanes -= 1;
+            let mut queue = self.lanes.queue();
+            queue.lanes -= 1;
+            if queue.lanes == 0 {
+                // Nobody is left to send them, and perhaps nobody comes to start another lane.
+                queue.jobs.clear();
+            }
         }
     }
 }
 
 /// Resolves to the answer of a [`RedisStore`](crate::RedisStore).
 #[derive(Debug)]
-pub struct Answer {
-    state: AnswerState,
+pub struct RedisFuture {
+    state: State,
 }
 
 #[derive(Debug)]
-enum AnswerState {
+enum State {
     /// Known at once; none once it has been told.
     Ready(Option<Result<Decision, Error>>),
     Waiting(oneshot::Receiver<Result<Decision, Error>>),
 }
 
-impl Answer {
+impl RedisFuture {
     fn ready(answer: Result<Decision, Error>) -> Self {
-        Self { state: AnswerState::Ready(Some(answer)) }
+        Self { state: State::Ready(Some(answer)) }
     }
 }
 
-impl Future for Answer {
+impl Future for RedisFuture {
     type Output = Result<Decision, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let nobody = || Err(Error::new(ErrorKind::NoRuntime));
         Poll::Ready(match &mut self.state {
-            AnswerState::Waiting(receiver) => ready!(Pin::new(receiver).poll(cx)).unwrap_or_else(|_| nobody()),
-            AnswerState::Ready(answer) => answer.take().unwrap_or_else(nobody),
+            State::Waiting(receiver) => ready!(Pin::new(receiver).poll(cx)).unwrap_or_else(|_| nobody()),
+            State::Ready(answer) => answer.take().unwrap_or_else(nobody),
         })
     }
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use redis::{ErrorKind as Kind, IntoConnectionInfo, RedisError, ServerErrorKind};
 
 pub use instances::Instances;
-pub use lanes::Answer;
+pub use lanes::RedisFuture;
 
 use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
@@ -99,9 +99,9 @@ impl RedisStore {
 }
 
 impl Store for RedisStore {
-    type Future = Answer;
+    type Future = RedisFuture;
 
-    fn check(&self, check: Check) -> Answer {
+    fn check(&self, check: Check) -> RedisFuture {
         self.lanes.enqueue(check)
     }
 }
@@ -240,7 +240,13 @@ fn error(error: RedisError) -> Error {
             Some("OOM") => ErrorKind::OutOfMemory,
             Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
             Some("NOPERM") => ErrorKind::Permission,
-            _ => ErrorKind::Refused,
+            _ => match error.detail().unwrap_or_default() {
+                // Redis takes no command of many arguments from whom it does not know.
+                detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
+                // In a script, before version 7.2.
+                detail if detail.contains("can't run this command") => ErrorKind::Permission,
+                _ => ErrorKind::Refused,
+            },
         },
     };
     Error::caused(kind, error)

@@ -6,6 +6,9 @@ use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, FromRedisValue, IntoConnectionInfo, RedisError, ScriptInvocation, ServerErrorKind, Value};
 use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::store::clock::instant;
 
 /// bb8-redis's own manager never finds a connection broken, and relies on a ping at every checkout. This one remembers
 /// whether the last use failed, so that no ping is needed.
@@ -25,9 +28,19 @@ impl Manager {
 pub(super) struct Connection {
     inner: MultiplexedConnection,
     broken: bool,
+    /// When it was used last.
+    used: Instant,
 }
 
 impl Connection {
+    /// A connection that has rested so long may have been closed by the server, or by something between.
+    const RESTED: Duration = Duration::from_millis(500);
+
+    /// Whether it may be relied on. One that has been used just now is not asked.
+    pub(super) async fn is_alive(&mut self) -> bool {
+        self.used.elapsed() < Self::RESTED || self.call(&redis::cmd("PING")).await.is_ok()
+    }
+
     /// Sends one command. If it fails in a way that the next one would too, or is dropped before its reply has come,
     /// the pool does not keep the connection.
     pub(super) async fn call(&mut self, cmd: &Cmd) -> Result<Value, RedisError> {
@@ -37,6 +50,7 @@ impl Connection {
             reply => reply,
         };
         self.broken = reply.as_ref().is_err_and(is_lasting);
+        self.used = instant();
         reply
     }
 
@@ -76,8 +90,8 @@ impl bb8::ManageConnection for Manager {
             Ok(connected) => {
                 let mut inner = connected?;
                 // The lanes have their own, which is shorter.
-                inner.set_response_timeout(self.timeout * 2);
-                Ok(Connection { inner, broken: false })
+                inner.set_response_timeout(self.timeout.saturating_mul(2));
+                Ok(Connection { inner, broken: false, used: instant() })
             }
             Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
         }

@@ -26,8 +26,8 @@ pub(super) struct Batch {
     entries: Vec<Entry>,
     /// For every check its entry.
     checks: Vec<usize>,
-    /// The entries that further checks of the same caller and plan join.
-    open: HashMap<(Key, usize), usize>,
+    /// For every caller the plan and the place of its last entry, which the next check joins if it asks the same.
+    open: HashMap<Key, (usize, usize)>,
 }
 
 /// What is asked, of whoever asks it.
@@ -59,15 +59,19 @@ impl Batch {
 
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
-        let joins = check.mode() == Mode::Take && check.id_key().is_none();
         let entry = self.entries.len();
-        if joins {
-            let open = *self.open.entry((*check.key(), plan)).or_insert(entry);
-            if open != entry {
-                self.entries[open].times += 1;
-                self.checks.push(open);
-                return;
+        if check.mode() == Mode::Take && check.id_key().is_none() {
+            match self.open.insert(*check.key(), (plan, entry)) {
+                Some((open_plan, open)) if open_plan == plan => {
+                    self.open.insert(*check.key(), (plan, open));
+                    self.entries[open].times += 1;
+                    self.checks.push(open);
+                    return;
+                }
+                _ => {}
             }
+        } else {
+            self.open.remove(check.key());
         }
         self.entries.push(Entry { plan, times: 1 });
         self.checks.push(entry);
@@ -200,17 +204,19 @@ fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
         };
         granted = granted.max(grants);
         problem = problem.min(grants);
-        if remaining < 0 || wait < Verdict::NEVER || reset < 0 {
+        let whole = 0..1 << 53;
+        if !(whole.contains(&remaining) && (wait == Verdict::NEVER || whole.contains(&wait)) && whole.contains(&reset))
+        {
             problem = i64::MIN;
         }
         each.push(Verdict { remaining, wait, reset });
     }
     match problem {
         0.. => Ok(Verdicts { granted, each }),
-        REFUSED => Err(Error::new(ErrorKind::Refused)),
+        REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
         OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
         READ_ONLY => Err(Error::new(ErrorKind::ReadOnly)),
-        NO_PERMISSION => Err(Error::new(ErrorKind::Permission)),
+        NO_PERMISSION => Err(Error::new(ErrorKind::Permission).of_check()),
         _ => Err(Error::new(ErrorKind::Protocol)),
     }
 }
@@ -277,13 +283,14 @@ mod tests {
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         let arguments = arguments(&batch.by_hash(0)).join(" ");
-        assert!(
-            arguments.starts_with("5 rl:{ann}:api:g rl:{bob}:api:g rl:{ann}:api:g rl:{ann}:api:g rl:{ann}:api:g 0 ")
-        );
-        assert!(arguments.ends_with(" 1 1 3 1 1 1 2 1 1 3 2 1"), "{arguments}");
+        let keys: Vec<&str> = arguments.split(' ').skip(1).take(6).collect();
+        let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
+        assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
+        // Two of ann's first, bob's, and then in the order in which they came.
+        assert!(arguments.ends_with(" 1 1 2 1 1 1 2 1 1 1 1 1 3 2 1"), "{arguments}");
 
         // The answers of an entry follow each other, and go to its checks in their order.
-        let answers = [10, 11, 12, 20, 30, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
+        let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
         let reply = Value::Array(answers.map(Value::Int).collect());
         let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().each[0].remaining).collect();
         assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
@@ -326,6 +333,9 @@ mod tests {
             ints(&[1, -1, 0, 100]),
             ints(&[1, 9, -2, 100]),
             ints(&[1, 9, 0, -1]),
+            ints(&[1, 9, 0, i64::MAX]),
+            ints(&[1, i64::MAX, 0, 1]),
+            ints(&[1, 9, i64::MAX, 1]),
             Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0)]),
         ] {
             assert_eq!(read(wrong.clone()).unwrap_err().kind(), ErrorKind::Protocol, "{wrong:?}");
