@@ -25,3 +25,7 @@ extern crate self as tower_redis_ratelimit;
 #[cfg(test)]
 #[path = "../tests/support/mod.rs"]
 mod support;
+
+#[cfg(doctest)]
+#[doc = include_str!("../docs/choosing.md")]
+struct Choosing;

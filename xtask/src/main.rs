@@ -1,11 +1,16 @@
 //! `cargo xtask test`: everything that must hold before a change is merged, on any machine.
 
+mod pictures;
+
 use std::env;
 use std::process::{Command, ExitCode, Stdio};
 
 use serde_json::Value;
 
-const USAGE: &str = "usage: cargo xtask test    checks formatting, lints, docs, MSRV and examples, and runs all tests";
+const USAGE: &str = "\
+usage: cargo xtask test                checks formatting, lints, docs, MSRV and examples, and runs all tests
+       cargo xtask pictures            draws the pictures of docs/choosing.md
+       cargo xtask pictures --check    fails if they are not what it would draw";
 
 type Result<T = ()> = std::result::Result<T, String>;
 
@@ -13,6 +18,8 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let result = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test"] => test(),
+        ["pictures"] => pictures::pictures(false),
+        ["pictures", "--check"] => pictures::pictures(true),
         _ => Err(USAGE.to_owned()),
     };
     match result {
@@ -33,6 +40,7 @@ fn test() -> Result {
     cargo(&["clippy", "--lib", "--no-default-features", "--", "-D", "warnings"])?;
     run(Command::new("cargo").args(["doc", "--no-deps", "--all-features"]).env("RUSTDOCFLAGS", "-D warnings"))?;
     cargo(&["build", "--examples"])?;
+    pictures::pictures(true)?;
     cargo(&["test", "--doc", "--all-features"])?;
     // Last, since its last lines are the counts.
     if succeeds("cargo", &["nextest", "--version"]) {

@@ -31,7 +31,10 @@ use std::time::Duration;
 
 use super::{ConfigError, Quota};
 
-/// How a limit is counted.
+/// How a limit is counted. Take [`Gcra`](Self::Gcra) unless you have a reason.
+///
+/// The page `docs/choosing.md` of this crate compares them: a table, a picture of each, and what other systems call
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Strategy {
