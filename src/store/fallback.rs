@@ -30,7 +30,8 @@ use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Strategy};
 ///   is no second burst.
 /// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share).
 /// - **Settle.** What the fallback granted while the breaker was open, and still counts, is charged to the primary store
-///   before that decides again.
+///   before that decides again. With more than one instance in the [`Share`], each waits until all the others have had the
+///   time to do so, or the first one back would be granted what they have granted already.
 ///
 /// [`Decision::source`] tells for each decision where it was made, and an [`Observer`] is told of every change.
 ///
@@ -202,12 +203,25 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
+    /// Whether the primary store decides a check.
+    async fn answers(&self) -> bool {
+        let Some(check) = probe_check() else { return false };
+        matches!(timeout(self.settings.deadline, self.primary.check(check)).await, Ok(Ok(_)))
+    }
+
+    /// How long after the primary store has come back the last of the other instances may find that out and settle; nothing if
+    /// there are no others.
+    fn others(&self) -> Option<Duration> {
+        let others = self.settings.share.instances() > NonZeroU32::MIN;
+        // The longest until a probe, and a deadline each for that and for a charge.
+        others.then(|| Breaker::LONGEST_DELAY + 2 * self.settings.deadline)
+    }
+
     /// Charges what was granted meanwhile to the primary store, and then lets that decide again. `false` if it fails again.
-    async fn recover(self: &Arc<Self>) -> bool {
-        let (mut charged, mut dropped) = (0, 0);
+    async fn recover(self: &Arc<Self>, settled: &mut Settled) -> bool {
         // While this goes on, the fallback grants more; what is left in the end is little.
         for _ in 0..Self::SETTLEMENTS {
-            let (some, whole) = self.settle(&mut charged, &mut dropped).await;
+            let (some, whole) = self.settle(settled).await;
             if !whole {
                 return false;
             }
@@ -218,10 +232,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         if let Some(after) = self.breaker.close(self.clock.micros()) {
             self.observer().recovered(after);
         }
-        self.settle(&mut charged, &mut dropped).await;
-        if charged + dropped > 0 {
-            self.observer().settled(charged, dropped);
-        }
+        self.settle(settled).await;
         true
     }
 
@@ -230,15 +241,15 @@ impl<P: Store, F: Store> Shared<P, F> {
     const AT_ONCE: usize = 64;
 
     /// How many callers there were to charge, and whether the primary store charged them all.
-    async fn settle(self: &Arc<Self>, charged: &mut u64, dropped: &mut u64) -> (usize, bool) {
+    async fn settle(self: &Arc<Self>, settled: &mut Settled) -> (usize, bool) {
         let (grants, unnoted) = self.grants.take();
-        *dropped += unnoted;
+        settled.dropped += unnoted;
         let count = grants.len();
         let mut whole = true;
         let mut charges = JoinSet::new();
         for grant in grants {
             if charges.len() >= Self::AT_ONCE {
-                whole &= collect(charges.join_next().await, charged, dropped);
+                whole &= collect(charges.join_next().await, settled);
             }
             if !whole {
                 // For the next time.
@@ -249,7 +260,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             charges.spawn(async move { (grant.granted, shared.charge(grant).await) });
         }
         while let Some(result) = charges.join_next().await {
-            whole &= collect(Some(result), charged, dropped);
+            whole &= collect(Some(result), settled);
         }
         (count, whole)
     }
@@ -269,14 +280,21 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 }
 
+/// What was charged so far, and what could not be.
+#[derive(Default)]
+struct Settled {
+    charged: u64,
+    dropped: u64,
+}
+
 type Charged = (u32, Result<u32, Error>);
 
 /// Adds a settlement to its sums. Whether it succeeded: what failed may have been charged, so it is not sent again.
-fn collect(charge: Option<Result<Charged, tokio::task::JoinError>>, charged: &mut u64, dropped: &mut u64) -> bool {
+fn collect(charge: Option<Result<Charged, tokio::task::JoinError>>, settled: &mut Settled) -> bool {
     match charge {
-        Some(Ok((_, Ok(counted)))) => *charged += u64::from(counted),
+        Some(Ok((_, Ok(counted)))) => settled.charged += u64::from(counted),
         Some(Ok((granted, Err(_)))) => {
-            *dropped += u64::from(granted);
+            settled.dropped += u64::from(granted);
             return false;
         }
         Some(Err(_)) => return false,
@@ -297,10 +315,25 @@ impl<P: Store, F: Store> Probe<P, F> {
         for probes in 0.. {
             let jitter = jitter.hash_one(probes) as f64 / u64::MAX as f64;
             sleep(Breaker::delay(probes, jitter)).await;
-            let Some(shared) = self.shared.upgrade() else { return };
-            let Some(check) = probe_check() else { return };
-            let probe = timeout(shared.settings.deadline, shared.primary.check(check)).await;
-            if matches!(probe, Ok(Ok(_))) && shared.recover().await {
+            let Some(mut shared) = self.shared.upgrade() else { return };
+            if !shared.answers().await {
+                continue;
+            }
+            let mut settled = Settled::default();
+            let (_, mut whole) = shared.settle(&mut settled).await;
+            if let (true, Some(others)) = (whole, shared.others()) {
+                // This task keeps no store alive while it waits.
+                drop(shared);
+                sleep(others).await;
+                let Some(again) = self.shared.upgrade() else { return };
+                shared = again;
+                whole = shared.answers().await;
+            }
+            let recovered = whole && shared.recover(&mut settled).await;
+            if settled.charged + settled.dropped > 0 {
+                shared.observer().settled(settled.charged, settled.dropped);
+            }
+            if recovered {
                 return;
             }
         }
