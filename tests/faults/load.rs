@@ -1,5 +1,6 @@
 //! Four instances of a service with 64 requests under way each, and what became of these requests.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tower_redis_ratelimit::{
-    Check, Error, Fallback, Key, LocalStore, Observer, Policies, RedisStore, Share, Source, Store, Strategy,
+    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, RedisStore, Share, Source, Store, Strategy,
 };
 
 use crate::support::policy;
@@ -61,6 +62,8 @@ pub fn peek(caller: usize) -> Check {
 #[derive(Default)]
 pub struct Told {
     pub failed: AtomicU64,
+    /// The kinds of these failures.
+    pub kinds: Mutex<HashSet<ErrorKind>>,
     pub degraded: AtomicU64,
     pub recovered: AtomicU64,
     pub charged: AtomicU64,
@@ -84,8 +87,9 @@ impl Observer for Notes {
         self.0.dropped.fetch_add(dropped, SeqCst);
     }
 
-    fn failed(&self, _: &Error) {
+    fn failed(&self, error: &Error) {
         self.0.failed.fetch_add(1, SeqCst);
+        self.0.kinds.lock().unwrap().insert(error.kind());
     }
 }
 

@@ -24,7 +24,7 @@ pub enum Mode {
     Silent,
     /// Hands every request on to Redis, and keeps the replies.
     Swallow,
-    /// Answers every command with these bytes. Redis hears of nothing.
+    /// Answers every command with these bytes, once Redis has answered what it was asked before. It hears of nothing more.
     Answer(&'static [u8]),
     /// Nobody listens, and what was open is cut.
     Refuse,
@@ -123,7 +123,7 @@ async fn serve(mut client: TcpStream, redis: u16, mut mode: watch::Receiver<Mode
                 let Ok(length @ 1..) = read else { return };
                 let answered = &answered[..length];
                 let sent = match now {
-                    Mode::Swallow | Mode::Silent | Mode::Answer(_) => Ok(()),
+                    Mode::Swallow | Mode::Silent => Ok(()),
                     Mode::Half => {
                         let _ = client.write_all(&answered[..length / 2]).await;
                         return;
