@@ -434,7 +434,7 @@ pub async fn cycles(count: usize) {
     let metrics = tokio::runtime::Handle::current().metrics();
     let ask = async || {
         let checks = (0..CALLERS.len()).map(|caller| store.check(crate::load::take(caller)));
-        futures_util::future::join_all(checks).await.into_iter().all(|d| d.unwrap().source() == Source::Redis)
+        futures_util::future::join_all(checks).await.into_iter().all(|d| d.unwrap().source() != Source::Local)
     };
     until("Redis decides", ask).await;
     let (mut tasks, mut connections, mut memory) = (0, 0, 0);
