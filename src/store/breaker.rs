@@ -19,7 +19,8 @@ const CLOSED: i64 = i64::MIN;
 
 impl Breaker {
     const FIRST_DELAY: Duration = Duration::from_millis(50);
-    const LONGEST_DELAY: Duration = Duration::from_secs(1);
+    /// Short enough that all instances are back within two seconds, though each waits for the others' probes.
+    pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(500);
 
     pub(super) fn new(threshold: u32) -> Self {
         Self { threshold, failures: AtomicU32::new(0), opened_at: AtomicI64::new(CLOSED) }
@@ -52,8 +53,8 @@ impl Breaker {
         }
     }
 
-    /// How long to wait before the next probe, after so many in this outage: doubling up to a second, and then shorter by
-    /// up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
+    /// How long to wait before the next probe, after so many in this outage: doubling up to half a second, and then shorter
+    /// by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
     pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
         let delay = Self::FIRST_DELAY.saturating_mul(1 << probes.min(10)).min(Self::LONGEST_DELAY);
         delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)
@@ -97,9 +98,9 @@ mod tests {
     }
 
     #[test]
-    fn probes_back_off_up_to_a_second() {
+    fn probes_back_off_up_to_half_a_second() {
         let delays: Vec<u128> = (0..8).map(|probes| Breaker::delay(probes, 0.0).as_millis()).collect();
-        assert_eq!(delays, [50, 100, 200, 400, 800, 1000, 1000, 1000]);
-        assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(500));
+        assert_eq!(delays, [50, 100, 200, 400, 500, 500, 500, 500]);
+        assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(250));
     }
 }

@@ -30,7 +30,8 @@ use crate::limit::{Check, Decision, Policies, Source};
 ///   is no second burst.
 /// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share).
 /// - **Settle.** What the fallback granted while the breaker was open, and still counts, is charged to the primary store
-///   before that decides again.
+///   before that decides again. With more than one instance in the [`Share`], each waits until all the others have had the
+///   time to do so, or the first one back would be granted what they have granted already.
 ///
 /// [`Decision::source`] tells for each decision where it was made, and an [`Observer`] is told of every change.
 ///
@@ -205,28 +206,36 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
+    /// Whether the primary store decides a check.
+    async fn answers(&self) -> bool {
+        matches!(timeout(self.settings.deadline, self.primary.check(Check::probe())).await, Ok(Ok(_)))
+    }
+
+    /// How long after the primary store has come back the last of the other instances may find that out and settle; nothing if
+    /// there are no others.
+    fn others(&self) -> Option<Duration> {
+        let others = self.settings.share.instances() > NonZeroU32::MIN;
+        // The longest until a probe, and a deadline each for that and for a charge.
+        others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
+    }
+
     /// Charges what was granted meanwhile to the primary store, and then lets that decide again. `false` if it fails again.
-    async fn recover(self: &Arc<Self>) -> bool {
-        let mut sums = Sums::default();
-        let mut whole = true;
+    async fn recover(self: &Arc<Self>, sums: &mut Sums) -> bool {
         // While this goes on, the fallback grants more; what is left in the end is little.
         for _ in 0..Self::SETTLEMENTS {
-            let before = sums;
-            whole = self.settle(&mut sums).await;
-            if !whole || sums == before {
+            let before = *sums;
+            if !self.settle(sums).await {
+                return false;
+            }
+            if *sums == before {
                 break;
             }
         }
-        if whole {
-            if let Some(after) = self.breaker.close(self.clock.micros()) {
-                self.observer().recovered(after);
-            }
-            self.settle(&mut sums).await;
+        if let Some(after) = self.breaker.close(self.clock.micros()) {
+            self.observer().recovered(after);
         }
-        if sums != Sums::default() {
-            self.observer().settled(sums.charged, sums.dropped);
-        }
-        whole
+        self.settle(sums).await;
+        true
     }
 
     const SETTLEMENTS: usize = 3;
@@ -308,9 +317,25 @@ impl<P: Store, F: Store> Probe<P, F> {
         for probes in 0.. {
             let jitter = jitter.hash_one(probes) as f64 / u64::MAX as f64;
             sleep(Breaker::delay(probes, jitter)).await;
-            let Some(shared) = self.shared.upgrade() else { return };
-            let probe = timeout(shared.settings.deadline, shared.primary.check(Check::probe())).await;
-            if matches!(probe, Ok(Ok(_))) && shared.recover().await {
+            let Some(mut shared) = self.shared.upgrade() else { return };
+            if !shared.answers().await {
+                continue;
+            }
+            let mut sums = Sums::default();
+            let mut whole = shared.settle(&mut sums).await;
+            if let (true, Some(others)) = (whole, shared.others()) {
+                // This task keeps no store alive while it waits.
+                drop(shared);
+                sleep(others).await;
+                let Some(again) = self.shared.upgrade() else { return };
+                shared = again;
+                whole = shared.answers().await;
+            }
+            let recovered = whole && shared.recover(&mut sums).await;
+            if sums != Sums::default() {
+                shared.observer().settled(sums.charged, sums.dropped);
+            }
+            if recovered {
                 return;
             }
         }

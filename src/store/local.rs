@@ -47,20 +47,25 @@ struct Shard {
 #[derive(Debug)]
 enum Entry {
     Counted(State),
-    /// Another store counts it. It had `capacity` there, of which `remaining` was left, and all of it will be at `until`.
+    /// Another store counts it. It had `capacity` there, of which `remaining` was left when it was `seen`, and all of it will
+    /// be at `until`.
     Followed {
         remaining: i64,
         capacity: i64,
         until: i64,
+        seen: i64,
     },
 }
+
+/// Answers that come within so many microseconds may come in another order than they were given: the least counts.
+const MOMENT: i64 = 100_000;
 
 impl Entry {
     fn resume(self, policy: &Policy, now: i64) -> State {
         match self {
             Self::Counted(state) => state,
             Self::Followed { until, .. } if until <= now => State::fresh(policy.strategy()),
-            Self::Followed { remaining, capacity, until } => {
+            Self::Followed { remaining, capacity, until, .. } => {
                 let ours = policy.terms().capacity;
                 // Our part of what is left, rounded down: all parts together are no more than that.
                 let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
@@ -154,8 +159,11 @@ impl Shard {
 
     fn follow(&mut self, key: &Key, decision: &Decision, now: i64) {
         for (policy, remaining, reset) in decision.states() {
-            let entry = Entry::Followed { remaining, capacity: policy.terms().capacity, until: now + reset };
-            self.states.put((*key, policy.id()), entry, now + reset, now);
+            let (id, capacity, until) = ((*key, policy.id()), policy.terms().capacity, now + reset);
+            match self.states.get(&id).map(|slot| &slot.value) {
+                Some(Entry::Followed { remaining: least, seen, .. }) if *least < remaining && *seen > now - MOMENT => {}
+                _ => self.states.put(id, Entry::Followed { remaining, capacity, until, seen: now }, until, now),
+            }
         }
     }
 

@@ -137,11 +137,11 @@ fn it_recovers_on_another_runtime() {
 /// An outage is no second burst: each instance goes on with its part of what was left, and gives that back to the count.
 #[tokio::test]
 async fn instances_share_what_was_left_and_settle_it() {
-    for strategy in STRATEGIES {
+    let all = STRATEGIES.map(async |strategy| {
         let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
         let notes = Notes::default();
         let instance = || {
-            let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5)).share(Share::fixed(4));
+            let store = fallback(server.url(), &notes).deadline(Duration::from_secs(2)).share(Share::fixed(4));
             store.failures(std::num::NonZeroU32::MIN)
         };
         let instances = [instance(), instance(), instance(), instance()];
@@ -169,7 +169,8 @@ async fn instances_share_what_was_left_and_settle_it() {
         until("all have settled", async || notes.0.settled.lock().unwrap().len() == 4).await;
         let left = instances[0].check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
         assert_eq!((left.source(), left.remaining()), (Source::Redis, 40 - granted), "{strategy:?}");
-    }
+    });
+    join_all(all).await;
 }
 
 /// With `Share::Alive` the parts follow how many instances there are.

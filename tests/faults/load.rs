@@ -1,0 +1,267 @@
+//! Four instances of a service with 64 requests under way each, and what became of these requests.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+use tower_redis_ratelimit::{
+    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, RedisStore, Share, Source, Store, Strategy,
+};
+
+use crate::support::policy;
+
+pub const INSTANCES: usize = 4;
+pub const TASKS: usize = 64;
+pub const DEADLINE: Duration = Duration::from_millis(100);
+/// Between two requests of a task, so that the load is not the outage.
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// What a caller's limit is for. Under none of them does anything flow back while a test runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Used up before the fault: an outage must not be a second helping.
+    Spent,
+    /// Never used up, so that every charge can be found in Redis afterwards.
+    Ample,
+    /// Asked for from the fault on, and used up while it lasts: the instances must share it.
+    Tight,
+}
+
+pub const CALLERS: [(&str, Kind); 6] = [
+    ("spent-1", Kind::Spent),
+    ("spent-2", Kind::Spent),
+    ("ample-1", Kind::Ample),
+    ("ample-2", Kind::Ample),
+    ("tight-1", Kind::Tight),
+    ("tight-2", Kind::Tight),
+];
+
+impl Kind {
+    pub const fn limit(self) -> u64 {
+        match self {
+            Self::Spent => 200,
+            Self::Ample => 1_000_000,
+            Self::Tight => 1_200,
+        }
+    }
+
+    fn policies(self) -> Policies {
+        policy(Strategy::Gcra, &format!("{}/100d", self.limit()))
+    }
+}
+
+pub fn peek(caller: usize) -> Check {
+    let (name, kind) = CALLERS[caller];
+    Check::peek(Key::new(name), &kind.policies(), 1)
+}
+
+/// What an instance's store tells its observer.
+#[derive(Default)]
+pub struct Told {
+    pub failed: AtomicU64,
+    /// The kinds of these failures.
+    pub kinds: Mutex<HashSet<ErrorKind>>,
+    pub degraded: AtomicU64,
+    pub recovered: AtomicU64,
+    pub charged: AtomicU64,
+    pub dropped: AtomicU64,
+}
+
+#[derive(Clone, Default)]
+struct Notes(Arc<Told>);
+
+impl Observer for Notes {
+    fn degraded(&self, _: &Error) {
+        self.0.degraded.fetch_add(1, SeqCst);
+    }
+
+    fn recovered(&self, _: Duration) {
+        self.0.recovered.fetch_add(1, SeqCst);
+    }
+
+    fn settled(&self, charged: u64, dropped: u64) {
+        self.0.charged.fetch_add(charged, SeqCst);
+        self.0.dropped.fetch_add(dropped, SeqCst);
+    }
+
+    fn failed(&self, error: &Error) {
+        self.0.failed.fetch_add(1, SeqCst);
+        self.0.kinds.lock().unwrap().insert(error.kind());
+    }
+}
+
+/// One process of the service: a store with connections of its own.
+pub struct Instance {
+    pub store: Fallback<RedisStore, LocalStore>,
+    pub told: Arc<Told>,
+    /// Whether a caller was denied by this instance alone, and by Redis.
+    denied: [[AtomicBool; CALLERS.len()]; 2],
+    by_redis: AtomicU64,
+}
+
+impl Instance {
+    pub fn new(url: &str, timeout: Duration) -> Self {
+        let notes = Notes::default();
+        let redis = RedisStore::builder(url).timeout(timeout).connect_lazy().unwrap();
+        let store = Fallback::new(redis, LocalStore::default())
+            .deadline(DEADLINE)
+            .share(Share::fixed(INSTANCES as u32))
+            .observer(notes.clone());
+        Self { store, told: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
+    }
+
+    /// How many requests Redis has decided for it.
+    pub fn by_redis(&self) -> u64 {
+        self.by_redis.load(SeqCst)
+    }
+
+    /// Whether every caller of this kind was denied by this source.
+    pub fn has_denied(&self, kind: Kind, source: Source) -> bool {
+        let denied = CALLERS.iter().zip(&self.denied[usize::from(source == Source::Local)]);
+        denied.filter(|((_, of), _)| *of == kind).all(|(_, denied)| denied.load(SeqCst))
+    }
+}
+
+/// What became of the requests.
+#[derive(Default)]
+pub struct Sums {
+    pub requests: AtomicU64,
+    /// Those that got no decision.
+    pub errors: AtomicU64,
+    /// In microseconds.
+    pub worst: AtomicU64,
+    /// For each caller what Redis granted it, and what the instances did.
+    pub redis: [AtomicU64; CALLERS.len()],
+    pub local: [AtomicU64; CALLERS.len()],
+    /// How long requests took before the fault, and once the breaker was open; in microseconds.
+    healthy: Mutex<Vec<u64>>,
+    open: Mutex<Vec<u64>>,
+}
+
+pub struct Load {
+    pub instances: Arc<[Instance]>,
+    pub sums: Arc<Sums>,
+    /// Whether the tight callers ask too.
+    tight: Arc<AtomicBool>,
+    stop: Arc<AtomicBool>,
+    tasks: JoinSet<()>,
+}
+
+impl Load {
+    pub fn new(url: &str, timeout: Duration) -> Self {
+        Self {
+            instances: (0..INSTANCES).map(|_| Instance::new(url, timeout)).collect(),
+            sums: Arc::default(),
+            tight: Arc::default(),
+            stop: Arc::default(),
+            tasks: JoinSet::new(),
+        }
+    }
+
+    /// One request of every caller at every instance, so that all have heard of all callers.
+    pub async fn introduce(&self) {
+        for instance in 0..INSTANCES {
+            for caller in 0..CALLERS.len() {
+                ask(&self.instances[instance], &self.sums, caller, &take(caller)).await;
+            }
+        }
+    }
+
+    /// Starts all tasks.
+    pub fn start(&mut self) {
+        for i in 0..INSTANCES * TASKS {
+            let (instances, sums) = (Arc::clone(&self.instances), Arc::clone(&self.sums));
+            let (tight, stop) = (Arc::clone(&self.tight), Arc::clone(&self.stop));
+            self.tasks.spawn(async move {
+                let instance = &instances[i % INSTANCES];
+                let checks: Vec<Check> = (0..CALLERS.len()).map(take).collect();
+                let (mut healthy, mut open) = (vec![], vec![]);
+                for turn in i / INSTANCES.. {
+                    if stop.load(SeqCst) {
+                        break;
+                    }
+                    // Every second request is of a tight caller, once these ask.
+                    let caller = match turn % 8 {
+                        place @ 0..4 => place,
+                        place if tight.load(SeqCst) => 4 + place % 2,
+                        place => 2 + place % 2,
+                    };
+                    let degraded = instance.store.is_degraded();
+                    let took = ask(instance, &sums, caller, &checks[caller]).await;
+                    if degraded {
+                        open.push(took);
+                    } else if !tight.load(SeqCst) {
+                        healthy.push(took);
+                    }
+                    sleep(PAUSE).await;
+                }
+                sums.healthy.lock().unwrap().append(&mut healthy);
+                sums.open.lock().unwrap().append(&mut open);
+            });
+        }
+    }
+
+    /// From now on the tight callers ask too.
+    pub fn tighten(&self) {
+        self.tight.store(true, SeqCst);
+    }
+
+    /// Lets every task finish its request.
+    pub async fn stop(&mut self) {
+        self.stop.store(true, SeqCst);
+        while let Some(task) = self.tasks.join_next().await {
+            task.expect("a task of the load panicked");
+        }
+    }
+
+    /// A sum over all instances.
+    pub fn told(&self, of: impl Fn(&Told) -> &AtomicU64) -> u64 {
+        self.instances.iter().map(|instance| of(&instance.told).load(SeqCst)).sum()
+    }
+}
+
+impl Sums {
+    /// The 99th percentiles before the fault and once the breaker was open, if requests came then.
+    pub fn p99(&self) -> (Option<Duration>, Option<Duration>) {
+        let of = |times: &Mutex<Vec<u64>>| {
+            let mut times = times.lock().unwrap();
+            times.sort_unstable();
+            times.get(times.len() * 99 / 100).map(|micros| Duration::from_micros(*micros))
+        };
+        (of(&self.healthy), of(&self.open))
+    }
+}
+
+pub fn take(caller: usize) -> Check {
+    let (name, kind) = CALLERS[caller];
+    Check::take(Key::new(name), &kind.policies(), 1)
+}
+
+/// How long it took, in microseconds.
+async fn ask(instance: &Instance, sums: &Sums, caller: usize, check: &Check) -> u64 {
+    let since = Instant::now();
+    let decision = instance.store.check(check.clone()).await;
+    let took = since.elapsed().as_micros() as u64;
+    sums.requests.fetch_add(1, SeqCst);
+    sums.worst.fetch_max(took, SeqCst);
+    match decision {
+        Err(_) => drop(sums.errors.fetch_add(1, SeqCst)),
+        Ok(decision) => {
+            let granted = match decision.source() {
+                Source::Local => &sums.local,
+                _ => &sums.redis,
+            };
+            granted[caller].fetch_add(u64::from(decision.granted()), SeqCst);
+            if decision.source() == Source::Redis {
+                instance.by_redis.fetch_add(1, SeqCst);
+            }
+            if !decision.is_allowed() {
+                instance.denied[usize::from(decision.source() == Source::Local)][caller].store(true, SeqCst);
+            }
+        }
+    }
+    took
+}

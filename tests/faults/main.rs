@@ -1,0 +1,55 @@
+//! Every way that we know in which Redis goes away, under load from four instances: what must hold in each of them.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
+#![allow(unreachable_pub, reason = "shared with a benchmark")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod load;
+#[macro_use]
+mod matrix;
+mod proxy;
+
+use std::process::Command;
+use std::time::Duration;
+
+use matrix::Fault;
+use proxy::Mode;
+
+macro_rules! tests {
+    ($($test:ident: $name:literal => $fault:expr;)*) => {$(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $test() {
+            println!("{}: {:?}", $name, matrix::run($fault).await);
+        }
+    )*};
+}
+
+rows!(tests);
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_deadline_alone_bounds_the_wait() {
+    for mode in [Mode::Silent, Mode::BlackHole, Mode::Swallow, Mode::Delay(Duration::from_secs(5))] {
+        matrix::deadline(mode).await;
+    }
+}
+
+/// In a process of its own, as the memory is the whole process's.
+#[test]
+fn fifty_outages_leave_nothing_behind() {
+    const ALONE: &str = "FAULTS_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        return runtime.block_on(matrix::cycles(50));
+    }
+    let this = std::env::current_exe().unwrap();
+    let mut alone = Command::new(this);
+    alone.args(["fifty_outages_leave_nothing_behind", "--exact", "--nocapture"]).env(ALONE, "1");
+    let output = alone.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("1 passed"), "{text}");
+    println!("{text}");
+}

@@ -1,0 +1,470 @@
+//! The rows: what goes wrong, how it is put right, and what must hold for each of them.
+
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use redis::aio::MultiplexedConnection;
+use tokio::task::block_in_place;
+use tokio::time::sleep;
+use tower_redis_ratelimit::{ErrorKind, Fallback, LocalStore, RedisStore, Source, Store, redis};
+
+use crate::load::{CALLERS, DEADLINE, INSTANCES, Kind, Load, TASKS, peek};
+use crate::proxy::{Mode, Proxy};
+use crate::support::{RedisServer, free_port, until};
+
+/// The shortest that a fault lasts: several deadlines, and long enough for probes to fail.
+const FAULT: Duration = Duration::from_millis(700);
+/// What a busy machine may add to a wait.
+const SLACK: Duration = Duration::from_millis(900);
+/// The promise is two seconds, and the table shows what it takes; this is for a busy machine.
+const RECOVERY: Duration = Duration::from_secs(10);
+
+/// What goes wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// `kill -9`, and started again with nothing.
+    KilledEmpty,
+    /// `kill -9`, and started again with its data.
+    Killed,
+    /// SIGSTOP, and then SIGCONT.
+    Frozen,
+    /// All connections cut, again and again.
+    Cut,
+    /// The path to Redis.
+    Path(Mode),
+    /// `maxclients` reached.
+    Full,
+    /// `maxmemory` reached, and nothing may be evicted.
+    OutOfMemory,
+    /// A read-only replica.
+    Replica,
+    /// Again and again.
+    ScriptFlush,
+    FlushAll,
+    /// Another password, and all connections cut.
+    Password,
+    /// The user may not call scripts.
+    Forbidden,
+    /// The name does not resolve, ever.
+    NoName,
+    /// Nobody listens at the start.
+    StartDown,
+}
+
+impl Fault {
+    /// Whether Redis forgets everything.
+    const fn forgets(self) -> bool {
+        matches!(self, Self::KilledEmpty | Self::FlushAll)
+    }
+
+    /// Whether every instance must go on by itself. The others may.
+    fn is_outage(self) -> bool {
+        match self {
+            Self::Cut | Self::ScriptFlush | Self::FlushAll => false,
+            Self::Path(Mode::Delay(delay)) => delay > DEADLINE,
+            _ => true,
+        }
+    }
+
+    /// The failure that some check must meet, so that the row is about what its name says. Where connections are cut first, the
+    /// breaker is open before anybody is told of more than that.
+    fn shows_as(self) -> Option<ErrorKind> {
+        Some(match self {
+            Self::KilledEmpty | Self::Killed | Self::Cut | Self::StartDown => ErrorKind::Unreachable,
+            Self::Path(Mode::Half | Mode::Refuse) => ErrorKind::Unreachable,
+            Self::Path(Mode::Answer(reply)) if reply.starts_with(b"-LOADING") => ErrorKind::NotReady,
+            Self::Path(Mode::Answer(_)) => ErrorKind::Protocol,
+            Self::Path(Mode::Delay(delay)) if delay < DEADLINE => return None,
+            Self::Frozen | Self::Path(_) => ErrorKind::Timeout,
+            Self::OutOfMemory => ErrorKind::OutOfMemory,
+            Self::Replica => ErrorKind::ReadOnly,
+            Self::Forbidden => ErrorKind::Permission,
+            Self::Full | Self::Password => ErrorKind::Unreachable,
+            Self::ScriptFlush | Self::FlushAll | Self::NoName => return None,
+        })
+    }
+
+    /// Whether some instances may go on by themselves while Redis decides for others.
+    fn is_partial(self) -> bool {
+        !self.is_outage() && !self.is_unnoticed()
+    }
+
+    /// Whether Redis decides all the same, so that not even one check fails.
+    const fn is_unnoticed(self) -> bool {
+        matches!(self, Self::ScriptFlush | Self::FlushAll)
+    }
+
+    /// Whether the instances have never seen Redis when it begins.
+    const fn starts_down(self) -> bool {
+        matches!(self, Self::NoName | Self::StartDown)
+    }
+
+    /// Whether it lasts only while it is done.
+    const fn is_repeated(self) -> bool {
+        matches!(self, Self::Cut | Self::ScriptFlush)
+    }
+}
+
+/// Hands all rows to another macro, which makes tests of them, or a table.
+macro_rules! rows {
+    ($to:ident) => {
+        $to! {
+            killed_and_restarted_empty: "`kill -9`, back empty" => Fault::KilledEmpty;
+            killed_and_restarted_with_its_data: "`kill -9`, back with its data" => Fault::Killed;
+            frozen: "SIGSTOP, SIGCONT" => Fault::Frozen;
+            connections_cut: "`CLIENT KILL TYPE normal`, every 50 ms" => Fault::Cut;
+            slow: "50 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(50)));
+            very_slow: "500 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(500)));
+            cut_in_a_reply: "cut half-way through a reply" => Fault::Path(Mode::Half);
+            black_hole: "black hole" => Fault::Path(Mode::BlackHole);
+            accepted_and_not_answered: "accepts and never answers" => Fault::Path(Mode::Silent);
+            charged_and_not_answered: "charges, and the replies are lost" => Fault::Path(Mode::Swallow);
+            refused: "refuses connections" => Fault::Path(Mode::Refuse);
+            another_shape: "a reply of another shape" => Fault::Path(Mode::Answer(b"*1\r\n:1\r\n"));
+            loading: "loading its data" => Fault::Path(Mode::Answer(b"-LOADING Redis is loading the dataset in memory\r\n"));
+            too_many_clients: "`maxclients` reached" => Fault::Full;
+            out_of_memory: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
+            read_only_replica: "a read-only replica" => Fault::Replica;
+            script_flushed: "`SCRIPT FLUSH`, every 50 ms" => Fault::ScriptFlush;
+            flushed: "`FLUSHALL`" => Fault::FlushAll;
+            password_changed: "password changed" => Fault::Password;
+            scripts_forbidden: "ACL without EVALSHA" => Fault::Forbidden;
+            name_does_not_resolve: "the name does not resolve" => Fault::NoName;
+            started_while_down: "down at the start" => Fault::StartDown;
+        }
+    };
+}
+
+macro_rules! table {
+    ($($test:ident: $name:literal => $fault:expr;)*) => {
+        #[allow(dead_code, reason = "the tests have a function for each row")]
+        pub const ROWS: &[(&str, Fault)] = &[$(($name, $fault)),*];
+    };
+}
+
+rows!(table);
+
+/// What a row came to.
+#[derive(Debug)]
+#[allow(dead_code, reason = "the tests only show it")]
+pub struct Outcome {
+    pub requests: u64,
+    pub errors: u64,
+    pub worst: Duration,
+    /// Over the spent and the tight callers.
+    pub granted: u64,
+    pub allowed: u64,
+    /// How much more the bound lets be granted.
+    pub bound: u64,
+    /// Checks that Redis was asked and did not answer in time.
+    pub unanswered: u64,
+    pub settled: u64,
+    /// From the moment that Redis could answer until all instances were back to it.
+    pub recovery: Option<Duration>,
+    /// What the limiter took of a request before the fault, and once the breaker was open.
+    pub healthy_p99: Option<Duration>,
+    pub open_p99: Option<Duration>,
+}
+
+struct Scene {
+    server: RedisServer,
+    proxy: Proxy,
+    /// Was there before the fault, and so is let in throughout it.
+    admin: MultiplexedConnection,
+}
+
+impl Scene {
+    async fn command(&mut self, command: &str) {
+        let mut words = command.split(' ');
+        let mut cmd = redis::cmd(words.next().unwrap());
+        for word in words {
+            cmd.arg(word);
+        }
+        let _: redis::Value = cmd.query_async(&mut self.admin).await.expect(command);
+    }
+
+    async fn inject(&mut self, fault: Fault) {
+        match fault {
+            Fault::KilledEmpty | Fault::Killed => self.server.kill(),
+            Fault::Frozen => self.server.freeze(),
+            Fault::Cut => self.command("CLIENT KILL TYPE normal").await,
+            Fault::Path(mode) => self.proxy.set(mode),
+            Fault::Full => {
+                self.command("CONFIG SET maxclients 1").await;
+                self.command("CLIENT KILL TYPE normal").await;
+            }
+            Fault::OutOfMemory => self.command("CONFIG SET maxmemory 1").await,
+            Fault::Replica => self.command(&format!("REPLICAOF 127.0.0.1 {}", free_port())).await,
+            Fault::ScriptFlush => self.command("SCRIPT FLUSH").await,
+            Fault::FlushAll => self.command("FLUSHALL").await,
+            Fault::Password => {
+                self.command("CONFIG SET requirepass another").await;
+                self.command("CLIENT KILL TYPE normal").await;
+            }
+            Fault::Forbidden => self.command("ACL SETUSER default -evalsha").await,
+            Fault::NoName | Fault::StartDown => {}
+        }
+    }
+
+    async fn heal(&mut self, fault: Fault) {
+        match fault {
+            Fault::KilledEmpty | Fault::Killed => block_in_place(|| self.server.restart()),
+            Fault::Frozen => self.server.thaw(),
+            Fault::Path(_) | Fault::StartDown => self.proxy.set(Mode::Pass),
+            Fault::Full => self.command("CONFIG SET maxclients 1000").await,
+            Fault::OutOfMemory => self.command("CONFIG SET maxmemory 0").await,
+            Fault::Replica => self.command("REPLICAOF NO ONE").await,
+            Fault::Password => {
+                // Not by `command`, which would drop the empty word.
+                let mut cmd = redis::cmd("CONFIG");
+                cmd.arg("SET").arg("requirepass").arg("");
+                let _: redis::Value = cmd.query_async(&mut self.admin).await.unwrap();
+            }
+            Fault::Forbidden => self.command("ACL SETUSER default +evalsha").await,
+            Fault::Cut | Fault::ScriptFlush | Fault::FlushAll | Fault::NoName => {}
+        }
+    }
+}
+
+/// Runs a row, and asserts what is promised of every one.
+///
+/// **How much may be granted.** A caller's limit, and once more what Redis had granted it before it forgot that. Beyond it:
+///
+/// - A check that Redis was asked and did not answer is answered by the instance and never settled, since it may have been
+///   charged. An instance opens its breaker with the third failure in a row; then every one of its tasks may have such a
+///   check under way. So each opening costs an instance at most [`TASKS`] + 3 of them. The observer counts them.
+/// - An instance goes on from what it has last heard to be left. It has not heard of what Redis has granted since: at most one
+///   request under way for every task, [`INSTANCES`] * [`TASKS`], of which it takes its part.
+/// - A charge of the settlement that fails is not sent again. The observer counts these too.
+/// - Where Redis fails some instances while it answers others, these have the whole of what is left, and each of those has its
+///   part of it: all but one part, at worst.
+pub async fn run(fault: Fault) -> Outcome {
+    let args: &[&str] = match fault {
+        Fault::Killed => &["--appendonly", "yes", "--appendfsync", "always"],
+        _ => &[],
+    };
+    let server = block_in_place(|| RedisServer::start_with(args));
+    let proxy = Proxy::start(server.port(), if fault == Fault::StartDown { Mode::Refuse } else { Mode::Pass });
+    let url = match fault {
+        Fault::Path(_) | Fault::StartDown => proxy.url(),
+        Fault::NoName => "redis://redis.invalid/".to_owned(),
+        _ => server.url(),
+    };
+    let admin = server.connection().await;
+    let mut scene = Scene { server, proxy, admin };
+    let mut load = Load::new(&url, Duration::from_millis(250));
+    let instances = std::sync::Arc::clone(&load.instances);
+
+    if fault.starts_down() {
+        load.tighten();
+        load.start();
+    } else {
+        load.introduce().await;
+        load.start();
+        until("every instance knows who is spent", async || {
+            instances
+                .iter()
+                .all(|instance| instance.by_redis() > 500 && instance.has_denied(Kind::Spent, Source::Redis))
+        })
+        .await;
+    }
+
+    // Of a check that was not answered before anybody was spent, as on a machine that stalls, it is not known either.
+    let early = load.told(|told| &told.failed);
+    let since = Instant::now();
+    scene.inject(fault).await;
+    let redis_granted = || CALLERS.iter().enumerate().map(|(i, _)| load.sums.redis[i].load(SeqCst)).collect::<Vec<_>>();
+    // A grant that is recorded only now was forgotten too.
+    let forgotten = if fault.forgets() { redis_granted() } else { vec![0; CALLERS.len()] };
+    load.tighten();
+    if fault.is_outage() {
+        until("every instance goes on by itself", async || instances.iter().all(|i| i.store.is_degraded())).await;
+        until("every part is used up", async || instances.iter().all(|i| i.has_denied(Kind::Tight, Source::Local)))
+            .await;
+    }
+    while since.elapsed() < FAULT {
+        // The length of the fault.
+        sleep(Duration::from_millis(50)).await;
+        if fault.is_repeated() {
+            scene.inject(fault).await;
+        }
+    }
+
+    scene.heal(fault).await;
+    let healed = Instant::now();
+    let by_redis: Vec<u64> = instances.iter().map(|instance| instance.by_redis()).collect();
+    let mut recovery = None;
+    if fault != Fault::NoName {
+        until("every instance is back", async || {
+            let mut back = instances.iter().zip(&by_redis);
+            back.all(|(instance, before)| !instance.store.is_degraded() && instance.by_redis() > *before)
+        })
+        .await;
+        recovery = Some(healed.elapsed());
+        // Whatever Redis still has for anybody is asked for now.
+        until("Redis has nothing left for the tight", async || {
+            instances.iter().all(|instance| instance.has_denied(Kind::Tight, Source::Redis))
+        })
+        .await;
+    }
+    load.stop().await;
+
+    let sums = &load.sums;
+    let get = |of: &[std::sync::atomic::AtomicU64], i: usize| of[i].load(SeqCst);
+    let failed = load.told(|told| &told.failed);
+    let opened = load.told(|told| &told.degraded);
+    let worst = Duration::from_micros(sums.worst.load(SeqCst));
+    assert_eq!(sums.errors.load(SeqCst), 0, "requests failed because of the limiter");
+    assert!(worst <= DEADLINE + SLACK, "a request waited for {worst:?}");
+    assert!(recovery.is_none_or(|recovery| recovery < RECOVERY), "back after {recovery:?}");
+    if let Some(kind) = fault.shows_as() {
+        let shown = instances.iter().any(|instance| instance.told.kinds.lock().unwrap().contains(&kind));
+        assert!(shown, "no check failed with {kind:?}");
+    }
+    if fault.is_unnoticed() {
+        assert_eq!(failed, 0, "Redis decides all the same");
+    }
+
+    if fault != Fault::NoName {
+        settled(&forgotten, &scene, &load).await;
+    }
+    let (dropped, charged) = (load.told(|told| &told.dropped), load.told(|told| &told.charged));
+    let (mut granted, mut allowed) = (0, 0);
+    for (i, (name, kind)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind != Kind::Ample) {
+        let (of_it, may) = (get(&sums.redis, i) + get(&sums.local, i), kind.limit() + forgotten[i]);
+        if *kind == Kind::Spent && !fault.starts_down() {
+            let (redis, local) = (get(&sums.redis, i), get(&sums.local, i));
+            assert!(
+                of_it <= may + early,
+                "an outage is a second helping: {name} was granted {of_it} of {may}, {redis} by Redis and {local} locally, \
+                 and {early} checks had not been answered before"
+            );
+        }
+        granted += of_it;
+        allowed += may;
+    }
+    let mut bound = failed + dropped + (INSTANCES * TASKS) as u64;
+    if fault.is_partial() {
+        let tight: u64 = CALLERS.iter().filter(|(_, kind)| *kind == Kind::Tight).map(|(_, kind)| kind.limit()).sum();
+        bound += tight - tight / INSTANCES as u64;
+    }
+    assert!(granted <= allowed + bound, "granted {granted} of {allowed}, {bound} more at most");
+    if fault.is_outage() {
+        let most = opened * (TASKS as u64 + 3);
+        assert!(failed <= most, "{failed} checks were not answered, of {most} that may be");
+    }
+
+    let (healthy_p99, open_p99) = sums.p99();
+    Outcome {
+        requests: sums.requests.load(SeqCst),
+        errors: sums.errors.load(SeqCst),
+        worst,
+        granted,
+        allowed,
+        bound,
+        unanswered: failed,
+        settled: charged,
+        recovery,
+        healthy_p99,
+        open_p99,
+    }
+}
+
+/// No charge twice, and none lost: what Redis counts in the end is what it has granted, and what the instances have granted
+/// meanwhile. Only of a check that it was asked and did not answer is it not known.
+///
+/// Of what Redis has forgotten, at most what was under way at that moment is not known either.
+async fn settled(forgotten: &[u64], scene: &Scene, load: &Load) {
+    let redis = RedisStore::builder(scene.server.url()).timeout(Duration::from_secs(10)).connect().await.unwrap();
+    // Of the others, more is asked for than there is to charge.
+    for (i, (name, kind)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind == Kind::Ample) {
+        let used = async || {
+            let left = redis.check(peek(i)).await.unwrap().remaining();
+            kind.limit() - u64::from(left)
+        };
+        let by_us = load.sums.local[i].load(SeqCst);
+        let by_redis = match forgotten[i] {
+            0 => load.sums.redis[i].load(SeqCst),
+            forgotten => load.sums.redis[i].load(SeqCst).saturating_sub(forgotten + (INSTANCES * TASKS) as u64),
+        };
+        let failed = load.told(|told| &told.failed);
+        let unsure = || failed + load.told(|told| &told.dropped);
+        // The last charges are under way for a moment after the recovery.
+        until(&format!("{by_us} of {name} are settled, but for {}", unsure()), async || {
+            used().await + unsure() >= by_redis + by_us
+        })
+        .await;
+        let used = used().await;
+        assert!(used >= by_redis, "{name}: Redis has lost some of the {by_redis} that it granted: {used}");
+        // A check that was charged and not answered was granted here, once.
+        let most = load.sums.redis[i].load(SeqCst) + by_us;
+        assert!(used <= most, "{name}: {used} were charged of {most} at most, {by_redis} of them granted by Redis");
+    }
+}
+
+/// Redis says nothing, and the store would wait for a minute: it is the deadline alone that answers.
+#[allow(dead_code, reason = "not a row of the table")]
+pub async fn deadline(mode: Mode) {
+    let server = block_in_place(RedisServer::start);
+    let proxy = Proxy::start(server.port(), Mode::Pass);
+    let mut load = Load::new(&proxy.url(), Duration::from_secs(60));
+    load.introduce().await;
+    load.start();
+    until("Redis decides", async || load.instances.iter().all(|instance| instance.by_redis() > 500)).await;
+    proxy.set(mode);
+    until("every instance goes on by itself", async || load.instances.iter().all(|i| i.store.is_degraded())).await;
+    load.stop().await;
+    let worst = Duration::from_micros(load.sums.worst.load(SeqCst));
+    assert_eq!(load.sums.errors.load(SeqCst), 0);
+    assert!((DEADLINE..=DEADLINE + SLACK).contains(&worst), "a request waited for {worst:?}");
+}
+
+/// One store through many outages of every sort: no task, connection, key or memory is left behind. The process must be its
+/// own, or the memory is somebody else's.
+#[allow(dead_code, reason = "not a row of the table")]
+pub async fn cycles(count: usize) {
+    /// Until every buffer and pool has the size that it needs.
+    const WARM_UP: usize = 10;
+    /// In KiB.
+    const NOISE: i64 = 3 * 1024;
+    let server = block_in_place(RedisServer::start);
+    let proxy = Proxy::start(server.port(), Mode::Pass);
+    let local = LocalStore::default();
+    let store = Fallback::new(RedisStore::connect_lazy(proxy.url()).unwrap(), local.clone()).deadline(DEADLINE);
+    let metrics = tokio::runtime::Handle::current().metrics();
+    let ask = async || {
+        let checks = (0..CALLERS.len()).map(|caller| store.check(crate::load::take(caller)));
+        futures_util::future::join_all(checks).await.into_iter().all(|d| d.unwrap().source() != Source::Local)
+    };
+    until("Redis decides", ask).await;
+    let (mut tasks, mut connections, mut memory) = (0, 0, 0);
+    let modes = [Mode::Refuse, Mode::Silent, Mode::Half, Mode::BlackHole, Mode::Swallow];
+    for cycle in 0..count {
+        if cycle == WARM_UP {
+            tasks = metrics.num_alive_tasks();
+            connections = server.info("clients", "connected_clients").await;
+            memory = resident();
+        }
+        proxy.set(modes[cycle % modes.len()]);
+        until("it is open", async || {
+            ask().await;
+            store.is_degraded()
+        })
+        .await;
+        proxy.set(Mode::Pass);
+        until("it has recovered", async || !store.is_degraded() && ask().await).await;
+    }
+    until("no task is left", async || metrics.num_alive_tasks() <= tasks).await;
+    until("no connection is left", async || server.info("clients", "connected_clients").await <= connections).await;
+    assert!(local.len() <= CALLERS.len(), "{} keys", local.len());
+    let gained = resident() - memory;
+    println!("{gained} KiB more than after {WARM_UP} outages");
+    assert!(gained < NOISE, "{gained} KiB more than after {WARM_UP} outages");
+}
+
+/// In KiB.
+fn resident() -> i64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
+    let pages: i64 = statm.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number of pages");
+    pages * 4
+}
