@@ -201,6 +201,39 @@ local function check(plan, times)
   return granted
 end
 
+-- Does as `check` does for what is asked most: one policy, a take, once. It takes two thirds of the time.
+local function take(plan)
+  local policy, cost = plan.policies[1], plan.cost
+  local strategy, key, granted, wait = policy.strategy, KEYS[key_at + 1], 0, 0
+  key_at, trouble = key_at + 1, nil
+  local a, b, c, dirty = strategy.load(policy, key, now)
+  local room = strategy.room(policy, now, a, b, c)
+  if room >= cost then
+    granted = cost
+  elseif cost > policy.capacity then
+    wait = -1
+  else
+    wait = strategy.wait(policy, key, now, cost, a, b, c)
+  end
+  if granted > 0 then
+    a, b, c = strategy.charge(policy, key, now, cost, a, b, c)
+    -- What a charge takes of the room is just what it costs.
+    room = room - cost
+  end
+  local reset = strategy.reset(policy, now, a, b, c)
+  if granted > 0 or dirty then
+    strategy.save(policy, key, now, now + reset + keep, granted, a, b, c)
+  end
+  if trouble then
+    granted, room, wait, reset = problem(trouble), 0, 0, 0
+  elseif room < 0 then
+    room = 0
+  end
+  local at_reply = replied
+  replied = at_reply + 4
+  reply[at_reply + 1], reply[at_reply + 2], reply[at_reply + 3], reply[at_reply + 4] = granted, room, wait, reset
+end
+
 local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
 
 -- Answers as a check of the same id was answered, if there was one. Returns whether it did.
@@ -238,7 +271,12 @@ end
 local last = #ARGV
 while at < last do
   local plan, entries, times = plans[argument()], argument(), argument()
-  local decide = plan.remember > 0 and check_once or check
+  local decide = check
+  if plan.remember > 0 then
+    decide = check_once
+  elseif plan.mode == TAKE and #plan.policies == 1 and times == 1 then
+    decide = take
+  end
   for _ = 1, entries do
     decide(plan, times)
   end

@@ -30,13 +30,16 @@ function gcra.load(policy, key, now)
   end
   local ahead = tat - now
   if interval == policy.interval and ticks == policy.ticks then
-    local backlog = min(ahead, policy.furthest) * ticks + min(rest, ticks - 1)
-    return min(backlog, 2 * policy.full), nil, nil, backlog > 2 * policy.full
+    local backlog, most = min(ahead, policy.furthest) * ticks + rest, 2 * policy.full
+    if backlog > most then
+      return most, nil, nil, true
+    end
+    return backlog
   end
   -- Of another quota: as many units are owed, at the new rate.
   interval, ticks = max(1, interval), max(1, ticks)
   ahead = min(ahead, floor(4503599627370496 / ticks))
-  local units = div_ceil(ahead * ticks + min(rest, ticks - 1), interval)
+  local units = div_ceil(ahead * ticks + rest, interval)
   return min(units, 2 * policy.capacity) * policy.interval, nil, nil, true
 end
 
@@ -49,11 +52,12 @@ function gcra.wait(policy, key, now, cost, backlog)
 end
 
 function gcra.charge(policy, key, now, cost, backlog)
-  return max(0, backlog + cost * policy.interval)
+  backlog = backlog + cost * policy.interval
+  return backlog > 0 and backlog or 0
 end
 
 function gcra.reset(policy, now, backlog)
-  return div_ceil(backlog, policy.ticks)
+  return -floor(-backlog / policy.ticks)
 end
 
 function gcra.save(policy, key, now, at, cost, backlog)

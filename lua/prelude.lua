@@ -45,22 +45,26 @@ end
 -- What has gone wrong with the check at hand: an error of Redis, or nothing.
 local trouble
 
+-- Notes the error in a reply, if it is one: the check at hand fails. Returns whether it is none.
+local function good(reply)
+  if type(reply) == 'table' and reply.err then
+    trouble = trouble or reply.err
+    return false
+  end
+  return true
+end
+
 -- Calls a command. If Redis refuses it, the check at hand fails, and nothing is returned.
 local function try(...)
   local reply = pcall(...)
-  if type(reply) == 'table' and reply.err then
-    trouble = trouble or reply.err
-    return nil
-  end
-  return reply
+  return good(reply) and reply or nil
 end
 
--- The same for a read: a key that holds something of another type is as good as none.
-local function try_read(...)
-  local reply = pcall(...)
-  if type(reply) == 'table' and reply.err then
+-- The reply to a read; nothing if there is no such key. One that holds something of another type is as good as none.
+local function found(reply)
+  if reply and type(reply) == 'table' and reply.err then
     if sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
-      trouble = trouble or reply.err
+      good(reply)
     end
     return nil
   end
@@ -69,8 +73,10 @@ end
 
 -- The bytes under a key; nothing if there is no such key, or it holds something that is not ours.
 local function read(key, length)
-  local value = try_read('GET', key)
-  if value and #value == length then
+  local value = pcall('GET', key)
+  if type(value) ~= 'string' then
+    found(value)
+  elseif #value == length then
     return value
   end
 end
@@ -79,7 +85,7 @@ end
 -- often share it, and Redis would print it each time.
 local texts = {}
 local function expiry(at)
-  local ms = div_ceil(at, 1000)
+  local ms = -floor(-at / 1000)
   local text = texts[ms]
   if not text then
     text = string.format('%.0f', ms)
@@ -90,5 +96,8 @@ end
 
 -- Stores bytes under a key until `at`.
 local function write(key, value, at)
-  try('SET', key, value, 'PXAT', expiry(at))
+  local reply = pcall('SET', key, value, 'PXAT', expiry(at))
+  if reply.err then
+    good(reply)
+  end
 end

@@ -36,7 +36,7 @@ local function walk(key, list, first, from, visit)
 end
 
 function sliding_log.load(policy, key, now)
-  local list = try_read('LRANGE', key, 0, 2)
+  local list = found(pcall('LRANGE', key, 0, 2))
   local header = list and list[1]
   if not header or #header ~= LENGTH then
     return 0, 0, now

@@ -17,7 +17,7 @@ local function cell_end(policy, now)
 end
 
 function sliding_window.load(policy, key, now)
-  local value = try_read('GET', key)
+  local value = found(pcall('GET', key))
   if not value or #value < HEADER + LENGTH or (#value - HEADER) % LENGTH ~= 0 then
     return 0, ''
   end

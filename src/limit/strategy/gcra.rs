@@ -38,13 +38,13 @@ impl Twin for State {
         }
         let ahead = tat - now;
         if interval == terms.interval && ticks == terms.ticks {
-            let backlog = ahead.min(terms.furthest) * ticks + rest.min(ticks - 1);
-            return ([backlog.min(2 * terms.full), 0, 0], backlog > 2 * terms.full);
+            let (backlog, most) = (ahead.min(terms.furthest) * ticks + rest, 2 * terms.full);
+            return if backlog > most { dirty([most, 0, 0]) } else { clean([backlog, 0, 0]) };
         }
         // Of another quota: as many units are owed, at the new rate.
         let (interval, ticks) = (interval.max(1), ticks.max(1));
         let ahead = ahead.min(MOST_TICKS / ticks);
-        let units = div_ceil(ahead * ticks + rest.min(ticks - 1), interval);
+        let units = div_ceil(ahead * ticks + rest, interval);
         dirty([units.min(2 * terms.capacity) * terms.interval, 0, 0])
     }
 
