@@ -1,7 +1,7 @@
 //! `cargo bench --bench load`
 //!
-//! Decisions per second through the whole middleware, beside what others do with the same Redis, in one run: rounds of all cases
-//! in turn, medians, ratios first. Client and server share the machine.
+//! Decisions per second through the whole middleware, beside what others do with the same Redis, in one run: rounds of
+//! all cases in turn, medians, ratios first. Client and server share the machine.
 
 #![allow(
     missing_docs,

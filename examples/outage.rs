@@ -1,7 +1,8 @@
 //! `cargo run --example outage`
 //!
-//! Four instances of a small service share one limit. Redis is killed after 5 seconds and started again, empty, after 10:
-//! second by second, what was granted by whom, and the longest that a decision took. It needs `redis-server` on the PATH.
+//! Four instances of a small service share one limit. Redis is killed after 5 seconds and started again, empty, after
+//! 10: second by second, what was granted by whom, and the longest that a decision took. It needs `redis-server` on the
+//! PATH.
 
 use std::error::Error;
 use std::net::{TcpListener, TcpStream};

@@ -76,8 +76,8 @@ impl Check {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
-    /// A check that reads and writes as any other, of a caller that no request can name, to try whether a store decides. It is
-    /// always granted, so that it always writes.
+    /// A check that reads and writes as any other, of a caller that no request can name, to try whether a store
+    /// decides. It is always granted, so that it always writes.
     pub(crate) fn probe() -> Self {
         Self::new(Key::PROBE, &Policies::probe(), Mode::Take, 1)
     }
@@ -86,9 +86,9 @@ impl Check {
         Self { key, policies: policies.clone(), mode, cost, id: None }
     }
 
-    /// Gives the check an id: if the same caller was charged for a check of this id under the same policies before, and not
-    /// longer ago than the longest of their periods, this one gets that decision again and is not charged. A denial is
-    /// not remembered, so that the same request may try again.
+    /// Gives the check an id: if the same caller was charged for a check of this id under the same policies before, and
+    /// not longer ago than the longest of their periods, this one gets that decision again and is not charged. A
+    /// denial is not remembered, so that the same request may try again.
     ///
     /// Ids must not be of the caller's choice, or it would have one charge for all its requests. A
     /// [`LocalStore`](crate::LocalStore) holds as many ids as keys, and forgets the oldest of a few beyond that.

@@ -40,9 +40,9 @@ pub enum Outcome {
 pub enum Source {
     /// In Redis, on the count that all instances share.
     Redis,
-    /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could make it
-    /// untrue before its `retry_after`. What another instance gives back or resets stays unseen for that long. A check of
-    /// a larger cost than was denied is told the wait of the smaller one.
+    /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
+    /// make it untrue before its `retry_after`. What another instance gives back or resets stays unseen for that
+    /// long. A check of a larger cost than was denied is told the wait of the smaller one.
     Cached,
     /// In this process, on a count of its own.
     Local,

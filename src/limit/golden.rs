@@ -215,7 +215,8 @@ fn a_sliding_log_frees_permits_as_redisson_does() {
 }
 
 /// Weighted permits, with a rate of 10 in 10 seconds: the wait is until enough of the oldest permits have left,
-/// where Redisson tells when the first does, and 3 ms more. More than the rate never fits, where Redisson's script raises an error.
+/// where Redisson tells when the first does, and 3 ms more. More than the rate never fits, where Redisson's script
+/// raises an error.
 #[test]
 fn a_sliding_log_weighs_permits_as_redisson_does() {
     let mut caller = Caller::new(Strategy::SlidingLog, Quota::per(10, Duration::from_secs(10)));
@@ -319,8 +320,8 @@ fn an_allocation_is_given_back_as_in_istio() {
     assert_eq!(caller.take(0, 10).granted(), 10);
 }
 
-/// Istio's redisquota, `ROLLING_WINDOW` of 10 in 60 seconds by buckets of one. A bucket of Istio's leaves when its start is
-/// one window old, which is up to a bucket too early; a cell leaves when its end is.
+/// Istio's redisquota, `ROLLING_WINDOW` of 10 in 60 seconds by buckets of one. A bucket of Istio's leaves when its
+/// start is one window old, which is up to a bucket too early; a cell leaves when its end is.
 #[test]
 fn a_window_of_cells_rolls_as_istio_does() {
     let mut caller = Caller::new(Strategy::SlidingWindow { cells: 60 }, Quota::per_minute(10));

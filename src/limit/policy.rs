@@ -73,8 +73,8 @@ impl Policy {
         self.0.quota
     }
 
-    /// The part of one of so many instances, which together grant no more than this policy does: of a limit and of a burst
-    /// the whole part, at least 1. A rate of a strategy that refills little by little is divided exactly.
+    /// The part of one of so many instances, which together grant no more than this policy does: of a limit and of a
+    /// burst the whole part, at least 1. A rate of a strategy that refills little by little is divided exactly.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let part = |whole: u32| (whole / instances).max(1);
         let Inner { name, strategy, quota, .. } = &*self.0;

@@ -54,9 +54,9 @@ fn rate_limit(decision: &Decision) -> String {
 
 /// The time within which a client can use no more than what remains.
 ///
-/// With a window that is until it ends; with a strategy that refills, until the next unit is there. But the draft asks for
-/// a bound on what remains per time, so that clients do not come all at once: it is never told to be less than the time for
-/// which the quota would make it last.
+/// With a window that is until it ends; with a strategy that refills, until the next unit is there. But the draft asks
+/// for a bound on what remains per time, so that clients do not come all at once: it is never told to be less than the
+/// time for which the quota would make it last.
 fn effective_window(decision: &Decision) -> Duration {
     if let Some(wait) = decision.retry_after() {
         return wait;

@@ -19,9 +19,9 @@ pub struct RateLimitLayer<S, K, R = HttpReject> {
 
 pub(super) struct Config<S, K, R> {
     pub(super) store: S,
-    pub(super) extractor: K,
+    pub(super) extractor: Arc<K>,
     pub(super) policies: Policies,
-    pub(super) reject: R,
+    pub(super) reject: Arc<R>,
     pub(super) cost: Option<Cost>,
     pub(super) on_error: OnError,
     pub(super) on_missing_key: OnMissingKey,
@@ -60,10 +60,10 @@ impl<S, K> RateLimitLayer<S, K> {
         Self {
             config: Arc::new(Config {
                 store,
-                extractor,
+                extractor: Arc::new(extractor),
                 fields: Some(FieldsOf::new(&policies)),
                 policies,
-                reject: HttpReject,
+                reject: Arc::new(HttpReject),
                 cost: None,
                 on_error: OnError::default(),
                 on_missing_key: OnMissingKey::default(),
@@ -73,18 +73,14 @@ impl<S, K> RateLimitLayer<S, K> {
     }
 }
 
-impl<S, K, R> RateLimitLayer<S, K, R>
-where
-    S: Clone,
-    K: Clone,
-    R: Clone,
-{
+impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     /// Sets how a request is rejected: a [`Reject`](crate::Reject), such as a closure
     /// `|rejection: Rejection<'_>| -> Response<Body> { .. }`. Defaults to [`HttpReject`].
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
         let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields, observer } =
             self.into_config();
+        let reject = Arc::new(reject);
         let config = Config { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer };
         RateLimitLayer { config: Arc::new(config) }
     }
@@ -138,14 +134,14 @@ impl<T, S, K, R> Layer<T> for RateLimitLayer<S, K, R> {
     }
 }
 
-impl<S: Clone, K: Clone, R: Clone> Clone for Config<S, K, R> {
+impl<S: Clone, K, R> Clone for Config<S, K, R> {
     fn clone(&self) -> Self {
         let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer } = self;
         Self {
             store: store.clone(),
-            extractor: extractor.clone(),
+            extractor: Arc::clone(extractor),
             policies: policies.clone(),
-            reject: reject.clone(),
+            reject: Arc::clone(reject),
             cost: cost.clone(),
             on_error: *on_error,
             on_missing_key: *on_missing_key,

@@ -10,8 +10,8 @@
 //! # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 //! ```
 //!
-//! The [`Decision`](crate::Decision) is in the extensions of the response, and for the handler in those of the request; a
-//! request that nobody counted has none, so a handler takes an `Option<Extension<Decision>>`.
+//! The [`Decision`](crate::Decision) is in the extensions of the response, and for the handler in those of the request;
+//! a request that nobody counted has none, so a handler takes an `Option<Extension<Decision>>`.
 //!
 //! A denied request is answered by a [`Reject`], without an error, since an error would close the connection. Put the
 //! layer behind authentication if its key is a user, and before it if its key is an address.

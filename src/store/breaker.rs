@@ -53,8 +53,8 @@ impl Breaker {
         }
     }
 
-    /// How long to wait before the next probe, after so many in this outage: doubling up to half a second, and then shorter
-    /// by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
+    /// How long to wait before the next probe, after so many in this outage: doubling up to half a second, and then
+    /// shorter by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
     pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
         let delay = Self::FIRST_DELAY.saturating_mul(1 << probes.min(10)).min(Self::LONGEST_DELAY);
         delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)

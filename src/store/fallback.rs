@@ -22,16 +22,16 @@ use crate::limit::{Check, Decision, Policies, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
-/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that the primary store did
-///   not answer is never sent to it again.
-/// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait. One probe at a time,
-///   off the request path, tries the primary store again.
-/// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an outage
-///   is no second burst.
+/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that the primary store
+///   did not answer is never sent to it again.
+/// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait. One probe at a
+///   time, off the request path, tries the primary store again.
+/// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
+///   outage is no second burst.
 /// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share).
-/// - **Settle.** What the fallback granted while the breaker was open, and still counts, is charged to the primary store
-///   before that decides again. With more than one instance in the [`Share`], each waits until all the others have had the
-///   time to do so, or the first one back would be granted what they have granted already.
+/// - **Settle.** What the fallback granted while the breaker was open, and still counts, is charged to the primary
+///   store before that decides again. With more than one instance in the [`Share`], each waits until all the others
+///   have had the time to do so, or the first one back would be granted what they have granted already.
 ///
 /// [`Decision::source`] tells for each decision where it was made, and an [`Observer`] is told of every change.
 ///
@@ -69,8 +69,8 @@ struct Settings {
 
 /// How many instances share a policy while each decides by itself.
 ///
-/// Each grants the whole part of a limit and of a burst, at least 1: with more instances than the limit, all together may grant
-/// one each. The rate of a strategy that refills little by little is divided exactly.
+/// Each grants the whole part of a limit and of a burst, at least 1: with more instances than the limit, all together
+/// may grant one each. The rate of a strategy that refills little by little is divided exactly.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Share {
@@ -126,8 +126,8 @@ impl<P: Store, F: Store> Fallback<P, F> {
         self.with(|settings| settings.failures = failures)
     }
 
-    /// Sets how many instances share a policy while each decides by itself. Defaults to 1: every instance then grants the
-    /// whole of it.
+    /// Sets how many instances share a policy while each decides by itself. Defaults to 1: every instance then grants
+    /// the whole of it.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
         self.with(|settings| settings.share = share)
@@ -211,15 +211,16 @@ impl<P: Store, F: Store> Shared<P, F> {
         matches!(timeout(self.settings.deadline, self.primary.check(Check::probe())).await, Ok(Ok(_)))
     }
 
-    /// How long after the primary store has come back the last of the other instances may find that out and settle; nothing if
-    /// there are no others.
+    /// How long after the primary store has come back the last of the other instances may find that out and settle;
+    /// nothing if there are no others.
     fn others(&self) -> Option<Duration> {
         let others = self.settings.share.instances() > NonZeroU32::MIN;
         // The longest until a probe, and a deadline each for that and for a charge.
         others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
     }
 
-    /// Charges what was granted meanwhile to the primary store, and then lets that decide again. `false` if it fails again.
+    /// Charges what was granted meanwhile to the primary store, and then lets that decide again. `false` if it fails
+    /// again.
     async fn recover(self: &Arc<Self>, sums: &mut Sums) -> bool {
         // While this goes on, the fallback grants more; what is left in the end is little.
         for _ in 0..Self::SETTLEMENTS {
@@ -242,7 +243,8 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// How many charges are under way at once, so that live traffic is not held up.
     const AT_ONCE: usize = 64;
 
-    /// Charges all that was granted, and adds it up. `false` if the primary store fails again: the rest is for the next time.
+    /// Charges all that was granted, and adds it up. `false` if the primary store fails again: the rest is for the next
+    /// time.
     async fn settle(self: &Arc<Self>, sums: &mut Sums) -> bool {
         let (grants, unnoted) = self.grants.take();
         sums.dropped += unnoted;
@@ -290,8 +292,8 @@ struct Sums {
 }
 
 impl Sums {
-    /// Adds one caller's. `false` if the primary store failed as a whole. What failed may have been charged, and is not sent
-    /// again.
+    /// Adds one caller's. `false` if the primary store failed as a whole. What failed may have been charged, and is not
+    /// sent again.
     fn add(&mut self, charge: Result<(u32, Result<u32, Error>), JoinError>) -> bool {
         match charge {
             Ok((_, Ok(charged))) => self.charged += u64::from(charged),

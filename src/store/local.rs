@@ -47,8 +47,8 @@ struct Shard {
 #[derive(Debug)]
 enum Entry {
     Counted(State),
-    /// Another store counts it. It had `capacity` there, of which `remaining` was left when it was `seen`, and all of it will
-    /// be at `until`.
+    /// Another store counts it. It had `capacity` there, of which `remaining` was left when it was `seen`, and all of
+    /// it will be at `until`.
     Followed {
         remaining: i64,
         capacity: i64,

@@ -66,8 +66,8 @@ impl Fault {
         }
     }
 
-    /// The failure that some check must meet, so that the row is about what its name says. Where connections are cut first, the
-    /// breaker is open before anybody is told of more than that.
+    /// The failure that some check must meet, so that the row is about what its name says. Where connections are cut
+    /// first, the breaker is open before anybody is told of more than that.
     fn shows_as(self) -> Option<ErrorKind> {
         Some(match self {
             Self::KilledEmpty | Self::Killed | Self::Cut | Self::StartDown => ErrorKind::Unreachable,
@@ -228,16 +228,17 @@ impl Scene {
 
 /// Runs a row, and asserts what is promised of every one.
 ///
-/// **How much may be granted.** A caller's limit, and once more what Redis had granted it before it forgot that. Beyond it:
+/// **How much may be granted.** A caller's limit, and once more what Redis had granted it before it forgot that. Beyond
+/// it:
 ///
-/// - A check that Redis was asked and did not answer is answered by the instance and never settled, since it may have been
-///   charged. An instance opens its breaker with the third failure in a row; then every one of its tasks may have such a
-///   check under way. So each opening costs an instance at most [`TASKS`] + 3 of them. The observer counts them.
-/// - An instance goes on from what it has last heard to be left. It has not heard of what Redis has granted since: at most one
-///   request under way for every task, [`INSTANCES`] * [`TASKS`], of which it takes its part.
+/// - A check that Redis was asked and did not answer is answered by the instance and never settled, since it may have
+///   been charged. An instance opens its breaker with the third failure in a row; then every one of its tasks may have
+///   such a check under way. So each opening costs an instance at most [`TASKS`] + 3 of them. The observer counts them.
+/// - An instance goes on from what it has last heard to be left. It has not heard of what Redis has granted since: at
+///   most one request under way for every task, [`INSTANCES`] * [`TASKS`], of which it takes its part.
 /// - A charge of the settlement that fails is not sent again. The observer counts these too.
-/// - Where Redis fails some instances while it answers others, these have the whole of what is left, and each of those has its
-///   part of it: all but one part, at worst.
+/// - Where Redis fails some instances while it answers others, these have the whole of what is left, and each of those
+///   has its part of it: all but one part, at worst.
 pub async fn run(fault: Fault) -> Outcome {
     let args: &[&str] = match fault {
         Fault::Killed => &["--appendonly", "yes", "--appendfsync", "always"],
@@ -370,8 +371,8 @@ pub async fn run(fault: Fault) -> Outcome {
     }
 }
 
-/// No charge twice, and none lost: what Redis counts in the end is what it has granted, and what the instances have granted
-/// meanwhile. Only of a check that it was asked and did not answer is it not known.
+/// No charge twice, and none lost: what Redis counts in the end is what it has granted, and what the instances have
+/// granted meanwhile. Only of a check that it was asked and did not answer is it not known.
 ///
 /// Of what Redis has forgotten, at most what was under way at that moment is not known either.
 async fn settled(forgotten: &[u64], scene: &Scene, load: &Load) {
@@ -419,8 +420,8 @@ pub async fn deadline(mode: Mode) {
     assert!((DEADLINE..=DEADLINE + SLACK).contains(&worst), "a request waited for {worst:?}");
 }
 
-/// One store through many outages of every sort: no task, connection, key or memory is left behind. The process must be its
-/// own, or the memory is somebody else's.
+/// One store through many outages of every sort: no task, connection, key or memory is left behind. The process must be
+/// its own, or the memory is somebody else's.
 #[allow(dead_code, reason = "not a row of the table")]
 pub async fn cycles(count: usize) {
     /// Until every buffer and pool has the size that it needs.

@@ -24,7 +24,8 @@ pub enum Mode {
     Silent,
     /// Hands every request on to Redis, and keeps the replies.
     Swallow,
-    /// Answers every command with these bytes, once Redis has answered what it was asked before. It hears of nothing more.
+    /// Answers every command with these bytes, once Redis has answered what it was asked before. It hears of nothing
+    /// more.
     Answer(&'static [u8]),
     /// Nobody listens, and what was open is cut.
     Refuse,

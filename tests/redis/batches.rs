@@ -103,8 +103,9 @@ async fn a_full_queue_and_a_frozen_server_are_errors_in_time() {
     until("it decides again", async || store.check(check("ann", "10/s")).await.is_ok()).await;
 }
 
-/// Anything at all under our keys, asked for in every way, in the same batches as a caller with a state of its own: nobody
-/// gets an error, or waits for longer than the deepest debt lasts; and what cannot be a state of ours counts as nothing.
+/// Anything at all under our keys, asked for in every way, in the same batches as a caller with a state of its own:
+/// nobody gets an error, or waits for longer than the deepest debt lasts; and what cannot be a state of ours counts as
+/// nothing.
 #[tokio::test]
 async fn foreign_values_cost_nobody_else() {
     let server = RedisServer::start();

@@ -1,4 +1,5 @@
-//! Denials are remembered until their `retry_after`: a flood on one key costs Redis nothing, and nobody is denied for longer.
+//! Denials are remembered until their `retry_after`: a flood on one key costs Redis nothing, and nobody is denied for
+//! longer.
 
 use std::time::Duration;
 

@@ -14,8 +14,9 @@ const PROCESSES: usize = 4;
 const TASKS: usize = 64;
 const LIMIT: usize = 1_000;
 
-/// Runs the test of this name in 4 processes, each with a store of its own, and adds up what they print: lines of what was
-/// granted where, of so many places. A test that does so finds the URL in the environment when it is run as one of them.
+/// Runs the test of this name in 4 processes, each with a store of its own, and adds up what they print: lines of what
+/// was granted where, of so many places. A test that does so finds the URL in the environment when it is run as one of
+/// them.
 fn granted_by_processes(test: &str, server: &RedisServer, places: usize) -> Vec<usize> {
     let start = |number: usize| -> Child {
         Command::new(env::current_exe().unwrap())

@@ -134,7 +134,8 @@ fn it_recovers_on_another_runtime() {
     }));
 }
 
-/// An outage is no second burst: each instance goes on with its part of what was left, and gives that back to the count.
+/// An outage is no second burst: each instance goes on with its part of what was left, and gives that back to the
+/// count.
 #[tokio::test]
 async fn instances_share_what_was_left_and_settle_it() {
     let all = STRATEGIES.map(async |strategy| {

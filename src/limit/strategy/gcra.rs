@@ -2,7 +2,8 @@
 //!
 //! **Idea.** Spread the limit evenly over the period: each unit of cost takes one interval `I = P / L`. The state is
 //! one time, the theoretical arrival time (TAT): when everything granted so far will have been paid off. A check
-//! of cost `c` is allowed while the TAT would run ahead of now by no more than the burst: `max(TAT, now) + c*I - B*I <= now`.
+//! of cost `c` is allowed while the TAT would run ahead of now by no more than the burst: `max(TAT, now) + c*I - B*I <=
+//! now`.
 //!
 //! **Cost.** One key, one read, one write.
 //!
@@ -11,8 +12,8 @@
 //! **Source.** ITU-T I.371; the semantics are those of redis-cell's `CL.THROTTLE` (its `max_burst` is `B - 1`) and
 //! of redis_rate since v9.
 //!
-//! The TAT is kept in whole microseconds and a rest in ticks, `ticks` of which make a microsecond, so that an interval is
-//! a whole number of ticks: 3 per second and 300,000 per second are both exact. What it was reckoned with is kept
+//! The TAT is kept in whole microseconds and a rest in ticks, `ticks` of which make a microsecond, so that an interval
+//! is a whole number of ticks: 3 per second and 300,000 per second are both exact. What it was reckoned with is kept
 //! beside it: under another quota the same number of units is owed.
 
 use super::{Followed, Loaded, MOST_TICKS, Terms, Twin, clean, dirty, div_ceil};

@@ -8,7 +8,8 @@
 //! **When not.** It decides as GCRA does: choose it if you think in levels. It does not delay
 //! requests, as a leaky bucket that is a queue would.
 //!
-//! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking rate).
+//! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking
+//! rate).
 
 use super::{Followed, Loaded, Terms, Twin, div_ceil};
 

@@ -47,8 +47,8 @@ pub enum Strategy {
     ///
     /// As the ZSET recipe, and Redisson's `RRateLimiter`.
     SlidingLog,
-    /// Counts per cell of time. Never admits more than [`SlidingLog`](Self::SlidingLog) would, and lets a caller wait up to
-    /// one cell longer, in memory that grows with the cells.
+    /// Counts per cell of time. Never admits more than [`SlidingLog`](Self::SlidingLog) would, and lets a caller wait
+    /// up to one cell longer, in memory that grows with the cells.
     ///
     /// As hashes of timestamps to counts, and Istio's rolling windows.
     SlidingWindow {
@@ -111,8 +111,8 @@ pub(crate) trait Twin: Default {
     /// What the Lua half is told of a policy, in the order of its `policy` function.
     fn arguments(terms: &Terms) -> [i64; 4];
     /// The state as it is at `now`: what has lapsed is gone, and what no policy of these terms could have made is
-    /// clamped to the furthest that it could. If it was clamped, `true`: it must be saved even if nothing is charged, or
-    /// its caller might be locked out for as long as the clock has gone back.
+    /// clamped to the furthest that it could. If it was clamped, `true`: it must be saved even if nothing is charged,
+    /// or its caller might be locked out for as long as the clock has gone back.
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool);
     /// The largest cost that would pass now; below zero for a caller in debt.
     fn room(terms: &Terms, now: i64, loaded: Loaded) -> i64;
@@ -198,7 +198,8 @@ impl Terms {
             Strategy::SlidingWindow { cells } => cells,
             _ => 1,
         };
-        // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51 ticks.
+        // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51
+        // ticks.
         Ok(Self {
             capacity: i64::from(capacity),
             period: period as i64,

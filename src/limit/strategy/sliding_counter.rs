@@ -1,14 +1,14 @@
 //! Sliding counter: two fixed windows that stand for one that slides.
 //!
-//! **Idea.** Count what is granted in this window of the clock and in the one before. The sliding window overlaps a part of
-//! the one before, and that part of its count is taken to be in it: a check of cost `c` is allowed while
+//! **Idea.** Count what is granted in this window of the clock and in the one before. The sliding window overlaps a
+//! part of the one before, and that part of its count is taken to be in it: a check of cost `c` is allowed while
 //! `previous * (1 - elapsed / P) + current + c <= L`.
 //!
 //! **Cost.** One key, one read, one write, however high the limit.
 //!
-//! **When not.** It is an estimate: it takes what was granted in the window before to be spread evenly over it. If it was
-//! not, more or less than the limit may pass in a period that straddles two windows, never more than twice the limit.
-//! What is overlapped is rounded up: a single charge of the window before counts until that has left.
+//! **When not.** It is an estimate: it takes what was granted in the window before to be spread evenly over it. If it
+//! was not, more or less than the limit may pass in a period that straddles two windows, never more than twice the
+//! limit. What is overlapped is rounded up: a single charge of the window before counts until that has left.
 //!
 //! **Source.** Cloudflare, "How we built rate limiting capable of scaling to millions of domains" (2017).
 

@@ -1,16 +1,16 @@
 //! Sliding log: the time of every charge.
 //!
-//! **Idea.** A check of cost `c` is allowed while the charges in `(now - P, now]` and `c` make no more than `L`. A charge
-//! that is exactly one period old is gone.
+//! **Idea.** A check of cost `c` is allowed while the charges in `(now - P, now]` and `c` make no more than `L`. A
+//! charge that is exactly one period old is gone.
 //!
-//! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows with the limit: in Redis
-//! about 10 bytes per charge of 1, 14 per larger one. A check takes the same time however long the log is, but a denial
-//! looks at as many charges as must leave: about 0.3 us for each unit of a cost that is denied.
+//! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows with the limit: in
+//! Redis about 10 bytes per charge of 1, 14 per larger one. A check takes the same time however long the log is, but a
+//! denial looks at as many charges as must leave: about 0.3 us for each unit of a cost that is denied.
 //!
 //! **When not.** For high limits.
 //!
-//! **Source.** The ZSET recipe (`ZREMRANGEBYSCORE key 0 now-P`, `ZCARD`, `ZADD`); Redisson's `RRateLimiter`, whose permits
-//! have weights. A list does it in constant time, since charges come in the order of time.
+//! **Source.** The ZSET recipe (`ZREMRANGEBYSCORE key 0 now-P`, `ZCARD`, `ZADD`); Redisson's `RRateLimiter`, whose
+//! permits have weights. A list does it in constant time, since charges come in the order of time.
 
 use std::collections::VecDeque;
 

@@ -1,7 +1,7 @@
 //! Sliding window of cells: a log that is kept by the cell instead of by the charge.
 //!
-//! **Idea.** Cut time into cells of `P / cells` and count what is granted in each. A check of cost `c` is allowed while the
-//! cells that are not wholly older than `P` and `c` make no more than `L`. A cell counts until its end has left the
+//! **Idea.** Cut time into cells of `P / cells` and count what is granted in each. A check of cost `c` is allowed while
+//! the cells that are not wholly older than `P` and `c` make no more than `L`. A cell counts until its end has left the
 //! window, so that this never admits more than the log would; a caller waits up to one cell longer.
 //!
 //! **Cost.** One key, one read, one write; in Redis 12 bytes for each cell that something was granted in.
@@ -22,8 +22,8 @@ pub(crate) struct State {
     cells: VecDeque<(i64, i64)>,
 }
 
-/// Loaded: the sum of the cells within the period; one more than the cells at the front that are to go, or 0 if all are;
-/// when the newest cell ends.
+/// Loaded: the sum of the cells within the period; one more than the cells at the front that are to go, or 0 if all
+/// are; when the newest cell ends.
 impl Twin for State {
     fn arguments(terms: &Terms) -> [i64; 4] {
         [terms.capacity, terms.period, terms.width, 0]

@@ -1,14 +1,14 @@
 //! Token bucket: a stock of tokens that requests take from and time refills.
 //!
-//! **Idea.** A new caller has `B` tokens. A check of cost `c` is allowed while there are as many: `tokens + refill >= c`.
-//! [`Refill::Greedy`](super::Refill::Greedy) adds them one by one, each after `P / L`;
-//! [`Refill::Interval`](super::Refill::Interval) adds `L` at once after each period, which begins with the first charge of
-//! a full bucket.
+//! **Idea.** A new caller has `B` tokens. A check of cost `c` is allowed while there are as many: `tokens + refill >=
+//! c`. [`Refill::Greedy`](super::Refill::Greedy) adds them one by one, each after `P / L`;
+//! [`Refill::Interval`](super::Refill::Interval) adds `L` at once after each period, which begins with the first charge
+//! of a full bucket.
 //!
 //! **Cost.** One key, one read, one write.
 //!
-//! **When not.** Refilled greedily it decides as GCRA does: choose it if you think in tokens. Refilled by the interval it lets
-//! a burst pass at every refill.
+//! **When not.** Refilled greedily it decides as GCRA does: choose it if you think in tokens. Refilled by the interval
+//! it lets a burst pass at every refill.
 //!
 //! **Source.** Spring Cloud Gateway's `RedisRateLimiter` (replenishRate, burstCapacity, requestedTokens), but to the
 //! microsecond; bucket4j's `refillGreedy` and `refillIntervally`.

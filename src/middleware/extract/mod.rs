@@ -14,8 +14,8 @@ use crate::limit::Key;
 
 /// Finds who a request is from.
 ///
-/// Closures such as `|request: &Parts| Some(Key::new(request.uri.path()))` are extractors, and so are tuples of extractors: `(PeerIp,
-/// HeaderKey::new("x-api-key"))` counts every pair of an address and an API key by itself.
+/// Closures such as `|request: &Parts| Some(Key::new(request.uri.path()))` are extractors, and so are tuples of
+/// extractors: `(PeerIp, HeaderKey::new("x-api-key"))` counts every pair of an address and an API key by itself.
 ///
 /// ```
 /// use http::request::Parts;
@@ -45,7 +45,8 @@ pub struct MissingKey {
 }
 
 impl MissingKey {
-    /// The client left it out: over HTTP a 400. `problem` is shown to it, and says what is missing, such as "no API key".
+    /// The client left it out: over HTTP a 400. `problem` is shown to it, and says what is missing, such as "no API
+    /// key".
     pub const fn new(problem: &'static str) -> Self {
         Self { problem, server: false }
     }

@@ -20,8 +20,8 @@ use crate::limit::Decision;
 /// Is told what happens, for logs, metrics and health checks.
 ///
 /// Give it to whatever it is to hear of: a [`RateLimitLayer`](crate::RateLimitLayer::observer), a
-/// [`Fallback`](crate::Fallback::observer), a [`RedisStore`](crate::RedisStoreBuilder::observer). A pair of observers is one.
-/// With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
+/// [`Fallback`](crate::Fallback::observer), a [`RedisStore`](crate::RedisStoreBuilder::observer). A pair of observers
+/// is one. With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
 ///
 /// Every method does nothing unless it is written. They are called on the request path or a task of the store's:
 /// they must not block.
@@ -48,14 +48,14 @@ pub trait Observer: Send + Sync + 'static {
         let _ = (decision, took);
     }
 
-    /// A store could not decide a check: told by a [`Fallback`](crate::Fallback), which then answers it locally, and by a layer
-    /// when nothing could answer it.
+    /// A store could not decide a check: told by a [`Fallback`](crate::Fallback), which then answers it locally, and by
+    /// a layer when nothing could answer it.
     fn failed(&self, error: &Error) {
         let _ = error;
     }
 
-    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from now on the fallback decides. `error` is
-    /// the last failure.
+    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from now on the fallback decides.
+    /// `error` is the last failure.
     fn degraded(&self, error: &Error) {
         let _ = error;
     }
@@ -65,13 +65,15 @@ pub trait Observer: Send + Sync + 'static {
         let _ = after;
     }
 
-    /// What the fallback granted in the outage was charged to the primary store: `charged` units still counted, and `dropped`
-    /// could not be charged, because there were too many callers to note or because the primary store failed again.
+    /// What the fallback granted in the outage was charged to the primary store: `charged` units still counted, and
+    /// `dropped` could not be charged, because there were too many callers to note or because the primary store
+    /// failed again.
     fn settled(&self, charged: u64, dropped: u64) {
         let _ = (charged, dropped);
     }
 
-    /// A [`RedisStore`](crate::RedisStore) sends a script call with so many `checks`, while `waiting` more wait in its queue.
+    /// A [`RedisStore`](crate::RedisStore) sends a script call with so many `checks`, while `waiting` more wait in its
+    /// queue.
     fn sends(&self, checks: usize, waiting: usize) {
         let _ = (checks, waiting);
     }

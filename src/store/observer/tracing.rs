@@ -6,8 +6,8 @@ use super::Observer;
 use crate::limit::Decision;
 use crate::store::Error;
 
-/// Tells `tracing`: a degraded store as a warning, a recovery and a settlement as information, failures for debugging, and
-/// decisions as traces. No key is ever told.
+/// Tells `tracing`: a degraded store as a warning, a recovery and a settlement as information, failures for debugging,
+/// and decisions as traces. No key is ever told.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TracingObserver;
 

@@ -1,7 +1,7 @@
 //! A memory of denials, so that a flood on one key costs Redis nothing.
 //!
-//! With every strategy, what was denied stays denied until its `retry_after`, unless something is given back or forgotten,
-//! or the policy is another. A denial of a cost answers every check of that cost or more.
+//! With every strategy, what was denied stays denied until its `retry_after`, unless something is given back or
+//! forgotten, or the policy is another. A denial of a cost answers every check of that cost or more.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -25,7 +25,8 @@ pub(super) struct Denials {
 struct Shard {
     /// The last denial of each caller.
     denials: Bounded<Key, Denial>,
-    /// When something was last given back or forgotten: a denial of a call that was sent before may not be true any more.
+    /// When something was last given back or forgotten: a denial of a call that was sent before may not be true any
+    /// more.
     forgot: i64,
 }
 

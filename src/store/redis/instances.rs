@@ -13,10 +13,11 @@ use crate::store::{Error, ErrorKind};
 
 /// The instances of a service that announce themselves in Redis, under one key prefix.
 ///
-/// Each announces itself every few seconds off the request path, and is no longer counted after three times as long. While
-/// Redis is away, the number stays what it was.
+/// Each announces itself every few seconds off the request path, and is no longer counted after three times as long.
+/// While Redis is away, the number stays what it was.
 ///
-/// Made by [`RedisStore::announce`](crate::RedisStore::announce). This instance is counted until the last clone is dropped.
+/// Made by [`RedisStore::announce`](crate::RedisStore::announce). This instance is counted until the last clone is
+/// dropped.
 #[derive(Clone)]
 pub struct Instances {
     announcer: Arc<Announcer>,

@@ -34,7 +34,8 @@ use crate::limit::{Check, ConfigError, is_name};
 /// `~PREFIX:* +evalsha +eval +time +get +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
 /// `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
 ///
-/// Clones share the connections and the queue.
+/// Clones share the connections and the queue. A store is for one tokio runtime: its connections are driven by the one
+/// that it was used on first.
 ///
 /// ```no_run
 /// use tower_redis_ratelimit::RedisStore;
@@ -57,8 +58,8 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis from deciding: it cannot be reached, refuses the
-    /// password, lacks a permission, is no Redis.
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis
+    /// from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis.
     pub async fn connect(url: impl IntoConnectionInfo) -> Result<Self, Error> {
         Self::builder(url).connect().await
     }
@@ -130,8 +131,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many connections, each with one script call under way. Defaults to 2: while Redis decides one batch, the next
-    /// is made ready.
+    /// How many connections, each with one script call under way. Defaults to 2: while Redis decides one batch, the
+    /// next is made ready.
     pub fn connections(mut self, connections: NonZeroUsize) -> Self {
         self.connections = connections.get();
         self
@@ -157,8 +158,9 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many denials are remembered until their `retry_after`, one for each caller, so that a flood of denied checks does not
-    /// reach Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time.
+    /// How many denials are remembered until their `retry_after`, one for each caller, so that a flood of denied checks
+    /// does not reach Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each
+    /// time.
     pub fn denials(mut self, callers: usize) -> Self {
         self.denials = callers;
         self

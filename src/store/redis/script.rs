@@ -17,8 +17,8 @@ static HASH: LazyLock<String> = LazyLock::new(|| redis::Script::new(SCRIPT).get_
 /// The arguments of one script call, made of checks pushed one by one.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with an id,
-    /// `prefix:{caller}`, all of those, and `:id`.
+    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with
+    /// an id, `prefix:{caller}`, all of those, and `:id`.
     keys: Vec<u8>,
     /// Where each key ends.
     ends: Vec<usize>,
