@@ -221,7 +221,7 @@ local function take(plan)
     room = room - cost
   end
   local reset = strategy.reset(policy, now, a, b, c)
-  if granted > 0 or dirty then
+  if not trouble and (granted > 0 or dirty) then
     strategy.save(policy, key, now, now + reset + keep, granted, a, b, c)
   end
   if trouble then
