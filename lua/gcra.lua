@@ -8,16 +8,7 @@ local gcra = {}
 
 local FORMAT, LENGTH = '<i7I5I7I5', 24
 
-function gcra.policy(capacity, interval, ticks)
-  local full = capacity * interval
-  return {
-    capacity = capacity,
-    interval = interval,
-    ticks = ticks,
-    full = full,
-    furthest = floor(2 * full / ticks) + 1,
-  }
-end
+gcra.policy = refilling
 
 function gcra.load(policy, key, now)
   local value = read(key, LENGTH)

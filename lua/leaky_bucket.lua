@@ -7,16 +7,7 @@ local leaky_bucket = {}
 
 local FORMAT, LENGTH = '<i7i6I7', 20
 
-function leaky_bucket.policy(capacity, interval, ticks)
-  local full = capacity * interval
-  return {
-    capacity = capacity,
-    interval = interval,
-    ticks = ticks,
-    full = full,
-    furthest = floor(2 * full / ticks) + 1,
-  }
-end
+leaky_bucket.policy = refilling
 
 function leaky_bucket.load(policy, key, now)
   local value = read(key, LENGTH)

@@ -26,6 +26,19 @@ local function div_ceil(a, b)
   return -floor(-a / b)
 end
 
+-- A policy that refills little by little: `interval` ticks for each unit of cost, `ticks` in a microsecond.
+local function refilling(capacity, interval, ticks)
+  local full = capacity * interval
+  return {
+    capacity = capacity,
+    interval = interval,
+    ticks = ticks,
+    full = full,
+    -- Microseconds that no debt reaches.
+    furthest = floor(2 * full / ticks) + 1,
+  }
+end
+
 -- n * x / d, rounded down, and the rest; exact also where the product is above 2^53. x is at most d, d below 2^45.
 local function mul_div(n, x, d)
   if n * x < 9007199254740992 then

@@ -9,15 +9,9 @@ local FORMAT, LENGTH = '<i7i6I7', 20
 
 -- `ticks` flow in every microsecond if `period` is 0; else they come at once, after every period.
 function token_bucket.policy(capacity, interval, ticks, period)
-  local full = capacity * interval
-  return {
-    capacity = capacity,
-    interval = interval,
-    ticks = ticks,
-    full = full,
-    furthest = floor(2 * full / ticks) + 1,
-    period = period,
-  }
+  local policy = refilling(capacity, interval, ticks)
+  policy.period = period
+  return policy
 end
 
 function token_bucket.load(policy, key, now)

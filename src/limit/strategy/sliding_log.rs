@@ -14,7 +14,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Followed, Loaded, Terms, Twin, clean, dirty};
+use super::{Followed, Loaded, Terms, Twin, clean, dirty, give_back};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -69,7 +69,7 @@ impl Twin for State {
         if cost > 0 {
             [sum, head, now]
         } else if sum > 0 && head > 0 {
-            [sum, head, self.give_back(-cost).unwrap_or(newest)]
+            [sum, head, give_back(&mut self.charges, -cost).unwrap_or(newest)]
         } else {
             [sum, head, newest]
         }
@@ -103,20 +103,5 @@ impl Twin for State {
         // All that is used goes with the newest charge: some of it may have gone before.
         let newest = (until - terms.period).min(now);
         Self { sum: used, newest, charges: [(newest, used)].into() }
-    }
-}
-
-impl State {
-    /// Gives back the newest charges first. The time of the newest that is left.
-    fn give_back(&mut self, mut cost: i64) -> Option<i64> {
-        while cost > 0
-            && let Some((time, charge)) = self.charges.pop_back()
-        {
-            if charge > cost {
-                self.charges.push_back((time, charge - cost));
-            }
-            cost -= charge.min(cost);
-        }
-        self.charges.back().map(|(time, _)| *time)
     }
 }

@@ -12,7 +12,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Followed, Loaded, Terms, Twin, clean, dirty};
+use super::{Followed, Loaded, Terms, Twin, clean, dirty, give_back};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -70,7 +70,7 @@ impl Twin for State {
         if cost > 0 {
             [sum, head, cell_end(terms, now)]
         } else if sum > 0 && head > 0 {
-            [sum, head, self.give_back(-cost).unwrap_or(newest)]
+            [sum, head, give_back(&mut self.cells, -cost).unwrap_or(newest)]
         } else {
             [sum, head, newest]
         }
@@ -102,21 +102,6 @@ impl Twin for State {
         // All that is used goes with the newest cell: some of it may have gone before.
         let ends = (until - terms.period).min(cell_end(terms, now));
         Self { sum: used, cells: [(ends, used)].into() }
-    }
-}
-
-impl State {
-    /// Gives back from the newest cells first. When the newest that is left ends.
-    fn give_back(&mut self, mut cost: i64) -> Option<i64> {
-        while cost > 0
-            && let Some((ends, count)) = self.cells.pop_back()
-        {
-            if count > cost {
-                self.cells.push_back((ends, count - cost));
-            }
-            cost -= count.min(cost);
-        }
-        self.cells.back().map(|(ends, _)| *ends)
     }
 }
 

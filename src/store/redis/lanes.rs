@@ -219,10 +219,6 @@ impl Lane {
         let lanes = &*self.lanes;
         let now = lanes.now.load(Ordering::Relaxed);
         let mut connection = checkout(&lanes.pool, &mut self.failures).await?;
-        while !connection.is_alive().await {
-            drop(connection);
-            connection = checkout(&lanes.pool, &mut self.failures).await?;
-        }
         let mut result = connection.call(&batch.by_hash(now)).await;
         // The one failure that is known to have charged nothing.
         if result.as_ref().is_err_and(|e| e.kind() == redis::ServerErrorKind::NoScript.into()) {
@@ -235,14 +231,27 @@ impl Lane {
     }
 }
 
-/// A connection, or why there is none. bb8 alone would leave us waiting after a failure to connect.
+/// A connection that is alive, or why there is none.
 async fn checkout<'a>(
+    pool: &'a bb8::Pool<Manager>,
+    failures: &mut watch::Receiver<Option<RedisError>>,
+) -> Result<bb8::PooledConnection<'a, Manager>, Error> {
+    loop {
+        let mut connection = get(pool, failures).await?;
+        if connection.is_alive().await {
+            return Ok(connection);
+        }
+    }
+}
+
+/// A connection of the pool, or why there is none: bb8 alone would leave us waiting after a failure to connect.
+async fn get<'a>(
     pool: &'a bb8::Pool<Manager>,
     failures: &mut watch::Receiver<Option<RedisError>>,
 ) -> Result<bb8::PooledConnection<'a, Manager>, Error> {
     failures.mark_unchanged();
     let mut getting = pin!(pool.get());
-    let failed = {
+    let got = {
         let mut failing = pin!(failures.changed());
         poll_fn(|cx| match getting.as_mut().poll(cx) {
             Poll::Ready(got) => Poll::Ready(Some(got)),
@@ -250,7 +259,7 @@ async fn checkout<'a>(
         })
         .await
     };
-    match failed {
+    match got {
         Some(Ok(connection)) => Ok(connection),
         Some(Err(bb8::RunError::User(error))) => Err(super::error(error)),
         Some(Err(bb8::RunError::TimedOut)) => Err(Error::new(ErrorKind::Timeout)),
