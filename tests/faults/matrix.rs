@@ -52,6 +52,14 @@ pub enum Fault {
 }
 
 impl Fault {
+    /// How long it lasts, at least.
+    const fn lasts(self) -> Duration {
+        match self {
+            Self::Frozen => Duration::from_secs(5),
+            _ => FAULT,
+        }
+    }
+
     /// Whether Redis forgets everything.
     const fn forgets(self) -> bool {
         matches!(self, Self::KilledEmpty | Self::FlushAll)
@@ -283,7 +291,7 @@ pub async fn run(fault: Fault) -> Outcome {
         until("every part is used up", async || instances.iter().all(|i| i.has_denied(Kind::Tight, Source::Local)))
             .await;
     }
-    while since.elapsed() < FAULT {
+    while since.elapsed() < fault.lasts() {
         // The length of the fault.
         sleep(Duration::from_millis(50)).await;
         if fault.is_repeated() {
