@@ -4,7 +4,6 @@
 //! made of two: the second answers while the first cannot.
 
 mod bounded;
-mod breaker;
 mod clock;
 mod error;
 mod fallback;
@@ -12,7 +11,6 @@ mod limiter;
 mod local;
 mod observer;
 mod redis;
-mod settle;
 
 use std::future::Future;
 
