@@ -30,7 +30,7 @@ use crate::limit::{Check, ConfigError, is_name};
 /// twice the store's [`timeout`](RedisStoreBuilder::timeout), if need be with an [`Error`]. A charge is never
 /// sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
-/// It works with Redis from 6.2 and Valkey. The Redis user needs
+/// It needs Redis 6.2, or what is compatible with that; the tests run on 7.0. The Redis user needs
 /// `~PREFIX:* +evalsha +eval +time +get +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
 /// `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
 ///
