@@ -35,7 +35,8 @@ use crate::limit::Check;
 ///   store before that decides again. With more than one instance in the [`Share`], each waits until all the others
 ///   have had the time to do so, or the first one back would be granted what they have granted already.
 ///
-/// [`Decision::source`] tells for each decision where it was made, and an [`Observer`] is told of every change.
+/// [`Decision::source`](crate::Decision::source) tells for each decision where it was made, and an [`Observer`] is told
+/// of every change.
 ///
 /// Clones share the breaker and both stores.
 ///
