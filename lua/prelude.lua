@@ -75,7 +75,7 @@ end
 
 -- The reply to a read; nothing if there is no such key. One that holds something of another type is as good as none.
 local function found(reply)
-  if reply and type(reply) == 'table' and reply.err then
+  if type(reply) == 'table' and reply.err then
     if sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
       good(reply)
     end

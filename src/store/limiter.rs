@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -8,7 +8,7 @@ use tokio::sync::{Mutex as Turn, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::clock::instant;
-use super::{Error, ErrorKind, Store};
+use super::{Error, ErrorKind, Store, lock};
 use crate::limit::{Check, Decision, Key, Outcome, Policies};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
@@ -164,9 +164,4 @@ impl Drop for Waiting<'_> {
             }
         }
     }
-}
-
-/// Nothing under the lock panics; if it ever did, the map would still be whole.
-fn lock(turns: &Mutex<HashMap<Key, Waiters>>) -> MutexGuard<'_, HashMap<Key, Waiters>> {
-    turns.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,13 +2,13 @@ use std::future::{Ready, ready};
 use std::hash::{BuildHasher, RandomState};
 use std::mem;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
 use super::bounded::{Bounded, Slot};
 use super::clock::Clock;
-use super::{Error, Store};
+use super::{Error, Store, lock};
 use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, State, Verdicts};
 
 /// A store in this process: every instance has counts of its own.
@@ -183,9 +183,4 @@ impl Shard {
         }
         verdicts
     }
-}
-
-/// Nothing under the lock panics; if it ever did, the counts would still be whole.
-fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
-    shard.lock().unwrap_or_else(PoisonError::into_inner)
 }

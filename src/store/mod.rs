@@ -13,6 +13,7 @@ mod observer;
 mod redis;
 
 use std::future::Future;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use self::redis::{Instances, RedisFuture, RedisStore, RedisStoreBuilder};
 pub use error::{Error, ErrorKind};
@@ -51,4 +52,9 @@ pub trait Store: Clone + Send + Sync + 'static {
     fn follow(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
     }
+}
+
+/// Nothing under our locks panics; if it ever did, what they hold would still be whole.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

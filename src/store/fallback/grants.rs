@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::limit::{Check, Decision, Key, Mode, Policies};
+use crate::store::lock;
 
 /// The grants of an outage, by the caller: a bounded number of callers.
 #[derive(Debug)]
@@ -86,9 +87,4 @@ impl Grants {
 /// The caller, and its list of policies.
 fn id(key: &Key, policies: &Policies) -> (Key, u64) {
     (*key, policies.id())
-}
-
-/// Nothing under the lock panics; if it ever did, the grants would still be whole.
-fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
-    shard.lock().unwrap_or_else(PoisonError::into_inner)
 }

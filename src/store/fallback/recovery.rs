@@ -94,7 +94,7 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// Charges what still counts of a grant. How much that was.
     async fn charge(&self, Grant { key, policies, granted }: Grant) -> Result<u32, Error> {
         let peek = self.fallback.check(self.part(Check::peek(key, &policies, 0))).await?;
-        let used = peek.each().map(|each| each.limit() - each.remaining().min(each.limit())).max().unwrap_or(0);
+        let used = peek.each().map(|each| each.limit().saturating_sub(each.remaining())).max().unwrap_or(0);
         match granted.min(used) {
             0 => Ok(0),
             counts => {

@@ -1,8 +1,8 @@
 use std::num::NonZeroU32;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use crate::limit::Policies;
-use crate::store::Instances;
+use crate::store::{Instances, lock};
 
 /// How many instances share a policy while each decides by itself.
 ///
@@ -43,8 +43,7 @@ impl Parts {
     const MOST: usize = 64;
 
     pub(super) fn of(&self, policies: &Policies, instances: NonZeroU32) -> Policies {
-        // Nothing under the lock panics; if it ever did, the list would still be whole.
-        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = lock(&self.0);
         if let Some((.., part)) = parts.iter().find(|(whole, of, _)| whole.is(policies) && *of == instances) {
             return part.clone();
         }

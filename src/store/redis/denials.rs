@@ -5,11 +5,12 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use crate::limit::{Check, Decision, Key, Mode, Verdicts};
 use crate::store::bounded::{Bounded, Slot};
 use crate::store::clock::Clock;
+use crate::store::lock;
 
 #[derive(Debug)]
 pub(super) struct Denials {
@@ -113,9 +114,8 @@ impl Denials {
         self.held.fetch_add(after.wrapping_sub(before), Relaxed);
     }
 
-    /// Nothing under the lock panics; if it ever did, the denials would still be whole.
     fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
         let shard = self.hasher.hash_one(key) as usize % self.shards.len();
-        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.shards[shard])
     }
 }

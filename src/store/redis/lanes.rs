@@ -9,7 +9,7 @@ use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ use super::pool::{Failures, Manager};
 use super::script::{self, Batch};
 use crate::limit::{Check, Decision, Source, Verdicts};
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind, Observers};
+use crate::store::{Error, ErrorKind, Observers, lock};
 
 pub(super) struct Lanes {
     pub(super) pool: bb8::Pool<Manager>,
@@ -125,9 +125,8 @@ impl Lanes {
         }
     }
 
-    /// Nothing under the lock panics; if it ever did, the queue would still be whole.
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.queue)
     }
 }
 

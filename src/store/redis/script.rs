@@ -61,14 +61,14 @@ impl Batch {
         let plan = self.plan(check);
         let entry = self.entries.len();
         if check.mode() == Mode::Take && check.id_key().is_none() {
-            match self.open.insert(*check.key(), (plan, entry)) {
-                Some((open_plan, open)) if open_plan == plan => {
-                    self.open.insert(*check.key(), (plan, open));
-                    self.entries[open].times += 1;
-                    self.checks.push(open);
-                    return;
-                }
-                _ => {}
+            let open = self.open.entry(*check.key()).or_insert((plan, entry));
+            if open.0 != plan {
+                *open = (plan, entry);
+            }
+            if open.1 != entry {
+                self.entries[open.1].times += 1;
+                self.checks.push(open.1);
+                return;
             }
         } else {
             self.open.remove(check.key());
