@@ -7,7 +7,8 @@
 --          n, n plans      what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), m, m policies by their place above
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
---                          times each of these is asked: checks of one caller that ask the same share an entry
+--                          times each of these is asked: checks of one caller that ask the same share an entry, so that
+--                          no key comes twice in a run
 -- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
 --          granted         what was charged or given back; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now
@@ -19,10 +20,11 @@
 
 local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET = 1, 2, 3, 4, 5, 6
 
+-- The next argument: arithmetic makes a number of it.
 local at = 0
 local function argument()
   at = at + 1
-  return tonumber(ARGV[at])
+  return ARGV[at] + 0
 end
 
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
@@ -40,54 +42,28 @@ do
   end
 end
 
-local policies = {}
+local policies, strategies = {}, {}
 for i = 1, argument() do
-  local strategy = strategies[argument()]
+  local number = argument()
+  local strategy = strategies[number] or strategy_of(number)
+  strategies[number] = strategy
   local policy = strategy.policy(argument(), argument(), argument(), argument())
   policy.strategy = strategy
   policies[i] = policy
 end
 
--- The room that a policy must have to let the check pass.
-local function needs(mode, cost, capacity)
-  if mode == TAKE or mode == PEEK then
-    return cost
-  elseif mode == UP_TO then
-    return min(cost, 1)
-  elseif mode == CHARGE then
-    return min(cost, 1) - capacity
-  end
-  return -math.huge
-end
-
 local plans = {}
 for i = 1, argument() do
-  local plan = { mode = argument(), cost = argument(), remember = argument(), policies = {}, needs = {} }
+  local plan = { mode = argument(), cost = argument(), remember = argument() }
   for j = 1, argument() do
-    local policy = policies[argument()]
-    plan.policies[j] = policy
-    plan.needs[j] = needs(plan.mode, plan.cost, policy.capacity)
+    plan[j] = policies[argument()]
   end
   plans[i] = plan
 end
 
--- What a policy would grant, if all let the check pass; what it has to give back, or to forget.
-local function grants(mode, cost, room, capacity)
-  if mode == TAKE then
-    return cost
-  elseif mode == UP_TO then
-    return max(0, min(cost, room))
-  elseif mode == PEEK then
-    return 0
-  elseif mode == CHARGE then
-    return max(0, min(cost, room + capacity))
-  elseif mode == GIVE_BACK then
-    return min(cost, capacity - room)
-  end
-  return capacity - room
-end
+local reply, replied, key_at = {}, 0, 0
 
--- Why Redis refused to write, as a number below 0. The words are those of the versions from 6.2 on.
+-- Why Redis refused to read or to write, as a number below 0. The words are those of the versions from 6.2 on.
 local function problem(err)
   local function says(words)
     return string.find(err, words, 1, true)
@@ -102,85 +78,174 @@ local function problem(err)
   return -1
 end
 
--- The states of one entry, each of up to three values; whether they must be saved; the room in each; in how long each is
--- fresh; what was granted of each.
-local a, b, c, dirty, rooms, resets, totals = {}, {}, {}, {}, {}, {}, {}
-local reply, replied, key_at = {}, 0, 0
-
--- Asks once, of the states as they are. Returns the most that a policy grants.
-local function ask(plan)
-  local mode, cost, count = plan.mode, plan.cost, #plan.policies
-  local granted = math.huge
-  for i = 1, count do
-    if rooms[i] < plan.needs[i] then
-      granted = 0
-      break
-    end
-    granted = min(granted, grants(mode, cost, rooms[i], plan.policies[i].capacity))
-  end
-
-  local most = 0
-  for i = 1, count do
-    local policy, key, wait = plan.policies[i], KEYS[key_at + i], 0
-    local strategy = policy.strategy
-    if rooms[i] < plan.needs[i] then
-      wait = -1
-      if plan.needs[i] <= policy.capacity then
-        wait = strategy.wait(policy, key, now, plan.needs[i], a[i], b[i], c[i])
-      end
-    end
-    if mode >= GIVE_BACK then
-      -- Each what it has.
-      granted = grants(mode, cost, rooms[i], policy.capacity)
-    end
-    if mode == RESET then
-      rooms[i], resets[i] = policy.capacity, 0
-    else
-      if granted > 0 then
-        local charged = mode == GIVE_BACK and -granted or granted
-        a[i], b[i], c[i] = strategy.charge(policy, key, now, charged, a[i], b[i], c[i])
-        rooms[i] = strategy.room(policy, now, a[i], b[i], c[i])
-      end
-      resets[i] = strategy.reset(policy, now, a[i], b[i], c[i])
-    end
-    totals[i], most = totals[i] + granted, max(most, granted)
-    reply[replied + 1], reply[replied + 2] = granted, max(0, rooms[i])
-    reply[replied + 3], reply[replied + 4] = wait, resets[i]
-    replied = replied + 4
-  end
-  return most
-end
-
--- Saves what was granted in all.
-local function save(plan, i)
-  local mode, policy, key = plan.mode, plan.policies[i], KEYS[key_at + i]
-  if mode == RESET then
-    try('DEL', key)
-  elseif totals[i] > 0 or dirty[i] and mode ~= PEEK then
-    local charged = mode == GIVE_BACK and -totals[i] or totals[i]
-    policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
+-- Replaces the answers between two places in the reply by what was the matter.
+local function fail(from, to)
+  for i = from + 1, to, 4 do
+    reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem(trouble), 0, 0, 0
   end
 end
 
--- Decides one entry. Returns the most that a policy granted the last time.
-local function check(plan, times)
-  local count, granted, from = #plan.policies, 0, replied
+-- Repeats the answer that ends at a place in the reply, of so many numbers: who was denied is denied until time goes on.
+-- Returns where the last one ends.
+local function repeat_last(to, numbers, times)
+  for i = to + 1, to + numbers * times do
+    reply[i] = reply[i - numbers]
+  end
+  return to + numbers * times
+end
+
+-- Decides what is asked most: takes under one policy. It does as `check` does, in two thirds of the time.
+local function takes(plan, entries, times)
+  local policy, cost, now, reply, n = plan[1], plan.cost, now, reply, replied
+  local capacity, strategy = policy.capacity, policy.strategy
+  local load, room_in, charge, reset_in = strategy.load, strategy.room, strategy.charge, strategy.reset
+  local values = {}
   trouble = nil
-  for i = 1, count do
-    local policy = plan.policies[i]
-    a[i], b[i], c[i], dirty[i] = policy.strategy.load(policy, KEYS[key_at + i], now)
-    rooms[i] = policy.strategy.room(policy, now, a[i], b[i], c[i])
-    totals[i] = 0
+  if strategy.reads ~= false then
+    values = read(key_at + 1, key_at + entries)
   end
-  if not trouble then
+  local unread = trouble
+  for i = 1, entries do
+    local key, from, granted, reset = KEYS[key_at + i], n, 0
+    trouble = unread
+    local a, b, c, dirty = load(policy, key, now, values[i])
+    local room = room_in(policy, now, a, b, c)
+    for time = 1, times do
+      local charged, wait = 0, 0
+      if room >= cost then
+        if cost > 0 then
+          a, b, c = charge(policy, key, now, cost, a, b, c)
+          -- What a charge takes of the room is just what it costs.
+          charged, granted, room = cost, granted + cost, room - cost
+        end
+      elseif cost > capacity then
+        wait = -1
+      else
+        wait = strategy.wait(policy, key, now, cost, a, b, c)
+      end
+      reset = reset_in(policy, now, a, b, c)
+      reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = charged, room > 0 and room or 0, wait, reset
+      n = n + 4
+      if charged == 0 then
+        n = repeat_last(n, 4, times - time)
+        break
+      end
+    end
+    if not trouble and (granted > 0 or dirty) then
+      strategy.save(policy, key, now, now + reset + keep, granted, a, b, c)
+    end
+    if trouble then
+      fail(from, n)
+    end
+  end
+  key_at, replied = key_at + entries, n
+end
+
+-- What is asked less often: `check` decides one entry, `check_once` one whose answer is remembered.
+local function others()
+  -- The room that a policy must have to let the check pass.
+  local function needs(mode, cost, capacity)
+    if mode == TAKE or mode == PEEK then
+      return cost
+    elseif mode == UP_TO then
+      return min(cost, 1)
+    elseif mode == CHARGE then
+      return min(cost, 1) - capacity
+    end
+    return -math.huge
+  end
+
+  -- What a policy would grant, if all let the check pass; what it has to give back, or to forget.
+  local function grants(mode, cost, room, capacity)
+    if mode == TAKE then
+      return cost
+    elseif mode == UP_TO then
+      return max(0, min(cost, room))
+    elseif mode == PEEK then
+      return 0
+    elseif mode == CHARGE then
+      return max(0, min(cost, room + capacity))
+    elseif mode == GIVE_BACK then
+      return min(cost, capacity - room)
+    end
+    return capacity - room
+  end
+
+  -- The states of one entry, each of up to three values; whether they must be saved; the room in each; in how long each is
+  -- fresh; what was granted of each.
+  local a, b, c, dirty, rooms, resets, totals = {}, {}, {}, {}, {}, {}, {}
+
+  -- Asks once, of the states as they are. Returns the most that a policy grants.
+  local function ask(plan)
+    local mode, cost, count = plan.mode, plan.cost, #plan
+    local granted = math.huge
+    for i = 1, count do
+      local capacity = plan[i].capacity
+      if rooms[i] < needs(mode, cost, capacity) then
+        granted = 0
+        break
+      end
+      granted = min(granted, grants(mode, cost, rooms[i], capacity))
+    end
+
+    local most = 0
+    for i = 1, count do
+      local policy, key, wait = plan[i], KEYS[key_at + i], 0
+      local strategy, need = policy.strategy, needs(mode, cost, policy.capacity)
+      if rooms[i] < need then
+        wait = -1
+        if need <= policy.capacity then
+          wait = strategy.wait(policy, key, now, need, a[i], b[i], c[i])
+        end
+      end
+      if mode >= GIVE_BACK then
+        -- Each what it has.
+        granted = grants(mode, cost, rooms[i], policy.capacity)
+      end
+      if mode == RESET then
+        rooms[i], resets[i] = policy.capacity, 0
+      else
+        if granted > 0 then
+          local charged = mode == GIVE_BACK and -granted or granted
+          a[i], b[i], c[i] = strategy.charge(policy, key, now, charged, a[i], b[i], c[i])
+          rooms[i] = strategy.room(policy, now, a[i], b[i], c[i])
+        end
+        resets[i] = strategy.reset(policy, now, a[i], b[i], c[i])
+      end
+      totals[i], most = totals[i] + granted, max(most, granted)
+      reply[replied + 1], reply[replied + 2] = granted, max(0, rooms[i])
+      reply[replied + 3], reply[replied + 4] = wait, resets[i]
+      replied = replied + 4
+    end
+    return most
+  end
+
+  -- Saves what was granted in all.
+  local function save(plan, i)
+    local mode, policy, key = plan.mode, plan[i], KEYS[key_at + i]
+    if mode == RESET then
+      try('DEL', key)
+    elseif totals[i] > 0 or dirty[i] and mode ~= PEEK then
+      local charged = mode == GIVE_BACK and -totals[i] or totals[i]
+      policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
+    end
+  end
+
+  -- Returns the most that a policy granted the last time.
+  local function check(plan, times)
+    local count, granted, from = #plan, 0, replied
+    trouble = nil
+    local values = read(key_at + 1, key_at + count)
+    for i = 1, count do
+      local policy, key = plan[i], KEYS[key_at + i]
+      a[i], b[i], c[i], dirty[i] = policy.strategy.load(policy, key, now, values[i])
+      rooms[i] = policy.strategy.room(policy, now, a[i], b[i], c[i])
+      totals[i] = 0
+    end
     for time = 1, times do
       granted = ask(plan)
       if granted == 0 then
-        -- All that follow are answered alike.
-        for _ = 1, (times - time) * count * 4 do
-          reply[replied + 1] = reply[replied + 1 - count * 4]
-          replied = replied + 1
-        end
+        replied = repeat_last(replied, 4 * count, times - time)
         break
       end
     end
@@ -189,96 +254,69 @@ local function check(plan, times)
         save(plan, i)
       end
     end
+    key_at = key_at + count
+    if trouble then
+      granted = 0
+      fail(from, replied)
+    end
+    return granted
   end
-  key_at = key_at + count
-  if trouble then
-    granted = 0
-    replied = from + times * count * 4
-    for i = from + 1, replied, 4 do
-      reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem(trouble), 0, 0, 0
+
+  local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
+
+  -- Answers as a check of the same id was answered, if there was one. Returns whether it did.
+  local function repeat_answer(count)
+    local value = read(key_at + 1, key_at + 1)[1]
+    key_at = key_at + 1
+    if not value or #value ~= ANSWER_LENGTH * count then
+      return false
+    end
+    for i = 1, count do
+      local granted, remaining, reset = unpack(ANSWER, value, ANSWER_LENGTH * (i - 1) + 1)
+      reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = granted, remaining, 0, reset
+      replied = replied + 4
+    end
+    key_at = key_at + count
+    return true
+  end
+
+  -- Decides a check with an id, which is asked once, and remembers what was charged.
+  local function check_once(plan)
+    local key, from = KEYS[key_at + 1], replied
+    if not repeat_answer(#plan) and check(plan, 1) > 0 then
+      local answer = ''
+      for i = from + 1, replied, 4 do
+        answer = answer .. pack(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
+      end
+      write(key, answer, now + plan.remember + keep)
     end
   end
-  return granted
+
+  return check, check_once
 end
 
--- Does as `check` does for what is asked most: one policy, a take, once. It takes two thirds of the time.
-local function take(plan)
-  local policy, cost = plan.policies[1], plan.cost
-  local strategy, key, granted, wait = policy.strategy, KEYS[key_at + 1], 0, 0
-  key_at, trouble = key_at + 1, nil
-  local a, b, c, dirty = strategy.load(policy, key, now)
-  local room = strategy.room(policy, now, a, b, c)
-  if room >= cost then
-    granted = cost
-  elseif cost > policy.capacity then
-    wait = -1
-  else
-    wait = strategy.wait(policy, key, now, cost, a, b, c)
-  end
-  if granted > 0 then
-    a, b, c = strategy.charge(policy, key, now, cost, a, b, c)
-    -- What a charge takes of the room is just what it costs.
-    room = room - cost
-  end
-  local reset = strategy.reset(policy, now, a, b, c)
-  if not trouble and (granted > 0 or dirty) then
-    strategy.save(policy, key, now, now + reset + keep, granted, a, b, c)
-  end
-  if trouble then
-    granted, room, wait, reset = problem(trouble), 0, 0, 0
-  elseif room < 0 then
-    room = 0
-  end
-  local at_reply = replied
-  replied = at_reply + 4
-  reply[at_reply + 1], reply[at_reply + 2], reply[at_reply + 3], reply[at_reply + 4] = granted, room, wait, reset
-end
+-- The most keys that one command reads: Lua passes no more than 8,000 values at a time.
+local MOST = 4000
 
-local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
-
--- Answers as a check of the same id was answered, if there was one. Returns whether it did.
-local function repeat_answer(key, count)
-  local value = read(key, ANSWER_LENGTH * count)
-  if not value then
-    return false
-  end
-  for i = 1, count do
-    local granted, remaining, reset = unpack(ANSWER, value, ANSWER_LENGTH * (i - 1) + 1)
-    reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = granted, remaining, 0, reset
-    replied = replied + 4
-  end
-  key_at = key_at + count
-  return true
-end
-
--- Decides a check with an id, which is asked once, and remembers what was charged.
-local function check_once(plan)
-  local key, from = KEYS[key_at + 1], replied
-  key_at = key_at + 1
-  trouble = nil
-  if repeat_answer(key, #plan.policies) then
-    return
-  end
-  if check(plan, 1) > 0 then
-    local answer = ''
-    for i = from + 1, replied, 4 do
-      answer = answer .. pack(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
-    end
-    write(key, answer, now + plan.remember + keep)
-  end
-end
-
+local check, check_once
 local last = #ARGV
 while at < last do
   local plan, entries, times = plans[argument()], argument(), argument()
-  local decide = check
-  if plan.remember > 0 then
-    decide = check_once
-  elseif plan.mode == TAKE and #plan.policies == 1 and times == 1 then
-    decide = take
-  end
-  for _ = 1, entries do
-    decide(plan, times)
+  if plan.mode == TAKE and #plan == 1 and plan.remember == 0 then
+    for first = 0, entries - 1, MOST do
+      takes(plan, min(MOST, entries - first), times)
+    end
+  else
+    if not check then
+      check, check_once = others()
+    end
+    for _ = 1, entries do
+      if plan.remember > 0 then
+        check_once(plan)
+      else
+        check(plan, times)
+      end
+    end
   end
 end
 return reply

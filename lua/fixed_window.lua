@@ -20,9 +20,8 @@ local function window_end(policy, now, since)
   return since + policy.period
 end
 
-function fixed_window.load(policy, key, now)
-  local value = read(key, LENGTH)
-  if not value then
+function fixed_window.load(policy, key, now, value)
+  if not value or #value ~= LENGTH then
     return now, 0
   end
   local since, count = unpack(FORMAT, value)

@@ -10,9 +10,8 @@ local FORMAT, LENGTH = '<i7I5I7I5', 24
 
 gcra.policy = refilling
 
-function gcra.load(policy, key, now)
-  local value = read(key, LENGTH)
-  if not value then
+function gcra.load(policy, key, now, value)
+  if not value or #value ~= LENGTH then
     return 0
   end
   local tat, rest, interval, ticks = unpack(FORMAT, value)
@@ -21,11 +20,14 @@ function gcra.load(policy, key, now)
   end
   local ahead = tat - now
   if interval == policy.interval and ticks == policy.ticks then
-    local backlog, most = min(ahead, policy.furthest) * ticks + rest, 2 * policy.full
-    if backlog > most then
-      return most, nil, nil, true
+    local most = 2 * policy.full
+    if ahead <= policy.furthest then
+      local backlog = ahead * ticks + rest
+      if backlog <= most then
+        return backlog
+      end
     end
-    return backlog
+    return most, nil, nil, true
   end
   -- Of another quota: as many units are owed, at the new rate.
   interval, ticks = max(1, interval), max(1, ticks)
@@ -35,7 +37,8 @@ function gcra.load(policy, key, now)
 end
 
 function gcra.room(policy, now, backlog)
-  return floor((policy.full - backlog) / policy.interval)
+  local left, interval = policy.full - backlog, policy.interval
+  return (left - left % interval) / interval
 end
 
 function gcra.wait(policy, key, now, cost, backlog)
@@ -48,12 +51,14 @@ function gcra.charge(policy, key, now, cost, backlog)
 end
 
 function gcra.reset(policy, now, backlog)
-  return -floor(-backlog / policy.ticks)
+  local ticks = policy.ticks
+  return (backlog + -backlog % ticks) / ticks
 end
 
 function gcra.save(policy, key, now, at, cost, backlog)
-  local tat, rest = now + floor(backlog / policy.ticks), backlog % policy.ticks
-  write(key, pack(FORMAT, tat, rest, policy.interval, policy.ticks), at)
+  local ticks = policy.ticks
+  local rest = backlog % ticks
+  write(key, pack(FORMAT, now + (backlog - rest) / ticks, rest, policy.interval, ticks), at)
 end
 
 return gcra

@@ -9,9 +9,8 @@ local FORMAT, LENGTH = '<i7i6I7', 20
 
 leaky_bucket.policy = refilling
 
-function leaky_bucket.load(policy, key, now)
-  local value = read(key, LENGTH)
-  if not value then
+function leaky_bucket.load(policy, key, now, value)
+  if not value or #value ~= LENGTH then
     return 0
   end
   local filled, units, rest = unpack(FORMAT, value)
@@ -21,7 +20,8 @@ function leaky_bucket.load(policy, key, now)
 end
 
 function leaky_bucket.room(policy, now, level)
-  return floor((policy.full - level) / policy.interval)
+  local left, interval = policy.full - level, policy.interval
+  return (left - left % interval) / interval
 end
 
 function leaky_bucket.wait(policy, key, now, cost, level)
@@ -33,11 +33,14 @@ function leaky_bucket.charge(policy, key, now, cost, level)
 end
 
 function leaky_bucket.reset(policy, now, level)
-  return div_ceil(level, policy.ticks)
+  local ticks = policy.ticks
+  return (level + -level % ticks) / ticks
 end
 
 function leaky_bucket.save(policy, key, now, at, cost, level)
-  write(key, pack(FORMAT, now, floor(level / policy.interval), level % policy.interval), at)
+  local interval = policy.interval
+  local rest = level % interval
+  write(key, pack(FORMAT, now, (level - rest) / interval, rest), at)
 end
 
 return leaky_bucket

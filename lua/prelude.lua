@@ -5,21 +5,26 @@
 --
 -- A strategy is a table of functions, with the names and the order of its Rust half:
 --   policy(four numbers)                      a policy, as the other functions take it
---   load(policy, key, now)                    a state as it is now: up to three values, then whether it must be saved even
---                                             if nothing is charged, because it was not one of this policy at this time
+--   load(policy, key, now, value)             a state as it is now: up to three values, then whether it must be saved even
+--                                             if nothing is charged, because it was not one of this policy at this time.
+--                                             `value` is the string under the key, or nothing
 --   room(policy, now, ...)                    the largest cost that would pass now; below 0 in debt
 --   wait(policy, key, now, cost, ...)         microseconds until a cost would pass that does not now
 --   charge(policy, key, now, cost, ...)       the state with a cost counted, or given back if it is below 0
 --   reset(policy, now, ...)                   microseconds until the state is as if nothing had been charged
 --   save(policy, key, now, at, cost, ...)     stores a state until `at`
+-- One whose states are not strings says so by `reads = false`.
+--
+-- Redis makes every function anew for each call, and a call of a function takes a good part of what a check takes. So each
+-- strategy is made only if it is asked for, and what runs for every check divides by operators: n - n % d is a multiple of
+-- d, rounded down; n + -n % d is one rounded up.
 
+local KEYS, ARGV = KEYS, ARGV
 local pcall = redis.pcall
+local spread = unpack
 local pack, unpack = struct.pack, struct.unpack
 local floor, min, max = math.floor, math.min, math.max
 local sub = string.sub
-
--- The strategies by their number; see twins! in src/limit/strategy/mod.rs.
-local strategies = {}
 
 -- a / b, rounded up.
 local function div_ceil(a, b)
@@ -84,27 +89,27 @@ local function found(reply)
   return reply
 end
 
--- The bytes under a key; nothing if there is no such key, or it holds something that is not ours.
-local function read(key, length)
-  local value = pcall('GET', key)
-  if type(value) ~= 'string' then
-    found(value)
-  elseif #value == length then
-    return value
+-- The strings under some of the keys of the call, in their order; nothing for one that does not exist or is no string.
+local function read(first, last)
+  local values = pcall('MGET', spread(KEYS, first, last))
+  if values.err then
+    good(values)
+    return {}
   end
+  return values
 end
 
--- The first millisecond in which a state that is fresh at a microsecond says nothing any more, as text: the keys of a call
--- often share it, and Redis would print it each time.
-local texts = {}
+-- The first millisecond in which a state that is fresh at a microsecond says nothing any more. The keys of a call often
+-- share it: then it is text, or Redis would print the number for each.
+local last_ms, last_text
 local function expiry(at)
-  local ms = -floor(-at / 1000)
-  local text = texts[ms]
-  if not text then
-    text = string.format('%.0f', ms)
-    texts[ms] = text
+  local ms = (at + -at % 1000) / 1000
+  if ms ~= last_ms then
+    last_ms, last_text = ms, nil
+    return ms
   end
-  return text
+  last_text = last_text or string.format('%.0f', ms)
+  return last_text
 end
 
 -- Stores bytes under a key until `at`.

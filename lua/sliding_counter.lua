@@ -10,9 +10,8 @@ function sliding_counter.policy(capacity, period)
   return { capacity = capacity, period = period }
 end
 
-function sliding_counter.load(policy, key, now)
-  local value = read(key, LENGTH)
-  if not value then
+function sliding_counter.load(policy, key, now, value)
+  if not value or #value ~= LENGTH then
     return now, 0, 0
   end
   local last, current, previous = unpack(FORMAT, value)

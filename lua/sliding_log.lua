@@ -5,7 +5,7 @@
 -- Loaded: the sum of the charges within the period; the elements at the head that are to go, with the header; the time
 -- of the newest charge. No elements: there is no list, or nothing in it counts.
 
-local sliding_log = {}
+local sliding_log = { reads = false }
 
 local FORMAT, LENGTH, MANY = '<i7i7', 14, 128
 

@@ -16,8 +16,7 @@ local function cell_end(policy, now)
   return now - now % policy.width + policy.width
 end
 
-function sliding_window.load(policy, key, now)
-  local value = found(pcall('GET', key))
+function sliding_window.load(policy, key, now, value)
   if not value or #value < HEADER + LENGTH or (#value - HEADER) % LENGTH ~= 0 then
     return 0, ''
   end

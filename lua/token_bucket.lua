@@ -14,9 +14,8 @@ function token_bucket.policy(capacity, interval, ticks, period)
   return policy
 end
 
-function token_bucket.load(policy, key, now)
-  local value = read(key, LENGTH)
-  if not value then
+function token_bucket.load(policy, key, now, value)
+  if not value or #value ~= LENGTH then
     return policy.full, now
   end
   local refilled, tokens, rest = unpack(FORMAT, value)
@@ -37,7 +36,8 @@ function token_bucket.load(policy, key, now)
 end
 
 function token_bucket.room(policy, now, tokens)
-  return floor(tokens / policy.interval)
+  local interval = policy.interval
+  return (tokens - tokens % interval) / interval
 end
 
 -- Until so many ticks have come.
@@ -45,7 +45,7 @@ local function refill(policy, now, ticks, refilled)
   if policy.period > 0 then
     return refilled + div_ceil(ticks, policy.ticks) * policy.period - now
   end
-  return div_ceil(ticks, policy.ticks)
+  return (ticks + -ticks % policy.ticks) / policy.ticks
 end
 
 function token_bucket.wait(policy, key, now, cost, tokens, refilled)
@@ -64,7 +64,9 @@ function token_bucket.reset(policy, now, tokens, refilled)
 end
 
 function token_bucket.save(policy, key, now, at, cost, tokens, refilled)
-  write(key, pack(FORMAT, refilled, floor(tokens / policy.interval), tokens % policy.interval), at)
+  local interval = policy.interval
+  local rest = tokens % interval
+  write(key, pack(FORMAT, refilled, (tokens - rest) / interval, rest), at)
 end
 
 return token_bucket

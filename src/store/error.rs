@@ -121,7 +121,7 @@ impl fmt::Display for Error {
                 "Redis refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
             }
             ErrorKind::Permission => {
-                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +get +set +del` \
+                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
                  and, for SlidingLog, `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`"
             }
             ErrorKind::Protocol => {

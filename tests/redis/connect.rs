@@ -78,7 +78,7 @@ async fn the_user_may_run_no_scripts() {
     assert_helpful(
         &RedisStore::connect(url).await.unwrap_err(),
         ErrorKind::Permission,
-        "+evalsha +eval +time +get +set",
+        "+evalsha +eval +time +mget +set",
     );
 }
 
@@ -86,10 +86,10 @@ async fn the_user_may_run_no_scripts() {
 #[tokio::test]
 async fn the_user_may_not_read_or_write() {
     let server = RedisServer::start();
-    for right in ["-set", "-get", "-time"] {
+    for right in ["-set", "-mget", "-time"] {
         let _: String = server.command(&format!("ACL SETUSER reader reset on >hunter2 ~* +@all {right}")).await;
         let url = format!("redis://reader:hunter2@127.0.0.1:{}/", server.port());
-        assert_helpful(&RedisStore::connect(url.clone()).await.unwrap_err(), ErrorKind::Permission, "+get +set");
+        assert_helpful(&RedisStore::connect(url.clone()).await.unwrap_err(), ErrorKind::Permission, "+mget +set");
         let lazy = RedisStore::connect_lazy(url).unwrap();
         assert_eq!(lazy.check(check("ann", "10/s")).await.unwrap_err().kind(), ErrorKind::Permission, "{right}");
     }
@@ -127,7 +127,7 @@ async fn a_right_that_only_logs_need_is_missing() {
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
-    let rights = "+evalsha +eval +time +get +set +del";
+    let rights = "+evalsha +eval +time +mget +set +del";
     let of_logs = "+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();

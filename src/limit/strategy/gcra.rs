@@ -39,8 +39,14 @@ impl Twin for State {
         }
         let ahead = tat - now;
         if interval == terms.interval && ticks == terms.ticks {
-            let (backlog, most) = (ahead.min(terms.furthest) * ticks + rest, 2 * terms.full);
-            return if backlog > most { dirty([most, 0, 0]) } else { clean([backlog, 0, 0]) };
+            let most = 2 * terms.full;
+            if ahead <= terms.furthest {
+                let backlog = ahead * ticks + rest;
+                if backlog <= most {
+                    return clean([backlog, 0, 0]);
+                }
+            }
+            return dirty([most, 0, 0]);
         }
         // Of another quota: as many units are owed, at the new rate.
         let (interval, ticks) = (interval.max(1), ticks.max(1));

@@ -293,8 +293,9 @@ macro_rules! twins {
         /// The script that decides in Redis: the prelude, the Lua halves, the driver.
         pub(crate) const SCRIPT: &str = concat!(
             include_str!("../../../lua/prelude.lua"),
-            $("\nstrategies[", $number, "] = (function()\n", include_str!(concat!("../../../lua/", $lua)), "end)()\n",)*
-            "\n",
+            "\nlocal function strategy_of(number)\n",
+            $("if number == ", $number, " then\n", include_str!(concat!("../../../lua/", $lua)), "end\n",)*
+            "end\n\n",
             include_str!("../../../lua/check.lua"),
         );
 

@@ -31,7 +31,7 @@ use crate::limit::{Check, ConfigError, is_name};
 /// sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
 /// It needs Redis 6.2, or what is compatible with that; the tests run on 7.0. The Redis user needs
-/// `~PREFIX:* +evalsha +eval +time +get +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
+/// `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
 /// `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
 ///
 /// Clones share the connections and the queue. A store is for one tokio runtime: its connections are driven by the one
