@@ -1,34 +1,9 @@
 -- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
---
--- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
--- ARGV   whole numbers:
---          now             0 for Redis's own time; otherwise microseconds since the Unix epoch, for tests
---          n, n policies   each: strategy, and four numbers for its `policy` function
---          n, n plans      what is asked; each: mode, cost, microseconds for which the answer is remembered under the
---                          check's id (0: it has none), m, m policies by their place above
---          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
---                          times each of these is asked: checks of one caller that ask the same share an entry, so that
---                          no key comes twice in a run
--- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
---          granted         what was charged or given back; below 0, what was the matter (see `problem`)
---          remaining       the largest cost that would pass now
---          wait            0 if this policy let it pass; microseconds until it would; -1 for never
---          reset           microseconds until nothing is charged any more
---
--- A check may fail by itself. One that is denied, and a peek, write nothing; but a state that another clock or another
--- quota has left behind is put right by a denial too, or its caller might be locked out.
 
 local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET = 1, 2, 3, 4, 5, 6
 
--- The next argument: arithmetic makes a number of it.
-local at = 0
-local function argument()
-  at = at + 1
-  return ARGV[at] + 0
-end
-
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
-local now, keep = argument(), 0
+local keep = 0
 do
   local time = pcall('TIME')
   if time.err then
@@ -42,23 +17,23 @@ do
   end
 end
 
-local policies, strategies = {}, {}
-for i = 1, argument() do
-  local number = argument()
-  local strategy = strategies[number] or strategy_of(number)
-  strategies[number] = strategy
-  local policy = strategy.policy(argument(), argument(), argument(), argument())
+local policies, plans, only_takes = {}, {}, true
+for i = 1, policy_count do
+  local number, first, second, third, fourth = unpack(POLICY, ARGV[1 + i])
+  local strategy = strategies[number]
+  local policy = strategy.policy(first, second, third, fourth)
   policy.strategy = strategy
   policies[i] = policy
 end
-
-local plans = {}
-for i = 1, argument() do
-  local plan = { mode = argument(), cost = argument(), remember = argument() }
-  for j = 1, argument() do
-    plan[j] = policies[argument()]
+for i = 1, plan_count do
+  local text = ARGV[1 + policy_count + i]
+  local mode, cost, remember = unpack(PLAN, text)
+  local plan = { mode = mode, cost = cost, remember = remember }
+  for at = PLAN_LENGTH + 1, #text, NUMBER_LENGTH do
+    plan[#plan + 1] = policies[(unpack(NUMBER, text, at))]
   end
-  plans[i] = plan
+  plan.is_take = mode == TAKE and remember == 0 and #plan == 1
+  plans[i], only_takes = plan, only_takes and plan.is_take
 end
 
 local reply, replied, key_at = {}, 0, 0
@@ -142,7 +117,8 @@ local function takes(plan, entries, times)
 end
 
 -- What is asked less often: `check` decides one entry, `check_once` one whose answer is remembered.
-local function others()
+local check, check_once
+if not only_takes then
   -- The room that a policy must have to let the check pass.
   local function needs(mode, cost, capacity)
     if mode == TAKE or mode == PEEK then
@@ -232,7 +208,7 @@ local function others()
   end
 
   -- Returns the most that a policy granted the last time.
-  local function check(plan, times)
+  function check(plan, times)
     local count, granted, from = #plan, 0, replied
     trouble = nil
     local values = read(key_at + 1, key_at + count)
@@ -281,7 +257,7 @@ local function others()
   end
 
   -- Decides a check with an id, which is asked once, and remembers what was charged.
-  local function check_once(plan)
+  function check_once(plan)
     local key, from = KEYS[key_at + 1], replied
     if not repeat_answer(#plan) and check(plan, 1) > 0 then
       local answer = ''
@@ -291,25 +267,19 @@ local function others()
       write(key, answer, now + plan.remember + keep)
     end
   end
-
-  return check, check_once
 end
 
 -- The most keys that one command reads: Lua passes no more than 8,000 values at a time.
 local MOST = 4000
 
-local check, check_once
-local last = #ARGV
-while at < last do
-  local plan, entries, times = plans[argument()], argument(), argument()
-  if plan.mode == TAKE and #plan == 1 and plan.remember == 0 then
+for i = 2 + policy_count + plan_count, #ARGV do
+  local number, entries, times = unpack(RUN, ARGV[i])
+  local plan = plans[number]
+  if plan.is_take then
     for first = 0, entries - 1, MOST do
       takes(plan, min(MOST, entries - first), times)
     end
   else
-    if not check then
-      check, check_once = others()
-    end
     for _ = 1, entries do
       if plan.remember > 0 then
         check_once(plan)

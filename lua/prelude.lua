@@ -15,14 +15,10 @@
 --   save(policy, key, now, at, cost, ...)     stores a state until `at`
 -- One whose states are not strings says so by `reads = false`.
 --
--- Redis makes every function anew for each call, and a call of a function takes a good part of what a check takes. So each
--- strategy is made only if it is asked for, and what runs for every check divides by operators: n - n % d is a multiple of
--- d, rounded down; n + -n % d is one rounded up.
+-- What runs for every check divides by operators, which cost less than a call: n - n % d is a multiple of d, rounded down,
+-- and n + -n % d one rounded up.
 
-local KEYS, ARGV = KEYS, ARGV
 local pcall = redis.pcall
-local spread = unpack
-local pack, unpack = struct.pack, struct.unpack
 local floor, min, max = math.floor, math.min, math.max
 local sub = string.sub
 

@@ -210,7 +210,7 @@ impl Mode {
     }
 
     /// The number that stands for it in a script's arguments.
-    pub(crate) const fn number(self) -> i64 {
+    pub(crate) const fn number(self) -> u8 {
         match self {
             Self::Take => 1,
             Self::UpTo => 2,

@@ -280,7 +280,7 @@ macro_rules! twins {
             }
 
             /// The number that stands for it in a script's arguments.
-            pub(crate) const fn number(self) -> i64 {
+            pub(crate) const fn number(self) -> u8 {
                 match self { $(twins!(@pattern $variant $pattern) => $number,)* }
             }
 
@@ -290,12 +290,17 @@ macro_rules! twins {
             }
         }
 
-        /// The script that decides in Redis: the prelude, the Lua halves, the driver.
+        /// The script that decides in Redis: what the call asks, the prelude, the Lua halves, the driver.
         pub(crate) const SCRIPT: &str = concat!(
+            include_str!("../../../lua/call.lua"),
+            "\n",
             include_str!("../../../lua/prelude.lua"),
-            "\nlocal function strategy_of(number)\n",
-            $("if number == ", $number, " then\n", include_str!(concat!("../../../lua/", $lua)), "end\n",)*
-            "end\n\n",
+            $(
+                "\nif strategies[", $number, "] then\nstrategies[", $number, "] = (function()\n",
+                include_str!(concat!("../../../lua/", $lua)),
+                "end)()\nend\n",
+            )*
+            "\n",
             include_str!("../../../lua/check.lua"),
         );
 

@@ -1,6 +1,6 @@
 //! The script: how a batch of checks becomes its arguments, and its reply their verdicts.
 //!
-//! `lua/check.lua` has the contract of both.
+//! `lua/call.lua` has the contract of both.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -140,27 +140,28 @@ impl Batch {
             start = end;
         }
 
-        cmd.arg(now);
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
-        cmd.arg(policies().count());
+        let mut packed = Packed::default();
+        packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
         for policy in policies() {
-            cmd.arg(policy.strategy().number());
+            packed.u8(policy.strategy().number());
             for argument in policy.strategy().arguments(policy.terms()) {
-                cmd.arg(argument);
+                packed.i56(argument);
             }
+            packed.add_to(&mut cmd);
         }
-        cmd.arg(self.plans.len());
         let mut first = 1;
         for plan in &self.plans {
             let remember = if plan.with_id { plan.policies.longest_period() } else { 0 };
-            cmd.arg(plan.mode.number()).arg(plan.cost).arg(remember).arg(plan.policies.len());
+            packed.u8(plan.mode.number()).u32(plan.cost as usize).i56(remember);
             for place in first..first + plan.policies.len() {
-                cmd.arg(place);
+                packed.u32(place);
             }
+            packed.add_to(&mut cmd);
             first += plan.policies.len();
         }
         for run in self.entries.chunk_by(|a, b| a == b) {
-            cmd.arg(run[0].plan + 1).arg(run.len()).arg(run[0].times);
+            packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize).add_to(&mut cmd);
         }
         cmd
     }
@@ -187,6 +188,35 @@ impl Batch {
             })),
             _ => Err(Error::new(ErrorKind::Protocol)),
         }
+    }
+}
+
+/// An argument of packed numbers, lowest byte first.
+#[derive(Default)]
+struct Packed(Vec<u8>);
+
+impl Packed {
+    fn u8(&mut self, number: u8) -> &mut Self {
+        self.0.push(number);
+        self
+    }
+
+    /// A count, or a cost.
+    fn u32(&mut self, number: usize) -> &mut Self {
+        self.0.extend_from_slice(&(number as u32).to_le_bytes());
+        self
+    }
+
+    /// A number that a double holds exactly.
+    fn i56(&mut self, number: i64) -> &mut Self {
+        self.0.extend_from_slice(&number.to_le_bytes()[..7]);
+        self
+    }
+
+    /// Ends the argument, and begins the next.
+    fn add_to(&mut self, cmd: &mut Cmd) {
+        cmd.arg(self.0.as_slice());
+        self.0.clear();
     }
 }
 
@@ -242,14 +272,36 @@ mod tests {
         Policies::new(names.iter().map(policy)).unwrap()
     }
 
-    fn arguments(cmd: &Cmd) -> Vec<String> {
-        cmd.args_iter()
-            .map(|arg| match arg {
-                redis::Arg::Simple(bytes) => String::from_utf8_lossy(bytes).into_owned(),
-                _ => unreachable!(),
-            })
-            .skip(2)
-            .collect()
+    /// The keys, and the numbers of each packed argument.
+    fn arguments(cmd: &Cmd) -> (Vec<String>, Vec<Vec<i64>>) {
+        let args = cmd.args_iter().map(|arg| match arg {
+            redis::Arg::Simple(bytes) => bytes,
+            _ => unreachable!(),
+        });
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let mut args = args.skip(2);
+        let keys: Vec<String> = {
+            let count = text(args.next().unwrap()).parse().unwrap();
+            args.by_ref().take(count).map(text).collect()
+        };
+        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7])];
+        let (policies, plans) = (packed[0][0] as usize, packed[0][1] as usize);
+        packed.extend(args.by_ref().take(policies).map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])));
+        packed.extend(args.by_ref().take(plans).map(|bytes| numbers(bytes, &[1, 4, 7])));
+        packed.extend(args.map(|bytes| numbers(bytes, &[4, 4, 4])));
+        (keys, packed)
+    }
+
+    /// Numbers of these widths in bytes; what follows them is of 4.
+    fn numbers(mut bytes: &[u8], widths: &[usize]) -> Vec<i64> {
+        let mut numbers = vec![];
+        for &width in widths.iter().chain(std::iter::repeat(&4)) {
+            let Some((number, rest)) = bytes.split_at_checked(width) else { break };
+            numbers.push(number.iter().rev().fold(0, |sum, byte| sum << 8 | i64::from(*byte)));
+            bytes = rest;
+        }
+        assert!(bytes.is_empty(), "{bytes:?} is left");
+        numbers
     }
 
     #[test]
@@ -261,15 +313,24 @@ mod tests {
         batch.push("rl", &Check::peek(Key::new("cid"), &two, 3));
         batch.push("rl", &Check::take(Key::new("dan"), &one, 1));
         let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
-        let policies = "3 7 20 100000 1 0 7 20 100000 1 0 7 20 100000 1 0";
-        let plans = "2 1 1 0 1 1 3 3 0 2 2 3";
-        let runs = "1 2 1 2 1 1 1 1 1";
-        let expected = format!("5 {} 0 {policies} {plans} {runs}", keys.join(" "));
-        assert_eq!(arguments(&batch.by_hash(0)).join(" "), expected);
+        let policy = vec![7, 20, 100_000, 1, 0];
+        let expected = vec![
+            vec![3, 2, 0],
+            policy.clone(),
+            policy.clone(),
+            policy.clone(),
+            vec![1, 1, 0, 1],
+            vec![3, 3, 0, 2, 3],
+            vec![1, 2, 1],
+            vec![2, 1, 1],
+            vec![1, 1, 1],
+        ];
+        assert_eq!(arguments(&batch.by_hash(0)), (keys.map(str::to_owned).to_vec(), expected));
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        assert_eq!(arguments(&batch.by_hash(7)).join(" "), "1 rl:{eve}:api:g 7 1 7 20 100000 1 0 1 1 1 0 1 1 1 1 1");
+        let expected = vec![vec![1, 1, 7], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
+        assert_eq!(arguments(&batch.by_hash(7)), (vec!["rl:{eve}:api:g".to_owned()], expected));
     }
 
     #[test]
@@ -282,12 +343,12 @@ mod tests {
         }
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
-        let arguments = arguments(&batch.by_hash(0)).join(" ");
-        let keys: Vec<&str> = arguments.split(' ').skip(1).take(6).collect();
+        let (keys, packed) = arguments(&batch.by_hash(0));
         let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
         assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
         // Two of ann's first, bob's, and then in the order in which they came.
-        assert!(arguments.ends_with(" 1 1 2 1 1 1 2 1 1 1 1 1 3 2 1"), "{arguments}");
+        let runs = [[1, 1, 2], [1, 1, 1], [2, 1, 1], [1, 1, 1], [3, 2, 1]];
+        assert_eq!(packed[packed.len() - 5..], runs.map(Vec::from));
 
         // The answers of an entry follow each other, and go to its checks in their order.
         let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
@@ -300,9 +361,9 @@ mod tests {
     fn an_id_has_a_key_of_its_own() {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).id("17"));
-        let expected = "3 rl:{ann}:burst:g:daily:g:17 rl:{ann}:burst:g rl:{ann}:daily:g \
-                        0 2 7 20 100000 1 0 7 20 100000 1 0 1 1 1 1000000 2 1 2 1 1 1";
-        assert_eq!(arguments(&batch.by_hash(0)).join(" "), expected);
+        let (keys, packed) = arguments(&batch.by_hash(0));
+        assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
+        assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
     }
 
     #[test]

@@ -1,0 +1,38 @@
+-- The call: what it asks.
+--
+-- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
+-- ARGV   strings of packed numbers:
+--          call            how many policies, how many plans, and the time: 0 for Redis's own, otherwise microseconds since
+--                          the Unix epoch, for tests
+--          policies        each: strategy, and four numbers for its `policy` function
+--          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
+--                          check's id (0: it has none), then its policies by their place above
+--          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
+--                          times each of these is asked: checks of one caller that ask the same share an entry, so that
+--                          no key comes twice in a run
+-- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
+--          granted         what was charged or given back; below 0, what was the matter (see `problem`)
+--          remaining       the largest cost that would pass now
+--          wait            0 if this policy let it pass; microseconds until it would; -1 for never
+--          reset           microseconds until nothing is charged any more
+--
+-- A check may fail by itself. One that is denied, and a peek, write nothing; but a state that another clock or another
+-- quota has left behind is put right by a denial too, or its caller might be locked out.
+--
+-- Redis makes all functions and tables anew for each call. So a strategy is made only if it is asked for, and so is what
+-- decides anything but takes.
+
+local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
+local NUMBER, NUMBER_LENGTH = '<I4', 4
+
+local KEYS, ARGV = KEYS, ARGV
+local spread, pack, unpack = unpack, struct.pack, struct.unpack
+local byte = string.byte
+
+local policy_count, plan_count, now = unpack(CALL, ARGV[1])
+
+-- The strategies by their number; those that are asked for are made below.
+local strategies = {}
+for i = 2, 1 + policy_count do
+  strategies[byte(ARGV[i])] = true
+end
