@@ -16,7 +16,6 @@ pub struct Decision {
     verdicts: Verdicts,
     /// The index of the policy that decided.
     decider: usize,
-    outcome: Outcome,
     source: Source,
 }
 
@@ -63,12 +62,9 @@ impl Verdict {
     /// The wait for what will never pass.
     pub(crate) const NEVER: i64 = -1;
 
-    fn outcome(&self) -> Outcome {
-        match self.wait {
-            0 => Outcome::Allowed,
-            Self::NEVER => Outcome::NeverFits,
-            wait => Outcome::Denied { retry_after: micros(wait) },
-        }
+    /// Whether this policy let the check pass.
+    pub(crate) fn is_allowed(&self) -> bool {
+        self.wait == 0
     }
 }
 
@@ -94,6 +90,26 @@ impl Verdicts {
         }
         decider
     }
+
+    /// How many microseconds to wait, if they deny and a wait helps.
+    pub(crate) fn wait(&self) -> Option<i64> {
+        match self.each[self.decider()].wait {
+            0 | Verdict::NEVER => None,
+            wait => Some(wait),
+        }
+    }
+
+    /// The same denial so many microseconds later.
+    pub(crate) fn later(&self, elapsed: i64) -> Self {
+        let mut verdicts = self.clone();
+        for verdict in &mut verdicts.each {
+            if verdict.wait > 0 {
+                verdict.wait = (verdict.wait - elapsed).max(1);
+            }
+            verdict.reset = (verdict.reset - elapsed).max(0);
+        }
+        verdicts
+    }
 }
 
 /// A wait in microseconds. The twins make none below zero.
@@ -104,18 +120,21 @@ fn micros(wait: i64) -> Duration {
 impl Decision {
     pub(super) fn new(policies: Policies, verdicts: Verdicts, source: Source) -> Self {
         let decider = verdicts.decider();
-        let outcome = verdicts.each[decider].outcome();
-        Self { policies, verdicts, decider, outcome, source }
+        Self { policies, verdicts, decider, source }
     }
 
     /// Whether the check passed.
     pub fn outcome(&self) -> Outcome {
-        self.outcome
+        match self.verdict().wait {
+            0 => Outcome::Allowed,
+            Verdict::NEVER => Outcome::NeverFits,
+            wait => Outcome::Denied { retry_after: micros(wait) },
+        }
     }
 
     /// Whether the check passed.
     pub fn is_allowed(&self) -> bool {
-        self.outcome == Outcome::Allowed
+        self.verdict().is_allowed()
     }
 
     /// How much was charged, or given back: the whole cost for a [`take`](crate::Check::take) that passed.
@@ -135,7 +154,7 @@ impl Decision {
 
     /// How long to wait before the same check can pass, if it was denied for now.
     pub fn retry_after(&self) -> Option<Duration> {
-        match self.outcome {
+        match self.outcome() {
             Outcome::Denied { retry_after } => Some(retry_after),
             Outcome::Allowed | Outcome::NeverFits => None,
         }
@@ -160,11 +179,7 @@ impl Decision {
     ///
     /// When one policy denies, those with room for the check are allowed here although nothing was charged.
     pub fn each(&self) -> impl ExactSizeIterator<Item = Decision> + '_ {
-        (0..self.policies.len()).map(|decider| Self {
-            decider,
-            outcome: self.verdicts.each[decider].outcome(),
-            ..self.clone()
-        })
+        (0..self.policies.len()).map(|decider| Self { decider, ..self.clone() })
     }
 
     /// The same as a denial: of one that would pass, for the shortest wait.
@@ -177,29 +192,9 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// Whether it was made under just these policies.
-    pub(crate) fn is_under(&self, policies: &Policies) -> bool {
-        self.policies.is(policies) || self.policies == *policies
-    }
-
-    /// The same denial so many microseconds later.
-    pub(crate) fn remembered(&self, elapsed: i64) -> Self {
-        let mut verdicts = self.verdicts.clone();
-        for verdict in &mut verdicts.each {
-            if verdict.wait > 0 {
-                verdict.wait = (verdict.wait - elapsed).max(1);
-            }
-            verdict.reset = (verdict.reset - elapsed).max(0);
-        }
-        Self::new(self.policies.clone(), verdicts, Source::Cached)
-    }
-
-    /// Each policy with what remains of it, and in how many microseconds all of it will.
-    pub(crate) fn states(&self) -> impl Iterator<Item = (&Policy, i64, i64)> {
-        self.policies
-            .iter()
-            .zip(&self.verdicts.each)
-            .map(|(policy, verdict)| (policy, verdict.remaining, verdict.reset))
+    /// What each policy says of the check.
+    pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
+        self.policies.iter().zip(&self.verdicts.each)
     }
 
     fn verdict(&self) -> &Verdict {

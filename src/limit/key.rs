@@ -1,4 +1,4 @@
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::net::IpAddr;
 
@@ -51,11 +51,20 @@ impl Key {
     /// A key of an address: the whole address for IPv4, the /64 network for IPv6, since one host owns all of it.
     pub fn ip(address: IpAddr) -> Self {
         let mut key = Self::reserved(b"");
-        // Neither form is longer than 19 bytes.
-        let _ = match address.to_canonical() {
-            IpAddr::V4(v4) => write!(key, "{v4}"),
-            IpAddr::V6(v6) => write!(key, "{:016x}/64", u128::from(v6) >> 64),
-        };
+        match address.to_canonical() {
+            IpAddr::V4(v4) => {
+                for (i, octet) in v4.octets().into_iter().enumerate() {
+                    if i > 0 {
+                        key.push(b".");
+                    }
+                    key.push_decimal(octet);
+                }
+            }
+            IpAddr::V6(v6) => {
+                key.push_hex(&v6.octets()[..8]);
+                key.push(b"/64");
+            }
+        }
         key
     }
 
@@ -96,11 +105,22 @@ impl Key {
 
     fn hashed(hash: Sha256) -> Self {
         let mut key = Self::reserved(&[HASHED]);
-        for byte in &hash.finalize()[..16] {
-            // 33 bytes in all.
-            let _ = write!(key, "{byte:02x}");
-        }
+        key.push_hex(&hash.finalize()[..16]);
         key
+    }
+
+    // Formatting macros would take longer than the whole decision.
+    fn push_decimal(&mut self, number: u8) {
+        let digits = [number / 100, number / 10 % 10, number % 10].map(|digit| b'0' + digit);
+        let zeros = usize::from(number < 100) + usize::from(number < 10);
+        self.push(&digits[zeros..]);
+    }
+
+    fn push_hex(&mut self, bytes: &[u8]) {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        for byte in bytes {
+            self.push(&[byte >> 4, byte & 15].map(|digit| DIGITS[usize::from(digit)]));
+        }
     }
 
     /// Appends what fits.
@@ -109,13 +129,6 @@ impl Key {
         let end = (start + bytes.len()).min(Self::MAX);
         self.bytes[start..end].copy_from_slice(&bytes[..end - start]);
         self.len = end as u8;
-    }
-}
-
-impl fmt::Write for Key {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        self.push(text.as_bytes());
-        Ok(())
     }
 }
 

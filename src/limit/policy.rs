@@ -26,6 +26,8 @@ struct Inner {
     name: Box<str>,
     strategy: Strategy,
     quota: Quota,
+    /// The quota as it is told to who is denied.
+    quota_text: Box<str>,
     terms: Terms,
     /// What follows the caller in a Redis key: `:name:strategy`.
     suffix: Box<str>,
@@ -55,7 +57,8 @@ impl Policy {
         let mut hasher = DefaultHasher::new();
         suffix.hash(&mut hasher);
         let id = hasher.finish();
-        Self(Arc::new(Inner { name: name.into(), strategy, quota, terms, suffix, id }))
+        let quota_text = quota.to_string().into_boxed_str();
+        Self(Arc::new(Inner { name: name.into(), strategy, quota, quota_text, terms, suffix, id }))
     }
 
     /// The name.
@@ -83,6 +86,10 @@ impl Policy {
         let by_period = Quota::per(quota.limit(), quota.period().saturating_mul(instances.get())).burst(burst);
         let exact = if strategy.is_steady() { Self::new(name, *strategy, by_period).ok() } else { None };
         exact.or_else(|| Self::new(name, *strategy, by_limit).ok()).unwrap_or_else(|| self.clone())
+    }
+
+    pub(crate) fn quota_text(&self) -> &str {
+        &self.0.quota_text
     }
 
     pub(crate) fn terms(&self) -> &Terms {

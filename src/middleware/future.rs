@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use http::request::Parts;
 use http::{Request, Response};
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
@@ -34,7 +35,7 @@ pin_project! {
             #[pin]
             decision: D,
             // The ready service and what it is to be called with, until the decision is there.
-            call: Option<(T, Request<ReqBody>)>,
+            call: Option<Call<T, ReqBody>>,
             // When it was asked for, if anybody is told.
             since: Option<Instant>,
         },
@@ -50,31 +51,32 @@ pin_project! {
     }
 }
 
+/// A call that waits for its decision.
+pub(super) struct Call<T, ReqBody> {
+    pub(super) inner: T,
+    pub(super) parts: Parts,
+    pub(super) body: ReqBody,
+}
+
+impl<T: Service<Request<ReqBody>>, ReqBody> Call<T, ReqBody> {
+    fn make(mut self) -> T::Future {
+        self.inner.call(Request::from_parts(self.parts, self.body))
+    }
+}
+
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
 where
     T: Service<Request<ReqBody>>,
     S: Store,
 {
-    pub(super) fn deciding(
-        config: Arc<Config<S, K, R>>,
-        inner: T,
-        request: Request<ReqBody>,
-        decision: S::Future,
-    ) -> Self {
+    pub(super) fn deciding(config: Arc<Config<S, K, R>>, call: Call<T, ReqBody>, decision: S::Future) -> Self {
         let since = config.observer.as_ref().map(|_| instant());
-        Self { config, state: State::Deciding { decision, call: Some((inner, request)), since } }
+        Self { config, state: State::Deciding { decision, call: Some(call), since } }
     }
 
-    pub(super) fn without_key(
-        config: Arc<Config<S, K, R>>,
-        mut inner: T,
-        request: Request<ReqBody>,
-        missing: MissingKey,
-    ) -> Self {
+    pub(super) fn without_key(config: Arc<Config<S, K, R>>, call: Call<T, ReqBody>, missing: MissingKey) -> Self {
         let state = match config.on_missing_key {
-            OnMissingKey::Allow if !missing.is_of_server() => {
-                State::Calling { response: inner.call(request), decision: None }
-            }
+            OnMissingKey::Allow if !missing.is_of_server() => State::Calling { response: call.make(), decision: None },
             _ => State::WithoutKey { missing },
         };
         Self { config, state }
@@ -123,12 +125,11 @@ where
                 },
             };
             // There is always a call to make: it is taken here alone, and this state is left at once.
-            let Some((mut inner, mut request)) = call else { return Poll::Pending };
+            let Some(mut call) = call else { return Poll::Pending };
             if let Some(decision) = &decision {
-                request.extensions_mut().insert(decision.clone());
+                call.parts.extensions.insert(decision.clone());
             }
-            let response = inner.call(request);
-            this.state.set(State::Calling { response, decision });
+            this.state.set(State::Calling { response: call.make(), decision });
         }
     }
 }

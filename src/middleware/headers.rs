@@ -6,8 +6,9 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
+use smallvec::SmallVec;
 
-use crate::limit::{Decision, Policies, Policy};
+use crate::limit::{Decision, Policies, Policy, Verdict};
 
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -15,7 +16,7 @@ const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 /// The fields of a list of policies, with what does not change from request to request made ready.
 #[derive(Debug, Clone)]
 pub(super) struct FieldsOf {
-    policy: Option<HeaderValue>,
+    policy: Box<str>,
 }
 
 impl FieldsOf {
@@ -24,60 +25,74 @@ impl FieldsOf {
         for policy in policies.iter() {
             let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.quota());
             // A window is a whole number of seconds above 0 in the draft.
-            let _ = write!(text, "{separator}\"{}\";q={};w={}", policy.name(), quota.limit(), seconds(quota.period()));
+            let window = seconds(quota.period().as_micros() as u64);
+            let _ = write!(text, "{separator}\"{}\";q={};w={window}", policy.name(), quota.limit());
         }
-        // Names and numbers are of characters that a header value can have.
-        Self { policy: HeaderValue::try_from(text).ok() }
+        Self { policy: text.into() }
     }
 
     /// Both fields are lists: what a layer or a server further in has told stays.
     pub(super) fn append(&self, headers: &mut HeaderMap, decision: &Decision) {
-        if let Some(policy) = &self.policy {
-            headers.append(RATE_LIMIT_POLICY, policy.clone());
+        // Names and numbers are of characters that a header value can have. The text is copied: what all responses
+        // share all processors would count references of.
+        if let Ok(value) = HeaderValue::from_str(&self.policy) {
+            headers.append(RATE_LIMIT_POLICY, value);
         }
-        if let Ok(value) = HeaderValue::try_from(rate_limit(decision)) {
+        if let Ok(value) = HeaderValue::from_bytes(&rate_limit(decision)) {
             headers.append(RATE_LIMIT, value);
         }
     }
 }
 
 /// `"api";r=9;t=54` for every policy: what remains, and the time within which no more than that can be used.
-fn rate_limit(decision: &Decision) -> String {
-    let mut text = String::with_capacity(64);
-    for each in decision.each() {
-        let separator = if text.is_empty() { "" } else { ", " };
-        let window = seconds(effective_window(&each));
-        let _ = write!(text, "{separator}\"{}\";r={};t={window}", each.policy().name(), each.remaining());
+fn rate_limit(decision: &Decision) -> SmallVec<[u8; 128]> {
+    let mut text = SmallVec::new();
+    for (policy, verdict) in decision.verdicts() {
+        text.extend_from_slice(if text.is_empty() { b"\"" } else { b", \"" });
+        text.extend_from_slice(policy.name().as_bytes());
+        text.extend_from_slice(b"\";r=");
+        text.extend_from_slice(itoa::Buffer::new().format(verdict.remaining).as_bytes());
+        text.extend_from_slice(b";t=");
+        text.extend_from_slice(itoa::Buffer::new().format(seconds(effective_window(policy, verdict))).as_bytes());
     }
     text
 }
 
-/// The time within which a client can use no more than what remains.
+/// The time within which a client can use no more than what remains, in microseconds.
 ///
 /// With a window that is until it ends; with a strategy that refills, until the next unit is there. But the draft asks
 /// for a bound on what remains per time, so that clients do not come all at once: it is never told to be less than the
 /// time for which the quota would make it last.
-fn effective_window(decision: &Decision) -> Duration {
-    if let Some(wait) = decision.retry_after() {
-        return wait;
+fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
+    if verdict.wait > 0 {
+        return verdict.wait.unsigned_abs();
     }
-    let unit = unit_of_time(decision.policy());
-    let lasts = unit.saturating_mul(decision.remaining());
-    let next = match decision.policy().strategy().is_steady() {
-        true => unit.min(decision.reset_after()),
-        false => decision.reset_after(),
+    let (reset, remaining) = (verdict.reset.unsigned_abs(), verdict.remaining.unsigned_abs());
+    let next = match policy.strategy().is_steady() {
+        true => lasts(policy, 1).min(reset),
+        false => reset,
     };
-    lasts.max(next)
+    lasts(policy, remaining).max(next)
 }
 
-/// What the quota gives one unit of cost.
-fn unit_of_time(policy: &Policy) -> Duration {
-    policy.quota().period() / policy.quota().limit().max(1)
+/// The time for which the quota would make so much last, in microseconds.
+fn lasts(policy: &Policy, cost: u64) -> u64 {
+    let (period, limit) = (policy.terms().period.unsigned_abs(), u64::from(policy.quota().limit().max(1)));
+    match period.checked_mul(cost) {
+        Some(product) => product.div_ceil(limit),
+        // A cost is below 2^32, and so is what it lasts for in periods.
+        None => (u128::from(period) * u128::from(cost)).div_ceil(u128::from(limit)) as u64,
+    }
 }
 
-/// Whole seconds, rounded up, so that no client comes back too early; and at least 1.
-pub(super) fn seconds(duration: Duration) -> u64 {
-    (duration.as_secs() + u64::from(duration.subsec_nanos() > 0)).max(1)
+/// Microseconds in whole seconds, rounded up, so that no client comes back too early; and at least 1.
+fn seconds(micros: u64) -> u64 {
+    micros.div_ceil(1_000_000).max(1)
+}
+
+/// How many seconds a client is told to wait.
+pub(super) fn retry_after(wait: Duration) -> u64 {
+    seconds(wait.as_micros() as u64)
 }
 
 #[cfg(test)]
@@ -92,7 +107,7 @@ mod tests {
         (0..count)
             .map(|_| {
                 let verdicts = check().decide(&mut states, 1_700_000_000_000_000);
-                rate_limit(&check().answer(verdicts, Source::Local))
+                String::from_utf8(rate_limit(&check().answer(verdicts, Source::Local)).to_vec()).unwrap()
             })
             .collect()
     }
@@ -130,7 +145,7 @@ mod tests {
     #[test]
     fn seconds_round_up() {
         for (millis, expected) in [(0, 1), (1, 1), (900, 1), (1_000, 1), (1_001, 2), (59_999, 60)] {
-            assert_eq!(seconds(Duration::from_millis(millis)), expected);
+            assert_eq!(retry_after(Duration::from_millis(millis)), expected);
         }
     }
 }

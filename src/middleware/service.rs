@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use http::{Request, Response};
 use tower_service::Service;
 
+use super::future::Call;
 use super::layer::Config;
 use super::{KeyExtractor, Reject, ResponseFuture};
 use crate::limit::Check;
@@ -41,13 +42,12 @@ where
         let (parts, body) = request.into_parts();
         let key = config.extractor.extract(&parts);
         let cost = config.cost.as_ref().map_or(1, |cost| cost(&parts));
-        let request = Request::from_parts(parts, body);
         match key {
             Ok(key) => {
                 let decision = config.store.check(Check::take(key, &config.policies, cost));
-                ResponseFuture::deciding(config, inner, request, decision)
+                ResponseFuture::deciding(config, Call { inner, parts, body }, decision)
             }
-            Err(missing) => ResponseFuture::without_key(config, inner, request, missing),
+            Err(missing) => ResponseFuture::without_key(config, Call { inner, parts, body }, missing),
         }
     }
 }

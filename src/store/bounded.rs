@@ -1,13 +1,14 @@
 //! A map that holds no more than it may, and drops what has lapsed little by little.
 
-use std::hash::Hash;
-
 use indexmap::IndexMap;
+use indexmap::map::raw_entry_v1::{RawEntryApiV1, RawEntryMut};
 
 /// A map of so many entries at most, each of which lapses at its time.
+///
+/// Its keys come with their hashes, so that a caller's key is hashed once for all that is looked up by it.
 #[derive(Debug)]
 pub(super) struct Bounded<K, V> {
-    slots: IndexMap<K, Slot<V>>,
+    slots: IndexMap<K, Slot<V>, ()>,
     most: usize,
     /// Where the search for what can go stands.
     hand: usize,
@@ -20,37 +21,50 @@ pub(super) struct Slot<V> {
     pub(super) lapses: i64,
 }
 
-impl<K: Hash + Eq, V> Bounded<K, V> {
+impl<K: Eq, V> Bounded<K, V> {
     pub(super) fn new(most: usize) -> Self {
-        Self { slots: IndexMap::new(), most, hand: 0 }
+        Self { slots: IndexMap::with_hasher(()), most, hand: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
         self.slots.len()
     }
 
-    pub(super) fn get(&self, key: &K) -> Option<&Slot<V>> {
-        self.slots.get(key)
+    pub(super) fn get(&self, hash: u64, key: &K) -> Option<&Slot<V>> {
+        self.slots.get_index(self.find(hash, key)?).map(|(_, slot)| slot)
     }
 
-    pub(super) fn get_mut(&mut self, key: &K) -> Option<&mut Slot<V>> {
-        self.slots.get_mut(key)
+    /// Where a key is, until something is put or removed.
+    pub(super) fn find(&self, hash: u64, key: &K) -> Option<usize> {
+        self.slots.raw_entry_v1().index_from_hash(hash, |held| held == key)
     }
 
-    pub(super) fn remove(&mut self, key: &K) {
-        self.slots.swap_remove(key);
+    /// What is at a place.
+    pub(super) fn at(&mut self, place: usize) -> Option<&mut Slot<V>> {
+        self.slots.get_index_mut(place).map(|(_, slot)| slot)
+    }
+
+    pub(super) fn remove(&mut self, hash: u64, key: &K) {
+        if let Some(place) = self.find(hash, key) {
+            self.slots.swap_remove_index(place);
+        }
     }
 
     /// Holds a value until it lapses. One that has lapsed already only takes the place of what was held.
-    pub(super) fn put(&mut self, key: K, value: V, lapses: i64, now: i64) {
-        let slot = Slot { value, lapses };
+    pub(super) fn put(&mut self, hash: u64, key: K, value: V, lapses: i64, now: i64) {
         if lapses <= now {
-            self.slots.swap_remove(&key);
-        } else if let Some(held) = self.slots.get_mut(&key) {
-            *held = slot;
+            self.remove(hash, &key);
+        } else if let Some(slot) = self.find(hash, &key).and_then(|place| self.at(place)) {
+            *slot = Slot { value, lapses };
         } else {
             self.make_room(now);
-            self.slots.insert(key, slot);
+            if self.slots.len() == self.slots.capacity() {
+                // By an eighth, since doubling would leave up to half of the memory unused.
+                self.slots.reserve_exact(self.slots.len() / 8 + 4);
+            }
+            if let RawEntryMut::Vacant(vacant) = self.slots.raw_entry_mut_v1().from_hash(hash, |held| *held == key) {
+                vacant.insert_hashed_nocheck(hash, key, Slot { value, lapses });
+            }
         }
     }
 

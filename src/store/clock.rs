@@ -7,7 +7,8 @@ use tokio::time::Instant;
 /// Read from the wall once and from then on from tokio's clock, which tests can pause.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Clock {
-    wall: Duration,
+    /// Microseconds since the Unix epoch, at the start.
+    wall: i64,
     start: Instant,
 }
 
@@ -15,12 +16,18 @@ impl Clock {
     #[allow(clippy::disallowed_methods, reason = "the one place that reads the wall clock")]
     pub(super) fn new() -> Self {
         let wall = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        Self { wall, start: instant() }
+        Self { wall: micros(wall), start: instant() }
     }
 
     pub(super) fn micros(&self) -> i64 {
-        i64::try_from((self.wall + self.start.elapsed()).as_micros()).unwrap_or(i64::MAX)
+        self.wall.saturating_add(micros(instant() - self.start))
     }
+}
+
+/// Whole microseconds. `Duration::as_micros` would multiply in 128 bits.
+fn micros(duration: Duration) -> i64 {
+    let whole = i64::try_from(duration.as_secs()).unwrap_or(i64::MAX).saturating_mul(1_000_000);
+    whole.saturating_add(i64::from(duration.subsec_micros()))
 }
 
 /// Now, by tokio's clock.

@@ -16,7 +16,7 @@ use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, Sta
 /// It decides exactly as [`RedisStore`](crate::RedisStore) does, in well under a microsecond. Alone it serves a
 /// single instance; inside a [`Fallback`](crate::Fallback) it takes over while Redis is down.
 ///
-/// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 150 bytes
+/// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 130 bytes
 /// each. Keys that say nothing any more make room by themselves; if all still say something, a new key takes the
 /// place of the one, of a few, that would have gone first. So a flood of new keys pushes out its own kind before
 /// it pushes out a caller that is deep in its limit.
@@ -41,6 +41,8 @@ struct Shard {
     states: Bounded<(Key, u64), Entry>,
     /// What checks with an id were answered, by the caller and the id.
     answers: Bounded<(Key, Key), (Policies, Verdicts)>,
+    /// Of the answers' keys.
+    hasher: RandomState,
 }
 
 /// What is known of one count of a caller.
@@ -85,9 +87,13 @@ impl LocalStore {
         // Large shards fill evenly; and a shard must hold all policies of a caller.
         let shards = (keys.get() / 256).clamp(1, 64);
         let most = keys.get().div_ceil(shards).max(Policies::MAX);
-        let shard = || Mutex::new(Shard { states: Bounded::new(most), answers: Bounded::new(most) });
+        let hasher = RandomState::new();
+        let shard = || {
+            let (states, answers) = (Bounded::new(most), Bounded::new(most));
+            Mutex::new(Shard { states, answers, hasher: hasher.clone() })
+        };
         let shards = std::iter::repeat_with(shard).take(shards).collect();
-        Self { shared: Arc::new(Shared { shards, hasher: RandomState::new(), clock: Clock::new() }) }
+        Self { shared: Arc::new(Shared { shards, hasher, clock: Clock::new() }) }
     }
 
     /// How many keys it holds now.
@@ -100,18 +106,21 @@ impl LocalStore {
         self.len() == 0
     }
 
-    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        let shard = self.shared.hasher.hash_one(key) as usize % self.shared.shards.len();
-        lock(&self.shared.shards[shard])
+    /// The shard of a caller, and the caller's hash.
+    fn shard(&self, key: &Key) -> (MutexGuard<'_, Shard>, u64) {
+        let hash = self.shared.hasher.hash_one(key);
+        // The maps go by the first and the last bits.
+        let shard = (hash >> 32) as usize % self.shared.shards.len();
+        (lock(&self.shared.shards[shard]), hash)
     }
 
     fn decide(&self, check: &Check) -> Verdicts {
-        let mut shard = self.shard(check.key());
+        let (mut shard, hash) = self.shard(check.key());
         // Read under the lock, so that no state is asked about a time before its own.
         let now = self.shared.clock.micros();
         match check.id_key() {
-            None => shard.decide(check, now),
-            Some(id) => shard.decide_once(check, *id, now),
+            None => shard.decide(check, hash, now),
+            Some(id) => shard.decide_once(check, *id, hash, now),
         }
     }
 }
@@ -132,55 +141,72 @@ impl Store for LocalStore {
     }
 
     fn follow(&self, key: &Key, decision: &Decision) {
-        self.shard(key).follow(key, decision, self.shared.clock.micros());
+        let (mut shard, hash) = self.shard(key);
+        shard.follow(key, decision, hash, self.shared.clock.micros());
     }
 }
 
 impl Shard {
-    fn decide(&mut self, check: &Check, now: i64) -> Verdicts {
-        let id = |policy: u64| (*check.key(), policy);
-        let mut states: SmallVec<[State; 2]> = check
-            .policies()
-            .iter()
-            .map(|policy| {
-                let fresh = State::fresh(policy.strategy());
-                match self.states.get_mut(&id(policy.id())) {
-                    Some(slot) => mem::replace(&mut slot.value, Entry::Counted(fresh)).resume(policy, now),
-                    None => fresh,
-                }
-            })
-            .collect();
+    fn decide(&mut self, check: &Check, hash: u64, now: i64) -> Verdicts {
+        let mut places = SmallVec::<[Option<usize>; 1]>::new();
+        let mut states = SmallVec::<[State; 1]>::new();
+        for policy in check.policies().iter() {
+            let place = self.states.find(of(hash, policy), &(*check.key(), policy.id()));
+            let fresh = State::fresh(policy.strategy());
+            states.push(match place.and_then(|place| self.states.at(place)) {
+                Some(slot) => mem::replace(&mut slot.value, Entry::Counted(fresh)).resume(policy, now),
+                None => fresh,
+            });
+            places.push(place);
+        }
         let verdicts = check.decide(&mut states, now);
-        for ((state, policy), verdict) in states.into_iter().zip(check.policies().iter()).zip(&verdicts.each) {
-            self.states.put(id(policy.id()), Entry::Counted(state), now + verdict.reset, now);
+
+        // First those that have a place, which putting others may change.
+        let mut others = SmallVec::<[(&Policy, State, i64); 1]>::new();
+        for (i, (state, policy)) in states.into_iter().zip(check.policies().iter()).enumerate() {
+            let lapses = now + verdicts.each[i].reset;
+            match places[i].filter(|_| lapses > now).and_then(|place| self.states.at(place)) {
+                Some(slot) => *slot = Slot { value: Entry::Counted(state), lapses },
+                None => others.push((policy, state, lapses)),
+            }
+        }
+        for (policy, state, lapses) in others {
+            self.states.put(of(hash, policy), (*check.key(), policy.id()), Entry::Counted(state), lapses, now);
         }
         verdicts
     }
 
-    fn follow(&mut self, key: &Key, decision: &Decision, now: i64) {
-        for (policy, remaining, reset) in decision.states() {
-            let (id, capacity, until) = ((*key, policy.id()), policy.terms().capacity, now + reset);
-            match self.states.get(&id).map(|slot| &slot.value) {
+    fn follow(&mut self, key: &Key, decision: &Decision, hash: u64, now: i64) {
+        for (policy, verdict) in decision.verdicts() {
+            let (hash, id) = (of(hash, policy), (*key, policy.id()));
+            let (remaining, capacity, until) = (verdict.remaining, policy.terms().capacity, now + verdict.reset);
+            match self.states.get(hash, &id).map(|slot| &slot.value) {
                 Some(Entry::Followed { remaining: least, seen, .. }) if *least < remaining && *seen > now - MOMENT => {}
-                _ => self.states.put(id, Entry::Followed { remaining, capacity, until, seen: now }, until, now),
+                _ => self.states.put(hash, id, Entry::Followed { remaining, capacity, until, seen: now }, until, now),
             }
         }
     }
 
     /// Answers as a check of the same id was answered, if there was one.
-    fn decide_once(&mut self, check: &Check, id: Key, now: i64) -> Verdicts {
+    fn decide_once(&mut self, check: &Check, id: Key, hash: u64, now: i64) -> Verdicts {
         let id = (*check.key(), id);
-        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.get(&id)
+        let hash_of_id = self.hasher.hash_one(id);
+        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.get(hash_of_id, &id)
             && *lapses > now
             && policies.count_alike(check.policies())
         {
             return verdicts.clone();
         }
-        let verdicts = self.decide(check, now);
+        let verdicts = self.decide(check, hash, now);
         if verdicts.granted > 0 {
             let answer = (check.policies().clone(), verdicts.clone());
-            self.answers.put(id, answer, now + check.policies().longest_period(), now);
+            self.answers.put(hash_of_id, id, answer, now + check.policies().longest_period(), now);
         }
         verdicts
     }
+}
+
+/// The hash of one count of a caller of this hash.
+fn of(caller: u64, policy: &Policy) -> u64 {
+    caller ^ policy.id()
 }

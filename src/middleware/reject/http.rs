@@ -3,7 +3,7 @@ use http::{HeaderValue, Response, StatusCode};
 
 use super::{Reject, Rejection};
 use crate::limit::{Decision, Outcome};
-use crate::middleware::headers::seconds;
+use crate::middleware::headers::retry_after;
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
@@ -22,7 +22,7 @@ impl<B: From<String>> Reject<B> for HttpReject {
         let (status, retry_after, body) = match rejection {
             Rejection::Denied(decision) => (
                 StatusCode::TOO_MANY_REQUESTS,
-                decision.retry_after().map(|wait| HeaderValue::from(seconds(wait))),
+                decision.retry_after().map(|wait| HeaderValue::from(retry_after(wait))),
                 denied(decision),
             ),
             Rejection::MissingKey(missing) => {
@@ -30,7 +30,7 @@ impl<B: From<String>> Reject<B> for HttpReject {
                     true => (StatusCode::INTERNAL_SERVER_ERROR, "Internal Server Error"),
                     false => (StatusCode::BAD_REQUEST, "Bad Request"),
                 };
-                (status, None, problem("about:blank", title, &escape(&missing.to_string()), ""))
+                (status, None, problem("about:blank", title, &missing.to_string()))
             }
             Rejection::Unavailable(_) => (
                 StatusCode::SERVICE_UNAVAILABLE,
@@ -39,7 +39,6 @@ impl<B: From<String>> Reject<B> for HttpReject {
                     "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
                     "Service Unavailable",
                     "The request could not be counted.",
-                    "",
                 ),
             ),
         };
@@ -56,42 +55,53 @@ impl<B: From<String>> Reject<B> for HttpReject {
     }
 }
 
+/// Without formatting macros, which would take longer than the decision: a flood of denials is when time is short.
 fn denied(decision: &Decision) -> String {
-    let detail = match decision.outcome() {
-        Outcome::NeverFits => format!("The request costs more than the {} that ever pass at once.", decision.limit()),
-        _ => format!(
-            "The quota of {} is used up. Try again in {} s.",
-            decision.policy().quota(),
-            decision.retry_after().map_or(1, seconds),
-        ),
-    };
-    let violated: Vec<String> = decision
-        .each()
-        .filter(|each| !each.is_allowed())
-        // Names have no character that JSON would escape.
-        .map(|each| format!("\"{}\"", each.policy().name()))
-        .collect();
-    problem(
-        "https://iana.org/assignments/http-problem-types#quota-exceeded",
-        "Too Many Requests",
-        &detail,
-        &format!(",\"violated-policies\":[{}]", violated.join(",")),
-    )
-}
-
-/// Text as it stands in a JSON string.
-fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            '"' | '\\' => escaped.extend(['\\', c]),
-            c if c.is_control() => escaped.push_str(&format!("\\u{:04x}", c as u32)),
-            c => escaped.push(c),
+    let mut body = open_problem("https://iana.org/assignments/http-problem-types#quota-exceeded", "Too Many Requests");
+    match decision.outcome() {
+        Outcome::NeverFits => {
+            body.push_str("The request costs more than the ");
+            body.push_str(itoa::Buffer::new().format(decision.limit()));
+            body.push_str(" that ever pass at once.");
+        }
+        _ => {
+            body.push_str("The quota of ");
+            body.push_str(decision.policy().quota_text());
+            body.push_str(" is used up. Try again in ");
+            body.push_str(itoa::Buffer::new().format(decision.retry_after().map_or(1, retry_after)));
+            body.push_str(" s.");
         }
     }
-    escaped
+    body.push_str("\",\"violated-policies\":[");
+    let violated = decision.verdicts().filter(|(_, verdict)| !verdict.is_allowed());
+    for (i, (policy, _)) in violated.enumerate() {
+        // Names have no character that JSON would escape.
+        body.push_str(if i > 0 { ",\"" } else { "\"" });
+        body.push_str(policy.name());
+        body.push('"');
+    }
+    body.push_str("]}\n");
+    body
 }
 
-fn problem(kind: &str, title: &str, detail: &str, more: &str) -> String {
-    format!("{{\"type\":\"{kind}\",\"title\":\"{title}\",\"detail\":\"{detail}\"{more}}}\n")
+fn problem(kind: &str, title: &str, detail: &str) -> String {
+    let mut body = open_problem(kind, title);
+    for c in detail.chars() {
+        match c {
+            '"' | '\\' => body.extend(['\\', c]),
+            c if c.is_control() => body.push_str(&format!("\\u{:04x}", c as u32)),
+            c => body.push(c),
+        }
+    }
+    body.push_str("\"}\n");
+    body
+}
+
+/// A problem up to its detail.
+fn open_problem(kind: &str, title: &str) -> String {
+    let mut body = String::with_capacity(256);
+    for text in ["{\"type\":\"", kind, "\",\"title\":\"", title, "\",\"detail\":\""] {
+        body.push_str(text);
+    }
+    body
 }

@@ -5,16 +5,16 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{PoisonError, RwLock};
 
-use crate::limit::{Check, Decision, Key, Mode, Verdicts};
+use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdicts};
 use crate::store::bounded::{Bounded, Slot};
 use crate::store::clock::Clock;
-use crate::store::lock;
 
 #[derive(Debug)]
 pub(super) struct Denials {
-    shards: [Mutex<Shard>; 16],
+    /// Read by all at once: a flood is mostly on one key.
+    shards: [RwLock<Shard>; 16],
     hasher: RandomState,
     clock: Clock,
     /// How many are held: while there are none, no check looks further.
@@ -34,7 +34,8 @@ struct Shard {
 #[derive(Debug)]
 struct Denial {
     cost: u32,
-    decision: Decision,
+    policies: Policies,
+    verdicts: Verdicts,
     /// When its call was sent.
     sent: i64,
 }
@@ -42,7 +43,7 @@ struct Denial {
 impl Denials {
     /// Holds at most so many denials; 0 for none.
     pub(super) fn new(most: usize) -> Self {
-        let shard = |_| Mutex::new(Shard { denials: Bounded::new(most.div_ceil(16)), forgot: i64::MIN });
+        let shard = |_| RwLock::new(Shard { denials: Bounded::new(most.div_ceil(16)), forgot: i64::MIN });
         Self {
             shards: std::array::from_fn(shard),
             hasher: RandomState::new(),
@@ -57,44 +58,42 @@ impl Denials {
         self.clock.micros()
     }
 
-    /// The decision on this check, if it is known to be a denial.
-    pub(super) fn answer(&self, check: &Check) -> Option<Decision> {
+    /// The decision on this check, if it is known to be a denial; else the check.
+    pub(super) fn answer(&self, check: Check) -> Result<Decision, Check> {
+        match self.verdicts(&check) {
+            Some(verdicts) => Ok(check.answer(verdicts, Source::Cached)),
+            None => Err(check),
+        }
+    }
+
+    fn verdicts(&self, check: &Check) -> Option<Verdicts> {
         if self.held.load(Relaxed) == 0 || check.mode() != Mode::Take || check.id_key().is_some() {
             return None;
         }
-        let shard = self.shard(check.key());
-        let slot = shard.denials.get(check.key())?;
-        let Denial { cost, decision, sent } = &slot.value;
+        let (shard, hash) = self.shard(check.key());
+        let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
+        let Slot { value: Denial { cost, policies, verdicts, sent }, lapses } = shard.denials.get(hash, check.key())?;
         let now = self.clock.micros();
-        let known = now < slot.lapses && check.cost() >= *cost && decision.is_under(check.policies());
+        let same = policies.is(check.policies()) || policies == check.policies();
         // A cost that never fits is denied for another reason.
         let fits = check.policies().iter().all(|policy| check.cost() <= policy.quota().capacity());
-        (known && fits).then(|| decision.remembered(now - sent))
-    }
-
-    /// Whether there is anything to learn of what Redis decided.
-    pub(super) fn learns(&self, check: &Check, verdicts: &Verdicts) -> bool {
-        self.most > 0
-            && match check.mode() {
-                Mode::Take => verdicts.each.iter().any(|verdict| verdict.wait > 0) && check.id_key().is_none(),
-                Mode::GiveBack | Mode::Reset => true,
-                Mode::UpTo | Mode::Peek | Mode::Charge => false,
-            }
+        (now < *lapses && check.cost() >= *cost && same && fits).then(|| verdicts.later(now - sent))
     }
 
     /// Learns what Redis decided on a call that was sent at this time.
-    pub(super) fn learn(&self, check: &Check, decision: &Decision, sent: i64) {
-        match (check.mode(), decision.retry_after()) {
+    pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
+        match (check.mode(), verdicts.wait()) {
             (Mode::GiveBack | Mode::Reset, _) => self.forget(check.key()),
-            (Mode::Take, Some(wait)) => {
-                let mut shard = self.shard(check.key());
+            (Mode::Take, Some(wait)) if self.most > 0 && check.id_key().is_none() => {
+                let (shard, hash) = self.shard(check.key());
+                let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
                 let now = self.clock.micros();
                 let knows_more = |slot: &Slot<Denial>| slot.lapses > now && slot.value.cost < check.cost();
-                if sent > shard.forgot && !shard.denials.get(check.key()).is_some_and(knows_more) {
-                    let denial = Denial { cost: check.cost(), decision: decision.clone(), sent };
+                if sent > shard.forgot && !shard.denials.get(hash, check.key()).is_some_and(knows_more) {
+                    let (cost, policies, verdicts) = (check.cost(), check.policies().clone(), verdicts.clone());
+                    let denial = Denial { cost, policies, verdicts, sent };
                     let before = shard.denials.len();
-                    let lapses = sent.saturating_add(wait.as_micros() as i64);
-                    shard.denials.put(*check.key(), denial, lapses, now);
+                    shard.denials.put(hash, *check.key(), denial, sent.saturating_add(wait), now);
                     self.count(before, shard.denials.len());
                 }
             }
@@ -103,19 +102,24 @@ impl Denials {
     }
 
     fn forget(&self, key: &Key) {
-        let mut shard = self.shard(key);
+        let (shard, hash) = self.shard(key);
+        let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
         let before = shard.denials.len();
-        shard.denials.remove(key);
+        shard.denials.remove(hash, key);
         shard.forgot = self.clock.micros();
         self.count(before, shard.denials.len());
     }
 
     fn count(&self, before: usize, after: usize) {
-        self.held.fetch_add(after.wrapping_sub(before), Relaxed);
+        if after != before {
+            self.held.fetch_add(after.wrapping_sub(before), Relaxed);
+        }
     }
 
-    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        let shard = self.hasher.hash_one(key) as usize % self.shards.len();
-        lock(&self.shards[shard])
+    /// The shard of a caller, and the caller's hash.
+    fn shard(&self, key: &Key) -> (&RwLock<Shard>, u64) {
+        let hash = self.hasher.hash_one(key);
+        // The maps go by the first and the last bits.
+        (&self.shards[(hash >> 32) as usize % self.shards.len()], hash)
     }
 }

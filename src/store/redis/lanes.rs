@@ -63,9 +63,10 @@ struct Job {
 impl Lanes {
     /// Puts a check into the queue, and starts a lane if another may run.
     pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> RedisFuture {
-        if let Some(decision) = self.denials.answer(&check) {
-            return RedisFuture::ready(Ok(decision));
-        }
+        let check = match self.denials.answer(check) {
+            Ok(decision) => return RedisFuture::ready(Ok(decision)),
+            Err(check) => check,
+        };
         let (answer, receiver) = oneshot::channel();
         let job = Job { check, since: instant(), answer };
         let start = {
@@ -110,12 +111,8 @@ impl Lanes {
 
     /// The decision that Redis made on a call that was sent at this time.
     fn decision(&self, check: Check, verdicts: Verdicts, sent: i64) -> Decision {
-        if !self.denials.learns(&check, &verdicts) {
-            return check.answer(verdicts, Source::Redis);
-        }
-        let decision = check.clone().answer(verdicts, Source::Redis);
-        self.denials.learn(&check, &decision, sent);
-        decision
+        self.denials.learn(&check, &verdicts, sent);
+        check.answer(verdicts, Source::Redis)
     }
 
     /// Tells of a failure that no check was answered with.
