@@ -1,0 +1,53 @@
+//! `cargo bench --bench allocations`
+//!
+//! How many times a request allocates, in every case of `cargo bench --bench load`, with all that it makes the client of
+//! Redis do. `-- TEXT...` counts only the cases whose name has one of the texts.
+
+#![allow(
+    missing_docs,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a benchmark fails by panicking"
+)]
+#![allow(clippy::disallowed_methods, reason = "a benchmark reads the time")]
+#![allow(unreachable_pub, dead_code, reason = "shared with another benchmark")]
+
+#[path = "load/cases.rs"]
+mod cases;
+#[path = "load/meter.rs"]
+mod meter;
+#[path = "../tests/support/mod.rs"]
+mod support;
+
+use std::env;
+
+use cases::{Case, What};
+use meter::Amount;
+use support::RedisServer;
+use tokio::runtime;
+
+const FEW: u64 = 20_000;
+const MORE: u64 = 40_000;
+
+fn main() {
+    let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let server = RedisServer::start();
+    for case in cases::named(&texts) {
+        // Others do not run in this process, or make their own allocations beside those of a request.
+        if !matches!(case.0, What::Get | What::Http { .. }) {
+            let count = (count(case, &server, MORE) - count(case, &server, FEW)) / (MORE - FEW) as f64;
+            println!("{}: {count:.2}", case.full_name());
+        }
+    }
+}
+
+/// How many allocations so many requests take, and all around them.
+fn count(case: Case, server: &RedisServer, requests: u64) -> f64 {
+    // Allocations are counted by the thread.
+    let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let info = allocation_counter::measure(|| {
+        runtime.block_on(case.run(server, Amount::Count(requests)));
+    });
+    info.count_total as f64
+}

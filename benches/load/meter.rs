@@ -1,0 +1,118 @@
+//! How a case is measured: so many tasks, each with one request after the other.
+
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use futures_util::future::join_all;
+
+use crate::support::RedisServer;
+
+/// How long a case warms up: by then every key has been counted.
+const WARM: Duration = Duration::from_millis(500);
+const TIME: Duration = Duration::from_secs(1);
+
+/// One request in so many is timed.
+const SAMPLE: u64 = 8;
+
+/// What a case measured in one round.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Measure {
+    pub per_second: f64,
+    /// In microseconds.
+    pub p50: f64,
+    pub p99: f64,
+    /// Microseconds of Redis's processor for each decision.
+    pub server: f64,
+    /// Decisions for each script call.
+    pub batch: f64,
+}
+
+/// How much a case is asked for.
+#[derive(Clone, Copy, Debug)]
+pub enum Amount {
+    /// As much as it can in a while, after it has warmed up.
+    Time,
+    /// So many requests in all.
+    Count(u64),
+}
+
+/// What one task measures.
+pub struct Meter {
+    pub rng: Rng,
+    end: Instant,
+    most: u64,
+    count: u64,
+    start: Option<Instant>,
+    /// In nanoseconds.
+    times: Vec<u64>,
+}
+
+impl Meter {
+    /// Whether there is one more to do.
+    pub fn next(&mut self) -> bool {
+        if self.count.is_multiple_of(SAMPLE) {
+            let now = Instant::now();
+            if now >= self.end {
+                return false;
+            }
+            self.start = Some(now);
+        }
+        self.count < self.most
+    }
+
+    pub fn done(&mut self) {
+        self.count += 1;
+        if let Some(start) = self.start.take() {
+            self.times.push(start.elapsed().as_nanos() as u64);
+        }
+    }
+}
+
+/// Runs so many tasks.
+pub async fn load<F>(server: &RedisServer, tasks: u64, amount: Amount, task: impl Fn(Meter) -> F) -> Measure
+where
+    F: Future<Output = Meter> + Send + 'static,
+{
+    if let Amount::Time = amount {
+        run(tasks, WARM, u64::MAX, &task).await;
+    }
+    let (cpu, calls) = (processor(server).await, server.calls("evalsha").await);
+    let start = Instant::now();
+    let meters = match amount {
+        Amount::Time => run(tasks, TIME, u64::MAX, &task).await,
+        Amount::Count(count) => run(tasks, Duration::from_secs(60), count.div_ceil(tasks), &task).await,
+    };
+    let elapsed = start.elapsed().as_secs_f64();
+    let (cpu, calls) = (processor(server).await - cpu, server.calls("evalsha").await - calls);
+
+    let count = meters.iter().map(|meter| meter.count).sum::<u64>() as f64;
+    let mut times: Vec<u64> = meters.into_iter().flat_map(|meter| meter.times).collect();
+    times.sort_unstable();
+    let quantile = |share: f64| times.get((times.len() as f64 * share) as usize).map_or(0.0, |time| *time as f64 / 1e3);
+    Measure {
+        per_second: count / elapsed,
+        p50: quantile(0.5),
+        p99: quantile(0.99),
+        server: cpu / count,
+        batch: if calls == 0 { 0.0 } else { count / calls as f64 },
+    }
+}
+
+async fn run<F>(tasks: u64, time: Duration, most: u64, task: &impl Fn(Meter) -> F) -> Vec<Meter>
+where
+    F: Future<Output = Meter> + Send + 'static,
+{
+    let end = Instant::now() + time;
+    let meter = |seed| Meter { rng: Rng::with_seed(seed), end, most, count: 0, start: None, times: vec![] };
+    let meters = join_all((0..tasks).map(|seed| tokio::spawn(task(meter(seed))))).await;
+    meters.into_iter().map(Result::unwrap).collect()
+}
+
+/// Microseconds of processor that the server has used.
+async fn processor(server: &RedisServer) -> f64 {
+    let info: String = server.command("INFO cpu").await;
+    let of = |field: &str| -> f64 {
+        info.lines().find_map(|line| line.strip_prefix(field)).expect(field).trim().parse().expect("seconds")
+    };
+    (of("used_cpu_user:") + of("used_cpu_sys:")) * 1e6
+}
