@@ -3,12 +3,10 @@
 -- Stored and loaded: when the caller's window began (with windows of the clock, the time of the last charge), and
 -- what was granted in it.
 
-local fixed_window = {}
-
 local FORMAT, LENGTH = '<i8i8', 16
 
 -- An offset of -1: a window begins at the first charge.
-function fixed_window.policy(capacity, period, offset)
+local function policy(capacity, period, offset)
   return { capacity = capacity, period = period, offset = offset }
 end
 
@@ -20,7 +18,7 @@ local function window_end(policy, now, since)
   return since + policy.period
 end
 
-function fixed_window.load(policy, key, now, value)
+local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return now, 0
   end
@@ -33,30 +31,38 @@ function fixed_window.load(policy, key, now, value)
   return since, count, nil, future
 end
 
-function fixed_window.room(policy, now, since, count)
+local function room(policy, now, since, count)
   return policy.capacity - count
 end
 
-function fixed_window.wait(policy, key, now, cost, since, count)
+local function wait(policy, key, now, cost, since, count)
   return window_end(policy, now, since) - now
 end
 
-function fixed_window.charge(policy, key, now, cost, since, count)
+local function charge(policy, key, now, cost, since, count)
   if policy.offset >= 0 then
     since = now
   end
   return since, max(0, count + cost)
 end
 
-function fixed_window.reset(policy, now, since, count)
+local function reset(policy, now, since, count)
   if count == 0 then
     return 0
   end
   return window_end(policy, now, since) - now
 end
 
-function fixed_window.save(policy, key, now, at, cost, since, count)
+local function save(policy, key, now, at, cost, since, count)
   write(key, pack(FORMAT, since, count), at)
 end
 
-return fixed_window
+return {
+  policy = policy,
+  load = load,
+  room = room,
+  wait = wait,
+  charge = charge,
+  reset = reset,
+  save = save,
+}

@@ -4,13 +4,9 @@
 -- reckoned with.
 -- Loaded: the backlog, how far that time is ahead of now, in ticks.
 
-local gcra = {}
-
 local FORMAT, LENGTH = '<i7I5I7I5', 24
 
-gcra.policy = refilling
-
-function gcra.load(policy, key, now, value)
+local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return 0
   end
@@ -36,29 +32,37 @@ function gcra.load(policy, key, now, value)
   return min(units, 2 * policy.capacity) * policy.interval, nil, nil, true
 end
 
-function gcra.room(policy, now, backlog)
+local function room(policy, now, backlog)
   local left, interval = policy.full - backlog, policy.interval
   return (left - left % interval) / interval
 end
 
-function gcra.wait(policy, key, now, cost, backlog)
+local function wait(policy, key, now, cost, backlog)
   return div_ceil(backlog + cost * policy.interval - policy.full, policy.ticks)
 end
 
-function gcra.charge(policy, key, now, cost, backlog)
+local function charge(policy, key, now, cost, backlog)
   backlog = backlog + cost * policy.interval
   return backlog > 0 and backlog or 0
 end
 
-function gcra.reset(policy, now, backlog)
+local function reset(policy, now, backlog)
   local ticks = policy.ticks
   return (backlog + -backlog % ticks) / ticks
 end
 
-function gcra.save(policy, key, now, at, cost, backlog)
+local function save(policy, key, now, at, cost, backlog)
   local ticks = policy.ticks
   local rest = backlog % ticks
   write(key, pack(FORMAT, now + (backlog - rest) / ticks, rest, policy.interval, ticks), at)
 end
 
-return gcra
+return {
+  policy = refilling,
+  load = load,
+  room = room,
+  wait = wait,
+  charge = charge,
+  reset = reset,
+  save = save,
+}

@@ -40,22 +40,6 @@ local function refilling(capacity, interval, ticks)
   }
 end
 
--- n * x / d, rounded down, and the rest; exact also where the product is above 2^53. x is at most d, d below 2^45.
-local function mul_div(n, x, d)
-  if n * x < 9007199254740992 then
-    return floor(n * x / d), n * x % d
-  end
-  local quotient, rest = 0, 0
-  local digit = 4398046511104 -- 2^42
-  while digit >= 1 do
-    -- Seven bits of n at a time, so that no step exceeds 2^53.
-    local product = rest * 128 + floor(n / digit) % 128 * x
-    quotient, rest = quotient * 128 + floor(product / d), product % d
-    digit = digit / 128
-  end
-  return quotient, rest
-end
-
 -- What has gone wrong with the check at hand: an error of Redis, or nothing.
 local trouble
 
@@ -72,17 +56,6 @@ end
 local function try(...)
   local reply = pcall(...)
   return good(reply) and reply or nil
-end
-
--- The reply to a read; nothing if there is no such key. One that holds something of another type is as good as none.
-local function found(reply)
-  if type(reply) == 'table' and reply.err then
-    if sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
-      good(reply)
-    end
-    return nil
-  end
-  return reply
 end
 
 -- The strings under some of the keys of the call, in their order; nothing for one that does not exist or is no string.

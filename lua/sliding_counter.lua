@@ -2,15 +2,29 @@
 --
 -- Stored and loaded: the time of the last charge, what was granted in its window, and what in the window before.
 
-local sliding_counter = {}
-
 local FORMAT, LENGTH = '<i7i6i6', 19
 
-function sliding_counter.policy(capacity, period)
+-- n * x / d, rounded down, and the rest; exact also where the product is above 2^53. x is at most d, d below 2^45.
+local function mul_div(n, x, d)
+  if n * x < 9007199254740992 then
+    return floor(n * x / d), n * x % d
+  end
+  local quotient, rest = 0, 0
+  local digit = 4398046511104 -- 2^42
+  while digit >= 1 do
+    -- Seven bits of n at a time, so that no step exceeds 2^53.
+    local product = rest * 128 + floor(n / digit) % 128 * x
+    quotient, rest = quotient * 128 + floor(product / d), product % d
+    digit = digit / 128
+  end
+  return quotient, rest
+end
+
+local function policy(capacity, period)
   return { capacity = capacity, period = period }
 end
 
-function sliding_counter.load(policy, key, now, value)
+local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return now, 0, 0
   end
@@ -36,11 +50,11 @@ local function overlap(policy, now, previous)
   return counts
 end
 
-function sliding_counter.room(policy, now, last, current, previous)
+local function room(policy, now, last, current, previous)
   return policy.capacity - current - overlap(policy, now, previous)
 end
 
-function sliding_counter.wait(policy, key, now, cost, last, current, previous)
+local function wait(policy, key, now, cost, last, current, previous)
   local left = policy.period - now % policy.period
   if current + cost <= policy.capacity then
     return left - mul_div(policy.period, policy.capacity - current - cost, previous)
@@ -50,12 +64,12 @@ function sliding_counter.wait(policy, key, now, cost, last, current, previous)
 end
 
 -- Gives back from the current window first.
-function sliding_counter.charge(policy, key, now, cost, last, current, previous)
+local function charge(policy, key, now, cost, last, current, previous)
   local rest = min(0, current + cost)
   return now, max(0, current + cost), max(0, previous + rest)
 end
 
-function sliding_counter.reset(policy, now, last, current, previous)
+local function reset(policy, now, last, current, previous)
   local left = policy.period - now % policy.period
   if current > 0 then
     return left + policy.period
@@ -65,8 +79,16 @@ function sliding_counter.reset(policy, now, last, current, previous)
   return 0
 end
 
-function sliding_counter.save(policy, key, now, at, cost, last, current, previous)
+local function save(policy, key, now, at, cost, last, current, previous)
   write(key, pack(FORMAT, last, current, previous), at)
 end
 
-return sliding_counter
+return {
+  policy = policy,
+  load = load,
+  room = room,
+  wait = wait,
+  charge = charge,
+  reset = reset,
+  save = save,
+}

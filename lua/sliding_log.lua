@@ -5,11 +5,20 @@
 -- Loaded: the sum of the charges within the period; the elements at the head that are to go, with the header; the time
 -- of the newest charge. No elements: there is no list, or nothing in it counts.
 
-local sliding_log = { reads = false }
-
 local FORMAT, LENGTH, MANY = '<i7i7', 14, 128
 
-function sliding_log.policy(capacity, period)
+-- The reply to a read; nothing if there is no such key. One that holds something of another type is as good as none.
+local function found(reply)
+  if type(reply) == 'table' and reply.err then
+    if sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
+      good(reply)
+    end
+    return nil
+  end
+  return reply
+end
+
+local function policy(capacity, period)
   return { capacity = capacity, period = period }
 end
 
@@ -35,7 +44,7 @@ local function walk(key, list, first, from, visit)
   end
 end
 
-function sliding_log.load(policy, key, now)
+local function load(policy, key, now)
   local list = found(pcall('LRANGE', key, 0, 2))
   local header = list and list[1]
   if not header or #header ~= LENGTH then
@@ -59,11 +68,11 @@ function sliding_log.load(policy, key, now)
   return max(0, sum), 1 + gone, newest, gone >= MANY
 end
 
-function sliding_log.room(policy, now, sum)
+local function room(policy, now, sum)
   return policy.capacity - sum
 end
 
-function sliding_log.wait(policy, key, now, cost, sum, head)
+local function wait(policy, key, now, cost, sum, head)
   local over, wait = sum + cost - policy.capacity, policy.period
   if head > 0 then
     walk(key, try('LRANGE', key, head, head + 1) or {}, 1, head, function(charge, time)
@@ -108,7 +117,7 @@ local function give_back(policy, key, now, cost, head, newest)
   return newest
 end
 
-function sliding_log.charge(policy, key, now, cost, sum, head, newest)
+local function charge(policy, key, now, cost, sum, head, newest)
   sum = max(0, sum + cost)
   if cost > 0 then
     return sum, head, now
@@ -118,14 +127,14 @@ function sliding_log.charge(policy, key, now, cost, sum, head, newest)
   return sum, head, newest
 end
 
-function sliding_log.reset(policy, now, sum, head, newest)
+local function reset(policy, now, sum, head, newest)
   if sum == 0 then
     return 0
   end
   return newest + policy.period - now
 end
 
-function sliding_log.save(policy, key, now, at, cost, sum, head, newest)
+local function save(policy, key, now, at, cost, sum, head, newest)
   if head == 0 or sum == 0 then
     -- A new list, of one charge of everything that counts.
     try('DEL', key)
@@ -155,4 +164,13 @@ function sliding_log.save(policy, key, now, at, cost, sum, head, newest)
   end
 end
 
-return sliding_log
+return {
+  reads = false,
+  policy = policy,
+  load = load,
+  room = room,
+  wait = wait,
+  charge = charge,
+  reset = reset,
+  save = save,
+}

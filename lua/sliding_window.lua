@@ -3,11 +3,9 @@
 -- Stored: the sum of the cells, then for each cell, oldest first, when it ends and what was granted in it.
 -- Loaded: the sum of the cells within the period, and those cells as they are stored.
 
-local sliding_window = {}
-
 local SUM, CELL, HEADER, LENGTH = '<I6', '<i7I5', 6, 12
 
-function sliding_window.policy(capacity, period, width)
+local function policy(capacity, period, width)
   return { capacity = capacity, period = period, width = width }
 end
 
@@ -16,7 +14,7 @@ local function cell_end(policy, now)
   return now - now % policy.width + policy.width
 end
 
-function sliding_window.load(policy, key, now, value)
+local function load(policy, key, now, value)
   if not value or #value < HEADER + LENGTH or (#value - HEADER) % LENGTH ~= 0 then
     return 0, ''
   end
@@ -39,7 +37,7 @@ function sliding_window.load(policy, key, now, value)
   return sum, sub(value, at)
 end
 
-function sliding_window.room(policy, now, sum)
+local function room(policy, now, sum)
   return policy.capacity - sum
 end
 
@@ -48,7 +46,7 @@ local function leaves(policy, now, ends)
   return max(1, min(ends, cell_end(policy, now)) + policy.period - now)
 end
 
-function sliding_window.wait(policy, key, now, cost, sum, cells)
+local function wait(policy, key, now, cost, sum, cells)
   local over, ends = sum + cost - policy.capacity, 0
   for at = 1, #cells, LENGTH do
     local count
@@ -68,7 +66,7 @@ local function pop(cells)
 end
 
 -- Gives back from the newest cells first.
-function sliding_window.charge(policy, key, now, cost, sum, cells)
+local function charge(policy, key, now, cost, sum, cells)
   sum = max(0, sum + cost)
   if cost > 0 then
     local before, ends, count = '', 0, 0
@@ -92,14 +90,14 @@ function sliding_window.charge(policy, key, now, cost, sum, cells)
   return #cells > 0 and sum or 0, cells
 end
 
-function sliding_window.reset(policy, now, sum, cells)
+local function reset(policy, now, sum, cells)
   if sum == 0 then
     return 0
   end
   return leaves(policy, now, (unpack(CELL, cells, #cells - LENGTH + 1)))
 end
 
-function sliding_window.save(policy, key, now, at, cost, sum, cells)
+local function save(policy, key, now, at, cost, sum, cells)
   if sum == 0 then
     try('DEL', key)
     return
@@ -107,4 +105,12 @@ function sliding_window.save(policy, key, now, at, cost, sum, cells)
   write(key, pack(SUM, sum) .. cells, at)
 end
 
-return sliding_window
+return {
+  policy = policy,
+  load = load,
+  room = room,
+  wait = wait,
+  charge = charge,
+  reset = reset,
+  save = save,
+}

@@ -3,18 +3,16 @@
 -- Stored: when the bucket was refilled last, its whole tokens, and the rest in ticks.
 -- Loaded: the tokens at now, in ticks, and when they were refilled last.
 
-local token_bucket = {}
-
 local FORMAT, LENGTH = '<i7i6I7', 20
 
 -- `ticks` flow in every microsecond if `period` is 0; else they come at once, after every period.
-function token_bucket.policy(capacity, interval, ticks, period)
+local function policy(capacity, interval, ticks, period)
   local policy = refilling(capacity, interval, ticks)
   policy.period = period
   return policy
 end
 
-function token_bucket.load(policy, key, now, value)
+local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return policy.full, now
   end
@@ -35,7 +33,7 @@ function token_bucket.load(policy, key, now, value)
   return tokens, refilled, nil, future
 end
 
-function token_bucket.room(policy, now, tokens)
+local function room(policy, now, tokens)
   local interval = policy.interval
   return (tokens - tokens % interval) / interval
 end
@@ -48,25 +46,33 @@ local function refill(policy, now, ticks, refilled)
   return (ticks + -ticks % policy.ticks) / policy.ticks
 end
 
-function token_bucket.wait(policy, key, now, cost, tokens, refilled)
+local function wait(policy, key, now, cost, tokens, refilled)
   return refill(policy, now, cost * policy.interval - tokens, refilled)
 end
 
-function token_bucket.charge(policy, key, now, cost, tokens, refilled)
+local function charge(policy, key, now, cost, tokens, refilled)
   return min(policy.full, tokens - cost * policy.interval), refilled
 end
 
-function token_bucket.reset(policy, now, tokens, refilled)
+local function reset(policy, now, tokens, refilled)
   if tokens == policy.full then
     return 0
   end
   return refill(policy, now, policy.full - tokens, refilled)
 end
 
-function token_bucket.save(policy, key, now, at, cost, tokens, refilled)
+local function save(policy, key, now, at, cost, tokens, refilled)
   local interval = policy.interval
   local rest = tokens % interval
   write(key, pack(FORMAT, refilled, (tokens - rest) / interval, rest), at)
 end
 
-return token_bucket
+return {
+  policy = policy,
+  load = load,
+  room = room,
+  wait = wait,
+  charge = charge,
+  reset = reset,
+  save = save,
+}

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::{Future, poll_fn};
+use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
@@ -50,6 +51,15 @@ pub(super) struct Queue {
     jobs: VecDeque<Job>,
     /// How many run.
     lanes: usize,
+    /// What lanes that have ended worked with.
+    spare: Vec<Work>,
+}
+
+/// What a lane works with: the checks that it has taken, and the call that asks them.
+#[derive(Debug, Default)]
+struct Work {
+    jobs: Vec<Job>,
+    batch: Batch,
 }
 
 /// A check that waits for its answer.
@@ -75,12 +85,13 @@ impl Lanes {
                 return RedisFuture::ready(Err(Error::new(ErrorKind::QueueFull).unsent()));
             }
             queue.jobs.push_back(job);
-            let start = queue.lanes < self.limits.lanes;
-            queue.lanes += usize::from(start);
-            start
+            (queue.lanes < self.limits.lanes).then(|| {
+                queue.lanes += 1;
+                queue.spare.pop().unwrap_or_default()
+            })
         };
-        if start {
-            let lane = Lane::new(self);
+        if let Some(work) = start {
+            let lane = Lane::new(self, work);
             match Handle::try_current() {
                 Ok(runtime) => drop(runtime.spawn(lane.run())),
                 // Dropping the lane takes it off the count; the job stays for nobody, since we drop its receiver.
@@ -130,25 +141,26 @@ impl Lanes {
 struct Lane {
     lanes: Arc<Lanes>,
     failures: watch::Receiver<Option<RedisError>>,
+    work: Work,
     /// Whether it is in the queue's count of lanes.
     counted: bool,
 }
 
 impl Lane {
     /// A lane that the queue has counted already.
-    fn new(lanes: &Arc<Lanes>) -> Self {
-        Self { lanes: Arc::clone(lanes), failures: lanes.failures.subscribe(), counted: true }
+    fn new(lanes: &Arc<Lanes>, work: Work) -> Self {
+        Self { lanes: Arc::clone(lanes), failures: lanes.failures.subscribe(), work, counted: true }
     }
 
     async fn run(mut self) {
-        let mut jobs = Vec::new();
-        let mut batch = Batch::default();
-        while self.take(&mut jobs, &mut batch) {
-            if jobs.is_empty() {
+        while self.take() {
+            if self.work.jobs.is_empty() {
                 continue;
             }
             let sent = self.lanes.denials.now();
-            match self.call(&batch).await.and_then(|reply| batch.read(reply)) {
+            let reply = self.call().await;
+            let Work { jobs, batch } = &mut self.work;
+            match reply.and_then(|reply| batch.read(reply)) {
                 Ok(verdicts) => {
                     for (Job { check, answer, .. }, verdicts) in jobs.drain(..).zip(verdicts) {
                         // A caller that has gone away since was charged all the same.
@@ -172,17 +184,22 @@ impl Lane {
     }
 
     /// Moves what waits into an empty batch, up to its bound. `false` if nothing waits: the lane ends.
-    fn take(&mut self, jobs: &mut Vec<Job>, batch: &mut Batch) -> bool {
+    fn take(&mut self) -> bool {
+        let Work { jobs, batch } = &mut self.work;
         batch.clear();
+        let most = self.lanes.limits.batch;
         let waiting = {
             let mut queue = self.lanes.queue();
             if queue.jobs.is_empty() {
+                // A failure may have emptied the whole queue into it.
+                jobs.shrink_to(most);
                 // Under the same lock, or a check that comes now would rely on a lane that has ended.
                 queue.lanes -= 1;
+                queue.spare.push(mem::take(&mut self.work));
                 self.counted = false;
                 return false;
             }
-            let count = queue.jobs.len().min(self.lanes.limits.batch);
+            let count = queue.jobs.len().min(most);
             jobs.extend(queue.jobs.drain(..count));
             queue.jobs.len()
         };
@@ -203,16 +220,15 @@ impl Lane {
         true
     }
 
-    async fn call(&mut self, batch: &Batch) -> Result<Value, Error> {
-        let lanes = Arc::clone(&self.lanes);
-        match timeout(lanes.limits.timeout, self.attempt(batch)).await {
+    async fn call(&mut self) -> Result<Value, Error> {
+        match timeout(self.lanes.limits.timeout, self.attempt()).await {
             Ok(result) => result,
             Err(_) => Err(Error::new(ErrorKind::Timeout)),
         }
     }
 
-    async fn attempt(&mut self, batch: &Batch) -> Result<Value, Error> {
-        let lanes = &*self.lanes;
+    async fn attempt(&mut self) -> Result<Value, Error> {
+        let (lanes, batch) = (&*self.lanes, &self.work.batch);
         let now = lanes.now.load(Ordering::Relaxed);
         let mut connection = checkout(&lanes.pool, &mut self.failures).await?;
         let mut result = connection.call(&batch.by_hash(now)).await;
