@@ -35,7 +35,7 @@ fn main() {
     let server = RedisServer::start();
     for case in cases::named(&texts) {
         // Others do not run in this process, or make their own allocations beside those of a request.
-        if !matches!(case.0, What::Get | What::Http { .. }) {
+        if !matches!(case.0, What::Get | What::Http(_)) {
             let count = (count(case, &server, MORE) - count(case, &server, FEW)) / (MORE - FEW) as f64;
             println!("{}: {count:.2}", case.full_name());
         }

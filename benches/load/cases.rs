@@ -14,6 +14,7 @@ use http::{Request, Response};
 use redis::aio::MultiplexedConnection;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tower::util::MapRequestLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_governor::GovernorLayer;
 use tower_governor::governor::GovernorConfigBuilder;
@@ -45,8 +46,17 @@ pub enum What {
     Local(Load),
     /// `tower_governor`.
     Governor(Load),
-    /// An axum service over HTTP, with or without the layer and a `LocalStore`.
-    Http { layer: bool },
+    /// An axum service over HTTP, under some layer.
+    Http(Layers),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Layers {
+    None,
+    /// One that does nothing: what axum takes for any layer.
+    Idle,
+    /// Ours, with a `LocalStore`.
+    Limited,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -84,7 +94,7 @@ fn all() -> Vec<Case> {
     }
     cases.extend([What::Multiplexed(Load::Hourly), What::Redis(Load::Hourly)].map(|what| Case(what, 256)));
     cases.extend(support::STRATEGIES.into_iter().skip(1).map(|strategy| Case(What::Redis(Load::Many(strategy)), 256)));
-    cases.extend([Case(What::Http { layer: true }, 64), Case(What::Http { layer: false }, 64)]);
+    cases.extend([Layers::Limited, Layers::Idle, Layers::None].map(|layers| Case(What::Http(layers), 64)));
     cases
 }
 
@@ -114,8 +124,9 @@ impl Case {
             What::Redis(what) => format!("RedisStore, {}", load(what)),
             What::Local(what) => format!("LocalStore, {}", load(what)),
             What::Governor(what) => format!("tower_governor, {}", load(what)),
-            What::Http { layer: true } => "axum over HTTP with LocalStore".to_owned(),
-            What::Http { layer: false } => "axum over HTTP without the layer".to_owned(),
+            What::Http(Layers::Limited) => "axum over HTTP with LocalStore".to_owned(),
+            What::Http(Layers::Idle) => "axum over HTTP with a layer that does nothing".to_owned(),
+            What::Http(Layers::None) => "axum over HTTP without a layer".to_owned(),
         }
     }
 
@@ -160,7 +171,7 @@ impl Case {
                 serve(server, layer(LocalStore::default(), load).layer(service_fn(inner)), load, tasks, amount).await
             }
             What::Governor(load) => governor(server, load, tasks, amount).await,
-            What::Http { layer } => http(server, layer, tasks, amount).await,
+            What::Http(layers) => http(server, layers, tasks, amount).await,
         }
     }
 }
@@ -278,11 +289,13 @@ fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
 }
 
 /// The example's service, and clients that keep their connections.
-async fn http(server: &RedisServer, with_layer: bool, tasks: u64, amount: Amount) -> Measure {
-    let mut app = Router::new().route("/", get(|| async { "Hello!\n" }));
-    if with_layer {
-        app = app.layer(layer(LocalStore::default(), Load::Granted));
-    }
+async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) -> Measure {
+    let app = Router::new().route("/", get(|| async { "Hello!\n" }));
+    let app = match layers {
+        Layers::None => app,
+        Layers::Idle => app.layer(MapRequestLayer::new(|request: Request<Body>| request)),
+        Layers::Limited => app.layer(layer(LocalStore::default(), Load::Granted)),
+    };
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let service = app.into_make_service_with_connect_info::<SocketAddr>();

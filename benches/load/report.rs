@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use tower_redis_ratelimit::Strategy;
 
-use crate::cases::{CONCURRENCY, Case, Load, MANY_GCRA, What};
+use crate::cases::{CONCURRENCY, Case, Layers, Load, MANY_GCRA, What};
 use crate::meter::Measure;
 
 /// All that was measured.
@@ -74,8 +74,9 @@ impl Report {
         row("`LocalStore`", self.median(local, throughput).map(|value| value / 1e6), " M/s", "2 M/s");
         let governor = self.ratio(local, Case(What::Governor(MANY_GCRA), 64), throughput);
         row("`LocalStore`, of `tower_governor`", governor, " x", "1 x");
-        let [with, without] = [true, false].map(|layer| Case(What::Http { layer }, 64));
-        row("axum over HTTP with the layer, of without", self.ratio(with, without, throughput), " x", "0.97 x");
+        let [limited, idle, none] = [Layers::Limited, Layers::Idle, Layers::None].map(|l| Case(What::Http(l), 64));
+        row("axum over HTTP with the layer, of without", self.ratio(limited, none, throughput), " x", "0.97 x");
+        row("the same, of with a layer that does nothing", self.ratio(limited, idle, throughput), " x", "");
         text
     }
 

@@ -21,6 +21,25 @@ async fn one_script_call_serves_many_requests() {
     assert!((20..=100).contains(&calls), "2560 checks took {calls} script calls");
 }
 
+/// Lua passes no more than 8,000 values at a time: one call may have more keys.
+#[tokio::test]
+async fn one_call_of_ten_thousand_callers() {
+    let server = RedisServer::start();
+    let all = NonZeroUsize::new(10_000).unwrap();
+    let store = RedisStore::builder(server.url()).batch(all).queue(all).timeout(Duration::from_secs(20)).connect();
+    let store = store.await.unwrap();
+    let policies = policy(Strategy::Gcra, "1000/h");
+    let before = server.calls("evalsha").await;
+    for left in [999, 998] {
+        let take = |i| store.check(Check::take(Key::new(format!("caller-{i}")), &policies, 1));
+        // All wait before the first lane runs.
+        for decision in join_all((0..10_000).map(take)).await {
+            assert_eq!(decision.unwrap().remaining(), left);
+        }
+    }
+    assert_eq!(server.calls("evalsha").await - before, 2);
+}
+
 /// Redis forgets the script again and again while 64 tasks check: no check fails, and each is charged once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_request_notices_a_script_flush() {
