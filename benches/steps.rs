@@ -1,0 +1,104 @@
+//! `cargo bench --bench steps`
+//!
+//! The pure step of each strategy, without a store: one check decided on one state, granted and denied.
+
+#![allow(missing_docs, clippy::panic, reason = "a benchmark fails by panicking")]
+#![allow(
+    dead_code,
+    unused_imports,
+    unreachable_pub,
+    reason = "the ring is made for the crate; this needs a part of it"
+)]
+
+#[path = "../src/limit/mod.rs"]
+mod limit;
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use criterion::measurement::WallTime;
+use criterion::{BenchmarkGroup, Criterion};
+use limit::{Align, Check, Key, Policies, Policy, Quota, Refill, State, Strategy, Verdicts};
+
+const DAY: u64 = 24 * 3_600;
+
+/// Every strategy, and the period of a quota that is never used up. Buckets drain slower than they are charged, so that
+/// a step finds something to reckon with; windows end now and then; a log holds so many charges.
+const STRATEGIES: [(&str, Strategy, Duration); 9] = [
+    ("gcra", Strategy::Gcra, Duration::from_secs(366 * DAY)),
+    ("leaky_bucket", Strategy::LeakyBucket, Duration::from_secs(366 * DAY)),
+    ("token_bucket/greedy", Strategy::TokenBucket(Refill::Greedy), Duration::from_secs(366 * DAY)),
+    ("token_bucket/interval", Strategy::TokenBucket(Refill::Interval), Duration::from_secs(366 * DAY)),
+    ("fixed_window/first_hit", Strategy::FixedWindow(Align::FirstHit), Duration::from_secs(1)),
+    ("fixed_window/clock", Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO }), Duration::from_secs(1)),
+    ("sliding_counter", Strategy::SlidingCounter, Duration::from_secs(1)),
+    ("sliding_window", Strategy::SlidingWindow { cells: 10 }, Duration::from_secs(1)),
+    ("sliding_log", Strategy::SlidingLog, Duration::from_micros(CHARGES * STEP as u64)),
+];
+
+/// How much a caller is charged before it is measured.
+const CHARGES: u64 = 1_000;
+
+/// The time from one check to the next, in microseconds.
+const STEP: i64 = 3;
+
+/// A full second of the clock, half a year into a window of 366 days, in microseconds.
+const START: i64 = 1_789_999_200_000_000;
+
+/// One caller, and what is remembered of it.
+struct Caller {
+    key: Key,
+    policies: Policies,
+    state: [State; 1],
+    now: i64,
+}
+
+impl Caller {
+    fn new(strategy: Strategy, limit: u32, period: Duration) -> Self {
+        let policy = Policy::new("api", strategy, Quota::per(limit, period)).unwrap_or_else(|error| panic!("{error}"));
+        let state = [State::fresh(strategy)];
+        let mut caller = Self { key: Key::new("user-42"), policies: policy.into(), state, now: START };
+        (0..CHARGES).for_each(|_| assert_eq!(caller.step().granted, 1));
+        caller
+    }
+
+    fn step(&mut self) -> Verdicts {
+        self.now += STEP;
+        Check::take(self.key, &self.policies, black_box(1)).decide(&mut self.state, self.now)
+    }
+}
+
+fn grant(group: &mut BenchmarkGroup<'_, WallTime>) {
+    for (name, strategy, period) in STRATEGIES {
+        let mut caller = Caller::new(strategy, u32::MAX, period);
+        group.bench_function(name, |bencher| bencher.iter(|| caller.step()));
+        let verdicts = caller.step();
+        assert_eq!(verdicts.granted, 1, "{name}");
+        let charged = i64::from(u32::MAX) - verdicts.each[0].remaining;
+        assert!(charged > 1, "{name} has forgotten all charges before the last");
+    }
+}
+
+fn denial(group: &mut BenchmarkGroup<'_, WallTime>) {
+    for (name, strategy, _) in STRATEGIES {
+        // Nothing flows back within the time of the bench.
+        let mut caller = Caller::new(strategy, CHARGES as u32, Duration::from_secs(366 * DAY));
+        group.bench_function(name, |bencher| bencher.iter(|| caller.step()));
+        assert_eq!(caller.step().granted, 0, "{name}");
+    }
+}
+
+fn main() {
+    let mut criterion = Criterion::default()
+        .sample_size(50)
+        .warm_up_time(Duration::from_millis(300))
+        .measurement_time(Duration::from_secs(1))
+        .configure_from_args();
+    let mut group = criterion.benchmark_group("grant");
+    grant(&mut group);
+    group.finish();
+    let mut group = criterion.benchmark_group("denial");
+    denial(&mut group);
+    group.finish();
+    criterion.final_summary();
+}
