@@ -17,9 +17,10 @@ use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, Sta
 /// single instance; inside a [`Fallback`](crate::Fallback) it takes over while Redis is down.
 ///
 /// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 130 bytes
-/// each. Keys that say nothing any more make room by themselves; if all still say something, a new key takes the
-/// place of the one, of a few, that would have gone first. So a flood of new keys pushes out its own kind before
-/// it pushes out a caller that is deep in its limit.
+/// each, beside the charges that [`SlidingLog`](crate::Strategy::SlidingLog) and
+/// [`SlidingWindow`](crate::Strategy::SlidingWindow) keep. Keys that say nothing any more make room by themselves; if
+/// all still say something, a new key takes the place of the one, of a few, that would have gone first. So a flood of
+/// new keys pushes out its own kind before it pushes out a caller that is deep in its limit.
 ///
 /// Clones share their counts.
 #[derive(Clone, Debug)]

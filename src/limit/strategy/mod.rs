@@ -17,6 +17,7 @@
 //!
 //! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `twins!`.
 
+mod charges;
 mod fixed_window;
 mod gcra;
 mod leaky_bucket;
@@ -27,7 +28,6 @@ mod sliding_window;
 mod tests;
 mod token_bucket;
 
-use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::{ConfigError, Quota};
@@ -249,19 +249,6 @@ fn gcd(a: u128, b: u128) -> u128 {
 /// `a / b`, rounded up. `b` is above zero.
 pub(crate) fn div_ceil(a: i64, b: i64) -> i64 {
     -(-a).div_euclid(b)
-}
-
-/// Gives back the newest of times and costs first. The time of the newest that is left.
-fn give_back(charges: &mut VecDeque<(i64, i64)>, mut cost: i64) -> Option<i64> {
-    while cost > 0
-        && let Some((time, charge)) = charges.pop_back()
-    {
-        if charge > cost {
-            charges.push_back((time, charge - cost));
-        }
-        cost -= charge.min(cost);
-    }
-    charges.back().map(|(time, _)| *time)
 }
 
 /// Binds the twins: for each, its variant, its module, its letter in Redis keys, and its Lua half.

@@ -12,9 +12,8 @@
 //! **Source.** The ZSET recipe (`ZREMRANGEBYSCORE key 0 now-P`, `ZCARD`, `ZADD`); Redisson's `RRateLimiter`, whose
 //! permits have weights. A list does it in constant time, since charges come in the order of time.
 
-use std::collections::VecDeque;
-
-use super::{Followed, Loaded, Terms, Twin, clean, dirty, give_back};
+use super::charges::Charges;
+use super::{Followed, Loaded, Terms, Twin, clean, dirty};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -23,7 +22,7 @@ pub(crate) struct State {
     /// The time of the newest charge.
     newest: i64,
     /// Times and costs, oldest first.
-    charges: VecDeque<(i64, i64)>,
+    charges: Charges,
 }
 
 /// Loaded: the sum of the charges within the period; one more than the charges at the front that are to go, or 0 if all
@@ -69,7 +68,7 @@ impl Twin for State {
         if cost > 0 {
             [sum, head, now]
         } else if sum > 0 && head > 0 {
-            [sum, head, give_back(&mut self.charges, -cost).unwrap_or(newest)]
+            [sum, head, self.charges.give_back(-cost).unwrap_or(newest)]
         } else {
             [sum, head, newest]
         }
@@ -94,14 +93,15 @@ impl Twin for State {
         }
         (self.sum, self.newest) = (sum, newest);
         // A log that was long once does not keep its memory.
-        if self.charges.capacity() > 4 * self.charges.len() + 16 {
-            self.charges.shrink_to(2 * self.charges.len());
+        let length = self.charges.len();
+        if self.charges.capacity() > 4 * length + 16 {
+            self.charges.shrink_to(2 * length);
         }
     }
 
     fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
         // All that is used goes with the newest charge: some of it may have gone before.
         let newest = (until - terms.period).min(now);
-        Self { sum: used, newest, charges: [(newest, used)].into() }
+        Self { sum: used, newest, charges: Charges::one(newest, used) }
     }
 }

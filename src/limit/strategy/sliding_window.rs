@@ -10,16 +10,15 @@
 //!
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
 
-use std::collections::VecDeque;
-
-use super::{Followed, Loaded, Terms, Twin, clean, dirty, give_back};
+use super::charges::Charges;
+use super::{Followed, Loaded, Terms, Twin, clean, dirty};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
     /// The sum of the cells.
     sum: i64,
     /// When each cell ends and what was granted in it, oldest first.
-    cells: VecDeque<(i64, i64)>,
+    cells: Charges,
 }
 
 /// Loaded: the sum of the cells within the period; one more than the cells at the front that are to go, or 0 if all
@@ -70,7 +69,7 @@ impl Twin for State {
         if cost > 0 {
             [sum, head, cell_end(terms, now)]
         } else if sum > 0 && head > 0 {
-            [sum, head, give_back(&mut self.cells, -cost).unwrap_or(newest)]
+            [sum, head, self.cells.give_back(-cost).unwrap_or(newest)]
         } else {
             [sum, head, newest]
         }
@@ -101,7 +100,7 @@ impl Twin for State {
     fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
         // All that is used goes with the newest cell: some of it may have gone before.
         let ends = (until - terms.period).min(cell_end(terms, now));
-        Self { sum: used, cells: [(ends, used)].into() }
+        Self { sum: used, cells: Charges::one(ends, used) }
     }
 }
 
