@@ -1,0 +1,120 @@
+//! What the stores cost this process: few bytes for each caller, and few for each check that waits for Redis.
+//!
+//! Counted is what each thread asks of the allocator, so that tests do not meet.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+use std::collections::VecDeque;
+use std::num::NonZeroUsize;
+use std::time::Duration;
+
+use allocation_counter::measure;
+use futures_util::FutureExt;
+use futures_util::future::join_all;
+use tokio::runtime;
+use tokio::task::yield_now;
+use tokio::time::timeout;
+use tower_redis_ratelimit::{Check, ErrorKind, Key, LocalStore, RedisFuture, RedisStore, Source, Store, Strategy};
+
+use crate::support::{RedisServer, STRATEGIES, policy};
+
+const KEY: i64 = size_of::<Key>() as i64;
+
+/// However it is counted, and beside the charges of those strategies that keep them.
+#[test]
+fn a_caller_costs_at_most_100_bytes_beside_its_key() {
+    const CAPACITY: NonZeroUsize = NonZeroUsize::new(200_000).unwrap();
+    const STEP: i64 = 1_000;
+    for strategy in STRATEGIES {
+        let charges = match strategy {
+            // A queue, which has room for four from the first on.
+            Strategy::SlidingLog | Strategy::SlidingWindow { .. } => size_of::<(VecDeque<()>, [(i64, i64); 4])>(),
+            _ => 0,
+        };
+        // So long that nobody is forgotten.
+        let policies = policy(strategy, "1000/366d");
+        let mut store = None;
+        let mut bytes = measure(|| store = Some(LocalStore::with_capacity(CAPACITY))).bytes_current;
+        let store = store.unwrap();
+        // It grows in steps, each shard at its time.
+        for first in (0..100_000).step_by(STEP as usize) {
+            let takes = measure(|| {
+                for i in first..first + STEP {
+                    let check = Check::take(Key::new(format!("user-{i:05}")), &policies, 1);
+                    assert!(store.check(check).now_or_never().unwrap().unwrap().is_allowed());
+                }
+            });
+            bytes += takes.bytes_current;
+            let callers = first + STEP;
+            assert_eq!(store.len() as i64, callers, "each is held");
+            let beside = bytes - callers * (KEY + charges as i64);
+            assert!(beside > 0, "{strategy:?}: less than {callers} keys were counted");
+            // In a store made for many, few do not fill the shards yet.
+            assert!(
+                beside <= 100 * callers || callers < 10_000,
+                "{strategy:?}: {:.1} bytes for each of {callers} callers, beside their keys",
+                beside as f64 / callers as f64
+            );
+        }
+    }
+}
+
+/// Redis hangs until the queue is full: all that waits, with the futures, is at most 8 MB. What the store does, it does
+/// on this thread.
+#[test]
+fn a_full_queue_costs_at_most_8_megabytes() {
+    const QUEUE: NonZeroUsize = NonZeroUsize::new(10_000).unwrap();
+    const LANES: NonZeroUsize = NonZeroUsize::new(2).unwrap();
+    const BATCH: NonZeroUsize = NonZeroUsize::new(128).unwrap();
+    const MOST: usize = QUEUE.get() + LANES.get() * BATCH.get();
+    let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let server = RedisServer::start();
+    let policies = policy(Strategy::Gcra, "1000/366d");
+    let take = |i: usize| Check::take(Key::new(format!("user-{i:05}")), &policies, 1);
+    let store = RedisStore::builder(server.url()).queue(QUEUE).connections(LANES).batch(BATCH);
+    let store = runtime.block_on(async {
+        let store = store.timeout(Duration::from_secs(60)).connect().await.unwrap();
+        assert!(store.check(take(MOST)).await.unwrap().is_allowed());
+        store
+    });
+
+    server.freeze();
+    let mut waiting: Vec<RedisFuture> = vec![];
+    let mut fill = || loop {
+        let mut check = store.check(take(waiting.len()));
+        match (&mut check).now_or_never() {
+            None => waiting.push(check),
+            Some(Err(error)) if error.kind() == ErrorKind::QueueFull => break waiting.len(),
+            Some(answer) => panic!("Redis hangs, and a check was answered: {answer:?}"),
+        }
+    };
+    let queued = measure(|| {
+        runtime.block_on(async {
+            assert_eq!(fill(), QUEUE.get());
+            let lanes_take = async {
+                while fill() < MOST {
+                    yield_now().await;
+                }
+            };
+            timeout(Duration::from_secs(20), lanes_take).await.expect("each lane takes a batch");
+            assert_eq!(fill(), MOST, "as many as the lanes took");
+        });
+    });
+    let least = QUEUE.get() * (size_of::<RedisFuture>() + size_of::<Check>());
+    assert!(queued.bytes_current >= least as i64, "less than the checks was counted: {queued:?}");
+    assert!(queued.bytes_max <= 8 << 20, "{queued:?}");
+
+    server.thaw();
+    let answered = measure(|| {
+        for decision in runtime.block_on(join_all(waiting)) {
+            let decision = decision.unwrap();
+            assert_eq!((decision.source(), decision.granted(), decision.remaining()), (Source::Redis, 1, 999));
+        }
+    });
+    // The queue keeps its buffer, for the next time.
+    let kept = queued.bytes_current + answered.bytes_current;
+    assert!(kept <= 2 << 20, "{kept} bytes are kept");
+}
