@@ -27,8 +27,9 @@ use meter::Amount;
 use support::RedisServer;
 use tokio::runtime;
 
-const FEW: u64 = 20_000;
-const MORE: u64 = 40_000;
+/// As many for each task, however many there are.
+const FEW: u64 = 20 * 1024;
+const MORE: u64 = 40 * 1024;
 
 fn main() {
     let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();

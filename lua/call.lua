@@ -8,8 +8,8 @@
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), then its policies by their place above
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
---                          times each of these is asked: checks of one caller that ask the same share an entry, so that
---                          no key comes twice in a run
+--                          times each of these is asked: takes of one caller that ask the same share an entry, so that
+--                          no key comes twice in a run of takes
 -- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
 --          granted         what was charged or given back; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now
@@ -20,7 +20,7 @@
 -- quota has left behind is put right by a denial too, or its caller might be locked out.
 --
 -- Redis makes all functions and tables anew for each call. So a strategy is made only if it is asked for, and so is what
--- decides anything but takes.
+-- decides anything but takes under one policy without an id.
 
 local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
 local NUMBER, NUMBER_LENGTH = '<I4', 4

@@ -69,7 +69,8 @@ local function repeat_last(to, numbers, times)
   return to + numbers * times
 end
 
--- Decides what is asked most: takes under one policy. It does as `check` does, in two thirds of the time.
+-- Decides what is asked most: takes under one policy, by callers who come once in the run. It does as `check` does, in less
+-- time.
 local function takes(plan, entries, times)
   local policy, cost, now, reply, n = plan[1], plan.cost, now, reply, replied
   local capacity, strategy = policy.capacity, policy.strategy
@@ -211,6 +212,7 @@ if not only_takes then
   function check(plan, times)
     local count, granted, from = #plan, 0, replied
     trouble = nil
+    -- What asks and charges writes nothing where there was trouble.
     local values = read(key_at + 1, key_at + count)
     for i = 1, count do
       local policy, key = plan[i], KEYS[key_at + i]

@@ -68,16 +68,14 @@ local function read(first, last)
   return values
 end
 
--- The first millisecond in which a state that is fresh at a microsecond says nothing any more. The keys of a call often
--- share it: then it is text, or Redis would print the number for each.
+-- The first millisecond in which a state that is fresh at a microsecond says nothing any more, as text: some versions of
+-- Redis print a number that ends in many zeros as 1.79e+12. The keys of a call often share it.
 local last_ms, last_text
 local function expiry(at)
   local ms = (at + -at % 1000) / 1000
   if ms ~= last_ms then
-    last_ms, last_text = ms, nil
-    return ms
+    last_ms, last_text = ms, string.format('%.0f', ms)
   end
-  last_text = last_text or string.format('%.0f', ms)
   return last_text
 end
 

@@ -9,7 +9,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
 use axum::routing::get;
-use fastrand::Rng;
+use futures_util::future::join_all;
 use http::{Request, Response};
 use redis::aio::MultiplexedConnection;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -61,30 +61,30 @@ pub enum Layers {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Load {
-    /// 100,000 callers, none of whom reaches the limit. What one request charged has flowed back when its caller's next
-    /// one comes.
-    Many(Strategy),
-    /// As many, who are counted over an hour: Redis holds a key for each of them all the time.
-    Hourly,
+    /// 100,000 callers, none of whom reaches the limit. What a request charged has mostly flowed back when its caller's
+    /// next one comes.
+    Many,
+    /// As many, who are counted over an hour: the store holds all of them all the time.
+    Hourly(Strategy),
     /// One caller, who never reaches the limit.
     Granted,
     /// One caller, who has reached it.
     Denied,
 }
 
-pub const MANY_GCRA: Load = Load::Many(Strategy::Gcra);
+pub const HOURLY: Load = Load::Hourly(Strategy::Gcra);
 
 /// In the order in which they take turns.
 fn all() -> Vec<Case> {
     let mut cases = vec![Case(What::Get, 64)];
     for what in [
-        What::Multiplexed(MANY_GCRA),
-        What::Pool(MANY_GCRA),
-        What::Redis(MANY_GCRA),
+        What::Multiplexed(Load::Many),
+        What::Pool(Load::Many),
+        What::Redis(Load::Many),
         What::Redis(Load::Granted),
         What::Redis(Load::Denied),
-        What::Local(MANY_GCRA),
-        What::Governor(MANY_GCRA),
+        What::Local(HOURLY),
+        What::Governor(HOURLY),
         What::Local(Load::Granted),
         What::Governor(Load::Granted),
         What::Local(Load::Denied),
@@ -92,8 +92,8 @@ fn all() -> Vec<Case> {
     ] {
         cases.extend(CONCURRENCY.map(|tasks| Case(what, tasks)));
     }
-    cases.extend([What::Multiplexed(Load::Hourly), What::Redis(Load::Hourly)].map(|what| Case(what, 256)));
-    cases.extend(support::STRATEGIES.into_iter().skip(1).map(|strategy| Case(What::Redis(Load::Many(strategy)), 256)));
+    cases.push(Case(What::Multiplexed(HOURLY), 256));
+    cases.extend(support::STRATEGIES.map(|strategy| Case(What::Redis(Load::Hourly(strategy)), 256)));
     cases.extend([Layers::Limited, Layers::Idle, Layers::None].map(|layers| Case(What::Http(layers), 64)));
     cases
 }
@@ -111,9 +111,9 @@ impl Case {
 
     pub fn name(&self) -> String {
         let load = |load: &Load| match load {
-            Load::Many(Strategy::Gcra) => "100k callers".to_owned(),
-            Load::Many(strategy) => format!("100k callers, {strategy:?}"),
-            Load::Hourly => "100k callers by the hour".to_owned(),
+            Load::Many => "100k callers".to_owned(),
+            Load::Hourly(Strategy::Gcra) => "100k callers by the hour".to_owned(),
+            Load::Hourly(strategy) => format!("100k callers by the hour, {strategy:?}"),
             Load::Granted => "one caller, granted".to_owned(),
             Load::Denied => "one caller, denied".to_owned(),
         };
@@ -134,14 +134,19 @@ impl Case {
         let _: String = server.command("FLUSHALL").await;
         let Self(what, tasks) = *self;
         match what {
-            What::Get => redis_benchmark(server, tasks),
+            What::Get => redis_benchmark(server, tasks).await,
             What::Multiplexed(what) => {
                 let connection = server.connection().await;
+                let count = |caller| {
+                    let mut connection = connection.clone();
+                    async move { one_by_one(&mut connection, what, caller).await }
+                };
+                what.hold(server, count).await;
                 load(server, tasks, amount, |mut meter| {
                     let mut connection = connection.clone();
                     async move {
                         while meter.next() {
-                            one_by_one(&mut connection, what, &mut meter.rng).await;
+                            one_by_one(&mut connection, what, meter.rng.u32(..what.callers())).await;
                             meter.done();
                         }
                         meter
@@ -155,7 +160,8 @@ impl Case {
                     let pool = pool.clone();
                     async move {
                         while meter.next() {
-                            one_by_one(&mut pool.get().await.unwrap(), what, &mut meter.rng).await;
+                            let caller = meter.rng.u32(..what.callers());
+                            one_by_one(&mut pool.get().await.unwrap(), what, caller).await;
                             meter.done();
                         }
                         meter
@@ -165,7 +171,9 @@ impl Case {
             }
             What::Redis(load) => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
-                serve(server, layer(store, load).layer(service_fn(inner)), load, tasks, amount).await
+                let service = layer(store, load).layer(service_fn(inner));
+                load.hold(server, |caller| request(service.clone(), caller)).await;
+                serve(server, service, load, tasks, amount).await
             }
             What::Local(load) => {
                 serve(server, layer(LocalStore::default(), load).layer(service_fn(inner)), load, tasks, amount).await
@@ -179,16 +187,16 @@ impl Case {
 impl Load {
     fn strategy(self) -> Strategy {
         match self {
-            Self::Many(strategy) => strategy,
-            Self::Hourly | Self::Granted | Self::Denied => Strategy::Gcra,
+            Self::Hourly(strategy) => strategy,
+            Self::Many | Self::Granted | Self::Denied => Strategy::Gcra,
         }
     }
 
     /// 100,000 callers come a few times a second each.
     fn quota(self) -> Quota {
         match self {
-            Self::Many(_) => Quota::per_second(100),
-            Self::Hourly => Quota::per_hour(1_000),
+            Self::Many => Quota::per_second(100),
+            Self::Hourly(_) => Quota::per_hour(1_000),
             Self::Granted => Quota::per_second(4_000_000),
             Self::Denied => Quota::per_hour(1),
         }
@@ -196,8 +204,19 @@ impl Load {
 
     fn callers(self) -> u32 {
         match self {
-            Self::Many(_) | Self::Hourly => MANY,
+            Self::Many | Self::Hourly(_) => MANY,
             Self::Granted | Self::Denied => 1,
+        }
+    }
+
+    /// Has every caller counted once, if Redis is to hold all of them.
+    async fn hold<F: Future<Output = ()>>(self, server: &RedisServer, count: impl Fn(u32) -> F) {
+        if let Self::Hourly(_) = self {
+            for first in (0..MANY).step_by(1_000) {
+                join_all((first..first + 1_000).map(&count)).await;
+            }
+            // Beside the key by which the store tried the script.
+            assert!(server.command::<u32>("DBSIZE").await >= MANY, "{self:?}");
         }
     }
 }
@@ -229,10 +248,7 @@ where
         let mut service = service.clone();
         async move {
             while meter.next() {
-                let address = IpAddr::from(Ipv4Addr::from_bits(0x0a00_0000 + meter.rng.u32(..what.callers())));
-                let mut request = Request::new(());
-                request.extensions_mut().insert(ConnectInfo(SocketAddr::new(address, 1)));
-                service.ready().await.unwrap().call(request).await.unwrap();
+                request(&mut service, meter.rng.u32(..what.callers())).await;
                 meter.done();
                 // Where nothing waits, tasks take turns as requests would.
                 tokio::task::coop::consume_budget().await;
@@ -241,6 +257,20 @@ where
         }
     })
     .await
+}
+
+/// One request of one caller.
+async fn request<S>(mut service: S, caller: u32)
+where
+    S: Service<Request<()>, Response = Response<Body>, Error = Infallible>,
+{
+    let mut request = Request::new(());
+    request.extensions_mut().insert(ConnectInfo(SocketAddr::new(IpAddr::from(address(caller)), 1)));
+    service.ready().await.unwrap().call(request).await.unwrap();
+}
+
+fn address(caller: u32) -> Ipv4Addr {
+    Ipv4Addr::from_bits(0x0a00_0000 + caller)
 }
 
 /// A GCRA script for one key, as limiters without batches call it.
@@ -257,11 +287,11 @@ end
 redis.call('SET', KEYS[1], string.format('%.0f', new), 'PX', math.ceil((new - now) / 1000))
 return {1, math.floor(-ahead / interval), 0, new - now}";
 
-async fn one_by_one(connection: &mut MultiplexedConnection, load: Load, rng: &mut Rng) {
+async fn one_by_one(connection: &mut MultiplexedConnection, load: Load, caller: u32) {
     static SCRIPT: LazyLock<redis::Script> = LazyLock::new(|| redis::Script::new(ONE_BY_ONE));
     let mut call = SCRIPT.prepare_invoke();
     let _: Vec<i64> = call
-        .key(format!("one:{{{}}}", Ipv4Addr::from_bits(0x0a00_0000 + rng.u32(..load.callers()))))
+        .key(format!("one:{{{}}}", address(caller)))
         .arg((load.quota().period() / load.quota().limit()).as_micros() as u64)
         .arg(load.quota().capacity())
         .arg(1)
@@ -276,7 +306,9 @@ async fn pool(server: &RedisServer) -> bb8::Pool<bb8_redis::RedisConnectionManag
     bb8::Pool::builder().max_size(16).min_idle(16).test_on_check_out(false).build(manager).await.unwrap()
 }
 
-fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
+async fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
+    // The key that it asks for.
+    let _: String = server.command("SET key:__rand_int__ value").await;
     let (port, clients) = (server.port().to_string(), clients.to_string());
     let args = ["-p", &port, "-t", "get", "-c", &clients, "-n", "100000", "-q", "--csv"];
     let output =

@@ -33,8 +33,8 @@ impl FieldsOf {
 
     /// Both fields are lists: what a layer or a server further in has told stays.
     pub(super) fn append(&self, headers: &mut HeaderMap, decision: &Decision) {
-        // Names and numbers are of characters that a header value can have. The text is copied: what all responses
-        // share all processors would count references of.
+        // Names and numbers are of characters that a header value can have. The text is copied, since all processors
+        // would write to the reference count of a shared one.
         if let Ok(value) = HeaderValue::from_str(&self.policy) {
             headers.append(RATE_LIMIT_POLICY, value);
         }
@@ -80,7 +80,7 @@ fn lasts(policy: &Policy, cost: u64) -> u64 {
     let (period, limit) = (policy.terms().period.unsigned_abs(), u64::from(policy.quota().limit().max(1)));
     match period.checked_mul(cost) {
         Some(product) => product.div_ceil(limit),
-        // A cost is below 2^32, and so is what it lasts for in periods.
+        // No policy grants a cost above 2^32, which lasts for less than 2^64.
         None => (u128::from(period) * u128::from(cost)).div_ceil(u128::from(limit)) as u64,
     }
 }

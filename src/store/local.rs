@@ -42,7 +42,7 @@ struct Shard {
     states: Bounded<(Key, u64), Entry>,
     /// What checks with an id were answered, by the caller and the id.
     answers: Bounded<(Key, Key), (Policies, Verdicts)>,
-    /// Of the answers' keys.
+    /// Hashes the keys of answers.
     hasher: RandomState,
 }
 

@@ -82,9 +82,12 @@ impl Denials {
 
     /// Learns what Redis decided on a call that was sent at this time.
     pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
+        if self.most == 0 {
+            return;
+        }
         match (check.mode(), verdicts.wait()) {
             (Mode::GiveBack | Mode::Reset, _) => self.forget(check.key()),
-            (Mode::Take, Some(wait)) if self.most > 0 && check.id_key().is_none() => {
+            (Mode::Take, Some(wait)) if check.id_key().is_none() => {
                 let (shard, hash) = self.shard(check.key());
                 let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
                 let now = self.clock.micros();
