@@ -16,7 +16,8 @@
 -- One whose states are not strings says so by `reads = false`.
 --
 -- What runs for every check divides by operators, which cost less than a call: n - n % d is a multiple of d, rounded down,
--- and n + -n % d one rounded up.
+-- and n + -n % d one rounded up. And it passes text to commands: Redis prints each number anew, and some versions of it print
+-- one that ends in many zeros as 1.79e+12.
 
 local pcall = redis.pcall
 local floor, min, max = math.floor, math.min, math.max
@@ -68,8 +69,8 @@ local function read(first, last)
   return values
 end
 
--- The first millisecond in which a state that is fresh at a microsecond says nothing any more, as text: some versions of
--- Redis print a number that ends in many zeros as 1.79e+12. The keys of a call often share it.
+-- The first millisecond in which a state that is fresh at a microsecond says nothing any more, as text. The keys of a call
+-- often share it.
 local last_ms, last_text
 local function expiry(at)
   local ms = (at + -at % 1000) / 1000

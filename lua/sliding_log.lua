@@ -2,8 +2,8 @@
 --
 -- Stored: a list. First a header, the sum of the charges in the list and the time of the newest; then for each charge its
 -- time, oldest first, after its cost as a number below 0 if that is not 1.
--- Loaded: the sum of the charges within the period; the elements at the head that are to go, with the header; the time
--- of the newest charge. No elements: there is no list, or nothing in it counts.
+-- Loaded: the sum of the charges within the period; the elements at the head that are to go, with the header (0: there is
+-- no list; below 0: nothing in it counts); the time of the newest charge.
 
 local FORMAT, LENGTH, MANY = '<i7i7', 14, 128
 
@@ -45,21 +45,26 @@ local function walk(key, list, first, from, visit)
 end
 
 local function load(policy, key, now)
-  local list = found(pcall('LRANGE', key, 0, 2))
+  local list = found(pcall('LRANGE', key, '0', '2'))
   local header = list and list[1]
   if not header or #header ~= LENGTH then
-    return 0, 0, now
+    return 0, list and #list == 0 and 0 or -1, now
   end
   local sum, newest = unpack(FORMAT, header)
-  if newest <= now - policy.period then
-    return 0, 0, now
+  local start = now - policy.period
+  if newest <= start then
+    return 0, -1, now
   elseif newest > now then
     -- Of a clock that has gone back: all that counts is as if it had been charged now.
-    return max(0, min(sum, 2 * policy.capacity)), 0, now, true
+    return max(0, min(sum, 2 * policy.capacity)), -1, now, true
+  end
+  local oldest = tonumber(list[2]) or 0
+  if oldest > start then
+    return max(0, sum), 1, newest
   end
   local gone = 0
   walk(key, list, 2, 1, function(cost, time, elements)
-    if time > now - policy.period then
+    if time > start then
       return true
     end
     sum, gone = sum - cost, gone + elements
@@ -134,18 +139,29 @@ local function reset(policy, now, sum, head, newest)
   return newest + policy.period - now
 end
 
+-- A time as text; mostly it is that of the call.
+local last_time, last_time_text
+local function text(time)
+  if time ~= last_time then
+    last_time, last_time_text = time, string.format('%.0f', time)
+  end
+  return last_time_text
+end
+
 local function save(policy, key, now, at, cost, sum, head, newest)
-  if head == 0 or sum == 0 then
+  if head <= 0 or sum == 0 then
     -- A new list, of one charge of everything that counts.
-    try('DEL', key)
+    if head ~= 0 then
+      try('DEL', key)
+    end
     if sum == 0 then
       return
     end
-    try('RPUSH', key, pack(FORMAT, sum, newest), -sum, newest)
+    try('RPUSH', key, pack(FORMAT, sum, newest), -sum, text(newest))
   elseif cost == 1 then
-    try('RPUSH', key, now)
+    try('RPUSH', key, text(now))
   elseif cost > 1 then
-    try('RPUSH', key, -cost, now)
+    try('RPUSH', key, -cost, text(now))
   end
   if trouble then
     return
@@ -155,7 +171,7 @@ local function save(policy, key, now, at, cost, sum, head, newest)
     if head > 1 then
       try('LTRIM', key, head - 1, -1)
     end
-    try('LSET', key, 0, pack(FORMAT, sum, newest))
+    try('LSET', key, '0', pack(FORMAT, sum, newest))
   end
   try('PEXPIREAT', key, expiry(at))
   if trouble then
