@@ -58,6 +58,7 @@ local function load(policy, key, now)
     -- Of a clock that has gone back: all that counts is as if it had been charged now.
     return max(0, min(sum, 2 * policy.capacity)), -1, now, true
   end
+  -- Mostly nothing has left the period. What comes first may also be a cost, below 0.
   local oldest = tonumber(list[2]) or 0
   if oldest > start then
     return max(0, sum), 1, newest
