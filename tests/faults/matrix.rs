@@ -463,10 +463,8 @@ pub async fn cycles(count: usize) {
         proxy.set(Mode::Pass);
         until("it has recovered", async || !store.is_degraded() && ask().await).await;
     }
-    // The pool may have had none of its two connections then, each of which has a task.
-    until("no task is left", async || metrics.num_alive_tasks() <= tasks + 2).await;
-    let connected = async || server.info("clients", "connected_clients").await;
-    until("no connection is left", async || connected().await <= connections + 2).await;
+    until("no task is left", async || metrics.num_alive_tasks() <= tasks).await;
+    until("no connection is left", async || server.info("clients", "connected_clients").await <= connections).await;
     assert!(local.len() <= CALLERS.len(), "{} keys", local.len());
     let gained = resident() - memory;
     println!("{gained} KiB more than after {WARM_UP} outages");
