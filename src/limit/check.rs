@@ -1,7 +1,5 @@
-use smallvec::SmallVec;
-
 use super::decision::{Source, Verdict, Verdicts};
-use super::strategy::{Loaded, State};
+use super::strategy::{Loaded, State, Terms, Twin};
 use super::{Decision, Key, Policies};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
@@ -131,57 +129,91 @@ impl Check {
     ///
     /// States change only if something is charged, given back or forgotten, or if they had to be clamped.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
-        let cost = i64::from(self.cost);
-        let mut granted = i64::MAX;
-        let mut loaded = SmallVec::<[(Loaded, bool, i64); 2]>::new();
-        for (state, policy) in states.iter().zip(self.policies.iter()) {
-            let terms = policy.terms();
-            let (at, dirty) = state.load(terms, now);
-            let room = state.room(terms, now, at);
-            loaded.push((at, dirty, room));
-            let passes = room >= self.mode.needs(cost, terms.capacity);
-            granted = granted.min(if passes { self.mode.grants(cost, room, terms.capacity) } else { 0 });
-        }
-
-        let mut most = 0;
-        let each = states.iter_mut().zip(self.policies.iter()).zip(loaded);
-        let each = each.map(|((state, policy), (mut at, dirty, mut room))| {
-            let terms = policy.terms();
-            let needs = self.mode.needs(cost, terms.capacity);
-            let wait = if room >= needs {
-                0
-            } else if needs > terms.capacity {
-                Verdict::NEVER
-            } else {
-                state.wait(terms, now, needs, at)
-            };
-            let granted = match self.mode {
-                // Each what it has.
-                Mode::GiveBack | Mode::Reset => self.mode.grants(cost, room, terms.capacity),
-                _ => granted,
-            };
-            most = most.max(granted);
-            if self.mode == Mode::Reset {
-                *state = State::fresh(policy.strategy());
-                return Verdict { remaining: terms.capacity, wait, reset: 0 };
+        let ask = Ask { mode: self.mode, cost: i64::from(self.cost), now };
+        let most = match &*self.policies {
+            [_] => i64::MAX,
+            policies => {
+                let grants = states.iter().zip(policies).map(|(state, policy)| state.look(policy.terms(), &ask).grants);
+                grants.min().unwrap_or(i64::MAX)
             }
-            let charged = if self.mode == Mode::GiveBack { -granted } else { granted };
-            if granted > 0 {
-                at = state.charge(terms, now, charged, at);
-                room = state.room(terms, now, at);
-            }
-            let reset = state.reset(terms, now, at);
-            if granted > 0 || dirty && self.mode != Mode::Peek {
-                state.save(terms, now, charged, at);
-            }
-            Verdict { remaining: room.max(0), wait, reset }
+        };
+        let mut granted = 0;
+        let mut verdicts = states.iter_mut().zip(self.policies.iter()).map(|(state, policy)| {
+            let (verdict, grants) = state.decide(policy.terms(), &ask, most);
+            granted = granted.max(grants);
+            verdict
         });
-        Verdicts { each: each.collect(), granted: most }
+        let (first, others) = (verdicts.next().unwrap_or(Verdict::NONE), verdicts.collect());
+        Verdicts { granted, first, others }
     }
 
     /// The decision that answers this check.
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
+    }
+}
+
+/// What each policy is asked.
+pub(crate) struct Ask {
+    pub(super) mode: Mode,
+    pub(super) cost: i64,
+    pub(super) now: i64,
+}
+
+/// What a policy sees when it is asked.
+pub(crate) struct Look {
+    /// The state as it is now.
+    pub(super) loaded: Loaded,
+    /// Whether it must be saved even if nothing is charged.
+    dirty: bool,
+    /// The largest cost that would pass.
+    pub(super) room: i64,
+    /// The room that lets the check pass.
+    needs: i64,
+    /// What the policy would grant, if all others let the check pass.
+    grants: i64,
+}
+
+impl Ask {
+    pub(super) fn look<T: Twin>(&self, state: &T, terms: &Terms) -> Look {
+        let &Self { mode, cost, now } = self;
+        let (loaded, dirty) = state.load(terms, now);
+        let room = T::room(terms, now, loaded);
+        let needs = mode.needs(cost, terms.capacity);
+        let grants = if room >= needs { mode.grants(cost, room, terms.capacity) } else { 0 };
+        Look { loaded, dirty, room, needs, grants }
+    }
+
+    /// Charges a state with what its policy and the others grant, and tells how much that is; `most` is what all
+    /// others grant together.
+    pub(super) fn decide<T: Twin>(&self, state: &mut T, terms: &Terms, most: i64) -> (Verdict, i64) {
+        let &Self { mode, now, .. } = self;
+        let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, terms);
+        let wait = if room >= needs {
+            0
+        } else if needs > terms.capacity {
+            Verdict::NEVER
+        } else {
+            state.wait(terms, now, needs, loaded)
+        };
+        let (granted, charged) = match mode {
+            Mode::Reset => {
+                *state = T::default();
+                return (Verdict { remaining: terms.capacity, wait, reset: 0 }, grants);
+            }
+            // Each what it has.
+            Mode::GiveBack => (grants, -grants),
+            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(most), grants.min(most)),
+        };
+        if granted > 0 {
+            loaded = state.charge(terms, now, charged, loaded);
+            room = T::room(terms, now, loaded);
+        }
+        let reset = T::reset(terms, now, loaded);
+        if granted > 0 || dirty && mode != Mode::Peek {
+            state.save(terms, now, charged, loaded);
+        }
+        (Verdict { remaining: room.max(0), wait, reset }, granted)
     }
 }
 

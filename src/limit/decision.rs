@@ -1,6 +1,5 @@
+use std::iter;
 use std::time::Duration;
-
-use smallvec::SmallVec;
 
 use super::{Policies, Policy};
 
@@ -61,6 +60,8 @@ pub(crate) struct Verdict {
 impl Verdict {
     /// The wait for what will never pass.
     pub(crate) const NEVER: i64 = -1;
+    /// Of a policy that has nothing to say.
+    pub(super) const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
 
     /// Whether this policy let the check pass.
     pub(crate) fn is_allowed(&self) -> bool {
@@ -68,24 +69,39 @@ impl Verdict {
     }
 }
 
-/// What the policies of a check say of it, in their order: never empty.
+/// What the policies of a check say of it, in their order.
+///
+/// The first is kept apart, since most checks have one policy: their verdicts take no memory elsewhere.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Verdicts {
     /// What was charged, or given back.
     pub(crate) granted: i64,
-    pub(crate) each: SmallVec<[Verdict; 2]>,
+    pub(crate) first: Verdict,
+    pub(crate) others: Box<[Verdict]>,
 }
 
 impl Verdicts {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &Verdict> {
+        iter::once(&self.first).chain(&self.others)
+    }
+
+    fn iter_mut(&mut self) -> impl Iterator<Item = &mut Verdict> {
+        iter::once(&mut self.first).chain(&mut self.others)
+    }
+
+    /// What the policy at this index says.
+    fn of(&self, policy: usize) -> &Verdict {
+        policy.checked_sub(1).and_then(|i| self.others.get(i)).unwrap_or(&self.first)
+    }
+
     /// The index of the policy that decides: the one that asks for the longest wait, else the one with the least left,
     /// else the first.
     fn decider(&self) -> usize {
+        let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
         let mut decider = 0;
-        for (i, verdict) in self.each.iter().enumerate() {
-            let best = &self.each[decider];
-            let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
-            if rank(verdict) > rank(best) {
-                decider = i;
+        for (i, verdict) in self.others.iter().enumerate() {
+            if rank(verdict) > rank(self.of(decider)) {
+                decider = i + 1;
             }
         }
         decider
@@ -93,7 +109,7 @@ impl Verdicts {
 
     /// How many microseconds to wait, if they deny and a wait helps.
     pub(crate) fn wait(&self) -> Option<i64> {
-        match self.each[self.decider()].wait {
+        match self.of(self.decider()).wait {
             0 | Verdict::NEVER => None,
             wait => Some(wait),
         }
@@ -102,7 +118,7 @@ impl Verdicts {
     /// The same denial so many microseconds later.
     pub(crate) fn later(&self, elapsed: i64) -> Self {
         let mut verdicts = self.clone();
-        for verdict in &mut verdicts.each {
+        for verdict in verdicts.iter_mut() {
             if verdict.wait > 0 {
                 verdict.wait = (verdict.wait - elapsed).max(1);
             }
@@ -188,17 +204,19 @@ impl Decision {
             return self;
         }
         let mut verdicts = self.verdicts;
-        verdicts.each[self.decider].wait = 1;
+        if let Some(decider) = verdicts.iter_mut().nth(self.decider) {
+            decider.wait = 1;
+        }
         Self::new(self.policies, verdicts, self.source)
     }
 
     /// What each policy says of the check.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
-        self.policies.iter().zip(&self.verdicts.each)
+        self.policies.iter().zip(self.verdicts.iter())
     }
 
     fn verdict(&self) -> &Verdict {
-        &self.verdicts.each[self.decider]
+        self.verdicts.of(self.decider)
     }
 }
 

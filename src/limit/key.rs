@@ -12,9 +12,10 @@ use sha2::{Digest, Sha256};
 /// caller can choose a cluster slot, name another's key, or make a key long.
 ///
 /// A key owns its bytes inline and never allocates. `Debug` shows no more than a few bytes of its hash.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Key {
     len: u8,
+    /// Zeros behind its end, so that keys can be compared whole.
     bytes: [u8; Key::MAX],
 }
 
@@ -22,6 +23,22 @@ pub struct Key {
 const HASHED: u8 = b'~';
 /// Stands between the parts of a tuple, and cannot stand in a part.
 const BETWEEN: u8 = b',';
+
+/// Octets as they stand in an address, each with a point behind it. Formatting them would take longer than a decision.
+const OCTETS: [[u8; 4]; 256] = {
+    let mut octets = [[0; 4]; 256];
+    let mut octet = 0;
+    while octet < 256 {
+        let digits = [b'0' + (octet / 100) as u8, b'0' + (octet / 10 % 10) as u8, b'0' + (octet % 10) as u8];
+        octets[octet] = match octet {
+            0..10 => [digits[2], b'.', 0, 0],
+            10..100 => [digits[1], digits[2], b'.', 0],
+            _ => [digits[0], digits[1], digits[2], b'.'],
+        };
+        octet += 1;
+    }
+    octets
+};
 
 impl Key {
     const MAX: usize = 39;
@@ -50,22 +67,26 @@ impl Key {
 
     /// A key of an address: the whole address for IPv4, the /64 network for IPv6, since one host owns all of it.
     pub fn ip(address: IpAddr) -> Self {
-        let mut key = Self::reserved(b"");
         match address.to_canonical() {
             IpAddr::V4(v4) => {
-                for (i, octet) in v4.octets().into_iter().enumerate() {
-                    if i > 0 {
-                        key.push(b".");
-                    }
-                    key.push_decimal(octet);
+                // Each octet with its point and padding, over the padding of the one before.
+                let mut key = Self::reserved(b"");
+                let mut end = 0;
+                for octet in v4.octets() {
+                    key.bytes[end..end + 4].copy_from_slice(&OCTETS[usize::from(octet)]);
+                    end += 2 + usize::from(octet >= 10) + usize::from(octet >= 100);
                 }
+                key.bytes[end - 1] = 0;
+                key.len = end as u8 - 1;
+                key
             }
             IpAddr::V6(v6) => {
+                let mut key = Self::reserved(b"");
                 key.push_hex(&v6.octets()[..8]);
                 key.push(b"/64");
+                key
             }
         }
-        key
     }
 
     /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart.
@@ -109,13 +130,6 @@ impl Key {
         key
     }
 
-    // Formatting macros would take longer than the whole decision.
-    fn push_decimal(&mut self, number: u8) {
-        let digits = [number / 100, number / 10 % 10, number % 10].map(|digit| b'0' + digit);
-        let zeros = usize::from(number < 100) + usize::from(number < 10);
-        self.push(&digits[zeros..]);
-    }
-
     fn push_hex(&mut self, bytes: &[u8]) {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
         for byte in bytes {
@@ -150,17 +164,11 @@ impl From<String> for Key {
     }
 }
 
-impl PartialEq for Key {
-    fn eq(&self, other: &Self) -> bool {
-        self.as_bytes() == other.as_bytes()
-    }
-}
-
-impl Eq for Key {}
-
 impl Hash for Key {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.as_bytes().hash(state);
+        state.write(self.as_bytes());
+        // No key has this byte: it tells where one ends.
+        state.write_u8(0xff);
     }
 }
 

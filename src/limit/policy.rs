@@ -197,9 +197,15 @@ impl Policies {
         self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
     }
 
-    /// Whether both are one list in memory: cheaper than comparing what they say.
+    /// Whether both are of the same policies in memory: cheaper than comparing what they say.
     pub(crate) fn is(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
+        let same = |(one, other): (&Policy, &Policy)| Arc::ptr_eq(&one.0, &other.0);
+        Arc::ptr_eq(&self.0, &other.0) || (self.len() == other.len() && self.iter().zip(other.iter()).all(same))
+    }
+
+    /// A list of the same policies with a count of references of its own.
+    pub(crate) fn copy(&self) -> Self {
+        Self(self.iter().cloned().collect())
     }
 }
 

@@ -1,14 +1,15 @@
 //! A map that holds no more than it may, and drops what has lapsed little by little.
 
+use std::hash::BuildHasherDefault;
+
 use indexmap::IndexMap;
-use indexmap::map::raw_entry_v1::{RawEntryApiV1, RawEntryMut};
+
+use super::digest::{AsItIs, Digest};
 
 /// A map of so many entries at most, each of which lapses at its time.
-///
-/// Its keys come with their hashes, so that a caller's key is hashed once for all that is looked up by it.
 #[derive(Debug)]
-pub(super) struct Bounded<K, V> {
-    slots: IndexMap<K, Slot<V>, ()>,
+pub(super) struct Bounded<V> {
+    slots: IndexMap<Digest, Slot<V>, BuildHasherDefault<AsItIs>>,
     most: usize,
     /// Where the search for what can go stands.
     hand: usize,
@@ -21,22 +22,22 @@ pub(super) struct Slot<V> {
     pub(super) lapses: i64,
 }
 
-impl<K: Eq, V> Bounded<K, V> {
+impl<V> Bounded<V> {
     pub(super) fn new(most: usize) -> Self {
-        Self { slots: IndexMap::with_hasher(()), most, hand: 0 }
+        Self { slots: IndexMap::default(), most, hand: 0 }
     }
 
     pub(super) fn len(&self) -> usize {
         self.slots.len()
     }
 
-    pub(super) fn get(&self, hash: u64, key: &K) -> Option<&Slot<V>> {
-        self.slots.get_index(self.find(hash, key)?).map(|(_, slot)| slot)
+    pub(super) fn get(&self, key: Digest) -> Option<&Slot<V>> {
+        self.slots.get(&key)
     }
 
     /// Where a key is, until something is put or removed.
-    pub(super) fn find(&self, hash: u64, key: &K) -> Option<usize> {
-        self.slots.raw_entry_v1().index_from_hash(hash, |held| held == key)
+    pub(super) fn find(&self, key: Digest) -> Option<usize> {
+        self.slots.get_index_of(&key)
     }
 
     /// What is at a place.
@@ -44,17 +45,19 @@ impl<K: Eq, V> Bounded<K, V> {
         self.slots.get_index_mut(place).map(|(_, slot)| slot)
     }
 
-    pub(super) fn remove(&mut self, hash: u64, key: &K) {
-        if let Some(place) = self.find(hash, key) {
-            self.slots.swap_remove_index(place);
-        }
+    pub(super) fn remove(&mut self, key: Digest) {
+        self.slots.swap_remove(&key);
+    }
+
+    pub(super) fn remove_at(&mut self, place: usize) {
+        self.slots.swap_remove_index(place);
     }
 
     /// Holds a value until it lapses. One that has lapsed already only takes the place of what was held.
-    pub(super) fn put(&mut self, hash: u64, key: K, value: V, lapses: i64, now: i64) {
+    pub(super) fn put(&mut self, key: Digest, value: V, lapses: i64, now: i64) {
         if lapses <= now {
-            self.remove(hash, &key);
-        } else if let Some(slot) = self.find(hash, &key).and_then(|place| self.at(place)) {
+            self.remove(key);
+        } else if let Some(slot) = self.slots.get_mut(&key) {
             *slot = Slot { value, lapses };
         } else {
             self.make_room(now);
@@ -62,9 +65,7 @@ impl<K: Eq, V> Bounded<K, V> {
                 // By an eighth, since doubling would leave up to half of the memory unused.
                 self.slots.reserve_exact(self.slots.len() / 8 + 4);
             }
-            if let RawEntryMut::Vacant(vacant) = self.slots.raw_entry_mut_v1().from_hash(hash, |held| *held == key) {
-                vacant.insert_hashed_nocheck(hash, key, Slot { value, lapses });
-            }
+            self.slots.insert(key, Slot { value, lapses });
         }
     }
 

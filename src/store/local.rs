@@ -1,13 +1,14 @@
 use std::future::{Ready, ready};
-use std::hash::{BuildHasher, RandomState};
 use std::mem;
 use std::num::NonZeroUsize;
+use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
 use super::bounded::{Bounded, Slot};
 use super::clock::Clock;
+use super::digest::{Digest, Digester};
 use super::{Error, Store, lock};
 use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, State, Verdicts};
 
@@ -32,18 +33,16 @@ pub struct LocalStore {
 struct Shared {
     /// All keys of a caller are in one shard, so that one lock decides on all its policies.
     shards: Box<[Mutex<Shard>]>,
-    hasher: RandomState,
+    digester: Digester,
     clock: Clock,
 }
 
 #[derive(Debug)]
 struct Shard {
     /// By the caller, and which of its counts.
-    states: Bounded<(Key, u64), Entry>,
+    states: Bounded<Entry>,
     /// What checks with an id were answered, by the caller and the id.
-    answers: Bounded<(Key, Key), (Policies, Verdicts)>,
-    /// Hashes the keys of answers.
-    hasher: RandomState,
+    answers: Bounded<(Policies, Verdicts)>,
 }
 
 /// What is known of one count of a caller.
@@ -88,13 +87,9 @@ impl LocalStore {
         // Large shards fill evenly; and a shard must hold all policies of a caller.
         let shards = (keys.get() / 256).clamp(1, 64);
         let most = keys.get().div_ceil(shards).max(Policies::MAX);
-        let hasher = RandomState::new();
-        let shard = || {
-            let (states, answers) = (Bounded::new(most), Bounded::new(most));
-            Mutex::new(Shard { states, answers, hasher: hasher.clone() })
-        };
+        let shard = || Mutex::new(Shard { states: Bounded::new(most), answers: Bounded::new(most) });
         let shards = std::iter::repeat_with(shard).take(shards).collect();
-        Self { shared: Arc::new(Shared { shards, hasher, clock: Clock::new() }) }
+        Self { shared: Arc::new(Shared { shards, digester: Digester::new(), clock: Clock::new() }) }
     }
 
     /// How many keys it holds now.
@@ -107,22 +102,26 @@ impl LocalStore {
         self.len() == 0
     }
 
-    /// The shard of a caller, and the caller's hash.
-    fn shard(&self, key: &Key) -> (MutexGuard<'_, Shard>, u64) {
-        let hash = self.shared.hasher.hash_one(key);
-        // The maps go by the first and the last bits.
-        let shard = (hash >> 32) as usize % self.shared.shards.len();
-        (lock(&self.shared.shards[shard]), hash)
+    /// The shard of a caller, and the caller's digest.
+    fn shard(&self, key: &Key) -> (MutexGuard<'_, Shard>, Digest) {
+        let Shared { shards, digester, .. } = &*self.shared;
+        let caller = digester.digest(key);
+        (lock(&shards[caller.part(shards.len())]), caller)
     }
 
-    fn decide(&self, check: &Check) -> Verdicts {
-        let (mut shard, hash) = self.shard(check.key());
+    fn answer(&self, check: Check) -> Decision {
+        let (mut shard, caller) = self.shard(check.key());
         // Read under the lock, so that no state is asked about a time before its own.
         let now = self.shared.clock.micros();
-        match check.id_key() {
-            None => shard.decide(check, hash, now),
-            Some(id) => shard.decide_once(check, *id, hash, now),
-        }
+        let verdicts = match check.id_key() {
+            None => shard.decide(&check, caller, now),
+            Some(id) => {
+                let answer = self.shared.digester.pair(check.key(), id);
+                shard.decide_once(&check, answer, caller, now)
+            }
+        };
+        drop(shard);
+        check.answer(verdicts, Source::Local)
     }
 }
 
@@ -137,22 +136,37 @@ impl Store for LocalStore {
     type Future = Ready<Result<Decision, Error>>;
 
     fn check(&self, check: Check) -> Self::Future {
-        let verdicts = self.decide(&check);
-        ready(Ok(check.answer(verdicts, Source::Local)))
+        ready(Ok(self.answer(check)))
+    }
+
+    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
+        Ok(Ok(self.answer(check)))
     }
 
     fn follow(&self, key: &Key, decision: &Decision) {
-        let (mut shard, hash) = self.shard(key);
-        shard.follow(key, decision, hash, self.shared.clock.micros());
+        let (mut shard, caller) = self.shard(key);
+        shard.follow(decision, caller, self.shared.clock.micros());
     }
 }
 
 impl Shard {
-    fn decide(&mut self, check: &Check, hash: u64, now: i64) -> Verdicts {
+    fn decide(&mut self, check: &Check, caller: Digest, now: i64) -> Verdicts {
+        if let [policy] = &**check.policies()
+            && let Some(place) = self.states.find(caller.of_count(policy.id()))
+            && let Some(Slot { value: Entry::Counted(state), lapses }) = self.states.at(place)
+        {
+            // The commonest: one count, decided where it is.
+            let verdicts = check.decide(slice::from_mut(state), now);
+            *lapses = now + verdicts.first.reset;
+            if *lapses <= now {
+                self.states.remove_at(place);
+            }
+            return verdicts;
+        }
         let mut places = SmallVec::<[Option<usize>; 1]>::new();
         let mut states = SmallVec::<[State; 1]>::new();
         for policy in check.policies().iter() {
-            let place = self.states.find(of(hash, policy), &(*check.key(), policy.id()));
+            let place = self.states.find(caller.of_count(policy.id()));
             let fresh = State::fresh(policy.strategy());
             states.push(match place.and_then(|place| self.states.at(place)) {
                 Some(slot) => mem::replace(&mut slot.value, Entry::Counted(fresh)).resume(policy, now),
@@ -164,50 +178,44 @@ impl Shard {
 
         // First those that have a place, which putting others may change.
         let mut others = SmallVec::<[(&Policy, State, i64); 1]>::new();
-        for (i, (state, policy)) in states.into_iter().zip(check.policies().iter()).enumerate() {
-            let lapses = now + verdicts.each[i].reset;
-            match places[i].filter(|_| lapses > now).and_then(|place| self.states.at(place)) {
+        let decided = states.into_iter().zip(places).zip(check.policies().iter()).zip(verdicts.iter());
+        for (((state, place), policy), verdict) in decided {
+            let lapses = now + verdict.reset;
+            match place.filter(|_| lapses > now).and_then(|place| self.states.at(place)) {
                 Some(slot) => *slot = Slot { value: Entry::Counted(state), lapses },
                 None => others.push((policy, state, lapses)),
             }
         }
         for (policy, state, lapses) in others {
-            self.states.put(of(hash, policy), (*check.key(), policy.id()), Entry::Counted(state), lapses, now);
+            self.states.put(caller.of_count(policy.id()), Entry::Counted(state), lapses, now);
         }
         verdicts
     }
 
-    fn follow(&mut self, key: &Key, decision: &Decision, hash: u64, now: i64) {
+    fn follow(&mut self, decision: &Decision, caller: Digest, now: i64) {
         for (policy, verdict) in decision.verdicts() {
-            let (hash, id) = (of(hash, policy), (*key, policy.id()));
+            let key = caller.of_count(policy.id());
             let (remaining, capacity, until) = (verdict.remaining, policy.terms().capacity, now + verdict.reset);
-            match self.states.get(hash, &id).map(|slot| &slot.value) {
+            match self.states.get(key).map(|slot| &slot.value) {
                 Some(Entry::Followed { remaining: least, seen, .. }) if *least < remaining && *seen > now - MOMENT => {}
-                _ => self.states.put(hash, id, Entry::Followed { remaining, capacity, until, seen: now }, until, now),
+                _ => self.states.put(key, Entry::Followed { remaining, capacity, until, seen: now }, until, now),
             }
         }
     }
 
     /// Answers as a check of the same id was answered, if there was one.
-    fn decide_once(&mut self, check: &Check, id: Key, hash: u64, now: i64) -> Verdicts {
-        let id = (*check.key(), id);
-        let hash_of_id = self.hasher.hash_one(id);
-        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.get(hash_of_id, &id)
+    fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
+        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.get(answer)
             && *lapses > now
             && policies.count_alike(check.policies())
         {
             return verdicts.clone();
         }
-        let verdicts = self.decide(check, hash, now);
+        let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {
-            let answer = (check.policies().clone(), verdicts.clone());
-            self.answers.put(hash_of_id, id, answer, now + check.policies().longest_period(), now);
+            let value = (check.policies().clone(), verdicts.clone());
+            self.answers.put(answer, value, now + check.policies().longest_period(), now);
         }
         verdicts
     }
-}
-
-/// The hash of one count of a caller of this hash.
-fn of(caller: u64, policy: &Policy) -> u64 {
-    caller ^ policy.id()
 }

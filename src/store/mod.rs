@@ -5,6 +5,7 @@
 
 mod bounded;
 mod clock;
+mod digest;
 mod error;
 mod fallback;
 mod limiter;
@@ -47,6 +48,15 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Decides one check.
     fn check(&self, check: Check) -> Self::Future;
+
+    /// Decides one check as [`check`](Self::check) does, for a caller that has less to do if the answer is there at once.
+    ///
+    /// # Errors
+    ///
+    /// The future of an answer that is not there yet: always, unless written.
+    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
+        Err(self.check(check))
+    }
 
     /// Is told what another store decided on this caller, to go on from there if it must. Does nothing unless written.
     fn follow(&self, key: &Key, decision: &Decision) {

@@ -30,7 +30,8 @@ mod token_bucket;
 
 use std::time::Duration;
 
-use super::{ConfigError, Quota};
+use super::check::{Ask, Look};
+use super::{ConfigError, Quota, Verdict};
 
 /// How a limit is counted. Take [`Gcra`](Self::Gcra) unless you have a reason.
 ///
@@ -304,28 +305,12 @@ macro_rules! twins {
                 }
             }
 
-            pub(crate) fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-                match self { $(Self::$variant(state) => state.load(terms, now),)* }
+            pub(crate) fn look(&self, terms: &Terms, ask: &Ask) -> Look {
+                match self { $(Self::$variant(state) => ask.look(state, terms),)* }
             }
 
-            pub(crate) fn room(&self, terms: &Terms, now: i64, loaded: Loaded) -> i64 {
-                match self { $(Self::$variant(_) => $module::State::room(terms, now, loaded),)* }
-            }
-
-            pub(crate) fn wait(&self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> i64 {
-                match self { $(Self::$variant(state) => state.wait(terms, now, cost, loaded),)* }
-            }
-
-            pub(crate) fn charge(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> Loaded {
-                match self { $(Self::$variant(state) => state.charge(terms, now, cost, loaded),)* }
-            }
-
-            pub(crate) fn reset(&self, terms: &Terms, now: i64, loaded: Loaded) -> i64 {
-                match self { $(Self::$variant(_) => $module::State::reset(terms, now, loaded),)* }
-            }
-
-            pub(crate) fn save(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) {
-                match self { $(Self::$variant(state) => state.save(terms, now, cost, loaded),)* }
+            pub(crate) fn decide(&mut self, terms: &Terms, ask: &Ask, most: i64) -> (Verdict, i64) {
+                match self { $(Self::$variant(state) => ask.decide(state, terms, most),)* }
             }
         }
     };

@@ -4,8 +4,14 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::{Align, Followed, Refill, State, Strategy};
-use crate::limit::{Check, Key, Outcome, Policies, Policy, Quota};
+use super::{Align, Followed, Refill, State, Strategy, Terms};
+use crate::limit::check::{Ask, Look};
+use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
+
+/// A state at a moment.
+fn look(state: &State, terms: &Terms, now: i64) -> Look {
+    state.look(terms, &Ask { mode: Mode::Peek, cost: 0, now })
+}
 
 /// All that was granted, and what the definition says of one more.
 #[derive(Clone)]
@@ -168,7 +174,7 @@ fn every_strategy_is_its_definition() {
                 let before = model.clone();
                 let expected = before.allows(cost.into(), now.into());
                 let verdicts = Check::take(Key::GLOBAL, &policies, cost).decide(&mut state, now);
-                let verdict = verdicts.each[0];
+                let verdict = verdicts.first;
                 assert_eq!(verdict.wait == 0, expected, "{context}: cost {cost} at {now}, {:?}", before.grants);
                 if expected {
                     assert_eq!(verdicts.granted, i64::from(cost), "{context}");
@@ -189,7 +195,8 @@ fn every_strategy_is_its_definition() {
                 assert!(model.allows(remaining, now.into()) || remaining == 0, "{context}: {remaining} remain");
                 assert!(!model.allows(remaining + 1, now.into()), "{context}: more than {remaining} remain");
 
-                let seen = |at: i64| (state[0].load(terms, at).0, State::fresh(strategy).load(terms, at).0);
+                let seen =
+                    |at: i64| (look(&state[0], terms, at).loaded, look(&State::fresh(strategy), terms, at).loaded);
                 let (loaded, fresh) = seen(now + verdict.reset);
                 assert_eq!(loaded, fresh, "{context}: not fresh after {}", verdict.reset);
                 if verdict.reset > 0 {
@@ -247,7 +254,7 @@ fn a_clock_that_goes_back_locks_nobody_out() {
         now -= 3_600_000_000;
         let verdicts = take(1).decide(&mut state, now);
         assert_eq!(verdicts.granted, 0, "{policy:?}: a clock gave a fresh start");
-        assert!(verdicts.each[0].wait <= 2_000_000, "{policy:?}: {:?}", verdicts.each[0]);
+        assert!(verdicts.first.wait <= 2_000_000, "{policy:?}: {:?}", verdicts.first);
         for _ in 0..3 {
             now += 1_000_000;
             take(1).decide(&mut state, now);
@@ -281,10 +288,10 @@ fn a_changed_quota_is_no_fresh_start() {
             let new_policies = policies(new);
             let peek = Check::peek(Key::GLOBAL, &new_policies, 1).decide(&mut state.clone(), now);
             let most = i64::from(new.limit().saturating_sub(used));
-            assert!(peek.each[0].remaining <= most, "{strategy:?} {old} to {new}: {peek:?}");
+            assert!(peek.first.remaining <= most, "{strategy:?} {old} to {new}: {peek:?}");
             // What is denied passes after the wait that it was told, by the new quota.
             let all = Check::take(Key::GLOBAL, &new_policies, new.limit());
-            let wait = all.decide(&mut state, now).each[0].wait;
+            let wait = all.decide(&mut state, now).first.wait;
             let later = all.clone().decide(&mut state, now + wait);
             let outcome = all.answer(later, crate::limit::Source::Local).outcome();
             assert_eq!(outcome, Outcome::Allowed, "{strategy:?} {old} to {new}: not after {wait}");
@@ -307,10 +314,10 @@ fn what_is_followed_is_no_fresh_start() {
             let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
             for _ in 0..20 {
                 let cost = rng.u32(1..=quota.capacity());
-                let verdict = Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).each[0];
+                let verdict = Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first;
                 let followed = Followed { used: terms.capacity - verdict.remaining, until: now + verdict.reset };
                 let resumed = State::resume(strategy, terms, now, followed);
-                let room = |state: &State, at: i64| state.room(terms, at, state.load(terms, at).0);
+                let room = |state: &State, at: i64| look(state, terms, at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
                 let flows = if strategy.is_steady() { 1 + terms.ticks / terms.interval } else { 0 };
                 let lost = verdict.remaining - room(&resumed, now);

@@ -8,7 +8,7 @@ use pin_project_lite::pin_project;
 use tokio::time::{Sleep, sleep};
 
 use super::Shared;
-use crate::limit::{Check, Decision, Source};
+use crate::limit::{Check, Decision};
 use crate::store::{Error, ErrorKind, Store};
 
 pin_project! {
@@ -23,6 +23,10 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     pub(super) enum State<P, F> {
+        Answered {
+            // None once it has been told.
+            answer: Option<Result<Decision, Error>>,
+        },
         Primary {
             #[pin]
             answer: P,
@@ -48,21 +52,16 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
         let shared = &*this.shared;
         loop {
             let (error, check) = match this.state.as_mut().project() {
+                StateProj::Answered { answer } => return answer.take().map_or(Poll::Pending, Poll::Ready),
                 StateProj::Fallback { answer, unsent } => {
                     let answer = ready!(answer.poll(cx));
-                    if let (Some(check), Ok(decision)) = (unsent, &answer) {
-                        shared.grants.note(check, decision);
-                    }
+                    shared.note(unsent.as_ref(), &answer);
                     return Poll::Ready(answer);
                 }
                 StateProj::Primary { answer, mut deadline, check } => match answer.poll(cx) {
                     Poll::Ready(Ok(decision)) => {
-                        // An answer that was remembered says nothing of the store now.
-                        if decision.source() != Source::Cached {
-                            shared.breaker.succeeded();
-                            if let Some(check) = check.as_ref().filter(|check| check.id_key().is_none()) {
-                                shared.fallback.follow(check.key(), &decision);
-                            }
+                        if let Some(check) = check {
+                            shared.succeeded(check, &decision);
                         }
                         return Poll::Ready(Ok(decision));
                     }

@@ -20,7 +20,7 @@ use self::share::Parts;
 use super::clock::Clock;
 use super::observer::Observers;
 use super::{Error, LocalStore, Observer, Store};
-use crate::limit::Check;
+use crate::limit::{Check, Decision, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -119,6 +119,10 @@ impl<P: Store, F: Store> Fallback<P, F> {
         Self::build(self.shared.primary.clone(), self.shared.fallback.clone(), settings)
     }
 
+    fn future(&self, state: State<P::Future, F::Future>) -> FallbackFuture<P, F> {
+        FallbackFuture { shared: Arc::clone(&self.shared), state }
+    }
+
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let shared = Shared {
             primary,
@@ -155,6 +159,25 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
+    /// The primary store has decided.
+    fn succeeded(&self, check: &Check, decision: &Decision) {
+        // An answer that was remembered says nothing of the store now.
+        if decision.source() != Source::Cached {
+            self.breaker.succeeded();
+            if check.id_key().is_none() {
+                self.fallback.follow(check.key(), decision);
+            }
+        }
+    }
+
+    /// The fallback has answered, in place of a primary store that was not asked what is `unsent`.
+    fn note(&self, unsent: Option<&Check>, answer: &Result<Decision, Error>) {
+        if let (Some(check), Ok(decision)) = (unsent, answer) {
+            self.grants.note(check, decision);
+        }
+    }
+
+    /// The primary store could not decide.
     fn failed(self: &Arc<Self>, error: &Error) {
         self.observer().failed(error);
         if error.is_of_check() {
@@ -173,15 +196,41 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Self::Future {
-        let shared = Arc::clone(&self.shared);
-        let state = if shared.breaker.is_open() {
+        match self.try_check(check) {
+            Ok(answer) => self.future(State::Answered { answer: Some(answer) }),
+            Err(waiting) => waiting,
+        }
+    }
+
+    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
+        let shared = &self.shared;
+        let (check, unsent) = if shared.breaker.is_open() {
             // In case the task that probed is gone with its runtime.
             shared.probe();
-            State::Fallback { answer: shared.fallback.check(shared.part(check.clone())), unsent: Some(check) }
+            (check.clone(), Some(check))
         } else {
-            State::Primary { answer: shared.primary.check(check.clone()), deadline: None, check: Some(check) }
+            match shared.primary.try_check(check.clone()) {
+                Ok(Ok(decision)) => {
+                    shared.succeeded(&check, &decision);
+                    return Ok(Ok(decision));
+                }
+                Ok(Err(error)) => {
+                    shared.failed(&error);
+                    let unsent = error.is_unsent().then(|| check.clone());
+                    (check, unsent)
+                }
+                Err(answer) => {
+                    return Err(self.future(State::Primary { answer, deadline: None, check: Some(check) }));
+                }
+            }
         };
-        FallbackFuture { shared, state }
+        match shared.fallback.try_check(shared.part(check)) {
+            Ok(answer) => {
+                shared.note(unsent.as_ref(), &answer);
+                Ok(answer)
+            }
+            Err(answer) => Err(self.future(State::Fallback { answer, unsent })),
+        }
     }
 }
 

@@ -3,19 +3,19 @@
 //! With every strategy, what was denied stays denied until its `retry_after`, unless something is given back or
 //! forgotten, or the policy is another. A denial of a cost answers every check of that cost or more.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
 
 use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdicts};
 use crate::store::bounded::{Bounded, Slot};
 use crate::store::clock::Clock;
+use crate::store::digest::{Digest, Digester};
 
 #[derive(Debug)]
 pub(super) struct Denials {
     /// Read by all at once: a flood is mostly on one key.
     shards: [RwLock<Shard>; 16],
-    hasher: RandomState,
+    digester: Digester,
     clock: Clock,
     /// How many are held: while there are none, no check looks further.
     held: AtomicUsize,
@@ -25,7 +25,7 @@ pub(super) struct Denials {
 #[derive(Debug)]
 struct Shard {
     /// The last denial of each caller.
-    denials: Bounded<Key, Denial>,
+    denials: Bounded<Denial>,
     /// When something was last given back or forgotten: a denial of a call that was sent before may not be true any
     /// more.
     forgot: i64,
@@ -46,7 +46,7 @@ impl Denials {
         let shard = |_| RwLock::new(Shard { denials: Bounded::new(most.div_ceil(16)), forgot: i64::MIN });
         Self {
             shards: std::array::from_fn(shard),
-            hasher: RandomState::new(),
+            digester: Digester::new(),
             clock: Clock::new(),
             held: AtomicUsize::new(0),
             most,
@@ -70,9 +70,9 @@ impl Denials {
         if self.held.load(Relaxed) == 0 || check.mode() != Mode::Take || check.id_key().is_some() {
             return None;
         }
-        let (shard, hash) = self.shard(check.key());
+        let (shard, caller) = self.shard(check.key());
         let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
-        let Slot { value: Denial { cost, policies, verdicts, sent }, lapses } = shard.denials.get(hash, check.key())?;
+        let Slot { value: Denial { cost, policies, verdicts, sent }, lapses } = shard.denials.get(caller)?;
         let now = self.clock.micros();
         let same = policies.is(check.policies()) || policies == check.policies();
         // A cost that never fits is denied for another reason.
@@ -88,15 +88,15 @@ impl Denials {
         match (check.mode(), verdicts.wait()) {
             (Mode::GiveBack | Mode::Reset, _) => self.forget(check.key()),
             (Mode::Take, Some(wait)) if check.id_key().is_none() => {
-                let (shard, hash) = self.shard(check.key());
+                let (shard, caller) = self.shard(check.key());
                 let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
                 let now = self.clock.micros();
                 let knows_more = |slot: &Slot<Denial>| slot.lapses > now && slot.value.cost < check.cost();
-                if sent > shard.forgot && !shard.denials.get(hash, check.key()).is_some_and(knows_more) {
+                if sent > shard.forgot && !shard.denials.get(caller).is_some_and(knows_more) {
                     let (cost, policies, verdicts) = (check.cost(), check.policies().clone(), verdicts.clone());
                     let denial = Denial { cost, policies, verdicts, sent };
                     let before = shard.denials.len();
-                    shard.denials.put(hash, *check.key(), denial, sent.saturating_add(wait), now);
+                    shard.denials.put(caller, denial, sent.saturating_add(wait), now);
                     self.count(before, shard.denials.len());
                 }
             }
@@ -105,10 +105,10 @@ impl Denials {
     }
 
     fn forget(&self, key: &Key) {
-        let (shard, hash) = self.shard(key);
+        let (shard, caller) = self.shard(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
         let before = shard.denials.len();
-        shard.denials.remove(hash, key);
+        shard.denials.remove(caller);
         shard.forgot = self.clock.micros();
         self.count(before, shard.denials.len());
     }
@@ -119,10 +119,9 @@ impl Denials {
         }
     }
 
-    /// The shard of a caller, and the caller's hash.
-    fn shard(&self, key: &Key) -> (&RwLock<Shard>, u64) {
-        let hash = self.hasher.hash_one(key);
-        // The maps go by the first and the last bits.
-        (&self.shards[(hash >> 32) as usize % self.shards.len()], hash)
+    /// The shard of a caller, and the caller's digest.
+    fn shard(&self, key: &Key) -> (&RwLock<Shard>, Digest) {
+        let caller = self.digester.digest(key);
+        (&self.shards[caller.part(self.shards.len())], caller)
     }
 }

@@ -72,9 +72,13 @@ struct Job {
 
 impl Lanes {
     /// Puts a check into the queue, and starts a lane if another may run.
-    pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> RedisFuture {
+    ///
+    /// # Errors
+    ///
+    /// The future of its answer, if that is not known at once.
+    pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> Result<Result<Decision, Error>, RedisFuture> {
         let check = match self.denials.answer(check) {
-            Ok(decision) => return RedisFuture::ready(Ok(decision)),
+            Ok(decision) => return Ok(Ok(decision)),
             Err(check) => check,
         };
         let (answer, receiver) = oneshot::channel();
@@ -82,7 +86,7 @@ impl Lanes {
         let start = {
             let mut queue = self.queue();
             if queue.jobs.len() >= self.limits.queue {
-                return RedisFuture::ready(Err(Error::new(ErrorKind::QueueFull).unsent()));
+                return Ok(Err(Error::new(ErrorKind::QueueFull).unsent()));
             }
             queue.jobs.push_back(job);
             (queue.lanes < self.limits.lanes).then(|| {
@@ -95,15 +99,19 @@ impl Lanes {
             match Handle::try_current() {
                 Ok(runtime) => drop(runtime.spawn(lane.run())),
                 // Dropping the lane takes it off the count; the job stays for nobody, since we drop its receiver.
-                Err(_) => return RedisFuture::ready(Err(Error::new(ErrorKind::NoRuntime).unsent())),
+                Err(_) => return Ok(Err(Error::new(ErrorKind::NoRuntime).unsent())),
             }
         }
-        RedisFuture { state: State::Waiting(receiver) }
+        Err(RedisFuture { state: State::Waiting(receiver) })
     }
 
     /// Decides a check that reads and writes as any other.
     pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
-        self.enqueue(Check::probe()).await.map(drop)
+        match self.enqueue(Check::probe()) {
+            Ok(answer) => answer,
+            Err(waiting) => waiting.await,
+        }
+        .map(drop)
     }
 
     /// Says that the instance of this name is alive for so long. How many are.
@@ -310,7 +318,7 @@ enum State {
 }
 
 impl RedisFuture {
-    fn ready(answer: Result<Decision, Error>) -> Self {
+    pub(super) fn ready(answer: Result<Decision, Error>) -> Self {
         Self { state: State::Ready(Some(answer)) }
     }
 }

@@ -22,7 +22,7 @@ use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
 use self::pool::{Failures, Manager};
 use super::{Error, ErrorKind, Observer, Observers, Store};
-use crate::limit::{Check, ConfigError, is_name};
+use crate::limit::{Check, ConfigError, Decision, is_name};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
@@ -103,6 +103,13 @@ impl Store for RedisStore {
     type Future = RedisFuture;
 
     fn check(&self, check: Check) -> RedisFuture {
+        match self.try_check(check) {
+            Ok(answer) => RedisFuture::ready(answer),
+            Err(waiting) => waiting,
+        }
+    }
+
+    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, RedisFuture> {
         self.lanes.enqueue(check)
     }
 }

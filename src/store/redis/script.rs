@@ -6,7 +6,6 @@ use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use redis::{Cmd, Value};
-use smallvec::SmallVec;
 
 use crate::limit::{Check, Key, Mode, Policies, SCRIPT, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
@@ -226,11 +225,11 @@ impl Packed {
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
 fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
+    let protocol = || Error::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
-    let mut each = SmallVec::new();
-    for policy in answer.chunks_exact(4) {
+    let mut each = answer.chunks_exact(4).map(|policy| {
         let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *policy else {
-            return Err(Error::new(ErrorKind::Protocol));
+            return Err(protocol());
         };
         granted = granted.max(grants);
         problem = problem.min(grants);
@@ -239,15 +238,17 @@ fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
         {
             problem = i64::MIN;
         }
-        each.push(Verdict { remaining, wait, reset });
-    }
+        Ok(Verdict { remaining, wait, reset })
+    });
+    let first = each.next().ok_or_else(protocol)??;
+    let others = each.collect::<Result<_, _>>()?;
     match problem {
-        0.. => Ok(Verdicts { granted, each }),
+        0.. => Ok(Verdicts { granted, first, others }),
         REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
         OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
         READ_ONLY => Err(Error::new(ErrorKind::ReadOnly)),
         NO_PERMISSION => Err(Error::new(ErrorKind::Permission).of_check()),
-        _ => Err(Error::new(ErrorKind::Protocol)),
+        _ => Err(protocol()),
     }
 }
 
@@ -353,7 +354,7 @@ mod tests {
         // The answers of an entry follow each other, and go to its checks in their order.
         let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
         let reply = Value::Array(answers.map(Value::Int).collect());
-        let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().each[0].remaining).collect();
+        let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().first.remaining).collect();
         assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
     }
 

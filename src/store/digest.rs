@@ -1,0 +1,77 @@
+//! Keys as the maps of this process hold them.
+
+use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+
+use siphasher::sip128::{Hash128, SipHasher13};
+
+use crate::limit::Key;
+
+/// A key by its hash of 128 bits, in less memory than the key itself, and hashed once for all that is looked up by it.
+///
+/// Nobody outside knows what it is hashed with, so that nobody can find keys that share a digest, or crowd one part of a
+/// map. That two among a million keys do by chance has a probability of 1 in 10^27.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Digest([u64; 2]);
+
+impl Digest {
+    /// Of one count of this caller.
+    pub(super) fn of_count(self, count: u64) -> Self {
+        let Self([first, second]) = self;
+        Self([first ^ count, second])
+    }
+
+    /// One of so many parts, by what no map goes by.
+    pub(super) fn part(self, parts: usize) -> usize {
+        self.0[1] as usize % parts
+    }
+}
+
+/// Hashed already.
+impl Hash for Digest {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.0[0]);
+    }
+}
+
+/// Makes digests that only one of the same seed makes.
+#[derive(Debug, Clone)]
+pub(super) struct Digester(SipHasher13);
+
+impl Digester {
+    pub(super) fn new() -> Self {
+        let random = RandomState::new();
+        Self(SipHasher13::new_with_keys(random.hash_one(0), random.hash_one(1)))
+    }
+
+    pub(super) fn digest(&self, key: &Key) -> Digest {
+        let Hash128 { h1, h2 } = self.0.hash(key.as_bytes());
+        Digest([h1, h2])
+    }
+
+    /// The digest of two keys in their order.
+    pub(super) fn pair(&self, first: &Key, second: &Key) -> Digest {
+        // No key has this byte.
+        let Hash128 { h1, h2 } = self.0.hash(&[first.as_bytes(), second.as_bytes()].join(&0xff));
+        Digest([h1, h2])
+    }
+}
+
+/// Gives back a digest that was hashed.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct AsItIs(u64);
+
+impl Hasher for AsItIs {
+    fn write(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
+        }
+    }
+
+    fn write_u64(&mut self, digest: u64) {
+        self.0 = digest;
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
