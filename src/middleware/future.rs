@@ -24,43 +24,47 @@ pin_project! {
     {
         config: Arc<Config<S, K, R>>,
         #[pin]
-        state: State<T, T::Future, S::Future, ReqBody>,
+        state: State<T, T::Future, T::Response, S::Future, ReqBody>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<T, C, D, ReqBody> {
+    enum State<T, F, Res, D, ReqBody> {
         Deciding {
             #[pin]
             decision: D,
             // The ready service and what it is to be called with, until the decision is there.
-            call: Option<Call<T, ReqBody>>,
+            call: Option<(T, Call<ReqBody>)>,
             // When it was asked for, if anybody is told.
             since: Option<Instant>,
         },
-        WithoutKey {
-            missing: MissingKey,
-        },
         Calling {
             #[pin]
-            response: C,
+            response: F,
             // None for a request that nobody counted.
             decision: Option<Decision>,
+        },
+        Rejected {
+            // None once it has been given.
+            response: Option<Res>,
         },
     }
 }
 
-/// A call that waits for its decision.
-pub(super) struct Call<T, ReqBody> {
-    pub(super) inner: T,
+/// A request whose head can be looked at.
+pub(super) struct Call<ReqBody> {
     pub(super) parts: Parts,
     pub(super) body: ReqBody,
 }
 
-impl<T: Service<Request<ReqBody>>, ReqBody> Call<T, ReqBody> {
-    fn make(mut self) -> T::Future {
-        self.inner.call(Request::from_parts(self.parts, self.body))
+impl<ReqBody> Call<ReqBody> {
+    /// Calls the service, which finds the decision with the request.
+    fn make<T: Service<Request<ReqBody>>>(mut self, inner: &mut T, decision: Option<&Decision>) -> T::Future {
+        if let Some(decision) = decision {
+            self.parts.extensions.insert(decision.clone());
+        }
+        inner.call(Request::from_parts(self.parts, self.body))
     }
 }
 
@@ -69,17 +73,27 @@ where
     T: Service<Request<ReqBody>>,
     S: Store,
 {
-    pub(super) fn deciding(config: Arc<Config<S, K, R>>, call: Call<T, ReqBody>, decision: S::Future) -> Self {
-        let since = config.observer.as_ref().map(|_| instant());
-        Self { config, state: State::Deciding { decision, call: Some(call), since } }
+    pub(super) fn deciding(
+        config: Arc<Config<S, K, R>>,
+        call: Call<ReqBody>,
+        inner: T,
+        decision: S::Future,
+        since: Option<Instant>,
+    ) -> Self {
+        Self { config, state: State::Deciding { decision, call: Some((inner, call)), since } }
     }
 
-    pub(super) fn without_key(config: Arc<Config<S, K, R>>, call: Call<T, ReqBody>, missing: MissingKey) -> Self {
-        let state = match config.on_missing_key {
-            OnMissingKey::Allow if !missing.is_of_server() => State::Calling { response: call.make(), decision: None },
-            _ => State::WithoutKey { missing },
-        };
-        Self { config, state }
+    pub(super) fn calling(
+        config: Arc<Config<S, K, R>>,
+        call: Call<ReqBody>,
+        inner: &mut T,
+        decision: Option<Decision>,
+    ) -> Self {
+        Self { config, state: State::Calling { response: call.make(inner, decision.as_ref()), decision } }
+    }
+
+    pub(super) fn rejected(config: Arc<Config<S, K, R>>, response: T::Response) -> Self {
+        Self { config, state: State::Rejected { response: Some(response) } }
     }
 }
 
@@ -95,14 +109,15 @@ where
         let mut this = self.project();
         let config = &**this.config;
         loop {
-            let (decision, call) = match this.state.as_mut().project() {
+            let state = match this.state.as_mut().project() {
                 StateProj::Deciding { decision, call, since } => {
                     let decision = ready!(decision.poll(cx));
-                    config.tell(&decision, *since);
-                    (decision, call.take())
-                }
-                StateProj::WithoutKey { missing } => {
-                    return Poll::Ready(Ok(config.reject.reject(Rejection::MissingKey(missing))));
+                    // There is always a call to make: it is taken here alone, and this state is left at once.
+                    let Some((mut inner, call)) = call.take() else { return Poll::Pending };
+                    match config.admit(decision, *since) {
+                        Ok(decision) => State::Calling { response: call.make(&mut inner, decision.as_ref()), decision },
+                        Err(response) => return Poll::Ready(Ok(response)),
+                    }
                 }
                 StateProj::Calling { response, decision } => {
                     let mut response = ready!(response.poll(cx))?;
@@ -111,44 +126,57 @@ where
                     }
                     return Poll::Ready(Ok(response));
                 }
-            };
-            let decision = match decision {
-                Ok(decision) if decision.is_allowed() => Some(decision),
-                Ok(decision) => {
-                    let mut response = config.reject.reject(Rejection::Denied(&decision));
-                    config.leave_trace(&mut response, decision);
-                    return Poll::Ready(Ok(response));
+                StateProj::Rejected { response } => {
+                    return response.take().map_or(Poll::Pending, |r| Poll::Ready(Ok(r)));
                 }
-                Err(error) => match config.on_error {
-                    OnError::Allow => None,
-                    OnError::Reject => return Poll::Ready(Ok(config.unavailable(&error))),
-                },
             };
-            // There is always a call to make: it is taken here alone, and this state is left at once.
-            let Some(mut call) = call else { return Poll::Pending };
-            if let Some(decision) = &decision {
-                call.parts.extensions.insert(decision.clone());
-            }
-            this.state.set(State::Calling { response: call.make(), decision });
+            this.state.set(state);
         }
     }
 }
 
 impl<S, K, R> Config<S, K, R> {
-    fn tell(&self, decision: &Result<Decision, Error>, since: Option<Instant>) {
+    /// Now, if anybody is told how long a decision took.
+    pub(super) fn now(&self) -> Option<Instant> {
+        self.observer.as_ref().map(|_| instant())
+    }
+
+    /// Whether a request without a key passes, uncounted.
+    pub(super) fn lets_pass(&self, missing: MissingKey) -> bool {
+        self.on_missing_key == OnMissingKey::Allow && !missing.is_of_server()
+    }
+
+    /// The decision by which a request passes, or none if nobody could count it.
+    ///
+    /// # Errors
+    ///
+    /// The response to one that does not pass.
+    pub(super) fn admit<B>(
+        &self,
+        decision: Result<Decision, Error>,
+        since: Option<Instant>,
+    ) -> Result<Option<Decision>, Response<B>>
+    where
+        R: Reject<B>,
+    {
         if let (Some(observer), Some(since)) = (&self.observer, since) {
-            match decision {
+            match &decision {
                 Ok(decision) => observer.0.decided(decision, instant() - since),
                 Err(error) => observer.0.failed(error),
             }
         }
-    }
-
-    fn unavailable<B>(&self, error: &Error) -> Response<B>
-    where
-        R: Reject<B>,
-    {
-        self.reject.reject(Rejection::Unavailable(error))
+        match decision {
+            Ok(decision) if decision.is_allowed() => Ok(Some(decision)),
+            Ok(decision) => {
+                let mut response = self.reject.reject(Rejection::Denied(&decision));
+                self.leave_trace(&mut response, decision);
+                Err(response)
+            }
+            Err(error) => match self.on_error {
+                OnError::Allow => Ok(None),
+                OnError::Reject => Err(self.reject.reject(Rejection::Unavailable(&error))),
+            },
+        }
     }
 
     /// Leaves the decision with the response, for whoever looks and whoever reads.

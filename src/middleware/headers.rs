@@ -3,10 +3,10 @@
 //! The draft still changes; this is the one place that knows its syntax.
 
 use std::fmt::Write as _;
+use std::iter;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
-use smallvec::SmallVec;
 
 use crate::limit::{Decision, Policies, Policy, Verdict};
 
@@ -14,9 +14,9 @@ const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
 /// The fields of a list of policies, with what does not change from request to request made ready.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(super) struct FieldsOf {
-    policy: Box<str>,
+    policy: HeaderValue,
 }
 
 impl FieldsOf {
@@ -28,34 +28,69 @@ impl FieldsOf {
             let window = seconds(quota.period().as_micros() as u64);
             let _ = write!(text, "{separator}\"{}\";q={};w={window}", policy.name(), quota.limit());
         }
-        Self { policy: text.into() }
+        Self { policy: value(text.as_bytes()) }
+    }
+
+    /// The same with memory of its own.
+    pub(super) fn copy(&self) -> Self {
+        Self { policy: value(self.policy.as_bytes()) }
     }
 
     /// Both fields are lists: what a layer or a server further in has told stays.
     pub(super) fn append(&self, headers: &mut HeaderMap, decision: &Decision) {
-        // Names and numbers are of characters that a header value can have. The text is copied, since all processors
-        // would write to the reference count of a shared one.
-        if let Ok(value) = HeaderValue::from_str(&self.policy) {
-            headers.append(RATE_LIMIT_POLICY, value);
-        }
-        if let Ok(value) = HeaderValue::from_bytes(&rate_limit(decision)) {
-            headers.append(RATE_LIMIT, value);
-        }
+        headers.append(RATE_LIMIT_POLICY, self.policy.clone());
+        headers.append(RATE_LIMIT, rate_limit(decision));
     }
 }
 
+/// Names and numbers are of characters that a header value can have.
+fn value(text: &[u8]) -> HeaderValue {
+    HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
+}
+
 /// `"api";r=9;t=54` for every policy: what remains, and the time within which no more than that can be used.
-fn rate_limit(decision: &Decision) -> SmallVec<[u8; 128]> {
-    let mut text = SmallVec::new();
-    for (policy, verdict) in decision.verdicts() {
-        text.extend_from_slice(if text.is_empty() { b"\"" } else { b", \"" });
-        text.extend_from_slice(policy.name().as_bytes());
-        text.extend_from_slice(b"\";r=");
-        text.extend_from_slice(itoa::Buffer::new().format(verdict.remaining).as_bytes());
-        text.extend_from_slice(b";t=");
-        text.extend_from_slice(itoa::Buffer::new().format(seconds(effective_window(policy, verdict))).as_bytes());
+fn rate_limit(decision: &Decision) -> HeaderValue {
+    let mut items = decision.verdicts().map(|(policy, verdict)| Item::new(policy, verdict));
+    let Some(first) = items.next() else { return value(b"") };
+    let Some(second) = items.next() else { return value(first.as_bytes()) };
+    let mut text = first.as_bytes().to_vec();
+    for item in iter::once(second).chain(items) {
+        text.extend_from_slice(b", ");
+        text.extend_from_slice(item.as_bytes());
     }
-    text
+    value(&text)
+}
+
+/// What one policy tells. Formatting it, or making room for it as it grows, would take longer than the decision.
+struct Item {
+    /// A name has up to 64 bytes, a number 20.
+    bytes: [u8; 128],
+    len: usize,
+}
+
+impl Item {
+    fn new(policy: &Policy, verdict: &Verdict) -> Self {
+        let mut item = Self { bytes: [0; 128], len: 0 };
+        item.push(b"\"");
+        item.push(policy.name().as_bytes());
+        item.push(b"\";r=");
+        item.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
+        item.push(b";t=");
+        item.push(itoa::Buffer::new().format(seconds(effective_window(policy, verdict))).as_bytes());
+        item
+    }
+
+    fn push(&mut self, bytes: &[u8]) {
+        let end = self.len + bytes.len();
+        if let Some(room) = self.bytes.get_mut(self.len..end) {
+            room.copy_from_slice(bytes);
+            self.len = end;
+        }
+    }
+
+    fn as_bytes(&self) -> &[u8] {
+        &self.bytes[..self.len]
+    }
 }
 
 /// The time within which a client can use no more than what remains, in microseconds.
@@ -107,7 +142,7 @@ mod tests {
         (0..count)
             .map(|_| {
                 let verdicts = check().decide(&mut states, 1_700_000_000_000_000);
-                String::from_utf8(rate_limit(&check().answer(verdicts, Source::Local)).to_vec()).unwrap()
+                rate_limit(&check().answer(verdicts, Source::Local)).to_str().unwrap().to_owned()
             })
             .collect()
     }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use http::request::Parts;
 use tower_layer::Layer;
 
+use super::copies::Copies;
 use super::headers::FieldsOf;
 use super::{HttpReject, RateLimit};
 use crate::limit::Policies;
@@ -14,7 +15,7 @@ use crate::store::{Observer, Observers};
 /// It takes a [`Store`](crate::Store), a [`KeyExtractor`](crate::KeyExtractor) and one or more policies. See
 /// the [module docs](crate::middleware).
 pub struct RateLimitLayer<S, K, R = HttpReject> {
-    pub(super) config: Arc<Config<S, K, R>>,
+    config: Copies<Config<S, K, R>>,
 }
 
 pub(super) struct Config<S, K, R> {
@@ -52,24 +53,22 @@ pub enum OnMissingKey {
     Allow,
 }
 
-impl<S, K> RateLimitLayer<S, K> {
+impl<S: Clone, K> RateLimitLayer<S, K> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under one policy or several
     /// [`Policies`].
     pub fn new(store: S, extractor: K, policies: impl Into<Policies>) -> Self {
         let policies = policies.into();
-        Self {
-            config: Arc::new(Config {
-                store,
-                extractor: Arc::new(extractor),
-                fields: Some(FieldsOf::new(&policies)),
-                policies,
-                reject: Arc::new(HttpReject),
-                cost: None,
-                on_error: OnError::default(),
-                on_missing_key: OnMissingKey::default(),
-                observer: None,
-            }),
-        }
+        Self::with(Config {
+            store,
+            extractor: Arc::new(extractor),
+            fields: Some(FieldsOf::new(&policies)),
+            policies,
+            reject: Arc::new(HttpReject),
+            cost: None,
+            on_error: OnError::default(),
+            on_missing_key: OnMissingKey::default(),
+            observer: None,
+        })
     }
 }
 
@@ -79,50 +78,59 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
         let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields, observer } =
-            self.into_config();
+            self.config.mine().copy();
         let reject = Arc::new(reject);
-        let config = Config { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer };
-        RateLimitLayer { config: Arc::new(config) }
+        RateLimitLayer::with(Config {
+            store,
+            extractor,
+            policies,
+            reject,
+            cost,
+            on_error,
+            on_missing_key,
+            fields,
+            observer,
+        })
     }
 
     /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
     #[must_use]
     pub fn cost(self, cost: impl Fn(&Parts) -> u32 + Send + Sync + 'static) -> Self {
-        self.with(|config| config.cost = Some(Arc::new(cost)))
+        self.change(|config| config.cost = Some(Arc::new(cost)))
     }
 
     /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`].
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
-        self.with(|config| config.on_error = on_error)
+        self.change(|config| config.on_error = on_error)
     }
 
     /// Sets what becomes of a request that has no key. Defaults to [`OnMissingKey::Reject`].
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
-        self.with(|config| config.on_missing_key = on_missing_key)
+        self.change(|config| config.on_missing_key = on_missing_key)
     }
 
     /// Sets whether responses carry the `RateLimit` and `RateLimit-Policy` fields. Defaults to `true`.
     #[must_use]
     pub fn headers(self, headers: bool) -> Self {
-        self.with(|config| config.fields = headers.then(|| FieldsOf::new(&config.policies)))
+        self.change(|config| config.fields = headers.then(|| FieldsOf::new(&config.policies)))
     }
 
     /// Sets who is told of every decision, and of what no store could decide. Defaults to nobody.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
-        self.with(|config| config.observer = Some(Observers(Arc::new(observer))))
+        self.change(|config| config.observer = Some(Observers(Arc::new(observer))))
     }
 
-    fn with(self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
-        let mut config = self.into_config();
+    fn change(self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
+        let mut config = self.config.mine().copy();
         change(&mut config);
-        Self { config: Arc::new(config) }
+        Self::with(config)
     }
 
-    fn into_config(self) -> Config<S, K, R> {
-        Arc::try_unwrap(self.config).unwrap_or_else(|shared| (*shared).clone())
+    fn with(config: Config<S, K, R>) -> Self {
+        Self { config: Copies::new(|| config.copy()) }
     }
 }
 
@@ -130,22 +138,23 @@ impl<T, S, K, R> Layer<T> for RateLimitLayer<S, K, R> {
     type Service = RateLimit<T, S, K, R>;
 
     fn layer(&self, inner: T) -> Self::Service {
-        RateLimit { inner, config: Arc::clone(&self.config) }
+        RateLimit { inner, config: self.config.clone() }
     }
 }
 
-impl<S: Clone, K, R> Clone for Config<S, K, R> {
-    fn clone(&self) -> Self {
+impl<S: Clone, K, R> Config<S, K, R> {
+    /// The same, with copies of its own of what every request counts a reference to.
+    fn copy(&self) -> Self {
         let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer } = self;
         Self {
             store: store.clone(),
             extractor: Arc::clone(extractor),
-            policies: policies.clone(),
+            policies: policies.copy(),
             reject: Arc::clone(reject),
             cost: cost.clone(),
             on_error: *on_error,
             on_missing_key: *on_missing_key,
-            fields: fields.clone(),
+            fields: fields.as_ref().map(FieldsOf::copy),
             observer: observer.clone(),
         }
     }
@@ -154,13 +163,13 @@ impl<S: Clone, K, R> Clone for Config<S, K, R> {
 /// Shared, so that no part of it has to be `Clone`.
 impl<S, K, R> Clone for RateLimitLayer<S, K, R> {
     fn clone(&self) -> Self {
-        Self { config: Arc::clone(&self.config) }
+        Self { config: self.config.clone() }
     }
 }
 
 impl<S: fmt::Debug, K, R> fmt::Debug for RateLimitLayer<S, K, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.fmt("RateLimitLayer", f)
+        self.config.mine().fmt("RateLimitLayer", f)
     }
 }
 

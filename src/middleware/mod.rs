@@ -16,6 +16,7 @@
 //! A denied request is answered by a [`Reject`], without an error, since an error would close the connection. Put the
 //! layer behind authentication if its key is a user, and before it if its key is an address.
 
+mod copies;
 mod extract;
 mod future;
 mod headers;
