@@ -130,13 +130,12 @@ impl Check {
     /// States change only if something is charged, given back or forgotten, or if they had to be clamped.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), now };
-        let most = match &*self.policies {
-            [_] => i64::MAX,
-            policies => {
-                let grants = states.iter().zip(policies).map(|(state, policy)| state.look(policy.terms(), &ask).grants);
-                grants.min().unwrap_or(i64::MAX)
-            }
-        };
+        if let ([state], [policy]) = (&mut *states, &*self.policies) {
+            let (first, granted) = state.decide(policy.terms(), &ask, i64::MAX);
+            return Verdicts { granted, first, others: Box::default() };
+        }
+        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.terms(), &ask));
+        let most = looks.map(|look| look.grants).min().unwrap_or(0);
         let mut granted = 0;
         let mut verdicts = states.iter_mut().zip(self.policies.iter()).map(|(state, policy)| {
             let (verdict, grants) = state.decide(policy.terms(), &ask, most);

@@ -10,6 +10,7 @@ use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
+use super::headers::FieldsOf;
 use super::layer::{Config, OnError, OnMissingKey};
 use super::{MissingKey, Reject, Rejection};
 use crate::limit::Decision;
@@ -22,50 +23,47 @@ pin_project! {
         T: Service<Request<ReqBody>>,
         S: Store,
     {
-        config: Arc<Config<S, K, R>>,
         #[pin]
-        state: State<T, T::Future, T::Response, S::Future, ReqBody>,
+        state: State<T::Future, T::Response, S::Future, Call<T, S, K, R, ReqBody>>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<T, F, Res, D, ReqBody> {
+    enum State<F, Res, D, C> {
         Deciding {
             #[pin]
             decision: D,
-            // The ready service and what it is to be called with, until the decision is there.
-            call: Option<(T, Call<ReqBody>)>,
-            // When it was asked for, if anybody is told.
-            since: Option<Instant>,
+            // None once it is made.
+            call: Option<C>,
         },
         Calling {
             #[pin]
             response: F,
             // None for a request that nobody counted.
-            decision: Option<Decision>,
+            trace: Option<Trace>,
         },
         Rejected {
-            // None once it has been given.
+            // None once it is given.
             response: Option<Res>,
         },
     }
 }
 
-/// A request whose head can be looked at.
-pub(super) struct Call<ReqBody> {
-    pub(super) parts: Parts,
-    pub(super) body: ReqBody,
+/// The ready service and what it is to be called with, until the decision is there.
+struct Call<T, S, K, R, ReqBody> {
+    config: Arc<Config<S, K, R>>,
+    inner: T,
+    parts: Parts,
+    body: ReqBody,
+    /// When the decision was asked for, if anybody is told.
+    since: Option<Instant>,
 }
 
-impl<ReqBody> Call<ReqBody> {
-    /// Calls the service, which finds the decision with the request.
-    fn make<T: Service<Request<ReqBody>>>(mut self, inner: &mut T, decision: Option<&Decision>) -> T::Future {
-        if let Some(decision) = decision {
-            self.parts.extensions.insert(decision.clone());
-        }
-        inner.call(Request::from_parts(self.parts, self.body))
-    }
+/// What a response is given of the decision by which its request passed.
+pub(super) struct Trace {
+    decision: Decision,
+    fields: Option<FieldsOf>,
 }
 
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
@@ -75,26 +73,36 @@ where
 {
     pub(super) fn deciding(
         config: Arc<Config<S, K, R>>,
-        call: Call<ReqBody>,
-        inner: T,
         decision: S::Future,
+        inner: T,
+        parts: Parts,
+        body: ReqBody,
         since: Option<Instant>,
     ) -> Self {
-        Self { config, state: State::Deciding { decision, call: Some((inner, call)), since } }
+        Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, since }) } }
     }
 
-    pub(super) fn calling(
-        config: Arc<Config<S, K, R>>,
-        call: Call<ReqBody>,
-        inner: &mut T,
-        decision: Option<Decision>,
-    ) -> Self {
-        Self { config, state: State::Calling { response: call.make(inner, decision.as_ref()), decision } }
+    // Inline, or the request is moved three times more.
+    #[inline(always)]
+    pub(super) fn calling(inner: &mut T, parts: Parts, body: ReqBody, trace: Option<Trace>) -> Self {
+        Self { state: State::Calling { response: call(inner, parts, body, trace.as_ref()), trace } }
     }
 
-    pub(super) fn rejected(config: Arc<Config<S, K, R>>, response: T::Response) -> Self {
-        Self { config, state: State::Rejected { response: Some(response) } }
+    pub(super) fn rejected(response: T::Response) -> Self {
+        Self { state: State::Rejected { response: Some(response) } }
     }
+}
+
+/// Calls the service, which finds the decision with the request.
+#[inline(always)]
+fn call<T, B>(inner: &mut T, mut parts: Parts, body: B, trace: Option<&Trace>) -> T::Future
+where
+    T: Service<Request<B>>,
+{
+    if let Some(Trace { decision, .. }) = trace {
+        parts.extensions.insert(decision.clone());
+    }
+    inner.call(Request::from_parts(parts, body))
 }
 
 impl<T, S, K, R, ReqBody, ResBody> Future for ResponseFuture<T, S, K, R, ReqBody>
@@ -106,23 +114,24 @@ where
     type Output = Result<Response<ResBody>, T::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
-        let config = &**this.config;
+        let mut state = self.project().state;
         loop {
-            let state = match this.state.as_mut().project() {
-                StateProj::Deciding { decision, call, since } => {
+            let next = match state.as_mut().project() {
+                StateProj::Deciding { decision, call: waiting } => {
                     let decision = ready!(decision.poll(cx));
                     // There is always a call to make: it is taken here alone, and this state is left at once.
-                    let Some((mut inner, call)) = call.take() else { return Poll::Pending };
-                    match config.admit(decision, *since) {
-                        Ok(decision) => State::Calling { response: call.make(&mut inner, decision.as_ref()), decision },
+                    let Some(Call { config, mut inner, parts, body, since }) = waiting.take() else {
+                        return Poll::Pending;
+                    };
+                    match config.admit(decision, since) {
+                        Ok(trace) => State::Calling { response: call(&mut inner, parts, body, trace.as_ref()), trace },
                         Err(response) => return Poll::Ready(Ok(response)),
                     }
                 }
-                StateProj::Calling { response, decision } => {
+                StateProj::Calling { response, trace } => {
                     let mut response = ready!(response.poll(cx))?;
-                    if let Some(decision) = decision.take() {
-                        config.leave_trace(&mut response, decision);
+                    if let Some(trace) = trace.take() {
+                        trace.leave(&mut response);
                     }
                     return Poll::Ready(Ok(response));
                 }
@@ -130,7 +139,7 @@ where
                     return response.take().map_or(Poll::Pending, |r| Poll::Ready(Ok(r)));
                 }
             };
-            this.state.set(state);
+            state.set(next);
         }
     }
 }
@@ -146,7 +155,7 @@ impl<S, K, R> Config<S, K, R> {
         self.on_missing_key == OnMissingKey::Allow && !missing.is_of_server()
     }
 
-    /// The decision by which a request passes, or none if nobody could count it.
+    /// The trace of the decision by which a request passes, or none if nobody could count it.
     ///
     /// # Errors
     ///
@@ -155,7 +164,7 @@ impl<S, K, R> Config<S, K, R> {
         &self,
         decision: Result<Decision, Error>,
         since: Option<Instant>,
-    ) -> Result<Option<Decision>, Response<B>>
+    ) -> Result<Option<Trace>, Response<B>>
     where
         R: Reject<B>,
     {
@@ -166,10 +175,10 @@ impl<S, K, R> Config<S, K, R> {
             }
         }
         match decision {
-            Ok(decision) if decision.is_allowed() => Ok(Some(decision)),
+            Ok(decision) if decision.is_allowed() => Ok(Some(Trace { decision, fields: self.fields.clone() })),
             Ok(decision) => {
                 let mut response = self.reject.reject(Rejection::Denied(&decision));
-                self.leave_trace(&mut response, decision);
+                Trace { decision, fields: self.fields.clone() }.leave(&mut response);
                 Err(response)
             }
             Err(error) => match self.on_error {
@@ -178,15 +187,17 @@ impl<S, K, R> Config<S, K, R> {
             },
         }
     }
+}
 
+impl Trace {
     /// Leaves the decision with the response, for whoever looks and whoever reads.
-    fn leave_trace<B>(&self, response: &mut Response<B>, decision: Decision) {
-        if let Some(fields) = &self.fields {
-            fields.append(response.headers_mut(), &decision);
+    fn leave<B>(self, response: &mut Response<B>) {
+        if let Some(fields) = self.fields {
+            fields.append(response.headers_mut(), &self.decision);
         }
         // With layers in layers, the innermost tells why the response is what it is.
         if response.extensions().get::<Decision>().is_none() {
-            response.extensions_mut().insert(decision);
+            response.extensions_mut().insert(self.decision);
         }
     }
 }

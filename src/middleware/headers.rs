@@ -14,7 +14,7 @@ const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
 /// The fields of a list of policies, with what does not change from request to request made ready.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct FieldsOf {
     policy: HeaderValue,
 }
@@ -31,14 +31,14 @@ impl FieldsOf {
         Self { policy: value(text.as_bytes()) }
     }
 
-    /// The same with memory of its own.
+    /// The same with memory of its own, which a clone shares.
     pub(super) fn copy(&self) -> Self {
         Self { policy: value(self.policy.as_bytes()) }
     }
 
     /// Both fields are lists: what a layer or a server further in has told stays.
-    pub(super) fn append(&self, headers: &mut HeaderMap, decision: &Decision) {
-        headers.append(RATE_LIMIT_POLICY, self.policy.clone());
+    pub(super) fn append(self, headers: &mut HeaderMap, decision: &Decision) {
+        headers.append(RATE_LIMIT_POLICY, self.policy);
         headers.append(RATE_LIMIT, rate_limit(decision));
     }
 }

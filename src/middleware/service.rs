@@ -7,7 +7,6 @@ use http::{Request, Response};
 use tower_service::Service;
 
 use super::copies::Copies;
-use super::future::Call;
 use super::layer::Config;
 use super::{KeyExtractor, Reject, Rejection, ResponseFuture};
 use crate::limit::Check;
@@ -35,32 +34,43 @@ where
     }
 
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
-        let config = Arc::clone(self.config.mine());
+        let config = self.config.mine();
         let (parts, body) = request.into_parts();
         let key = match config.extractor.extract(&parts) {
             Ok(key) => key,
             Err(missing) if config.lets_pass(missing) => {
-                return ResponseFuture::calling(config, Call { parts, body }, &mut self.inner, None);
+                return ResponseFuture::calling(&mut self.inner, parts, body, None);
             }
             Err(missing) => {
                 let response = config.reject.reject(Rejection::MissingKey(&missing));
-                return ResponseFuture::rejected(config, response);
+                drop(self.take_ready());
+                return ResponseFuture::rejected(response);
             }
         };
         let cost = config.cost.as_ref().map_or(1, |cost| cost(&parts));
         let since = config.now();
         match config.store.try_check(Check::take(key, &config.policies, cost)) {
             Ok(decision) => match config.admit(decision, since) {
-                Ok(decision) => ResponseFuture::calling(config, Call { parts, body }, &mut self.inner, decision),
-                Err(response) => ResponseFuture::rejected(config, response),
+                Ok(trace) => ResponseFuture::calling(&mut self.inner, parts, body, trace),
+                Err(response) => {
+                    // What is not called is not to keep the place that it was given when it got ready.
+                    drop(self.take_ready());
+                    ResponseFuture::rejected(response)
+                }
             },
             Err(decision) => {
-                // The service that has been polled ready goes with the request; its clone has not been.
-                let clone = self.inner.clone();
-                let inner = mem::replace(&mut self.inner, clone);
-                ResponseFuture::deciding(config, Call { parts, body }, inner, decision, since)
+                let config = Arc::clone(config);
+                ResponseFuture::deciding(config, decision, self.take_ready(), parts, body, since)
             }
         }
+    }
+}
+
+impl<T: Clone, S, K, R> RateLimit<T, S, K, R> {
+    /// The inner service that has been polled ready. Its clone, which has not been, takes its place.
+    fn take_ready(&mut self) -> T {
+        let clone = self.inner.clone();
+        mem::replace(&mut self.inner, clone)
     }
 }
 

@@ -13,7 +13,7 @@ use tower::buffer::Buffer;
 use tower::limit::ConcurrencyLimit;
 use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{Decision, HeaderKey, HttpReject, Key, Mode, OnError, OnMissingKey, RateLimit};
+use tower_redis_ratelimit::{Decision, HeaderKey, HttpReject, Key, LocalStore, Mode, OnError, OnMissingKey, RateLimit};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use crate::support::*;
@@ -272,13 +272,36 @@ async fn a_rejected_request_gives_its_place_in_the_inner_service_back_at_once() 
             }
             assert_eq!(settled(response.as_mut()).unwrap().status(), status);
             rejected.push(response);
+            assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again after a {status}");
         }
-        assert!(service.ready().now_or_never().is_some(), "the one place is free again");
     }
 
     let hello = service_fn(hello::<String>);
     rejects(ConcurrencyLimit::new(hello, 1));
     rejects(Buffer::new(hello, 1));
+}
+
+#[tokio::test]
+async fn a_request_that_is_rejected_without_a_wait_gives_its_place_back_too() {
+    let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
+    let mut service = layer_with(LocalStore::default(), "1/h").layer(inner);
+    assert_eq!(call(&mut service, request("alice")).await.unwrap().status(), 200);
+    for (request, status) in [(request("alice"), 429), (anonymous(), 400)] {
+        let response = call(&mut service, request);
+        assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again after a {status}");
+        assert_eq!(response.await.unwrap().status(), status);
+    }
+}
+
+#[test]
+fn a_decision_without_a_wait_calls_the_very_service_that_was_ready() {
+    let (mut service, mut handle) = mock::spawn_layer(layer_with(LocalStore::default(), "100/s"));
+    let mut response = pin!(call(service.get_mut(), request("alice")));
+    assert!(waits(response.as_mut()));
+    let (request, answer) = called(&mut handle);
+    assert!(request.extensions().get::<Decision>().is_some_and(Decision::is_allowed));
+    answer.send_response(Response::new("hello".to_owned()));
+    assert_eq!(settled(response).unwrap().body(), "hello");
 }
 
 #[test]
