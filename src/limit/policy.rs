@@ -281,6 +281,11 @@ mod tests {
         assert_eq!(Policies::new([one.clone(), one.clone()]), Err(ConfigError::DuplicatePolicy("one".to_owned())));
         let many = (0..17).map(|i| policy(&i.to_string(), Quota::per_second(1)).unwrap());
         assert_eq!(Policies::new(many), Err(ConfigError::TooManyPolicies(17)));
-        assert_eq!(Policies::from(one).len(), 1);
+        let list = Policies::from(one.clone());
+        assert_eq!(list.len(), 1);
+        assert!(
+            list.is(&list.copy())
+                && !list.is(&Policies::new([one, policy("two", Quota::per_second(1)).unwrap()]).unwrap())
+        );
     }
 }

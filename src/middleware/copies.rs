@@ -33,3 +33,21 @@ impl<T> Clone for Copies<T> {
         Self(Arc::clone(&self.0))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_have_copies_of_their_own() {
+        let copies = Copies::new(|| "settings");
+        let mine = Arc::as_ptr(copies.mine()) as usize;
+        assert_eq!(mine, Arc::as_ptr(copies.clone().mine()) as usize, "a thread keeps to one");
+        let others = || {
+            let copies = copies.clone();
+            thread::spawn(move || Arc::as_ptr(copies.mine()) as usize).join().unwrap()
+        };
+        // Other tests may have threads that take turns with these.
+        assert!(copies.0.len() == 1 || (0..1_000).any(|_| others() != mine), "others have the same");
+    }
+}

@@ -75,3 +75,34 @@ impl Hasher for AsItIs {
         self.0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_counts_and_pairs_stay_apart() {
+        let digester = Digester::new();
+        let (a, ab, b, bc, c) = (Key::new("a"), Key::new("ab"), Key::new("b"), Key::new("bc"), Key::new("c"));
+        assert_eq!(digester.digest(&a), digester.clone().digest(&Key::new("a")));
+        let digests = [
+            digester.digest(&a),
+            digester.digest(&b),
+            digester.digest(&a).of_count(1),
+            digester.digest(&a).of_count(2),
+            digester.pair(&a, &b),
+            digester.pair(&b, &a),
+            digester.pair(&a, &bc),
+            digester.pair(&ab, &c),
+        ];
+        for (i, digest) in digests.iter().enumerate() {
+            assert_eq!(digests.iter().position(|other| other == digest), Some(i));
+        }
+    }
+
+    #[test]
+    fn nobody_can_tell_a_digest_beforehand() {
+        let key = Key::new("a");
+        assert_ne!(Digester::new().digest(&key), Digester::new().digest(&key));
+    }
+}

@@ -17,11 +17,12 @@ use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, Sta
 /// It decides exactly as [`RedisStore`](crate::RedisStore) does, in well under a microsecond. Alone it serves a
 /// single instance; inside a [`Fallback`](crate::Fallback) it takes over while Redis is down.
 ///
-/// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 130 bytes
+/// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 90 bytes
 /// each, beside the charges that [`SlidingLog`](crate::Strategy::SlidingLog) and
-/// [`SlidingWindow`](crate::Strategy::SlidingWindow) keep. Keys that say nothing any more make room by themselves; if
-/// all still say something, a new key takes the place of the one, of a few, that would have gone first. So a flood of
-/// new keys pushes out its own kind before it pushes out a caller that is deep in its limit.
+/// [`SlidingWindow`](crate::Strategy::SlidingWindow) keep. A key is held as a hash of 128 bits, by a secret of the
+/// store's own. Keys that say nothing any more make room by themselves; if all still say something, a new key takes the
+/// place of the one, of a few, that would have gone first. So a flood of new keys pushes out its own kind before it
+/// pushes out a caller that is deep in its limit.
 ///
 /// Clones share their counts.
 #[derive(Clone, Debug)]
