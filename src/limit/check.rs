@@ -183,8 +183,8 @@ impl Ask {
         Look { loaded, dirty, room, needs, grants }
     }
 
-    /// Charges a state with what its policy and the others grant, and tells how much that is; `most` is what all
-    /// others grant together.
+    /// Charges a state with what its policy grants, and tells how much that is. It is no more than `most`, what every
+    /// other policy grants too, unless each gives back or forgets what it has.
     pub(super) fn decide<T: Twin>(&self, state: &mut T, terms: &Terms, most: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
         let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, terms);

@@ -198,6 +198,21 @@ mod tests {
     }
 
     #[test]
+    fn an_address_is_as_it_is_written() {
+        const OCTETS: [u8; 6] = [0, 9, 10, 99, 100, 255];
+        for a in OCTETS {
+            for b in OCTETS {
+                for c in OCTETS {
+                    for d in OCTETS {
+                        let address = IpAddr::from([a, b, c, d]);
+                        assert_eq!(Key::ip(address), Key::new(address.to_string()), "{address}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
     fn one_network_of_ipv6_is_one_key() {
         let key = |address: &str| Key::ip(address.parse().unwrap());
         assert_eq!(text(key("2001:db8:1:2::1")), "20010db800010002/64");

@@ -2,10 +2,10 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock};
 use std::thread;
 
-/// Copies of one thing, of which each thread uses its own.
+/// Copies of one thing, as many as there are processors, of which each thread uses one.
 ///
-/// Whoever counts a reference writes to its counter: with one for all, every request of every thread would wait for the
-/// processor that wrote last.
+/// Whoever counts a reference writes to its counter. What a request counts references to is in its thread's copy, or it
+/// would wait for the processor that wrote last. A clone still counts one reference that all threads share.
 #[derive(Debug)]
 pub(super) struct Copies<T>(Arc<[Arc<T>]>);
 

@@ -60,7 +60,7 @@ struct Call<T, S, K, R, ReqBody> {
     since: Option<Instant>,
 }
 
-/// What a response is given of the decision by which its request passed.
+/// What a response is given of the decision on its request.
 pub(super) struct Trace {
     decision: Decision,
     fields: Option<FieldsOf>,
@@ -119,13 +119,13 @@ where
             let next = match state.as_mut().project() {
                 StateProj::Deciding { decision, call: waiting } => {
                     let decision = ready!(decision.poll(cx));
-                    // There is always a call to make: it is taken here alone, and this state is left at once.
+                    // There is always a call to make: it is taken here alone, and this state is left with it.
                     let Some(Call { config, mut inner, parts, body, since }) = waiting.take() else {
                         return Poll::Pending;
                     };
                     match config.admit(decision, since) {
                         Ok(trace) => State::Calling { response: call(&mut inner, parts, body, trace.as_ref()), trace },
-                        Err(response) => return Poll::Ready(Ok(response)),
+                        Err(response) => State::Rejected { response: Some(response) },
                     }
                 }
                 StateProj::Calling { response, trace } => {

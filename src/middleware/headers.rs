@@ -43,7 +43,7 @@ impl FieldsOf {
     }
 }
 
-/// Names and numbers are of characters that a header value can have.
+/// The value of a field. Names and numbers, of which they consist, are of characters that it can have.
 fn value(text: &[u8]) -> HeaderValue {
     HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
 }

@@ -55,7 +55,7 @@ pub enum OnMissingKey {
 
 impl<S: Clone, K> RateLimitLayer<S, K> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under one policy or several
-    /// [`Policies`].
+    /// [`Policies`]. The store is cloned, once for each processor.
     pub fn new(store: S, extractor: K, policies: impl Into<Policies>) -> Self {
         let policies = policies.into();
         Self::with(Config {

@@ -53,7 +53,6 @@ where
             Ok(decision) => match config.admit(decision, since) {
                 Ok(trace) => ResponseFuture::calling(&mut self.inner, parts, body, trace),
                 Err(response) => {
-                    // What is not called is not to keep the place that it was given when it got ready.
                     drop(self.take_ready());
                     ResponseFuture::rejected(response)
                 }
@@ -68,6 +67,8 @@ where
 
 impl<T: Clone, S, K, R> RateLimit<T, S, K, R> {
     /// The inner service that has been polled ready. Its clone, which has not been, takes its place.
+    ///
+    /// It must be called or dropped: it may have been given a place that others wait for when it got ready.
     fn take_ready(&mut self) -> T {
         let clone = self.inner.clone();
         mem::replace(&mut self.inner, clone)

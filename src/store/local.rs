@@ -1,3 +1,4 @@
+use std::fmt;
 use std::future::{Ready, ready};
 use std::mem;
 use std::num::NonZeroUsize;
@@ -25,12 +26,11 @@ use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, Sta
 /// pushes out a caller that is deep in its limit.
 ///
 /// Clones share their counts.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct LocalStore {
     shared: Arc<Shared>,
 }
 
-#[derive(Debug)]
 struct Shared {
     /// All keys of a caller are in one shard, so that one lock decides on all its policies.
     shards: Box<[Mutex<Shard>]>,
@@ -38,7 +38,6 @@ struct Shared {
     clock: Clock,
 }
 
-#[derive(Debug)]
 struct Shard {
     /// By the caller, and which of its counts.
     states: Bounded<Entry>,
@@ -47,7 +46,6 @@ struct Shard {
 }
 
 /// What is known of one count of a caller.
-#[derive(Debug)]
 enum Entry {
     Counted(State),
     /// Another store counts it. It had `capacity` there, of which `remaining` was left when it was `seen`, and all of
@@ -123,6 +121,13 @@ impl LocalStore {
         };
         drop(shard);
         check.answer(verdicts, Source::Local)
+    }
+}
+
+/// Shows how many keys it holds, and none of them.
+impl fmt::Debug for LocalStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LocalStore").field("keys", &self.len()).finish_non_exhaustive()
     }
 }
 

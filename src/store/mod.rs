@@ -49,11 +49,15 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Decides one check.
     fn check(&self, check: Check) -> Self::Future;
 
-    /// Decides one check as [`check`](Self::check) does, for a caller that has less to do if the answer is there at once.
+    /// Decides one check as [`check`](Self::check) does, and gives the answer itself if it is there at once, so that
+    /// the caller has nothing to keep until then. The answer is that of `check`: a decision or an error.
+    ///
+    /// It is `check` whose answer always has to be awaited, unless a store overrides it. One whose `check` calls this
+    /// must.
     ///
     /// # Errors
     ///
-    /// The future of an answer that is not there yet: always, unless written.
+    /// The future of an answer that is not there yet. The check is under way: to ask again would charge it twice.
     fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
         Err(self.check(check))
     }

@@ -70,6 +70,31 @@ async fn it_degrades_and_recovers_with_redis() {
     assert_eq!(notes.0.settled.lock().unwrap().as_slice(), [(2, 0)]);
 }
 
+/// Outside of a runtime the primary store answers at once that it cannot decide, and what it was asked was not sent.
+#[test]
+fn a_failure_without_a_wait_counts_and_is_settled_as_any_other() {
+    let server = RedisServer::start();
+    let notes = Notes::default();
+    let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
+    for count in 1..=5 {
+        let decision = store.try_check(check("ann", "10/h")).map_err(|_| "it waits").unwrap().unwrap();
+        assert_eq!((decision.source(), decision.remaining()), (Source::Local, 10 - count));
+        assert_eq!(store.is_degraded(), count >= 3);
+    }
+    assert_eq!(notes.0.failed.load(SeqCst), 3);
+    assert_eq!(notes.0.degraded.lock().unwrap().as_slice(), [ErrorKind::NoRuntime]);
+
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        // The first check on the runtime starts the probe.
+        assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Local);
+        until("it has recovered", async || !store.is_degraded()).await;
+        let decision = store.check(check("ann", "10/h")).await.unwrap();
+        assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 6 - 1), "all six were settled");
+    });
+    assert_eq!(notes.0.settled.lock().unwrap().as_slice(), [(6, 0)]);
+}
+
 #[tokio::test]
 async fn it_starts_while_redis_is_down() {
     let notes = Notes::default();

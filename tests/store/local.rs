@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use tower_redis_ratelimit::{Check, Decision, Key, LocalStore, Store, Strategy};
+use tower_redis_ratelimit::{Align, Check, Decision, Key, LocalStore, Store, Strategy};
 
 use crate::support::{STRATEGIES, check, policy};
 
@@ -43,6 +43,29 @@ async fn a_retry_passes_at_its_time_and_not_before() {
         tokio::time::advance(Duration::from_micros(1)).await;
         assert!(take().is_allowed(), "{strategy:?}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_count_is_held_as_long_as_it_says_something_and_no_longer() {
+    // Windows of the clock may end at any time.
+    for strategy in STRATEGIES.into_iter().filter(|strategy| *strategy != Strategy::FixedWindow(Align::default())) {
+        let (store, policies) = (LocalStore::default(), policy(strategy, "10/10s"));
+        let take = || ask(&store, Check::take(Key::new("ann"), &policies, 1)).is_allowed();
+        assert!((0..10).all(|_| take()), "{strategy:?}");
+        // The first charge alone would mostly be forgotten by now.
+        tokio::time::advance(Duration::from_millis(1_500)).await;
+        let more = (0..10).filter(|_| take()).count();
+        assert!(more <= 2, "{strategy:?}: a charge was forgotten, {more} more pass");
+        ask(&store, Check::reset(Key::new("ann"), &policies));
+        assert!(store.is_empty(), "{strategy:?}: what says nothing is held");
+    }
+}
+
+#[test]
+fn its_debug_text_tells_no_secret() {
+    let store = LocalStore::default();
+    ask(&store, check("ann", "10/s"));
+    assert_eq!(format!("{store:?}"), "LocalStore { keys: 1, .. }");
 }
 
 #[tokio::test(start_paused = true)]
