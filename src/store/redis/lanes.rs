@@ -105,13 +105,16 @@ impl Lanes {
         Err(RedisFuture { state: State::Waiting(receiver) })
     }
 
+    pub(super) fn check(self: &Arc<Self>, check: Check) -> RedisFuture {
+        match self.enqueue(check) {
+            Ok(answer) => RedisFuture { state: State::Ready(Some(answer)) },
+            Err(waiting) => waiting,
+        }
+    }
+
     /// Decides a check that reads and writes as any other.
     pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
-        match self.enqueue(Check::probe()) {
-            Ok(answer) => answer,
-            Err(waiting) => waiting.await,
-        }
-        .map(drop)
+        self.check(Check::probe()).await.map(drop)
     }
 
     /// Says that the instance of this name is alive for so long. How many are.
@@ -315,12 +318,6 @@ enum State {
     /// Known at once; none once it has been told.
     Ready(Option<Result<Decision, Error>>),
     Waiting(oneshot::Receiver<Result<Decision, Error>>),
-}
-
-impl RedisFuture {
-    pub(super) fn ready(answer: Result<Decision, Error>) -> Self {
-        Self { state: State::Ready(Some(answer)) }
-    }
 }
 
 impl Future for RedisFuture {

@@ -103,10 +103,7 @@ impl Store for RedisStore {
     type Future = RedisFuture;
 
     fn check(&self, check: Check) -> RedisFuture {
-        match self.try_check(check) {
-            Ok(answer) => RedisFuture::ready(answer),
-            Err(waiting) => waiting,
-        }
+        self.lanes.check(check)
     }
 
     fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, RedisFuture> {
