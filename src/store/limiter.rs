@@ -87,7 +87,8 @@ impl<S: Store> Limiter<S> {
     /// Those of this process who wait for one key take turns in the order in which they came, whatever their costs. The
     /// decision is a denial if it would take longer than `max`; this is told as soon as it is known.
     ///
-    /// To drop the future gives up the wait, and takes nothing: what was granted just then is given back.
+    /// To drop the future gives up the wait, and takes nothing: what was granted just then is given back, on a task of
+    /// its own.
     ///
     /// # Errors
     ///
@@ -114,21 +115,44 @@ impl<S: Store> Limiter<S> {
         }
     }
 
-    /// One take, on a task of its own, so that what is granted to nobody is given back.
+    /// One take, on a task of its own, so that it is answered even if nobody waits for it any more.
     async fn attempt(&self, key: Key, cost: u32) -> Result<Decision, Error> {
         let (answer, receiver) = oneshot::channel();
         let limiter = self.clone();
         let runtime = Handle::try_current().map_err(|error| Error::caused(ErrorKind::NoRuntime, error))?;
-        runtime.spawn(async move {
+        runtime.clone().spawn(async move {
             let decision = limiter.take(key, cost).await;
-            if let Err(Ok(decision)) = answer.send(decision)
-                && decision.granted() > 0
-            {
-                // Nobody is left to be told of a failure.
-                let _ = limiter.give_back(key, decision.granted()).await;
-            }
+            // If nobody waits any more, the delivery is dropped here.
+            let _ = answer.send(decision.map(|decision| Delivery { limiter, key, runtime, decision: Some(decision) }));
         });
-        receiver.await.unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime)))
+        let delivery = receiver.await.unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime)))?;
+        delivery.accept().ok_or_else(|| Error::new(ErrorKind::NoRuntime))
+    }
+}
+
+/// A decision on its way to the one who waits for it. Dropped on the way, it gives back what was granted: the wait may
+/// be dropped when the decision has been sent and not yet received.
+struct Delivery<S: Store> {
+    limiter: Limiter<S>,
+    key: Key,
+    runtime: Handle,
+    /// None once it is accepted.
+    decision: Option<Decision>,
+}
+
+impl<S: Store> Delivery<S> {
+    fn accept(mut self) -> Option<Decision> {
+        self.decision.take()
+    }
+}
+
+impl<S: Store> Drop for Delivery<S> {
+    fn drop(&mut self) {
+        if let Some(granted) = self.decision.take().map(|decision| decision.granted()).filter(|granted| *granted > 0) {
+            let (limiter, key) = (self.limiter.clone(), self.key);
+            // Nobody is left to be told of a failure.
+            self.runtime.spawn(async move { limiter.give_back(key, granted).await.map(drop) });
+        }
     }
 }
 

@@ -104,6 +104,31 @@ async fn a_dropped_wait_takes_nothing() {
     assert!(shown.contains("turns: Mutex { data: {}"), "somebody still waits: {shown}");
 }
 
+/// Nor is anything lost if it is dropped when the grant has been made and nobody has looked at it yet.
+#[tokio::test]
+async fn a_wait_dropped_between_grant_and_poll_takes_nothing() {
+    const WAITS: u32 = 10_000;
+    let limiter = limiter(Strategy::Gcra, "100000/100d");
+    let mut granted = 0;
+    for i in 0..WAITS {
+        let wait = limiter.wait(ANN, 1, Duration::from_secs(10));
+        // The take runs on a task of its own, which gets on while this one yields.
+        let impatient = async {
+            for _ in 0..i % 4 {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::select! {
+            biased;
+            () = impatient => {}
+            decision = wait => granted += decision.unwrap().granted(),
+        }
+    }
+    assert!((1..WAITS).contains(&granted), "{granted} of {WAITS} were waited for");
+    until("the rest is given back", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 100_000 - granted)
+        .await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn it_waits_for_redis_as_well() {
     let server = RedisServer::start();
