@@ -11,6 +11,9 @@ use sha2::{Digest, Sha256};
 /// characters `{ } : , ~` that give a Redis key its structure, and every [`secret`](Self::secret). So no
 /// caller can choose a cluster slot, name another's key, or make a key long.
 ///
+/// Keys of different kinds are different: a user who is called `192.0.2.7` is not counted with that
+/// [address](Self::ip), nor with a [`secret`](Self::secret) or a [`tuple`](Self::tuple) of the same bytes.
+///
 /// A key owns its bytes inline and never allocates. `Debug` shows no more than a few bytes of its hash.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Key {
@@ -23,6 +26,9 @@ pub struct Key {
 const HASHED: u8 = b'~';
 /// Stands between the parts of a tuple, and cannot stand in a part.
 const BETWEEN: u8 = b',';
+
+/// Opens the key of an address: it has a character that a readable key cannot have.
+const ADDRESS: &[u8] = b"ip:";
 
 /// Octets as they stand in an address, each with a point behind it. Formatting them would take longer than a decision.
 const OCTETS: [[u8; 4]; 256] = {
@@ -56,22 +62,26 @@ impl Key {
         if bytes != b"*" && !bytes.is_empty() && bytes.len() <= Self::MAX && bytes.iter().all(readable) {
             Self::reserved(bytes)
         } else {
-            Self::secret(bytes)
+            Self::hashed(Sha256::new().chain_update(b"key\0").chain_update(bytes))
         }
     }
 
     /// A key of something that must not be readable in Redis: an API key, a token, a cookie.
     pub fn secret(bytes: impl AsRef<[u8]>) -> Self {
-        Self::hashed(Sha256::new().chain_update(b"key\0").chain_update(bytes))
+        Self::hashed(Sha256::new().chain_update(b"secret\0").chain_update(bytes))
     }
 
     /// A key of an address: the whole address for IPv4, the /64 network for IPv6, since one host owns all of it.
+    ///
+    /// An IPv6 address that stands for an IPv4 one counts as that: IPv4-mapped (`::ffff:0:0/96`), NAT64
+    /// (`64:ff9b::/96`, RFC 6052) and 6to4 (`2002::/16`, RFC 3056). They stand in Redis as `ip:192.0.2.7` and
+    /// `ip:2001:0db8:0001:0002::/64`.
     pub fn ip(address: IpAddr) -> Self {
-        match address.to_canonical() {
+        match unwrapped(address) {
             IpAddr::V4(v4) => {
                 // Each octet with its point and padding, over the padding of the one before.
-                let mut key = Self::reserved(b"");
-                let mut end = 0;
+                let mut key = Self::reserved(ADDRESS);
+                let mut end = ADDRESS.len();
                 for octet in v4.octets() {
                     key.bytes[end..end + 4].copy_from_slice(&OCTETS[usize::from(octet)]);
                     end += 2 + usize::from(octet >= 10) + usize::from(octet >= 100);
@@ -81,19 +91,22 @@ impl Key {
                 key
             }
             IpAddr::V6(v6) => {
-                let mut key = Self::reserved(b"");
-                key.push_hex(&v6.octets()[..8]);
-                key.push(b"/64");
+                let mut key = Self::reserved(ADDRESS);
+                for group in v6.octets()[..8].chunks_exact(2) {
+                    key.push_hex(group);
+                    key.push(b":");
+                }
+                key.push(b":/64");
                 key
             }
         }
     }
 
-    /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart.
+    /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart, and one of a single part is not that part.
     pub fn tuple(parts: &[Key]) -> Self {
         let len = parts.iter().map(|part| part.as_bytes().len() + 1).sum::<usize>();
         let nested = parts.iter().any(|part| part.as_bytes().contains(&BETWEEN));
-        if parts.is_empty() || nested || len > Self::MAX + 1 {
+        if parts.len() < 2 || nested || len > Self::MAX + 1 {
             let hash = Sha256::new().chain_update(b"tuple\0");
             return Self::hashed(
                 parts.iter().fold(hash, |hash, part| hash.chain_update([part.len]).chain_update(part.as_bytes())),
@@ -146,6 +159,16 @@ impl Key {
     }
 }
 
+/// The IPv4 address that an IPv6 one stands for, if it does.
+fn unwrapped(address: IpAddr) -> IpAddr {
+    let IpAddr::V6(v6) = address else { return address };
+    match v6.octets() {
+        [0, 0x64, 0xff, 0x9b, 0, 0, 0, 0, 0, 0, 0, 0, a, b, c, d] => [a, b, c, d].into(),
+        [0x20, 0x02, a, b, c, d, ..] => [a, b, c, d].into(),
+        _ => address.to_canonical(),
+    }
+}
+
 impl From<IpAddr> for Key {
     fn from(address: IpAddr) -> Self {
         Self::ip(address)
@@ -191,8 +214,7 @@ mod tests {
     fn readable_keys_stay_readable() {
         assert_eq!(text(Key::new("user-42@example.org")), "user-42@example.org");
         assert_eq!(text(Key::new("8a6e0804-2bd0-4672-b79d-d97027f9071a")), "8a6e0804-2bd0-4672-b79d-d97027f9071a");
-        assert_eq!(text(Key::ip("192.0.2.7".parse().unwrap())), "192.0.2.7");
-        assert_eq!(text(Key::ip("::ffff:192.0.2.7".parse().unwrap())), "192.0.2.7");
+        assert_eq!(text(Key::ip("192.0.2.7".parse().unwrap())), "ip:192.0.2.7");
     }
 
     #[test]
@@ -203,7 +225,7 @@ mod tests {
                 for c in OCTETS {
                     for d in OCTETS {
                         let address = IpAddr::from([a, b, c, d]);
-                        assert_eq!(Key::ip(address), Key::new(address.to_string()), "{address}");
+                        assert_eq!(text(Key::ip(address)), format!("ip:{address}"));
                     }
                 }
             }
@@ -213,9 +235,37 @@ mod tests {
     #[test]
     fn one_network_of_ipv6_is_one_key() {
         let key = |address: &str| Key::ip(address.parse().unwrap());
-        assert_eq!(text(key("2001:db8:1:2::1")), "20010db800010002/64");
+        assert_eq!(text(key("2001:db8:1:2::1")), "ip:2001:0db8:0001:0002::/64");
         assert_eq!(key("2001:db8:1:2::1"), key("2001:db8:1:2:ffff:ffff:ffff:ffff"));
         assert_ne!(key("2001:db8:1:2::1"), key("2001:db8:1:3::1"));
+    }
+
+    #[test]
+    fn an_address_that_stands_for_an_ipv4_one_counts_as_that() {
+        let key = |address: &str| Key::ip(address.parse().unwrap());
+        let expected = key("192.0.2.7");
+        for address in ["::ffff:192.0.2.7", "64:ff9b::192.0.2.7", "2002:c000:207::1", "2002:c000:207:1:2:3:4:5"] {
+            assert_eq!(key(address), expected, "{address}");
+        }
+        for address in ["64:ff9b:1::192.0.2.7", "64:ff9b::1:c000:207", "::192.0.2.7", "2003:c000:207::1"] {
+            assert!(text(key(address)).ends_with("::/64"), "{address}");
+        }
+    }
+
+    #[test]
+    fn kinds_of_keys_stay_apart() {
+        let long = "x".repeat(100);
+        for bytes in
+            ["192.0.2.7", "ip:192.0.2.7", "20010db800010002/64", "ip:2001:0db8:0001:0002::/64", "a", "a,b", &long]
+        {
+            let mut keys = vec![Key::new(bytes), Key::secret(bytes), Key::tuple(&[Key::new(bytes)])];
+            keys.push(Key::tuple(&[Key::new("a"), Key::new("b")]));
+            keys.extend(["192.0.2.7", "2001:db8:1:2::"].map(|address| Key::ip(address.parse().unwrap())));
+            keys.push(Key::GLOBAL);
+            for (i, key) in keys.iter().enumerate() {
+                assert!(!keys[..i].contains(key), "{bytes:?}: {} twice", text(*key));
+            }
+        }
     }
 
     #[test]

@@ -4,13 +4,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use http::header::RETRY_AFTER;
 use http::request::Parts;
 use http::{Request, Response};
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
-use super::headers::FieldsOf;
+use super::headers::{FieldsOf, retry_after};
 use super::layer::{Config, OnError, OnMissingKey};
 use super::{MissingKey, Reject, Rejection};
 use crate::limit::Decision;
@@ -152,7 +153,7 @@ impl<S, K, R> Config<S, K, R> {
 
     /// Whether a request without a key passes, uncounted.
     pub(super) fn lets_pass(&self, missing: MissingKey) -> bool {
-        self.on_missing_key == OnMissingKey::Allow && !missing.is_of_server()
+        self.on_missing_key == OnMissingKey::Allow && missing.is_absent()
     }
 
     /// The trace of the decision by which a request passes, or none if nobody could count it.
@@ -178,6 +179,9 @@ impl<S, K, R> Config<S, K, R> {
             Ok(decision) if decision.is_allowed() => Ok(Some(Trace { decision, fields: self.fields.clone() })),
             Ok(decision) => {
                 let mut response = self.reject.reject(Rejection::Denied(&decision));
+                if let Some(wait) = decision.retry_after() {
+                    response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| retry_after(wait).into());
+                }
                 Trace { decision, fields: self.fields.clone() }.leave(&mut response);
                 Err(response)
             }

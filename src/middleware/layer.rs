@@ -105,7 +105,8 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
         self.change(|config| config.on_error = on_error)
     }
 
-    /// Sets what becomes of a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    /// Sets what becomes of a request that has no key. One whose key is
+    /// [malformed](crate::MissingKey::malformed) is rejected all the same. Defaults to [`OnMissingKey::Reject`].
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|config| config.on_missing_key = on_missing_key)

@@ -9,7 +9,7 @@ use http_body_util::Full;
 use serde_json::{Value, json};
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::{
-    HeaderKey, Key, KeyExtractor, LocalStore, MissingKey, PeerIp, RateLimitLayer, Rejection, Store,
+    HeaderKey, Key, KeyExtractor, LocalStore, MissingKey, OnMissingKey, PeerIp, RateLimitLayer, Rejection, Store,
 };
 
 use crate::support::*;
@@ -147,10 +147,43 @@ async fn a_closure_is_told_why_and_its_response_is_the_answer() {
     let service = limited(layer("1/h").reject(tell));
     let broken = limited(layer_with(Broken, "1/h").reject(tell));
     assert_eq!(send(&service, request("alice")).await.body(), "hello");
-    assert_eq!(send(&service, request("alice")).await.body(), "denied by api");
+    let denied = send(&service, request("alice")).await;
+    assert_eq!(field(&denied, "retry-after"), Some("3600"), "the layer adds it");
+    assert_eq!(denied.body(), "denied by api");
     let missing = "missing: the request lacks the header that it is counted by";
     assert_eq!(send(&service, anonymous()).await.body(), missing);
     let unavailable = send(&broken, request("alice")).await;
     assert_eq!(unavailable.body(), "unavailable: Configuration");
     assert_eq!(unavailable.headers().len(), 0, "what the closure did not set is not there");
+}
+
+#[tokio::test]
+async fn a_closure_that_tells_when_to_retry_is_left_alone() {
+    let later = |_: Rejection<'_>| Response::builder().header("retry-after", "7").body(String::new()).unwrap();
+    let service = limited(layer("1/h").reject(later));
+    send(&service, request("alice")).await;
+    let denied = send(&service, request("alice")).await;
+    assert_eq!(denied.headers().get_all("retry-after").iter().collect::<Vec<_>>(), ["7"]);
+}
+
+#[tokio::test]
+async fn a_cost_that_never_fits_has_no_time_to_retry() {
+    let plain = |_: Rejection<'_>| Response::new(String::new());
+    let service = limited(layer("1/h").cost(by_header).reject(plain));
+    let denied = send(&service, costing(2)).await;
+    assert_eq!(field(&denied, "retry-after"), None);
+    assert!(field(&denied, "ratelimit").is_some());
+}
+
+/// A client that sends its header beside the proxy's must not pass uncounted by that.
+#[tokio::test]
+async fn a_header_that_comes_twice_is_rejected_even_if_one_that_is_missing_is_not() {
+    let service = limited(layer("1/h").on_missing_key(OnMissingKey::Allow));
+    let mut twice = request("alice");
+    twice.headers_mut().append(USER, "mallory".parse().unwrap());
+    let response = send(&service, twice).await;
+    assert_eq!(response.status(), 400);
+    let detail = problem(response).await["detail"].to_string();
+    assert!(detail.contains("more than once"), "{detail}");
+    assert_eq!(send(&service, anonymous()).await.status(), 200);
 }

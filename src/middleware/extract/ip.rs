@@ -55,7 +55,7 @@ mod tests {
     #[test]
     fn the_peer_is_found_wherever_the_server_put_it() {
         let socket: SocketAddr = "192.0.2.7:1234".parse().unwrap();
-        let expected = Ok(Key::new("192.0.2.7"));
+        let expected = Ok(Key::ip(socket.ip()));
         assert_eq!(PeerIp.extract(&with(socket)), expected);
         assert_eq!(PeerIp.extract(&with(socket.ip())), expected);
         #[cfg(feature = "axum")]

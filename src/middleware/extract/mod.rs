@@ -41,25 +41,46 @@ pub trait KeyExtractor {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MissingKey {
     problem: &'static str,
-    server: bool,
+    reason: Reason,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reason {
+    /// The client left it out.
+    Absent,
+    /// The client sent what must not be one.
+    Malformed,
+    /// The server is set up so that there can be none.
+    OfServer,
 }
 
 impl MissingKey {
     /// The client left it out: over HTTP a 400. `problem` is shown to it, and says what is missing, such as "no API
     /// key".
     pub const fn new(problem: &'static str) -> Self {
-        Self { problem, server: false }
+        Self { problem, reason: Reason::Absent }
+    }
+
+    /// The client sent something that must not become a key, such as a header twice: over HTTP a 400, whatever
+    /// [`OnMissingKey`](crate::OnMissingKey) says, or a client could pass uncounted by it. `problem` is shown to it.
+    pub const fn malformed(problem: &'static str) -> Self {
+        Self { problem, reason: Reason::Malformed }
     }
 
     /// The server is set up so that no request can have it: over HTTP a 500, whatever
     /// [`OnMissingKey`](crate::OnMissingKey) says. `problem` is in the response too, and says how to set it up.
     pub const fn of_server(problem: &'static str) -> Self {
-        Self { problem, server: true }
+        Self { problem, reason: Reason::OfServer }
     }
 
     /// Whether the server is at fault, not the client.
     pub const fn is_of_server(&self) -> bool {
-        self.server
+        matches!(self.reason, Reason::OfServer)
+    }
+
+    /// Whether the request has nothing, so that [`OnMissingKey`](crate::OnMissingKey) says what becomes of it.
+    pub(super) fn is_absent(&self) -> bool {
+        self.reason == Reason::Absent
     }
 }
 
@@ -99,8 +120,16 @@ impl KeyExtractor for Global {
 
 /// Counts by the value of a header, such as an API key.
 ///
-/// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none. If a request
-/// has the header more than once, the first counts.
+/// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
+///
+/// A request that has the header more than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of
+/// the values may be of the client's choice, beside one that a proxy has added: to count by it, or by all of them, would
+/// give the client a new key whenever it likes.
+///
+/// What a client can spell in many ways is no good key, for each spelling is counted by itself:
+/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer  x` are one credential and three values. Count by the user whom
+///   your authentication has found.
+/// - `X-Forwarded-For`, `Forwarded` and the like: whoever sends the request writes the first part of it.
 ///
 /// ```
 /// use http::HeaderName;
@@ -131,7 +160,12 @@ impl HeaderKey {
 
 impl KeyExtractor for HeaderKey {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        match request.headers.get(&self.name).map(|value| value.as_bytes()) {
+        let mut values = request.headers.get_all(&self.name).iter();
+        let first = values.next().map(|value| value.as_bytes());
+        if values.next().is_some() {
+            return Err(MissingKey::malformed("the request has the header that it is counted by more than once"));
+        }
+        match first {
             None | Some([]) => Err(MissingKey::new("the request lacks the header that it is counted by")),
             Some(value) if self.secret => Ok(Key::secret(value)),
             Some(value) => Ok(Key::new(value)),
@@ -174,6 +208,19 @@ mod tests {
         assert_eq!(HeaderKey::new(USER).readable().extract(&parts), Ok(Key::new("alice")));
         assert!(HeaderKey::new(http::header::AUTHORIZATION).extract(&parts).is_err());
         assert!(HeaderKey::new(USER).extract(&request(b"")).is_err(), "an empty value tells nobody apart");
+    }
+
+    #[test]
+    fn a_header_that_comes_twice_is_no_key() {
+        for (first, second) in [("alice", "bob"), ("alice", "alice"), ("", "alice"), ("alice", "")] {
+            let request = Request::builder().header("x-user", first).header("x-user", second);
+            let parts = request.body(()).unwrap().into_parts().0;
+            for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
+                let problem = extractor.extract(&parts).unwrap_err();
+                assert!(problem.to_string().contains("more than once"), "{first:?}, {second:?}: {problem}");
+                assert!(!problem.is_absent() && !problem.is_of_server());
+            }
+        }
     }
 
     #[test]

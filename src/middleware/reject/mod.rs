@@ -24,8 +24,8 @@ pub enum Rejection<'a> {
 
 /// Makes the response to a rejected request, of a service whose responses have the body `B`.
 ///
-/// Closures from a [`Rejection`] to a response are one. The layer adds its header fields and leaves the
-/// decision in the response's extensions, whatever the response is.
+/// Closures from a [`Rejection`] to a response are one. The layer adds its header fields, and `Retry-After` to a denial
+/// that has none, and leaves the decision in the response's extensions, whatever the response is.
 ///
 /// ```
 /// use http::{Response, StatusCode};
