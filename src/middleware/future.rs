@@ -15,7 +15,7 @@ use super::headers::{FieldsOf, retry_after};
 use super::layer::{Config, OnError, OnMissingKey};
 use super::{MissingKey, Reject, Rejection};
 use crate::limit::Decision;
-use crate::store::{Error, Store, instant};
+use crate::store::{Error, Store, instant, polled_after_completion};
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
@@ -122,7 +122,7 @@ where
                     let decision = ready!(decision.poll(cx));
                     // There is always a call to make: it is taken here alone, and this state is left with it.
                     let Some(Call { config, mut inner, parts, body, since }) = waiting.take() else {
-                        return Poll::Pending;
+                        polled_after_completion("ResponseFuture");
                     };
                     match config.admit(decision, since) {
                         Ok(trace) => State::Calling { response: call(&mut inner, parts, body, trace.as_ref()), trace },
@@ -137,7 +137,8 @@ where
                     return Poll::Ready(Ok(response));
                 }
                 StateProj::Rejected { response } => {
-                    return response.take().map_or(Poll::Pending, |r| Poll::Ready(Ok(r)));
+                    let response = response.take().unwrap_or_else(|| polled_after_completion("ResponseFuture"));
+                    return Poll::Ready(Ok(response));
                 }
             };
             state.set(next);

@@ -68,6 +68,14 @@ pub trait Store: Clone + Send + Sync + 'static {
     }
 }
 
+/// What a future of ours does that is polled after it has answered, as std's do: to hang or to answer anew would hide the
+/// mistake of whoever polls it.
+#[track_caller]
+#[allow(clippy::panic, reason = "only code that breaks the contract of `Future` gets here")]
+pub(crate) fn polled_after_completion(future: &str) -> ! {
+    panic!("`{future}` polled after completion")
+}
+
 /// Nothing under our locks panics; if it ever did, what they hold would still be whole.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

@@ -319,3 +319,12 @@ fn an_undecided_request_that_may_pass_reaches_the_inner_service_once() {
     assert_eq!(settled(response).unwrap().status(), 200);
     assert!(handle.poll_request().is_pending());
 }
+
+#[test]
+#[should_panic(expected = "`ResponseFuture` polled after completion")]
+fn a_response_that_has_been_given_is_not_waited_for_again() {
+    let mut service = limited(layer("1/h"));
+    let mut response = pin!(call(&mut service, anonymous()));
+    assert_eq!(settled(response.as_mut()).unwrap().status(), 400);
+    let _ = waits(response.as_mut());
+}
