@@ -14,3 +14,4 @@ mod fallback;
 mod http;
 mod keys;
 mod memory;
+mod runtimes;

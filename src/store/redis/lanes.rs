@@ -2,40 +2,43 @@
 //!
 //! A check waits in a bounded queue. A lane is a task that takes what is there, sends it as one script call over one
 //! pooled connection, answers every check, and goes on until the queue is empty; then it ends. A check that comes
-//! while fewer lanes run than may starts one, so that an idle store adds no delay and holds no task.
+//! while fewer lanes run than may starts one, so that an idle store adds no delay.
+//!
+//! Each tokio runtime that uses the store has a queue, lanes and connections of its own, so that no check depends on a
+//! runtime but the one that it was made on. They are gone when that runtime ends.
 
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::fmt;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::mem;
-use std::pin::{Pin, pin};
+use std::pin::Pin;
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, Weak};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use redis::{RedisError, Value};
-use tokio::runtime::Handle;
+use tokio::runtime::{self, Handle};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, timeout};
 
 use super::denials::Denials;
-use super::pool::{Failures, Manager};
+use super::pool::{Manager, Pool};
 use super::script::{self, Batch};
 use crate::limit::{Check, Decision, Source, Verdicts};
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind, Observers, lock};
 
 pub(super) struct Lanes {
-    pub(super) pool: bb8::Pool<Manager>,
-    pub(super) failures: Failures,
+    pub(super) manager: Manager,
     pub(super) prefix: Box<str>,
     pub(super) limits: Limits,
     pub(super) denials: Denials,
     pub(super) observer: Option<Observers>,
     /// A test's own time; 0 for Redis's.
     pub(super) now: Arc<AtomicI64>,
-    pub(super) queue: Mutex<Queue>,
+    pub(super) queues: Mutex<Queues>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -47,12 +50,23 @@ pub(super) struct Limits {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Queue {
+pub(super) struct Queues {
+    /// Mostly one.
+    each: Vec<Queue>,
+    /// What lanes that have ended worked with.
+    spare: Vec<Work>,
+}
+
+/// What waits on one runtime.
+#[derive(Debug)]
+struct Queue {
+    runtime: runtime::Id,
+    pool: Arc<Pool>,
     jobs: VecDeque<Job>,
     /// How many run.
     lanes: usize,
-    /// What lanes that have ended worked with.
-    spare: Vec<Work>,
+    /// Dropped with the store: ends the runtime's [`Watch`].
+    _store: oneshot::Sender<Infallible>,
 }
 
 /// What a lane works with: the checks that it has taken, and the call that asks them.
@@ -81,33 +95,53 @@ impl Lanes {
             Ok(decision) => return Ok(Ok(decision)),
             Err(check) => check,
         };
+        let Ok(runtime) = Handle::try_current() else { return Ok(Err(no_runtime().unsent())) };
         let (answer, receiver) = oneshot::channel();
         let job = Job { check, since: instant(), answer };
-        let start = {
-            let mut queue = self.queue();
+        let (watch, lane) = {
+            let mut queues = self.queues();
+            let Queues { each, spare } = &mut *queues;
+            let (queue, watch) = self.queue_of(runtime.id(), each);
             if queue.jobs.len() >= self.limits.queue {
                 return Ok(Err(Error::new(ErrorKind::QueueFull).unsent()));
             }
             queue.jobs.push_back(job);
-            (queue.lanes < self.limits.lanes).then(|| {
+            let lane = (queue.lanes < self.limits.lanes).then(|| {
                 queue.lanes += 1;
-                queue.spare.pop().unwrap_or_default()
-            })
+                (Arc::clone(&queue.pool), spare.pop().unwrap_or_default())
+            });
+            (watch, lane)
         };
-        if let Some(work) = start {
-            let lane = Lane::new(self, work);
-            match Handle::try_current() {
-                Ok(runtime) => drop(runtime.spawn(lane.run())),
-                // Dropping the lane takes it off the count; the job stays for nobody, since we drop its receiver.
-                Err(_) => return Ok(Err(Error::new(ErrorKind::NoRuntime).unsent())),
-            }
+        // A runtime that has ended drops them at once, and so answers the check.
+        if let Some(watch) = watch {
+            runtime.spawn(watch.run());
+        }
+        if let Some((pool, work)) = lane {
+            runtime.spawn(Lane::new(self, runtime.id(), pool, work).run());
         }
         Err(RedisFuture { state: State::Waiting(receiver) })
     }
 
+    /// The queue of a runtime. If it is a new one, the watch to start there.
+    fn queue_of<'a>(
+        self: &Arc<Self>,
+        runtime: runtime::Id,
+        queues: &'a mut Vec<Queue>,
+    ) -> (&'a mut Queue, Option<Watch>) {
+        let mut watch = None;
+        let place = queues.iter().position(|queue| queue.runtime == runtime).unwrap_or_else(|| {
+            let (_store, store) = oneshot::channel();
+            let pool = Arc::new(Pool::new(self.manager.clone(), self.limits.lanes));
+            watch = Some(Watch { lanes: Arc::downgrade(self), runtime, store });
+            queues.push(Queue { runtime, pool, jobs: VecDeque::new(), lanes: 0, _store });
+            queues.len() - 1
+        });
+        (&mut queues[place], watch)
+    }
+
     pub(super) fn check(self: &Arc<Self>, check: Check) -> RedisFuture {
         match self.enqueue(check) {
-            Ok(answer) => RedisFuture { state: State::Ready(Some(answer)) },
+            Ok(answer) => RedisFuture { state: State::Ready(answer) },
             Err(waiting) => waiting,
         }
     }
@@ -118,15 +152,24 @@ impl Lanes {
     }
 
     /// Says that the instance of this name is alive for so long. How many are.
-    pub(super) async fn announce(&self, name: &str, alive: Duration) -> Result<u32, Error> {
+    pub(super) async fn announce(self: &Arc<Self>, name: &str, alive: Duration) -> Result<u32, Error> {
         static SCRIPT: LazyLock<redis::Script> =
             LazyLock::new(|| redis::Script::new(include_str!("../../../lua/announce.lua")));
-        let mut failures = self.failures.subscribe();
+        let runtime = Handle::try_current().map_err(|_| no_runtime())?;
+        let (pool, watch) = {
+            let mut queues = self.queues();
+            let (queue, watch) = self.queue_of(runtime.id(), &mut queues.each);
+            (Arc::clone(&queue.pool), watch)
+        };
+        if let Some(watch) = watch {
+            runtime.spawn(watch.run());
+        }
+        let mut failures = pool.failures();
         let call = async {
-            let mut connection = checkout(&self.pool, &mut failures).await?;
+            let mut connection = pool.checkout(&mut failures).await?;
             let mut call = SCRIPT.prepare_invoke();
             call.key(format!("{}:instances", self.prefix)).arg(name).arg(alive.as_millis() as u64);
-            connection.invoke(&call).await.map_err(super::error)
+            connection.invoke(&call).await.map_err(|error| super::error(&error))
         };
         timeout(self.limits.timeout, call).await.map_err(|_| Error::new(ErrorKind::Timeout))?
     }
@@ -144,23 +187,60 @@ impl Lanes {
         }
     }
 
-    fn queue(&self) -> MutexGuard<'_, Queue> {
-        lock(&self.queue)
+    fn queues(&self) -> MutexGuard<'_, Queues> {
+        lock(&self.queues)
+    }
+}
+
+/// What is asked where there is no runtime, or was made on one that has ended. It says nothing of Redis.
+fn no_runtime() -> Error {
+    Error::new(ErrorKind::NoRuntime).of_check()
+}
+
+/// A task of a runtime that is dropped when that ends, and then takes the runtime's queue away.
+struct Watch {
+    lanes: Weak<Lanes>,
+    runtime: runtime::Id,
+    store: oneshot::Receiver<Infallible>,
+}
+
+impl Watch {
+    async fn run(mut self) {
+        let _ = (&mut self.store).await;
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let Some(lanes) = self.lanes.upgrade() else { return };
+        let queue = {
+            let mut queues = lanes.queues();
+            let place = queues.each.iter().position(|queue| queue.runtime == self.runtime);
+            place.map(|place| queues.each.swap_remove(place))
+        };
+        for job in queue.into_iter().flat_map(|queue| queue.jobs) {
+            let _ = job.answer.send(Err(no_runtime().unsent()));
+        }
     }
 }
 
 struct Lane {
     lanes: Arc<Lanes>,
+    runtime: runtime::Id,
+    pool: Arc<Pool>,
     failures: watch::Receiver<Option<RedisError>>,
     work: Work,
+    /// Whether Redis may have been sent what it works on.
+    sent: bool,
     /// Whether it is in the queue's count of lanes.
     counted: bool,
 }
 
 impl Lane {
     /// A lane that the queue has counted already.
-    fn new(lanes: &Arc<Lanes>, work: Work) -> Self {
-        Self { lanes: Arc::clone(lanes), failures: lanes.failures.subscribe(), work, counted: true }
+    fn new(lanes: &Arc<Lanes>, runtime: runtime::Id, pool: Arc<Pool>, work: Work) -> Self {
+        let (lanes, failures) = (Arc::clone(lanes), pool.failures());
+        Self { lanes, runtime, pool, failures, work, sent: false, counted: true }
     }
 
     async fn run(mut self) {
@@ -183,8 +263,10 @@ impl Lane {
                         let _ = job.answer.send(Err(error.clone()));
                     }
                     // What waits behind a connection that fails would meet that too, one time-out after the other.
-                    if error.is_of_connection() {
-                        jobs.extend(self.lanes.queue().jobs.drain(..));
+                    if error.is_of_connection()
+                        && let Some(queue) = self.lanes.queues().of(self.runtime)
+                    {
+                        jobs.extend(queue.jobs.drain(..));
                     }
                     for job in jobs.drain(..) {
                         let _ = job.answer.send(Err(error.clone().unsent()));
@@ -200,14 +282,15 @@ impl Lane {
         batch.clear();
         let most = self.lanes.limits.batch;
         let waiting = {
-            let mut queue = self.lanes.queue();
+            let mut queues = self.lanes.queues();
+            let Some(queue) = queues.of(self.runtime) else { return false };
             if queue.jobs.is_empty() {
                 // A failure may have emptied the whole queue into it.
                 jobs.shrink_to(most);
                 // Under the same lock, or a check that comes now would rely on a lane that has ended.
                 queue.lanes -= 1;
-                queue.spare.push(mem::take(&mut self.work));
                 self.counted = false;
+                queues.spare.push(mem::take(&mut self.work));
                 return false;
             }
             let count = queue.jobs.len().min(most);
@@ -232,16 +315,19 @@ impl Lane {
     }
 
     async fn call(&mut self) -> Result<Value, Error> {
-        match timeout(self.lanes.limits.timeout, self.attempt()).await {
+        self.sent = false;
+        let result = match timeout(self.lanes.limits.timeout, self.attempt()).await {
             Ok(result) => result,
             Err(_) => Err(Error::new(ErrorKind::Timeout)),
-        }
+        };
+        result.map_err(|error| if self.sent { error } else { error.unsent() })
     }
 
     async fn attempt(&mut self) -> Result<Value, Error> {
-        let (lanes, batch) = (&*self.lanes, &self.work.batch);
-        let now = lanes.now.load(Ordering::Relaxed);
-        let mut connection = checkout(&lanes.pool, &mut self.failures).await?;
+        let batch = &self.work.batch;
+        let now = self.lanes.now.load(Ordering::Relaxed);
+        let mut connection = self.pool.checkout(&mut self.failures).await?;
+        self.sent = true;
         let mut result = connection.call(&batch.by_hash(now)).await;
         // The one failure that is known to have charged nothing.
         if result.as_ref().is_err_and(|e| e.kind() == redis::ServerErrorKind::NoScript.into()) {
@@ -250,59 +336,37 @@ impl Lane {
         if result.as_ref().is_ok_and(script::is_read_only) {
             connection.give_up();
         }
-        result.map_err(super::error)
+        result.map_err(|error| super::error(&error))
     }
 }
 
-/// A connection that is alive, or why there is none.
-async fn checkout<'a>(
-    pool: &'a bb8::Pool<Manager>,
-    failures: &mut watch::Receiver<Option<RedisError>>,
-) -> Result<bb8::PooledConnection<'a, Manager>, Error> {
-    loop {
-        let mut connection = get(pool, failures).await?;
-        if connection.is_alive().await {
-            return Ok(connection);
-        }
+impl Queues {
+    /// The queue of a runtime that has not ended.
+    fn of(&mut self, runtime: runtime::Id) -> Option<&mut Queue> {
+        self.each.iter_mut().find(|queue| queue.runtime == runtime)
     }
 }
 
-/// A connection of the pool, or why there is none: bb8 alone would leave us waiting after a failure to connect.
-async fn get<'a>(
-    pool: &'a bb8::Pool<Manager>,
-    failures: &mut watch::Receiver<Option<RedisError>>,
-) -> Result<bb8::PooledConnection<'a, Manager>, Error> {
-    failures.mark_unchanged();
-    let mut getting = pin!(pool.get());
-    let got = {
-        let mut failing = pin!(failures.changed());
-        poll_fn(|cx| match getting.as_mut().poll(cx) {
-            Poll::Ready(got) => Poll::Ready(Some(got)),
-            Poll::Pending => failing.as_mut().poll(cx).map(|_| None),
-        })
-        .await
-    };
-    match got {
-        Some(Ok(connection)) => Ok(connection),
-        Some(Err(bb8::RunError::User(error))) => Err(super::error(error)),
-        Some(Err(bb8::RunError::TimedOut)) => Err(Error::new(ErrorKind::Timeout)),
-        None => Err(match &*failures.borrow() {
-            Some(error) => super::error(error.clone()),
-            None => Error::new(ErrorKind::Unreachable),
-        }),
-    }
-}
-
-/// When the task is dropped with its runtime: the next check starts another lane.
+/// When the task is dropped with its runtime: those who wait for the answer elsewhere get it.
 impl Drop for Lane {
     fn drop(&mut self) {
-        if self.counted {
-            let mut queue = self.lanes.queue();
+        if !self.counted {
+            return;
+        }
+        let mut waiting = VecDeque::new();
+        if let Some(queue) = self.lanes.queues().of(self.runtime) {
             queue.lanes -= 1;
             if queue.lanes == 0 {
                 // Nobody is left to send them, and perhaps nobody comes to start another lane.
-                queue.jobs.clear();
+                waiting = mem::take(&mut queue.jobs);
             }
+        }
+        for job in self.work.jobs.drain(..) {
+            let error = no_runtime();
+            let _ = job.answer.send(Err(if self.sent { error } else { error.unsent() }));
+        }
+        for job in waiting {
+            let _ = job.answer.send(Err(no_runtime().unsent()));
         }
     }
 }
@@ -315,25 +379,139 @@ pub struct RedisFuture {
 
 #[derive(Debug)]
 enum State {
-    /// Known at once; none once it has been told.
-    Ready(Option<Result<Decision, Error>>),
+    /// Known at once.
+    Ready(Result<Decision, Error>),
     Waiting(oneshot::Receiver<Result<Decision, Error>>),
+    Told,
 }
 
 impl Future for RedisFuture {
     type Output = Result<Decision, Error>;
 
+    #[allow(clippy::panic, reason = "as the futures of std do: to poll on is a mistake in the caller's code")]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let nobody = || Err(Error::new(ErrorKind::NoRuntime));
-        Poll::Ready(match &mut self.state {
-            State::Waiting(receiver) => ready!(Pin::new(receiver).poll(cx)).unwrap_or_else(|_| nobody()),
-            State::Ready(answer) => answer.take().unwrap_or_else(nobody),
-        })
+        if let State::Waiting(receiver) = &mut self.state {
+            let answer = ready!(Pin::new(receiver).poll(cx));
+            self.state = State::Ready(answer.unwrap_or_else(|_| Err(no_runtime())));
+        }
+        match mem::replace(&mut self.state, State::Told) {
+            State::Ready(answer) => Poll::Ready(answer),
+            _ => panic!("`RedisFuture` polled after completion"),
+        }
     }
 }
 
 impl fmt::Debug for Lanes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore").field("prefix", &self.prefix).field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::num::NonZeroUsize;
+    use std::sync::mpsc;
+
+    use futures_util::FutureExt;
+    use futures_util::future::join_all;
+    use tokio::runtime::{Builder, Runtime};
+
+    use super::*;
+    use crate::store::{RedisStore, Store};
+    use crate::support::{RedisServer, check, free_port};
+
+    fn store(url: String, timeout: Duration) -> RedisStore {
+        let one = NonZeroUsize::MIN;
+        RedisStore::builder(url).connections(one).batch(one).timeout(timeout).connect_lazy().unwrap()
+    }
+
+    /// Answers until it is sent the word, tells of that, and says no more.
+    fn falls_silent_at(word: &'static str) -> (String, mpsc::Receiver<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("redis://{}/", listener.local_addr().unwrap());
+        let (tell, told) = mpsc::channel();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut buffer = [0; 4096];
+            while let Ok(length @ 1..) = stream.read(&mut buffer) {
+                let asked = &buffer[..length];
+                if asked.windows(word.len()).any(|part| part == word.as_bytes()) {
+                    let _ = tell.send(());
+                } else {
+                    let commands = asked.iter().filter(|byte| **byte == b'*').count();
+                    stream.write_all(&b"+OK\r\n".repeat(commands)).unwrap();
+                }
+            }
+        });
+        (url, told)
+    }
+
+    /// Only what was written to a connection may have been charged.
+    #[tokio::test]
+    async fn a_check_that_got_no_connection_was_not_sent() {
+        let (silent, _told) = falls_silent_at("CLIENT");
+        let short = Duration::from_millis(50);
+        for (url, kind) in
+            [(format!("redis://127.0.0.1:{}/", free_port()), ErrorKind::Unreachable), (silent, ErrorKind::Timeout)]
+        {
+            let store = store(url, short);
+            // The first ones are of a call, and the others wait for it.
+            for answer in join_all((0..4).map(|_| store.check(check("ann", "10/s")))).await {
+                let error = answer.unwrap_err();
+                assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
+            }
+        }
+        let (hears, _told) = falls_silent_at("EVALSHA");
+        let store = store(hears, Duration::from_millis(500));
+        let answers = join_all((0..2).map(|_| store.check(check("ann", "10/s")))).await;
+        let errors = answers.into_iter().map(Result::unwrap_err).map(|error| (error.kind(), error.is_unsent()));
+        assert!(errors.eq([(ErrorKind::Timeout, false), (ErrorKind::Timeout, true)]));
+    }
+
+    #[test]
+    fn a_check_whose_runtime_ended_knows_whether_it_was_sent() {
+        let runtime = || -> Runtime { Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap() };
+        for (word, sent) in [("CLIENT", false), ("EVALSHA", true)] {
+            let (url, told) = falls_silent_at(word);
+            let store = store(url, Duration::from_secs(60));
+            let ends = runtime();
+            let guard = ends.enter();
+            let checks = [store.check(check("ann", "10/s")), store.check(check("bob", "10/s"))];
+            drop(guard);
+            told.recv().unwrap();
+            drop(ends);
+            let errors = checks.map(|check| check.now_or_never().expect("an answer at once").unwrap_err());
+            assert!(errors.iter().all(|error| error.kind() == ErrorKind::NoRuntime && error.is_of_check()));
+            assert_eq!(errors.map(|error| error.is_unsent()), [!sent, true]);
+            assert!(store.lanes.queues().each.is_empty(), "the runtime's connections are gone");
+        }
+    }
+
+    /// What is not asked on a runtime is an error of that check alone.
+    #[test]
+    fn a_check_outside_of_a_runtime_was_not_sent() {
+        let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
+        let error = store.check(check("ann", "10/s")).now_or_never().unwrap().unwrap_err();
+        assert!(error.kind() == ErrorKind::NoRuntime && error.is_of_check() && error.is_unsent(), "{error:?}");
+    }
+
+    #[tokio::test]
+    #[should_panic = "`RedisFuture` polled after completion"]
+    async fn an_answer_is_told_once() {
+        let server = RedisServer::start();
+        let mut answer = store(server.url(), Duration::from_secs(20)).check(check("ann", "10/s"));
+        (&mut answer).await.unwrap();
+        let _ = (&mut answer).await;
+    }
+
+    #[test]
+    #[should_panic = "`RedisFuture` polled after completion"]
+    fn an_answer_that_was_there_at_once_is_told_once() {
+        let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
+        let mut answer = store.check(check("ann", "10/s"));
+        assert!((&mut answer).now_or_never().is_some());
+        let _ = (&mut answer).now_or_never();
     }
 }

@@ -20,7 +20,7 @@ pub use lanes::RedisFuture;
 
 use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
-use self::pool::{Failures, Manager};
+use self::pool::Manager;
 use super::{Error, ErrorKind, Observer, Observers, Store};
 use crate::limit::{Check, ConfigError, Decision, is_name};
 
@@ -34,8 +34,8 @@ use crate::limit::{Check, ConfigError, Decision, is_name};
 /// `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
 /// `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
 ///
-/// Clones share the connections and the queue. A store is for one tokio runtime: its connections are driven by the one
-/// that it was used on first.
+/// Clones share the connections and the queue. Each tokio runtime that uses a store has connections and a queue of its
+/// own there, until it ends: a store may be a `static`, used by several runtimes in turn or at once.
 ///
 /// ```no_run
 /// use tower_redis_ratelimit::RedisStore;
@@ -75,6 +75,7 @@ impl RedisStore {
 
     /// Announces this instance in Redis from now on, off the request path, and follows how many are alive: for
     /// [`Share::Alive`](crate::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for it.
+    /// It is announced until this tokio runtime ends.
     ///
     /// # Errors
     ///
@@ -135,8 +136,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many connections, each with one script call under way. Defaults to 2: while Redis decides one batch, the
-    /// next is made ready.
+    /// How many connections a runtime has, each with one script call under way. Defaults to 2: while Redis decides one
+    /// batch, the next is made ready.
     pub fn connections(mut self, connections: NonZeroUsize) -> Self {
         self.connections = connections.get();
         self
@@ -149,7 +150,7 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many checks may wait to be sent; one more fails at once. Defaults to 10,000.
+    /// How many checks of a runtime may wait to be sent; one more fails at once. Defaults to 10,000.
     pub fn queue(mut self, checks: NonZeroUsize) -> Self {
         self.queue = checks.get();
         self
@@ -193,7 +194,6 @@ impl RedisStoreBuilder {
     ///
     /// [`ConfigError::RedisUrl`], [`ConfigError::Prefix`], and [`ConfigError::Zero`] for a time-out of zero.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
-        let url_error = |error: RedisError| ConfigError::RedisUrl(error.to_string());
         if !is_name(&self.prefix, b"-_./:") {
             return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
         }
@@ -201,34 +201,27 @@ impl RedisStoreBuilder {
             return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
         }
         let manager = Manager::new(self.url.map_err(url_error)?, self.timeout).map_err(url_error)?;
-        let failures = Failures::new();
-        let pool = bb8::Pool::builder()
-            .max_size(u32::try_from(self.connections).unwrap_or(u32::MAX))
-            .test_on_check_out(false)
-            .retry_connection(false)
-            .connection_timeout(self.timeout)
-            // Without these bb8 runs no task of its own, so that no runtime is needed yet.
-            .idle_timeout(None)
-            .max_lifetime(None)
-            .error_sink(Box::new(failures.clone()))
-            .build_unchecked(manager);
         Ok(RedisStore {
             lanes: Arc::new(Lanes {
-                pool,
-                failures,
+                manager,
                 prefix: self.prefix.into_boxed_str(),
                 limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
                 denials: Denials::new(self.denials),
                 observer: self.observer,
                 now: self.now,
-                queue: Default::default(),
+                queues: Default::default(),
             }),
         })
     }
 }
 
+/// What redis-rs has against a URL.
+fn url_error(error: RedisError) -> ConfigError {
+    ConfigError::RedisUrl(error.to_string())
+}
+
 /// A failure of redis-rs by what to do about it.
-fn error(error: RedisError) -> Error {
+fn error(error: &RedisError) -> Error {
     let kind = match error.kind() {
         Kind::AuthenticationFailed => ErrorKind::Authentication,
         Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
@@ -255,5 +248,5 @@ fn error(error: RedisError) -> Error {
             },
         },
     };
-    Error::caused(kind, error)
+    Error::caused(kind, error.clone())
 }

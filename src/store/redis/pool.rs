@@ -1,25 +1,32 @@
 //! The pool's connections: bb8-redis's manager, with what a limiter needs besides.
+//!
+//! A connection, and whatever bb8 does for it, is driven by the tokio runtime that it was made on. So each runtime has a
+//! pool of its own, which is gone with it.
 
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::task::Poll;
 use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ErrorKind, FromRedisValue, IntoConnectionInfo, RedisError, ScriptInvocation, ServerErrorKind, Value};
+use redis::{Cmd, ConnectionInfo, ErrorKind, FromRedisValue, RedisError, ScriptInvocation, ServerErrorKind, Value};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::store::clock::instant;
+use crate::store::{Error, ErrorKind as Kind};
 
 /// bb8-redis's own manager never finds a connection broken, and relies on a ping at every checkout. This one remembers
 /// whether the last use failed, so that no ping is needed.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Manager {
     inner: RedisConnectionManager,
     timeout: Duration,
 }
 
 impl Manager {
-    pub(super) fn new(url: impl IntoConnectionInfo, timeout: Duration) -> Result<Self, RedisError> {
+    pub(super) fn new(url: ConnectionInfo, timeout: Duration) -> Result<Self, RedisError> {
         Ok(Self { inner: RedisConnectionManager::new(url)?, timeout })
     }
 }
@@ -106,19 +113,78 @@ impl bb8::ManageConnection for Manager {
     }
 }
 
-/// Hands on why a connection could not be made, which bb8 keeps from those who wait for one.
-#[derive(Debug, Clone)]
-pub(super) struct Failures(watch::Sender<Option<RedisError>>);
+/// The connections of one runtime.
+#[derive(Debug)]
+pub(super) struct Pool {
+    connections: bb8::Pool<Manager>,
+    failures: Failures,
+}
 
-impl Failures {
-    pub(super) fn new() -> Self {
-        Self(watch::Sender::new(None))
+impl Pool {
+    /// A pool of at most so many, each of which is made when it is needed.
+    pub(super) fn new(manager: Manager, most: usize) -> Self {
+        let failures = Failures(watch::Sender::new(None));
+        let connections = bb8::Pool::builder()
+            .max_size(u32::try_from(most).unwrap_or(u32::MAX))
+            .test_on_check_out(false)
+            .retry_connection(false)
+            .connection_timeout(manager.timeout)
+            // Without these bb8 runs no task of its own.
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .error_sink(Box::new(failures.clone()))
+            .build_unchecked(manager);
+        Self { connections, failures }
     }
 
-    pub(super) fn subscribe(&self) -> watch::Receiver<Option<RedisError>> {
-        self.0.subscribe()
+    /// For [`checkout`](Self::checkout).
+    pub(super) fn failures(&self) -> watch::Receiver<Option<RedisError>> {
+        self.failures.0.subscribe()
+    }
+
+    /// A connection that is alive, or why there is none.
+    pub(super) async fn checkout(
+        &self,
+        failures: &mut watch::Receiver<Option<RedisError>>,
+    ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
+        loop {
+            let mut connection = self.get(failures).await?;
+            if connection.is_alive().await {
+                return Ok(connection);
+            }
+        }
+    }
+
+    /// A connection, or why there is none: bb8 alone would leave us waiting after a failure to connect.
+    async fn get(
+        &self,
+        failures: &mut watch::Receiver<Option<RedisError>>,
+    ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
+        failures.mark_unchanged();
+        let mut getting = pin!(self.connections.get());
+        let got = {
+            let mut failing = pin!(failures.changed());
+            poll_fn(|cx| match getting.as_mut().poll(cx) {
+                Poll::Ready(got) => Poll::Ready(Some(got)),
+                Poll::Pending => failing.as_mut().poll(cx).map(|_| None),
+            })
+            .await
+        };
+        match got {
+            Some(Ok(connection)) => Ok(connection),
+            Some(Err(bb8::RunError::User(error))) => Err(super::error(&error)),
+            Some(Err(bb8::RunError::TimedOut)) => Err(Error::new(Kind::Timeout)),
+            None => Err(match &*failures.borrow() {
+                Some(error) => super::error(error),
+                None => Error::new(Kind::Unreachable),
+            }),
+        }
     }
 }
+
+/// Hands on why a connection could not be made, which bb8 keeps from those who wait for one.
+#[derive(Debug, Clone)]
+struct Failures(watch::Sender<Option<RedisError>>);
 
 impl bb8::ErrorSink<RedisError> for Failures {
     fn sink(&self, error: RedisError) {

@@ -1,0 +1,151 @@
+//! Runtimes come and go, and a store that outlives them goes on: no check fails because of another runtime.
+
+use std::io;
+use std::net::{TcpListener, TcpStream};
+use std::num::NonZeroUsize;
+use std::thread;
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime};
+use tower_redis_ratelimit::{ErrorKind, RedisStore, Store};
+
+use crate::support::{RedisServer, check, until};
+
+fn one_thread() -> Runtime {
+    Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+fn two_threads() -> Runtime {
+    Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+/// One connection, so that a runtime that kept it would leave none to the next.
+fn store(url: String) -> RedisStore {
+    RedisStore::builder(url).connections(NonZeroUsize::MIN).timeout(Duration::from_secs(5)).connect_lazy().unwrap()
+}
+
+/// Makes checks one after the other. How many failed.
+async fn failures(store: &RedisStore, checks: usize) -> usize {
+    let mut failures = 0;
+    for _ in 0..checks {
+        failures += usize::from(store.check(check("ann", "1000000/s")).await.is_err());
+    }
+    failures
+}
+
+/// As with a store in a `static` and a runtime for each test.
+#[test]
+fn one_runtime_after_the_other_uses_a_store() {
+    let server = RedisServer::start();
+    let store = store(server.url());
+    let mut failed = 0;
+    for i in 0..20 {
+        let runtime = if i % 2 == 0 { one_thread() } else { two_threads() };
+        failed += runtime.block_on(failures(&store, 3));
+    }
+    assert_eq!(failed, 0, "of 60 checks on 20 runtimes");
+    let clients = async || server.command::<String>("CLIENT LIST TYPE normal").await.lines().count();
+    one_thread().block_on(until("no connection is left but this one", async || clients().await == 1));
+}
+
+/// As with a store in a `static` and tests that run at the same time.
+#[test]
+fn runtimes_that_end_at_any_time_do_not_disturb_each_other() {
+    let server = RedisServer::start();
+    let store = store(server.url());
+    let failed: usize = thread::scope(|scope| {
+        let threads: Vec<_> = (0..4)
+            .map(|i| {
+                let store = &store;
+                scope.spawn(move || {
+                    let mut failed = 0;
+                    for _ in 0..20 {
+                        let runtime = if i % 2 == 0 { one_thread() } else { two_threads() };
+                        failed += runtime.block_on(failures(store, 5));
+                        // Ends with a check under way.
+                        let (other, guard) = (store.clone(), runtime.enter());
+                        drop(tokio::spawn(async move { other.check(check("bob", "10/s")).await }));
+                        drop(guard);
+                    }
+                    failed
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    assert_eq!(failed, 0, "of 400 checks on 80 runtimes");
+}
+
+/// The next connection, which must come.
+fn accept(listener: &TcpListener) -> TcpStream {
+    listener.set_nonblocking(true).unwrap();
+    let accepted = one_thread().block_on(async {
+        let listener = tokio::net::TcpListener::from_std(listener.try_clone().unwrap()).unwrap();
+        tokio::time::timeout(Duration::from_secs(20), listener.accept()).await
+    });
+    listener.set_nonblocking(false).unwrap();
+    accepted.expect("a connection in time").unwrap().0.into_std().unwrap()
+}
+
+/// Hands everything on between two connections, until one ends.
+fn pipe(client: TcpStream, server: TcpStream) {
+    for (mut from, mut to) in [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)] {
+        thread::spawn(move || io::copy(&mut from, &mut to));
+    }
+}
+
+#[test]
+fn runtimes_that_end_while_they_connect_leave_nothing_behind() {
+    let server = RedisServer::start();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let store = store(format!("redis://{}/", listener.local_addr().unwrap()));
+    for _ in 0..3 {
+        let runtime = two_threads();
+        let store = store.clone();
+        runtime.spawn(async move { store.check(check("ann", "10/s")).await });
+        // It has connected, and waits for the answer to its greeting, which never comes.
+        let _connection = accept(&listener);
+        drop(runtime);
+    }
+    let port = server.port();
+    thread::spawn(move || {
+        while let Ok((client, _)) = listener.accept() {
+            pipe(client, TcpStream::connect(("127.0.0.1", port)).unwrap());
+        }
+    });
+    assert_eq!(one_thread().block_on(failures(&store, 3)), 0, "of 3 checks");
+}
+
+/// Nobody is left to drive a runtime that has ended: the answer to a check of its own is an error at once.
+#[test]
+fn a_check_outlives_its_runtime() {
+    let server = RedisServer::start();
+    let store = store(server.url());
+    let (ends, stays) = (two_threads(), two_threads());
+    ends.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
+    server.freeze();
+    let guard = ends.enter();
+    let checks = [store.check(check("ann", "10/s")), store.check(check("bob", "10/s"))];
+    drop(guard);
+    drop(ends);
+    for check in checks {
+        assert_eq!(stays.block_on(check).unwrap_err().kind(), ErrorKind::NoRuntime);
+    }
+    server.thaw();
+    assert_eq!(stays.block_on(failures(&store, 3)), 0);
+}
+
+/// A handle outlives its runtime.
+#[test]
+fn a_runtime_that_has_ended_is_none() {
+    let server = RedisServer::start();
+    let store = store(server.url());
+    let runtime = two_threads();
+    let handle = runtime.handle().clone();
+    drop(runtime);
+    let _guard = handle.enter();
+    for _ in 0..3 {
+        let answer = futures_util::FutureExt::now_or_never(store.check(check("ann", "10/s")));
+        assert_eq!(answer.expect("an answer at once").unwrap_err().kind(), ErrorKind::NoRuntime);
+    }
+}
