@@ -97,3 +97,36 @@ impl fmt::Display for ConfigError {
 }
 
 impl std::error::Error for ConfigError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is wrong, a colon, and then what to do.
+    #[test]
+    fn every_text_says_what_to_do() {
+        use ConfigError::*;
+        let name = || "a b".to_owned();
+        let all = [
+            ZeroLimit,
+            ZeroBurst,
+            Period(Duration::ZERO),
+            BurstTooSlow { burst: 1, refill: Duration::MAX },
+            BurstOfWindow { burst: 1, limit: 2 },
+            Cells(0),
+            QuotaSyntax { text: name(), problem: "it has no slash" },
+            PolicyName(name()),
+            Prefix(name()),
+            NoPolicy,
+            TooManyPolicies(100),
+            DuplicatePolicy(name()),
+            RedisUrl(name()),
+            Zero("the time-out"),
+        ];
+        for error in all {
+            let text = error.to_string();
+            let (what, advice) = text.split_once(": ").expect(&text);
+            assert!(what.len() > 5 && advice.len() > 5, "{text}");
+        }
+    }
+}

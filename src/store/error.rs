@@ -6,8 +6,8 @@ use crate::limit::ConfigError;
 /// A store could not decide.
 ///
 /// It is no verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
-/// [`OnError`](crate::OnError). [`kind`](Self::kind) tells what to do about it; the cause, if there is one, is its
-/// [`source`](std::error::Error::source).
+/// [`OnError`](crate::OnError). Its text tells what to do about it, and its [`source`](std::error::Error::source) why, if
+/// that is known. What a store of this crate tells has no caller's key and no password.
 #[derive(Clone)]
 pub struct Error {
     kind: ErrorKind,
@@ -22,7 +22,7 @@ pub struct Error {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// The store was set up wrongly; the cause is a [`ConfigError`].
+    /// The store was set up wrongly; the text is that of a [`ConfigError`].
     Configuration,
     /// Redis could not be reached, or the connection broke.
     Unreachable,
@@ -109,44 +109,55 @@ impl ErrorKind {
             Self::NoRuntime => "no_runtime",
         }
     }
+
+    /// What to do about it.
+    const fn advice(self) -> &'static str {
+        match self {
+            Self::Configuration => "the store is set up wrongly: correct what it is built with",
+            Self::Unreachable => "Redis cannot be reached: check the URL, and that the server runs",
+            Self::Timeout => "Redis did not answer in time: check its load and the network, or allow more time",
+            Self::Authentication => {
+                "Redis refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
+            }
+            Self::Permission => {
+                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
+                 and, for SlidingLog, `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`"
+            }
+            Self::Protocol => {
+                "the server's reply is none that Redis gives to our script: check that the URL's host and port are \
+                 those of a Redis"
+            }
+            Self::ReadOnly => "Redis is a read-only replica: point the URL at its master",
+            Self::OutOfMemory => {
+                "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
+            }
+            Self::NotReady => "Redis is still loading its data: wait until it is ready",
+            Self::Refused => "Redis refused: see the cause, or Redis's log if there is none",
+            Self::QueueFull => {
+                "too many checks are waiting for Redis: allow a longer queue, or limit the requests in flight"
+            }
+            Self::NoRuntime => "there is no tokio runtime to run on: call this from a task of a running one",
+        }
+    }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.kind {
-            ErrorKind::Configuration => "the store is set up wrongly",
-            ErrorKind::Unreachable => "Redis cannot be reached: check the URL, and that the server runs",
-            ErrorKind::Timeout => "Redis did not answer in time: check its load and the network, or allow more time",
-            ErrorKind::Authentication => {
-                "Redis refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
-            }
-            ErrorKind::Permission => {
-                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
-                 and, for SlidingLog, `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`"
-            }
-            ErrorKind::Protocol => {
-                "the server's reply is none that Redis gives to our script: check that the URL's host and port are those of a Redis"
-            }
-            ErrorKind::ReadOnly => "Redis is a read-only replica: point the URL at its master",
-            ErrorKind::OutOfMemory => {
-                "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
-            }
-            ErrorKind::NotReady => "Redis is still loading its data: wait until it is ready",
-            ErrorKind::Refused => "Redis refused: see the cause, or Redis's log if there is none",
-            ErrorKind::QueueFull => {
-                "too many checks are waiting for Redis: allow a longer queue, or limit the requests in flight"
-            }
-            ErrorKind::NoRuntime => "there is no tokio runtime to run on: call this from a task of a running one",
-        })
+        match (self.kind, &self.cause) {
+            // It is the cause that says what to do.
+            (ErrorKind::Configuration, Some(cause)) => write!(f, "the store is set up wrongly: {cause}"),
+            (kind, _) => f.write_str(kind.advice()),
+        }
     }
 }
 
+/// Says what to do too: it is what a `main` that returns an error prints.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("Error");
-        debug.field("kind", &self.kind);
-        if let Some(cause) = &self.cause {
-            debug.field("cause", cause);
+        debug.field("kind", &self.kind).field("text", &format_args!("{self}"));
+        if let Some(cause) = std::error::Error::source(self) {
+            debug.field("cause", &format_args!("{cause}"));
         }
         debug.finish()
     }
@@ -160,6 +171,67 @@ impl From<ConfigError> for Error {
 
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        self.cause.as_deref().map(|cause| cause as _)
+        let cause = self.cause.as_deref()?;
+        match self.kind {
+            // Its own text is in ours.
+            ErrorKind::Configuration => cause.source(),
+            _ => Some(cause),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+
+    use super::*;
+
+    const KINDS: [ErrorKind; 12] = {
+        use ErrorKind::*;
+        [
+            Configuration,
+            Unreachable,
+            Timeout,
+            Authentication,
+            Permission,
+            Protocol,
+            ReadOnly,
+            OutOfMemory,
+            NotReady,
+            Refused,
+            QueueFull,
+            NoRuntime,
+        ]
+    };
+
+    #[test]
+    fn every_kind_is_known() {
+        for (i, kind) in KINDS.into_iter().enumerate() {
+            assert_eq!(kind as usize, i, "{kind:?}");
+        }
+        // The last one, so that a kind beyond it is missed.
+        assert!(matches!(KINDS[KINDS.len() - 1], ErrorKind::NoRuntime));
+    }
+
+    /// What is wrong, a colon, and then what to do.
+    #[test]
+    fn every_text_says_what_to_do_and_tells_its_cause_once() {
+        for kind in KINDS {
+            let alone = Error::new(kind);
+            let (what, advice) =
+                alone.to_string().split_once(": ").map(|(a, b)| (a.len(), b.len())).unwrap_or_default();
+            assert!(what > 10 && advice > 10, "{alone}");
+            assert!(format!("{alone:?}").contains(&alone.to_string()), "{alone:?}");
+
+            let caused = Error::caused(kind, std::io::Error::other("a leaf on the line"));
+            let mut text = caused.to_string();
+            let mut source = caused.source();
+            while let Some(cause) = source {
+                text += &cause.to_string();
+                source = cause.source();
+            }
+            assert_eq!(text.matches("a leaf on the line").count(), 1, "{text}");
+            assert_eq!(format!("{caused:?}").matches("a leaf on the line").count(), 1, "{caused:?}");
+        }
     }
 }

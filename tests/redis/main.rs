@@ -15,3 +15,4 @@ mod http;
 mod keys;
 mod memory;
 mod runtimes;
+mod texts;

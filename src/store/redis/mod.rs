@@ -8,6 +8,7 @@ mod script;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
@@ -225,6 +226,7 @@ fn error(error: &RedisError) -> Error {
     let kind = match error.kind() {
         Kind::AuthenticationFailed => ErrorKind::Authentication,
         Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
+        Kind::InvalidClientConfig => ErrorKind::Configuration,
         Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,
         Kind::Server(ServerErrorKind::ReadOnly) => ErrorKind::ReadOnly,
         Kind::Server(
@@ -248,5 +250,32 @@ fn error(error: &RedisError) -> Error {
             },
         },
     };
-    Error::caused(kind, error.clone())
+    Error::caused(kind, Cause::new(error))
 }
+
+/// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.
+#[derive(Debug)]
+struct Cause(String);
+
+impl Cause {
+    fn new(error: &RedisError) -> Self {
+        let mut text = error.to_string();
+        // A server may repeat the arguments of a command that it refuses, such as Redis:
+        // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
+        // A password is an argument too, and before each caller stands a brace.
+        if !error.is_io_error()
+            && let Some(end) = [", with args", "{"].iter().filter_map(|mark| text.find(mark)).min()
+        {
+            text.truncate(end);
+        }
+        Self(text)
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Cause {}

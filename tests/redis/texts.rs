@@ -1,0 +1,150 @@
+//! What errors and logs say: what to do, each thing once, and nobody's key or password.
+
+use std::error::Error as _;
+use std::io::{self, Write};
+use std::sync::{Arc, Mutex};
+
+use tower_redis_ratelimit::{Check, Error, Key, Observer, RedisStore, Store, Strategy, TracingObserver};
+
+use crate::support::{RedisServer, policy, until};
+
+const SECRETS: [&str; 4] = ["telling-key", "telling-id", "hunter2", "telling-user:"];
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// All that an error tells, in every way.
+fn texts(error: &Error) -> Vec<String> {
+    let mut texts = vec![error.to_string()];
+    let mut source = error.source();
+    while let Some(error) = source {
+        texts.push(error.to_string());
+        source = error.source();
+    }
+    for (i, text) in texts.iter().enumerate() {
+        for other in &texts[..i] {
+            assert!(!other.contains(text.as_str()), "{text:?} is told twice: {texts:?}");
+        }
+    }
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber =
+        tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(move || writer.clone()).finish();
+    tracing::subscriber::with_default(subscriber, || {
+        TracingObserver.failed(error);
+        TracingObserver.degraded(error);
+    });
+    texts.extend([format!("{error:?}"), format!("{error:#?}")]);
+    texts.push(String::from_utf8(log.0.lock().unwrap().clone()).unwrap());
+    texts
+}
+
+fn assert_tells_no_secret(error: &Error, what: &str) {
+    for text in texts(error) {
+        for secret in SECRETS {
+            assert!(!text.contains(secret), "{what}: {secret:?} is told: {text}");
+        }
+    }
+}
+
+/// The failures of checks of every kind, by callers with a telling key.
+async fn failures(store: &RedisStore) -> Vec<Error> {
+    let key = || Key::new("telling-key");
+    let mut failures = vec![];
+    for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
+        let policies = policy(strategy, "10/d");
+        for check in [
+            Check::take(key(), &policies, 1).id("telling-id"),
+            Check::take(key(), &policies, 1),
+            Check::take(key(), &policies, 1),
+            Check::peek(key(), &policies, 1),
+            Check::reset(key(), &policies),
+        ] {
+            failures.extend(store.check(check).await.err());
+        }
+    }
+    failures.extend(store.announce().err());
+    failures
+}
+
+#[tokio::test]
+async fn a_refused_command_shows_no_key() {
+    for command in ["EVALSHA", "EVAL", "TIME", "MGET", "SET", "DEL", "RPUSH", "LRANGE"] {
+        let server = RedisServer::start_with(&["--rename-command", command, ""]);
+        let failed = failures(&RedisStore::connect_lazy(server.url()).unwrap()).await;
+        assert!(!failed.is_empty(), "{command}");
+        for error in &failed {
+            assert_tells_no_secret(error, command);
+        }
+    }
+}
+
+/// Also where nothing of the greeting is understood.
+#[tokio::test]
+async fn a_refused_user_shows_no_secret() {
+    let server = RedisServer::start();
+    for rights in ["-evalsha", "-eval", "-time", "-mget", "-set", "resetkeys ~other:*"] {
+        let _: String = server.command(&format!("ACL SETUSER telling-user reset on >hunter2 ~* +@all {rights}")).await;
+        let url = format!("redis://telling-user:hunter2@127.0.0.1:{}/", server.port());
+        let failed = failures(&RedisStore::connect_lazy(url).unwrap()).await;
+        assert!(!failed.is_empty(), "{rights}");
+        for error in &failed {
+            assert_tells_no_secret(error, rights);
+        }
+    }
+    for command in ["AUTH", "SELECT"] {
+        let server = RedisServer::start_with(&["--rename-command", command, ""]);
+        let url = format!("redis://telling-user:hunter2@127.0.0.1:{}/3", server.port());
+        for error in &failures(&RedisStore::connect_lazy(url).unwrap()).await {
+            assert_tells_no_secret(error, command);
+        }
+    }
+}
+
+/// `Result<_, Error>` of `main` is printed as `Debug`.
+#[tokio::test]
+async fn debug_says_what_to_do() {
+    let error = RedisStore::connect("redis://127.0.0.1:1/").await.unwrap_err();
+    let text = format!("{error:?}");
+    for part in ["Unreachable", "check the URL", "refused"] {
+        assert!(text.contains(part), "{text} lacks {part:?}");
+    }
+    let error = RedisStore::connect("http://127.0.0.1/").await.unwrap_err();
+    for text in [format!("{error:?}"), error.to_string()] {
+        assert!(text.contains("write it like `redis://"), "{text}");
+    }
+    assert_tells_no_secret(&error, "a wrong URL");
+}
+
+/// A proxy may answer a command with anything, its own words included.
+#[tokio::test]
+async fn an_echo_shows_no_secret() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://telling-user:hunter2@{}/", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                let (mut read, mut write) = stream.split();
+                let _ = tokio::io::copy(&mut read, &mut write).await;
+            });
+        }
+    });
+    let store = RedisStore::connect_lazy(url).unwrap();
+    until("it failed", async || {
+        let failed = failures(&store).await;
+        failed.iter().for_each(|error| assert_tells_no_secret(error, "echo"));
+        !failed.is_empty()
+    })
+    .await;
+}
