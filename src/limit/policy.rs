@@ -175,12 +175,12 @@ impl Policies {
         self.iter().map(|policy| policy.terms().period).max().unwrap_or(0)
     }
 
-    /// The policy of [`Check::probe`](super::Check::probe).
+    /// The policies of [`Check::probe`](super::Check::probe): two, for a key in each of two slots of a cluster.
     pub(crate) fn probe() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);
         static PROBE: LazyLock<Policies> = LazyLock::new(|| {
             let terms = Terms::new(Strategy::Gcra, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
-            Policy::with_terms("probe", Strategy::Gcra, QUOTA, terms).into()
+            Policies(["one", "two"].map(|name| Policy::with_terms(name, Strategy::Gcra, QUOTA, terms)).into())
         });
         PROBE.clone()
     }

@@ -40,6 +40,8 @@ pub enum ErrorKind {
     OutOfMemory,
     /// Redis is loading its data set, or is waiting for its master.
     NotReady,
+    /// Redis is a node of a Redis Cluster, which decides only a part of the checks. A store is for a single Redis.
+    Cluster,
     /// Redis refused for another reason.
     Refused,
     /// As many checks as the store may hold are waiting already.
@@ -104,6 +106,7 @@ impl ErrorKind {
             Self::ReadOnly => "read_only",
             Self::OutOfMemory => "out_of_memory",
             Self::NotReady => "not_ready",
+            Self::Cluster => "cluster",
             Self::Refused => "refused",
             Self::QueueFull => "queue_full",
             Self::NoRuntime => "no_runtime",
@@ -132,6 +135,10 @@ impl ErrorKind {
                 "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
             }
             Self::NotReady => "Redis is still loading its data: wait until it is ready",
+            Self::Cluster => {
+                "the server is a node of a Redis Cluster, which this store does not support: point the URL at a \
+                 single Redis"
+            }
             Self::Refused => "Redis refused: see the cause, or Redis's log if there is none",
             Self::QueueFull => {
                 "too many checks are waiting for Redis: allow a longer queue, or limit the requests in flight"
@@ -186,7 +193,7 @@ mod tests {
 
     use super::*;
 
-    const KINDS: [ErrorKind; 12] = {
+    const KINDS: [ErrorKind; 13] = {
         use ErrorKind::*;
         [
             Configuration,
@@ -198,6 +205,7 @@ mod tests {
             ReadOnly,
             OutOfMemory,
             NotReady,
+            Cluster,
             Refused,
             QueueFull,
             NoRuntime,

@@ -7,6 +7,7 @@
 mod support;
 
 mod batches;
+mod cluster;
 mod connect;
 mod denials;
 mod exact;

@@ -60,7 +60,8 @@ impl RedisStore {
     /// # Errors
     ///
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis
-    /// from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis.
+    /// from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
+    /// cluster.
     pub async fn connect(url: impl IntoConnectionInfo) -> Result<Self, Error> {
         Self::builder(url).connect().await
     }
@@ -229,12 +230,14 @@ fn error(error: &RedisError) -> Error {
         Kind::InvalidClientConfig => ErrorKind::Configuration,
         Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,
         Kind::Server(ServerErrorKind::ReadOnly) => ErrorKind::ReadOnly,
+        Kind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::MasterDown) => ErrorKind::NotReady,
         Kind::Server(
-            ServerErrorKind::BusyLoading
-            | ServerErrorKind::MasterDown
+            ServerErrorKind::Moved
+            | ServerErrorKind::Ask
+            | ServerErrorKind::TryAgain
             | ServerErrorKind::ClusterDown
-            | ServerErrorKind::TryAgain,
-        ) => ErrorKind::NotReady,
+            | ServerErrorKind::CrossSlot,
+        ) => ErrorKind::Cluster,
         _ if error.is_timeout() => ErrorKind::Timeout,
         Kind::Io => ErrorKind::Unreachable,
         _ => match error.code() {

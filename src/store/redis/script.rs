@@ -115,9 +115,15 @@ impl Batch {
 
     fn push_caller(&mut self, prefix: &str, caller: &Key) {
         self.keys.extend_from_slice(prefix.as_bytes());
-        self.keys.extend_from_slice(b":{");
-        self.keys.extend_from_slice(caller.as_bytes());
-        self.keys.push(b'}');
+        if *caller == Key::PROBE {
+            // Without the braces each key of the probe is in a slot of its own, so that a cluster refuses it.
+            self.keys.push(b':');
+            self.keys.extend_from_slice(caller.as_bytes());
+        } else {
+            self.keys.extend_from_slice(b":{");
+            self.keys.extend_from_slice(caller.as_bytes());
+            self.keys.push(b'}');
+        }
     }
 
     /// EVALSHA with this batch. `now` is 0 for Redis's own time.

@@ -1,0 +1,70 @@
+//! A node of a Redis Cluster is no single Redis: it says so, instead of deciding a part of the checks.
+
+use tower_redis_ratelimit::{ErrorKind, Fallback, LocalStore, RedisStore, Store};
+
+use crate::support::{RedisServer, check, until};
+
+/// A node that serves these slots, and knows of no other.
+async fn node(slots: &str) -> RedisServer {
+    let server = RedisServer::start_with(&["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]);
+    if !slots.is_empty() {
+        let _: String = server.command(&format!("CLUSTER ADDSLOTSRANGE {slots}")).await;
+        until("the node serves its slots", async || {
+            server.command::<String>("CLUSTER INFO").await.contains("cluster_state:ok")
+        })
+        .await;
+    }
+    server
+}
+
+#[tokio::test]
+async fn a_node_is_not_taken() {
+    for slots in ["0 16383", "0 8191", ""] {
+        let server = node(slots).await;
+        let error = RedisStore::connect(server.url()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Cluster, "{slots}: {error:?}");
+        assert!(error.to_string().contains("single Redis"), "{error}");
+    }
+}
+
+/// Callers of a slot that another node serves are refused one by one.
+#[tokio::test]
+async fn the_callers_of_another_node_are_told() {
+    let (one, other) = (node("0 8191").await, node("8192 16383").await);
+    let _: String = one.command(&format!("CLUSTER MEET 127.0.0.1 {}", other.port())).await;
+    until("they know each other", async || {
+        one.command::<String>("CLUSTER INFO").await.contains("cluster_slots_ok:16384")
+    })
+    .await;
+    let store = RedisStore::connect_lazy(one.url()).unwrap();
+    let mut refused = 0;
+    for i in 0..40 {
+        if let Err(error) = store.check(check(&format!("caller-{i}"), "10/s")).await {
+            assert_eq!(error.kind(), ErrorKind::Cluster, "{error:?}");
+            refused += 1;
+        }
+    }
+    assert!((5..=35).contains(&refused), "{refused} of 40 are of the other node");
+}
+
+/// The probe of a `Fallback` notices it too: a lone check is decided, and most batches are not.
+#[tokio::test]
+async fn a_fallback_stays_degraded() {
+    let server = node("0 16383").await;
+    let store = Fallback::new(RedisStore::connect_lazy(server.url()).unwrap(), LocalStore::default());
+    until("a batch has failed often enough", async || {
+        let checks = (0..20).map(|i| store.check(check(&format!("caller-{i}"), "10/s")));
+        futures_util::future::join_all(checks).await;
+        store.is_degraded()
+    })
+    .await;
+    let refused = async || {
+        let stats: String = server.command("INFO commandstats").await;
+        let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap_or_default();
+        let count = line.split("rejected_calls=").nth(1).and_then(|rest| rest.split(',').next());
+        count.map_or(0, |count| count.parse::<u64>().unwrap())
+    };
+    let before = refused().await;
+    until("it has probed twice more", async || refused().await >= before + 2).await;
+    assert!(store.is_degraded());
+}
