@@ -21,7 +21,7 @@ pub use store::{
     RedisStoreBuilder, Share, Store,
 };
 
-/// The Redis client, to turn on its features (TLS) and to name what [`RedisStore::connect`] takes.
+/// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.
 pub use bb8_redis::redis;
 
 #[cfg(test)]

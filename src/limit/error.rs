@@ -48,6 +48,8 @@ pub enum ConfigError {
     DuplicatePolicy(String),
     /// A Redis URL that cannot be read. The URL itself is left out, since it may hold a password.
     RedisUrl(String),
+    /// A Redis URL that asks for TLS, in a build without it.
+    NoTls,
     /// A size or a duration of zero where at least one unit is needed.
     Zero(&'static str),
 }
@@ -91,6 +93,9 @@ impl fmt::Display for ConfigError {
             Self::RedisUrl(problem) => {
                 write!(f, "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`")
             }
+            Self::NoTls => f.write_str(
+                "the Redis URL asks for TLS, which is not built in: turn on the feature `tls` of tower-redis-ratelimit",
+            ),
             Self::Zero(what) => write!(f, "{what} is 0: it must be at least 1"),
         }
     }
@@ -121,6 +126,7 @@ mod tests {
             TooManyPolicies(100),
             DuplicatePolicy(name()),
             RedisUrl(name()),
+            NoTls,
             Zero("the time-out"),
         ];
         for error in all {

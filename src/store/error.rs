@@ -26,6 +26,8 @@ pub enum ErrorKind {
     Configuration,
     /// Redis could not be reached, or the connection broke.
     Unreachable,
+    /// No TLS connection could be made: the certificate is not trusted, or the server does not speak TLS.
+    Tls,
     /// There was no answer in time. Whether the check was charged is not known.
     Timeout,
     /// Redis refused the password, or wants one.
@@ -79,7 +81,11 @@ impl Error {
     pub(crate) fn is_of_connection(&self) -> bool {
         matches!(
             self.kind,
-            ErrorKind::Unreachable | ErrorKind::Timeout | ErrorKind::Authentication | ErrorKind::NotReady
+            ErrorKind::Unreachable
+                | ErrorKind::Tls
+                | ErrorKind::Timeout
+                | ErrorKind::Authentication
+                | ErrorKind::NotReady
         )
     }
 
@@ -99,6 +105,7 @@ impl ErrorKind {
         match self {
             Self::Configuration => "configuration",
             Self::Unreachable => "unreachable",
+            Self::Tls => "tls",
             Self::Timeout => "timeout",
             Self::Authentication => "authentication",
             Self::Permission => "permission",
@@ -118,6 +125,10 @@ impl ErrorKind {
         match self {
             Self::Configuration => "the store is set up wrongly: correct what it is built with",
             Self::Unreachable => "Redis cannot be reached: check the URL, and that the server runs",
+            Self::Tls => {
+                "no TLS connection to Redis can be made: check that the URL's port speaks TLS, and that this machine \
+                 trusts the server's certificate for the URL's host"
+            }
             Self::Timeout => "Redis did not answer in time: check its load and the network, or allow more time",
             Self::Authentication => {
                 "Redis refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
@@ -193,11 +204,12 @@ mod tests {
 
     use super::*;
 
-    const KINDS: [ErrorKind; 13] = {
+    const KINDS: [ErrorKind; 14] = {
         use ErrorKind::*;
         [
             Configuration,
             Unreachable,
+            Tls,
             Timeout,
             Authentication,
             Permission,

@@ -17,3 +17,4 @@ mod keys;
 mod memory;
 mod runtimes;
 mod texts;
+mod tls;

@@ -42,6 +42,8 @@ fn test() -> Result {
     cargo(&["build", "--examples"])?;
     pictures::pictures(true)?;
     cargo(&["test", "--doc", "--all-features"])?;
+    // What is said where a feature is missing.
+    cargo(&["test", "--test", "redis", "without_the_feature"])?;
     // Last, since its last lines are the counts.
     if succeeds("cargo", &["nextest", "--version"]) {
         cargo(&["nextest", "run", "--workspace", "--all-features"])

@@ -320,7 +320,11 @@ impl Lane {
             Ok(result) => result,
             Err(_) => Err(Error::new(ErrorKind::Timeout)),
         };
-        result.map_err(|error| if self.sent { error } else { error.unsent() })
+        result.map_err(|error| match error.kind() {
+            _ if self.sent => error,
+            ErrorKind::Timeout if self.lanes.manager.is_tls() => super::no_tls().unsent(),
+            _ => error.unsent(),
+        })
     }
 
     async fn attempt(&mut self) -> Result<Value, Error> {

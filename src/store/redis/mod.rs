@@ -7,6 +7,7 @@ mod pool;
 mod script;
 #[cfg(test)]
 mod tests;
+mod tls;
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -54,8 +55,8 @@ pub struct RedisStore {
 impl RedisStore {
     /// Connects, and makes sure that Redis can run the script.
     ///
-    /// `url` is anything that redis-rs connects with: `redis://user:password@host:6379/0`, `rediss://` where the
-    /// `redis` crate has a TLS feature, `redis+unix:///path`, or a [`redis::ConnectionInfo`].
+    /// `url` is anything that redis-rs connects with: `redis://user:password@host:6379/0`, `rediss://` with the feature
+    /// `tls`, `redis+unix:///path`, or a [`redis::ConnectionInfo`].
     ///
     /// # Errors
     ///
@@ -70,7 +71,7 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`] for a wrong URL.
+    /// [`ConfigError::RedisUrl`] for a wrong URL, [`ConfigError::NoTls`] for `rediss://` without the feature `tls`.
     pub fn connect_lazy(url: impl IntoConnectionInfo) -> Result<Self, ConfigError> {
         Self::builder(url).connect_lazy()
     }
@@ -194,7 +195,8 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`], [`ConfigError::Prefix`], and [`ConfigError::Zero`] for a time-out of zero.
+    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], and [`ConfigError::Zero`] for a
+    /// time-out of zero.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         if !is_name(&self.prefix, b"-_./:") {
             return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
@@ -203,6 +205,9 @@ impl RedisStoreBuilder {
             return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
         }
         let manager = Manager::new(self.url.map_err(url_error)?, self.timeout).map_err(url_error)?;
+        if manager.is_tls() {
+            tls::prepare()?;
+        }
         Ok(RedisStore {
             lanes: Arc::new(Lanes {
                 manager,
@@ -219,7 +224,11 @@ impl RedisStoreBuilder {
 
 /// What redis-rs has against a URL.
 fn url_error(error: RedisError) -> ConfigError {
-    ConfigError::RedisUrl(error.to_string())
+    match error.to_string() {
+        // The words of a redis-rs without TLS.
+        text if text.contains("TLS") && text.contains("feature is not enabled") => ConfigError::NoTls,
+        text => ConfigError::RedisUrl(text),
+    }
 }
 
 /// A failure of redis-rs by what to do about it.
@@ -239,6 +248,7 @@ fn error(error: &RedisError) -> Error {
             | ServerErrorKind::CrossSlot,
         ) => ErrorKind::Cluster,
         _ if error.is_timeout() => ErrorKind::Timeout,
+        Kind::Io if tls::refused(error) => ErrorKind::Tls,
         Kind::Io => ErrorKind::Unreachable,
         _ => match error.code() {
             Some("OOM") => ErrorKind::OutOfMemory,
@@ -254,6 +264,13 @@ fn error(error: &RedisError) -> Error {
         },
     };
     Error::caused(kind, Cause::new(error))
+}
+
+/// A time-out without a connection, where that is by TLS: a Redis without TLS takes the greeting for the beginning of a
+/// command, and waits for the rest.
+fn no_tls() -> Error {
+    let cause = "there was no TLS connection: check that the URL's port speaks TLS";
+    Error::caused(ErrorKind::Timeout, Cause(cause.to_owned()))
 }
 
 /// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.

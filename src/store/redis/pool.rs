@@ -10,7 +10,10 @@ use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ConnectionInfo, ErrorKind, FromRedisValue, RedisError, ScriptInvocation, ServerErrorKind, Value};
+use redis::{
+    Cmd, ConnectionAddr, ConnectionInfo, ErrorKind, FromRedisValue, RedisError, ScriptInvocation, ServerErrorKind,
+    Value,
+};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -23,11 +26,17 @@ use crate::store::{Error, ErrorKind as Kind};
 pub(super) struct Manager {
     inner: RedisConnectionManager,
     timeout: Duration,
+    tls: bool,
 }
 
 impl Manager {
     pub(super) fn new(url: ConnectionInfo, timeout: Duration) -> Result<Self, RedisError> {
-        Ok(Self { inner: RedisConnectionManager::new(url)?, timeout })
+        let tls = matches!(url.addr(), ConnectionAddr::TcpTls { .. });
+        Ok(Self { inner: RedisConnectionManager::new(url)?, timeout, tls })
+    }
+
+    pub(super) fn is_tls(&self) -> bool {
+        self.tls
     }
 }
 

@@ -1,0 +1,137 @@
+//! TLS: it works with a private CA, and each thing that is wrong with it has its own advice.
+
+#[cfg(not(feature = "tls"))]
+#[tokio::test]
+async fn without_the_feature_the_url_is_refused() {
+    use tower_redis_ratelimit::{ConfigError, ErrorKind, RedisStore};
+
+    let error = RedisStore::connect_lazy("rediss://127.0.0.1/").unwrap_err();
+    assert_eq!(error, ConfigError::NoTls);
+    let error = RedisStore::connect("rediss://127.0.0.1/").await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Configuration);
+    assert!(error.to_string().contains("turn on the feature `tls`"), "{error}");
+}
+
+#[cfg(feature = "tls")]
+mod with_the_feature {
+    use std::error::Error as _;
+    use std::fs;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    use tempfile::TempDir;
+    use tower_redis_ratelimit::redis::{Client, ConnectionInfo, TlsCertificates};
+    use tower_redis_ratelimit::{Error, ErrorKind, RedisStore, Store};
+
+    use crate::support::{RedisServer, check, free_port};
+
+    /// A server with a certificate for this host.
+    struct TlsServer {
+        _server: RedisServer,
+        _dir: TempDir,
+        port: u16,
+        /// The certificate of its CA.
+        ca: String,
+    }
+
+    impl TlsServer {
+        fn start(host: &str) -> Self {
+            let mut params = CertificateParams::new([]).unwrap();
+            params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+            let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+            let key = KeyPair::generate().unwrap();
+            let certificate = CertificateParams::new([host.to_owned()]).unwrap().signed_by(&key, &ca).unwrap();
+            let dir = tempfile::tempdir().unwrap();
+            let write = |name: &str, text: &str| {
+                fs::write(dir.path().join(name), text).unwrap();
+                dir.path().join(name).to_str().unwrap().to_owned()
+            };
+            let port = free_port();
+            let server = RedisServer::start_with(&[
+                "--tls-port",
+                &port.to_string(),
+                "--tls-cert-file",
+                &write("certificate", &certificate.pem()),
+                "--tls-key-file",
+                &write("key", &key.serialize_pem()),
+                "--tls-ca-cert-file",
+                &write("ca", &ca.pem()),
+                "--tls-auth-clients",
+                "no",
+            ]);
+            Self { _server: server, port, ca: ca.pem(), _dir: dir }
+        }
+
+        /// How to reach it with trust in this CA.
+        fn trusting(&self, ca: &str) -> ConnectionInfo {
+            let certificates = TlsCertificates { client_tls: None, root_cert: Some(ca.as_bytes().to_vec()) };
+            let client = Client::build_with_tls(format!("rediss://127.0.0.1:{}/", self.port), certificates);
+            client.unwrap().get_connection_info().clone()
+        }
+    }
+
+    async fn connect(info: impl tower_redis_ratelimit::redis::IntoConnectionInfo) -> Result<RedisStore, Error> {
+        RedisStore::builder(info).timeout(Duration::from_secs(20)).connect().await
+    }
+
+    async fn assert_refused(info: impl tower_redis_ratelimit::redis::IntoConnectionInfo, cause: &str) {
+        let error = connect(info).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Tls, "{error:?}");
+        assert!(error.to_string().contains("trusts the server's certificate"), "{error}");
+        let text = error.source().unwrap().to_string();
+        assert!(text.contains(cause), "{text:?} lacks {cause:?}");
+    }
+
+    /// Nobody has installed a crypto provider.
+    #[tokio::test]
+    async fn a_private_ca_is_trusted() {
+        let server = TlsServer::start("127.0.0.1");
+        let store = connect(server.trusting(&server.ca)).await.unwrap();
+        assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    }
+
+    #[tokio::test]
+    async fn the_ca_is_another() {
+        let (server, other) = (TlsServer::start("127.0.0.1"), TlsServer::start("127.0.0.1"));
+        assert_refused(server.trusting(&other.ca), "certificate").await;
+        assert_refused(format!("rediss://127.0.0.1:{}/", server.port), "UnknownIssuer").await;
+    }
+
+    #[tokio::test]
+    async fn the_certificate_is_for_another_host() {
+        let server = TlsServer::start("redis.example");
+        assert_refused(server.trusting(&server.ca), "not valid for name").await;
+    }
+
+    #[tokio::test]
+    async fn the_server_does_not_speak_tls() {
+        let server = RedisServer::start();
+        let url = format!("rediss://127.0.0.1:{}/", server.port());
+        let error = RedisStore::builder(url).timeout(Duration::from_millis(200)).connect().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error:?}");
+        assert!(error.source().unwrap().to_string().contains("check that the URL's port speaks TLS"), "{error:?}");
+        let answers = answering(b"-ERR unknown command\r\n");
+        assert_refused(answers, "corrupt").await;
+    }
+
+    /// A server that answers whatever it is sent.
+    fn answering(reply: &'static [u8]) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("rediss://{}/", listener.local_addr().unwrap());
+        std::thread::spawn(move || {
+            while let Ok((mut stream, _)) = listener.accept() {
+                let (_, _) = (stream.read(&mut [0; 4096]), stream.write_all(reply));
+            }
+        });
+        url
+    }
+
+    /// Redis-rs can check nothing at all only with a feature of its own.
+    #[tokio::test]
+    async fn an_insecure_url_is_set_up_wrongly() {
+        let error = connect("rediss://127.0.0.1:1/#insecure").await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Configuration, "{error:?}");
+    }
+}
