@@ -17,7 +17,7 @@ use crate::store::{Error, ErrorKind};
 /// While Redis is away, the number stays what it was.
 ///
 /// Made by [`RedisStore::announce`](crate::RedisStore::announce). This instance is counted until the last clone is
-/// dropped.
+/// dropped, or the tokio runtime that it was made on ends.
 #[derive(Clone)]
 pub struct Instances {
     announcer: Arc<Announcer>,
