@@ -28,7 +28,7 @@ use super::pool::{Manager, Pool};
 use super::script::{self, Batch};
 use crate::limit::{Check, Decision, Source, Verdicts};
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind, Observers, lock};
+use crate::store::{Error, ErrorKind, Observers, lock, polled_after_completion};
 
 pub(super) struct Lanes {
     pub(super) manager: Manager,
@@ -392,15 +392,15 @@ enum State {
 impl Future for RedisFuture {
     type Output = Result<Decision, Error>;
 
-    #[allow(clippy::panic, reason = "as the futures of std do: to poll on is a mistake in the caller's code")]
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if let State::Waiting(receiver) = &mut self.state {
             let answer = ready!(Pin::new(receiver).poll(cx));
-            self.state = State::Ready(answer.unwrap_or_else(|_| Err(no_runtime())));
+            self.state = State::Told;
+            return Poll::Ready(answer.unwrap_or_else(|_| Err(no_runtime())));
         }
         match mem::replace(&mut self.state, State::Told) {
             State::Ready(answer) => Poll::Ready(answer),
-            _ => panic!("`RedisFuture` polled after completion"),
+            State::Waiting(_) | State::Told => polled_after_completion("RedisFuture"),
         }
     }
 }
