@@ -40,7 +40,8 @@ pub enum Source {
     Redis,
     /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
     /// make it untrue before its `retry_after`. What another instance gives back or resets stays unseen for that
-    /// long. A check of a larger cost than was denied is told the wait of the smaller one.
+    /// long. A check of a larger cost than was denied is told the wait of the smaller one. What is told beside a cost
+    /// that never fits, such as what remains, is up to a minute old.
     Cached,
     /// In this process, on a count of its own.
     Local,

@@ -7,24 +7,59 @@ use indexmap::IndexMap;
 use super::digest::{AsItIs, Digest};
 
 /// A map of so many entries at most, each of which lapses at its time.
+///
+/// When full, it drops the entry of the least [`Rank`] of a few for each new key. The few are old entries, looked at in
+/// turn, and newcomers: some of those that came while it was full. So a flood of new keys takes the places of its own
+/// kind, and a newcomer that comes to outrank the others stays.
 #[derive(Debug)]
 pub(super) struct Bounded<V> {
     slots: IndexMap<Digest, Slot<V>, BuildHasherDefault<AsItIs>>,
     most: usize,
     /// Where the search for what can go stands.
-    hand: usize,
+    hand: u32,
+    /// Where the search among the newcomers stands.
+    newcomers_hand: u32,
+    /// Where newcomers are. Another entry may have come there since: then that one counts as a newcomer.
+    newcomers: Vec<u32>,
 }
 
 #[derive(Debug)]
 pub(super) struct Slot<V> {
     pub(super) value: V,
-    /// When it says nothing any more, in microseconds.
-    pub(super) lapses: i64,
+    pub(super) hold: Hold,
 }
 
-impl<V> Bounded<V> {
+/// When a value lapses, in microseconds; and before that, how much it is worth. In one number, since a store has many.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Hold(u64);
+
+/// What goes by when the map is full: the least goes first.
+pub(super) trait Ranked {
+    /// The value of the least worth, and of those the one that lapses first.
+    fn rank(&self, hold: Hold) -> Hold {
+        hold
+    }
+
+    /// It was looked at as an old entry.
+    fn age(&mut self) {}
+}
+
+impl Hold {
+    const BITS: u32 = 56;
+
+    /// Until so many microseconds after the Unix epoch, of the next 2,000 years.
+    pub(super) fn new(worth: u8, lapses: i64) -> Self {
+        Self(u64::from(worth) << Self::BITS | lapses.clamp(0, (1 << Self::BITS) - 1) as u64)
+    }
+
+    pub(super) fn lapses(self) -> i64 {
+        (self.0 & ((1 << Self::BITS) - 1)) as i64
+    }
+}
+
+impl<V: Ranked> Bounded<V> {
     pub(super) fn new(most: usize) -> Self {
-        Self { slots: IndexMap::default(), most, hand: 0 }
+        Self { slots: IndexMap::default(), most, hand: 0, newcomers_hand: 0, newcomers: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -33,6 +68,10 @@ impl<V> Bounded<V> {
 
     pub(super) fn get(&self, key: Digest) -> Option<&Slot<V>> {
         self.slots.get(&key)
+    }
+
+    pub(super) fn get_mut(&mut self, key: Digest) -> Option<&mut Slot<V>> {
+        self.slots.get_mut(&key)
     }
 
     /// Where a key is, until something is put or removed.
@@ -45,53 +84,94 @@ impl<V> Bounded<V> {
         self.slots.get_index_mut(place).map(|(_, slot)| slot)
     }
 
-    pub(super) fn remove(&mut self, key: Digest) {
-        self.slots.swap_remove(&key);
+    pub(super) fn remove(&mut self, key: Digest) -> Option<V> {
+        self.slots.swap_remove(&key).map(|slot| slot.value)
     }
 
-    pub(super) fn remove_at(&mut self, place: usize) {
-        self.slots.swap_remove_index(place);
+    pub(super) fn remove_at(&mut self, place: usize) -> Option<V> {
+        self.slots.swap_remove_index(place).map(|(_, slot)| slot.value)
     }
 
-    /// Holds a value until it lapses. One that has lapsed already only takes the place of what was held.
-    pub(super) fn put(&mut self, key: Digest, value: V, lapses: i64, now: i64) {
-        if lapses <= now {
-            self.remove(key);
-        } else if let Some(slot) = self.slots.get_mut(&key) {
-            *slot = Slot { value, lapses };
-        } else {
-            self.make_room(now);
-            if self.slots.len() == self.slots.capacity() {
-                // By an eighth, since doubling would leave up to half of the memory unused.
-                self.slots.reserve_exact(self.slots.len() / 8 + 4);
-            }
-            self.slots.insert(key, Slot { value, lapses });
+    /// Holds a value until it lapses. One that has lapsed already only takes the place of what was held. Returns what
+    /// had to go for it.
+    pub(super) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
+        if hold.lapses() <= now {
+            return self.remove(key);
         }
+        if let Some(slot) = self.slots.get_mut(&key) {
+            return Some(std::mem::replace(slot, Slot { value, hold }).value);
+        }
+        let gone = self.make_room(self.slots.len() >= self.most, now);
+        if self.slots.len() == self.slots.capacity() {
+            // By an eighth, since doubling would leave up to half of the memory unused.
+            self.slots.reserve_exact(self.slots.len() / 8 + 4);
+        }
+        self.slots.insert(key, Slot { value, hold });
+        gone
     }
 
-    /// Drops some of what says nothing any more, and when full always something: of a few slots the one that would
-    /// have gone first.
+    /// Drops some of what says nothing any more, and when full always something: the least of a few. Returns it.
     ///
     /// Two looks for every new key find all that has lapsed before as many new keys have come as there are old ones.
-    fn make_room(&mut self, now: i64) {
-        let full = self.slots.len() >= self.most;
-        let mut first: Option<(i64, usize)> = None;
+    pub(super) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
+        let mut old: Option<(Hold, u32)> = None;
         for _ in 0..if full { 8 } else { 2 } {
-            if self.hand >= self.slots.len() {
+            if self.hand as usize >= self.slots.len() {
                 self.hand = 0;
             }
-            let Some((_, slot)) = self.slots.get_index(self.hand) else { return };
-            if slot.lapses <= now {
-                self.slots.swap_remove_index(self.hand);
-                return;
+            let (_, slot) = self.slots.get_index_mut(self.hand as usize)?;
+            if slot.hold.lapses() <= now {
+                return self.remove_at(self.hand as usize);
             }
-            if first.is_none_or(|(lapses, _)| slot.lapses < lapses) {
-                first = Some((slot.lapses, self.hand));
+            if full {
+                let rank = slot.value.rank(slot.hold);
+                slot.value.age();
+                if old.is_none_or(|(least, _)| rank < least) {
+                    old = Some((rank, self.hand));
+                }
             }
             self.hand += 1;
         }
-        if let (true, Some((_, index))) = (full, first) {
-            self.slots.swap_remove_index(index);
+        let (rank, old) = old?;
+        let place = self.place_to_free(rank, old);
+        // The last entry, mostly the last newcomer, comes into this place.
+        self.remove_at(place as usize)
+    }
+
+    /// The place of a newcomer, or that of the least of the old entries if none of the newcomers' ranks is lower.
+    fn place_to_free(&mut self, old_rank: Hold, old: u32) -> u32 {
+        // At most a sixteenth of all.
+        if self.newcomers.len() < (self.most / 16).clamp(4, 32) {
+            self.newcomers.push(old);
+            return old;
+        }
+        let (mut least, mut highest) = (None, None);
+        for look in 1..=4 {
+            let index = (self.newcomers_hand as usize + look) % self.newcomers.len();
+            let slot = self.slots.get_index(self.newcomers[index] as usize);
+            // There is no entry in this place any more: another may have it.
+            let rank = slot.map_or(Hold(u64::MAX), |(_, slot)| slot.value.rank(slot.hold));
+            if least.is_none_or(|(least, _)| rank < least) {
+                least = Some((rank, index));
+            }
+            if highest.is_none_or(|(highest, _)| rank > highest) {
+                highest = Some((rank, index));
+            }
+        }
+        match (least, highest) {
+            (Some((rank, index)), _) if rank <= old_rank => {
+                self.newcomers_hand = index as u32;
+                self.newcomers[index]
+            }
+            (_, Some((_, index))) => {
+                self.newcomers_hand = index as u32;
+                if !self.newcomers.contains(&old) {
+                    // One that has come far is a newcomer no more.
+                    self.newcomers[index] = old;
+                }
+                old
+            }
+            _ => old,
         }
     }
 }

@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
-use super::bounded::{Bounded, Slot};
+use super::bounded::{Bounded, Hold, Ranked, Slot};
 use super::clock::Clock;
 use super::digest::{Digest, Digester};
 use super::{Error, Store, lock};
-use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, State, Verdicts};
+use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, State, Verdict, Verdicts};
 
 /// A store in this process: every instance has counts of its own.
 ///
@@ -21,9 +21,14 @@ use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, Sta
 /// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 90 bytes
 /// each, beside the charges that [`SlidingLog`](crate::Strategy::SlidingLog) and
 /// [`SlidingWindow`](crate::Strategy::SlidingWindow) keep. A key is held as a hash of 128 bits, by a secret of the
-/// store's own. Keys that say nothing any more make room by themselves; if all still say something, a new key takes the
-/// place of the one, of a few, that would have gone first. So a flood of new keys pushes out its own kind before it
-/// pushes out a caller that is deep in its limit.
+/// store's own.
+///
+/// A key makes room when all that was charged has flowed back. If the store is full before that, a new key takes the
+/// place of the one, of a few, that had used the smallest share of its limit when it last asked; among equals, of the
+/// one that would have made room first. The few are some old keys, and some that came while the store was full. So a
+/// flood of new keys pushes out its own kind, however long it is: it frees no caller that has used a larger share than
+/// each of them. A store that is full of exhausted callers keeps a few places in a hundred for new ones, which take
+/// turns there: who has used more than the others there by the time of its turn mostly stays.
 ///
 /// Clones share their counts.
 #[derive(Clone)]
@@ -41,8 +46,8 @@ struct Shared {
 struct Shard {
     /// By the caller, and which of its counts.
     states: Bounded<Entry>,
-    /// What checks with an id were answered, by the caller and the id.
-    answers: Bounded<(Policies, Verdicts)>,
+    /// What checks with an id were answered, by the caller, the id and the list of policies.
+    answers: Bounded<Answer>,
 }
 
 /// What is known of one count of a caller.
@@ -60,6 +65,23 @@ enum Entry {
 
 /// Answers that come within so many microseconds may come in another order than they were given: the least counts.
 const MOMENT: i64 = 100_000;
+
+/// What a check with an id was answered.
+struct Answer {
+    policies: Policies,
+    verdicts: Verdicts,
+}
+
+impl Ranked for Entry {}
+impl Ranked for Answer {}
+
+/// Who has used the least share of its limit goes first; among equals, who is fresh again first.
+fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
+    let capacity = policy.terms().capacity.max(1);
+    let used = (capacity - verdict.remaining).clamp(0, capacity);
+    // In 255ths, rounded down: only who has nothing left has them all.
+    Hold::new((used as u64 * 255 / capacity as u64) as u8, now + verdict.reset)
+}
 
 impl Entry {
     fn resume(self, policy: &Policy, now: i64) -> State {
@@ -109,18 +131,21 @@ impl LocalStore {
     }
 
     fn answer(&self, check: Check) -> Decision {
-        let (mut shard, caller) = self.shard(check.key());
-        // Read under the lock, so that no state is asked about a time before its own.
-        let now = self.shared.clock.micros();
-        let verdicts = match check.id_key() {
-            None => shard.decide(&check, caller, now),
-            Some(id) => {
-                let answer = self.shared.digester.pair(check.key(), id);
-                shard.decide_once(&check, answer, caller, now)
-            }
-        };
-        drop(shard);
+        let verdicts = self.verdicts(&check, || self.shared.clock.micros());
         check.answer(verdicts, Source::Local)
+    }
+
+    /// The verdicts at a time, which is read under the lock, so that no state is asked about a time before its own.
+    pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
+        let (mut shard, caller) = self.shard(check.key());
+        match check.id_key() {
+            None => shard.decide(check, caller, now()),
+            Some(id) => {
+                // As the key in Redis: another list has an answer of its own.
+                let answer = self.shared.digester.pair(check.key(), id).of_count(check.policies().id());
+                shard.decide_once(check, answer, caller, now())
+            }
+        }
     }
 }
 
@@ -159,12 +184,12 @@ impl Shard {
     fn decide(&mut self, check: &Check, caller: Digest, now: i64) -> Verdicts {
         if let [policy] = &**check.policies()
             && let Some(place) = self.states.find(caller.of_count(policy.id()))
-            && let Some(Slot { value: Entry::Counted(state), lapses }) = self.states.at(place)
+            && let Some(Slot { value: Entry::Counted(state), hold }) = self.states.at(place)
         {
             // The commonest: one count, decided where it is.
             let verdicts = check.decide(slice::from_mut(state), now);
-            *lapses = now + verdicts.first.reset;
-            if *lapses <= now {
+            *hold = self::hold(&verdicts.first, policy, now);
+            if verdicts.first.reset <= 0 {
                 self.states.remove_at(place);
             }
             return verdicts;
@@ -183,17 +208,17 @@ impl Shard {
         let verdicts = check.decide(&mut states, now);
 
         // First those that have a place, which putting others may change.
-        let mut others = SmallVec::<[(&Policy, State, i64); 1]>::new();
+        let mut others = SmallVec::<[(&Policy, Entry, Hold); 1]>::new();
         let decided = states.into_iter().zip(places).zip(check.policies().iter()).zip(verdicts.iter());
         for (((state, place), policy), verdict) in decided {
-            let lapses = now + verdict.reset;
-            match place.filter(|_| lapses > now).and_then(|place| self.states.at(place)) {
-                Some(slot) => *slot = Slot { value: Entry::Counted(state), lapses },
-                None => others.push((policy, state, lapses)),
+            let (value, hold) = (Entry::Counted(state), hold(verdict, policy, now));
+            match place.filter(|_| verdict.reset > 0).and_then(|place| self.states.at(place)) {
+                Some(slot) => *slot = Slot { value, hold },
+                None => others.push((policy, value, hold)),
             }
         }
-        for (policy, state, lapses) in others {
-            self.states.put(caller.of_count(policy.id()), Entry::Counted(state), lapses, now);
+        for (policy, value, hold) in others {
+            self.states.put(caller.of_count(policy.id()), value, hold, now);
         }
         verdicts
     }
@@ -204,23 +229,27 @@ impl Shard {
             let (remaining, capacity, until) = (verdict.remaining, policy.terms().capacity, now + verdict.reset);
             match self.states.get(key).map(|slot| &slot.value) {
                 Some(Entry::Followed { remaining: least, seen, .. }) if *least < remaining && *seen > now - MOMENT => {}
-                _ => self.states.put(key, Entry::Followed { remaining, capacity, until, seen: now }, until, now),
+                _ => {
+                    let followed = Entry::Followed { remaining, capacity, until, seen: now };
+                    self.states.put(key, followed, hold(verdict, policy, now), now);
+                }
             }
         }
     }
 
     /// Answers as a check of the same id was answered, if there was one.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
-        if let Some(Slot { value: (policies, verdicts), lapses }) = self.answers.get(answer)
-            && *lapses > now
+        if let Some(Slot { value: Answer { policies, verdicts }, hold }) = self.answers.get(answer)
+            && hold.lapses() > now
             && policies.count_alike(check.policies())
         {
             return verdicts.clone();
         }
         let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {
-            let value = (check.policies().clone(), verdicts.clone());
-            self.answers.put(answer, value, now + check.policies().longest_period(), now);
+            let value = Answer { policies: check.policies().clone(), verdicts: verdicts.clone() };
+            // The oldest goes first, if all are held equally long.
+            self.answers.put(answer, value, Hold::new(0, now + check.policies().longest_period()), now);
         }
         verdicts
     }

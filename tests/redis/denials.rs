@@ -1,10 +1,14 @@
 //! Denials are remembered until their `retry_after`: a flood on one key costs Redis nothing, and nobody is denied for
 //! longer.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
+use fastrand::Rng;
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{Check, Decision, Key, Outcome, Policies, RedisStore, Source, Store, Strategy};
+use tower_redis_ratelimit::{
+    Align, Check, Decision, Key, Outcome, Policies, Policy, Quota, RedisStore, Source, Store, Strategy,
+};
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 
@@ -114,4 +118,218 @@ async fn a_refund_is_never_outlived_by_a_denial() {
         }
         ask(&store, Check::reset(ANN, &policies)).await;
     }
+}
+
+/// A policy of a name, of which nothing flows back.
+fn of(name: &str, strategy: Strategy, limit: u32) -> Policy {
+    Policy::new(name, strategy, Quota::per(limit, Duration::from_secs(100 * 86_400))).unwrap()
+}
+
+/// Exhausts every policy of some lists, by another instance.
+async fn exhaust(server: &RedisServer, lists: &[Policies]) {
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    for list in lists {
+        for policy in list.iter() {
+            ask(&store, Check::up_to(ANN, &policy.clone().into(), u32::MAX)).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn two_policies_in_turn_cost_a_call_each() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let lists = [of("read", Strategy::Gcra, 10).into(), of("write", Strategy::SlidingLog, 10).into()];
+    exhaust(&server, &lists).await;
+    let before = server.calls("evalsha").await;
+    for i in 0..2_000 {
+        assert!(!take(&store, &lists[i % 2], 1).await.is_allowed());
+    }
+    assert_eq!(server.calls("evalsha").await - before, 2, "of 2000 checks");
+}
+
+/// Each list and cost is asked once, whatever was asked before.
+#[tokio::test]
+async fn denials_of_other_costs_and_lists_stay() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let (read, write) = (of("read", Strategy::Gcra, 10), of("write", Strategy::SlidingWindow { cells: 10 }, 10));
+    let lists: [Policies; 3] =
+        [read.clone().into(), write.clone().into(), Policies::new([read.clone(), write.clone()]).unwrap()];
+    exhaust(&server, &lists).await;
+    let before = server.calls("evalsha").await;
+    let mut waits = vec![];
+    for _ in 0..20 {
+        waits.clear();
+        for list in &lists {
+            for cost in [5, 1, 5, 7, 3] {
+                waits.push(take(&store, list, cost).await.retry_after().unwrap());
+            }
+        }
+    }
+    // That of 5 is known before that of 1 is asked, which answers 3.
+    assert_eq!(server.calls("evalsha").await - before, 6, "of 300 checks");
+    assert!(waits[0] > 4 * waits[1], "GCRA: 5 units wait longer than 1: {waits:?}");
+    assert_eq!(waits[3].as_secs() / 100, waits[0].as_secs() / 100, "the longest wait that is known");
+
+    // Policies made anew are the same.
+    let again = [of("read", Strategy::Gcra, 10).into(), of("write", Strategy::SlidingWindow { cells: 10 }, 10).into()];
+    for list in &again {
+        assert_eq!(take(&store, list, 1).await.source(), Source::Cached);
+    }
+    // So is what asks for any part.
+    assert_eq!(ask(&store, Check::up_to(ANN, &lists[0], 8)).await.source(), Source::Cached);
+    // What is given back under one list is forgotten for all, since they share policies.
+    ask(&store, Check::give_back(ANN, &lists[0], 2)).await;
+    for list in &lists {
+        assert_eq!(take(&store, list, 2).await.source(), Source::Redis);
+    }
+}
+
+#[tokio::test]
+async fn a_cost_that_never_fits_costs_one_call() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let (few, many) = (of("few", Strategy::Gcra, 10), of("many", Strategy::Gcra, 100));
+    let lists = [few.clone().into(), Policies::new([few, many]).unwrap()];
+    exhaust(&server, &lists).await;
+    let before = server.calls("evalsha").await;
+    for i in 0..500 {
+        for list in &lists {
+            let never = take(&store, list, 11 + i * 37 % 90).await;
+            assert_eq!((never.outcome(), never.remaining()), (Outcome::NeverFits, 0));
+        }
+    }
+    assert_eq!(server.calls("evalsha").await - before, 2, "of 1000 checks");
+    let both = take(&store, &lists[1], 101).await;
+    assert_eq!((both.source(), both.outcome()), (Source::Redis, Outcome::NeverFits), "both policies are exceeded");
+    assert!(!take(&store, &lists[0], 10).await.retry_after().unwrap().is_zero(), "it may fit one day");
+}
+
+/// A denied id is denied until its time; one that was granted is told so, whatever else is denied.
+#[tokio::test]
+async fn ids_have_denials_of_their_own() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let list: Policies = of("api", Strategy::Gcra, 10).into();
+    let take_id = |id: &str| ask(&store, Check::take(ANN, &list, 2).id(id));
+    let granted = take_id("granted").await;
+    assert!(granted.is_allowed());
+    exhaust(&server, std::slice::from_ref(&list)).await;
+    take(&store, &list, 1).await;
+    let before = server.calls("evalsha").await;
+    for _ in 0..500 {
+        for id in ["one", "two"] {
+            assert!(!take_id(id).await.is_allowed());
+        }
+    }
+    assert_eq!(server.calls("evalsha").await - before, 2, "of 1000 checks");
+    assert_eq!(take_id("granted").await, granted);
+
+    // An id that was granted in the end is told that too.
+    ask(&store, Check::give_back(ANN, &list, 2)).await;
+    assert!(!ask(&store, Check::take(ANN, &list, 3).id("one")).await.is_allowed());
+    let one = take_id("one").await;
+    assert!(one.is_allowed());
+    assert_eq!(ask(&store, Check::take(ANN, &list, 3).id("one")).await, one);
+}
+
+/// Any mix of lists, costs and ids: one call for each at most, and each answer is true.
+#[tokio::test]
+async fn a_flood_of_any_mix_costs_a_call_for_each_question() {
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let forgetful = RedisStore::builder(server.url()).denials(0).connect().await.unwrap();
+    for seed in 0..20 {
+        let mut rng = Rng::with_seed(seed);
+        let lists: Vec<Policies> = (0..4)
+            .map(|_| {
+                let first = of("first", STRATEGIES[rng.usize(..9)], 10);
+                let second = of("second", STRATEGIES[rng.usize(..9)], 20);
+                match rng.u8(..3) {
+                    0 => first.into(),
+                    1 => second.into(),
+                    _ => Policies::new([first, second]).unwrap(),
+                }
+            })
+            .collect();
+        exhaust(&server, &lists).await;
+        let mut questions = HashSet::new();
+        let mut checks: Vec<Check> = (0..1_500)
+            .map(|_| {
+                let (list, cost) = (rng.usize(..4), rng.u32(1..=24));
+                // An id of few, so that some come again.
+                let id = (rng.u8(..20) == 0).then(|| rng.u8(..2).to_string());
+                questions.insert((list, cost, id.clone()));
+                let check = Check::take(ANN, &lists[list], cost);
+                if let Some(id) = id { check.id(id) } else { check }
+            })
+            .collect();
+        let before = server.calls("evalsha").await;
+        for check in &checks {
+            assert!(!ask(&store, check.clone()).await.is_allowed());
+        }
+        let calls = server.calls("evalsha").await - before;
+        assert!(calls <= questions.len() as u64, "seed {seed}: {calls} calls for {} questions", questions.len());
+
+        rng.shuffle(&mut checks);
+        for check in checks.into_iter().take(100) {
+            let (known, asked) = (ask(&store, check.clone()).await, ask(&forgetful, check.clone()).await);
+            assert_eq!(known.source(), Source::Cached);
+            let (never, really_never) = (known.outcome() == Outcome::NeverFits, asked.outcome() == Outcome::NeverFits);
+            assert_eq!(never, really_never, "seed {seed}: {check:?}");
+            let slack = Duration::from_secs(60);
+            assert!(known.retry_after() <= asked.retry_after().map(|wait| wait + slack), "seed {seed}: {check:?}");
+        }
+        for list in &lists {
+            ask(&store, Check::reset(ANN, list)).await;
+        }
+    }
+}
+
+/// Callers that are each denied once do not push out one who is denied all the time.
+#[tokio::test]
+async fn who_is_denied_often_stays_known_in_a_flood_of_others() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).denials(1_000).timeout(Duration::from_secs(20));
+    let store = store.connect().await.unwrap();
+    let list: Policies = of("api", Strategy::FixedWindow(Align::FirstHit), 1).into();
+    exhaust(&server, std::slice::from_ref(&list)).await;
+    let (mut asked, mut hits) = (0, 0);
+    for first in (0..20_000).step_by(50) {
+        let others = async || {
+            let others = (first..first + 50).map(|i| Check::take(Key::new(format!("other-{i}")), &list, 1));
+            join_all(others.map(|check| store.check(check))).await
+        };
+        others().await;
+        assert!(others().await.into_iter().all(|decision| !decision.unwrap().is_allowed()));
+        for _ in 0..3 {
+            match take(&store, &list, 1).await.source() {
+                Source::Cached => hits += 1,
+                _ => asked += 1,
+            }
+        }
+    }
+    assert!(asked <= 3, "{asked} of {} checks were sent", asked + hits);
+}
+
+/// Denied callers in turn, twice as many as are remembered: a part of them is known each time.
+#[tokio::test]
+async fn too_many_denied_callers_do_not_make_the_memory_useless() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).denials(1_000).timeout(Duration::from_secs(20));
+    let store = store.connect().await.unwrap();
+    let list: Policies = of("api", Strategy::FixedWindow(Align::FirstHit), 1).into();
+    let mut hits = vec![];
+    for _ in 0..8 {
+        let mut cached = 0;
+        for first in (0..2_000).step_by(100) {
+            let checks =
+                (first..first + 100).map(|i| store.check(Check::take(Key::new(format!("caller-{i}")), &list, 1)));
+            let decisions = join_all(checks).await.into_iter().map(Result::unwrap);
+            cached += decisions.filter(|decision| decision.source() == Source::Cached).count();
+        }
+        hits.push(cached);
+    }
+    assert!(hits[3..].iter().all(|cached| *cached > 850), "of 2000 each: {hits:?}");
 }

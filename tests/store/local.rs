@@ -111,3 +111,86 @@ async fn a_full_store_keeps_who_has_used_most() {
         "the flood gave a caller a fresh start"
     );
 }
+
+/// Under every strategy: who has used all it may is denied until its time, however many new keys come.
+#[tokio::test(start_paused = true)]
+async fn a_flood_of_new_keys_frees_no_exhausted_caller() {
+    // A tenth of the default store, and ten new keys for each that it holds.
+    const KEYS: usize = LocalStore::DEFAULT_KEYS.get() / 10;
+    let mut freed = vec![];
+    for strategy in STRATEGIES {
+        let store = LocalStore::with_capacity(NonZeroUsize::new(KEYS).unwrap());
+        let policies = policy(strategy, "100/100d");
+        let ann = |cost| ask(&store, Check::take(Key::new("ann"), &policies, cost));
+        assert!(ann(100).is_allowed());
+        for i in 0..10 * KEYS {
+            if i % 100 == 0 {
+                tokio::time::advance(Duration::from_millis(1)).await;
+                if ask(&store, Check::peek(Key::new("ann"), &policies, 1)).is_allowed() {
+                    freed.push((strategy, i));
+                    break;
+                }
+            }
+            ask(&store, Check::take(Key::new(format!("new-{i}")), &policies, 1));
+        }
+        let Some(wait) = ann(1).retry_after() else { continue };
+        tokio::time::advance(wait - Duration::from_micros(1)).await;
+        assert!(!ann(1).is_allowed(), "{strategy:?}");
+        tokio::time::advance(Duration::from_micros(1)).await;
+        assert!(ann(1).is_allowed(), "{strategy:?}");
+    }
+    assert!(freed.is_empty(), "freed, and after how many new keys: {freed:?}");
+}
+
+/// A store full of exhausted callers gives newcomers a few places, which they take in turn.
+#[tokio::test(start_paused = true)]
+async fn newcomers_do_not_eat_exhausted_callers_one_by_one() {
+    const KEYS: usize = 2_048;
+    let mut freed = vec![];
+    for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit)] {
+        let store = LocalStore::with_capacity(NonZeroUsize::new(KEYS).unwrap());
+        let policies = policy(strategy, "100/100d");
+        let take = |name: String, cost| ask(&store, Check::take(Key::new(name), &policies, cost)).granted();
+        for i in 0..2 * KEYS {
+            take(format!("exhausted-{i}"), 100);
+        }
+        tokio::time::advance(Duration::from_millis(1)).await;
+        // Peeking charges nobody who is not known.
+        let peek = |i| ask(&store, Check::peek(Key::new(format!("exhausted-{i}")), &policies, 1));
+        let known = || (0..2 * KEYS).map(peek).filter(|peek| !peek.is_allowed()).count();
+        let before = known();
+        assert!(before > KEYS * 9 / 10, "{before}");
+        for i in 0..20 * KEYS {
+            take(format!("new-{i}"), 1);
+        }
+        // Who asks again while some others come is counted there, but for the first few times.
+        let mut granted = 0;
+        for i in 0..3_000 {
+            take(format!("passing-{i}"), 1);
+            if i % 20 == 0 {
+                granted += take("stays".to_owned(), 1);
+            }
+        }
+        let after = known();
+        if after < before * 8 / 10 || granted > 130 {
+            freed.push(format!("{strategy:?}: {after} of {before} are denied, and one was granted {granted} of 100"));
+        }
+    }
+    assert!(freed.is_empty(), "{freed:?}");
+}
+
+/// Both lists of policies answer an id as they did, as in Redis.
+#[test]
+fn an_id_is_kept_for_each_list_of_policies() {
+    use tower_redis_ratelimit::{Policies, Policy};
+    let store = LocalStore::default();
+    let of = |name: &str| Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap();
+    let lists = [Policies::from(of("one")), Policies::from(of("two")), Policies::new([of("one"), of("two")]).unwrap()];
+    for _ in 0..10 {
+        for list in &lists {
+            assert!(ask(&store, Check::take(Key::GLOBAL, list, 1).id("request-1")).is_allowed());
+        }
+    }
+    let used = |list: &Policies| 100 - ask(&store, Check::peek(Key::GLOBAL, list, 1)).remaining();
+    assert_eq!(lists.each_ref().map(used), [2, 2, 2], "each list charges once");
+}

@@ -1,13 +1,17 @@
-//! A memory of denials, so that a flood on one key costs Redis nothing.
+//! A memory of denials, so that a flood of checks that are denied costs Redis next to nothing.
 //!
 //! With every strategy, what was denied stays denied until its `retry_after`, unless something is given back or
-//! forgotten, or the policy is another. A denial of a cost answers every check of that cost or more.
+//! forgotten, or the policies are others. So a caller's denial answers every check of that cost or more under the same
+//! policies: one of 2 units that has to wait for 10 s says that 3 units have to wait for 10 s at least. Denials of
+//! several costs are kept beside each other, since that of a larger cost holds for longer.
 
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
 
-use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdicts};
-use crate::store::bounded::{Bounded, Slot};
+use smallvec::{SmallVec, smallvec};
+
+use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdict, Verdicts};
+use crate::store::bounded::{Bounded, Hold, Ranked};
 use crate::store::clock::Clock;
 use crate::store::digest::{Digest, Digester};
 
@@ -17,33 +21,66 @@ pub(super) struct Denials {
     shards: [RwLock<Shard>; 16],
     digester: Digester,
     clock: Clock,
-    /// How many are held: while there are none, no check looks further.
+    /// How many callers are held: while there are none, no check looks further.
     held: AtomicUsize,
+    /// The most denials of a shard.
     most: usize,
 }
 
 #[derive(Debug)]
 struct Shard {
-    /// The last denial of each caller.
-    denials: Bounded<Denial>,
+    callers: Bounded<Caller>,
+    /// How many denials they have.
+    denials: usize,
     /// When something was last given back or forgotten: a denial of a call that was sent before may not be true any
     /// more.
     forgot: i64,
 }
 
 #[derive(Debug)]
+struct Caller {
+    denials: SmallVec<[Denial; 1]>,
+    /// How many checks this has answered, up to [`MOST_HITS`]; one less for each time it might have had to go.
+    hits: AtomicU8,
+}
+
+#[derive(Debug)]
 struct Denial {
-    cost: u32,
     policies: Policies,
+    /// Of a check with an id: only that id, since another may have been granted before.
+    id: Option<Box<Key>>,
+    /// The room that it needs.
+    needs: u32,
+    /// How many of the policies never have that room. As many never have more room, and those that do are the same.
+    exceeds: usize,
     verdicts: Verdicts,
     /// When its call was sent.
     sent: i64,
+    lapses: i64,
 }
 
+/// What a check asks, as far as a denial can answer it.
+struct Question<'a> {
+    policies: &'a Policies,
+    id: Option<&'a Key>,
+    needs: u32,
+    exceeds: usize,
+}
+
+/// The most denials of one caller.
+const MOST_OF_ONE: usize = 64;
+/// Enough to stay while some thousand other callers are denied. A caller that has so many writes no more hits, which
+/// threads would contend for.
+const MOST_HITS: u8 = 15;
+/// For how long a cost that never fits is remembered: until nothing is charged any more, but not so long that what is
+/// told of the rest is of another day, and long enough for a flood of what a fresh caller asks.
+const NEVER_FITS: (i64, i64) = (1_000_000, 60_000_000);
+
 impl Denials {
-    /// Holds at most so many denials; 0 for none.
+    /// Holds at most about so many denials; 0 for none.
     pub(super) fn new(most: usize) -> Self {
-        let shard = |_| RwLock::new(Shard { denials: Bounded::new(most.div_ceil(16)), forgot: i64::MIN });
+        let most = most.div_ceil(16);
+        let shard = |_| RwLock::new(Shard { callers: Bounded::new(most), denials: 0, forgot: i64::MIN });
         Self {
             shards: std::array::from_fn(shard),
             digester: Digester::new(),
@@ -67,17 +104,19 @@ impl Denials {
     }
 
     fn verdicts(&self, check: &Check) -> Option<Verdicts> {
-        if self.held.load(Relaxed) == 0 || check.mode() != Mode::Take || check.id_key().is_some() {
+        if self.held.load(Relaxed) == 0 {
             return None;
         }
+        let question = Question::of(check)?;
         let (shard, caller) = self.shard(check.key());
         let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
-        let Slot { value: Denial { cost, policies, verdicts, sent }, lapses } = shard.denials.get(caller)?;
+        let caller = &shard.callers.get(caller)?.value;
         let now = self.clock.micros();
-        let same = policies.is(check.policies()) || policies == check.policies();
-        // A cost that never fits is denied for another reason.
-        let fits = check.policies().iter().all(|policy| check.cost() <= policy.quota().capacity());
-        (now < *lapses && check.cost() >= *cost && same && fits).then(|| verdicts.later(now - sent))
+        let known = caller.denials.iter().filter(|denial| now < denial.lapses && denial.answers(&question));
+        // The longest wait that is known to be true.
+        let Denial { verdicts, sent, .. } = known.max_by_key(|denial| denial.lapses)?;
+        caller.hit();
+        Some(verdicts.later(now - sent))
     }
 
     /// Learns what Redis decided on a call that was sent at this time.
@@ -85,35 +124,35 @@ impl Denials {
         if self.most == 0 {
             return;
         }
-        match (check.mode(), verdicts.wait()) {
-            (Mode::GiveBack | Mode::Reset, _) => self.forget(check.key()),
-            (Mode::Take, Some(wait)) if check.id_key().is_none() => {
-                let (shard, caller) = self.shard(check.key());
-                let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
-                let now = self.clock.micros();
-                let knows_more = |slot: &Slot<Denial>| slot.lapses > now && slot.value.cost < check.cost();
-                if sent > shard.forgot && !shard.denials.get(caller).is_some_and(knows_more) {
-                    let (cost, policies, verdicts) = (check.cost(), check.policies().clone(), verdicts.clone());
-                    let denial = Denial { cost, policies, verdicts, sent };
-                    let before = shard.denials.len();
-                    shard.denials.put(caller, denial, sent.saturating_add(wait), now);
-                    self.count(before, shard.denials.len());
+        if matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
+            self.change(check.key(), |shard, caller, now| {
+                let gone = shard.callers.remove(caller);
+                shard.gone(gone);
+                shard.forgot = now;
+            });
+        } else if let Some(denial) = Denial::new(check, verdicts, sent) {
+            self.change(check.key(), |shard, caller, now| {
+                if denial.sent > shard.forgot && denial.lapses > now {
+                    shard.remember(caller, denial, self.most, now);
                 }
-            }
-            _ => {}
+            });
+        } else if let Some(id) = check.id_key()
+            && self.held.load(Relaxed) > 0
+        {
+            // It was granted, and is from now on told that.
+            self.change(check.key(), |shard, caller, _| {
+                shard.retain(caller, |denial| denial.id.as_deref() != Some(id))
+            });
         }
     }
 
-    fn forget(&self, key: &Key) {
+    /// Changes what is known of a caller.
+    fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
         let (shard, caller) = self.shard(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
-        let before = shard.denials.len();
-        shard.denials.remove(caller);
-        shard.forgot = self.clock.micros();
-        self.count(before, shard.denials.len());
-    }
-
-    fn count(&self, before: usize, after: usize) {
+        let before = shard.callers.len();
+        change(&mut shard, caller, self.clock.micros());
+        let after = shard.callers.len();
         if after != before {
             self.held.fetch_add(after.wrapping_sub(before), Relaxed);
         }
@@ -123,5 +162,202 @@ impl Denials {
     fn shard(&self, key: &Key) -> (&RwLock<Shard>, Digest) {
         let caller = self.digester.digest(key);
         (&self.shards[caller.part(self.shards.len())], caller)
+    }
+}
+
+impl Shard {
+    fn remember(&mut self, caller: Digest, denial: Denial, most: usize, now: i64) {
+        self.retain(caller, |old| old.lapses > now);
+        if let Some(slot) = self.callers.get_mut(caller) {
+            slot.hold = slot.hold.max(denial.hold());
+            let denials = &mut slot.value.denials;
+            if let Some(known) = denials.iter_mut().find(|known| known.is_replaced_by(&denial)) {
+                // Answers of several lanes may come in any order.
+                if known.sent <= denial.sent {
+                    *known = denial;
+                }
+                return;
+            }
+            if denials.len() >= most.min(MOST_OF_ONE) {
+                // That of an id answers least. Then that of a large cost, which one of a smaller cost may answer too.
+                let answers_least = |known: &&mut Denial| (known.id.is_some(), known.exceeds == 0, known.needs);
+                if let Some(least) = denials.iter_mut().max_by_key(answers_least)
+                    && (least.id.is_some() || denial.id.is_none())
+                {
+                    *least = denial;
+                }
+                return;
+            }
+        }
+        while self.denials >= most
+            && let Some(gone) = self.callers.make_room(true, now)
+        {
+            self.gone(Some(gone));
+        }
+        self.denials += 1;
+        if let Some(slot) = self.callers.get_mut(caller) {
+            slot.value.denials.push(denial);
+        } else {
+            let hold = denial.hold();
+            let value = Caller { denials: smallvec![denial], hits: AtomicU8::new(0) };
+            let gone = self.callers.put(caller, value, hold, now);
+            self.gone(gone);
+        }
+    }
+
+    /// Forgets some of the denials of a caller.
+    fn retain(&mut self, caller: Digest, mut keep: impl FnMut(&Denial) -> bool) {
+        if let Some(slot) = self.callers.get_mut(caller) {
+            let denials = &mut slot.value.denials;
+            let before = denials.len();
+            denials.retain(|denial| keep(denial));
+            self.denials -= before - denials.len();
+        }
+    }
+
+    /// A caller was dropped.
+    fn gone(&mut self, caller: Option<Caller>) {
+        self.denials -= caller.map_or(0, |caller| caller.denials.len());
+    }
+}
+
+impl Caller {
+    fn hit(&self) {
+        let hits = self.hits.load(Relaxed);
+        if hits < MOST_HITS {
+            self.hits.store(hits + 1, Relaxed);
+        }
+    }
+}
+
+/// Who is asked least goes first; among equals a newcomer, so that callers who come in turn, more than are held, do not
+/// each push out the next.
+impl Ranked for Caller {
+    fn rank(&self, _hold: Hold) -> Hold {
+        Hold::new(self.hits.load(Relaxed), 0)
+    }
+
+    fn age(&mut self) {
+        let hits = self.hits.get_mut();
+        *hits = hits.saturating_sub(1);
+    }
+}
+
+impl<'a> Question<'a> {
+    /// None if no denial of before says anything.
+    fn of(check: &'a Check) -> Option<Self> {
+        let needs = match check.mode() {
+            Mode::Take => check.cost(),
+            Mode::UpTo => check.cost().min(1),
+            // A peek asks how it is at the moment, and a debt depends on more than this.
+            Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset => return None,
+        };
+        let policies = check.policies();
+        let exceeds = policies.iter().filter(|policy| i64::from(needs) > policy.terms().capacity).count();
+        Some(Self { policies, id: check.id_key(), needs, exceeds })
+    }
+}
+
+impl Denial {
+    /// None if these verdicts are no denial, or one that says nothing of other checks.
+    fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
+        if verdicts.iter().all(Verdict::is_allowed) {
+            return None;
+        }
+        let Question { policies, id, needs, exceeds } = Question::of(check)?;
+        let holds = match exceeds {
+            0 => verdicts.wait()?,
+            _ => verdicts.iter().map(|verdict| verdict.reset).max()?.clamp(NEVER_FITS.0, NEVER_FITS.1),
+        };
+        let (policies, id, verdicts) = (policies.clone(), id.copied().map(Box::new), verdicts.clone());
+        Some(Self { policies, id, needs, exceeds, verdicts, sent, lapses: sent.saturating_add(holds) })
+    }
+
+    fn hold(&self) -> Hold {
+        Hold::new(0, self.lapses)
+    }
+
+    fn answers(&self, question: &Question<'_>) -> bool {
+        // What never fits does so at any cost.
+        (self.needs <= question.needs || self.exceeds > 0) && self.is_about(question)
+    }
+
+    /// Whether it is about these policies and this id, and the same of them are exceeded.
+    fn is_about(&self, question: &Question<'_>) -> bool {
+        let policies = &self.policies;
+        self.exceeds == question.exceeds
+            && self.id.as_deref() == question.id
+            && (policies.is(question.policies) || policies == question.policies)
+    }
+
+    /// Whether the other answers all that this one does.
+    fn is_replaced_by(&self, other: &Self) -> bool {
+        let Self { policies, id, needs, exceeds, .. } = other;
+        let question = Question { policies, id: id.as_deref(), needs: *needs, exceeds: *exceeds };
+        (self.needs == other.needs || self.exceeds > 0) && self.is_about(&question)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Policy, Strategy};
+
+    fn list(name: &str) -> Policies {
+        Policy::new(name, Strategy::Gcra, "100/h".parse().unwrap()).unwrap().into()
+    }
+
+    /// Has a check denied, as Redis would.
+    fn deny(denials: &Denials, check: &Check) {
+        let verdict = Verdict { remaining: 0, wait: 3_600_000_000, reset: 3_600_000_000 };
+        denials.learn(check, &Verdicts { granted: 0, first: verdict, others: Box::default() }, denials.now());
+    }
+
+    /// How many denials are held.
+    fn held(denials: &Denials) -> usize {
+        denials.shards.iter().map(|shard| shard.read().unwrap().denials).sum()
+    }
+
+    #[test]
+    fn denials_are_bounded_in_all_and_of_one_caller() {
+        let denials = Denials::new(1_600);
+        let lists: Vec<Policies> = (0..100).map(|i| list(&i.to_string())).collect();
+        let mut rng = fastrand::Rng::with_seed(1);
+        for cost in (1..=100).rev() {
+            for policies in &lists {
+                deny(&denials, &Check::take(Key::GLOBAL, policies, cost));
+            }
+        }
+        assert_eq!(held(&denials), MOST_OF_ONE);
+        for i in 0..20_000 {
+            let check = Check::take(Key::new(format!("{}", rng.u32(..5_000))), &lists[rng.usize(..100)], rng.u32(1..9));
+            let check = if i % 3 == 0 { check.id(i.to_string()) } else { check };
+            deny(&denials, &check);
+            assert!(check.id_key().is_some() || denials.verdicts(&check).is_some(), "the last is known");
+        }
+        let full = held(&denials);
+        assert!((1_500..=1_600).contains(&full), "{full}");
+        let reset = Verdicts { granted: 0, first: Verdict { remaining: 1, wait: 0, reset: 0 }, others: Box::default() };
+        for key in (0..5_000).map(|i| Key::new(i.to_string())).chain([Key::GLOBAL]) {
+            denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
+        }
+        assert_eq!((held(&denials), denials.held.load(Relaxed)), (0, 0));
+    }
+
+    /// Ids of which each is denied do not push out what all checks without an id are answered by.
+    #[test]
+    fn ids_go_first() {
+        let (denials, policies) = (Denials::new(10_000), list("api"));
+        let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+        for cost in (2..=1 + MOST_OF_ONE as u32).rev() {
+            deny(&denials, &take(cost));
+        }
+        for i in 0..1_000 {
+            deny(&denials, &take(1).id(i.to_string()));
+        }
+        let caller = denials.shard(&Key::GLOBAL);
+        let shard = caller.0.read().unwrap();
+        let plain = &shard.callers.get(caller.1).unwrap().value.denials;
+        assert_eq!(plain.iter().filter(|denial| denial.id.is_none()).count(), MOST_OF_ONE);
     }
 }

@@ -166,11 +166,16 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many denials are remembered until their `retry_after`, one for each caller, so that a flood of denied checks
-    /// does not reach Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each
-    /// time.
-    pub fn denials(mut self, callers: usize) -> Self {
-        self.denials = callers;
+    /// How many denials are remembered until their `retry_after`, so that a flood of denied checks does not reach
+    /// Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time.
+    ///
+    /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
+    /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is
+    /// charged any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
+    /// more than may be, those of the callers who are asked for least go first: a flood of denied callers pushes out
+    /// its own kind.
+    pub fn denials(mut self, denials: usize) -> Self {
+        self.denials = denials;
         self
     }
 
