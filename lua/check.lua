@@ -240,17 +240,20 @@ if not only_takes then
     return granted
   end
 
+  -- What is remembered under an id: until when, and what each policy answered. Its key expires with the millisecond, which
+  -- may be later.
+  local UNTIL, UNTIL_LENGTH = '<I7', 7
   local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
 
-  -- Answers as a check of the same id was answered, if there was one. Returns whether it did.
+  -- Answers just as a check of the same id was answered, if there was one. Returns whether it did.
   local function repeat_answer(count)
     local value = read(key_at + 1, key_at + 1)[1]
     key_at = key_at + 1
-    if not value or #value ~= ANSWER_LENGTH * count then
+    if not value or #value ~= UNTIL_LENGTH + ANSWER_LENGTH * count or now >= (unpack(UNTIL, value)) then
       return false
     end
     for i = 1, count do
-      local granted, remaining, reset = unpack(ANSWER, value, ANSWER_LENGTH * (i - 1) + 1)
+      local granted, remaining, reset = unpack(ANSWER, value, UNTIL_LENGTH + ANSWER_LENGTH * (i - 1) + 1)
       reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = granted, remaining, 0, reset
       replied = replied + 4
     end
@@ -262,11 +265,12 @@ if not only_takes then
   function check_once(plan)
     local key, from = KEYS[key_at + 1], replied
     if not repeat_answer(#plan) and check(plan, 1) > 0 then
-      local answer = ''
+      local forget_at = now + plan.remember
+      local answer = pack(UNTIL, forget_at)
       for i = from + 1, replied, 4 do
         answer = answer .. pack(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
       end
-      write(key, answer, now + plan.remember + keep)
+      write(key, answer, forget_at + keep)
     end
   end
 end

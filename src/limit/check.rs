@@ -85,8 +85,8 @@ impl Check {
     }
 
     /// Gives the check an id: if the same caller was charged for a check of this id under the same policies before, and
-    /// not longer ago than the longest of their periods, this one gets that decision again and is not charged. A
-    /// denial is not remembered, so that the same request may try again.
+    /// less than the longest of their periods ago, this one gets that decision again, just as it was, and is not
+    /// charged. A denial does not bind the id: the same request may try again, and passes if its time has come.
     ///
     /// Ids must not be of the caller's choice, or it would have one charge for all its requests. A
     /// [`LocalStore`](crate::LocalStore) holds as many ids as keys, and forgets the oldest of a few beyond that.

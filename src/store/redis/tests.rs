@@ -10,7 +10,7 @@ use futures_util::future::join_all;
 
 use super::RedisStore;
 use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Refill, Source, State, Strategy};
-use crate::store::Store;
+use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
 
 /// Steps per strategy. Every trace is of 64 callers, all of whom check at every moment.
@@ -99,6 +99,51 @@ async fn changing_quotas() {
             (0..CALLERS).map(|i| policy("changing", DIFFERENT[i % 7], &mut trace.rng).into()).collect();
         trace.run(&policies, CALLERS * 10).await;
     }
+}
+
+/// Ids too, asked again at just the age at which they are forgotten, and around it: both stores know them for equally long,
+/// and repeat what they answered whatever has flowed back since.
+#[tokio::test]
+async fn ids() {
+    let server = RedisServer::start();
+    let mut trace = Trace::new(12, &server);
+    let local = LocalStore::default();
+    let of = |name: &str, strategy, quota: &str| Policy::new(name, strategy, quota.parse().unwrap()).unwrap();
+    let (mut differ, mut repeated) = (vec![], 0);
+    for i in 0..3_000 {
+        let key = Key::new(format!("caller-{i}"));
+        let mut strategy = || DIFFERENT[trace.rng.usize(..DIFFERENT.len())];
+        let (one, two) = (of("one", strategy(), "5/1s"), of("two", strategy(), "9/1500ms"));
+        let lists: [Policies; 3] = [one.clone().into(), two.clone().into(), Policies::new([one, two]).unwrap()];
+        // The same id under another list is another.
+        let asked = if trace.rng.bool() { &lists[..1] } else { &lists[..] };
+        let period = lists[trace.rng.usize(..asked.len())].longest_period();
+        let start = trace.now.load(Relaxed) + trace.rng.i64(1..10_000_000);
+        let ages = [0, trace.rng.i64(0..period), period - 1, period, period + 1, period + trace.rng.i64(1..2_000)];
+        let mut first = None;
+        for age in ages {
+            trace.now.store(start + age, Relaxed);
+            for policies in asked {
+                let cost = trace.rng.u32(1..=4);
+                let check = match trace.rng.u8(..8) {
+                    0 => Check::up_to(key, policies, cost),
+                    1 => Check::charge(key, policies, cost),
+                    2 => Check::give_back(key, policies, cost),
+                    _ => Check::take(key, policies, cost),
+                };
+                let check = if trace.rng.u8(..4) == 0 { check } else { check.id("request-1") };
+                let in_redis = trace.redis.check(check.clone()).await.expect("an answer of Redis");
+                let verdicts = local.verdicts(&check, || start + age);
+                if check.clone().answer(verdicts, Source::Redis) != in_redis {
+                    first = first.or(Some(age - period));
+                }
+                repeated += u32::from(check.id_key().is_some() && in_redis.is_allowed() && age > 0 && age < period);
+            }
+        }
+        differ.extend(first);
+    }
+    assert!(repeated > 1_000, "{repeated}");
+    assert!(differ.is_empty(), "{} of 3000 callers differ, first so many us past the period: {differ:?}", differ.len());
 }
 
 async fn agree(seed: u64, strategy: impl Fn(&mut Rng) -> Strategy) {
