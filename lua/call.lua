@@ -16,8 +16,8 @@
 --          wait            0 if this policy let it pass; microseconds until it would; -1 for never
 --          reset           microseconds until nothing is charged any more
 --
--- A check may fail by itself. One that is denied, and a peek, write nothing; but a state that another clock or another
--- quota has left behind is put right by a denial too, or its caller might be locked out.
+-- A check may fail by itself. One that is denied, and a peek, write nothing; but a state of a time to come, which another
+-- clock has left behind, is put right by a denial too, or its caller might be locked out.
 --
 -- Redis makes all functions and tables anew for each call. So a strategy is made only if it is asked for, and so is what
 -- decides anything but takes under one policy without an id.

@@ -1,60 +1,78 @@
 -- Fixed windows; the twin of src/limit/strategy/fixed_window.rs, which explains them.
 --
--- Stored and loaded: when the caller's window began (with windows of the clock, the time of the last charge), and
--- what was granted in it.
+-- Stored: when the caller's window began, the time of the last charge, and what was granted in the window.
+-- Loaded: when the window began that holds now, and what was granted in it.
 
-local FORMAT, LENGTH = '<i8i8', 16
+local FORMAT, LENGTH = '<i7i7I5', 19
 
 -- An offset of -1: a window begins at the first charge.
 local function policy(capacity, period, offset)
   return { capacity = capacity, period = period, offset = offset }
 end
 
--- When the window that holds now ends.
-local function window_end(policy, now, since)
+-- When the window that holds now began, if one began at `start` and others followed it without a gap. On the clock they
+-- begin at its borders instead.
+local function window_start(policy, now, start)
   if policy.offset >= 0 then
-    return now - (now - policy.offset) % policy.period + policy.period
+    start = policy.offset
   end
-  return since + policy.period
+  return now - (now - start) % policy.period
+end
+
+-- When the window that began at `start` ends: after a period, and on the clock at the next border from there on.
+local function window_end(policy, start)
+  local stop = start + policy.period
+  if policy.offset >= 0 then
+    return stop + (policy.offset - stop) % policy.period
+  end
+  return stop
 end
 
 local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
-    return now, 0
+    return window_start(policy, now, now), 0
   end
-  local since, count = unpack(FORMAT, value)
-  local future = since > now
-  since, count = min(since, now), max(0, min(count, 2 * policy.capacity))
-  if count == 0 or since < window_end(policy, now, since) - policy.period or since <= now - policy.period then
-    return now, 0
+  local start, last, count = unpack(FORMAT, value)
+  count = min(count, 2 * policy.capacity)
+  if start > now then
+    return window_start(policy, now, now), count, nil, true
+  elseif count > 0 and now - start < policy.period then
+    return start, count, nil, last > now
   end
-  return since, count, nil, future
+  local stop = window_end(policy, start)
+  if count > 0 and now < stop then
+    return start, count, nil, last > now
+  elseif count > 0 and last >= stop then
+    -- Of a window that another quota has prolonged.
+    local begun = window_start(policy, now, start)
+    if last >= begun then
+      return begun, late(policy, count, start, last, stop), nil, last > now
+    end
+  end
+  return window_start(policy, now, now), 0
 end
 
-local function room(policy, now, since, count)
+local function room(policy, now, start, count)
   return policy.capacity - count
 end
 
-local function wait(policy, key, now, cost, since, count)
-  return window_end(policy, now, since) - now
+local function wait(policy, key, now, cost, start, count)
+  return window_end(policy, start) - now
 end
 
-local function charge(policy, key, now, cost, since, count)
-  if policy.offset >= 0 then
-    since = now
-  end
-  return since, max(0, count + cost)
+local function charge(policy, key, now, cost, start, count)
+  return start, max(0, count + cost)
 end
 
-local function reset(policy, now, since, count)
+local function reset(policy, now, start, count)
   if count == 0 then
     return 0
   end
-  return window_end(policy, now, since) - now
+  return window_end(policy, start) - now
 end
 
-local function save(policy, key, now, at, cost, since, count)
-  write(key, pack(FORMAT, since, count), at)
+local function save(policy, key, now, at, cost, start, count)
+  write(key, pack(FORMAT, start, now, count), at)
 end
 
 return {

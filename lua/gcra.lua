@@ -1,35 +1,15 @@
 -- GCRA; the twin of src/limit/strategy/gcra.rs, which explains it.
 --
--- Stored: the theoretical arrival time in whole microseconds, its rest in ticks, and the interval and ticks that it was
--- reckoned with.
--- Loaded: the backlog, how far that time is ahead of now, in ticks.
+-- Stored: when the caller was charged last, the backlog then in ticks, and how many ticks made a unit of cost.
+-- Loaded: the backlog, how far the theoretical arrival time is ahead of now, in ticks.
 
-local FORMAT, LENGTH = '<i7I5I7I5', 24
+local FORMAT, LENGTH = '<i7I7I6', 20
 
 local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return 0
   end
-  local tat, rest, interval, ticks = unpack(FORMAT, value)
-  if tat < now then
-    return 0
-  end
-  local ahead = tat - now
-  if interval == policy.interval and ticks == policy.ticks then
-    local most = 2 * policy.full
-    if ahead <= policy.furthest then
-      local backlog = ahead * ticks + rest
-      if backlog <= most then
-        return backlog
-      end
-    end
-    return most, nil, nil, true
-  end
-  -- Of another quota: as many units are owed, at the new rate.
-  interval, ticks = max(1, interval), max(1, ticks)
-  ahead = min(ahead, floor(4503599627370496 / ticks))
-  local units = div_ceil(ahead * ticks + rest, interval)
-  return min(units, 2 * policy.capacity) * policy.interval, nil, nil, true
+  return drained(policy, now, unpack(FORMAT, value))
 end
 
 local function room(policy, now, backlog)
@@ -52,9 +32,7 @@ local function reset(policy, now, backlog)
 end
 
 local function save(policy, key, now, at, cost, backlog)
-  local ticks = policy.ticks
-  local rest = backlog % ticks
-  write(key, pack(FORMAT, now + (backlog - rest) / ticks, rest, policy.interval, ticks), at)
+  write(key, pack(FORMAT, now, backlog, policy.interval), at)
 end
 
 return {

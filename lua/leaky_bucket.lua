@@ -1,18 +1,15 @@
 -- Leaky bucket; the twin of src/limit/strategy/leaky_bucket.rs, which explains it.
 --
--- Stored: when the bucket was filled last, its level in whole units, and the rest in ticks.
+-- Stored: when the bucket was filled last, its level then in ticks, and how many ticks made a unit of cost.
 -- Loaded: the level at now, in ticks.
 
-local FORMAT, LENGTH = '<i7i6I7', 20
+local FORMAT, LENGTH = '<i7I7I6', 20
 
 local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return 0
   end
-  local filled, units, rest = unpack(FORMAT, value)
-  local level = max(0, min(units, 2 * policy.capacity)) * policy.interval + min(rest, policy.interval - 1)
-  local leaked = max(0, min(now - filled, policy.furthest)) * policy.ticks
-  return max(0, min(level, 2 * policy.full) - leaked), nil, nil, filled > now
+  return drained(policy, now, unpack(FORMAT, value))
 end
 
 local function room(policy, now, level)
@@ -34,9 +31,7 @@ local function reset(policy, now, level)
 end
 
 local function save(policy, key, now, at, cost, level)
-  local interval = policy.interval
-  local rest = level % interval
-  write(key, pack(FORMAT, now, (level - rest) / interval, rest), at)
+  write(key, pack(FORMAT, now, level, policy.interval), at)
 end
 
 return {

@@ -1,13 +1,14 @@
 -- The prelude: what the strategies and the driver share.
 --
 -- Time is Redis's own, in whole microseconds since the Unix epoch. All numbers are whole and below 2^53, where a
--- double is exact; the quotient of two such numbers, rounded down, is exact too.
+-- double is exact; the quotient of two such numbers, rounded down, is exact too. A share of a number, which is a quotient
+-- below 1 times that number, may be off by a little, and is off alike in both halves.
 --
 -- A strategy is a table of functions, with the names and the order of its Rust half:
 --   policy(four numbers)                      a policy, as the other functions take it
 --   load(policy, key, now, value)             a state as it is now: up to three values, then whether it must be saved even
---                                             if nothing is charged, because it was not one of this policy at this time.
---                                             `value` is the string under the key, or nothing
+--                                             if nothing is charged, because it is of a time to come. `value` is the
+--                                             string under the key, or nothing
 --   room(policy, now, ...)                    the largest cost that would pass now; below 0 in debt
 --   wait(policy, key, now, cost, ...)         microseconds until a cost would pass that does not now
 --   charge(policy, key, now, cost, ...)       the state with a cost counted, or given back if it is below 0
@@ -20,7 +21,7 @@
 -- one that ends in many zeros as 1.79e+12.
 
 local pcall = redis.pcall
-local floor, min, max = math.floor, math.min, math.max
+local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
 local sub = string.sub
 
 -- a / b, rounded up.
@@ -28,17 +29,58 @@ local function div_ceil(a, b)
   return -floor(-a / b)
 end
 
--- A policy that refills little by little: `interval` ticks for each unit of cost, `ticks` in a microsecond.
-local function refilling(capacity, interval, ticks)
-  local full = capacity * interval
-  return {
-    capacity = capacity,
-    interval = interval,
-    ticks = ticks,
-    full = full,
-    -- Microseconds that no debt reaches.
-    furthest = floor(2 * full / ticks) + 1,
-  }
+-- What the strategies share that refill little by little.
+local refilling, drained
+if strategies[5] or strategies[6] or strategies[7] then
+  -- A policy that refills little by little: `interval` ticks for each unit of cost, `ticks` in a microsecond.
+  function refilling(capacity, interval, ticks)
+    local full = capacity * interval
+    return {
+      capacity = capacity,
+      interval = interval,
+      ticks = ticks,
+      full = full,
+      -- Microseconds that no debt reaches.
+      furthest = 2 * full / ticks + 1,
+    }
+  end
+
+  -- What is still owed now, in ticks, where at a time it was so much in ticks of which `interval` made a unit: it flows
+  -- back at the rate of this policy. Of another quota as many units are owed, and the same part of a unit, rounded up. The
+  -- fourth that is returned is whether the time is to come: then nothing has flowed back.
+  function drained(policy, now, at, ticks, interval)
+    local elapsed = now - at
+    if elapsed >= policy.furthest then
+      return 0
+    end
+    if interval ~= policy.interval then
+      interval = max(1, interval)
+      local rest = ticks % interval
+      local units = min((ticks - rest) / interval, 2 * policy.capacity)
+      ticks = units * policy.interval + ceil(rest / interval * policy.interval)
+    end
+    local most = 2 * policy.full
+    if ticks > most then
+      ticks = most
+    end
+    if elapsed < 0 then
+      return ticks, nil, nil, true
+    end
+    ticks = ticks - elapsed * policy.ticks
+    return ticks > 0 and ticks or 0
+  end
+end
+
+-- How much of a count came at `border` or later, where all of it came from `start` to `last`: as if it had come evenly,
+-- rounded up. All of it if it went on for a period from there.
+local late
+if strategies[1] or strategies[4] then
+  function late(policy, count, start, last, border)
+    if last - border >= policy.period then
+      return count
+    end
+    return ceil((last - border + 1) / (last - start + 1) * count)
+  end
 end
 
 -- What has gone wrong with the check at hand: an error of Redis, or nothing.

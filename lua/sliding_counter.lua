@@ -1,8 +1,10 @@
 -- Sliding counter; the twin of src/limit/strategy/sliding_counter.rs, which explains it.
 --
--- Stored and loaded: the time of the last charge, what was granted in its window, and what in the window before.
+-- Stored: when the caller's window began, the time of the last charge, what was granted in the window, and what in the
+-- window before.
+-- Loaded: when the window began that holds now, what was granted in it, and what in the window before.
 
-local FORMAT, LENGTH = '<i7i6i6', 19
+local FORMAT, LENGTH = '<i7i7I5I5', 24
 
 -- n * x / d, rounded down, and the rest; exact also where the product is above 2^53. x is at most d, d below 2^45.
 local function mul_div(n, x, d)
@@ -25,37 +27,48 @@ local function policy(capacity, period)
 end
 
 local function load(policy, key, now, value)
+  local period = policy.period
   if not value or #value ~= LENGTH then
-    return now, 0, 0
+    return now - now % period, 0, 0
   end
-  local last, current, previous = unpack(FORMAT, value)
-  local future = last > now
-  last = min(last, now)
-  current, previous = max(0, min(current, 2 * policy.capacity)), max(0, min(previous, 2 * policy.capacity))
-  local start = now - now % policy.period
-  if last < start - policy.period then
-    return now, 0, 0
-  elseif last < start then
-    return now, 0, current
+  local start, last, current, previous = unpack(FORMAT, value)
+  current, previous = min(current, 2 * policy.capacity), min(previous, 2 * policy.capacity)
+  if start > now then
+    return now - now % period, current, previous, true
   end
-  return last, current, previous, future
+  local elapsed = now - start
+  if elapsed >= period then
+    local stop, later = start + period, 0
+    if last >= stop then
+      -- Of a window of a longer period.
+      later = late(policy, current, start, last, stop)
+    end
+    start = now - elapsed % period
+    if last >= start then
+      current, previous = later, current - later
+    elseif last >= start - period then
+      current, previous = 0, last >= stop and later or current
+    else
+      current, previous = 0, 0
+    end
+  end
+  if current == 0 and previous == 0 then
+    return now - now % period, 0, 0
+  end
+  return start, current, previous, last > now
 end
 
--- What the window before still counts, rounded up: its share that the sliding window overlaps.
-local function overlap(policy, now, previous)
-  local counts, rest = mul_div(previous, policy.period - now % policy.period, policy.period)
+local function room(policy, now, start, current, previous)
+  -- What the window before still counts, rounded up: its share that the sliding window overlaps.
+  local overlap, rest = mul_div(previous, start + policy.period - now, policy.period)
   if rest > 0 then
-    return counts + 1
+    overlap = overlap + 1
   end
-  return counts
+  return policy.capacity - current - overlap
 end
 
-local function room(policy, now, last, current, previous)
-  return policy.capacity - current - overlap(policy, now, previous)
-end
-
-local function wait(policy, key, now, cost, last, current, previous)
-  local left = policy.period - now % policy.period
+local function wait(policy, key, now, cost, start, current, previous)
+  local left = start + policy.period - now
   if current + cost <= policy.capacity then
     return left - mul_div(policy.period, policy.capacity - current - cost, previous)
   end
@@ -64,13 +77,13 @@ local function wait(policy, key, now, cost, last, current, previous)
 end
 
 -- Gives back from the current window first.
-local function charge(policy, key, now, cost, last, current, previous)
+local function charge(policy, key, now, cost, start, current, previous)
   local rest = min(0, current + cost)
-  return now, max(0, current + cost), max(0, previous + rest)
+  return start, max(0, current + cost), max(0, previous + rest)
 end
 
-local function reset(policy, now, last, current, previous)
-  local left = policy.period - now % policy.period
+local function reset(policy, now, start, current, previous)
+  local left = start + policy.period - now
   if current > 0 then
     return left + policy.period
   elseif previous > 0 then
@@ -79,8 +92,8 @@ local function reset(policy, now, last, current, previous)
   return 0
 end
 
-local function save(policy, key, now, at, cost, last, current, previous)
-  write(key, pack(FORMAT, last, current, previous), at)
+local function save(policy, key, now, at, cost, start, current, previous)
+  write(key, pack(FORMAT, start, now, current, previous), at)
 end
 
 return {

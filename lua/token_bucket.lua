@@ -1,9 +1,9 @@
 -- Token bucket; the twin of src/limit/strategy/token_bucket.rs, which explains it.
 --
--- Stored: when the bucket was refilled last, its whole tokens, and the rest in ticks.
+-- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token.
 -- Loaded: the tokens at now, in ticks, and when they were refilled last.
 
-local FORMAT, LENGTH = '<i7i6I7', 20
+local FORMAT, LENGTH = '<i7I7I6', 20
 
 -- `ticks` flow in every microsecond if `period` is 0; else they come at once, after every period.
 local function policy(capacity, interval, ticks, period)
@@ -16,21 +16,20 @@ local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return policy.full, now
   end
-  local refilled, tokens, rest = unpack(FORMAT, value)
-  local future = refilled > now
-  refilled = min(refilled, now)
-  tokens = max(-policy.capacity, min(tokens, policy.capacity)) * policy.interval + min(rest, policy.interval - 1)
-  if policy.period > 0 then
-    local missing = div_ceil(policy.full - tokens, policy.ticks)
-    local periods = min(floor((now - refilled) / policy.period), missing)
-    tokens, refilled = tokens + periods * policy.ticks, refilled + periods * policy.period
-  else
-    tokens, refilled = tokens + min(now - refilled, policy.furthest) * policy.ticks, now
+  local refilled, missing, interval = unpack(FORMAT, value)
+  local future, _
+  if policy.period == 0 then
+    missing, _, _, future = drained(policy, now, refilled, missing, interval)
+    return policy.full - missing, now, nil, future
   end
-  if tokens >= policy.full then
+  missing, future = drained(policy, now, now, missing, interval), refilled > now
+  refilled = min(refilled, now)
+  local periods = min(floor((now - refilled) / policy.period), div_ceil(missing, policy.ticks))
+  missing = missing - periods * policy.ticks
+  if missing <= 0 then
     return policy.full, now
   end
-  return tokens, refilled, nil, future
+  return policy.full - missing, refilled + periods * policy.period, nil, future
 end
 
 local function room(policy, now, tokens)
@@ -62,9 +61,7 @@ local function reset(policy, now, tokens, refilled)
 end
 
 local function save(policy, key, now, at, cost, tokens, refilled)
-  local interval = policy.interval
-  local rest = tokens % interval
-  write(key, pack(FORMAT, refilled, (tokens - rest) / interval, rest), at)
+  write(key, pack(FORMAT, refilled, policy.full - tokens, policy.interval), at)
 end
 
 return {

@@ -127,7 +127,7 @@ impl Check {
 
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
-    /// States change only if something is charged, given back or forgotten, or if they had to be clamped.
+    /// States change only if something is charged, given back or forgotten, or if they are of a time to come.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), now };
         if let ([state], [policy]) = (&mut *states, &*self.policies) {

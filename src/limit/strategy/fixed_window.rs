@@ -4,70 +4,101 @@
 //! [`Align::Clock`](super::Align::Clock) cuts time itself into windows; with
 //! [`Align::FirstHit`](super::Align::FirstHit) a caller's window begins with its first charge.
 //!
-//! **Cost.** One key, two numbers, one read and one write.
+//! **Cost.** One key, three numbers, one read and one write.
 //!
 //! **When not.** At the border of two windows up to twice the limit can pass in a short time.
 //!
 //! **Source.** redis_rate v6 (slots of the clock); Istio's redisquota `FIXED_WINDOW` (from the first hit).
+//!
+//! **Two quotas under one name.** A window that one of them began is a window of both, and lasts at least a period of
+//! who asks: from its beginning for one period, and on the clock from there to the next border. Say that one quota
+//! begins windows at every full minute, the other at half past, and the caller's began at 12:00:00. The first lets it
+//! end at 12:01:00, the second at 12:01:30; whoever is asked first after its end begins the next. If each ended it at
+//! borders of its own, the caller would have the limit twice a minute.
+//!
+//! A window that another quota prolongs may go on where one of who asks has ended. Of what was granted in it, the part
+//! after that end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
-use super::{Followed, Loaded, Terms, Twin, clean};
+use super::{Followed, Loaded, Terms, Twin, clean, late};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// When the caller's window began; with windows of the clock, the time of the last charge.
-    since: i64,
+    /// When the caller's window began.
+    start: i64,
+    /// The time of the last charge.
+    last: i64,
+    /// What was granted in the window.
     count: i64,
 }
 
-/// Loaded: the same two, at now.
+/// Loaded: when the window began that holds now, and what was granted in it.
 impl Twin for State {
     fn arguments(terms: &Terms) -> [i64; 4] {
         [terms.capacity, terms.period, terms.offset.unwrap_or(-1), 0]
     }
 
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let future = self.since > now;
-        let since = self.since.min(now);
-        let count = self.count.clamp(0, 2 * terms.capacity);
-        if count == 0 || since < window_end(terms, now, since) - terms.period || since <= now - terms.period {
-            return clean([now, 0, 0]);
+        let Self { start, last, count } = *self;
+        let count = count.min(2 * terms.capacity);
+        if start > now {
+            return ([window_start(terms, now, now), count, 0], true);
+        } else if count > 0 && now - start < terms.period {
+            return ([start, count, 0], last > now);
         }
-        ([since, count, 0], future)
+        let end = window_end(terms, start);
+        if count > 0 && now < end {
+            return ([start, count, 0], last > now);
+        }
+        if count > 0 && last >= end {
+            // Of a window that another quota has prolonged.
+            let begun = window_start(terms, now, start);
+            if last >= begun {
+                return ([begun, late(terms, count, start, last, end), 0], last > now);
+            }
+        }
+        clean([window_start(terms, now, now), 0, 0])
     }
 
     fn room(terms: &Terms, _now: i64, [_, count, _]: Loaded) -> i64 {
         terms.capacity - count
     }
 
-    fn wait(&self, terms: &Terms, now: i64, _cost: i64, [since, ..]: Loaded) -> i64 {
-        window_end(terms, now, since) - now
+    fn wait(&self, terms: &Terms, now: i64, _cost: i64, [start, ..]: Loaded) -> i64 {
+        window_end(terms, start) - now
     }
 
-    fn charge(&mut self, terms: &Terms, now: i64, cost: i64, [since, count, _]: Loaded) -> Loaded {
-        let since = if terms.offset.is_some() { now } else { since };
-        [since, (count + cost).max(0), 0]
+    fn charge(&mut self, _terms: &Terms, _now: i64, cost: i64, [start, count, _]: Loaded) -> Loaded {
+        [start, (count + cost).max(0), 0]
     }
 
-    fn reset(terms: &Terms, now: i64, [since, count, _]: Loaded) -> i64 {
-        if count == 0 { 0 } else { window_end(terms, now, since) - now }
+    fn reset(terms: &Terms, now: i64, [start, count, _]: Loaded) -> i64 {
+        if count == 0 { 0 } else { window_end(terms, start) - now }
     }
 
-    fn save(&mut self, _terms: &Terms, _now: i64, _cost: i64, [since, count, _]: Loaded) {
-        *self = Self { since, count };
+    fn save(&mut self, _terms: &Terms, now: i64, _cost: i64, [start, count, _]: Loaded) {
+        *self = Self { start, last: now, count };
     }
 
     fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
-        match terms.offset {
-            Some(_) => Self { since: now, count: used },
-            None => Self { since: until - terms.period, count: used },
-        }
+        let start = match terms.offset {
+            Some(_) => window_start(terms, now, now),
+            None => until - terms.period,
+        };
+        Self { start, last: now, count: used }
     }
 }
 
-/// When the window that holds `now` ends.
-fn window_end(terms: &Terms, now: i64, since: i64) -> i64 {
+/// When the window that holds `now` began, if one began at `start` and others followed it without a gap. On the clock
+/// they begin at its borders instead.
+fn window_start(terms: &Terms, now: i64, start: i64) -> i64 {
+    now - (now - terms.offset.unwrap_or(start)).rem_euclid(terms.period)
+}
+
+/// When the window that began at `start` ends: after a period, and on the clock at the next border from there on.
+fn window_end(terms: &Terms, start: i64) -> i64 {
+    let end = start + terms.period;
     match terms.offset {
-        Some(offset) => now - (now - offset).rem_euclid(terms.period) + terms.period,
-        None => since + terms.period,
+        Some(offset) => end + (offset - end).rem_euclid(terms.period),
+        None => end,
     }
 }

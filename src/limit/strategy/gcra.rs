@@ -1,9 +1,9 @@
 //! GCRA, the generic cell rate algorithm.
 //!
-//! **Idea.** Spread the limit evenly over the period: each unit of cost takes one interval `I = P / L`. The state is
-//! one time, the theoretical arrival time (TAT): when everything granted so far will have been paid off. A check
-//! of cost `c` is allowed while the TAT would run ahead of now by no more than the burst: `max(TAT, now) + c*I - B*I <=
-//! now`.
+//! **Idea.** Spread the limit evenly over the period: each unit of cost takes one interval `I = P / L`. The state
+//! stands for one time, the theoretical arrival time (TAT): when everything granted so far will have been paid off. A
+//! check of cost `c` is allowed while the TAT would run ahead of now by no more than the burst: `max(TAT, now) + c*I -
+//! B*I <= now`.
 //!
 //! **Cost.** One key, one read, one write.
 //!
@@ -12,18 +12,24 @@
 //! **Source.** ITU-T I.371; the semantics are those of redis-cell's `CL.THROTTLE` (its `max_burst` is `B - 1`) and
 //! of redis_rate since v9.
 //!
-//! The TAT is kept in whole microseconds and a rest in ticks, `ticks` of which make a microsecond, so that an interval
-//! is a whole number of ticks: 3 per second and 300,000 per second are both exact. What it was reckoned with is kept
-//! beside it: under another quota the same number of units is owed.
+//! Kept is how far the TAT was ahead at the last charge, the backlog, and when that was. An interval is a whole number of
+//! ticks, and some ticks make a microsecond, so that 3 per second and 300,000 per second are both exact.
+//!
+//! **Two quotas under one name.** The TAT itself would not do: it is in the time of one quota. With 10 per minute, 5
+//! units put it 30 s ahead; with 20 per minute they are paid off in 15 s. So each quota reads the backlog in units, and
+//! takes it as paid off at its own rate since the last charge. A denial writes nothing, so what one quota denies does
+//! not touch what the other would grant.
 
-use super::{Followed, Loaded, MOST_TICKS, Terms, Twin, clean, dirty, div_ceil};
+use super::{Followed, Loaded, Terms, Twin, div_ceil, drained};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    tat: i64,
-    rest: i64,
+    /// The time of the last charge.
+    at: i64,
+    /// How far the TAT was ahead then, in ticks.
+    backlog: i64,
+    /// How many ticks made a unit of cost.
     interval: i64,
-    ticks: i64,
 }
 
 /// Loaded: the backlog, how far the TAT is ahead of now, in ticks.
@@ -33,26 +39,8 @@ impl Twin for State {
     }
 
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let Self { tat, rest, interval, ticks } = *self;
-        if tat < now {
-            return clean([0; 3]);
-        }
-        let ahead = tat - now;
-        if interval == terms.interval && ticks == terms.ticks {
-            let most = 2 * terms.full;
-            if ahead <= terms.furthest {
-                let backlog = ahead * ticks + rest;
-                if backlog <= most {
-                    return clean([backlog, 0, 0]);
-                }
-            }
-            return dirty([most, 0, 0]);
-        }
-        // Of another quota: as many units are owed, at the new rate.
-        let (interval, ticks) = (interval.max(1), ticks.max(1));
-        let ahead = ahead.min(MOST_TICKS / ticks);
-        let units = div_ceil(ahead * ticks + rest, interval);
-        dirty([units.min(2 * terms.capacity) * terms.interval, 0, 0])
+        let (backlog, future) = drained(terms, now, self.at, self.backlog, self.interval);
+        ([backlog, 0, 0], future)
     }
 
     fn room(terms: &Terms, _now: i64, [backlog, ..]: Loaded) -> i64 {
@@ -72,11 +60,11 @@ impl Twin for State {
     }
 
     fn save(&mut self, terms: &Terms, now: i64, _cost: i64, [backlog, ..]: Loaded) {
-        let (tat, rest) = (now + backlog.div_euclid(terms.ticks), backlog.rem_euclid(terms.ticks));
-        *self = Self { tat, rest, interval: terms.interval, ticks: terms.ticks };
+        *self = Self { at: now, backlog, interval: terms.interval };
     }
 
-    fn resume(terms: &Terms, _now: i64, Followed { until, .. }: Followed) -> Self {
-        Self { tat: until, rest: 0, interval: terms.interval, ticks: terms.ticks }
+    fn resume(terms: &Terms, now: i64, Followed { until, .. }: Followed) -> Self {
+        let backlog = (until - now).clamp(0, terms.furthest) * terms.ticks;
+        Self { at: now, backlog, interval: terms.interval }
     }
 }

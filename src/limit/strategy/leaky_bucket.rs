@@ -10,17 +10,20 @@
 //!
 //! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking
 //! rate).
+//!
+//! **Two quotas under one name.** They share the level, in units, and it leaks at the rate of who asks since it was filled
+//! last.
 
-use super::{Followed, Loaded, Terms, Twin, div_ceil};
+use super::{Followed, Loaded, Terms, Twin, div_ceil, drained};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
     /// When the bucket was filled last.
     filled: i64,
-    /// Its level in whole units, which another quota shares.
-    units: i64,
-    /// The rest of its level, in ticks.
-    rest: i64,
+    /// Its level then, in ticks.
+    level: i64,
+    /// How many ticks made a unit of cost.
+    interval: i64,
 }
 
 /// Loaded: the level at now, in ticks.
@@ -30,10 +33,8 @@ impl Twin for State {
     }
 
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let Self { filled, units, rest } = *self;
-        let level = units.clamp(0, 2 * terms.capacity) * terms.interval + rest.min(terms.interval - 1);
-        let leaked = (now - filled).min(terms.furthest).max(0) * terms.ticks;
-        ([(level.min(2 * terms.full) - leaked).max(0), 0, 0], filled > now)
+        let (level, future) = drained(terms, now, self.filled, self.level, self.interval);
+        ([level, 0, 0], future)
     }
 
     fn room(terms: &Terms, _now: i64, [level, ..]: Loaded) -> i64 {
@@ -53,12 +54,11 @@ impl Twin for State {
     }
 
     fn save(&mut self, terms: &Terms, now: i64, _cost: i64, [level, ..]: Loaded) {
-        let (units, rest) = (level.div_euclid(terms.interval), level.rem_euclid(terms.interval));
-        *self = Self { filled: now, units, rest };
+        *self = Self { filled: now, level, interval: terms.interval };
     }
 
     fn resume(terms: &Terms, now: i64, Followed { until, .. }: Followed) -> Self {
         let level = (until - now).clamp(0, terms.furthest) * terms.ticks;
-        Self { filled: now, units: level.div_euclid(terms.interval), rest: level.rem_euclid(terms.interval) }
+        Self { filled: now, level, interval: terms.interval }
     }
 }

@@ -113,8 +113,8 @@ pub(crate) trait Twin: Default {
     /// What the Lua half is told of a policy, in the order of its `policy` function.
     fn arguments(terms: &Terms) -> [i64; 4];
     /// The state as it is at `now`: what has lapsed is gone, and what no policy of these terms could have made is
-    /// clamped to the furthest that it could. If it was clamped, `true`: it must be saved even if nothing is charged,
-    /// or its caller might be locked out for as long as the clock has gone back.
+    /// clamped to the furthest that it could. If it is of a time to come, `true`: it must be saved even if nothing is
+    /// charged, or its caller might be locked out for as long as the clock has gone back.
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool);
     /// The largest cost that would pass now; below zero for a caller in debt.
     fn room(terms: &Terms, now: i64, loaded: Loaded) -> i64;
@@ -178,6 +178,10 @@ pub(crate) struct Terms {
 /// A full debt, twice the capacity, has at most as many ticks.
 const MOST_TICKS: i64 = 1 << 52;
 
+/// A unit has at least as many ticks, so that another quota takes over a part of one exactly enough. With the highest
+/// capacity, 2^32, and less than twice as many ticks a full debt stays far below [`MOST_TICKS`].
+const LEAST_TICKS: u128 = 1 << 16;
+
 impl Terms {
     pub(super) fn new(strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         let capacity = quota.capacity();
@@ -190,6 +194,8 @@ impl Terms {
             true => (u128::from(quota.limit()), 1),
             false => rate(period, u128::from(quota.limit()), u128::from(capacity)),
         };
+        let finer = LEAST_TICKS.div_ceil(interval);
+        let (ticks, interval) = (finer * ticks, finer * interval);
         let full = u128::from(capacity) * interval;
         let offset = match strategy {
             Strategy::FixedWindow(Align::Clock { offset }) => Some((offset.as_micros() % period) as i64),
@@ -250,6 +256,44 @@ fn gcd(a: u128, b: u128) -> u128 {
 /// `a / b`, rounded up. `b` is above zero.
 pub(crate) fn div_ceil(a: i64, b: i64) -> i64 {
     -(-a).div_euclid(b)
+}
+
+/// What is still owed at `now`, in ticks, where at a time it was so much in ticks of which `interval` made a unit: it flows
+/// back at the rate of these terms. Of another quota as many units are owed, and the same part of a unit, rounded up.
+/// And whether the time is to come: then nothing has flowed back.
+fn drained(terms: &Terms, now: i64, at: i64, ticks: i64, interval: i64) -> (i64, bool) {
+    let elapsed = now - at;
+    if elapsed >= terms.furthest {
+        return (0, false);
+    }
+    let ticks = if interval == terms.interval { ticks } else { converted(terms, ticks, interval) };
+    let ticks = ticks.min(2 * terms.full);
+    if elapsed < 0 {
+        return (ticks, true);
+    }
+    ((ticks - elapsed * terms.ticks).max(0), false)
+}
+
+/// Ticks of which `interval` made a unit, in ticks of these terms.
+#[cold]
+fn converted(terms: &Terms, ticks: i64, interval: i64) -> i64 {
+    let interval = interval.max(1);
+    let (units, rest) = (ticks.div_euclid(interval), ticks.rem_euclid(interval));
+    units.min(2 * terms.capacity) * terms.interval + share(terms.interval, rest, interval)
+}
+
+/// How much of a count came at `border` or later, where all of it came from `start` to `last`: as if it had come evenly,
+/// rounded up. All of it if it went on for a period from there.
+fn late(terms: &Terms, count: i64, start: i64, last: i64, border: i64) -> i64 {
+    if last - border >= terms.period {
+        return count;
+    }
+    share(count, last - border + 1, last - start + 1)
+}
+
+/// The part `x / d` of a number, rounded up. In doubles, where Lua and Rust are off alike.
+fn share(number: i64, x: i64, d: i64) -> i64 {
+    (x as f64 / d as f64 * number as f64).ceil() as i64
 }
 
 /// Binds the twins: for each, its variant, its module, its letter in Redis keys, and its Lua half.

@@ -11,46 +11,68 @@
 //! limit. What is overlapped is rounded up: a single charge of the window before counts until that has left.
 //!
 //! **Source.** Cloudflare, "How we built rate limiting capable of scaling to millions of domains" (2017).
+//!
+//! **Two quotas under one name.** They share the caller's windows: the first begins on the clock, and each next one
+//! when a period of who asks has gone by. If each kept windows of its own, 60 s and 61 s would both take what the other
+//! has counted for the window before, and the caller would have the limit twice a minute.
+//!
+//! A window of a longer period may go on where one of who asks has ended. Of what was granted in it, the part after that
+//! end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
-use super::{Followed, Loaded, Terms, Twin};
+use super::{Followed, Loaded, Terms, Twin, clean, late};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
+    /// When the caller's window began.
+    start: i64,
     /// The time of the last charge.
     last: i64,
-    /// What was granted in its window.
+    /// What was granted in the window.
     current: i64,
     /// What was granted in the window before.
     previous: i64,
 }
 
-/// Loaded: the same three, for the window of now.
+/// Loaded: when the window began that holds now, what was granted in it, and what in the window before.
 impl Twin for State {
     fn arguments(terms: &Terms) -> [i64; 4] {
         [terms.capacity, terms.period, 0, 0]
     }
 
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let future = self.last > now;
-        let last = self.last.min(now);
-        let current = self.current.clamp(0, 2 * terms.capacity);
-        let previous = self.previous.clamp(0, 2 * terms.capacity);
-        let start = now - now.rem_euclid(terms.period);
-        if last < start - terms.period {
-            ([now, 0, 0], false)
-        } else if last < start {
-            ([now, 0, current], false)
-        } else {
-            ([last, current, previous], future)
+        let Self { start, last, current, previous } = *self;
+        let (mut current, mut previous) = (current.min(2 * terms.capacity), previous.min(2 * terms.capacity));
+        if start > now {
+            return ([window_start(terms, now), current, previous], true);
         }
+        let (mut start, elapsed) = (start, now - start);
+        if elapsed >= terms.period {
+            let end = start + terms.period;
+            // Of a window of a longer period.
+            let late = if last >= end { late(terms, current, start, last, end) } else { 0 };
+            start = now - elapsed.rem_euclid(terms.period);
+            (current, previous) = if last >= start {
+                (late, current - late)
+            } else if last >= start - terms.period {
+                (0, if last >= end { late } else { current })
+            } else {
+                (0, 0)
+            };
+        }
+        if current == 0 && previous == 0 {
+            return clean([window_start(terms, now), 0, 0]);
+        }
+        ([start, current, previous], last > now)
     }
 
-    fn room(terms: &Terms, now: i64, [_, current, previous]: Loaded) -> i64 {
-        terms.capacity - current - overlap(terms, now, previous)
+    fn room(terms: &Terms, now: i64, [start, current, previous]: Loaded) -> i64 {
+        // What the window before still counts, rounded up: its share that the sliding window overlaps.
+        let (overlap, rest) = mul_div(previous, start + terms.period - now, terms.period);
+        terms.capacity - current - overlap - i64::from(rest > 0)
     }
 
-    fn wait(&self, terms: &Terms, now: i64, cost: i64, [_, current, previous]: Loaded) -> i64 {
-        let left = terms.period - now.rem_euclid(terms.period);
+    fn wait(&self, terms: &Terms, now: i64, cost: i64, [start, current, previous]: Loaded) -> i64 {
+        let left = start + terms.period - now;
         if current + cost <= terms.capacity {
             return left - mul_div(terms.period, terms.capacity - current - cost, previous).0;
         }
@@ -59,13 +81,13 @@ impl Twin for State {
     }
 
     /// Gives back from the current window first.
-    fn charge(&mut self, _terms: &Terms, now: i64, cost: i64, [_, current, previous]: Loaded) -> Loaded {
+    fn charge(&mut self, _terms: &Terms, _now: i64, cost: i64, [start, current, previous]: Loaded) -> Loaded {
         let rest = (current + cost).min(0);
-        [now, (current + cost).max(0), (previous + rest).max(0)]
+        [start, (current + cost).max(0), (previous + rest).max(0)]
     }
 
-    fn reset(terms: &Terms, now: i64, [_, current, previous]: Loaded) -> i64 {
-        let left = terms.period - now.rem_euclid(terms.period);
+    fn reset(terms: &Terms, now: i64, [start, current, previous]: Loaded) -> i64 {
+        let left = start + terms.period - now;
         match (current, previous) {
             (0, 0) => 0,
             (0, _) => left,
@@ -73,25 +95,25 @@ impl Twin for State {
         }
     }
 
-    fn save(&mut self, _terms: &Terms, _now: i64, _cost: i64, [last, current, previous]: Loaded) {
-        *self = Self { last, current, previous };
+    fn save(&mut self, _terms: &Terms, now: i64, _cost: i64, [start, current, previous]: Loaded) {
+        *self = Self { start, last: now, current, previous };
     }
 
     fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
-        let left = terms.period - now.rem_euclid(terms.period);
+        let start = window_start(terms, now);
+        let left = start + terms.period - now;
         if until - now > left {
-            return Self { last: now, current: used, previous: 0 };
+            return Self { start, last: now, current: used, previous: 0 };
         }
         // As much in the window before as still counts so much.
         let previous = i128::from(used) * i128::from(terms.period) / i128::from(left);
-        Self { last: now, current: 0, previous: previous.min(2 * i128::from(terms.capacity)) as i64 }
+        Self { start, last: now, current: 0, previous: previous.min(2 * i128::from(terms.capacity)) as i64 }
     }
 }
 
-/// What the window before still counts, rounded up: its share that the sliding window overlaps.
-fn overlap(terms: &Terms, now: i64, previous: i64) -> i64 {
-    let (counts, rest) = mul_div(previous, terms.period - now.rem_euclid(terms.period), terms.period);
-    counts + i64::from(rest > 0)
+/// When the window of the clock began that holds `now`.
+fn window_start(terms: &Terms, now: i64) -> i64 {
+    now - now.rem_euclid(terms.period)
 }
 
 /// `n * x / d`, rounded down, and the rest. `x` is at most `d`, so that the quotient is at most `n`.

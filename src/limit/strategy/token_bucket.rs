@@ -12,24 +12,20 @@
 //!
 //! **Source.** Spring Cloud Gateway's `RedisRateLimiter` (replenishRate, burstCapacity, requestedTokens), but to the
 //! microsecond; bucket4j's `refillGreedy` and `refillIntervally`.
+//!
+//! **Two quotas under one name.** They share what the bucket lacks, in tokens, and each refills at its own rate since it
+//! was refilled last.
 
-use super::{Followed, Loaded, Terms, Twin, clean, div_ceil};
+use super::{Followed, Loaded, Terms, Twin, clean, div_ceil, drained};
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
     /// When the bucket was refilled last.
     refilled: i64,
-    /// Its whole tokens, which another quota shares.
-    tokens: i64,
-    /// The rest of them, in ticks.
-    rest: i64,
-}
-
-/// A full bucket of any quota, refilled in time immemorial.
-impl Default for State {
-    fn default() -> Self {
-        Self { refilled: 0, tokens: i64::from(u32::MAX), rest: 0 }
-    }
+    /// What it lacked then, in ticks.
+    missing: i64,
+    /// How many ticks made a token.
+    interval: i64,
 }
 
 /// Loaded: the tokens at now, in ticks, and when they were refilled last.
@@ -39,21 +35,19 @@ impl Twin for State {
     }
 
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let Self { refilled, tokens, rest } = *self;
-        let future = refilled > now;
-        let mut refilled = refilled.min(now);
-        let mut tokens = tokens.clamp(-terms.capacity, terms.capacity) * terms.interval + rest.min(terms.interval - 1);
-        if terms.batches {
-            let missing = div_ceil(terms.full - tokens, terms.ticks);
-            let periods = (now - refilled).div_euclid(terms.period).min(missing);
-            (tokens, refilled) = (tokens + periods * terms.ticks, refilled + periods * terms.period);
-        } else {
-            (tokens, refilled) = (tokens + (now - refilled).min(terms.furthest) * terms.ticks, now);
+        let Self { refilled, missing, interval } = *self;
+        if !terms.batches {
+            let (missing, future) = drained(terms, now, refilled, missing, interval);
+            return ([terms.full - missing, now, 0], future);
         }
-        if tokens >= terms.full {
+        let ((missing, _), future) = (drained(terms, now, now, missing, interval), refilled > now);
+        let refilled = refilled.min(now);
+        let periods = (now - refilled).div_euclid(terms.period).min(div_ceil(missing, terms.ticks));
+        let missing = missing - periods * terms.ticks;
+        if missing <= 0 {
             return clean([terms.full, now, 0]);
         }
-        ([tokens, refilled, 0], future)
+        ([terms.full - missing, refilled + periods * terms.period, 0], future)
     }
 
     fn room(terms: &Terms, _now: i64, [tokens, ..]: Loaded) -> i64 {
@@ -73,18 +67,18 @@ impl Twin for State {
     }
 
     fn save(&mut self, terms: &Terms, _now: i64, _cost: i64, [tokens, refilled, _]: Loaded) {
-        let (tokens, rest) = (tokens.div_euclid(terms.interval), tokens.rem_euclid(terms.interval));
-        *self = Self { refilled, tokens, rest };
+        *self = Self { refilled, missing: terms.full - tokens, interval: terms.interval };
     }
 
     fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
         if terms.batches {
             // The bucket is full at `until`, after so many whole periods.
-            let periods = div_ceil(used, terms.ticks);
-            return Self { refilled: until - periods * terms.period, tokens: terms.capacity - used, rest: 0 };
+            let missing = used * terms.interval;
+            let periods = div_ceil(missing, terms.ticks);
+            return Self { refilled: until - periods * terms.period, missing, interval: terms.interval };
         }
-        let tokens = terms.full - (until - now).clamp(0, terms.furthest) * terms.ticks;
-        Self { refilled: now, tokens: tokens.div_euclid(terms.interval), rest: tokens.rem_euclid(terms.interval) }
+        let missing = (until - now).clamp(0, terms.furthest) * terms.ticks;
+        Self { refilled: now, missing, interval: terms.interval }
     }
 }
 
