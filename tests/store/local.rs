@@ -194,3 +194,22 @@ fn an_id_is_kept_for_each_list_of_policies() {
     let used = |list: &Policies| 100 - ask(&store, Check::peek(Key::GLOBAL, list, 1)).remaining();
     assert_eq!(lists.each_ref().map(used), [2, 2, 2], "each list charges once");
 }
+
+/// As in a rolling deploy: 10 and 11 per minute, polled in turn, twice a second for 20 minutes.
+#[tokio::test(start_paused = true)]
+async fn two_quotas_under_one_name_grant_what_one_of_them_does() {
+    for strategy in STRATEGIES {
+        let granted = async |quotas: [&str; 2]| {
+            let (store, policies) = (LocalStore::default(), quotas.map(|quota| policy(strategy, quota)));
+            let mut granted = 0;
+            for i in 0..2_400 {
+                granted += ask(&store, Check::take(Key::GLOBAL, &policies[i % 2], 1)).granted();
+                tokio::time::advance(Duration::from_millis(500)).await;
+            }
+            granted
+        };
+        let (tighter, looser) = (granted(["10/m"; 2]).await, granted(["11/m"; 2]).await);
+        let both = granted(["10/m", "11/m"]).await;
+        assert!(both * 10 >= tighter * 9 && both * 10 <= looser * 11, "{strategy:?}: {tighter}, {looser} and {both}");
+    }
+}

@@ -27,6 +27,8 @@ mod sliding_window;
 #[cfg(test)]
 mod tests;
 mod token_bucket;
+#[cfg(test)]
+mod two_quotas;
 
 use std::time::Duration;
 

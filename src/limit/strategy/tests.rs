@@ -116,7 +116,7 @@ impl Model {
     }
 }
 
-const STRATEGIES: [fn(&mut Rng) -> Strategy; 9] = [
+pub(super) const STRATEGIES: [fn(&mut Rng) -> Strategy; 9] = [
     |rng| Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..100_000_000)) }),
     |_| Strategy::FixedWindow(Align::FirstHit),
     |_| Strategy::SlidingLog,

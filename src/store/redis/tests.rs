@@ -146,6 +146,75 @@ async fn ids() {
     assert!(differ.is_empty(), "{} of 3000 callers differ, first so many us past the period: {differ:?}", differ.len());
 }
 
+/// Near quotas of one count, each caller's in turn: windows with other borders, buckets with other refills.
+#[tokio::test]
+async fn near_quotas() {
+    let server = RedisServer::start();
+    let mut trace = Trace::new(12, &server);
+    for _ in 0..10 {
+        let all: Vec<[Policies; 3]> = (0..CALLERS).map(|i| near_policies(DIFFERENT[i % 7], &mut trace.rng)).collect();
+        for i in 0..100 {
+            let policies: Vec<Policies> = all.iter().map(|near| near[i % 3].clone()).collect();
+            trace.run(&policies, 1).await;
+        }
+    }
+}
+
+/// Policies of one count whose quotas are less than a tenth from each other.
+fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
+    let first = policy("near", strategy, rng).quota();
+    [0, 1, 2].map(|_| {
+        let strategy = match strategy {
+            Strategy::FixedWindow(_) if rng.bool() => {
+                Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) })
+            }
+            Strategy::TokenBucket(_) if rng.bool() => Strategy::TokenBucket(Refill::Interval),
+            Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=1) },
+            same => same,
+        };
+        let limit = first.limit() - rng.u32(0..=first.limit() / 16);
+        let period = first.period() - first.period() / rng.u32(16..1_000);
+        let quota = Quota::per(limit, Duration::from_micros(period.as_micros() as u64));
+        let burst = first.capacity() - rng.u32(0..=first.capacity() / 16);
+        let near = Policy::new("near", strategy, quota.burst(burst)).or_else(|_| Policy::new("near", strategy, quota));
+        near.unwrap_or_else(|_| Policy::new("near", strategy, first).unwrap()).into()
+    })
+}
+
+/// What is asked under one quota and not granted leaves alone what another has counted.
+#[tokio::test]
+async fn what_charges_nothing_writes_nothing() {
+    let server = RedisServer::start();
+    let mut trace = Trace::new(13, &server);
+    let (mut compared, mut wrote) = (0, vec![]);
+    for i in 0..700 {
+        let near = near_policies(DIFFERENT[i % 7], &mut trace.rng);
+        let [one, other, _] = &near;
+        let key = format!("caller-{i}");
+        let take = |policies: &Policies, cost| Check::take(Key::new(&key), policies, cost);
+        let capacity = one[0].quota().capacity();
+        assert!(trace.redis.check(take(one, capacity)).await.unwrap().is_allowed());
+        let period = one[0].quota().period().as_micros() as i64;
+        trace.now.fetch_add(trace.rng.i64(0..=period / 4), Relaxed);
+        let dump = format!("DUMP rl:{{{key}}}:near:{}", one[0].strategy().code());
+        let before: Vec<u8> = server.command(&dump).await;
+        for check in
+            [take(other, other[0].quota().capacity()), Check::peek(Key::new(&key), other, 1), take(one, capacity)]
+        {
+            if trace.redis.check(check.clone()).await.unwrap().granted() == 0 {
+                compared += 1;
+                if server.command::<Vec<u8>>(&dump).await != before {
+                    wrote.push(format!("{check:?} after {one:?}"));
+                }
+            } else {
+                break;
+            }
+        }
+    }
+    assert!(compared > 1_000, "only {compared} were compared");
+    assert!(wrote.is_empty(), "{wrote:#?}");
+}
+
 async fn agree(seed: u64, strategy: impl Fn(&mut Rng) -> Strategy) {
     let server = RedisServer::start();
     let mut trace = Trace::new(seed, &server);
