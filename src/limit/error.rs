@@ -29,6 +29,8 @@ pub enum ConfigError {
     },
     /// A sliding window cut into no cells, or into too many.
     Cells(u16),
+    /// A limit above 100,000 for a sliding log, which keeps every charge.
+    LogTooLong(u32),
     /// Text that is no quota.
     QuotaSyntax {
         /// The text as it was given.
@@ -74,6 +76,11 @@ impl fmt::Display for ConfigError {
                  or choose a strategy that has one, such as Strategy::Gcra"
             ),
             Self::Cells(cells) => write!(f, "a sliding window of {cells} cells: cut it into 1 to 1000"),
+            Self::LogTooLong(limit) => write!(
+                f,
+                "a limit of {limit} for a sliding log, which keeps every charge: it must be at most 100000, \
+                 or choose Strategy::SlidingWindow"
+            ),
             Self::QuotaSyntax { text, problem } => {
                 write!(f, "{text:?} is no quota: {problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`")
             }

@@ -42,8 +42,9 @@ impl Policy {
     ///
     /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than
     /// ASCII letters, digits, `-`, `_`, `.` and `/`; and one of the quota's: [`ConfigError::ZeroLimit`],
-    /// [`ConfigError::ZeroBurst`], [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], and
-    /// [`ConfigError::BurstOfWindow`] for a burst where the strategy has none.
+    /// [`ConfigError::ZeroBurst`], [`ConfigError::Period`], [`ConfigError::BurstTooSlow`],
+    /// [`ConfigError::BurstOfWindow`] for a burst where the strategy has none, and [`ConfigError::LogTooLong`] for a limit
+    /// that is too high for a [`Strategy::SlidingLog`].
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         if !is_name(name, b"-_./") {
             return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
@@ -258,6 +259,10 @@ mod tests {
             Err(ConfigError::BurstOfWindow { burst: 6, limit: 5 })
         );
         assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
+        let log = |limit| Policy::new("p", Strategy::SlidingLog, Quota::per_hour(limit));
+        assert_eq!(log(100_001), Err(ConfigError::LogTooLong(100_001)));
+        assert!(log(100_001).unwrap_err().to_string().contains("at most 100000"));
+        assert!(log(100_000).is_ok());
     }
 
     #[test]

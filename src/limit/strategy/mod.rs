@@ -47,12 +47,15 @@ pub enum Strategy {
     ///
     /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]).
     FixedWindow(Align),
-    /// The time of every charge: exact at every moment, in memory that grows with the limit.
+    /// The time of every charge: exact at every moment, in memory that grows with the limit, which is at most 100,000: a
+    /// caller then has up to 1.1 MB in Redis, and up to 1.5 MB in a [`LocalStore`](crate::LocalStore); in full debt twice
+    /// that. However long the log, no check costs more than 20 times a granted one.
     ///
     /// As the ZSET recipe, and Redisson's `RRateLimiter`.
     SlidingLog,
     /// Counts per cell of time. Never admits more than [`SlidingLog`](Self::SlidingLog) would, and lets a caller wait
-    /// up to one cell longer, in memory that grows with the cells.
+    /// up to one cell longer, in memory that grows with the cells: 12 bytes each in Redis, so at most 12 KB for a caller,
+    /// which every check reads and every charge writes.
     ///
     /// As hashes of timestamps to counts, and Istio's rolling windows.
     SlidingWindow {
@@ -177,6 +180,9 @@ pub(crate) struct Terms {
     pub(crate) batches: bool,
 }
 
+/// The highest limit of a sliding log: one key is then at most 1.1 MB in Redis and 1.5 MB here, twice that in full debt.
+const MAX_LOG: u32 = 100_000;
+
 /// A full debt, twice the capacity, has at most as many ticks.
 const MOST_TICKS: i64 = 1 << 52;
 
@@ -189,6 +195,9 @@ impl Terms {
         let capacity = quota.capacity();
         if capacity != quota.limit() && !strategy.has_burst() {
             return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
+        }
+        if strategy == Strategy::SlidingLog && quota.limit() > MAX_LOG {
+            return Err(ConfigError::LogTooLong(quota.limit()));
         }
         let period = quota.period().as_micros();
         let batches = strategy == Strategy::TokenBucket(Refill::Interval);

@@ -139,9 +139,10 @@ fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
         5 => Quota::per_day(1_000_000),
         _ => Quota::per(rng.u32(1..100), Duration::from_micros(rng.u64(1..10_000_000))),
     };
-    match strategy.has_burst() && rng.bool() {
-        true => quota.burst(rng.u32(1..=2 * quota.limit())),
-        false => quota,
+    match strategy {
+        Strategy::SlidingLog => Quota::per(quota.limit().min(super::MAX_LOG), quota.period()),
+        _ if strategy.has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
+        _ => quota,
     }
 }
 

@@ -242,6 +242,8 @@ fn policy(name: &str, strategy: Strategy, rng: &mut Rng) -> Policy {
         8 => (rng.u32(1..1_000), rng.u64(1..1_000_000)),
         _ => (rng.u32(1..1_000_000), rng.u64(1..100 * DAY)),
     };
+    // No log is longer.
+    let limit = if strategy == Strategy::SlidingLog { limit.min(100_000) } else { limit };
     let quota = Quota::per(limit, Duration::from_micros(period));
     let burst = match rng.u8(..4) {
         0 => 1,
@@ -350,7 +352,7 @@ impl Trace {
             6 => now + wait - 1,
             7 => now + wait + 1,
             8 | 9 => now + rng.i64(0..=wait.max(0)),
-            10 => now - 1_000_000,
+            10 => now - [1, 1_000, 1_000_000][rng.usize(..3)],
             11 => now + rng.i64(0..1_000),
             12 => now + rng.i64(0..1_000_000),
             _ => now + rng.i64(0..=wait / 16),
