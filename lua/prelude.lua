@@ -83,6 +83,27 @@ if strategies[1] or strategies[4] then
   end
 end
 
+-- For the sliding log and the sliding window, which keep what they count in order: two neighbours between the places
+-- `near` and `far`, where `test` is true of the second, and of `far`, but neither of the first nor of `near`. Asks near
+-- `near` first, then by halves: how often grows with the logarithm of the distance.
+local search
+if strategies[2] or strategies[3] then
+  local abs = math.abs
+  function search(near, far, test)
+    local step = 1
+    while abs(far - near) > 1 do
+      local ahead = min(step, floor(abs(far - near) / 2))
+      local place = far > near and near + ahead or near - ahead
+      if test(place) then
+        far, step = place, math.huge
+      else
+        near, step = place, 2 * step
+      end
+    end
+    return near, far
+  end
+end
+
 -- What has gone wrong with the check at hand: an error of Redis, or nothing.
 local trouble
 

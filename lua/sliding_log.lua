@@ -1,11 +1,15 @@
 -- Sliding log; the twin of src/limit/strategy/sliding_log.rs, which explains it.
 --
--- Stored: a list. First a header, the sum of the charges in the list and the time of the newest; then for each charge its
--- time, oldest first, after its cost as a number below 0 if that is not 1.
--- Loaded: the sum of the charges within the period; the elements at the head that are to go, with the header (0: there is
--- no list; below 0: nothing in it counts); the time of the newest charge.
+-- Stored: a list of charges, oldest first: for each its time, and the sum of all costs up to it. Both are kept without
+-- their upper bytes, so only differences count. The first element counts nothing: it is the base, no later than the
+-- others, whose sum is taken from theirs. So whatever depends on the order of times or of sums is found by a binary search.
+-- Loaded: the sum of the charges within the period; the place of the base times WRAP, plus its sum (NONE: there is no
+-- list; NOTHING: none of its elements stays); the time of the newest charge, above `now` if the clock has gone back.
 
-local FORMAT, LENGTH, MANY = '<i7i7', 14, 128
+local FORMAT, LENGTH, SUM, SUM_AT = '<I6I3', 9, '<I3', 7
+-- Times and sums start again at these, which no two that are kept are apart.
+local SPAN, HALF, WRAP = 2 ^ 48, 2 ^ 47, 2 ^ 24
+local NONE, NOTHING = -1, -2
 
 -- The reply to a read; nothing if there is no such key. One that holds something of another type is as good as none.
 local function found(reply)
@@ -22,157 +26,178 @@ local function policy(capacity, period)
   return { capacity = capacity, period = period }
 end
 
--- Calls `visit` with the cost and the time of each charge, and with how many elements it takes, until that returns true.
--- `list` has the elements of the key from `first` on, which is at `from` in the key; more are read as they are needed.
-local function walk(key, list, first, from, visit)
-  local cost, elements = 1, 0
-  while #list >= first do
-    for i = first, #list do
-      local number = tonumber(list[i]) or 0
-      elements = elements + 1
-      if number < 0 then
-        cost = -number
-      else
-        if visit(cost, number, elements) then
-          return
-        end
-        cost, elements = 1, 0
-      end
-    end
-    from, first = from + #list - first + 1, 1
-    list = try('LRANGE', key, from, from + 127) or {}
-  end
+-- How long ago a time was; below 0 if it is still to come.
+local function age(now, time)
+  return (now - time + HALF) % SPAN - HALF
 end
+
+-- The time and the sum of an element. One that is not ours is long gone.
+local function read_charge(element)
+  if element and #element == LENGTH then
+    return unpack(FORMAT, element)
+  end
+  return 0, 0
+end
+
+-- The first charge of the key that was loaded last: a denied caller mostly waits for just this one.
+local first_key, first_charge
 
 local function load(policy, key, now)
   local list = found(pcall('LRANGE', key, '0', '2'))
-  local header = list and list[1]
-  if not header or #header ~= LENGTH then
-    return 0, list and #list == 0 and 0 or -1, now
+  local base, first = list and list[1], list and list[2]
+  if not first or #base ~= LENGTH or #first ~= LENGTH then
+    return 0, list and not base and NONE or NOTHING, now
   end
-  local sum, newest = unpack(FORMAT, header)
-  local start = now - policy.period
-  if newest <= start then
-    return 0, -1, now
-  elseif newest > now then
-    -- Of a clock that has gone back: all that counts is as if it had been charged now.
-    return max(0, min(sum, 2 * policy.capacity)), -1, now, true
+  local last = list[3] and try('LINDEX', key, '-1') or first
+  if #last ~= LENGTH then
+    return 0, NOTHING, now
   end
-  -- Mostly nothing has left the period. What comes first may also be a cost, below 0.
-  local oldest = tonumber(list[2]) or 0
-  if oldest > start then
-    return max(0, sum), 1, newest
+  local period, newest, total = policy.period, unpack(FORMAT, last)
+  newest = now - age(now, newest)
+  if newest <= now - period then
+    return 0, NOTHING, now
   end
-  local gone = 0
-  walk(key, list, 2, 1, function(cost, time, elements)
-    if time > start then
-      return true
+  local head, base_sum = 0, unpack(SUM, base, SUM_AT)
+  local since = age(now, (unpack(FORMAT, first)))
+  if since >= period then
+    -- Some have left the period; mostly it is just this one.
+    base, head = first, 1
+    first = list[3]
+    if age(now, (read_charge(first))) >= period then
+      head = search(2, WRAP, function(place)
+        local element = try('LINDEX', key, place)
+        return not element or age(now, (read_charge(element))) < period
+      end)
+      list = try('LRANGE', key, head, head + 1) or {}
+      base, first = list[1], list[2]
     end
-    sum, gone = sum - cost, gone + elements
-  end)
-  -- Many that are gone are dropped by a denial too, or each denial would have to walk past them.
-  return max(0, sum), 1 + gone, newest, gone >= MANY
+    base_sum = select(2, read_charge(base))
+  end
+  local sum = (total - base_sum) % WRAP
+  if sum == 0 or since < 0 then
+    -- Of a clock that has gone back: all is as if it had been charged now.
+    return sum, NOTHING, newest, since < 0
+  end
+  first_key, first_charge = key, first
+  return sum, head * WRAP + base_sum, newest, newest > now
+end
+
+-- The place of the base, and its sum.
+local function base_of(loaded)
+  local sum = loaded % WRAP
+  return (loaded - sum) / WRAP, sum
 end
 
 local function room(policy, now, sum)
   return policy.capacity - sum
 end
 
-local function wait(policy, key, now, cost, sum, head)
-  local over, wait = sum + cost - policy.capacity, policy.period
-  if head > 0 then
-    walk(key, try('LRANGE', key, head, head + 1) or {}, 1, head, function(charge, time)
-      over = over - charge
-      -- A list that is not ours may hold any number.
-      wait = max(1, min(time, now) + policy.period - now)
-      return over <= 0
-    end)
-  end
-  if over > 0 then
-    -- What must leave is not in the list yet: it is charged by this same entry.
+local function wait(policy, key, now, cost, sum, loaded)
+  if loaded < 0 then
     return policy.period
   end
-  return wait
-end
-
--- Gives back the newest charges first, but nothing of the head: a list that is not ours may hold less than its header
--- says. Returns the time of the newest that is left.
-local function give_back(policy, key, now, cost, head, newest)
-  local left = (try('LLEN', key) or 0) - head
-  while cost > 0 and left > 0 and not trouble do
-    local last = try('LRANGE', key, -2, -1) or {}
-    local before = left > 1 and tonumber(last[1]) or 0
-    local charge = max(1, -before)
-    if charge > cost then
-      try('LSET', key, -2, cost - charge)
-      cost = 0
-    else
-      try('RPOP', key)
-      left = left - 1
-      if before < 0 then
-        try('RPOP', key)
-        left = left - 1
-      end
-      cost = cost - charge
+  -- The first charge that leaves room when it goes.
+  local over, head, base = sum + cost - policy.capacity, base_of(loaded)
+  local charge = first_charge
+  if first_key ~= key then
+    charge = try('LINDEX', key, head + 1)
+  end
+  local time, total = read_charge(charge)
+  if (total - base) % WRAP < over then
+    -- Each has a cost of 1 or more, and most have one of 1.
+    local place = search(head + over, head + 1, function(place)
+      local element = try('LINDEX', key, place)
+      return element and (select(2, read_charge(element)) - base) % WRAP < over
+    end)
+    charge = try('LINDEX', key, place)
+    if not charge then
+      -- It is not in the list yet: it is charged by this same entry.
+      return policy.period
     end
+    time = read_charge(charge)
   end
-  local time = tonumber(try('LINDEX', key, -1))
-  if time and time > now - policy.period and time <= newest then
-    return time
-  end
-  return newest
+  -- A list that is not ours may hold any time.
+  return max(1, policy.period - max(0, age(now, time)))
 end
 
-local function charge(policy, key, now, cost, sum, head, newest)
+-- Gives back the newest charges first, until so much is left. Returns the time of the newest that is left.
+local function give_back(policy, key, now, cost, left, head, base)
+  if head > 0 then
+    try('LTRIM', key, head, '-1')
+  end
+  -- Each has a cost of 1 or more, and most have one of 1. The places are from the end, where they are -1, -2 and so on.
+  local last, cut = search(-1 - cost, -1, function(place)
+    local element = try('LINDEX', key, place)
+    return element and (select(2, read_charge(element)) - base) % WRAP > left
+  end)
+  local elements = try('LRANGE', key, last, cut) or {}
+  local time, total = read_charge(elements[1])
+  if (total - base) % WRAP == left then
+    try('LTRIM', key, '0', last)
+  else
+    -- A part of this one is left.
+    time = read_charge(elements[#elements])
+    try('LSET', key, cut, pack(FORMAT, time, base + left))
+    try('LTRIM', key, '0', cut)
+  end
+  return now - min(age(now, time), policy.period - 1)
+end
+
+local function charge(policy, key, now, cost, sum, loaded, newest)
   sum = max(0, sum + cost)
   if cost > 0 then
-    return sum, head, now
-  elseif sum > 0 and head > 0 then
-    newest = give_back(policy, key, now, -cost, head, newest)
+    return sum, loaded, max(newest, now)
+  elseif sum > 0 and loaded >= 0 then
+    local head, base = base_of(loaded)
+    return sum, base, give_back(policy, key, now, -cost, sum, head, base)
   end
-  return sum, head, newest
+  return sum, loaded, newest
 end
 
-local function reset(policy, now, sum, head, newest)
+local function reset(policy, now, sum, loaded, newest)
   if sum == 0 then
     return 0
   end
-  return newest + policy.period - now
+  return min(newest, now) + policy.period - now
 end
 
--- A time as text; mostly it is that of the call.
-local last_time, last_time_text
-local function text(time)
-  if time ~= last_time then
-    last_time, last_time_text = time, string.format('%.0f', time)
-  end
-  return last_time_text
-end
-
-local function save(policy, key, now, at, cost, sum, head, newest)
-  if head <= 0 or sum == 0 then
+local function save(policy, key, now, at, cost, sum, loaded, newest)
+  if loaded < 0 or sum == 0 then
     -- A new list, of one charge of everything that counts.
-    if head ~= 0 then
+    if loaded ~= NONE then
       try('DEL', key)
     end
     if sum == 0 then
       return
     end
-    try('RPUSH', key, pack(FORMAT, sum, newest), -sum, text(newest))
-  elseif cost == 1 then
-    try('RPUSH', key, text(now))
-  elseif cost > 1 then
-    try('RPUSH', key, -cost, text(now))
-  end
-  if trouble then
-    return
-  end
-  if head > 0 then
-    -- The last element that goes makes place for the header.
-    if head > 1 then
-      try('LTRIM', key, head - 1, -1)
+    local time = min(newest, now)
+    try('RPUSH', key, pack(FORMAT, time, 0), pack(FORMAT, time, sum))
+    if trouble then
+      return
     end
-    try('LSET', key, '0', pack(FORMAT, sum, newest))
+  else
+    local head, base = base_of(loaded)
+    if newest > now then
+      -- Of a clock that has gone back: what was charged after now is one charge of now. Something was before, see `load`.
+      local cut = search(-1, -WRAP, function(place)
+        local element = try('LINDEX', key, place)
+        return not element or age(now, (read_charge(element))) >= 0
+      end)
+      try('LSET', key, cut, pack(FORMAT, now, base + sum))
+      if trouble then
+        return
+      end
+      try('LTRIM', key, '0', cut)
+    elseif cost > 0 then
+      try('RPUSH', key, pack(FORMAT, now, base + sum))
+      if trouble then
+        return
+      end
+    end
+    if head > 0 then
+      -- The last that has left is the new base.
+      try('LTRIM', key, head, '-1')
+    end
   end
   try('PEXPIREAT', key, expiry(at))
   if trouble then

@@ -135,7 +135,7 @@ impl ErrorKind {
             }
             Self::Permission => {
                 "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
-                 and, for SlidingLog, `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`"
+                 and, for SlidingLog, `+lrange +lindex +rpush +lset +ltrim +pexpireat`"
             }
             Self::Protocol => {
                 "the server's reply is none that Redis gives to our script: check that the URL's host and port are \

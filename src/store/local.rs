@@ -19,9 +19,10 @@ use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, Sta
 /// single instance; inside a [`Fallback`](crate::Fallback) it takes over while Redis is down.
 ///
 /// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 90 bytes
-/// each, beside the charges that [`SlidingLog`](crate::Strategy::SlidingLog) and
-/// [`SlidingWindow`](crate::Strategy::SlidingWindow) keep. A key is held as a hash of 128 bits, by a secret of the
-/// store's own.
+/// each, beside what [`SlidingLog`](crate::Strategy::SlidingLog) keeps for each charge and
+/// [`SlidingWindow`](crate::Strategy::SlidingWindow) for each cell: 12 to 15 bytes. So a key of a log of 10,000 has up to
+/// 150 KB, one of the longest log up to 1.5 MB, in full debt twice that, and one of 1,000 cells up to 15 KB. A key is held
+/// as a hash of 128 bits, by a secret of the store's own.
 ///
 /// A key makes room when all that was charged has flowed back. If the store is full before that, a new key takes the
 /// place of the one, of a few, that had used the smallest share of its limit when it last asked; among equals, of the

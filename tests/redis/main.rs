@@ -18,3 +18,4 @@ mod memory;
 mod runtimes;
 mod texts;
 mod tls;
+mod work;

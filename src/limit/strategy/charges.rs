@@ -1,54 +1,195 @@
 use std::collections::VecDeque;
-use std::ops::{Deref, DerefMut};
+use std::fmt;
 
-/// Times and costs, oldest first.
+/// Charges, oldest first, of which the first counts nothing: it is the base, whose running sum is taken from the
+/// others'. So whatever depends on the order of times or of sums is found by a binary search.
 ///
 /// One pointer, and none before the first charge: a state is as large as the largest of any strategy, and a store holds
 /// one for each caller.
 #[allow(clippy::box_collection, reason = "a box is a quarter of a queue")]
-#[derive(Debug, Clone, Default)]
-pub(super) struct Charges(Option<Box<VecDeque<(i64, i64)>>>);
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Charges(Option<Box<VecDeque<Charge>>>);
+
+/// A time, and the sum of all costs up to it. Such a sum starts again at 2^40, so only differences count.
+///
+/// 12 bytes, since a log may be long.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(C, packed(4))]
+struct Charge {
+    /// The time in the upper 56 bits, and bits 32 to 39 of the sum.
+    upper: i64,
+    /// The rest of the sum.
+    lower: u32,
+}
+
+const WRAP: i64 = 1 << 40;
+
+impl Charge {
+    fn new(time: i64, total: i64) -> Self {
+        Self { upper: time << 8 | (total >> 32 & 0xff), lower: total as u32 }
+    }
+
+    fn time(self) -> i64 {
+        self.upper >> 8
+    }
+
+    fn total(self) -> i64 {
+        (self.upper & 0xff) << 32 | i64::from(self.lower)
+    }
+
+    /// The sum of what was charged after `base`, up to this.
+    fn since(self, base: Self) -> i64 {
+        (self.total() - base.total()).rem_euclid(WRAP)
+    }
+}
+
+impl fmt::Debug for Charge {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        (self.time(), self.total()).fmt(f)
+    }
+}
 
 impl Charges {
-    /// All at one time.
+    /// One charge.
     pub(super) fn one(time: i64, cost: i64) -> Self {
-        Self(Some(Box::new([(time, cost)].into())))
+        Self(Some(Box::new([Charge::new(0, 0), Charge::new(time, cost)].into())))
     }
 
-    /// Gives back the newest first. The time of the newest that is left.
-    pub(super) fn give_back(&mut self, mut cost: i64) -> Option<i64> {
-        while cost > 0
-            && let Some((time, charge)) = self.pop_back()
-        {
-            if charge > cost {
-                self.push_back((time, charge - cost));
-            }
-            cost -= charge.min(cost);
+    fn queue(&self) -> Option<&VecDeque<Charge>> {
+        self.0.as_deref()
+    }
+
+    /// The place of the newest; 0 if there is none.
+    fn last(&self) -> usize {
+        self.queue().map_or(0, |queue| queue.len().saturating_sub(1))
+    }
+
+    /// The time at a place. There is one.
+    pub(super) fn time(&self, place: usize) -> i64 {
+        self.queue().and_then(|queue| queue.get(place)).map_or(0, |charge| charge.time())
+    }
+
+    /// The time of the newest, if there is one.
+    pub(super) fn newest(&self) -> Option<i64> {
+        self.queue()?.back().map(|newest| newest.time())
+    }
+
+    /// What is after `start`, if anything is: the place of its base, its sum, and the time of the newest.
+    #[inline]
+    pub(super) fn after(&self, start: i64) -> Option<(usize, i64, i64)> {
+        let queue = self.queue()?;
+        let newest = queue.back().filter(|newest| newest.time() > start)?;
+        let (base, _) = search(0, queue.len() - 1, |place| queue[place].time() > start);
+        Some((base, newest.since(queue[base]), newest.time()))
+    }
+
+    /// The sum of what is after the base, up to a place.
+    fn sum_to(&self, base: usize, place: usize) -> i64 {
+        self.queue().map_or(0, |queue| queue[place].since(queue[base]))
+    }
+
+    /// The time of the first charge after the base whose going leaves room for so much, if there is one.
+    #[inline]
+    pub(super) fn freeing(&self, base: usize, over: i64) -> Option<i64> {
+        let queue = self.queue()?;
+        let (_, place) = search(base, queue.len(), |place| queue[place].since(queue[base]) >= over);
+        queue.get(place).map(|charge| charge.time())
+    }
+
+    /// The first place after the base that is after `time`, as the newest is.
+    #[cold]
+    pub(super) fn first_after(&self, base: usize, time: i64) -> usize {
+        search(self.last(), base, |place| self.time(place) <= time).0
+    }
+
+    /// Gives back the newest first, until so much is left after the base, which is above 0.
+    pub(super) fn give_back(&mut self, base: usize, left: i64) {
+        let (cut, last) = search(self.last(), base, |place| self.sum_to(base, place) <= left);
+        let time = self.time(cut);
+        let sum = self.sum_to(base, last);
+        self.truncate(last);
+        if sum < left {
+            // A part of this one is left.
+            self.push(time, left - sum);
         }
-        self.back().map(|(time, _)| *time)
+    }
+
+    /// All from a place on, which is after the base, become one charge at a time.
+    #[cold]
+    pub(super) fn merge(&mut self, place: usize, time: i64) {
+        let sum = self.sum_to(place - 1, self.last());
+        self.truncate(place - 1);
+        self.push(time, sum);
+    }
+
+    /// Drops what is after a place.
+    fn truncate(&mut self, place: usize) {
+        if let Some(queue) = &mut self.0 {
+            queue.truncate(place + 1);
+        }
+    }
+
+    /// Drops what is before the base.
+    pub(super) fn drop_before(&mut self, base: usize) {
+        let Some(queue) = &mut self.0 else { return };
+        if base > 0 {
+            queue.drain(..base);
+        }
+        // A log that was long once does not keep its memory.
+        if queue.capacity() > 4 * queue.len() + 16 {
+            queue.shrink_to(2 * queue.len());
+        }
+    }
+
+    /// Drops everything, and begins with one charge, if its cost is above 0.
+    pub(super) fn restart(&mut self, time: i64, cost: i64) {
+        match &mut self.0 {
+            Some(queue) if cost > 0 => {
+                queue.clear();
+                queue.extend([Charge::new(0, 0), Charge::new(time, cost)]);
+                self.drop_before(0);
+            }
+            None if cost > 0 => *self = Self::one(time, cost),
+            _ => self.0 = None,
+        }
+    }
+
+    /// Adds a charge to the newest, if that is of the same time, or after it.
+    pub(super) fn add(&mut self, base: usize, time: i64, cost: i64) {
+        match &mut self.0 {
+            Some(queue) if queue.len() > base + 1 && queue.back().is_some_and(|newest| newest.time() == time) => {
+                if let Some(newest) = queue.back_mut() {
+                    *newest = Charge::new(time, newest.total() + cost);
+                }
+            }
+            _ => self.push(time, cost),
+        }
+    }
+
+    fn push(&mut self, time: i64, cost: i64) {
+        let Some(queue) = &mut self.0 else { return *self = Self::one(time, cost) };
+        if queue.len() == queue.capacity() {
+            // Not twice as much: a log may be long, and there is one for each caller.
+            queue.reserve_exact(2 + queue.len() / 4);
+        }
+        let total = queue.back().map_or(0, |charge| charge.total());
+        queue.push_back(Charge::new(time, total + cost));
     }
 }
 
-/// None are as many as an empty queue.
-impl PartialEq for Charges {
-    fn eq(&self, other: &Self) -> bool {
-        **self == **other
+/// Two neighbours between the places `near` and `far`: `test` is true of the second, and of `far`, but neither of the
+/// first nor of `near`. Asks near `near` first, then by halves: how often grows with the logarithm of the distance.
+#[inline]
+fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usize, usize) {
+    let mut step = 1_usize;
+    while near.abs_diff(far) > 1 {
+        let ahead = step.min(near.abs_diff(far) / 2);
+        let place = if far > near { near + ahead } else { near - ahead };
+        if test(place) {
+            (far, step) = (place, usize::MAX);
+        } else {
+            (near, step) = (place, step.saturating_mul(2));
+        }
     }
-}
-
-impl Eq for Charges {}
-
-impl Deref for Charges {
-    type Target = VecDeque<(i64, i64)>;
-
-    fn deref(&self) -> &Self::Target {
-        static NONE: VecDeque<(i64, i64)> = VecDeque::new();
-        self.0.as_deref().unwrap_or(&NONE)
-    }
-}
-
-impl DerefMut for Charges {
-    fn deref_mut(&mut self) -> &mut Self::Target {
-        self.0.get_or_insert_default()
-    }
+    (near, far)
 }

@@ -4,7 +4,12 @@
 //! the cells that are not wholly older than `P` and `c` make no more than `L`. A cell counts until its end has left the
 //! window, so that this never admits more than the log would; a caller waits up to one cell longer.
 //!
-//! **Cost.** One key, one read, one write; in Redis 12 bytes for each cell that something was granted in.
+//! **Cost.** One key, one read, one write; in Redis 12 bytes for each cell that something was granted in, and as many
+//! here. Each cell is kept with the sum of all up to it, so that a denial finds those that must leave by a binary search.
+//!
+//! **Two quotas in turn**, of other cells or periods, keep the cells of both: a charge goes to the newest cell, or into
+//! one after it if that ends before the one of now. Only what ends later than any cell of the period could is of a clock
+//! that has gone back, and moves to the cell of now.
 //!
 //! **When not.** Where the wait of one cell matters, or one cell would do.
 //!
@@ -15,34 +20,30 @@ use super::{Followed, Loaded, Terms, Twin, clean, dirty};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
-    /// The sum of the cells.
-    sum: i64,
     /// When each cell ends and what was granted in it, oldest first.
     cells: Charges,
 }
 
-/// Loaded: the sum of the cells within the period; one more than the cells at the front that are to go, or 0 if all
-/// are; when the newest cell ends.
+/// The place of the base, where nothing counts.
+const NOTHING: i64 = -1;
+
+/// Loaded: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the newest
+/// cell ends.
 impl Twin for State {
     fn arguments(terms: &Terms) -> [i64; 4] {
         [terms.capacity, terms.period, terms.width, 0]
     }
 
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let old = self.cells.iter().take_while(|(ends, _)| *ends <= now - terms.period);
-        let (gone, count) = old.fold((0, 0), |(gone, sum), (_, count)| (gone + 1, sum + count));
-        let sum = (self.sum - count).clamp(0, 2 * terms.capacity);
-        match self.cells.back() {
-            Some((ends, _)) if sum > 0 && *ends > now - terms.period => {
-                if *ends > cell_end(terms, now) {
-                    // Of a clock that has gone back, or of wider cells: as if all had been charged now.
-                    dirty([sum, 0, cell_end(terms, now)])
-                } else {
-                    clean([sum, 1 + gone, *ends])
-                }
-            }
-            _ => clean([0, 0, 0]),
+        let Some((head, sum, newest)) = self.cells.after(now - terms.period) else { return clean([0, NOTHING, 0]) };
+        if newest <= latest(terms, now) {
+            return clean([sum, head as i64, newest]);
         }
+        // Of a clock that has gone back, or of a longer period, since no cell of this one ends later: what does is as if it
+        // had been charged now.
+        let kept = self.cells.first_after(head, latest(terms, now)) - 1;
+        let kept = if kept > head { self.cells.time(kept) } else { 0 };
+        dirty([sum, head as i64, kept.max(cell_end(terms, now))])
     }
 
     fn room(terms: &Terms, _now: i64, [sum, ..]: Loaded) -> i64 {
@@ -50,58 +51,61 @@ impl Twin for State {
     }
 
     fn wait(&self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) -> i64 {
-        let mut last = newest;
-        if head > 0 {
-            let mut over = sum + cost - terms.capacity;
-            for (ends, count) in self.cells.iter().skip(head as usize - 1) {
-                last = *ends;
-                over -= count;
-                if over <= 0 {
-                    break;
-                }
-            }
-        }
-        last + terms.period - now
+        let frees = match head {
+            NOTHING => None,
+            head => self.cells.freeing(head as usize, sum + cost - terms.capacity),
+        };
+        let ends = frees.filter(|ends| *ends <= latest(terms, now));
+        ends.unwrap_or(newest) + terms.period - now
     }
 
     fn charge(&mut self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
         let sum = (sum + cost).max(0);
         if cost > 0 {
-            [sum, head, cell_end(terms, now)]
-        } else if sum > 0 && head > 0 {
-            [sum, head, self.cells.give_back(-cost).unwrap_or(newest)]
-        } else {
-            [sum, head, newest]
+            return [sum, head, newest.max(cell_end(terms, now))];
+        } else if sum > 0 && head != NOTHING {
+            self.merge_late(terms, now, head as usize, newest);
+            self.cells.give_back(head as usize, sum);
+            return [sum, head, self.cells.newest().unwrap_or(newest)];
         }
+        [sum, head, newest]
     }
 
     fn reset(terms: &Terms, now: i64, [sum, _, newest]: Loaded) -> i64 {
         if sum == 0 { 0 } else { newest + terms.period - now }
     }
 
-    fn save(&mut self, _terms: &Terms, _now: i64, cost: i64, [sum, head, newest]: Loaded) {
-        if head == 0 || sum == 0 {
-            // One cell of everything that counts.
-            self.cells.clear();
-            if sum > 0 {
-                self.cells.push_back((newest, sum));
-            }
-        } else {
-            self.cells.drain(..head as usize - 1);
-            match self.cells.back_mut() {
-                Some((ends, count)) if cost > 0 && *ends == newest => *count += cost,
-                _ if cost > 0 => self.cells.push_back((newest, cost)),
-                _ => {}
-            }
+    fn save(&mut self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) {
+        if head == NOTHING || sum == 0 {
+            return self.cells.restart(newest, sum);
         }
-        self.sum = sum;
+        let head = head as usize;
+        self.merge_late(terms, now, head, newest);
+        if cost > 0 {
+            self.cells.add(head, newest, cost);
+        }
+        self.cells.drop_before(head);
     }
 
     fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
         // All that is used goes with the newest cell: some of it may have gone before.
-        let ends = (until - terms.period).min(cell_end(terms, now));
-        Self { sum: used, cells: Charges::one(ends, used) }
+        Self { cells: Charges::one((until - terms.period).min(cell_end(terms, now)), used) }
     }
+}
+
+impl State {
+    /// Makes one cell of those that end later than any of this period.
+    fn merge_late(&mut self, terms: &Terms, now: i64, head: usize, ends: i64) {
+        let latest = latest(terms, now);
+        if self.cells.newest().is_some_and(|newest| newest > latest) {
+            self.cells.merge(self.cells.first_after(head, latest), ends);
+        }
+    }
+}
+
+/// When a cell of this period ends at the latest.
+fn latest(terms: &Terms, now: i64) -> i64 {
+    now + terms.period
 }
 
 /// When the cell of now ends.

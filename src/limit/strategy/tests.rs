@@ -265,6 +265,94 @@ fn a_clock_that_goes_back_locks_nobody_out() {
     }
 }
 
+/// Of a log and of cells, a step back of the clock moves what was charged after it, and nothing else; a denial saves that.
+#[test]
+fn a_small_step_back_moves_only_what_was_charged_after_it() {
+    const START: i64 = 1_790_000_000_000_000;
+    for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 1000 }] {
+        let policies: Policies = Policy::new("p", strategy, Quota::per_second(1000)).unwrap().into();
+        let mut state = [State::fresh(strategy)];
+        let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+        // One every millisecond, then a step back of 1 ms.
+        for i in 0..1000 {
+            assert_eq!(take(1).decide(&mut state, START + i * 1_000).granted, 1);
+        }
+        let now = START + 998_000;
+        for _ in 0..2 {
+            let wait = take(1).decide(&mut state, now).first.wait;
+            assert!((1..=3_000).contains(&wait), "{strategy:?}: a wait of {wait} us for the first of them");
+        }
+        // All is as it would have been, but for that last millisecond.
+        for left in [1000, 999, 500, 100, 2] {
+            let at = START + 1_000_000 + (1000 - left) * 1_000;
+            let remaining = take(0).decide(&mut state, at).first.remaining;
+            assert!(
+                (1000 - left..=1003 - left).contains(&remaining),
+                "{strategy:?}: {remaining} remain, {left} charged"
+            );
+        }
+        let (clone, reset) = (state.clone(), take(0).decide(&mut state, now).first.reset);
+        assert!((1_000_000..=1_002_000).contains(&reset), "{strategy:?}: fresh after {reset} us");
+        // What is charged meanwhile counts from now on, and what comes later follows it.
+        for at in [now + 3_000, now + 5_000] {
+            assert_eq!(take(1).decide(&mut state, at).granted, 1, "{strategy:?}");
+        }
+        assert_ne!(state, clone);
+    }
+}
+
+/// Of a log and of cells, a caller who is asked under two near quotas in turn gets about what either would give it.
+#[test]
+fn two_near_quotas_in_turn_count_as_one() {
+    let seconds = Duration::from_secs;
+    let window = |cells| Strategy::SlidingWindow { cells };
+    let policies =
+        |strategy, limit, period| Policies::from(Policy::new("p", strategy, Quota::per(limit, period)).unwrap());
+    for (one, other) in [
+        (policies(Strategy::SlidingLog, 100, seconds(60)), policies(Strategy::SlidingLog, 110, seconds(60))),
+        (policies(Strategy::SlidingLog, 100, seconds(60)), policies(Strategy::SlidingLog, 100, seconds(61))),
+        (policies(window(10), 100, seconds(60)), policies(window(10), 110, seconds(60))),
+        (policies(window(10), 100, seconds(60)), policies(window(10), 100, seconds(61))),
+        (policies(window(10), 100, seconds(60)), policies(window(11), 100, seconds(60))),
+        (policies(window(10), 100, seconds(60)), policies(window(9), 110, seconds(57))),
+        (policies(window(100), 100, seconds(60)), policies(window(101), 100, seconds(60))),
+        (policies(window(1), 100, seconds(60)), policies(window(2), 100, seconds(60))),
+        (policies(window(1), 100, seconds(60)), policies(window(1), 100, seconds(61))),
+        (policies(window(1000), 10, seconds(60)), policies(window(999), 11, seconds(60))),
+    ] {
+        // Twice a second and four times a second, in turn and in pairs; `pattern` tells who asks.
+        for (step, cost, pattern) in [
+            (500_000, 1, [0, 1, 0, 1]),
+            (250_000, 1, [0, 0, 1, 1]),
+            (130_001, 1, [0, 1, 1, 1]),
+            (700_000, 7, [0, 1, 0, 1]),
+        ] {
+            let both = [&one, &other];
+            let granted = |pattern: [usize; 4]| -> i64 {
+                let mut state = [State::fresh(one[0].strategy())];
+                let take = |i: i64| {
+                    let now = 1_790_000_000_000_000 + i * step;
+                    let check = Check::take(Key::GLOBAL, both[pattern[i as usize % 4]], cost);
+                    let before = state.clone();
+                    let granted = check.decide(&mut state, now).granted;
+                    assert!(granted > 0 || state == before, "{one:?}, {other:?}: a denial writes");
+                    granted
+                };
+                (0..1_200_000_000 / step).map(take).sum()
+            };
+            let alone = [granted([0; 4]), granted([1; 4])];
+            let in_turn = granted(pattern);
+            let (least, most) = (alone[0].min(alone[1]), alone[0].max(alone[1]));
+            assert!(
+                10 * in_turn >= 9 * least && 10 * in_turn <= 11 * most,
+                "{one:?} alone {}, {other:?} alone {}, in turn {in_turn}",
+                alone[0],
+                alone[1]
+            );
+        }
+    }
+}
+
 /// A quota that changes, up or down, takes effect at once, and is no fresh start.
 #[test]
 fn a_changed_quota_is_no_fresh_start() {

@@ -34,7 +34,7 @@ use crate::limit::{Check, ConfigError, Decision, is_name};
 ///
 /// It needs Redis 6.2, or what is compatible with that; the tests run on 7.0. The Redis user needs
 /// `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
-/// `+llen +lrange +lindex +rpush +rpop +lset +ltrim +pexpireat`.
+/// `+lrange +lindex +rpush +lset +ltrim +pexpireat`.
 ///
 /// Clones share the connections and the queue. Each tokio runtime that uses a store has connections and a queue of its
 /// own there, until it ends: a store may be a `static`, used by several runtimes in turn or at once.

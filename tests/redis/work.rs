@@ -1,0 +1,121 @@
+//! What a check makes Redis do: few commands, whatever is asked of however long a log.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::future::join_all;
+use tower_redis_ratelimit::{Check, Key, Policies, RedisStore, Store, Strategy};
+
+use crate::support::{RedisServer, STRATEGIES, policy};
+
+/// Those that change a key.
+const WRITES: [&str; 7] = ["set", "del", "rpush", "rpop", "lset", "ltrim", "pexpireat"];
+
+/// What a search of so many charges takes, and what is done with its result.
+fn search(charges: usize) -> usize {
+    2 * charges.ilog2() as usize + 4
+}
+
+struct Server {
+    redis: RedisServer,
+    store: RedisStore,
+}
+
+impl Server {
+    async fn start() -> Self {
+        let redis = RedisServer::start();
+        let many = NonZeroUsize::new(1_000).unwrap();
+        let builder = RedisStore::builder(redis.url()).batch(many).queue(many).timeout(Duration::from_secs(20));
+        // Each denial is Redis's own.
+        let store = builder.denials(0).connect().await.unwrap();
+        Self { redis, store }
+    }
+
+    /// The commands that one check takes, by their names, and what it granted.
+    async fn commands(&self, check: Check) -> (BTreeMap<String, usize>, u32) {
+        let _: String = self.redis.command("CONFIG RESETSTAT").await;
+        let granted = self.store.check(check).await.unwrap().granted();
+        let stats: String = self.redis.command("INFO commandstats").await;
+        let called = stats.lines().filter_map(|line| {
+            let (name, rest) = line.strip_prefix("cmdstat_")?.split_once(":calls=")?;
+            let ours = ["evalsha", "config", "client", "hello", "info"].iter().all(|other| !name.starts_with(other));
+            ours.then(|| (name.to_owned(), rest.split(',').next().unwrap().parse().unwrap()))
+        });
+        (called.collect(), granted)
+    }
+
+    /// Charges each of these, one after the other.
+    async fn charge(&self, key: Key, policies: &Policies, costs: &[u32]) {
+        for costs in costs.chunks(1_000) {
+            // Takes of one caller that come at once would be one charge.
+            let charges = costs.iter().map(|cost| self.store.check(Check::charge(key, policies, *cost)));
+            for (decision, cost) in join_all(charges).await.into_iter().zip(costs) {
+                assert_eq!(decision.unwrap().granted(), *cost);
+            }
+        }
+    }
+
+    /// Asks in every way of a caller who was charged all these, which are the limit but for one; each check may take so
+    /// many commands more than a granted take.
+    async fn ask(&self, policies: &Policies, charges: &[u32], more: usize) {
+        let key = Key::new("ann");
+        let limit = policies[0].quota().limit();
+        self.charge(key, policies, charges).await;
+        let (granted, one) = self.commands(Check::take(key, policies, 1)).await;
+        assert_eq!(one, 1);
+        let most = granted.values().sum::<usize>() + more;
+
+        // Each is below the one before, which a memory of denials knows nothing of.
+        let denied = (0..20).map(|i| limit * 99 / 100 - i).chain([limit, limit / 2, 100, 2, 1]);
+        let takes = denied.clone().map(|cost| Check::take(key, policies, cost));
+        let peeks = denied.step_by(5).map(|cost| Check::peek(key, policies, cost));
+        for check in takes.chain(peeks).chain([Check::up_to(key, policies, limit)]) {
+            let context = format!("{:?} {} of {policies:?}", check.mode(), check.cost());
+            let (commands, granted) = self.commands(check).await;
+            assert_eq!(granted, 0, "{context}");
+            let count: usize = commands.values().sum();
+            assert!(count <= most, "{context}: {count} commands, {most} at most: {commands:?}");
+            assert!(WRITES.iter().all(|write| !commands.contains_key(*write)), "{context} writes: {commands:?}");
+        }
+        for check in [
+            Check::give_back(key, policies, 1),
+            Check::give_back(key, policies, limit / 100),
+            Check::give_back(key, policies, limit / 2),
+            Check::up_to(key, policies, limit),
+            Check::charge(key, policies, limit),
+            Check::give_back(key, policies, limit / 2),
+            Check::reset(key, policies),
+        ] {
+            let context = format!("{:?} {} of {policies:?}", check.mode(), check.cost());
+            let (commands, granted) = self.commands(check).await;
+            assert!(granted > 0, "{context}");
+            let count: usize = commands.values().sum();
+            assert!(count <= most, "{context}: {count} commands, {most} at most: {commands:?}");
+        }
+    }
+}
+
+/// Many small charges, and checks of every cost and mode: no more commands than a binary search takes.
+#[tokio::test]
+async fn no_check_costs_much_more_than_a_granted_one() {
+    let server = Server::start().await;
+    for strategy in STRATEGIES.into_iter().chain([Strategy::SlidingWindow { cells: 1000 }]) {
+        let more = if strategy == Strategy::SlidingLog { search(10_000) } else { 0 };
+        server.ask(&policy(strategy, "10000/366d"), &[1; 9_999], more).await;
+    }
+}
+
+/// The longest log that there may be, of charges alike and of any.
+#[tokio::test]
+async fn no_check_of_the_longest_log_costs_much_more_than_a_granted_one() {
+    let policies = policy(Strategy::SlidingLog, "100000/366d");
+    let mut rng = Rng::with_seed(0);
+    let mut uneven: Vec<u32> = (0..9_000).map(|_| [1, 1, 1, rng.u32(1..=20)][rng.usize(..4)]).collect();
+    uneven.push(99_999 - uneven.iter().sum::<u32>());
+    for charges in [vec![1; 99_999], uneven] {
+        let server = Server::start().await;
+        server.ask(&policies, &charges, search(100_000)).await;
+    }
+}
