@@ -1,10 +1,13 @@
 -- Sliding window of cells; the twin of src/limit/strategy/sliding_window.rs, which explains it.
 --
--- Stored: the sum of all that was granted before the first cell; then for each cell, oldest first, when it ends and the
--- sum of all that was granted up to it. Sums are kept without their upper bytes, so only differences count.
--- Loaded: the sum of the cells within the period; those cells as they are stored; when the newest of them ends.
+-- Stored: a header, the time of the last charge and the sum of all that was granted before the first cell; then for each
+-- cell, oldest first, when it ends and the sum of all that was granted up to it. Sums are kept without their upper bytes, so
+-- only differences count.
+-- Loaded: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
+-- ends.
 
-local SUM, CELL, HEADER, LENGTH, FRESH = '<I5', '<i7I5', 5, 12, '\0\0\0\0\0'
+local FORMAT, LENGTH = '<i7I5', 12
+local FRESH = string.rep('\0', LENGTH)
 -- Sums start again at this, which no two that are kept are apart.
 local WRAP = 2 ^ 40
 
@@ -12,52 +15,70 @@ local function policy(capacity, period, width)
   return { capacity = capacity, period = period, width = width }
 end
 
--- When the cell of now ends.
-local function cell_end(policy, now)
-  return now - now % policy.width + policy.width
+-- When the cell of a time ends.
+local function cell_end(policy, time)
+  return time - time % policy.width + policy.width
 end
 
--- When the cell at a place ends, the first being 1; and the sum up to it.
+-- When the cell at a place ends, the first being 1, and the sum up to it. At 0 is the header.
 local function cell(cells, place)
-  return unpack(CELL, cells, HEADER + 1 + LENGTH * (place - 1))
+  return unpack(FORMAT, cells, 1 + LENGTH * place)
+end
+
+-- The cells up to a place, with their header.
+local function up_to(cells, place)
+  return sub(cells, 1, LENGTH * (place + 1))
+end
+
+-- The cells after a place.
+local function after(cells, place)
+  return sub(cells, 1 + LENGTH * (place + 1))
 end
 
 local function load(policy, key, now, value)
-  local last = value and (#value - HEADER) / LENGTH or 0
-  if last < 1 or last % 1 ~= 0 then
+  local count = value and #value / LENGTH - 1 or 0
+  if count < 1 or count % 1 ~= 0 then
     return 0, FRESH, 0
   end
-  local period, base = policy.period, unpack(SUM, value)
-  local newest, total = cell(value, last)
-  if newest <= now - period then
+  local start, last, base = now - policy.period, cell(value, 0)
+  local newest, total = cell(value, count)
+  if newest <= start then
     return 0, FRESH, 0
   end
-  local oldest = last > 1 and cell(value, 1) or newest
-  if oldest <= now - period then
-    local gone = search(1, last, function(place)
-      return cell(value, place) > now - period
+  local oldest = count > 1 and cell(value, 1) or newest
+  if oldest <= start then
+    local gone = search(1, count, function(place)
+      return cell(value, place) > start
     end)
     oldest, base = cell(value, gone)
     oldest = cell(value, gone + 1)
-    value, last = pack(SUM, base) .. sub(value, HEADER + 1 + LENGTH * gone), last - gone
+    value, count = pack(FORMAT, last, base) .. after(value, gone), count - gone
   end
-  local sum = (total - base) % WRAP
+  local future = last > now
+  if future then
+    last = now
+    value = pack(FORMAT, last, base) .. after(value, 0)
+  end
+  local sum, latest = (total - base) % WRAP, last + policy.period
   if sum == 0 then
     return 0, FRESH, 0
-  elseif newest <= now + period then
-    return sum, value, newest
+  elseif newest <= latest then
+    return sum, value, newest, future
   end
-  -- Of a clock that has gone back, or of a longer period, since no cell of this one ends later: what does is as if it
-  -- had been charged now.
+  -- Of a longer period, since no cell of this one ends later, or of a clock that has gone back: what does is as if it had
+  -- been charged by the last charge.
   local kept = 0
-  newest = cell_end(policy, now)
-  if oldest <= now + period then
-    kept = select(2, search(last, 1, function(place)
-      return cell(value, place) <= now + period
+  newest = cell_end(policy, last)
+  if oldest <= latest then
+    kept = select(2, search(count, 1, function(place)
+      return cell(value, place) <= latest
     end))
     newest = max(newest, (cell(value, kept)))
   end
-  return sum, sub(value, 1, HEADER + LENGTH * kept) .. pack(CELL, newest, total), newest, true
+  if newest <= start then
+    return 0, FRESH, 0
+  end
+  return sum, up_to(value, kept) .. pack(FORMAT, newest, total), newest, future
 end
 
 local function room(policy, now, sum)
@@ -71,17 +92,17 @@ end
 
 local function wait(policy, key, now, cost, sum, cells, newest)
   -- The first cell that leaves room when it goes. If there is none it is the newest, where this same entry was charged.
-  local over, last, base = sum + cost - policy.capacity, (#cells - HEADER) / LENGTH, unpack(SUM, cells)
-  if last == 0 then
+  local over, count, _, base = sum + cost - policy.capacity, #cells / LENGTH - 1, cell(cells, 0)
+  if count == 0 then
     return leaves(policy, now, newest)
   end
   local ends, total = cell(cells, 1)
   if (total - base) % WRAP < over then
-    local _, place = search(1, last + 1, function(place)
+    local _, place = search(1, count + 1, function(place)
       local _, total = cell(cells, place)
       return (total - base) % WRAP >= over
     end)
-    ends = place > last and newest or cell(cells, place)
+    ends = place > count and newest or cell(cells, place)
   end
   return leaves(policy, now, ends)
 end
@@ -94,8 +115,8 @@ local function charge(policy, key, now, cost, sum, cells, newest)
     return 0, cells, newest
   end
   -- Gives back from the newest cells first, until so much is left.
-  local base = unpack(SUM, cells)
-  local cut, kept = search((#cells - HEADER) / LENGTH, 0, function(place)
+  local _, base = cell(cells, 0)
+  local cut, kept = search(#cells / LENGTH - 1, 0, function(place)
     local _, total = cell(cells, place)
     return (total - base) % WRAP <= sum
   end)
@@ -104,9 +125,9 @@ local function charge(policy, key, now, cost, sum, cells, newest)
     newest, total = cell(cells, kept)
   end
   if (total - base) % WRAP < sum then
-    newest, rest = ends, pack(CELL, ends, base + sum)
+    newest, rest = ends, pack(FORMAT, ends, base + sum)
   end
-  return sum, sub(cells, 1, HEADER + LENGTH * kept) .. rest, newest
+  return sum, up_to(cells, kept) .. rest, newest
 end
 
 local function reset(policy, now, sum, cells, newest)
@@ -123,11 +144,11 @@ local function save(policy, key, now, at, cost, sum, cells, newest)
   end
   if cost > 0 then
     -- To the last cell, unless that ends before the one of now.
-    local last, base = (#cells - HEADER) / LENGTH, unpack(SUM, cells)
-    if last > 0 and cell(cells, last) == newest then
-      last = last - 1
+    local count, _, base = #cells / LENGTH - 1, cell(cells, 0)
+    if count > 0 and cell(cells, count) == newest then
+      count = count - 1
     end
-    cells = sub(cells, 1, HEADER + LENGTH * last) .. pack(CELL, newest, base + sum)
+    cells = pack(FORMAT, now, base) .. after(up_to(cells, count), 0) .. pack(FORMAT, newest, base + sum)
   end
   write(key, cells, at)
 end

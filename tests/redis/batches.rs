@@ -210,7 +210,7 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
     }
 
     // As long as a state is, or as one of so many cells.
-    for length in [16, 19, 20, 24, 17, 29, 5 + 12 * 20] {
+    for length in [16, 19, 20, 24, 17, 29, 36, 12 * 21] {
         for byte in [0, 1, 0x7f, 0x80, 0xff, b'0'] {
             add("SET", &[&vec![byte; length]], true);
         }
@@ -221,7 +221,7 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
         }
     }
 
-    // Cells in any order, after any sum.
+    // Cells in any order, after any sum and time of a last charge.
     let (live, old, ahead) = (now - DAY, now - 300 * DAY, now + 1_000 * DAY);
     let bytes = |number: i64, length: usize| number.to_le_bytes()[..length].to_vec();
     for base in [0_i64, 1, 9, 10, 20, 1 << 39, -1] {
@@ -230,7 +230,8 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
         {
             for sums in [[0, 1, 2], [9, 10, 11], [20, 10, 0], [-1, -2, 1 << 39]] {
                 let cells = ends.iter().zip(sums).flat_map(|(ends, sum)| [bytes(*ends, 7), bytes(sum, 5)].concat());
-                let value: Vec<u8> = bytes(base, 5).into_iter().chain(cells).collect();
+                let last = [live, old, ahead, -1][(sums[0] & 3) as usize];
+                let value: Vec<u8> = bytes(last, 7).into_iter().chain(bytes(base, 5)).chain(cells).collect();
                 // Once the newest cell has left, none counts.
                 add("SET", &[&value], ends.last() != Some(&old));
             }

@@ -99,8 +99,8 @@ async fn a_window_costs_at_most_24_bytes_per_live_cell() {
             let both = both.query_async(&mut connection.clone()).await.unwrap();
             // A machine that stood still for a period has nothing to show.
             let (Some(value), Some(bytes)): (Option<Vec<u8>>, Option<usize>) = both else { return false };
-            // A sum, and for each cell when it ends and the sum up to it.
-            let (cell, live) = (&value[5..12], (value.len() - 5) / 12);
+            // A time and a sum, and for each cell when it ends and the sum up to it.
+            let (cell, live) = (&value[12..19], (value.len() - 12) / 12);
             assert!(live <= usize::from(cells) + 1, "{live} of {cells} cells are live");
             assert!(bytes <= 24 * live + 150, "{live} cells take {bytes} bytes");
             let oldest = <[u8; 7]>::try_from(cell).unwrap();

@@ -152,11 +152,6 @@ fn clean(loaded: Loaded) -> (Loaded, bool) {
     (loaded, false)
 }
 
-/// A state that must be saved.
-fn dirty(loaded: Loaded) -> (Loaded, bool) {
-    (loaded, true)
-}
-
 /// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Terms {

@@ -7,19 +7,21 @@
 //! **Cost.** One key, one read, one write; in Redis 12 bytes for each cell that something was granted in, and as many
 //! here. Each cell is kept with the sum of all up to it, so that a denial finds those that must leave by a binary search.
 //!
-//! **Two quotas in turn**, of other cells or periods, keep the cells of both: a charge goes to the newest cell, or into
-//! one after it if that ends before the one of now. Only what ends later than any cell of the period could is of a clock
-//! that has gone back, and moves to the cell of now.
+//! **Two quotas under one name**, of other cells or periods, share the cells of both: a charge goes to the newest cell, or
+//! into one after it if that ends before the one of now. A cell of a much longer period may end long after all that is in
+//! it was granted: one that ends more than a period after the last charge counts as if it were the cell of that.
 //!
 //! **When not.** Where the wait of one cell matters, or one cell would do.
 //!
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
 
 use super::charges::Charges;
-use super::{Followed, Loaded, Terms, Twin, clean, dirty};
+use super::{Followed, Loaded, Terms, Twin, clean};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
+    /// The time of the last charge.
+    last: i64,
     /// When each cell ends and what was granted in it, oldest first.
     cells: Charges,
 }
@@ -35,15 +37,15 @@ impl Twin for State {
     }
 
     fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let Some((head, sum, newest)) = self.cells.after(now - terms.period) else { return clean([0, NOTHING, 0]) };
-        if newest <= latest(terms, now) {
-            return clean([sum, head as i64, newest]);
+        let start = now - terms.period;
+        let Some((head, sum, mut newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
+        if newest > self.latest(terms, now) {
+            newest = self.late(terms, now, head).1;
+            if newest <= start {
+                return clean([0, NOTHING, 0]);
+            }
         }
-        // Of a clock that has gone back, or of a longer period, since no cell of this one ends later: what does is as if it
-        // had been charged now.
-        let kept = self.cells.first_after(head, latest(terms, now)) - 1;
-        let kept = if kept > head { self.cells.time(kept) } else { 0 };
-        dirty([sum, head as i64, kept.max(cell_end(terms, now))])
+        ([sum, head as i64, newest], self.last > now)
     }
 
     fn room(terms: &Terms, _now: i64, [sum, ..]: Loaded) -> i64 {
@@ -55,7 +57,7 @@ impl Twin for State {
             NOTHING => None,
             head => self.cells.freeing(head as usize, sum + cost - terms.capacity),
         };
-        let ends = frees.filter(|ends| *ends <= latest(terms, now));
+        let ends = frees.filter(|ends| *ends <= self.latest(terms, now));
         ends.unwrap_or(newest) + terms.period - now
     }
 
@@ -64,7 +66,7 @@ impl Twin for State {
         if cost > 0 {
             return [sum, head, newest.max(cell_end(terms, now))];
         } else if sum > 0 && head != NOTHING {
-            self.merge_late(terms, now, head as usize, newest);
+            self.merge_late(terms, now, head as usize);
             self.cells.give_back(head as usize, sum);
             return [sum, head, self.cells.newest().unwrap_or(newest)];
         }
@@ -77,38 +79,49 @@ impl Twin for State {
 
     fn save(&mut self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) {
         if head == NOTHING || sum == 0 {
-            return self.cells.restart(newest, sum);
+            self.cells.restart(newest, sum);
+        } else {
+            let head = head as usize;
+            self.merge_late(terms, now, head);
+            if cost > 0 {
+                self.cells.add(head, newest, cost);
+            }
+            self.cells.drop_before(head);
         }
-        let head = head as usize;
-        self.merge_late(terms, now, head, newest);
-        if cost > 0 {
-            self.cells.add(head, newest, cost);
-        }
-        self.cells.drop_before(head);
+        self.last = if cost > 0 { now } else { self.last.min(now) };
     }
 
     fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
         // All that is used goes with the newest cell: some of it may have gone before.
-        Self { cells: Charges::one((until - terms.period).min(cell_end(terms, now)), used) }
+        Self { last: now, cells: Charges::one((until - terms.period).min(cell_end(terms, now)), used) }
     }
 }
 
 impl State {
+    /// When a cell of this period ends at the latest that all has been charged in by the last charge.
+    fn latest(&self, terms: &Terms, now: i64) -> i64 {
+        self.last.min(now) + terms.period
+    }
+
+    /// The first cell that ends later than any of this period, where there is one: it is of a longer period, or of a clock
+    /// that has gone back. And when all such cells end, as if what is in them had been granted at the last charge.
+    #[cold]
+    fn late(&self, terms: &Terms, now: i64, head: usize) -> (usize, i64) {
+        let first = self.cells.first_after(head, self.latest(terms, now));
+        let ends = cell_end(terms, self.last.min(now));
+        (first, if first - 1 > head { ends.max(self.cells.time(first - 1)) } else { ends })
+    }
+
     /// Makes one cell of those that end later than any of this period.
-    fn merge_late(&mut self, terms: &Terms, now: i64, head: usize, ends: i64) {
-        let latest = latest(terms, now);
-        if self.cells.newest().is_some_and(|newest| newest > latest) {
-            self.cells.merge(self.cells.first_after(head, latest), ends);
+    fn merge_late(&mut self, terms: &Terms, now: i64, head: usize) {
+        if self.cells.newest().is_some_and(|newest| newest > self.latest(terms, now)) {
+            let (first, ends) = self.late(terms, now, head);
+            self.cells.merge(first, ends);
         }
     }
 }
 
-/// When a cell of this period ends at the latest.
-fn latest(terms: &Terms, now: i64) -> i64 {
-    now + terms.period
-}
-
-/// When the cell of now ends.
-fn cell_end(terms: &Terms, now: i64) -> i64 {
-    now - now.rem_euclid(terms.width) + terms.width
+/// When the cell of a time ends.
+fn cell_end(terms: &Terms, time: i64) -> i64 {
+    time - time.rem_euclid(terms.width) + terms.width
 }
