@@ -184,12 +184,17 @@ impl Batch {
             next.push(end);
             end += 4 * self.plans[entry.plan].policies.len() * entry.times as usize;
         }
+        // Of the first check that failed: the others failed in the same call.
+        let mut call = None;
         match reply {
             Value::Array(values) if values.len() == end => Ok(self.checks.iter().map(move |entry| {
                 let length = 4 * self.plans[self.entries[*entry].plan].policies.len();
                 let from = next[*entry];
                 next[*entry] += length;
-                verdicts(&values[from..from + length])
+                verdicts(&values[from..from + length]).map_err(|error| {
+                    let call = *call.get_or_insert(error.call());
+                    error.of_call(call)
+                })
             })),
             _ => Err(Error::new(ErrorKind::Protocol)),
         }
