@@ -1,6 +1,6 @@
 use super::decision::{Source, Verdict, Verdicts};
 use super::strategy::{Loaded, State, Terms, Twin};
-use super::{Decision, Key, Policies};
+use super::{Decision, Key, Policies, Policy};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
 ///
@@ -94,6 +94,11 @@ impl Check {
     pub fn id(mut self, id: impl AsRef<[u8]>) -> Self {
         self.id = Some(Box::new(Key::new(id)));
         self
+    }
+
+    /// The same check with the id of another.
+    pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
+        Self { id: id.map(Box::new), ..self }
     }
 
     pub(crate) fn id_key(&self) -> Option<&Key> {
@@ -217,6 +222,11 @@ impl Ask {
 }
 
 impl Mode {
+    /// Counts on the state of one policy, and tells how much.
+    pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        state.decide(policy.terms(), &Ask { mode: self, cost, now }, i64::MAX).1
+    }
+
     /// The room that a policy must have to let the check pass.
     fn needs(self, cost: i64, capacity: i64) -> i64 {
         match self {

@@ -211,6 +211,15 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
+    /// The same, with another wait where a policy never lets the check pass: as told by its index.
+    pub(crate) fn wait_instead(self, wait: impl Fn(usize, &Verdict) -> i64) -> Self {
+        let mut verdicts = self.verdicts;
+        for (i, verdict) in verdicts.iter_mut().enumerate().filter(|(_, verdict)| verdict.wait == Verdict::NEVER) {
+            verdict.wait = wait(i, verdict);
+        }
+        Self::new(self.policies, verdicts, self.source)
+    }
+
     /// What each policy says of the check.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
         self.policies.iter().zip(self.verdicts.iter())

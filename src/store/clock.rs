@@ -20,7 +20,11 @@ impl Clock {
     }
 
     pub(super) fn micros(&self) -> i64 {
-        self.wall.saturating_add(micros(instant() - self.start))
+        self.micros_at(instant())
+    }
+
+    pub(super) fn micros_at(&self, instant: Instant) -> i64 {
+        self.wall.saturating_add(micros(instant - self.start))
     }
 }
 

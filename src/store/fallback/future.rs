@@ -5,14 +5,18 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
-use tokio::time::{Sleep, sleep};
+use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use super::Shared;
+use super::shared::{Asked, Shared};
 use crate::limit::{Check, Decision};
-use crate::store::{Error, ErrorKind, Store};
+use crate::store::{Error, Store};
 
 pin_project! {
-    /// Resolves to the answer of a [`Fallback`].
+    /// Resolves to the answer of a [`Fallback`](crate::Fallback).
+    ///
+    /// # Panics
+    ///
+    /// If it is polled after it has answered.
     pub struct FallbackFuture<P: Store, F: Store> {
         pub(super) shared: Arc<Shared<P, F>>,
         #[pin]
@@ -23,24 +27,29 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     pub(super) enum State<P, F> {
-        Answered {
+        /// Known at once.
+        Known {
             // None once it has been told.
             answer: Option<Result<Decision, Error>>,
         },
         Primary {
             #[pin]
             answer: P,
-            // Runs once the primary store has not answered at once.
+            // Runs once the primary store has not answered at the first poll.
             #[pin]
             deadline: Option<Sleep>,
-            check: Option<Check>,
+            asked: Asked,
+            at: Instant,
+            check: Check,
         },
         Fallback {
             #[pin]
             answer: F,
-            // A check that the primary store was not asked. One that it was asked may have been charged there.
-            unsent: Option<Check>,
+            check: Check,
+            // Whether the primary store was asked too, and may have charged it.
+            sent: bool,
         },
+        Done,
     }
 }
 
@@ -49,45 +58,54 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
-        let shared = &*this.shared;
+        let shared = this.shared;
         loop {
-            let (error, check) = match this.state.as_mut().project() {
-                StateProj::Answered { answer } => return answer.take().map_or(Poll::Pending, Poll::Ready),
-                StateProj::Fallback { answer, unsent } => {
+            let (check, sent) = match this.state.as_mut().project() {
+                StateProj::Known { answer } => match answer.take() {
+                    Some(answer) => return Poll::Ready(answer),
+                    None => done(),
+                },
+                StateProj::Done => done(),
+                StateProj::Fallback { answer, check, sent } => {
                     let answer = ready!(answer.poll(cx));
-                    shared.note(unsent.as_ref(), &answer);
+                    let answer = shared.decided(check, *sent, answer);
+                    this.state.set(State::Done);
                     return Poll::Ready(answer);
                 }
-                StateProj::Primary { answer, mut deadline, check } => match answer.poll(cx) {
+                StateProj::Primary { answer, mut deadline, asked, at, check } => match answer.poll(cx) {
                     Poll::Ready(Ok(decision)) => {
-                        if let Some(check) = check {
-                            shared.succeeded(check, &decision);
-                        }
+                        shared.succeeded(check, &decision, *asked);
+                        this.state.set(State::Done);
                         return Poll::Ready(Ok(decision));
                     }
-                    Poll::Ready(Err(error)) => (error, check.take()),
+                    Poll::Ready(Err(error)) => {
+                        shared.failed(&error, *asked, *at);
+                        (check.clone(), !error.is_unsent())
+                    }
                     Poll::Pending => {
                         if deadline.is_none() {
-                            deadline.set(Some(sleep(shared.settings.deadline)));
+                            let after = shared.settings.deadline;
+                            // Only `sleep` takes a deadline that is too long to be a time.
+                            deadline.set(Some(at.checked_add(after).map_or_else(|| sleep(after), sleep_until)));
                         }
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
                         }
-                        (Error::new(ErrorKind::Timeout), check.take())
+                        shared.expired(*asked, *at);
+                        (check.clone(), true)
                     }
                 },
             };
-            this.shared.failed(&error);
-            match check {
-                Some(check) => {
-                    let unsent = error.is_unsent().then(|| check.clone());
-                    let answer = shared.fallback.check(shared.part(check));
-                    this.state.set(State::Fallback { answer, unsent });
-                }
-                None => return Poll::Ready(Err(error)),
-            }
+            let answer = shared.fallback.check(shared.part(check.clone()));
+            this.state.set(State::Fallback { answer, check, sent });
         }
     }
+}
+
+/// The same as the futures of std do.
+#[allow(clippy::panic, reason = "a bug of whoever polls, which would otherwise wait for ever, or get another answer")]
+fn done() -> ! {
+    panic!("`FallbackFuture` polled after completion")
 }
 
 impl<P: Store, F: Store> fmt::Debug for FallbackFuture<P, F> {

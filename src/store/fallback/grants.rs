@@ -1,90 +1,137 @@
 //! What was granted while the primary store could not decide, and is still to be charged to it.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
 
-use crate::limit::{Check, Decision, Key, Mode, Policies};
+use smallvec::SmallVec;
+
+use super::notes::{Notes, Step};
+use crate::limit::{Check, Decision, Key, Mode, Policies, Quota};
 use crate::store::lock;
 
-/// The grants of an outage, by the caller: a bounded number of callers.
+/// What is noted of each caller: a bounded number of callers and ids.
 #[derive(Debug)]
 pub(super) struct Grants {
     shards: [Mutex<Shard>; 16],
     hasher: RandomState,
-    /// The most callers of a shard.
-    most: usize,
+    /// How much a shard may hold.
+    max: usize,
+    /// How many callers are held.
+    callers: AtomicUsize,
 }
 
 #[derive(Debug, Default)]
 struct Shard {
-    grants: HashMap<(Key, u64), Grant>,
-    /// What was granted to callers beyond the bound.
+    /// By the caller, for each list of policies.
+    notes: HashMap<Key, SmallVec<[Notes; 1]>>,
+    len: usize,
+    /// What was granted beyond the bound.
     dropped: u64,
 }
 
-/// What one caller was granted.
-#[derive(Debug)]
-pub(super) struct Grant {
-    pub(super) key: Key,
-    pub(super) policies: Policies,
-    pub(super) granted: u32,
-}
-
 impl Grants {
-    pub(super) fn new(callers: usize) -> Self {
-        Self { shards: Default::default(), hasher: RandomState::new(), most: callers.div_ceil(16) }
+    pub(super) fn new(max: usize) -> Self {
+        let shards = Default::default();
+        Self { shards, hasher: RandomState::new(), max: max.div_ceil(16), callers: AtomicUsize::new(0) }
     }
 
-    /// Notes what the fallback decided on a check that the primary store was not asked.
-    pub(super) fn note(&self, check: &Check, decision: &Decision) {
-        let (key, policies, granted) = (*check.key(), check.policies(), decision.granted());
-        match check.mode() {
-            Mode::Reset => drop(self.shard(&key).grants.remove(&id(&key, policies))),
-            Mode::GiveBack => {
-                if let Some(grant) = self.shard(&key).grants.get_mut(&id(&key, policies)) {
-                    grant.granted = grant.granted.saturating_sub(granted);
-                }
-            }
-            _ if granted > 0 => self.put_back(Grant { key, policies: policies.clone(), granted }),
-            _ => {}
-        }
+    pub(super) fn is_empty(&self) -> bool {
+        self.callers.load(Relaxed) == 0
     }
 
-    /// Adds a grant to those of its caller.
-    pub(super) fn put_back(&self, grant: Grant) {
-        let mut shard = self.shard(&grant.key);
-        let full = shard.grants.len() >= self.most;
-        match shard.grants.entry(id(&grant.key, &grant.policies)) {
-            Entry::Occupied(mut noted) => {
-                let noted = noted.get_mut();
-                noted.granted = noted.granted.saturating_add(grant.granted);
+    /// Whether something is noted of this caller.
+    pub(super) fn holds(&self, key: &Key) -> bool {
+        !self.is_empty() && self.shard(key).notes.contains_key(key)
+    }
+
+    /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
+    /// anything to settle.
+    pub(super) fn note(&self, check: &Check, sent: bool, decision: &Decision, now: impl FnOnce() -> i64) -> bool {
+        let (mode, policies) = (check.mode(), check.policies());
+        let cost = match mode {
+            // The primary store may have more to give back.
+            Mode::GiveBack => check.cost(),
+            Mode::Reset => 0,
+            _ => decision.granted(),
+        };
+        if cost == 0 && mode != Mode::Reset {
+            return false;
+        }
+        let mode = if matches!(mode, Mode::GiveBack | Mode::Reset) { mode } else { Mode::Charge };
+        let mut expires_in = match mode {
+            Mode::Charge => decision.verdicts().map(|(_, verdict)| verdict.reset).max().unwrap_or(0),
+            // What it undoes was charged before, and counts no longer than a full count takes to flow back.
+            _ => policies.iter().map(|policy| refill(policy.quota())).max().unwrap_or(0),
+        };
+        if sent {
+            // As long as the primary store knows the id.
+            expires_in = expires_in.min(policies.longest_period());
+        }
+        let (key, id, cost, now) = (*check.key(), check.id_key(), u64::from(cost), now());
+        let mut shard = self.shard(&key);
+        let noted = shard.notes.get(&key).and_then(|lists| lists.iter().find(|notes| notes.is_under(policies)));
+        let more = noted.is_none() || id.is_some_and(|id| !noted.is_some_and(|notes| notes.has_id(id)));
+        if more && shard.len >= self.max {
+            shard.dropped += if mode == Mode::Charge { cost } else { 0 };
+        } else {
+            let expires_at = now.saturating_add(expires_in);
+            self.change(&mut shard, key, policies, |notes| notes.add(mode, id.copied(), cost, now, expires_at));
+        }
+        true
+    }
+
+    /// Takes a step back that was not done: it comes before what has been noted since.
+    pub(super) fn put_back(&self, step: Step, now: i64) {
+        let mut shard = self.shard(&step.key);
+        let policies = step.policies.clone();
+        self.change(&mut shard, step.key, &policies, |notes| notes.put_back(step, now));
+    }
+
+    fn change(&self, shard: &mut Shard, key: Key, policies: &Policies, change: impl FnOnce(&mut Notes)) {
+        let Shard { notes, len, .. } = shard;
+        let lists = notes.entry(key).or_insert_with(|| {
+            self.callers.fetch_add(1, Relaxed);
+            SmallVec::new()
+        });
+        let (place, before) = match lists.iter().position(|notes| notes.is_under(policies)) {
+            Some(place) => (place, lists[place].len()),
+            None => {
+                lists.push(Notes::new(policies.clone()));
+                (lists.len() - 1, 0)
             }
-            Entry::Vacant(_) if full => shard.dropped += u64::from(grant.granted),
-            Entry::Vacant(place) => {
-                place.insert(grant);
+        };
+        change(&mut lists[place]);
+        *len = *len + lists[place].len() - before;
+    }
+
+    /// Takes out all that is to be done, in its order, and how much was too much to note.
+    pub(super) fn take(&self, now: i64) -> (Vec<Step>, u64) {
+        let (mut steps, mut dropped) = (vec![], 0);
+        for shard in &self.shards {
+            let Shard { notes, dropped: more, .. } = std::mem::take(&mut *lock(shard));
+            self.callers.fetch_sub(notes.len(), Relaxed);
+            dropped += more;
+            for (key, lists) in notes {
+                steps.extend(lists.into_iter().flat_map(|notes| notes.into_steps(key, now)));
             }
         }
+        steps.sort_by_key(|step| step.order);
+        (steps, dropped)
     }
 
     fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
         lock(&self.shards[self.hasher.hash_one(key) as usize % self.shards.len()])
     }
-
-    /// Takes all grants out, and the sum of those that were too many to note.
-    pub(super) fn take(&self) -> (Vec<Grant>, u64) {
-        let (mut grants, mut dropped) = (vec![], 0);
-        for shard in &self.shards {
-            let mut shard = lock(shard);
-            grants.extend(std::mem::take(&mut shard.grants).into_values());
-            dropped += std::mem::take(&mut shard.dropped);
-        }
-        (grants, dropped)
-    }
 }
 
-/// The caller, and its list of policies.
-fn id(key: &Key, policies: &Policies) -> (Key, u64) {
-    (*key, policies.id())
+/// How long a full count takes to flow back, in microseconds.
+fn refill(quota: Quota) -> i64 {
+    micros(quota.period().saturating_mul(quota.capacity().div_ceil(quota.limit().max(1))))
+}
+
+fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }

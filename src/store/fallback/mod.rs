@@ -1,39 +1,44 @@
 mod breaker;
 mod future;
 mod grants;
+mod notes;
 mod recovery;
+mod settlement;
 mod share;
+mod shared;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
-use self::breaker::Breaker;
 use self::future::State;
-use self::grants::Grants;
-use self::share::Parts;
-use super::clock::Clock;
+use self::shared::{Reply, Shared};
 use super::observer::Observers;
 use super::{Error, LocalStore, Observer, Store};
-use crate::limit::{Check, Decision, Source};
+use crate::limit::{Check, Decision};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
 /// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that the primary store
-///   did not answer is never sent to it again.
-/// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait. One probe at a
-///   time, off the request path, tries the primary store again.
+///   did not answer is never sent to it again, unless it has an [id](Check::id), by which it is charged once.
+/// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
+///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
-///   outage is no second burst.
-/// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share).
-/// - **Settle.** What the fallback granted while the breaker was open, and still counts, is charged to the primary
-///   store before that decides again. With more than one instance in the [`Share`], each waits until all the others
-///   have had the time to do so, or the first one back would be granted what they have granted already.
+///   outage is no second burst. It does not follow an answer that does not know of what the fallback has granted: one
+///   that was asked for before the breaker opened, or before that was settled.
+/// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share). A cost
+///   that the whole policy has room for but no part is [denied](crate::Outcome::Denied) for as long as the whole would.
+/// - **Settle.** What the fallback granted in place of the primary store, and still counts, is charged to that; what was
+///   given back or reset, is there too. After an outage that is before the primary store decides again. With more than
+///   one instance in the [`Share`], each waits until all the others have had the time to do so, or the first one back
+///   would be granted what they have granted already. With the breaker closed, as where a queue was full, it is within a
+///   second. An id is charged once, however often it was asked and by whom it was answered.
 ///
 /// [`Decision::source`](crate::Decision::source) tells for each decision where it was made, and an [`Observer`] is told
 /// of every change.
@@ -48,18 +53,6 @@ use crate::limit::{Check, Decision, Source};
 /// ```
 pub struct Fallback<P, F> {
     shared: Arc<Shared<P, F>>,
-}
-
-struct Shared<P, F> {
-    primary: P,
-    fallback: F,
-    settings: Settings,
-    breaker: Breaker,
-    /// Whether a task probes the primary store.
-    probing: AtomicBool,
-    grants: Grants,
-    parts: Parts,
-    clock: Clock,
 }
 
 #[derive(Debug, Clone)]
@@ -87,13 +80,24 @@ impl<P: Store, F: Store> Fallback<P, F> {
         Self::build(primary, fallback, settings)
     }
 
-    /// Sets how long the primary store may take for a check. Defaults to 100 ms.
+    /// Sets how long the primary store may take for a check, from the call of [`check`](Store::check) on. Defaults to
+    /// 100 ms.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|settings| settings.deadline = deadline)
     }
 
     /// Sets how many failures in a row open the breaker. Defaults to 3.
+    ///
+    /// Calls count, not checks. The checks that failed in one call of the primary store are one failure, such as all that
+    /// were on a connection that broke. What ran out of the deadline, or found the queue full, is one failure with all
+    /// that was made within the same millisecond. An error of one check alone is none, such as a permission that Redis
+    /// lacks for its strategy. That the server is a [node of a cluster](crate::ErrorKind::Cluster) opens the breaker at
+    /// once.
+    ///
+    /// From the first failure until the next answer, one check at a time is sent to the primary store, and the fallback
+    /// answers the others. So if it has fallen silent, only those that were under way then wait for the deadline, and as
+    /// many as this number after them.
     #[must_use]
     pub fn failures(self, failures: NonZeroU32) -> Self {
         self.with(|settings| settings.failures = failures)
@@ -124,16 +128,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
-        let shared = Shared {
-            primary,
-            fallback,
-            breaker: Breaker::new(settings.failures.get()),
-            settings,
-            probing: AtomicBool::new(false),
-            grants: Grants::new(LocalStore::DEFAULT_KEYS.get()),
-            parts: Parts::default(),
-            clock: Clock::new(),
-        };
+        let shared = Shared::new(primary, fallback, settings, LocalStore::DEFAULT_KEYS.get());
         Self { shared: Arc::new(shared) }
     }
 
@@ -143,93 +138,29 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 }
 
-impl<P: Store, F: Store> Shared<P, F> {
-    fn observer(&self) -> &dyn Observer {
-        &*self.settings.observer.0
-    }
-
-    /// The same check of this instance's part.
-    fn part(&self, check: Check) -> Check {
-        match self.settings.share.instances() {
-            NonZeroU32::MIN => check,
-            instances => {
-                let part = self.parts.of(check.policies(), instances);
-                check.under(part)
-            }
-        }
-    }
-
-    /// The primary store has decided.
-    fn succeeded(&self, check: &Check, decision: &Decision) {
-        // An answer that was remembered says nothing of the store now.
-        if decision.source() != Source::Cached {
-            self.breaker.succeeded();
-            if check.id_key().is_none() {
-                self.fallback.follow(check.key(), decision);
-            }
-        }
-    }
-
-    /// The fallback has answered, in place of a primary store that was not asked what is `unsent`.
-    fn note(&self, unsent: Option<&Check>, answer: &Result<Decision, Error>) {
-        if let (Some(check), Ok(decision)) = (unsent, answer) {
-            self.grants.note(check, decision);
-        }
-    }
-
-    /// The primary store could not decide.
-    fn failed(self: &Arc<Self>, error: &Error) {
-        self.observer().failed(error);
-        if error.is_of_check() {
-            return;
-        }
-        if self.breaker.failed(self.clock.micros()) {
-            self.observer().degraded(error);
-        }
-        if self.breaker.is_open() {
-            self.probe();
-        }
-    }
-}
-
 impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Self::Future {
         match self.try_check(check) {
-            Ok(answer) => self.future(State::Answered { answer: Some(answer) }),
+            Ok(answer) => self.future(State::Known { answer: Some(answer) }),
             Err(waiting) => waiting,
         }
     }
 
     fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
         let shared = &self.shared;
-        let (check, unsent) = if shared.breaker.is_open() {
-            // In case the task that probed is gone with its runtime.
-            shared.probe();
-            (check.clone(), Some(check))
-        } else {
-            match shared.primary.try_check(check.clone()) {
-                Ok(Ok(decision)) => {
-                    shared.succeeded(&check, &decision);
-                    return Ok(Ok(decision));
-                }
-                Ok(Err(error)) => {
-                    shared.failed(&error);
-                    let unsent = error.is_unsent().then(|| check.clone());
-                    (check, unsent)
-                }
-                Err(answer) => {
-                    return Err(self.future(State::Primary { answer, deadline: None, check: Some(check) }));
-                }
+        let sent = match shared.ask(&check) {
+            Reply::NotAsked => false,
+            Reply::Answer(Ok(decision)) => return Ok(Ok(decision)),
+            Reply::Answer(Err(error)) => !error.is_unsent(),
+            Reply::Later(answer, asked, at) => {
+                return Err(self.future(State::Primary { answer, deadline: None, asked, at, check }));
             }
         };
-        match shared.fallback.try_check(shared.part(check)) {
-            Ok(answer) => {
-                shared.note(unsent.as_ref(), &answer);
-                Ok(answer)
-            }
-            Err(answer) => Err(self.future(State::Fallback { answer, unsent })),
+        match shared.fallback.try_check(shared.part(check.clone())) {
+            Ok(answer) => Ok(shared.decided(&check, sent, answer)),
+            Err(answer) => Err(self.future(State::Fallback { answer, check, sent })),
         }
     }
 }

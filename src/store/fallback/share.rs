@@ -1,7 +1,7 @@
 use std::num::NonZeroU32;
 use std::sync::Mutex;
 
-use crate::limit::Policies;
+use crate::limit::{Check, Decision, Followed, Outcome, Policies, State, Verdict};
 use crate::store::{Instances, lock};
 
 /// How many instances share a policy while each decides by itself.
@@ -54,4 +54,30 @@ impl Parts {
         parts.push((policies.clone(), instances, part.clone()));
         part
     }
+}
+
+/// The decision on a check by this instance's part of its policies. What the part never lets pass, but the whole would in
+/// time, is denied for as long as the whole would deny it, used up as the part is.
+pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> i64) -> Decision {
+    if decision.outcome() != Outcome::NeverFits {
+        return decision;
+    }
+    let now = now();
+    let parts: Vec<i64> = decision.verdicts().map(|(part, _)| part.terms().capacity).collect();
+    decision.wait_instead(|i, verdict| {
+        let policy = &check.policies()[i];
+        let (whole, part) = (policy.terms().capacity, parts[i]);
+        if i64::from(check.cost()) > whole {
+            return Verdict::NEVER;
+        }
+        let used = i128::from(part - verdict.remaining) * i128::from(whole) / i128::from(part);
+        let followed = Followed { used: used as i64, until: now + verdict.reset };
+        let mut state = match verdict.reset {
+            0 => State::fresh(policy.strategy()),
+            _ => State::resume(policy.strategy(), policy.terms(), now, followed),
+        };
+        let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
+        // There may be room in the whole that is not this instance's to grant.
+        peek.decide(std::slice::from_mut(&mut state), now).first.wait.max(1)
+    })
 }

@@ -65,9 +65,9 @@ pub trait Observer: Send + Sync + 'static {
         let _ = after;
     }
 
-    /// What the fallback granted in the outage was charged to the primary store: `charged` units still counted, and
-    /// `dropped` could not be charged, because there were too many callers to note or because the primary store
-    /// failed again.
+    /// What the fallback granted in place of the primary store was charged to that, after an outage or a moment in which
+    /// it could not be asked: `charged` units still counted, and `dropped` could not be charged, because there were too
+    /// many callers to note or because the primary store failed again. What was given back or reset is in neither.
     fn settled(&self, charged: u64, dropped: u64) {
         let _ = (charged, dropped);
     }

@@ -1,0 +1,270 @@
+//! What one caller was granted, gave back and had forgotten, to be done in the primary store too.
+
+use indexmap::IndexMap;
+use smallvec::SmallVec;
+
+use crate::limit::{Check, Key, Mode, Policies, State};
+
+/// The notes of one caller under one list of policies.
+///
+/// Whatever was done without an id comes to giving back so much, down to nothing charged, and then charging so much.
+/// For example, to take 5, give 20 back and take 3 is to give 15 back and then to charge 3.
+#[derive(Debug)]
+pub(super) struct Notes {
+    policies: Policies,
+    /// What was done under an id: once each, in the order of asking.
+    ids: IndexMap<Key, Once>,
+    /// How many of these come before what is given back; the others after it.
+    before: usize,
+    back: Amount,
+    /// What is to be charged, as each whole policy would count it alone: so it lapses as it would there.
+    charge: SmallVec<[State; 1]>,
+}
+
+/// What is given back for a reset: more than any caller is ever charged.
+const ALL: u64 = u64::MAX;
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Amount {
+    cost: u64,
+    /// When it counts no longer, in microseconds.
+    expires_at: i64,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Once {
+    mode: Mode,
+    amount: Amount,
+}
+
+/// One thing to do in the primary store.
+#[derive(Debug)]
+pub(super) struct Step {
+    pub(super) key: Key,
+    pub(super) policies: Policies,
+    pub(super) id: Option<Key>,
+    /// To charge, to give back or to reset.
+    pub(super) mode: Mode,
+    pub(super) cost: u64,
+    expires_at: i64,
+    /// Those of a lower number come first; the order of the others does not matter.
+    pub(super) order: u8,
+}
+
+impl Step {
+    pub(super) fn check(&self) -> Check {
+        let (key, policies) = (self.key, &self.policies);
+        let cost = u32::try_from(self.cost).unwrap_or(u32::MAX);
+        let check = match self.mode {
+            Mode::Reset => Check::reset(key, policies),
+            Mode::GiveBack => Check::give_back(key, policies, cost),
+            _ => Check::charge(key, policies, cost),
+        };
+        check.with_id_key(self.id)
+    }
+}
+
+impl Notes {
+    pub(super) fn new(policies: Policies) -> Self {
+        let charge = policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
+        Self { policies, ids: IndexMap::new(), before: 0, back: Amount::default(), charge }
+    }
+
+    /// Whether it is of the same counts.
+    pub(super) fn is_under(&self, policies: &Policies) -> bool {
+        self.policies.is(policies) || self.policies.id() == policies.id()
+    }
+
+    pub(super) fn has_id(&self, id: &Key) -> bool {
+        self.ids.contains_key(id)
+    }
+
+    /// How much room it takes.
+    pub(super) fn len(&self) -> usize {
+        1 + self.ids.len()
+    }
+
+    /// Notes what was done now. What was charged without an id counts for as long as its policies say, and anything else
+    /// until it expires.
+    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, now: i64, expires_at: i64) {
+        let amount = Amount { cost, expires_at };
+        if let Some(id) = id {
+            if self.has_id(&id) {
+                return;
+            }
+            self.ids.insert(id, Once { mode, amount });
+        }
+        match (mode, id) {
+            (Mode::Reset, _) => self.give_back(Amount { cost: ALL, expires_at }, now),
+            (_, Some(_)) => {}
+            (Mode::GiveBack, None) => self.give_back(amount, now),
+            (_, None) => drop(self.count(Mode::Charge, cost, now)),
+        }
+    }
+
+    /// Notes again what is still to be done, before all of this.
+    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, .. }: Step, now: i64) {
+        let amount = Amount { cost, expires_at };
+        match (mode, id) {
+            (_, Some(id)) => {
+                if !self.has_id(&id) {
+                    self.ids.shift_insert(0, id, Once { mode, amount });
+                    self.before += 1;
+                }
+            }
+            (Mode::Reset, None) => self.back = Amount { cost: ALL, ..amount },
+            (Mode::GiveBack, None) => self.back.add(amount),
+            (_, None) => {
+                // What has been given back since comes first of this.
+                let of_this = cost.min(self.back.cost);
+                if self.back.cost != ALL {
+                    self.back.cost -= of_this;
+                }
+                self.count(Mode::Charge, cost - of_this, now);
+            }
+        }
+    }
+
+    /// Gives back first of what is still to be charged.
+    fn give_back(&mut self, Amount { cost, expires_at }: Amount, now: i64) {
+        let of_charge = self.count(Mode::GiveBack, cost, now);
+        if cost > of_charge {
+            self.back.add(Amount { cost: if cost == ALL { ALL } else { cost - of_charge }, expires_at });
+            self.before = self.ids.len();
+        }
+    }
+
+    /// Counts on what is to be charged. The most that a policy counted.
+    fn count(&mut self, mode: Mode, cost: u64, now: i64) -> u64 {
+        let cost = i64::from(u32::try_from(cost).unwrap_or(u32::MAX));
+        let states = self.policies.iter().zip(&mut self.charge);
+        let counted = states.map(|(policy, state)| mode.count(policy, state, cost, now)).max();
+        counted.map_or(0, |counted| counted.max(0) as u64)
+    }
+
+    /// What is to be done, but for what no longer counts.
+    pub(super) fn into_steps(self, key: Key, now: i64) -> Vec<Step> {
+        let Self { policies, ids, before, back, charge } = self;
+        let step = |id, mode, Amount { cost, expires_at }, order| {
+            let policies = policies.clone();
+            Step { key, policies, id, mode, cost, expires_at, order }
+        };
+        let mut steps = vec![];
+        for (i, (id, Once { mode, amount })) in ids.into_iter().enumerate() {
+            // A reset is in what is given back.
+            if mode != Mode::Reset && amount.expires_at > now {
+                steps.push(step(Some(id), mode, amount, if i < before { 0 } else { 2 }));
+            }
+        }
+        if back.cost > 0 && back.expires_at > now {
+            let mode = if back.cost == ALL { Mode::Reset } else { Mode::GiveBack };
+            steps.push(step(None, mode, back, 1));
+        }
+        // As much as counts under all policies, then what is left under some of them.
+        let count =
+            |(policy, mut state)| Mode::GiveBack.count(policy, &mut state, i64::from(u32::MAX), now).max(0) as u64;
+        let counts: Vec<u64> = policies.iter().zip(charge).map(count).collect();
+        let mut charged = 0;
+        while let Some(next) = counts.iter().copied().filter(|count| *count > charged).min() {
+            let some =
+                policies.iter().zip(&counts).filter(|(_, count)| **count > charged).map(|(policy, _)| policy.clone());
+            let charge = step(None, Mode::Charge, Amount { cost: next - charged, expires_at: now }, 2);
+            steps.push(match counts.contains(&charged) {
+                true => Step { policies: Policies::new(some).unwrap_or_else(|_| policies.clone()), ..charge },
+                false => charge,
+            });
+            charged = next;
+        }
+        steps
+    }
+}
+
+impl Amount {
+    fn add(&mut self, Self { cost, expires_at }: Self) {
+        self.cost = self.cost.saturating_add(cost);
+        self.expires_at = self.expires_at.max(expires_at);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Policy, Quota, Strategy};
+    use proptest::prelude::*;
+
+    fn notes() -> Notes {
+        Notes::new(Policy::new("test", Strategy::Gcra, Quota::per_day(1_000_000)).unwrap().into())
+    }
+
+    fn steps(notes: Notes) -> Vec<Step> {
+        let mut steps = notes.into_steps(Key::GLOBAL, 0);
+        steps.sort_by_key(|step| step.order);
+        steps
+    }
+
+    fn done(used: u64, mode: Mode, cost: u64) -> u64 {
+        match mode {
+            Mode::Charge => used + cost,
+            Mode::GiveBack => used.saturating_sub(cost),
+            _ => 0,
+        }
+    }
+
+    /// What a caller is charged after these steps, if it was charged this much before.
+    fn charged(start: u64, notes: Notes) -> u64 {
+        steps(notes).iter().fold(start, |used, step| done(used, step.mode, step.cost))
+    }
+
+    #[test]
+    fn an_id_is_noted_once_and_what_has_expired_not_at_all() {
+        let mut notes = notes();
+        for id in ["a", "b", "a"] {
+            notes.add(Mode::Charge, Some(Key::new(id)), 5, 0, 1);
+        }
+        notes.add(Mode::Charge, Some(Key::new("c")), 5, 0, 0);
+        notes.add(Mode::GiveBack, None, 5, 0, 0);
+        assert_eq!(notes.len(), 4);
+        assert_eq!(charged(0, notes), 10);
+    }
+
+    proptest! {
+        /// Also if part of it was to be done and was not, and is noted again.
+        #[test]
+        fn notes_come_to_what_was_done(
+            start in 0u64..50,
+            all in prop::collection::vec((prop::sample::select(vec![Mode::Charge, Mode::GiveBack, Mode::Reset]), 1u64..20), 0..20),
+            cut in 0usize..20,
+        ) {
+            let (mut used, mut notes, mut taken) = (start, notes(), vec![]);
+            for (i, (mode, cost)) in all.into_iter().enumerate() {
+                if i == cut {
+                    taken = steps(std::mem::replace(&mut notes, self::notes()));
+                }
+                notes.add(mode, None, cost, 0, 1);
+                used = done(used, mode, cost);
+            }
+            for step in taken.into_iter().rev() {
+                notes.put_back(step, 0);
+            }
+            prop_assert_eq!(charged(start, notes), used);
+        }
+
+        /// What was charged before a reset is forgotten, also under an id.
+        #[test]
+        fn a_reset_is_between_what_was_before_and_after_it(before in 0u64..5, after in 0u64..5, again: bool) {
+            let mut notes = notes();
+            for id in 0..before {
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, 1);
+            }
+            let taken = if again { steps(std::mem::replace(&mut notes, self::notes())) } else { vec![] };
+            notes.add(Mode::Reset, None, 0, 0, 1);
+            for id in before..before + after {
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, 1);
+            }
+            for step in taken.into_iter().rev() {
+                notes.put_back(step, 0);
+            }
+            prop_assert_eq!(charged(10, notes), after);
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! What is answered, when, and what an answer teaches the fallback.
+
+use super::*;
+use crate::limit::{Align, Outcome};
+use crate::store::instant;
+
+/// As much as ann is granted of this many checks, one after the other.
+async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
+    let mut granted = 0;
+    for _ in 0..count {
+        granted += store.check(Check::take(ann(), policies, 1)).await.unwrap().granted();
+    }
+    granted
+}
+
+/// Answers that come in while the breaker is open, between bursts of a caller that is degraded.
+#[tokio::test(start_paused = true)]
+async fn a_late_answer_does_not_wipe_what_was_granted_locally() {
+    for (share, part) in [(1, 100), (4, 25)] {
+        let (store, primary, _) = pair(share);
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let spawn = |policies: &Policies| tokio::spawn(store.check(Check::take(ann(), policies, 1)));
+        primary.set(Manner::Silent);
+        let mut unanswered = vec![];
+        for _ in 0..3 {
+            unanswered.push(spawn(&policies));
+            sleep(Duration::from_millis(5)).await;
+        }
+        // Decided now, and told after the breaker has opened.
+        primary.set(Manner::After(Duration::from_millis(95)));
+        let mut late = vec![];
+        for _ in 0..20 {
+            late.push(spawn(&policies));
+            sleep(Duration::from_millis(1)).await;
+        }
+        while !store.is_degraded() {
+            sleep(Duration::from_millis(1)).await;
+        }
+        primary.set(Manner::Silent);
+        let mut granted = 0;
+        for _ in 0..40 {
+            granted += burst(&store, &policies, 100).await;
+            sleep(Duration::from_millis(1)).await;
+        }
+        for answer in late.into_iter().chain(unanswered) {
+            granted += answer.await.unwrap().unwrap().granted();
+        }
+        assert!(granted <= part + 20 + 3, "{granted} granted of {part}, with 20 late answers and 3 unanswered");
+    }
+}
+
+/// An answer that was given before the outage and comes after it knows nothing of what was settled in between.
+#[tokio::test(start_paused = true)]
+async fn an_answer_from_before_an_outage_is_not_followed_after_it() {
+    for share in [1, 4] {
+        let (store, primary, _) = pair(share);
+        let store = store.deadline(Duration::from_secs(60));
+        let policies = policies(Strategy::Gcra, "100/100d");
+        primary.set(Manner::After(Duration::from_secs(30)));
+        let late = tokio::spawn(store.check(Check::take(ann(), &policies, 1)));
+        sleep(Duration::from_millis(1)).await;
+        open(&store, &primary).await;
+        let first = burst(&store, &policies, 200).await;
+        close(&store, &primary).await;
+        sleep(Duration::from_secs(31)).await;
+        assert!(late.await.unwrap().unwrap().is_allowed());
+        // Redis has denied nobody since, and so this instance knows only what it granted.
+        open(&store, &primary).await;
+        let second = burst(&store, &policies, 200).await;
+        assert_eq!((first, second), (100 / share, 0), "a second helping of {second}");
+    }
+}
+
+/// What was granted in place of a full queue is no part of the answers that come before it is settled.
+#[tokio::test(start_paused = true)]
+async fn an_answer_does_not_wipe_what_is_yet_to_be_settled() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    primary.set(Manner::AtOnce);
+    burst(&store, &policies, 1).await;
+    primary.set(Manner::After(Duration::from_millis(10)));
+    let answer = tokio::spawn(store.check(Check::take(ann(), &policies, 1)));
+    sleep(Duration::from_millis(1)).await;
+    // Failures of one call do not open the breaker.
+    primary.set(Manner::Fails(queue_full()));
+    let granted = 2 + burst(&store, &policies, 60).await;
+    assert!(answer.await.unwrap().is_ok() && !store.is_degraded());
+    open(&store, &primary).await;
+    let granted = granted + burst(&store, &policies, 200).await;
+    assert!(granted <= 100 + 1, "{granted} granted of 100, with one under way");
+}
+
+/// A cost that the whole has room for is worth another try, whoever decides then.
+#[tokio::test(start_paused = true)]
+async fn what_fits_the_whole_but_not_a_part_is_denied_for_as_long_as_by_the_whole() {
+    let all = [
+        Strategy::Gcra,
+        Strategy::LeakyBucket,
+        Strategy::TokenBucket(crate::limit::Refill::Greedy),
+        Strategy::TokenBucket(crate::limit::Refill::Interval),
+        Strategy::FixedWindow(Align::FirstHit),
+        Strategy::FixedWindow(Align::default()),
+        Strategy::SlidingCounter,
+        Strategy::SlidingWindow { cells: 10 },
+        Strategy::SlidingLog,
+    ];
+    for strategy in all {
+        let (store, primary, _) = pair(4);
+        let policies = policies(strategy, "100/100s");
+        let take = |cost| store.check(Check::take(ann(), &policies, cost));
+        let whole = LocalStore::default();
+        take(80).await.unwrap();
+        whole.check(Check::take(ann(), &policies, 80)).await.unwrap();
+        let alone = whole.check(Check::take(ann(), &policies, 50)).await.unwrap().retry_after().unwrap();
+        open(&store, &primary).await;
+
+        let decision = take(50).await.unwrap();
+        let Some(wait) = decision.retry_after() else { panic!("{strategy:?}: {:?}", decision.outcome()) };
+        assert_eq!(decision.granted(), 0);
+        // What a window or a log lets go, and when, is not known from outside.
+        let exact = if strategy.is_steady() { Duration::from_millis(20) } else { Duration::from_secs(100) };
+        assert!(wait.abs_diff(alone) <= exact, "{strategy:?}: {wait:?} instead of {alone:?}");
+        // There is room in the whole, and that is another's to give.
+        let fresh = store.check(Check::peek(Key::new("bob"), &policies, 50)).await.unwrap();
+        assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_micros(1) }, "{strategy:?}");
+        assert_eq!(take(101).await.unwrap().outcome(), Outcome::NeverFits, "{strategy:?}");
+        assert!(store.check(Check::take(Key::new("bob"), &policies, 25)).await.unwrap().is_allowed());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_deadline_begins_with_the_check() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Silent);
+    let start = instant();
+    let answer = store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1));
+    sleep(Duration::from_millis(80)).await;
+    answer.await.unwrap();
+    assert_eq!(start.elapsed(), Tested::DEFAULT_DEADLINE, "from the check to its answer");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_of_forever_is_none() {
+    let (store, primary, _) = pair(1);
+    let store = store.deadline(Duration::MAX);
+    primary.set(Manner::After(Duration::from_secs(3_600)));
+    assert!(store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)).await.unwrap().is_allowed());
+}
+
+/// However it was answered.
+#[tokio::test(start_paused = true)]
+async fn a_future_that_has_answered_is_not_to_be_polled_again() {
+    let manners = [Manner::AtOnce, Manner::After(Duration::from_millis(1)), Manner::Each(unreachable), Manner::Silent];
+    for manner in manners {
+        let (store, primary, _) = pair(1);
+        primary.set(manner);
+        let polling = tokio::spawn(async move {
+            let mut answer = Box::pin(store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)));
+            answer.as_mut().await.unwrap();
+            futures_util::future::poll_immediate(answer.as_mut()).await;
+        });
+        let panicked = polling.await.unwrap_err().into_panic();
+        assert_eq!(panicked.downcast_ref(), Some(&"`FallbackFuture` polled after completion"));
+    }
+}

@@ -1,0 +1,89 @@
+//! When the breaker opens.
+
+use super::*;
+use crate::store::lock;
+
+fn take(store: &Tested) -> super::super::FallbackFuture<Primary, LocalStore> {
+    store.check(Check::take(ann(), &policies(Strategy::Gcra, "100000/s"), 1))
+}
+
+async fn all(store: &Tested, count: usize) {
+    let answers: Vec<_> = (0..count).map(|_| tokio::spawn(take(store))).collect();
+    for answer in answers {
+        answer.await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_failed_call_counts_once() {
+    let (store, primary, _) = pair(1);
+    let mut opened_by = 0;
+    while !store.is_degraded() {
+        primary.set(Manner::Fails(unreachable()));
+        all(&store, 64).await;
+        opened_by += 1;
+    }
+    assert_eq!(opened_by, 3, "calls that failed until the breaker opened");
+    assert!(primary.asked() <= 64 + 3, "{} asked", primary.asked());
+}
+
+/// As many as are under way when the primary store falls silent wait for it, and three more.
+#[tokio::test(start_paused = true)]
+async fn checks_of_one_moment_that_run_out_of_the_deadline_count_once() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Silent);
+    let mut rounds = 0;
+    while !store.is_degraded() {
+        all(&store, 64).await;
+        rounds += 1;
+    }
+    assert_eq!(rounds, 3, "rounds of checks until the breaker opened");
+    assert!(primary.asked() <= 64 + 3, "{} checks waited for the deadline", primary.asked());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_queue_that_is_full_for_a_moment_counts_once() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Answers(10, queue_full));
+    all(&store, 100).await;
+    assert!(!store.is_degraded());
+}
+
+/// A check whose caller goes away leaves nobody waiting for its answer.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_trial_does_not_keep_the_primary_store_away() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Each(unreachable));
+    take(&store).await.unwrap();
+    primary.set(Manner::Silent);
+    drop(take(&store));
+    primary.set(Manner::AtOnce);
+    let asked = primary.asked();
+    sleep(Duration::from_millis(200)).await;
+    all(&store, 10).await;
+    assert_eq!(primary.asked() - asked, 10);
+}
+
+/// Nobody asks for a while after a failure: that the store is well again is found out off the request path.
+#[tokio::test(start_paused = true)]
+async fn a_failure_of_long_ago_holds_nobody_back() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Each(unreachable));
+    take(&store).await.unwrap();
+    primary.set(Manner::After(Duration::from_millis(1)));
+    sleep(Duration::from_secs(1)).await;
+    let asked = primary.asked();
+    all(&store, 64).await;
+    assert_eq!(primary.asked() - asked, 64);
+}
+
+#[tokio::test(start_paused = true)]
+async fn errors_of_one_check_alone_never_count() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Each(|| Error::new(ErrorKind::Refused).of_check()));
+    for _ in 0..10 {
+        all(&store, 10).await;
+    }
+    assert!(!store.is_degraded());
+    assert_eq!(lock(&primary.script).asked.len(), 100);
+}

@@ -1,0 +1,157 @@
+//! The fallback in front of a primary store that does as it is told, in paused time.
+
+mod answers;
+mod breaker;
+mod settlement;
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::time::{advance, sleep};
+
+use super::{Fallback, Share};
+use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
+use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, lock};
+
+/// Counts as any store does, and answers as it is told.
+#[derive(Clone, Default)]
+struct Primary {
+    counts: LocalStore,
+    script: Arc<Mutex<Script>>,
+}
+
+#[derive(Default)]
+struct Script {
+    manner: Manner,
+    /// What it was asked, but for probes.
+    asked: Vec<Check>,
+}
+
+#[derive(Clone, Default)]
+enum Manner {
+    /// Decides at once, and answers so much later.
+    After(Duration),
+    #[default]
+    AtOnce,
+    /// Decides nothing, and never answers.
+    Silent,
+    /// Decides, and never answers.
+    Swallows,
+    /// Fails with clones of one error, as checks of one call do.
+    Fails(Error),
+    /// Fails each check with an error of its own.
+    Each(fn() -> Error),
+    /// Answers so many checks, and fails the others with errors of their own.
+    Answers(usize, fn() -> Error),
+}
+
+impl Primary {
+    fn set(&self, manner: Manner) {
+        lock(&self.script).manner = manner;
+    }
+
+    fn asked(&self) -> usize {
+        lock(&self.script).asked.len()
+    }
+
+    /// What it counts of a caller.
+    async fn used(&self, policies: &Policies) -> u32 {
+        let peek = self.counts.check(Check::peek(ann(), policies, 0)).await.unwrap();
+        peek.limit() - peek.remaining()
+    }
+}
+
+impl Store for Primary {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+
+    fn check(&self, check: Check) -> Self::Future {
+        let mut script = lock(&self.script);
+        if *check.key() != Key::PROBE {
+            script.asked.push(check.clone());
+        }
+        let decide = || self.counts.check(check);
+        match &mut script.manner {
+            Manner::AtOnce => Box::pin(decide()),
+            Manner::After(delay) => {
+                let (delay, answer) = (*delay, decide());
+                Box::pin(async move {
+                    sleep(delay).await;
+                    answer.await
+                })
+            }
+            Manner::Silent => Box::pin(std::future::pending()),
+            Manner::Swallows => {
+                drop(decide());
+                Box::pin(std::future::pending())
+            }
+            Manner::Fails(error) => Box::pin(std::future::ready(Err(error.clone()))),
+            Manner::Each(error) => Box::pin(std::future::ready(Err(error()))),
+            Manner::Answers(0, error) => Box::pin(std::future::ready(Err(error()))),
+            Manner::Answers(left, _) => {
+                *left -= 1;
+                Box::pin(decide())
+            }
+        }
+    }
+}
+
+/// Notes what was settled.
+#[derive(Clone, Default)]
+struct Settled(Arc<Mutex<Vec<(u64, u64)>>>);
+
+impl Observer for Settled {
+    fn settled(&self, charged: u64, dropped: u64) {
+        lock(&self.0).push((charged, dropped));
+    }
+}
+
+impl Settled {
+    fn told(&self) -> Vec<(u64, u64)> {
+        lock(&self.0).clone()
+    }
+}
+
+type Tested = Fallback<Primary, LocalStore>;
+
+fn pair(share: u32) -> (Tested, Primary, Settled) {
+    let (primary, settled) = (Primary::default(), Settled::default());
+    let store = Fallback::new(primary.clone(), LocalStore::default());
+    (store.share(Share::fixed(share)).observer(settled.clone()), primary, settled)
+}
+
+fn ann() -> Key {
+    Key::new("ann")
+}
+
+fn policies(strategy: Strategy, quota: &str) -> Policies {
+    Policy::new("test", strategy, quota.parse().unwrap()).unwrap().into()
+}
+
+fn unreachable() -> Error {
+    Error::new(ErrorKind::Unreachable)
+}
+
+fn queue_full() -> Error {
+    Error::new(ErrorKind::QueueFull).unsent()
+}
+
+/// Fails until the breaker is open, by checks of somebody else.
+async fn open(store: &Tested, primary: &Primary) {
+    primary.set(Manner::Each(unreachable));
+    let somebody = policies(Strategy::Gcra, "1000/s");
+    while !store.is_degraded() {
+        store.check(Check::take(Key::new("somebody"), &somebody, 1)).await.unwrap();
+        advance(Duration::from_millis(2)).await;
+    }
+}
+
+/// Answers again, until the breaker is closed and everything is settled.
+async fn close(store: &Tested, primary: &Primary) {
+    primary.set(Manner::AtOnce);
+    while store.is_degraded() {
+        sleep(Duration::from_millis(5)).await;
+    }
+    sleep(Duration::from_millis(5)).await;
+}

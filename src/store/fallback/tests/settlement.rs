@@ -1,0 +1,185 @@
+//! What was granted, given back and forgotten in place of the primary store is told to it, once.
+
+use super::*;
+use crate::limit::Align;
+
+fn take(policies: &Policies, cost: u32) -> Check {
+    Check::take(ann(), policies, cost)
+}
+
+async fn ask(store: &Tested, check: Check) -> Decision {
+    store.check(check).await.unwrap()
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_id_is_charged_once_however_often_it_is_asked() {
+    let (store, primary, settled) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    ask(&store, take(&policies, 50)).await;
+    open(&store, &primary).await;
+    for _ in 0..30 {
+        assert_eq!(ask(&store, take(&policies, 1).id("payment-7")).await.granted(), 1);
+    }
+    close(&store, &primary).await;
+    assert_eq!(primary.used(&policies).await, 51);
+    assert_eq!(settled.told(), [(1, 0)]);
+    // A retry after the recovery is the same.
+    assert!(ask(&store, take(&policies, 1).id("payment-7")).await.is_allowed());
+    assert_eq!(primary.used(&policies).await, 51);
+}
+
+/// Whether the primary store was charged and its answer lost, or it has never heard of the check.
+#[tokio::test(start_paused = true)]
+async fn an_id_that_was_sent_and_not_answered_is_charged_once() {
+    for manner in [Manner::Swallows, Manner::Silent] {
+        let (store, primary, _) = pair(1);
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let id = |id: &str| take(&policies, 1).id(id);
+        primary.set(manner);
+        assert!(ask(&store, id("one")).await.is_allowed());
+        assert!(ask(&store, id("two")).await.is_allowed());
+        open(&store, &primary).await;
+        assert!(ask(&store, id("one")).await.is_allowed());
+        assert!(ask(&store, id("three")).await.is_allowed());
+        close(&store, &primary).await;
+        for one in ["one", "two", "three"] {
+            assert!(ask(&store, id(one)).await.is_allowed());
+        }
+        assert_eq!(primary.used(&policies).await, 3);
+    }
+}
+
+/// A few checks that the full queue refused are charged soon, and not at an outage an hour later.
+#[tokio::test(start_paused = true)]
+async fn what_is_granted_while_the_breaker_is_closed_is_settled_soon() {
+    let (store, primary, settled) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100s");
+    for _ in 0..20 {
+        primary.set(Manner::Each(queue_full));
+        ask(&store, take(&policies, 1)).await;
+        primary.set(Manner::AtOnce);
+        ask(&store, Check::peek(Key::new("somebody"), &policies, 1)).await;
+    }
+    sleep(Duration::from_secs(1)).await;
+    assert!(!store.is_degraded());
+    let soon = primary.used(&policies).await;
+    sleep(Duration::from_secs(3_600)).await;
+    ask(&store, take(&policies, 60)).await;
+    open(&store, &primary).await;
+    close(&store, &primary).await;
+    assert_eq!((soon, primary.used(&policies).await), (20, 60), "a second and an hour later");
+    assert_eq!(settled.told(), [(20, 0)]);
+}
+
+/// No outage is so long that what it begins with is charged when it counts no longer.
+#[tokio::test(start_paused = true)]
+async fn what_has_lapsed_is_not_charged() {
+    let (store, primary, settled) = pair(1);
+    let policies = policies(Strategy::FixedWindow(Align::FirstHit), "100/60s");
+    open(&store, &primary).await;
+    ask(&store, take(&policies, 40)).await;
+    sleep(Duration::from_secs(61)).await;
+    ask(&store, take(&policies, 10)).await;
+    close(&store, &primary).await;
+    assert_eq!(primary.used(&policies).await, 10);
+    assert_eq!(settled.told(), [(10, 0)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_in_an_outage_is_given_back() {
+    for share in [1, 4] {
+        let (store, primary, _) = pair(share);
+        let policies = policies(Strategy::Gcra, "100/100d");
+        ask(&store, take(&policies, 60)).await;
+        open(&store, &primary).await;
+        ask(&store, Check::give_back(ann(), &policies, 60)).await;
+        close(&store, &primary).await;
+        assert_eq!(primary.used(&policies).await, 0, "of 60 that were given back");
+
+        // More than there is, and then less again.
+        open(&store, &primary).await;
+        ask(&store, Check::give_back(ann(), &policies, 90)).await;
+        for cost in [5, 15] {
+            assert!(ask(&store, take(&policies, cost)).await.is_allowed());
+        }
+        ask(&store, Check::give_back(ann(), &policies, 15)).await;
+        close(&store, &primary).await;
+        assert_eq!(primary.used(&policies).await, 5);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_forgotten_in_an_outage_is_forgotten() {
+    for share in [1, 4] {
+        let (store, primary, _) = pair(share);
+        let policies = policies(Strategy::SlidingLog, "100/d");
+        ask(&store, take(&policies, 60)).await;
+        open(&store, &primary).await;
+        ask(&store, take(&policies, 1).id("before")).await;
+        ask(&store, Check::reset(ann(), &policies)).await;
+        ask(&store, take(&policies, 5)).await;
+        ask(&store, take(&policies, 2).id("after")).await;
+        close(&store, &primary).await;
+        assert_eq!(primary.used(&policies).await, 7);
+        for (id, cost) in [("before", 1), ("after", 2)] {
+            assert!(ask(&store, take(&policies, cost).id(id)).await.is_allowed());
+        }
+        assert_eq!(primary.used(&policies).await, 7, "both are known");
+    }
+}
+
+/// A third of the callers is charged, and then the primary store fails again: what it was not sent waits for the next
+/// time, and what it may have charged is not sent again.
+#[tokio::test(start_paused = true)]
+async fn a_settlement_that_fails_half_way_goes_on_where_it_was() {
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let caller = |i: usize| Key::new(i.to_string());
+    let fates: [(fn() -> Error, u64); 2] = [(queue_full, 0), (unreachable, 20)];
+    for (error, lost) in fates {
+        let (store, primary, settled) = pair(1);
+        open(&store, &primary).await;
+        for i in 0..30 {
+            assert!(ask(&store, Check::take(caller(i), &policies, 1)).await.is_allowed());
+        }
+        // The probe is answered too.
+        primary.set(Manner::Answers(11, error));
+        while settled.told().is_empty() && lock(&primary.script).asked.len() < 40 {
+            sleep(Duration::from_millis(5)).await;
+        }
+        sleep(Duration::from_millis(5)).await;
+        close(&store, &primary).await;
+        sleep(Duration::from_secs(2)).await;
+        let mut used = 0;
+        for i in 0..30 {
+            let peek = primary.counts.check(Check::peek(caller(i), &policies, 0)).await.unwrap();
+            used += 100 - u64::from(peek.remaining());
+        }
+        let (charged, dropped) = settled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
+        assert_eq!((used, charged, dropped), (30 - lost, 30 - lost, lost), "{:?}", error());
+    }
+}
+
+/// What has flowed back under the tighter policy still counts under the other.
+#[tokio::test(start_paused = true)]
+async fn a_grant_counts_for_as_long_as_under_any_of_its_policies() {
+    let (store, primary, _) = pair(1);
+    let policy = |name, quota: &str| crate::limit::Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
+    let policies = Policies::new([policy("burst", "5/s"), policy("daily", "1000/100d")]).unwrap();
+    open(&store, &primary).await;
+    for _ in 0..10 {
+        assert!(ask(&store, take(&policies, 4)).await.is_allowed());
+        sleep(Duration::from_secs(1)).await;
+    }
+    close(&store, &primary).await;
+    assert_eq!(primary.used(&policy("daily", "1000/100d").into()).await, 40);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_debt_is_charged_though_no_part_has_room_for_it() {
+    let (store, primary, _) = pair(4);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    open(&store, &primary).await;
+    assert_eq!(ask(&store, Check::charge(ann(), &policies, 40)).await.granted(), 40);
+    close(&store, &primary).await;
+    assert_eq!(primary.used(&policies).await, 40);
+}
