@@ -1,6 +1,7 @@
 //! Four instances of a service with 64 requests under way each, and what became of these requests.
 
 use std::collections::HashSet;
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use tower_redis_ratelimit::{
 
 use crate::support::policy;
 
-pub const INSTANCES: usize = 4;
+const INSTANCES: usize = 4;
 pub const TASKS: usize = 64;
 pub const DEADLINE: Duration = Duration::from_millis(100);
 /// Between two requests of a task, so that the load is not the outage.
@@ -38,6 +39,22 @@ pub const CALLERS: [(&str, Kind); 6] = [
     ("tight-1", Kind::Tight),
     ("tight-2", Kind::Tight),
 ];
+
+/// How the service is set up.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    pub instances: usize,
+    /// Of each instance.
+    pub connections: usize,
+    /// The store's, not the fallback's.
+    pub timeout: Duration,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self { instances: INSTANCES, connections: 2, timeout: Duration::from_millis(250) }
+    }
+}
 
 impl Kind {
     pub const fn limit(self) -> u64 {
@@ -103,12 +120,13 @@ pub struct Instance {
 }
 
 impl Instance {
-    pub fn new(url: &str, timeout: Duration) -> Self {
+    pub fn new(url: &str, Setup { instances, connections, timeout }: Setup) -> Self {
         let notes = Notes::default();
-        let redis = RedisStore::builder(url).timeout(timeout).connect_lazy().unwrap();
+        let connections = NonZeroUsize::new(connections).unwrap();
+        let redis = RedisStore::builder(url).timeout(timeout).connections(connections).connect_lazy().unwrap();
         let store = Fallback::new(redis, LocalStore::default())
             .deadline(DEADLINE)
-            .share(Share::fixed(INSTANCES as u32))
+            .share(Share::fixed(instances as u32))
             .observer(notes.clone());
         Self { store, told: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
     }
@@ -146,16 +164,19 @@ pub struct Load {
     pub sums: Arc<Sums>,
     /// Whether the tight callers ask too.
     tight: Arc<AtomicBool>,
+    /// Whether they ask many times at once while their instance goes on by itself.
+    burst: Arc<AtomicBool>,
     stop: Arc<AtomicBool>,
     tasks: JoinSet<()>,
 }
 
 impl Load {
-    pub fn new(url: &str, timeout: Duration) -> Self {
+    pub fn new(url: &str, setup: Setup) -> Self {
         Self {
-            instances: (0..INSTANCES).map(|_| Instance::new(url, timeout)).collect(),
+            instances: (0..setup.instances).map(|_| Instance::new(url, setup)).collect(),
             sums: Arc::default(),
             tight: Arc::default(),
+            burst: Arc::default(),
             stop: Arc::default(),
             tasks: JoinSet::new(),
         }
@@ -163,23 +184,24 @@ impl Load {
 
     /// One request of every caller at every instance, so that all have heard of all callers.
     pub async fn introduce(&self) {
-        for instance in 0..INSTANCES {
+        for instance in &*self.instances {
             for caller in 0..CALLERS.len() {
-                ask(&self.instances[instance], &self.sums, caller, &take(caller)).await;
+                ask(instance, &self.sums, caller, &take(caller)).await;
             }
         }
     }
 
     /// Starts all tasks.
     pub fn start(&mut self) {
-        for i in 0..INSTANCES * TASKS {
+        let count = self.instances.len();
+        for i in 0..count * TASKS {
             let (instances, sums) = (Arc::clone(&self.instances), Arc::clone(&self.sums));
-            let (tight, stop) = (Arc::clone(&self.tight), Arc::clone(&self.stop));
+            let (tight, burst, stop) = (Arc::clone(&self.tight), Arc::clone(&self.burst), Arc::clone(&self.stop));
             self.tasks.spawn(async move {
-                let instance = &instances[i % INSTANCES];
+                let instance = &instances[i % count];
                 let checks: Vec<Check> = (0..CALLERS.len()).map(take).collect();
                 let (mut healthy, mut open) = (vec![], vec![]);
-                for turn in i / INSTANCES.. {
+                for turn in i / count.. {
                     if stop.load(SeqCst) {
                         break;
                     }
@@ -191,6 +213,11 @@ impl Load {
                     };
                     let degraded = instance.store.is_degraded();
                     let took = ask(instance, &sums, caller, &checks[caller]).await;
+                    if degraded && caller >= 4 && burst.load(SeqCst) {
+                        for _ in 0..8 {
+                            ask(instance, &sums, caller, &checks[caller]).await;
+                        }
+                    }
                     if degraded {
                         open.push(took);
                     } else if !tight.load(SeqCst) {
@@ -207,6 +234,11 @@ impl Load {
     /// From now on the tight callers ask too.
     pub fn tighten(&self) {
         self.tight.store(true, SeqCst);
+    }
+
+    /// From now on they burst while their instance goes on by itself.
+    pub fn burst(&self) {
+        self.burst.store(true, SeqCst);
     }
 
     /// Lets every task finish its request.

@@ -8,7 +8,7 @@ use tokio::task::block_in_place;
 use tokio::time::sleep;
 use tower_redis_ratelimit::{ErrorKind, Fallback, LocalStore, RedisStore, Source, Store, redis};
 
-use crate::load::{CALLERS, DEADLINE, INSTANCES, Kind, Load, TASKS, peek};
+use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
 use crate::proxy::{Mode, Proxy};
 use crate::support::{RedisServer, free_port, until};
 
@@ -56,7 +56,17 @@ impl Fault {
     const fn lasts(self) -> Duration {
         match self {
             Self::Frozen => Duration::from_secs(5),
+            // Several openings of each breaker.
+            Self::Path(Mode::Waver(..)) => Duration::from_secs(5),
             _ => FAULT,
+        }
+    }
+
+    fn setup(self) -> Setup {
+        match self {
+            // Alone, each answer that comes late tells of the whole limit; and of many connections they come one by one.
+            Self::Path(Mode::Waver(..)) => Setup { instances: 1, connections: 16, ..Setup::default() },
+            _ => Setup::default(),
         }
     }
 
@@ -70,6 +80,7 @@ impl Fault {
         match self {
             Self::Cut | Self::ScriptFlush | Self::FlushAll => false,
             Self::Path(Mode::Delay(delay)) => delay > DEADLINE,
+            Self::Path(Mode::Waver(..)) => false,
             _ => true,
         }
     }
@@ -97,6 +108,11 @@ impl Fault {
         !self.is_outage() && !self.is_unnoticed()
     }
 
+    /// Whether Redis does all that it is sent, and only its answers are late.
+    const fn only_delays(self) -> bool {
+        matches!(self, Self::Path(Mode::Delay(_) | Mode::Waver(..)))
+    }
+
     /// Whether Redis decides all the same, so that not even one check fails.
     const fn is_unnoticed(self) -> bool {
         matches!(self, Self::ScriptFlush | Self::FlushAll)
@@ -122,6 +138,7 @@ macro_rules! rows {
             frozen: "SIGSTOP, SIGCONT" => Fault::Frozen;
             connections_cut: "`CLIENT KILL TYPE normal`, every 50 ms" => Fault::Cut;
             slow: "50 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(50)));
+            slow_by_about_the_deadline: "60 to 130 ms slower, bursts while degraded" => Fault::Path(Mode::Waver(Duration::from_millis(60), Duration::from_millis(130)));
             very_slow: "500 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(500)));
             cut_in_a_reply: "cut half-way through a reply" => Fault::Path(Mode::Half);
             black_hole: "black hole" => Fault::Path(Mode::BlackHole);
@@ -240,11 +257,13 @@ impl Scene {
 /// it:
 ///
 /// - A check that Redis was asked and did not answer is answered by the instance and never settled, since it may have
-///   been charged. An instance opens its breaker with the third failure in a row; then every one of its tasks may have
-///   such a check under way. So each opening costs an instance at most [`TASKS`] + 3 of them. The observer counts them.
+///   been charged. When a call fails, every task of the instance may have such a check under way; from then on there is
+///   one at a time, until the third call in a row fails and the breaker opens. So each opening costs an instance at most
+///   [`TASKS`] + 3 of them. The observer counts them.
 /// - An instance goes on from what it has last heard to be left. It has not heard of what Redis has granted since: at
-///   most one request under way for every task, [`INSTANCES`] * [`TASKS`], of which it takes its part.
-/// - A charge of the settlement that fails is not sent again. The observer counts these too.
+///   most one request under way for every task, [`TASKS`] for each instance, of which it takes its part.
+/// - A charge of the settlement that fails is not sent again. The observer counts these too. Where Redis is only slow it
+///   was made all the same.
 /// - Where Redis fails some instances while it answers others, these have the whole of what is left, and each of those
 ///   has its part of it: all but one part, at worst.
 pub async fn run(fault: Fault) -> Outcome {
@@ -261,7 +280,7 @@ pub async fn run(fault: Fault) -> Outcome {
     };
     let admin = server.connection().await;
     let mut scene = Scene { server, proxy, admin };
-    let mut load = Load::new(&url, Duration::from_millis(250));
+    let mut load = Load::new(&url, fault.setup());
     let instances = std::sync::Arc::clone(&load.instances);
 
     if fault.starts_down() {
@@ -286,6 +305,9 @@ pub async fn run(fault: Fault) -> Outcome {
     // A grant that is recorded only now was forgotten too.
     let forgotten = if fault.forgets() { redis_granted() } else { vec![0; CALLERS.len()] };
     load.tighten();
+    if matches!(fault, Fault::Path(Mode::Waver(..))) {
+        load.burst();
+    }
     if fault.is_outage() {
         until("every instance goes on by itself", async || instances.iter().all(|i| i.store.is_degraded())).await;
         until("every part is used up", async || instances.iter().all(|i| i.has_denied(Kind::Tight, Source::Local)))
@@ -352,10 +374,14 @@ pub async fn run(fault: Fault) -> Outcome {
         granted += of_it;
         allowed += may;
     }
-    let mut bound = failed + dropped + (INSTANCES * TASKS) as u64;
+    let count = instances.len() as u64;
+    let mut bound = failed + count * TASKS as u64;
+    if !fault.only_delays() {
+        bound += dropped;
+    }
     if fault.is_partial() {
         let tight: u64 = CALLERS.iter().filter(|(_, kind)| *kind == Kind::Tight).map(|(_, kind)| kind.limit()).sum();
-        bound += tight - tight / INSTANCES as u64;
+        bound += tight - tight / count;
     }
     assert!(granted <= allowed + bound, "granted {granted} of {allowed}, {bound} more at most");
     if fault.is_outage() {
@@ -394,7 +420,9 @@ async fn settled(forgotten: &[u64], scene: &Scene, load: &Load) {
         let by_us = load.sums.local[i].load(SeqCst);
         let by_redis = match forgotten[i] {
             0 => load.sums.redis[i].load(SeqCst),
-            forgotten => load.sums.redis[i].load(SeqCst).saturating_sub(forgotten + (INSTANCES * TASKS) as u64),
+            forgotten => {
+                load.sums.redis[i].load(SeqCst).saturating_sub(forgotten + (load.instances.len() * TASKS) as u64)
+            }
         };
         let failed = load.told(|told| &told.failed);
         let unsure = || failed + load.told(|told| &told.dropped);
@@ -416,7 +444,7 @@ async fn settled(forgotten: &[u64], scene: &Scene, load: &Load) {
 pub async fn deadline(mode: Mode) {
     let server = block_in_place(RedisServer::start);
     let proxy = Proxy::start(server.port(), Mode::Pass);
-    let mut load = Load::new(&proxy.url(), Duration::from_secs(60));
+    let mut load = Load::new(&proxy.url(), Setup { timeout: Duration::from_secs(60), ..Setup::default() });
     load.introduce().await;
     load.start();
     until("Redis decides", async || load.instances.iter().all(|instance| instance.by_redis() > 500)).await;

@@ -16,6 +16,8 @@ pub enum Mode {
     Pass,
     /// Hands every reply on so much later.
     Delay(Duration),
+    /// Hands every reply on later, by a time between these two.
+    Waver(Duration, Duration),
     /// Hands on half of a reply, and then cuts the connection.
     Half,
     /// Nothing flows either way, nothing is closed, and nobody is accepted.
@@ -131,6 +133,10 @@ async fn serve(mut client: TcpStream, redis: u16, mut mode: watch::Receiver<Mode
                     }
                     Mode::Delay(delay) => {
                         sleep(delay).await;
+                        client.write_all(answered).await
+                    }
+                    Mode::Waver(from, to) => {
+                        sleep(from + (to - from).mul_f64(fastrand::f64())).await;
                         client.write_all(answered).await
                     }
                     _ => client.write_all(answered).await,
