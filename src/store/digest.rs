@@ -1,10 +1,11 @@
 //! Keys as the maps of this process hold them.
 
 use std::fmt;
-use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::hash::{BuildHasher, Hash, Hasher};
 
 use siphasher::sip128::{Hash128, SipHasher13};
 
+use super::seed::RandomState;
 use crate::limit::Key;
 
 /// A key by its hash of 128 bits, in less memory than the key itself, and hashed once for all that is looked up by it.

@@ -12,6 +12,7 @@ mod limiter;
 mod local;
 mod observer;
 mod redis;
+mod seed;
 
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};

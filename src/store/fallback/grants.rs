@@ -1,7 +1,7 @@
 //! What was granted while the primary store could not decide, and is still to be charged to it.
 
 use std::collections::HashMap;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 use super::notes::{Notes, Step};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Quota};
 use crate::store::lock;
+use crate::store::seed::RandomState;
 
 /// What is noted of each caller: a bounded number of callers and ids.
 #[derive(Debug)]
@@ -26,7 +27,7 @@ pub(super) struct Grants {
 #[derive(Debug, Default)]
 struct Shard {
     /// By the caller, for each list of policies.
-    notes: HashMap<Key, SmallVec<[Notes; 1]>>,
+    notes: HashMap<Key, SmallVec<[Notes; 1]>, RandomState>,
     len: usize,
     /// What was granted beyond the bound.
     dropped: u64,

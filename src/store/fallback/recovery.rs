@@ -1,6 +1,6 @@
 //! The way back: the one task that looks after the primary store, off the request path.
 
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::num::NonZeroU32;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -14,6 +14,7 @@ use super::settlement::Sums;
 use super::shared::Shared;
 use crate::limit::Check;
 use crate::store::Store;
+use crate::store::seed::RandomState;
 
 impl<P: Store, F: Store> Shared<P, F> {
     /// Starts the task that looks after the primary store, unless it runs.

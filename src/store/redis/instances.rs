@@ -41,6 +41,12 @@ impl Instances {
         Ok(Self { announcer: Arc::new(Announcer { alive, task }) })
     }
 
+    /// As many as `alive` says, with no Redis.
+    #[cfg(test)]
+    pub(crate) fn simulated(alive: Arc<AtomicU32>) -> Self {
+        Self { announcer: Arc::new(Announcer { alive, task: tokio::spawn(async {}) }) }
+    }
+
     /// How many were alive when Redis was last seen; at least this one.
     pub fn alive(&self) -> NonZeroU32 {
         NonZeroU32::new(self.announcer.alive.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN)

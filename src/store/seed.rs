@@ -1,0 +1,71 @@
+//! What differs from one run to the next: random hashes, and where the wall clock stands. A simulation sets both, so that
+//! it can be replayed.
+
+#[cfg(not(test))]
+pub(super) use std::hash::RandomState;
+
+#[cfg(test)]
+pub(super) use seeded::{RandomState, Seed};
+
+#[cfg(test)]
+mod seeded {
+    use std::cell::RefCell;
+    use std::hash::BuildHasher;
+    use std::time::Duration;
+
+    use siphasher::sip::SipHasher13;
+
+    thread_local! {
+        static SEED: RefCell<Option<(fastrand::Rng, Duration)>> = const { RefCell::new(None) };
+    }
+
+    /// While it lives, everything that this thread makes is made from one seed.
+    #[derive(Debug)]
+    pub(in crate::store) struct Seed(());
+
+    impl Seed {
+        /// Random states come from `seed`. Clocks start at `wall`, a time since the Unix epoch.
+        pub(in crate::store) fn set(seed: u64, wall: Duration) -> Self {
+            SEED.set(Some((fastrand::Rng::with_seed(seed), wall)));
+            Self(())
+        }
+
+        pub(in crate::store) fn wall() -> Option<Duration> {
+            SEED.with_borrow(|seed| seed.as_ref().map(|(_, wall)| *wall))
+        }
+    }
+
+    impl Drop for Seed {
+        fn drop(&mut self) {
+            SEED.set(None);
+        }
+    }
+
+    /// As std's, but made from the seed if there is one.
+    #[derive(Debug, Clone)]
+    pub(in crate::store) struct RandomState(u64, u64);
+
+    impl RandomState {
+        pub(in crate::store) fn new() -> Self {
+            let seeded = SEED.with_borrow_mut(|seed| seed.as_mut().map(|(rng, _)| Self(rng.u64(..), rng.u64(..))));
+            seeded.unwrap_or_else(|| {
+                let random = std::hash::RandomState::new();
+                Self(random.hash_one(0), random.hash_one(1))
+            })
+        }
+    }
+
+    impl Default for RandomState {
+        fn default() -> Self {
+            Self::new()
+        }
+    }
+
+    impl BuildHasher for RandomState {
+        type Hasher = SipHasher13;
+
+        fn build_hasher(&self) -> SipHasher13 {
+            SipHasher13::new_with_keys(self.0, self.1)
+        }
+    }
+}
