@@ -8,9 +8,12 @@ use std::process::{Command, ExitCode, Stdio};
 use serde_json::Value;
 
 const USAGE: &str = "\
-usage: cargo xtask test                checks formatting, lints, docs, MSRV and examples, and runs all tests
-       cargo xtask pictures            draws the pictures of docs/choosing.md
-       cargo xtask pictures --check    fails if they are not what it would draw";
+usage: cargo xtask test                     checks formatting, lints, docs, MSRV and examples, and runs all tests
+       cargo xtask simulate [SEEDS]         runs the simulation with so many seeds, or a million
+       cargo xtask simulate --from SEED     the same from this seed on
+       cargo xtask simulate --seed SEED     replays a seed with its log
+       cargo xtask pictures                 draws the pictures of docs/choosing.md
+       cargo xtask pictures --check         fails if they are not what it would draw";
 
 type Result<T = ()> = std::result::Result<T, String>;
 
@@ -18,6 +21,10 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let result = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test"] => test(),
+        ["simulate"] => simulate(&[("SEEDS", "1000000")]),
+        ["simulate", "--seed", seed] => simulate(&[("SEED", seed)]),
+        ["simulate", "--from", from] => simulate(&[("FROM", from), ("SEEDS", "1000000")]),
+        ["simulate", seeds] => simulate(&[("SEEDS", seeds)]),
         ["pictures"] => pictures::pictures(false),
         ["pictures", "--check"] => pictures::pictures(true),
         _ => Err(USAGE.to_owned()),
@@ -50,6 +57,17 @@ fn test() -> Result {
     } else {
         cargo(&["test", "--workspace", "--all-features", "--lib", "--bins", "--tests"])
     }
+}
+
+/// Runs the simulation of the fallback store, optimized. It is a unit test, so that it sees all parts of the library.
+fn simulate(settings: &[(&str, &str)]) -> Result {
+    let mut command = Command::new("cargo");
+    command.args(["test", "--release", "--lib", "--package", "tower-redis-ratelimit"]);
+    command.args(["simulation::every_seed_keeps_the_rules", "--", "--nocapture"]);
+    for (name, value) in settings {
+        command.env(format!("SIMULATE_{name}"), value);
+    }
+    run(&mut command)
 }
 
 /// Finds `redis-server`, or installs it with the system's package manager.

@@ -7,6 +7,8 @@ mod settlement;
 mod share;
 mod shared;
 #[cfg(test)]
+mod simulation;
+#[cfg(test)]
 mod tests;
 
 use std::fmt;

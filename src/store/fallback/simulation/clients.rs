@@ -1,0 +1,139 @@
+//! Who asks, and how.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::future::join_all;
+use tokio::time::{sleep, timeout};
+
+use super::plan::{Caller, Habit, pick};
+use super::primary::{Local, Primary};
+use super::world::World;
+use crate::limit::Check;
+use crate::store::{Fallback, Store};
+
+pub(super) type Instance = Fallback<Primary, Local>;
+
+/// One client of a caller, until the last fault is over.
+pub(super) struct Client {
+    pub(super) world: World,
+    pub(super) instances: Vec<Instance>,
+    pub(super) caller: usize,
+    pub(super) rng: Rng,
+}
+
+/// What a client does with a future, in milliseconds.
+#[derive(Debug, Clone, Copy)]
+enum Patience {
+    Waits,
+    /// Drops it after so long.
+    Drops(u64),
+    /// Polls it only after so long.
+    PollsAfter(u64),
+}
+
+impl Client {
+    pub(super) async fn run(mut self) {
+        let (key, policies, habit, most, end) = {
+            let state = self.world.state();
+            let Caller { key, ref policies, habit, cost, .. } = state.plan.callers[self.caller];
+            (key, policies.clone(), habit, cost, state.plan.end)
+        };
+        // Some callers are never idle, some hardly ask.
+        let pause = *pick(&mut self.rng, &[8, 20, 60]);
+        loop {
+            sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
+            let now = self.world.state().now();
+            if now >= end {
+                return;
+            }
+            let rng = &mut self.rng;
+            let mut instance = rng.usize(..self.instances.len());
+            let cost = rng.u32(1..=most);
+            let take = match rng.u8(..10) {
+                0 => Check::up_to(key, &policies, cost * 2),
+                1 => Check::peek(key, &policies, cost),
+                _ => Check::take(key, &policies, cost),
+            };
+            match habit {
+                Habit::Steady => self.ask(instance, take, Patience::Waits).await,
+                Habit::Bursting => {
+                    let degraded = self.instances.iter().position(Fallback::is_degraded);
+                    let count = if degraded.is_some() { 8 } else { 1 };
+                    instance = degraded.unwrap_or(instance);
+                    join_all((0..count).map(|_| self.ask(instance, take.clone(), Patience::Waits))).await;
+                }
+                Habit::WithIds => {
+                    // A few new ones from time to time; each is asked for again for a while.
+                    let id = now / 400 * 3 + rng.u64(..5);
+                    let take = Check::take(key, &policies, most).id(format!("id-{id}"));
+                    self.ask(instance, take, Patience::Waits).await;
+                }
+                Habit::GivingBack => {
+                    let back = Check::give_back(key, &policies, if rng.bool() { cost } else { 3 * cost });
+                    let check = if rng.u8(..3) == 0 { back } else { take };
+                    self.ask(instance, check, Patience::Waits).await;
+                }
+                Habit::Dropping => {
+                    let millis = rng.u64(..150);
+                    let patience =
+                        *pick(rng, &[Patience::Waits, Patience::Drops(millis / 5), Patience::PollsAfter(millis)]);
+                    self.ask(instance, take, patience).await;
+                }
+                Habit::Resetting => {
+                    let check = if rng.u8(..12) == 0 { Check::reset(key, &policies) } else { take };
+                    self.ask(instance, check, Patience::Waits).await;
+                }
+            }
+        }
+    }
+
+    async fn ask(&self, instance: usize, check: Check, patience: Patience) {
+        let (world, store) = (&self.world, &self.instances[instance]);
+        let ask = world.state().asks(instance, self.caller, &check);
+        let (answer, future) = world.during(ask, || match ask % 2 {
+            0 => (None, Some(store.check(check))),
+            _ => store.try_check(check).map_or_else(|future| (None, Some(future)), |answer| (Some(answer), None)),
+        });
+        if let Some(answer) = answer {
+            let now = world.state().now();
+            return world.state().told(ask, now, store.is_degraded(), &answer);
+        }
+        let Some(future) = future else { return };
+        let future = Watched { world, ask, future: Box::pin(future) };
+        let mut polled = 0;
+        let answer = match patience {
+            Patience::Waits => Some(future.await),
+            Patience::Drops(0) => None,
+            Patience::Drops(millis) => timeout(Duration::from_millis(millis), future).await.ok(),
+            Patience::PollsAfter(millis) => {
+                sleep(Duration::from_millis(millis)).await;
+                polled = world.state().now();
+                Some(future.await)
+            }
+        };
+        match answer {
+            Some(answer) => world.state().told(ask, polled, store.is_degraded(), &answer),
+            None => world.state().dropped(ask),
+        }
+    }
+}
+
+/// A future of a client: the world knows whenever it is polled.
+struct Watched<'a, F> {
+    world: &'a World,
+    ask: usize,
+    future: Pin<Box<F>>,
+}
+
+impl<F: Future> Future for Watched<'_, F> {
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<F::Output> {
+        let (world, ask) = (self.world, self.ask);
+        world.during(ask, || self.future.as_mut().poll(cx))
+    }
+}

@@ -1,0 +1,43 @@
+//! What happened in a run, step by step.
+
+use std::fmt;
+
+/// The lines of a run. Only counts them unless it is asked to keep them: most runs are never read.
+#[derive(Debug, Default)]
+pub(super) struct Log {
+    pub(super) lines: Vec<Line>,
+    pub(super) count: usize,
+    pub(super) kept: bool,
+}
+
+/// One step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Line {
+    /// In milliseconds since the start.
+    at: u64,
+    /// Whom it is about; of no single caller if none.
+    caller: Option<usize>,
+    text: String,
+}
+
+impl Log {
+    pub(super) fn say(&mut self, at: u64, caller: Option<usize>, text: impl FnOnce() -> String) {
+        self.count += 1;
+        if self.kept {
+            self.lines.push(Line { at, caller, text: text() });
+        }
+    }
+}
+
+impl Line {
+    /// Whether it tells something of this caller, or of all.
+    pub(super) fn concerns(&self, caller: Option<usize>) -> bool {
+        caller.is_none() || self.caller.is_none() || self.caller == caller
+    }
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:6} ms  {}", self.at, self.text)
+    }
+}
