@@ -47,6 +47,8 @@ pub(super) struct Step {
     pub(super) mode: Mode,
     pub(super) cost: u64,
     expires_at: i64,
+    /// What this charges, as each policy counts it; empty if that is not known, or there is an id.
+    charge: SmallVec<[State; 1]>,
     /// Those of a lower number come first; the order of the others does not matter.
     pub(super) order: u8,
 }
@@ -103,7 +105,7 @@ impl Notes {
     }
 
     /// Notes again what is still to be done, before all of this.
-    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, .. }: Step, now: i64) {
+    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, charge, .. }: Step, now: i64) {
         let amount = Amount { cost, expires_at };
         match (mode, id) {
             (_, Some(id)) => {
@@ -114,7 +116,15 @@ impl Notes {
             }
             (Mode::Reset, None) => self.back = Amount { cost: ALL, ..amount },
             (Mode::GiveBack, None) => self.back.add(amount),
+            // As old as it was, or what fails again and again would never lapse.
+            _ if !charge.is_empty()
+                && self.back.cost == 0
+                && self.counts(&self.charge, now).all(|count| count == 0) =>
+            {
+                self.charge = charge;
+            }
             (_, None) => {
+                let cost = self.counts(&charge, now).max().map_or(cost, |counts| cost.min(counts));
                 // What has been given back since comes first of this.
                 let of_this = cost.min(self.back.cost);
                 if self.back.cost != ALL {
@@ -142,12 +152,21 @@ impl Notes {
         counted.map_or(0, |counted| counted.max(0) as u64)
     }
 
+    /// How much of a charge still counts, under each policy.
+    fn counts<'a>(&'a self, charge: &'a [State], now: i64) -> impl Iterator<Item = u64> + 'a {
+        self.policies.iter().zip(charge).map(move |(policy, state)| {
+            let all = i64::from(u32::MAX);
+            Mode::GiveBack.count(policy, &mut state.clone(), all, now).max(0) as u64
+        })
+    }
+
     /// What is to be done, but for what no longer counts.
     pub(super) fn into_steps(self, key: Key, now: i64) -> Vec<Step> {
+        let counts: Vec<u64> = self.counts(&self.charge, now).collect();
         let Self { policies, ids, before, back, charge } = self;
         let step = |id, mode, Amount { cost, expires_at }, order| {
             let policies = policies.clone();
-            Step { key, policies, id, mode, cost, expires_at, order }
+            Step { key, policies, id, mode, cost, expires_at, charge: SmallVec::new(), order }
         };
         let mut steps = vec![];
         for (i, (id, Once { mode, amount })) in ids.into_iter().enumerate() {
@@ -161,18 +180,17 @@ impl Notes {
             steps.push(step(None, mode, back, 1));
         }
         // As much as counts under all policies, then what is left under some of them.
-        let count =
-            |(policy, mut state)| Mode::GiveBack.count(policy, &mut state, i64::from(u32::MAX), now).max(0) as u64;
-        let counts: Vec<u64> = policies.iter().zip(charge).map(count).collect();
         let mut charged = 0;
         while let Some(next) = counts.iter().copied().filter(|count| *count > charged).min() {
             let some =
                 policies.iter().zip(&counts).filter(|(_, count)| **count > charged).map(|(policy, _)| policy.clone());
-            let charge = step(None, Mode::Charge, Amount { cost: next - charged, expires_at: now }, 2);
-            steps.push(match counts.contains(&charged) {
-                true => Step { policies: Policies::new(some).unwrap_or_else(|_| policies.clone()), ..charge },
-                false => charge,
-            });
+            let mut step = step(None, Mode::Charge, Amount { cost: next - charged, expires_at: now }, 2);
+            if counts.iter().all(|count| *count == next) {
+                step.charge = charge.clone();
+            } else if counts.contains(&charged) {
+                step.policies = Policies::new(some).unwrap_or(step.policies);
+            }
+            steps.push(step);
             charged = next;
         }
         steps
