@@ -9,7 +9,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::shared::{Asked, Shared};
 use crate::limit::{Check, Decision};
-use crate::store::{Error, Store};
+use crate::store::{Error, Store, polled_after_completion};
 
 pin_project! {
     /// Resolves to the answer of a [`Fallback`](crate::Fallback).
@@ -63,9 +63,9 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
             let (check, sent) = match this.state.as_mut().project() {
                 StateProj::Known { answer } => match answer.take() {
                     Some(answer) => return Poll::Ready(answer),
-                    None => done(),
+                    None => polled_after_completion("FallbackFuture"),
                 },
-                StateProj::Done => done(),
+                StateProj::Done => polled_after_completion("FallbackFuture"),
                 StateProj::Fallback { answer, check, sent } => {
                     let answer = ready!(answer.poll(cx));
                     let answer = shared.decided(check, *sent, answer);
@@ -100,12 +100,6 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
             this.state.set(State::Fallback { answer, check, sent });
         }
     }
-}
-
-/// The same as the futures of std do.
-#[allow(clippy::panic, reason = "a bug of whoever polls, which would otherwise wait for ever, or get another answer")]
-fn done() -> ! {
-    panic!("`FallbackFuture` polled after completion")
 }
 
 impl<P: Store, F: Store> fmt::Debug for FallbackFuture<P, F> {

@@ -64,7 +64,6 @@ struct Question<'a> {
     policies: &'a Policies,
     id: Option<&'a Key>,
     needs: u32,
-    exceeds: usize,
 }
 
 /// The most denials of one caller.
@@ -252,9 +251,12 @@ impl<'a> Question<'a> {
             // A peek asks how it is at the moment, and a debt depends on more than this.
             Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset => return None,
         };
-        let policies = check.policies();
-        let exceeds = policies.iter().filter(|policy| i64::from(needs) > policy.terms().capacity).count();
-        Some(Self { policies, id: check.id_key(), needs, exceeds })
+        Some(Self { policies: check.policies(), id: check.id_key(), needs })
+    }
+
+    /// How many of the policies never have the room that it needs.
+    fn exceeds(&self) -> usize {
+        self.policies.iter().filter(|policy| i64::from(self.needs) > policy.terms().capacity).count()
     }
 }
 
@@ -264,7 +266,9 @@ impl Denial {
         if verdicts.iter().all(Verdict::is_allowed) {
             return None;
         }
-        let Question { policies, id, needs, exceeds } = Question::of(check)?;
+        let question = Question::of(check)?;
+        let exceeds = question.exceeds();
+        let Question { policies, id, needs } = question;
         let holds = match exceeds {
             0 => verdicts.wait()?,
             _ => verdicts.iter().map(|verdict| verdict.reset).max()?.clamp(NEVER_FITS.0, NEVER_FITS.1),
@@ -279,22 +283,20 @@ impl Denial {
 
     fn answers(&self, question: &Question<'_>) -> bool {
         // What never fits does so at any cost.
-        (self.needs <= question.needs || self.exceeds > 0) && self.is_about(question)
+        self.is_under(question.policies, question.id)
+            && (self.needs == question.needs
+                || (self.needs < question.needs || self.exceeds > 0) && self.exceeds == question.exceeds())
     }
 
-    /// Whether it is about these policies and this id, and the same of them are exceeded.
-    fn is_about(&self, question: &Question<'_>) -> bool {
-        let policies = &self.policies;
-        self.exceeds == question.exceeds
-            && self.id.as_deref() == question.id
-            && (policies.is(question.policies) || policies == question.policies)
+    fn is_under(&self, policies: &Policies, id: Option<&Key>) -> bool {
+        self.id.as_deref() == id && (self.policies.is(policies) || self.policies == *policies)
     }
 
     /// Whether the other answers all that this one does.
     fn is_replaced_by(&self, other: &Self) -> bool {
-        let Self { policies, id, needs, exceeds, .. } = other;
-        let question = Question { policies, id: id.as_deref(), needs: *needs, exceeds: *exceeds };
-        (self.needs == other.needs || self.exceeds > 0) && self.is_about(&question)
+        self.is_under(&other.policies, other.id.as_deref())
+            && self.exceeds == other.exceeds
+            && (self.needs == other.needs || self.exceeds > 0)
     }
 }
 
