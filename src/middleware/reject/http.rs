@@ -7,8 +7,8 @@ use crate::middleware::headers::retry_after;
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
-/// - Denied: 429 with `Retry-After` in whole seconds, rounded up, and the type `quota-exceeded` of the `RateLimit`
-///   draft with its `violated-policies`; without `Retry-After` if no wait helps.
+/// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
+///   `Retry-After` in whole seconds, rounded up, if a wait helps.
 /// - No key: 400, or 500 if the server is set up so that there can be none.
 /// - Nothing could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`. What was the
 ///   matter is not told.
@@ -20,11 +20,8 @@ pub struct HttpReject;
 impl<B: From<String>> Reject<B> for HttpReject {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
         let (status, retry_after, body) = match rejection {
-            Rejection::Denied(decision) => (
-                StatusCode::TOO_MANY_REQUESTS,
-                decision.retry_after().map(|wait| HeaderValue::from(retry_after(wait))),
-                denied(decision),
-            ),
+            // The layer tells when to retry.
+            Rejection::Denied(decision) => (StatusCode::TOO_MANY_REQUESTS, None, denied(decision)),
             Rejection::MissingKey(missing) => {
                 let (status, title) = match missing.is_of_server() {
                     true => (StatusCode::INTERNAL_SERVER_ERROR, "Internal Server Error"),
