@@ -212,7 +212,7 @@ if not only_takes then
   function check(plan, times)
     local count, granted, from = #plan, 0, replied
     trouble = nil
-    -- What asks and charges writes nothing where there was trouble.
+    -- Where there was trouble nothing is saved.
     local values = read(key_at + 1, key_at + count)
     for i = 1, count do
       local policy, key = plan[i], KEYS[key_at + i]
@@ -245,16 +245,18 @@ if not only_takes then
   local UNTIL, UNTIL_LENGTH = '<I7', 7
   local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
 
-  -- Answers just as a check of the same id was answered, if there was one. Returns whether it did.
-  local function repeat_answer(count)
-    local value = read(key_at + 1, key_at + 1)[1]
+  -- Answers just as a check of the same id was answered, if there was one; but no quota leaves more than its capacity.
+  -- Returns whether it did.
+  local function repeat_answer(plan)
+    local count, value = #plan, read(key_at + 1, key_at + 1)[1]
     key_at = key_at + 1
     if not value or #value ~= UNTIL_LENGTH + ANSWER_LENGTH * count or now >= (unpack(UNTIL, value)) then
       return false
     end
     for i = 1, count do
       local granted, remaining, reset = unpack(ANSWER, value, UNTIL_LENGTH + ANSWER_LENGTH * (i - 1) + 1)
-      reply[replied + 1], reply[replied + 2], reply[replied + 3], reply[replied + 4] = granted, remaining, 0, reset
+      reply[replied + 1], reply[replied + 2] = granted, min(remaining, plan[i].capacity)
+      reply[replied + 3], reply[replied + 4] = 0, reset
       replied = replied + 4
     end
     key_at = key_at + count
@@ -264,7 +266,7 @@ if not only_takes then
   -- Decides a check with an id, which is asked once, and remembers what was charged.
   function check_once(plan)
     local key, from = KEYS[key_at + 1], replied
-    if not repeat_answer(#plan) and check(plan, 1) > 0 then
+    if not repeat_answer(plan) and check(plan, 1) > 0 then
       local forget_at = now + plan.remember
       local answer = pack(UNTIL, forget_at)
       for i = from + 1, replied, 4 do

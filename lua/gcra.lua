@@ -3,7 +3,7 @@
 -- Stored: when the caller was charged last, the backlog then in ticks, and how many ticks made a unit of cost.
 -- Loaded: the backlog, how far the theoretical arrival time is ahead of now, in ticks.
 
-local FORMAT, LENGTH = '<i7I7I6', 20
+local FORMAT, LENGTH = '<i7I7I7', 21
 
 local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then

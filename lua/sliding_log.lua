@@ -122,8 +122,11 @@ end
 
 -- Gives back the newest charges first, until so much is left. Returns the time of the newest that is left.
 local function give_back(policy, key, now, cost, left, head, base)
-  if head > 0 then
+  if head > 0 and not trouble then
     try('LTRIM', key, head, '-1')
+  end
+  if trouble then
+    return now
   end
   -- Each has a cost of 1 or more, and most have one of 1. The places are from the end, where they are -1, -2 and so on.
   local last, cut = search(-1 - cost, -1, function(place)
@@ -137,8 +140,9 @@ local function give_back(policy, key, now, cost, left, head, base)
   else
     -- A part of this one is left.
     time = read_charge(elements[#elements])
-    try('LSET', key, cut, pack(FORMAT, time, base + left))
-    try('LTRIM', key, '0', cut)
+    if try('LSET', key, cut, pack(FORMAT, time, base + left)) then
+      try('LTRIM', key, '0', cut)
+    end
   end
   return now - min(age(now, time), policy.period - 1)
 end

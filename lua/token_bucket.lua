@@ -3,7 +3,7 @@
 -- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token.
 -- Loaded: the tokens at now, in ticks, and when they were refilled last.
 
-local FORMAT, LENGTH = '<i7I7I6', 20
+local FORMAT, LENGTH = '<i7I7I7', 21
 
 -- `ticks` flow in every microsecond if `period` is 0; else they come at once, after every period.
 local function policy(capacity, interval, ticks, period)

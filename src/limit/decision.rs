@@ -40,7 +40,7 @@ pub enum Source {
     Redis,
     /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
     /// make it untrue before its `retry_after`. What another instance gives back or resets stays unseen for that
-    /// long. A check of a larger cost than was denied is told the wait of the smaller one. What is told beside a cost
+    /// long, and so does a window that began earlier by another quota of the same name. A check of a larger cost than was denied is told the wait of the smaller one. What is told beside a cost
     /// that never fits, such as what remains, is up to a minute old.
     Cached,
     /// In this process, on a count of its own.
@@ -114,6 +114,15 @@ impl Verdicts {
             0 | Verdict::NEVER => None,
             wait => Some(wait),
         }
+    }
+
+    /// The same, told to a check of these policies: quotas may have changed since, and none leaves more than its capacity.
+    pub(crate) fn within(&self, policies: &Policies) -> Self {
+        let mut verdicts = self.clone();
+        for (verdict, policy) in verdicts.iter_mut().zip(policies.iter()) {
+            verdict.remaining = verdict.remaining.min(policy.terms().capacity);
+        }
+        verdicts
     }
 
     /// The same denial so many microseconds later.

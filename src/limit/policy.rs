@@ -10,7 +10,10 @@ use super::{ConfigError, Quota, Strategy};
 /// One limit by name: what is counted how.
 ///
 /// The name stands in Redis keys and in headers, so that two policies with one name, strategy and key prefix
-/// share their counts, whatever their quotas, alignments, refills and cells. A clone is the same policy.
+/// share their counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a
+/// rolling deploy: while both are asked, a caller gets about what one of them gives. Limits that are meant to be beside each
+/// other, such as one per minute and one per hour, need names of their own: a charge by the shorter forgets what only the
+/// longer would still count, and one by the longer counts in the shorter. A clone is the same policy.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Policy, Quota, Strategy};

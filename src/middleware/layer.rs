@@ -43,7 +43,7 @@ pub enum OnError {
     Allow,
 }
 
-/// What becomes of a request that has no key, if its client is at fault.
+/// What becomes of a request that has nothing that could be its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnMissingKey {
     /// It is rejected: over HTTP with 400.

@@ -35,6 +35,9 @@ pub(super) struct Hold(u64);
 
 /// What goes by when the map is full: the least goes first.
 pub(super) trait Ranked {
+    /// Whether an old entry stays before a newcomer of the same worth.
+    const OLD_STAYS: bool;
+
     /// The value of the least worth, and of those the one that lapses first.
     fn rank(&self, hold: Hold) -> Hold {
         hold
@@ -50,6 +53,10 @@ impl Hold {
     /// Until so many microseconds after the Unix epoch, of the next 2,000 years.
     pub(super) fn new(worth: u8, lapses: i64) -> Self {
         Self(u64::from(worth) << Self::BITS | lapses.clamp(0, (1 << Self::BITS) - 1) as u64)
+    }
+
+    fn worth(self) -> u8 {
+        (self.0 >> Self::BITS) as u8
     }
 
     pub(super) fn lapses(self) -> i64 {
@@ -133,12 +140,12 @@ impl<V: Ranked> Bounded<V> {
             self.hand += 1;
         }
         let (rank, old) = old?;
-        let place = self.place_to_free(rank, old);
+        let place = if V::OLD_STAYS { self.place_to_free(rank, old) } else { old };
         // The last entry, mostly the last newcomer, comes into this place.
         self.remove_at(place as usize)
     }
 
-    /// The place of a newcomer, or that of the least of the old entries if none of the newcomers' ranks is lower.
+    /// The place of a newcomer, or that of the least of the old entries if each newcomer is worth more.
     fn place_to_free(&mut self, old_rank: Hold, old: u32) -> u32 {
         // At most a sixteenth of all.
         if self.newcomers.len() < (self.most / 16).clamp(4, 32) {
@@ -159,7 +166,7 @@ impl<V: Ranked> Bounded<V> {
             }
         }
         match (least, highest) {
-            (Some((rank, index)), _) if rank <= old_rank => {
+            (Some((rank, index)), _) if rank.worth() <= old_rank.worth() => {
                 self.newcomers_hand = index as u32;
                 self.newcomers[index]
             }

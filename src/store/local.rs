@@ -11,7 +11,7 @@ use super::bounded::{Bounded, Hold, Ranked, Slot};
 use super::clock::Clock;
 use super::digest::{Digest, Digester};
 use super::{Error, Store, lock};
-use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, State, Verdict, Verdicts};
+use crate::limit::{Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
 
 /// A store in this process: every instance has counts of its own.
 ///
@@ -25,10 +25,9 @@ use crate::limit::{Check, Decision, Followed, Key, Policies, Policy, Source, Sta
 /// as a hash of 128 bits, by a secret of the store's own.
 ///
 /// A key makes room when all that was charged has flowed back. If the store is full before that, a new key takes the
-/// place of the one, of a few, that had used the smallest share of its limit when it last asked; among equals, of the
-/// one that would have made room first. The few are some old keys, and some that came while the store was full. So a
-/// flood of new keys pushes out its own kind, however long it is: it frees no caller that has used a larger share than
-/// each of them. A store that is full of exhausted callers keeps a few places in a hundred for new ones, which take
+/// place of the one, of a few, that had used the smallest share of its limit when it last asked; among equals, of a
+/// newcomer. The few are some old keys, and some that came while the store was full. So a flood of new keys pushes out its
+/// own kind, however long it is: it frees no caller that has used as large a share as each of them. A store that is full of exhausted callers keeps a few places in a hundred for new ones, which take
 /// turns there: who has used more than the others there by the time of its turn mostly stays.
 ///
 /// Clones share their counts.
@@ -73,8 +72,14 @@ struct Answer {
     verdicts: Verdicts,
 }
 
-impl Ranked for Entry {}
-impl Ranked for Answer {}
+impl Ranked for Entry {
+    const OLD_STAYS: bool = true;
+}
+
+/// The oldest goes first, if all are held equally long.
+impl Ranked for Answer {
+    const OLD_STAYS: bool = false;
+}
 
 /// Who has used the least share of its limit goes first; among equals, who is fresh again first.
 fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
@@ -84,10 +89,17 @@ fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
     Hold::new((used as u64 * 255 / capacity as u64) as u8, now + verdict.reset)
 }
 
+/// Whether a check leaves another count behind. What it does not charge may be counted by another quota too, by which it
+/// has not flowed back yet.
+fn changes(check: &Check, verdicts: &Verdicts) -> bool {
+    verdicts.granted > 0 || check.mode() == Mode::Reset
+}
+
 impl Entry {
-    fn resume(self, policy: &Policy, now: i64) -> State {
-        match self {
-            Self::Counted(state) => state,
+    /// The state to decide on. A counted one is taken out, until it is put back or another is put in its place.
+    fn take(&mut self, policy: &Policy, now: i64) -> State {
+        match *self {
+            Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.strategy())),
             Self::Followed { until, .. } if until <= now => State::fresh(policy.strategy()),
             Self::Followed { remaining, capacity, until, .. } => {
                 let ours = policy.terms().capacity;
@@ -96,6 +108,12 @@ impl Entry {
                 let used = ours - (left as i64).clamp(0, ours);
                 State::resume(policy.strategy(), policy.terms(), now, Followed { used, until })
             }
+        }
+    }
+
+    fn put_back(&mut self, taken: State) {
+        if let Self::Counted(state) = self {
+            *state = taken;
         }
     }
 }
@@ -189,9 +207,11 @@ impl Shard {
         {
             // The commonest: one count, decided where it is.
             let verdicts = check.decide(slice::from_mut(state), now);
-            *hold = self::hold(&verdicts.first, policy, now);
-            if verdicts.first.reset <= 0 {
-                self.states.remove_at(place);
+            if changes(check, &verdicts) {
+                *hold = self::hold(&verdicts.first, policy, now);
+                if verdicts.first.reset <= 0 {
+                    self.states.remove_at(place);
+                }
             }
             return verdicts;
         }
@@ -199,14 +219,21 @@ impl Shard {
         let mut states = SmallVec::<[State; 1]>::new();
         for policy in check.policies().iter() {
             let place = self.states.find(caller.of_count(policy.id()));
-            let fresh = State::fresh(policy.strategy());
             states.push(match place.and_then(|place| self.states.at(place)) {
-                Some(slot) => mem::replace(&mut slot.value, Entry::Counted(fresh)).resume(policy, now),
-                None => fresh,
+                Some(slot) => slot.value.take(policy, now),
+                None => State::fresh(policy.strategy()),
             });
             places.push(place);
         }
         let verdicts = check.decide(&mut states, now);
+        if !changes(check, &verdicts) {
+            for (state, place) in states.into_iter().zip(places) {
+                if let Some(slot) = place.and_then(|place| self.states.at(place)) {
+                    slot.value.put_back(state);
+                }
+            }
+            return verdicts;
+        }
 
         // First those that have a place, which putting others may change.
         let mut others = SmallVec::<[(&Policy, Entry, Hold); 1]>::new();
@@ -244,12 +271,11 @@ impl Shard {
             && hold.lapses() > now
             && policies.count_alike(check.policies())
         {
-            return verdicts.clone();
+            return verdicts.within(check.policies());
         }
         let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {
             let value = Answer { policies: check.policies().clone(), verdicts: verdicts.clone() };
-            // The oldest goes first, if all are held equally long.
             self.answers.put(answer, value, Hold::new(0, now + check.policies().longest_period()), now);
         }
         verdicts

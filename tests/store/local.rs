@@ -118,16 +118,17 @@ async fn a_flood_of_new_keys_frees_no_exhausted_caller() {
     // A tenth of the default store, and ten new keys for each that it holds.
     const KEYS: usize = LocalStore::DEFAULT_KEYS.get() / 10;
     let mut freed = vec![];
-    for strategy in STRATEGIES {
+    // New keys that use a hundredth of their limit, and such that use it up.
+    for (strategy, limit) in STRATEGIES.into_iter().flat_map(|strategy| [(strategy, 100), (strategy, 1)]) {
         let store = LocalStore::with_capacity(NonZeroUsize::new(KEYS).unwrap());
-        let policies = policy(strategy, "100/100d");
+        let policies = policy(strategy, &format!("{limit}/100d"));
         let ann = |cost| ask(&store, Check::take(Key::new("ann"), &policies, cost));
-        assert!(ann(100).is_allowed());
+        assert!(ann(limit).is_allowed());
         for i in 0..10 * KEYS {
             if i % 100 == 0 {
                 tokio::time::advance(Duration::from_millis(1)).await;
                 if ask(&store, Check::peek(Key::new("ann"), &policies, 1)).is_allowed() {
-                    freed.push((strategy, i));
+                    freed.push((strategy, limit, i));
                     break;
                 }
             }
@@ -193,6 +194,29 @@ fn an_id_is_kept_for_each_list_of_policies() {
     }
     let used = |list: &Policies| 100 - ask(&store, Check::peek(Key::GLOBAL, list, 1)).remaining();
     assert_eq!(lists.each_ref().map(used), [2, 2, 2], "each list charges once");
+}
+
+/// What a check does not charge may still count under another quota of the same name.
+#[tokio::test(start_paused = true)]
+async fn a_check_that_charges_nothing_forgets_nothing() {
+    for strategy in STRATEGIES {
+        let [long, short] = ["10/h", "10/s"].map(|quota| policy(strategy, quota));
+        let asks: [fn(Key, &tower_redis_ratelimit::Policies) -> Check; 4] = [
+            |key, policies| Check::peek(key, policies, 1),
+            |key, policies| Check::take(key, policies, 0),
+            |key, policies| Check::take(key, policies, 11),
+            |key, policies| Check::up_to(key, policies, 0),
+        ];
+        for (i, ask_short) in asks.into_iter().enumerate() {
+            let store = LocalStore::default();
+            let key = Key::new("ann");
+            assert!(ask(&store, Check::take(key, &long, 10)).is_allowed());
+            tokio::time::advance(Duration::from_millis(2_500)).await;
+            ask(&store, ask_short(key, &short));
+            let more = ask(&store, Check::up_to(key, &long, 10)).granted();
+            assert_eq!(more, 0, "{strategy:?}, check {i}");
+        }
+    }
 }
 
 /// As in a rolling deploy: 10 and 11 per minute, polled in turn, twice a second for 20 minutes.

@@ -78,9 +78,10 @@ impl MissingKey {
         matches!(self.reason, Reason::OfServer)
     }
 
-    /// Whether the request has nothing, so that [`OnMissingKey`](crate::OnMissingKey) says what becomes of it.
-    pub(super) fn is_absent(&self) -> bool {
-        self.reason == Reason::Absent
+    /// Whether the request has nothing that could be one, so that [`OnMissingKey`](crate::OnMissingKey) says what becomes of
+    /// it.
+    pub const fn is_absent(&self) -> bool {
+        matches!(self.reason, Reason::Absent)
     }
 }
 
@@ -126,10 +127,13 @@ impl KeyExtractor for Global {
 /// the values may be of the client's choice, beside one that a proxy has added: to count by it, or by all of them, would
 /// give the client a new key whenever it likes.
 ///
+/// The header must be one that something in front has verified: a client that may send any value has a new count for each.
+///
 /// What a client can spell in many ways is no good key, for each spelling is counted by itself:
 /// - `Authorization`: `Bearer x`, `bearer x` and `Bearer  x` are one credential and three values. Count by the user whom
 ///   your authentication has found.
 /// - `X-Forwarded-For`, `Forwarded` and the like: whoever sends the request writes the first part of it.
+/// - `Cookie`: clients may send it in several lines, and it holds more than the session.
 ///
 /// ```
 /// use http::HeaderName;

@@ -124,11 +124,7 @@ impl Denials {
             return;
         }
         if matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
-            self.change(check.key(), |shard, caller, now| {
-                let gone = shard.callers.remove(caller);
-                shard.gone(gone);
-                shard.forgot = now;
-            });
+            self.forget(check);
         } else if let Some(denial) = Denial::new(check, verdicts, sent) {
             self.change(check.key(), |shard, caller, now| {
                 if denial.sent > shard.forgot && denial.lapses > now {
@@ -141,6 +137,17 @@ impl Denials {
             // It was granted, and is from now on told that.
             self.change(check.key(), |shard, caller, _| {
                 shard.retain(caller, |denial| denial.id.as_deref() != Some(id))
+            });
+        }
+    }
+
+    /// Something may have been given back or forgotten, also if Redis has not answered.
+    pub(super) fn forget(&self, check: &Check) {
+        if self.most > 0 && matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
+            self.change(check.key(), |shard, caller, now| {
+                let gone = shard.callers.remove(caller);
+                shard.gone(gone);
+                shard.forgot = now;
             });
         }
     }
@@ -188,6 +195,10 @@ impl Shard {
                 return;
             }
         }
+        if let Some(slot) = self.callers.get(caller) {
+            // Or the room might be made of this very caller.
+            slot.value.hit();
+        }
         while self.denials >= most
             && let Some(gone) = self.callers.make_room(true, now)
         {
@@ -232,6 +243,8 @@ impl Caller {
 /// Who is asked least goes first; among equals a newcomer, so that callers who come in turn, more than are held, do not
 /// each push out the next.
 impl Ranked for Caller {
+    const OLD_STAYS: bool = true;
+
     fn rank(&self, _hold: Hold) -> Hold {
         Hold::new(self.hits.load(Relaxed), 0)
     }

@@ -254,12 +254,20 @@ impl Lane {
             match reply.and_then(|reply| batch.read(reply)) {
                 Ok(verdicts) => {
                     for (Job { check, answer, .. }, verdicts) in jobs.drain(..).zip(verdicts) {
+                        let decision = match verdicts {
+                            Ok(verdicts) => Ok(self.lanes.decision(check, verdicts, sent)),
+                            Err(error) => {
+                                self.lanes.denials.forget(&check);
+                                Err(error)
+                            }
+                        };
                         // A caller that has gone away since was charged all the same.
-                        let _ = answer.send(verdicts.map(|verdicts| self.lanes.decision(check, verdicts, sent)));
+                        let _ = answer.send(decision);
                     }
                 }
                 Err(error) => {
                     for job in jobs.drain(..) {
+                        self.lanes.denials.forget(&job.check);
                         let _ = job.answer.send(Err(error.clone()));
                     }
                     // What waits behind a connection that fails would meet that too, one time-out after the other.
@@ -367,6 +375,7 @@ impl Drop for Lane {
         }
         for job in self.work.jobs.drain(..) {
             let error = no_runtime();
+            self.lanes.denials.forget(&job.check);
             let _ = job.answer.send(Err(if self.sent { error } else { error.unsent() }));
         }
         for job in waiting {

@@ -160,6 +160,7 @@ async fn a_future_that_has_answered_is_not_to_be_polled_again() {
             futures_util::future::poll_immediate(answer.as_mut()).await;
         });
         let panicked = polling.await.unwrap_err().into_panic();
-        assert_eq!(panicked.downcast_ref(), Some(&"`FallbackFuture` polled after completion"));
+        let expected = "`FallbackFuture` polled after completion".to_owned();
+        assert_eq!(panicked.downcast_ref(), Some(&expected));
     }
 }
