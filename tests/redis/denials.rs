@@ -98,6 +98,25 @@ async fn a_denial_is_forgotten_with_its_reason() {
     }
 }
 
+/// It may have been done all the same.
+#[tokio::test]
+async fn a_reset_that_is_not_answered_forgets_a_denial_too() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_millis(200)).connect().await.unwrap();
+    let policies = policy(Strategy::Gcra, "10/100d");
+    take(&store, &policies, 10).await;
+    take(&store, &policies, 1).await;
+    assert_eq!(take(&store, &policies, 1).await.source(), Source::Cached);
+    server.freeze();
+    assert!(store.check(Check::reset(ANN, &policies)).await.is_err());
+    server.thaw();
+    until("Redis is asked again", async || {
+        let decision = store.check(Check::take(ANN, &policies, 1)).await;
+        decision.is_ok_and(|decision| decision.source() == Source::Redis)
+    })
+    .await;
+}
+
 /// Refunds and denials at once: nobody is denied by a memory of before the refund.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_refund_is_never_outlived_by_a_denial() {
