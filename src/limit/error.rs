@@ -126,6 +126,7 @@ mod tests {
             BurstTooSlow { burst: 1, refill: Duration::MAX },
             BurstOfWindow { burst: 1, limit: 2 },
             Cells(0),
+            LogTooLong(100_001),
             QuotaSyntax { text: name(), problem: "it has no slash" },
             PolicyName(name()),
             Prefix(name()),
