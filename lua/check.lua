@@ -49,6 +49,9 @@ local function problem(err)
     return -3
   elseif says('NOPERM') or says('ermission') or says("can't run this command") then
     return -4
+  elseif says('MISCONF') or says('NOREPLICAS') then
+    -- It takes no writes at all: it cannot save to disk, or has too few replicas.
+    return -5
   end
   return -1
 end

@@ -22,11 +22,7 @@ impl Clock {
     }
 
     pub(super) fn micros(&self) -> i64 {
-        self.micros_at(instant())
-    }
-
-    pub(super) fn micros_at(&self, instant: Instant) -> i64 {
-        self.wall.saturating_add(micros(instant - self.start))
+        self.wall.saturating_add(micros(instant() - self.start))
     }
 }
 

@@ -1,6 +1,5 @@
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::limit::ConfigError;
 
@@ -17,8 +16,6 @@ pub struct Error {
     of_check: bool,
     /// Whether the check is known not to have been sent, and so not to have been charged.
     unsent: bool,
-    /// Tells the call that failed from others: all of its checks have it.
-    call: u64,
 }
 
 /// What kept a store from deciding.
@@ -58,8 +55,7 @@ pub enum ErrorKind {
 impl Error {
     /// An error of this kind, for a [`Store`](crate::Store) of one's own.
     pub fn new(kind: ErrorKind) -> Self {
-        static CALLS: AtomicU64 = AtomicU64::new(0);
-        Self { kind, cause: None, of_check: false, unsent: false, call: CALLS.fetch_add(1, Ordering::Relaxed) }
+        Self { kind, cause: None, of_check: false, unsent: false }
     }
 
     /// An error of this kind with its cause.
@@ -75,15 +71,6 @@ impl Error {
     /// The same, of a check that was not sent.
     pub(crate) fn unsent(self) -> Self {
         Self { unsent: true, ..self }
-    }
-
-    /// The same, of one call with another. Clones are anyway.
-    pub(crate) fn of_call(self, call: u64) -> Self {
-        Self { call, ..self }
-    }
-
-    pub(crate) fn call(&self) -> u64 {
-        self.call
     }
 
     pub(crate) fn is_of_check(&self) -> bool {

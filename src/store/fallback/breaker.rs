@@ -4,12 +4,13 @@
 //!
 //! | state | until | who is let through |
 //! |---|---|---|
-//! | sound | a call fails | every check |
-//! | doubtful | an answer comes, or `threshold` calls in a row have failed | one check at a time |
+//! | sound | a check fails | every check |
+//! | doubtful | an answer comes, or `threshold` failures count | one check at a time, as a trial |
 //! | open | [`close`](Breaker::close) | nobody |
 //!
-//! In doubt one check at a time is enough to find out. So when the primary store falls silent, only the checks that are
-//! under way then wait for the deadline, and up to `threshold` that are let through one after the other.
+//! A failure counts if its check was asked when the one before was known: the one that begins a doubt, and then those of
+//! trials. So all checks of one call count once, and so do all that were under way when the primary store fell silent. Only
+//! these wait for the deadline then, and the trials after them, one after the other.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -32,37 +33,11 @@ const OPEN: u8 = 2;
 /// Failures with no answer in between.
 #[derive(Debug, Default)]
 struct Row {
-    /// One of each call, up to the threshold.
-    failures: Vec<Failure>,
+    /// Those that count.
+    failures: u32,
     /// Until when to wait for the check that was let through, if there is one.
     trial_until: Option<i64>,
     opened_at: Option<i64>,
-}
-
-/// What failed. All checks of one call fail together, and count once.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Failure {
-    /// A call of the primary store, by a number of its own.
-    Call(u64),
-    /// A check that was made at this time and was part of no call that is known of: it ran out of its deadline, or the
-    /// queue was full. Those of one moment were likely part of one call.
-    Check(i64),
-    /// What one check alone would not meet, and others always will: a node of a cluster refuses a batch. It opens the
-    /// breaker by itself.
-    Lasting,
-}
-
-impl Failure {
-    /// How long a moment is.
-    const MOMENT: u64 = 1_000;
-
-    fn is_of_same_call(self, other: Self) -> bool {
-        match (self, other) {
-            (Self::Call(call), Self::Call(other)) => call == other,
-            (Self::Check(made), Self::Check(other)) => made.abs_diff(other) < Self::MOMENT,
-            _ => false,
-        }
-    }
 }
 
 /// Lets a check go to the primary store.
@@ -102,7 +77,7 @@ impl Breaker {
         let mut row = lock(&self.row);
         if row.opened_at.is_some() {
             return None;
-        } else if row.failures.is_empty() {
+        } else if row.failures == 0 {
             return Some(Pass::Free);
         }
         let now = now();
@@ -124,8 +99,9 @@ impl Breaker {
         }
     }
 
-    /// A check failed. `true` for the one failure that opens the breaker.
-    pub(super) fn failed(&self, failure: Failure, pass: Pass, now: i64) -> bool {
+    /// A check failed, or a probe, which is a trial too. `true` for the one failure that opens the breaker, as one that is
+    /// `lasting` does at once.
+    pub(super) fn failed(&self, pass: Pass, lasting: bool, now: i64) -> bool {
         let mut row = lock(&self.row);
         if row.opened_at.is_some() {
             return false;
@@ -133,10 +109,10 @@ impl Breaker {
         if pass == Pass::Trial {
             row.trial_until = None;
         }
-        if !row.failures.iter().any(|other| failure.is_of_same_call(*other)) {
-            row.failures.push(failure);
+        if pass == Pass::Trial || row.failures == 0 {
+            row.failures = row.failures.saturating_add(1);
         }
-        let opens = matches!(failure, Failure::Lasting) || row.failures.len() >= self.threshold as usize;
+        let opens = lasting || row.failures >= self.threshold;
         row.opened_at = opens.then_some(now);
         self.state.store(if opens { OPEN } else { DOUBTFUL }, Ordering::Release);
         opens
@@ -174,9 +150,9 @@ impl Breaker {
 mod tests {
     use super::*;
 
-    /// Three failures of calls of their own, at 10, 20 and 30.
+    /// A failure, and those of two trials.
     fn fail(breaker: &Breaker) -> [bool; 3] {
-        [10, 20, 30].map(|now| breaker.failed(Failure::Call(now as u64), Pass::Free, now))
+        [(Pass::Free, 10), (Pass::Trial, 20), (Pass::Trial, 30)].map(|(pass, now)| breaker.failed(pass, false, now))
     }
 
     #[test]
@@ -184,7 +160,7 @@ mod tests {
         let breaker = Breaker::new(3);
         assert_eq!(fail(&breaker), [false, false, true]);
         assert!(breaker.is_open());
-        assert!(!breaker.failed(Failure::Call(40), Pass::Free, 40), "it is open already");
+        assert!(!breaker.failed(Pass::Trial, false, 40), "it is open already");
         assert_eq!(breaker.close(1_000_030), Some(Duration::from_secs(1)));
         assert!(breaker.is_sound());
         assert_eq!(breaker.close(1_000_040), None);
@@ -209,17 +185,12 @@ mod tests {
     }
 
     #[test]
-    fn a_call_counts_once_in_whatever_order_its_checks_fail() {
-        let breaker = Breaker::new(3);
-        for call in [1, 2, 1, 2, 2, 1] {
-            assert!(!breaker.failed(Failure::Call(call), Pass::Free, 0));
-        }
-        for made in [5_000, 5_999, 4_001] {
-            assert_eq!(breaker.failed(Failure::Check(made), Pass::Free, 0), made == 5_000);
-        }
+    fn what_was_under_way_counts_once() {
         let breaker = Breaker::new(2);
-        assert!(![7_000, 7_999, 6_001].map(|made| breaker.failed(Failure::Check(made), Pass::Free, 0)).contains(&true));
-        assert!(breaker.failed(Failure::Check(8_000), Pass::Free, 0));
+        assert!((0..100).all(|now| !breaker.failed(Pass::Free, false, now)));
+        assert!(breaker.failed(Pass::Trial, false, 100));
+        assert!(Breaker::new(1).failed(Pass::Free, false, 0));
+        assert!(Breaker::new(3).failed(Pass::Free, true, 0), "a lasting one needs no other");
     }
 
     #[test]
@@ -227,12 +198,12 @@ mod tests {
         let breaker = Breaker::new(3);
         let admit = |now: i64| breaker.admit(|| now, Duration::from_micros(100));
         assert_eq!(admit(0), Some(Pass::Free));
-        breaker.failed(Failure::Call(1), Pass::Free, 0);
+        breaker.failed(Pass::Free, false, 0);
         assert_eq!([admit(0), admit(99), admit(100)], [Some(Pass::Trial), None, Some(Pass::Trial)]);
         // One that was under way before says nothing of the trial.
-        breaker.failed(Failure::Call(1), Pass::Free, 110);
+        breaker.failed(Pass::Free, false, 110);
         assert_eq!(admit(110), None);
-        breaker.failed(Failure::Call(2), Pass::Trial, 120);
+        breaker.failed(Pass::Trial, false, 120);
         assert_eq!([admit(120), admit(120)], [Some(Pass::Trial), None]);
         breaker.learned_nothing(Pass::Trial);
         assert_eq!(admit(130), Some(Pass::Trial));

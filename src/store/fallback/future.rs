@@ -9,7 +9,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::shared::{Asked, Shared};
 use crate::limit::{Check, Decision};
-use crate::store::{Error, Store, polled_after_completion};
+use crate::store::{Error, ErrorKind, Store, polled_after_completion};
 
 pin_project! {
     /// Resolves to the answer of a [`Fallback`](crate::Fallback).
@@ -79,7 +79,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         return Poll::Ready(Ok(decision));
                     }
                     Poll::Ready(Err(error)) => {
-                        shared.failed(&error, *asked, *at);
+                        shared.failed(&error, *asked);
                         (check.clone(), !error.is_unsent())
                     }
                     Poll::Pending => {
@@ -91,7 +91,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
                         }
-                        shared.expired(*asked, *at);
+                        shared.failed(&Error::new(ErrorKind::Timeout), *asked);
                         (check.clone(), true)
                     }
                 },

@@ -1,8 +1,8 @@
 //! What was granted while the primary store could not decide, and is still to be charged to it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -22,6 +22,8 @@ pub(super) struct Grants {
     max: usize,
     /// How many callers are held.
     callers: AtomicUsize,
+    /// Whether some are being settled.
+    settling: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -29,6 +31,8 @@ struct Shard {
     /// By the caller, for each list of policies.
     notes: HashMap<Key, SmallVec<[Notes; 1]>, RandomState>,
     len: usize,
+    /// Those whose notes have been taken out to be settled.
+    settling: HashSet<Key, RandomState>,
     /// What was granted beyond the bound.
     dropped: u64,
 }
@@ -36,16 +40,21 @@ struct Shard {
 impl Grants {
     pub(super) fn new(max: usize) -> Self {
         let shards = Default::default();
-        Self { shards, hasher: RandomState::new(), max: max.div_ceil(16), callers: AtomicUsize::new(0) }
+        let (callers, settling) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Self { shards, hasher: RandomState::new(), max: max.div_ceil(16), callers, settling }
     }
 
     pub(super) fn is_empty(&self) -> bool {
         self.callers.load(Relaxed) == 0
     }
 
-    /// Whether something is noted of this caller.
+    /// Whether something is noted of this caller, or being settled.
     pub(super) fn holds(&self, key: &Key) -> bool {
-        !self.is_empty() && self.shard(key).notes.contains_key(key)
+        if self.is_empty() && !self.settling.load(Relaxed) {
+            return false;
+        }
+        let shard = self.shard(key);
+        shard.notes.contains_key(key) || shard.settling.contains(key)
     }
 
     /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
@@ -108,11 +117,17 @@ impl Grants {
         *len = *len + lists[place].len() - before;
     }
 
-    /// Takes out all that is to be done, in its order, and how much was too much to note.
+    /// Takes out all that is to be done, in its order, and how much was too much to note. It is being settled from then on,
+    /// until it is [`settled`](Self::settled).
     pub(super) fn take(&self, now: i64) -> (Vec<Step>, u64) {
         let (mut steps, mut dropped) = (vec![], 0);
+        // Before the callers are counted off, or one of them would be held by nothing for a moment.
+        self.settling.store(true, Relaxed);
         for shard in &self.shards {
-            let Shard { notes, dropped: more, .. } = std::mem::take(&mut *lock(shard));
+            let mut shard = lock(shard);
+            let Shard { notes, dropped: more, .. } = std::mem::take(&mut *shard);
+            shard.settling = notes.keys().copied().collect();
+            drop(shard);
             self.callers.fetch_sub(notes.len(), Relaxed);
             dropped += more;
             for (key, lists) in notes {
@@ -121,6 +136,14 @@ impl Grants {
         }
         steps.sort_by_key(|step| step.order);
         (steps, dropped)
+    }
+
+    /// What was taken out has been done, or put back.
+    pub(super) fn settled(&self) {
+        for shard in &self.shards {
+            lock(shard).settling = HashSet::default();
+        }
+        self.settling.store(false, Relaxed);
     }
 
     fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {

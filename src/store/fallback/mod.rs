@@ -91,11 +91,10 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// Sets how many failures in a row open the breaker. Defaults to 3.
     ///
-    /// Calls count, not checks. The checks that failed in one call of the primary store are one failure, such as all that
-    /// were on a connection that broke. What ran out of the deadline, or found the queue full, is one failure with all
-    /// that was made within the same millisecond. An error of one check alone is none, such as a permission that Redis
-    /// lacks for its strategy. That the server is a [node of a cluster](crate::ErrorKind::Cluster) opens the breaker at
-    /// once.
+    /// Calls count, not checks: the checks that fail with the first one are one failure, such as all that were on a
+    /// connection that broke, and from then on those count that are sent one at a time. An error of one check alone is none,
+    /// such as a permission that Redis lacks for its strategy, and a full queue is none. That the server is a
+    /// [node of a cluster](crate::ErrorKind::Cluster) opens the breaker at once.
     ///
     /// From the first failure until the next answer, one check at a time is sent to the primary store, and the fallback
     /// answers the others. So if it has fallen silent, only those that were under way then wait for the deadline, and as

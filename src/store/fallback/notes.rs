@@ -12,10 +12,9 @@ use crate::limit::{Check, Key, Mode, Policies, State};
 #[derive(Debug)]
 pub(super) struct Notes {
     policies: Policies,
-    /// What was done under an id: once each, in the order of asking.
-    ids: IndexMap<Key, Once>,
-    /// How many of these come before what is given back; the others after it.
-    before: usize,
+    /// What was done under an id, once each: before what is given back, and after it.
+    before: IndexMap<Key, Once>,
+    after: IndexMap<Key, Once>,
     back: Amount,
     /// What is to be charged, as each whole policy would count it alone: so it lapses as it would there.
     charge: SmallVec<[State; 1]>,
@@ -69,7 +68,7 @@ impl Step {
 impl Notes {
     pub(super) fn new(policies: Policies) -> Self {
         let charge = policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
-        Self { policies, ids: IndexMap::new(), before: 0, back: Amount::default(), charge }
+        Self { policies, before: IndexMap::new(), after: IndexMap::new(), back: Amount::default(), charge }
     }
 
     /// Whether it is of the same counts.
@@ -78,12 +77,12 @@ impl Notes {
     }
 
     pub(super) fn has_id(&self, id: &Key) -> bool {
-        self.ids.contains_key(id)
+        self.before.contains_key(id) || self.after.contains_key(id)
     }
 
     /// How much room it takes.
     pub(super) fn len(&self) -> usize {
-        1 + self.ids.len()
+        1 + self.before.len() + self.after.len()
     }
 
     /// Notes what was done now. What was charged without an id counts for as long as its policies say, and anything else
@@ -94,7 +93,7 @@ impl Notes {
             if self.has_id(&id) {
                 return;
             }
-            self.ids.insert(id, Once { mode, amount });
+            self.after.insert(id, Once { mode, amount });
         }
         match (mode, id) {
             (Mode::Reset, _) => self.give_back(Amount { cost: ALL, expires_at }, now),
@@ -110,8 +109,7 @@ impl Notes {
         match (mode, id) {
             (_, Some(id)) => {
                 if !self.has_id(&id) {
-                    self.ids.shift_insert(0, id, Once { mode, amount });
-                    self.before += 1;
+                    self.before.insert(id, Once { mode, amount });
                 }
             }
             (Mode::Reset, None) => self.back = Amount { cost: ALL, ..amount },
@@ -140,7 +138,7 @@ impl Notes {
         let of_charge = self.count(Mode::GiveBack, cost, now);
         if cost > of_charge {
             self.back.add(Amount { cost: if cost == ALL { ALL } else { cost - of_charge }, expires_at });
-            self.before = self.ids.len();
+            self.before.append(&mut self.after);
         }
     }
 
@@ -163,17 +161,16 @@ impl Notes {
     /// What is to be done, but for what no longer counts.
     pub(super) fn into_steps(self, key: Key, now: i64) -> Vec<Step> {
         let counts: Vec<u64> = self.counts(&self.charge, now).collect();
-        let Self { policies, ids, before, back, charge } = self;
+        let Self { policies, before, after, back, charge } = self;
         let step = |id, mode, Amount { cost, expires_at }, order| {
             let policies = policies.clone();
             Step { key, policies, id, mode, cost, expires_at, charge: SmallVec::new(), order }
         };
         let mut steps = vec![];
-        for (i, (id, Once { mode, amount })) in ids.into_iter().enumerate() {
+        for (ids, order) in [(before, 0), (after, 2)] {
             // A reset is in what is given back.
-            if mode != Mode::Reset && amount.expires_at > now {
-                steps.push(step(Some(id), mode, amount, if i < before { 0 } else { 2 }));
-            }
+            let counting = ids.into_iter().filter(|(_, once)| once.mode != Mode::Reset && once.amount.expires_at > now);
+            steps.extend(counting.map(|(id, Once { mode, amount })| step(Some(id), mode, amount, order)));
         }
         if back.cost > 0 && back.expires_at > now {
             let mode = if back.cost == ALL { Mode::Reset } else { Mode::GiveBack };

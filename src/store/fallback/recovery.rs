@@ -9,12 +9,12 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout};
 
-use super::breaker::Breaker;
+use super::breaker::{Breaker, Pass};
 use super::settlement::Sums;
 use super::shared::Shared;
 use crate::limit::Check;
-use crate::store::Store;
 use crate::store::seed::RandomState;
+use crate::store::{Error, ErrorKind, Store};
 
 impl<P: Store, F: Store> Shared<P, F> {
     /// Starts the task that looks after the primary store, unless it runs.
@@ -32,9 +32,10 @@ impl<P: Store, F: Store> Shared<P, F> {
         !self.breaker.is_sound() || !self.grants.is_empty()
     }
 
-    /// Whether the primary store decides a check.
-    async fn answers(&self) -> bool {
-        matches!(timeout(self.settings.deadline, self.primary.check(Check::probe())).await, Ok(Ok(_)))
+    /// Has the primary store decide a check.
+    async fn ping(&self) -> Result<(), Error> {
+        let answer = timeout(self.settings.deadline, self.primary.check(Check::probe())).await;
+        answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout))).map(drop)
     }
 
     /// How long after the primary store has come back the last of the other instances may find that out and settle;
@@ -48,7 +49,8 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// With the breaker closed: ends a doubt that no request has, and settles what was granted in spite of it.
     async fn tend(self: &Arc<Self>) -> bool {
         if !self.breaker.is_sound() {
-            if !self.answers().await {
+            if let Err(error) = self.ping().await {
+                self.count(&error, Pass::Trial);
                 return false;
             }
             self.breaker.succeeded();
@@ -111,7 +113,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
 
     /// With the breaker open: tries to close it.
     async fn recover(&self, mut shared: Arc<Shared<P, F>>) -> bool {
-        if !shared.answers().await {
+        if shared.ping().await.is_err() {
             return false;
         }
         let mut sums = Sums::default();
@@ -121,7 +123,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
             sleep(others).await;
             let Some(again) = self.shared.upgrade() else { return false };
             shared = again;
-            whole = shared.answers().await;
+            whole = shared.ping().await.is_ok();
         }
         let recovered = whole && shared.close(&mut sums).await;
         shared.tell(sums);

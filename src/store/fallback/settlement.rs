@@ -81,8 +81,6 @@ struct Round<'a, P: Store, F: Store> {
 
 impl<'a, P: Store, F: Store> Round<'a, P, F> {
     fn new(shared: &'a Shared<P, F>, sums: &'a mut Sums) -> Self {
-        // First, so that no answer is followed once the notes are taken out.
-        shared.epoch.turn();
         let (left, unnoted) = shared.grants.take(shared.clock.micros());
         sums.dropped += unnoted;
         Self { shared, sums, left: left.into(), back: vec![], failed: false }
@@ -113,6 +111,8 @@ impl<P: Store, F: Store> Drop for Round<'_, P, F> {
         for step in self.back.drain(..).chain(self.left.drain(..)).rev() {
             self.shared.grants.put_back(step, now);
         }
-        self.shared.epoch.turn();
+        // First the epoch: what was asked before must not be followed once these callers are again.
+        self.shared.epoch.end();
+        self.shared.grants.settled();
     }
 }

@@ -1,6 +1,7 @@
 use std::num::NonZeroU32;
 use std::sync::Mutex;
 
+use super::breaker::Breaker;
 use crate::limit::{Check, Decision, Followed, Outcome, Policies, State, Verdict};
 use crate::store::{Instances, lock};
 
@@ -77,7 +78,10 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
             _ => State::resume(policy.strategy(), policy.terms(), now, followed),
         };
         let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
-        // There may be room in the whole that is not this instance's to grant.
-        peek.decide(std::slice::from_mut(&mut state), now).first.wait.max(1)
+        match peek.decide(std::slice::from_mut(&mut state), now).first.wait {
+            // There is room in the whole, which is not this instance's to grant: until the next probe, perhaps.
+            0 => Breaker::LONGEST_DELAY.as_micros() as i64,
+            wait => wait,
+        }
     })
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::time::Instant;
 
 use super::Settings;
-use super::breaker::{Breaker, Failure, Pass};
+use super::breaker::{Breaker, Pass};
 use super::grants::Grants;
 use super::share::{self, Parts};
 use crate::limit::{Check, Decision, Mode, Source};
@@ -77,7 +77,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             Ok(answer) => {
                 match &answer {
                     Ok(decision) => self.succeeded(check, decision, asked),
-                    Err(error) => self.failed(error, asked, instant()),
+                    Err(error) => self.failed(error, asked),
                 }
                 Reply::Answer(answer)
             }
@@ -112,31 +112,23 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
-    /// The primary store could not decide a check that was asked at this time.
-    pub(super) fn failed(self: &Arc<Self>, error: &Error, asked: Asked, at: Instant) {
-        match error.kind() {
-            ErrorKind::QueueFull => self.count(error, asked, Failure::Check(self.clock.micros_at(at))),
-            ErrorKind::Cluster => self.count(error, asked, Failure::Lasting),
-            _ => self.count(error, asked, Failure::Call(error.call())),
-        }
-    }
-
-    /// The primary store has not answered a check by its deadline.
-    pub(super) fn expired(self: &Arc<Self>, asked: Asked, at: Instant) {
-        let error = Error::new(ErrorKind::Timeout);
-        self.count(&error, asked, Failure::Check(self.clock.micros_at(at)));
-    }
-
-    fn count(self: &Arc<Self>, error: &Error, asked: Asked, failure: Failure) {
+    /// The primary store could not decide a check, or has not by its deadline.
+    pub(super) fn failed(self: &Arc<Self>, error: &Error, asked: Asked) {
         self.observer().failed(error);
-        if error.is_of_check() {
+        // A full queue is of our own making: what waits in it tells whether the primary store answers.
+        if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.pass);
         }
-        if self.breaker.failed(failure, asked.pass, self.clock.micros()) {
+        self.count(error, asked.pass);
+        self.attend();
+    }
+
+    /// Counts a failure.
+    pub(super) fn count(&self, error: &Error, pass: Pass) {
+        if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
             self.epoch.end();
             self.observer().degraded(error);
         }
-        self.attend();
     }
 
     /// The fallback has answered. If the check was `sent` to the primary store too, that may have charged it: it is told
@@ -159,8 +151,7 @@ impl<P: Store, F: Store> Shared<P, F> {
 /// Tells answers that the fallback may go on from: those of checks that were asked in the present epoch. What was
 /// granted locally before it is in none of the others.
 ///
-/// An epoch ends when the breaker opens, and with every settlement. While one is under way there is none: the number is
-/// odd.
+/// An epoch ends when the breaker opens, and with every settlement.
 #[derive(Debug, Default)]
 pub(super) struct Epoch(AtomicU64);
 
@@ -170,15 +161,10 @@ impl Epoch {
     }
 
     fn is_still(&self, epoch: u64) -> bool {
-        epoch.is_multiple_of(2) && epoch == self.now()
+        epoch == self.now()
     }
 
-    fn end(&self) {
-        self.0.fetch_add(2, Ordering::Release);
-    }
-
-    /// A settlement begins, or has ended.
-    pub(super) fn turn(&self) {
+    pub(super) fn end(&self) {
         self.0.fetch_add(1, Ordering::Release);
     }
 }

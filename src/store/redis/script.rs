@@ -184,17 +184,12 @@ impl Batch {
             next.push(end);
             end += 4 * self.plans[entry.plan].policies.len() * entry.times as usize;
         }
-        // Of the first check that failed: the others failed in the same call.
-        let mut call = None;
         match reply {
             Value::Array(values) if values.len() == end => Ok(self.checks.iter().map(move |entry| {
                 let length = 4 * self.plans[self.entries[*entry].plan].policies.len();
                 let from = next[*entry];
                 next[*entry] += length;
-                verdicts(&values[from..from + length]).map_err(|error| {
-                    let call = *call.get_or_insert(error.call());
-                    error.of_call(call)
-                })
+                verdicts(&values[from..from + length])
             })),
             _ => Err(Error::new(ErrorKind::Protocol)),
         }
@@ -256,6 +251,7 @@ fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
     match problem {
         0.. => Ok(Verdicts { granted, first, others }),
         REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
+        NO_WRITES => Err(Error::new(ErrorKind::Refused)),
         OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
         READ_ONLY => Err(Error::new(ErrorKind::ReadOnly)),
         NO_PERMISSION => Err(Error::new(ErrorKind::Permission).of_check()),
@@ -273,6 +269,7 @@ const REFUSED: i64 = -1;
 const OUT_OF_MEMORY: i64 = -2;
 const READ_ONLY: i64 = -3;
 const NO_PERMISSION: i64 = -4;
+const NO_WRITES: i64 = -5;
 
 #[cfg(test)]
 mod tests {
@@ -391,7 +388,8 @@ mod tests {
             (-2, ErrorKind::OutOfMemory),
             (-3, ErrorKind::ReadOnly),
             (-4, ErrorKind::Permission),
-            (-5, ErrorKind::Protocol),
+            (-5, ErrorKind::Refused),
+            (-6, ErrorKind::Protocol),
             (i64::MIN, ErrorKind::Protocol),
         ] {
             assert_eq!(read(ints(&[code, 0, 0, 0])).unwrap_err().kind(), kind);

@@ -33,9 +33,7 @@ async fn a_late_answer_does_not_wipe_what_was_granted_locally() {
             late.push(spawn(&policies));
             sleep(Duration::from_millis(1)).await;
         }
-        while !store.is_degraded() {
-            sleep(Duration::from_millis(1)).await;
-        }
+        open(&store, &primary).await;
         primary.set(Manner::Silent);
         let mut granted = 0;
         for _ in 0..40 {
@@ -120,9 +118,9 @@ async fn what_fits_the_whole_but_not_a_part_is_denied_for_as_long_as_by_the_whol
         // What a window or a log lets go, and when, is not known from outside.
         let exact = if strategy.is_steady() { Duration::from_millis(20) } else { Duration::from_secs(100) };
         assert!(wait.abs_diff(alone) <= exact, "{strategy:?}: {wait:?} instead of {alone:?}");
-        // There is room in the whole, and that is another's to give.
+        // There is room in the whole, and that is another's to give, until the next probe perhaps.
         let fresh = store.check(Check::peek(Key::new("bob"), &policies, 50)).await.unwrap();
-        assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_micros(1) }, "{strategy:?}");
+        assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_millis(500) }, "{strategy:?}");
         assert_eq!(take(101).await.unwrap().outcome(), Outcome::NeverFits, "{strategy:?}");
         assert!(store.check(Check::take(Key::new("bob"), &policies, 25)).await.unwrap().is_allowed());
     }
