@@ -127,7 +127,8 @@ impl ErrorKind {
             Self::Unreachable => "Redis cannot be reached: check the URL, and that the server runs",
             Self::Tls => {
                 "no TLS connection to Redis can be made: check that the URL's port speaks TLS, and that this machine \
-                 trusts the server's certificate for the URL's host"
+                 trusts the server's certificate for the URL's host; a Redis that asks for client certificates needs \
+                 `tls-auth-clients no`"
             }
             Self::Timeout => "Redis did not answer in time: check its load and the network, or allow more time",
             Self::Authentication => {

@@ -36,6 +36,8 @@ pub enum Fault {
     Full,
     /// `maxmemory` reached, and nothing may be evicted.
     OutOfMemory,
+    /// Fewer replicas than it must have to take writes.
+    NoReplicas,
     /// A read-only replica.
     Replica,
     /// Again and again.
@@ -96,6 +98,7 @@ impl Fault {
             Self::Path(Mode::Delay(delay)) if delay < DEADLINE => return None,
             Self::Frozen | Self::Path(_) => ErrorKind::Timeout,
             Self::OutOfMemory => ErrorKind::OutOfMemory,
+            Self::NoReplicas => ErrorKind::Refused,
             Self::Replica => ErrorKind::ReadOnly,
             Self::Forbidden => ErrorKind::Permission,
             Self::Full | Self::Password => ErrorKind::Unreachable,
@@ -149,6 +152,7 @@ macro_rules! rows {
             loading: "loading its data" => Fault::Path(Mode::Answer(b"-LOADING Redis is loading the dataset in memory\r\n"));
             too_many_clients: "`maxclients` reached" => Fault::Full;
             out_of_memory: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
+            too_few_replicas: "`min-replicas-to-write` not met" => Fault::NoReplicas;
             read_only_replica: "a read-only replica" => Fault::Replica;
             script_flushed: "`SCRIPT FLUSH`, every 50 ms" => Fault::ScriptFlush;
             flushed: "`FLUSHALL`" => Fault::FlushAll;
@@ -219,6 +223,7 @@ impl Scene {
                 self.command("CLIENT KILL TYPE normal").await;
             }
             Fault::OutOfMemory => self.command("CONFIG SET maxmemory 1").await,
+            Fault::NoReplicas => self.command("CONFIG SET min-replicas-to-write 1").await,
             Fault::Replica => self.command(&format!("REPLICAOF 127.0.0.1 {}", free_port())).await,
             Fault::ScriptFlush => self.command("SCRIPT FLUSH").await,
             Fault::FlushAll => self.command("FLUSHALL").await,
@@ -238,6 +243,7 @@ impl Scene {
             Fault::Path(_) | Fault::StartDown => self.proxy.set(Mode::Pass),
             Fault::Full => self.command("CONFIG SET maxclients 1000").await,
             Fault::OutOfMemory => self.command("CONFIG SET maxmemory 0").await,
+            Fault::NoReplicas => self.command("CONFIG SET min-replicas-to-write 0").await,
             Fault::Replica => self.command("REPLICAOF NO ONE").await,
             Fault::Password => {
                 // Not by `command`, which would drop the empty word.
