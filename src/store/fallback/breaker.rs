@@ -5,7 +5,7 @@
 //! | state | until | who is let through |
 //! |---|---|---|
 //! | sound | a check fails | every check |
-//! | doubtful | an answer comes, or `threshold` failures count | one check at a time, as a trial |
+//! | doubtful | a trial is answered, or `threshold` failures count | one check at a time, as a trial |
 //! | open | [`close`](Breaker::close) | nobody |
 //!
 //! A failure counts if its check was asked when the one before was known: the one that begins a doubt, and then those of
@@ -89,9 +89,10 @@ impl Breaker {
         Some(Pass::Trial)
     }
 
-    /// The primary store has answered.
-    pub(super) fn succeeded(&self) {
-        if self.state.load(Ordering::Acquire) == DOUBTFUL {
+    /// The primary store has answered. In doubt only a trial tells how it is: what was under way before may have been
+    /// answered before the failure.
+    pub(super) fn succeeded(&self, pass: Pass) {
+        if pass == Pass::Trial && self.state.load(Ordering::Acquire) == DOUBTFUL {
             let mut row = lock(&self.row);
             if row.opened_at.is_none() {
                 self.set(&mut row, Row::default());
@@ -171,7 +172,7 @@ mod tests {
         let breaker = Breaker::new(4);
         for _ in 0..10 {
             assert_eq!(fail(&breaker), [false; 3]);
-            breaker.succeeded();
+            breaker.succeeded(Pass::Trial);
             assert!(breaker.is_sound());
         }
     }
@@ -206,8 +207,9 @@ mod tests {
         breaker.failed(Pass::Trial, false, 120);
         assert_eq!([admit(120), admit(120)], [Some(Pass::Trial), None]);
         breaker.learned_nothing(Pass::Trial);
+        breaker.succeeded(Pass::Free);
         assert_eq!(admit(130), Some(Pass::Trial));
-        breaker.succeeded();
+        breaker.succeeded(Pass::Trial);
         assert_eq!([admit(140), admit(140)], [Some(Pass::Free); 2]);
     }
 

@@ -53,7 +53,7 @@ impl<P: Store, F: Store> Shared<P, F> {
                 self.count(&error, Pass::Trial);
                 return false;
             }
-            self.breaker.succeeded();
+            self.breaker.succeeded(Pass::Trial);
         }
         let mut sums = Sums::default();
         let whole = self.settle(&mut sums).await;

@@ -102,7 +102,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             // What was remembered says nothing of the store now.
             return self.breaker.learned_nothing(asked.pass);
         }
-        self.breaker.succeeded();
+        self.breaker.succeeded(asked.pass);
         if !self.grants.is_empty() {
             self.attend();
         }
