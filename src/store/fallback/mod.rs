@@ -96,8 +96,8 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// such as a permission that Redis lacks for its strategy, and a full queue is none. That the server is a
     /// [node of a cluster](crate::ErrorKind::Cluster) opens the breaker at once.
     ///
-    /// From the first failure until the next answer, one check at a time is sent to the primary store, and the fallback
-    /// answers the others. So if it has fallen silent, only those that were under way then wait for the deadline, and as
+    /// From the first failure until one of them is answered, one check at a time is sent to the primary store, and the
+    /// fallback answers the others. So if it has fallen silent, only those that were under way then wait for the deadline, and as
     /// many as this number after them.
     #[must_use]
     pub fn failures(self, failures: NonZeroU32) -> Self {

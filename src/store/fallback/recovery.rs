@@ -12,7 +12,7 @@ use tokio::time::{sleep, timeout};
 use super::breaker::{Breaker, Pass};
 use super::settlement::Sums;
 use super::shared::Shared;
-use crate::limit::Check;
+use crate::limit::{Check, Decision};
 use crate::store::seed::RandomState;
 use crate::store::{Error, ErrorKind, Store};
 
@@ -32,10 +32,15 @@ impl<P: Store, F: Store> Shared<P, F> {
         !self.breaker.is_sound() || !self.grants.is_empty()
     }
 
+    /// What the primary store decides on a check of ours, by the deadline.
+    pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, Error> {
+        let answer = timeout(self.settings.deadline, self.primary.check(check)).await;
+        answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout)))
+    }
+
     /// Has the primary store decide a check.
     async fn ping(&self) -> Result<(), Error> {
-        let answer = timeout(self.settings.deadline, self.primary.check(Check::probe())).await;
-        answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout))).map(drop)
+        self.asked_in_time(Check::probe()).await.map(drop)
     }
 
     /// How long after the primary store has come back the last of the other instances may find that out and settle;

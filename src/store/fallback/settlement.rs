@@ -4,12 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use tokio::task::{JoinError, JoinSet};
-use tokio::time::timeout;
 
 use super::notes::Step;
 use super::shared::Shared;
 use crate::limit::Mode;
-use crate::store::{Error, ErrorKind, Store};
+use crate::store::{Error, Store};
 
 /// How many steps are under way at once, so that live traffic is not held up.
 const AT_ONCE: usize = 64;
@@ -55,8 +54,7 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     /// Does one step. How much was charged.
     async fn send(&self, step: &Step) -> Result<u64, Error> {
-        let answer = timeout(self.settings.deadline, self.primary.check(step.check())).await;
-        let decision = answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout)))?;
+        let decision = self.asked_in_time(step.check()).await?;
         Ok(if step.mode == Mode::Charge { decision.granted().into() } else { 0 })
     }
 
