@@ -17,8 +17,8 @@ pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use store::TracingObserver;
 pub use store::{
-    Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, Observer, RedisFuture, RedisStore,
-    RedisStoreBuilder, Share, Store,
+    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, Observer, RedisFuture,
+    RedisStore, RedisStoreBuilder, Share, Store,
 };
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.

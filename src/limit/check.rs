@@ -1,5 +1,5 @@
 use super::decision::{Source, Verdict, Verdicts};
-use super::strategy::{Loaded, State, Terms, Twin};
+use super::strategy::{Loaded, Params, State, Twin};
 use super::{Decision, Key, Policies, Policy};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
@@ -91,7 +91,7 @@ impl Check {
     /// Ids must not be of the caller's choice, or it would have one charge for all its requests. A
     /// [`LocalStore`](crate::LocalStore) holds as many ids as keys, and forgets the oldest of a few beyond that.
     #[must_use]
-    pub fn id(mut self, id: impl AsRef<[u8]>) -> Self {
+    pub fn with_id(mut self, id: impl AsRef<[u8]>) -> Self {
         self.id = Some(Box::new(Key::new(id)));
         self
     }
@@ -135,15 +135,15 @@ impl Check {
     /// States change only if something is charged, given back or forgotten, or if they are of a time to come.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), now };
-        if let ([state], [policy]) = (&mut *states, &*self.policies) {
-            let (first, granted) = state.decide(policy.terms(), &ask, i64::MAX);
+        if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
+            let (first, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts { granted, first, others: Box::default() };
         }
-        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.terms(), &ask));
-        let most = looks.map(|look| look.grants).min().unwrap_or(0);
+        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), &ask));
+        let max = looks.map(|look| look.grants).min().unwrap_or(0);
         let mut granted = 0;
         let mut verdicts = states.iter_mut().zip(self.policies.iter()).map(|(state, policy)| {
-            let (verdict, grants) = state.decide(policy.terms(), &ask, most);
+            let (verdict, grants) = state.decide(policy.params(), &ask, max);
             granted = granted.max(grants);
             verdict
         });
@@ -179,43 +179,43 @@ pub(crate) struct Look {
 }
 
 impl Ask {
-    pub(super) fn look<T: Twin>(&self, state: &T, terms: &Terms) -> Look {
+    pub(super) fn look<T: Twin>(&self, state: &T, params: &Params) -> Look {
         let &Self { mode, cost, now } = self;
-        let (loaded, dirty) = state.load(terms, now);
-        let room = T::room(terms, now, loaded);
-        let needs = mode.needs(cost, terms.capacity);
-        let grants = if room >= needs { mode.grants(cost, room, terms.capacity) } else { 0 };
+        let (loaded, dirty) = state.load(params, now);
+        let room = T::room(params, now, loaded);
+        let needs = mode.needs(cost, params.capacity);
+        let grants = if room >= needs { mode.grants(cost, room, params.capacity) } else { 0 };
         Look { loaded, dirty, room, needs, grants }
     }
 
-    /// Charges a state with what its policy grants, and tells how much that is. It is no more than `most`, what every
+    /// Charges a state with what its policy grants, and tells how much that is. It is no more than `max`, what every
     /// other policy grants too, unless each gives back or forgets what it has.
-    pub(super) fn decide<T: Twin>(&self, state: &mut T, terms: &Terms, most: i64) -> (Verdict, i64) {
+    pub(super) fn decide<T: Twin>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
-        let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, terms);
+        let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, params);
         let wait = if room >= needs {
             0
-        } else if needs > terms.capacity {
+        } else if needs > params.capacity {
             Verdict::NEVER
         } else {
-            state.wait(terms, now, needs, loaded)
+            state.wait(params, now, needs, loaded)
         };
         let (granted, charged) = match mode {
             Mode::Reset => {
                 *state = T::default();
-                return (Verdict { remaining: terms.capacity, wait, reset: 0 }, grants);
+                return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
             }
             // Each what it has.
             Mode::GiveBack => (grants, -grants),
-            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(most), grants.min(most)),
+            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(max), grants.min(max)),
         };
         if granted > 0 {
-            loaded = state.charge(terms, now, charged, loaded);
-            room = T::room(terms, now, loaded);
+            loaded = state.charge(params, now, charged, loaded);
+            room = T::room(params, now, loaded);
         }
-        let reset = T::reset(terms, now, loaded);
+        let reset = T::reset_after(params, now, loaded);
         if granted > 0 || dirty && mode != Mode::Peek {
-            state.save(terms, now, charged, loaded);
+            state.save(params, now, charged, loaded);
         }
         (Verdict { remaining: room.max(0), wait, reset }, granted)
     }
@@ -224,7 +224,7 @@ impl Ask {
 impl Mode {
     /// Counts on the state of one policy, and tells how much.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        state.decide(policy.terms(), &Ask { mode: self, cost, now }, i64::MAX).1
+        state.decide(policy.params(), &Ask { mode: self, cost, now }, i64::MAX).1
     }
 
     /// The room that a policy must have to let the check pass.

@@ -121,7 +121,7 @@ impl Verdicts {
     pub(crate) fn within(&self, policies: &Policies) -> Self {
         let mut verdicts = self.clone();
         for (verdict, policy) in verdicts.iter_mut().zip(policies.iter()) {
-            verdict.remaining = verdict.remaining.min(policy.terms().capacity);
+            verdict.remaining = verdict.remaining.min(policy.params().capacity);
         }
         verdicts
     }
@@ -170,7 +170,7 @@ impl Decision {
     }
 
     /// The largest cost that the deciding policy ever lets pass at once: its burst.
-    pub fn limit(&self) -> u32 {
+    pub fn capacity(&self) -> u32 {
         self.policy().quota().capacity()
     }
 
@@ -197,6 +197,11 @@ impl Decision {
         &self.policies[self.decider]
     }
 
+    /// All policies of the check, in their order.
+    pub fn policies(&self) -> &Policies {
+        &self.policies
+    }
+
     /// Where it was decided.
     pub fn source(&self) -> Source {
         self.source
@@ -206,7 +211,7 @@ impl Decision {
     ///
     /// When one policy denies, those with room for the check are allowed here although nothing was charged.
     pub fn each(&self) -> impl ExactSizeIterator<Item = Decision> + '_ {
-        (0..self.policies.len()).map(|decider| Self { decider, ..self.clone() })
+        (0..self.policies.iter().len()).map(|decider| Self { decider, ..self.clone() })
     }
 
     /// The same as a denial: of one that would pass, for the shortest wait.

@@ -57,7 +57,7 @@ fn throttle(caller: &mut Caller, at: i64, quantity: u32) -> [i64; 5] {
     let seconds = |micros: i64| if micros < 0 { -1 } else { (micros as u64).div_ceil(S as u64) as i64 };
     [
         i64::from(!decision.is_allowed()),
-        decision.limit().into(),
+        decision.capacity().into(),
         decision.remaining().into(),
         seconds(retry(&decision)),
         seconds(micros(decision.reset_after())),
@@ -186,7 +186,8 @@ fn fixed_windows_of_the_clock_are_the_slots_of_redis_rate() {
         (3 * MINUTE + 50 * S, 1, 1, 10 * S, true),
     ] {
         let decision = caller.take(at, n);
-        let answer = (decision.limit() - decision.remaining(), micros(decision.reset_after()), decision.is_allowed());
+        let answer =
+            (decision.capacity() - decision.remaining(), micros(decision.reset_after()), decision.is_allowed());
         assert_eq!(answer, (count, delay, allow), "{n} at {at} us");
         if !allow {
             assert_eq!(retry(&decision), delay, "{n} at {at} us");

@@ -8,6 +8,7 @@ mod error;
 #[cfg(test)]
 mod golden;
 mod key;
+mod policies;
 mod policy;
 mod quota;
 mod strategy;
@@ -16,7 +17,8 @@ pub use check::{Check, Mode};
 pub use decision::{Decision, Outcome, Source};
 pub use error::ConfigError;
 pub use key::Key;
-pub use policy::{Policies, Policy};
+pub use policies::Policies;
+pub use policy::Policy;
 pub use quota::Quota;
 pub use strategy::{Align, Refill, Strategy};
 

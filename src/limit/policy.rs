@@ -1,10 +1,9 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroU32;
-use std::ops::Deref;
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 
-use super::strategy::Terms;
+use super::strategy::Params;
 use super::{ConfigError, Quota, Strategy};
 
 /// One limit by name: what is counted how.
@@ -31,7 +30,7 @@ struct Inner {
     quota: Quota,
     /// The quota as it is told to who is denied.
     quota_text: Box<str>,
-    terms: Terms,
+    params: Params,
     /// What follows the caller in a Redis key: `:name:strategy`.
     suffix: Box<str>,
     /// Tells one count from another in a process, as the suffix does in Redis.
@@ -53,16 +52,16 @@ impl Policy {
             return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
         }
         quota.check()?;
-        Ok(Self::with_terms(name, strategy, quota, Terms::new(strategy, quota)?))
+        Ok(Self::with_params(name, strategy, quota, Params::new(strategy, quota)?))
     }
 
-    fn with_terms(name: &str, strategy: Strategy, quota: Quota, terms: Terms) -> Self {
+    pub(super) fn with_params(name: &str, strategy: Strategy, quota: Quota, params: Params) -> Self {
         let suffix = format!(":{name}:{}", strategy.code()).into_boxed_str();
         let mut hasher = DefaultHasher::new();
         suffix.hash(&mut hasher);
         let id = hasher.finish();
         let quota_text = quota.to_string().into_boxed_str();
-        Self(Arc::new(Inner { name: name.into(), strategy, quota, quota_text, terms, suffix, id }))
+        Self(Arc::new(Inner { name: name.into(), strategy, quota, quota_text, params, suffix, id }))
     }
 
     /// The name.
@@ -96,8 +95,8 @@ impl Policy {
         &self.0.quota_text
     }
 
-    pub(crate) fn terms(&self) -> &Terms {
-        &self.0.terms
+    pub(crate) fn params(&self) -> &Params {
+        &self.0.params
     }
 
     pub(crate) fn key_suffix(&self) -> &str {
@@ -106,6 +105,11 @@ impl Policy {
 
     pub(crate) fn id(&self) -> u64 {
         self.0.id
+    }
+
+    /// Where it is in memory: that of its clones too.
+    pub(super) fn address(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
     }
 }
 
@@ -128,104 +132,6 @@ impl PartialEq for Policy {
 }
 
 impl Eq for Policy {}
-
-/// The policies of one check: one or more, with names of their own, decided all or nothing.
-///
-/// ```
-/// use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
-///
-/// let policies = Policies::new([
-///     Policy::new("burst", Strategy::Gcra, Quota::per_second(10))?,
-///     Policy::new("daily", Strategy::Gcra, Quota::per_day(10_000))?,
-/// ])?;
-/// assert_eq!(policies.len(), 2);
-/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Policies(Arc<[Policy]>);
-
-impl Policies {
-    /// The most policies that one check may have.
-    pub const MAX: usize = 16;
-
-    /// Several policies.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::NoPolicy`], [`ConfigError::TooManyPolicies`] and [`ConfigError::DuplicatePolicy`].
-    pub fn new(policies: impl IntoIterator<Item = Policy>) -> Result<Self, ConfigError> {
-        let policies: Arc<[Policy]> = policies.into_iter().collect();
-        if policies.is_empty() {
-            return Err(ConfigError::NoPolicy);
-        }
-        if policies.len() > Self::MAX {
-            return Err(ConfigError::TooManyPolicies(policies.len()));
-        }
-        for (i, policy) in policies.iter().enumerate() {
-            if policies[..i].iter().any(|other| other.name() == policy.name()) {
-                return Err(ConfigError::DuplicatePolicy(policy.name().to_owned()));
-            }
-        }
-        Ok(Self(policies))
-    }
-
-    /// The part of one of so many instances; see [`Policy::share`].
-    pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
-        Self(self.iter().map(|policy| policy.share(instances)).collect())
-    }
-
-    /// How long the longest period is, in microseconds.
-    pub(crate) fn longest_period(&self) -> i64 {
-        self.iter().map(|policy| policy.terms().period).max().unwrap_or(0)
-    }
-
-    /// The policies of [`Check::probe`](super::Check::probe): two, for a key in each of two slots of a cluster.
-    pub(crate) fn probe() -> Self {
-        const QUOTA: Quota = Quota::per_second(1_000_000);
-        static PROBE: LazyLock<Policies> = LazyLock::new(|| {
-            let terms = Terms::new(Strategy::Gcra, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
-            Policies(["one", "two"].map(|name| Policy::with_terms(name, Strategy::Gcra, QUOTA, terms)).into())
-        });
-        PROBE.clone()
-    }
-
-    /// Tells this list from others, by what it counts.
-    pub(crate) fn id(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.iter().for_each(|policy| policy.id().hash(&mut hasher));
-        hasher.finish()
-    }
-
-    /// Whether both count on the same keys.
-    pub(crate) fn count_alike(&self, other: &Self) -> bool {
-        self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
-    }
-
-    /// Whether both are of the same policies in memory: cheaper than comparing what they say.
-    pub(crate) fn is(&self, other: &Self) -> bool {
-        let same = |(one, other): (&Policy, &Policy)| Arc::ptr_eq(&one.0, &other.0);
-        Arc::ptr_eq(&self.0, &other.0) || (self.len() == other.len() && self.iter().zip(other.iter()).all(same))
-    }
-
-    /// A list of the same policies with a count of references of its own.
-    pub(crate) fn copy(&self) -> Self {
-        Self(self.iter().cloned().collect())
-    }
-}
-
-impl From<Policy> for Policies {
-    fn from(policy: Policy) -> Self {
-        Self(Arc::new([policy]))
-    }
-}
-
-impl Deref for Policies {
-    type Target = [Policy];
-
-    fn deref(&self) -> &[Policy] {
-        &self.0
-    }
-}
 
 #[cfg(test)]
 mod tests {
@@ -280,20 +186,5 @@ mod tests {
         let four_seconds = Quota::per(10, Duration::from_secs(4));
         assert_eq!(part(Strategy::Gcra, Quota::per_second(10).burst(20), 4), four_seconds.burst(5), "a rate is exact");
         assert_eq!(part(Strategy::Gcra, Quota::per_day(365), 1000).limit(), 1, "a period has its bound");
-    }
-
-    #[test]
-    fn lists_are_checked() {
-        let one = policy("one", Quota::per_second(1)).unwrap();
-        assert_eq!(Policies::new([]), Err(ConfigError::NoPolicy));
-        assert_eq!(Policies::new([one.clone(), one.clone()]), Err(ConfigError::DuplicatePolicy("one".to_owned())));
-        let many = (0..17).map(|i| policy(&i.to_string(), Quota::per_second(1)).unwrap());
-        assert_eq!(Policies::new(many), Err(ConfigError::TooManyPolicies(17)));
-        let list = Policies::from(one.clone());
-        assert_eq!(list.len(), 1);
-        assert!(
-            list.is(&list.copy())
-                && !list.is(&Policies::new([one, policy("two", Quota::per_second(1)).unwrap()]).unwrap())
-        );
     }
 }

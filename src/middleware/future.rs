@@ -11,7 +11,7 @@ use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
-use super::headers::{FieldsOf, retry_after};
+use super::headers::{self, retry_after};
 use super::layer::{Config, OnError, OnMissingKey};
 use super::{MissingKey, Reject, Rejection};
 use crate::limit::Decision;
@@ -64,7 +64,8 @@ struct Call<T, S, K, R, ReqBody> {
 /// What a response is given of the decision on its request.
 pub(super) struct Trace {
     decision: Decision,
-    fields: Option<FieldsOf>,
+    /// Whether it has the header fields.
+    fields: bool,
 }
 
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
@@ -177,13 +178,13 @@ impl<S, K, R> Config<S, K, R> {
             }
         }
         match decision {
-            Ok(decision) if decision.is_allowed() => Ok(Some(Trace { decision, fields: self.fields.clone() })),
+            Ok(decision) if decision.is_allowed() => Ok(Some(Trace { decision, fields: self.fields })),
             Ok(decision) => {
                 let mut response = self.reject.reject(Rejection::Denied(&decision));
                 if let Some(wait) = decision.retry_after() {
                     response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| retry_after(wait).into());
                 }
-                Trace { decision, fields: self.fields.clone() }.leave(&mut response);
+                Trace { decision, fields: self.fields }.leave(&mut response);
                 Err(response)
             }
             Err(error) => match self.on_error {
@@ -197,8 +198,8 @@ impl<S, K, R> Config<S, K, R> {
 impl Trace {
     /// Leaves the decision with the response, for whoever looks and whoever reads.
     fn leave<B>(self, response: &mut Response<B>) {
-        if let Some(fields) = self.fields {
-            fields.append(response.headers_mut(), &self.decision);
+        if self.fields {
+            headers::append(response.headers_mut(), &self.decision);
         }
         // With layers in layers, the innermost tells why the response is what it is.
         if response.extensions().get::<Decision>().is_none() {

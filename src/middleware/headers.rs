@@ -13,14 +13,20 @@ use crate::limit::{Decision, Policies, Policy, Verdict};
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
-/// The fields of a list of policies, with what does not change from request to request made ready.
-#[derive(Debug, Clone)]
-pub(super) struct FieldsOf {
-    policy: HeaderValue,
+/// Adds the fields of a decision. Both are lists: what a layer or a server further in has told stays.
+pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
+    // It does not change from request to request.
+    if let Some(PolicyField(value)) = decision.policies().derived(PolicyField::new) {
+        headers.append(RATE_LIMIT_POLICY, value.clone());
+    }
+    headers.append(RATE_LIMIT, rate_limit(decision));
 }
 
-impl FieldsOf {
-    pub(super) fn new(policies: &Policies) -> Self {
+/// The value of `RateLimit-Policy`.
+struct PolicyField(HeaderValue);
+
+impl PolicyField {
+    fn new(policies: &Policies) -> Self {
         let mut text = String::new();
         for policy in policies.iter() {
             let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.quota());
@@ -28,18 +34,7 @@ impl FieldsOf {
             let window = seconds(quota.period().as_micros() as u64);
             let _ = write!(text, "{separator}\"{}\";q={};w={window}", policy.name(), quota.limit());
         }
-        Self { policy: value(text.as_bytes()) }
-    }
-
-    /// The same with memory of its own, which a clone shares.
-    pub(super) fn copy(&self) -> Self {
-        Self { policy: value(self.policy.as_bytes()) }
-    }
-
-    /// Both fields are lists: what a layer or a server further in has told stays.
-    pub(super) fn append(self, headers: &mut HeaderMap, decision: &Decision) {
-        headers.append(RATE_LIMIT_POLICY, self.policy);
-        headers.append(RATE_LIMIT, rate_limit(decision));
+        Self(value(text.as_bytes()))
     }
 }
 
@@ -112,7 +107,7 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
 
 /// The time for which the quota would make so much last, in microseconds.
 fn lasts(policy: &Policy, cost: u64) -> u64 {
-    let (period, limit) = (policy.terms().period.unsigned_abs(), u64::from(policy.quota().limit().max(1)));
+    let (period, limit) = (policy.params().period.unsigned_abs(), u64::from(policy.quota().limit().max(1)));
     match period.checked_mul(cost) {
         Some(product) => product.div_ceil(limit),
         // No policy grants a cost above 2^32, which lasts for less than 2^64.
@@ -173,7 +168,7 @@ mod tests {
         let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.strategy())).collect();
         let check = Check::take(Key::GLOBAL, &policies, 1);
         let verdicts = check.decide(&mut states, 0);
-        FieldsOf::new(&policies).append(&mut headers, &check.answer(verdicts, Source::Local));
+        append(&mut headers, &check.answer(verdicts, Source::Local));
         assert_eq!(headers["ratelimit-policy"], "\"burst\";q=5;w=1, \"daily\";q=86400;w=86400");
     }
 

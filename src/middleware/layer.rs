@@ -5,7 +5,6 @@ use http::request::Parts;
 use tower_layer::Layer;
 
 use super::copies::Copies;
-use super::headers::FieldsOf;
 use super::{HttpReject, RateLimit};
 use crate::limit::Policies;
 use crate::store::{Observer, Observers};
@@ -26,7 +25,8 @@ pub(super) struct Config<S, K, R> {
     pub(super) cost: Option<Cost>,
     pub(super) on_error: OnError,
     pub(super) on_missing_key: OnMissingKey,
-    pub(super) fields: Option<FieldsOf>,
+    /// Whether responses have the header fields.
+    pub(super) fields: bool,
     pub(super) observer: Option<Observers>,
 }
 
@@ -57,16 +57,15 @@ impl<S: Clone, K> RateLimitLayer<S, K> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under one policy or several
     /// [`Policies`]. The store is cloned, once for each processor.
     pub fn new(store: S, extractor: K, policies: impl Into<Policies>) -> Self {
-        let policies = policies.into();
         Self::with(Config {
             store,
             extractor: Arc::new(extractor),
-            fields: Some(FieldsOf::new(&policies)),
-            policies,
+            policies: policies.into(),
             reject: Arc::new(HttpReject),
             cost: None,
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
+            fields: true,
             observer: None,
         })
     }
@@ -115,7 +114,7 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     /// Sets whether responses carry the `RateLimit` and `RateLimit-Policy` fields. Defaults to `true`.
     #[must_use]
     pub fn headers(self, headers: bool) -> Self {
-        self.change(|config| config.fields = headers.then(|| FieldsOf::new(&config.policies)))
+        self.change(|config| config.fields = headers)
     }
 
     /// Sets who is told of every decision, and of what no store could decide. Defaults to nobody.
@@ -155,7 +154,7 @@ impl<S: Clone, K, R> Config<S, K, R> {
             cost: cost.clone(),
             on_error: *on_error,
             on_missing_key: *on_missing_key,
-            fields: fields.as_ref().map(FieldsOf::copy),
+            fields: *fields,
             observer: observer.clone(),
         }
     }

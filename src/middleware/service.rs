@@ -10,7 +10,7 @@ use super::copies::Copies;
 use super::layer::Config;
 use super::{KeyExtractor, Reject, Rejection, ResponseFuture};
 use crate::limit::Check;
-use crate::store::Store;
+use crate::store::{Answer, Store};
 
 /// The service that [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, and then calls the inner one.
 pub struct RateLimit<T, S, K, R> {
@@ -49,17 +49,17 @@ where
         };
         let cost = config.cost.as_ref().map_or(1, |cost| cost(&parts));
         let since = config.now();
-        match config.store.try_check(Check::take(key, &config.policies, cost)) {
-            Ok(decision) => match config.admit(decision, since) {
+        match config.store.check(Check::take(key, &config.policies, cost)) {
+            Answer::Ready { answer } => match config.admit(answer, since) {
                 Ok(trace) => ResponseFuture::calling(&mut self.inner, parts, body, trace),
                 Err(response) => {
                     drop(self.take_ready());
                     ResponseFuture::rejected(response)
                 }
             },
-            Err(decision) => {
+            Answer::Pending { future } => {
                 let config = Arc::clone(config);
-                ResponseFuture::deciding(config, decision, self.take_ready(), parts, body, since)
+                ResponseFuture::deciding(config, future, self.take_ready(), parts, body, since)
             }
         }
     }

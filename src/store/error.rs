@@ -59,7 +59,7 @@ impl Error {
     }
 
     /// An error of this kind with its cause.
-    pub fn caused(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
+    pub fn with_source(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
     }
 
@@ -184,7 +184,7 @@ impl fmt::Debug for Error {
 
 impl From<ConfigError> for Error {
     fn from(error: ConfigError) -> Self {
-        Self::caused(ErrorKind::Configuration, error)
+        Self::with_source(ErrorKind::Configuration, error)
     }
 }
 
@@ -244,7 +244,7 @@ mod tests {
             assert!(what > 10 && advice > 10, "{alone}");
             assert!(format!("{alone:?}").contains(&alone.to_string()), "{alone:?}");
 
-            let caused = Error::caused(kind, std::io::Error::other("a leaf on the line"));
+            let caused = Error::with_source(kind, std::io::Error::other("a leaf on the line"));
             let mut text = caused.to_string();
             let mut source = caused.source();
             while let Some(cause) = source {

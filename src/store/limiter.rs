@@ -8,7 +8,7 @@ use tokio::sync::{Mutex as Turn, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::clock::instant;
-use super::{Error, ErrorKind, Store, lock};
+use super::{Answer, Error, ErrorKind, Store, lock};
 use crate::limit::{Check, Decision, Key, Outcome, Policies};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
@@ -53,32 +53,32 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
-    pub fn take(&self, key: Key, cost: u32) -> S::Future {
+    pub fn take(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::take(key, &self.policies, cost))
     }
 
     /// Takes as much of `cost` as there is room for. See [`Check::up_to`].
-    pub fn up_to(&self, key: Key, cost: u32) -> S::Future {
+    pub fn up_to(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::up_to(key, &self.policies, cost))
     }
 
     /// Tells whether `cost` would pass. See [`Check::peek`].
-    pub fn peek(&self, key: Key, cost: u32) -> S::Future {
+    pub fn peek(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::peek(key, &self.policies, cost))
     }
 
     /// Charges `cost` without asking. See [`Check::charge`].
-    pub fn charge(&self, key: Key, cost: u32) -> S::Future {
+    pub fn charge(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::charge(key, &self.policies, cost))
     }
 
     /// Gives `cost` back. See [`Check::give_back`].
-    pub fn give_back(&self, key: Key, cost: u32) -> S::Future {
+    pub fn give_back(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::give_back(key, &self.policies, cost))
     }
 
     /// Forgets all that the caller was charged. See [`Check::reset`].
-    pub fn reset(&self, key: Key) -> S::Future {
+    pub fn reset(&self, key: Key) -> Answer<S::Future> {
         self.store.check(Check::reset(key, &self.policies))
     }
 
@@ -119,7 +119,7 @@ impl<S: Store> Limiter<S> {
     async fn attempt(&self, key: Key, cost: u32) -> Result<Decision, Error> {
         let (answer, receiver) = oneshot::channel();
         let limiter = self.clone();
-        let runtime = Handle::try_current().map_err(|error| Error::caused(ErrorKind::NoRuntime, error))?;
+        let runtime = Handle::try_current().map_err(|error| Error::with_source(ErrorKind::NoRuntime, error))?;
         runtime.clone().spawn(async move {
             let decision = limiter.take(key, cost).await;
             // If nobody waits any more, the delivery is dropped here.

@@ -1,5 +1,5 @@
 use std::fmt;
-use std::future::{Ready, ready};
+use std::future::Pending;
 use std::mem;
 use std::num::NonZeroUsize;
 use std::slice;
@@ -7,10 +7,10 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use smallvec::SmallVec;
 
-use super::bounded::{Bounded, Hold, Ranked, Slot};
+use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
 use super::clock::Clock;
 use super::digest::{Digest, Digester};
-use super::{Error, Store, lock};
+use super::{Answer, Error, Store, lock};
 use crate::limit::{Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
 
 /// A store in this process: every instance has counts of its own.
@@ -45,9 +45,9 @@ struct Shared {
 
 struct Shard {
     /// By the caller, and which of its counts.
-    states: Bounded<Entry>,
+    states: BoundedMap<Entry>,
     /// What checks with an id were answered, by the caller, the id and the list of policies.
-    answers: Bounded<Answer>,
+    answers: BoundedMap<Answered>,
 }
 
 /// What is known of one count of a caller.
@@ -67,7 +67,7 @@ enum Entry {
 const MOMENT: i64 = 100_000;
 
 /// What a check with an id was answered.
-struct Answer {
+struct Answered {
     policies: Policies,
     verdicts: Verdicts,
 }
@@ -77,13 +77,13 @@ impl Ranked for Entry {
 }
 
 /// The oldest goes first, if all are held equally long.
-impl Ranked for Answer {
+impl Ranked for Answered {
     const OLD_STAYS: bool = false;
 }
 
 /// Who has used the least share of its limit goes first; among equals, who is fresh again first.
 fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
-    let capacity = policy.terms().capacity.max(1);
+    let capacity = policy.params().capacity.max(1);
     let used = (capacity - verdict.remaining).clamp(0, capacity);
     // In 255ths, rounded down: only who has nothing left has them all.
     Hold::new((used as u64 * 255 / capacity as u64) as u8, now + verdict.reset)
@@ -102,11 +102,11 @@ impl Entry {
             Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.strategy())),
             Self::Followed { until, .. } if until <= now => State::fresh(policy.strategy()),
             Self::Followed { remaining, capacity, until, .. } => {
-                let ours = policy.terms().capacity;
+                let ours = policy.params().capacity;
                 // Our part of what is left, rounded down: all parts together are no more than that.
                 let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
                 let used = ours - (left as i64).clamp(0, ours);
-                State::resume(policy.strategy(), policy.terms(), now, Followed { used, until })
+                State::resume(policy.strategy(), policy.params(), now, Followed { used, until })
             }
         }
     }
@@ -126,8 +126,8 @@ impl LocalStore {
     pub fn with_capacity(keys: NonZeroUsize) -> Self {
         // Large shards fill evenly; and a shard must hold all policies of a caller.
         let shards = (keys.get() / 256).clamp(1, 64);
-        let most = keys.get().div_ceil(shards).max(Policies::MAX);
-        let shard = || Mutex::new(Shard { states: Bounded::new(most), answers: Bounded::new(most) });
+        let max = keys.get().div_ceil(shards).max(Policies::MAX);
+        let shard = || Mutex::new(Shard { states: BoundedMap::new(max), answers: BoundedMap::new(max) });
         let shards = std::iter::repeat_with(shard).take(shards).collect();
         Self { shared: Arc::new(Shared { shards, digester: Digester::new(), clock: Clock::new() }) }
     }
@@ -147,11 +147,6 @@ impl LocalStore {
         let Shared { shards, digester, .. } = &*self.shared;
         let caller = digester.digest(key);
         (lock(&shards[caller.part(shards.len())]), caller)
-    }
-
-    fn answer(&self, check: Check) -> Decision {
-        let verdicts = self.verdicts(&check, || self.shared.clock.micros());
-        check.answer(verdicts, Source::Local)
     }
 
     /// The verdicts at a time, which is read under the lock, so that no state is asked about a time before its own.
@@ -183,14 +178,12 @@ impl Default for LocalStore {
 }
 
 impl Store for LocalStore {
-    type Future = Ready<Result<Decision, Error>>;
+    /// It never waits.
+    type Future = Pending<Result<Decision, Error>>;
 
-    fn check(&self, check: Check) -> Self::Future {
-        ready(Ok(self.answer(check)))
-    }
-
-    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
-        Ok(Ok(self.answer(check)))
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let verdicts = self.verdicts(&check, || self.shared.clock.micros());
+        Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 
     fn follow(&self, key: &Key, decision: &Decision) {
@@ -201,7 +194,7 @@ impl Store for LocalStore {
 
 impl Shard {
     fn decide(&mut self, check: &Check, caller: Digest, now: i64) -> Verdicts {
-        if let [policy] = &**check.policies()
+        if let [policy] = check.policies().as_slice()
             && let Some(place) = self.states.find(caller.of_count(policy.id()))
             && let Some(Slot { value: Entry::Counted(state), hold }) = self.states.at(place)
         {
@@ -254,7 +247,7 @@ impl Shard {
     fn follow(&mut self, decision: &Decision, caller: Digest, now: i64) {
         for (policy, verdict) in decision.verdicts() {
             let key = caller.of_count(policy.id());
-            let (remaining, capacity, until) = (verdict.remaining, policy.terms().capacity, now + verdict.reset);
+            let (remaining, capacity, until) = (verdict.remaining, policy.params().capacity, now + verdict.reset);
             match self.states.get(key).map(|slot| &slot.value) {
                 Some(Entry::Followed { remaining: least, seen, .. }) if *least < remaining && *seen > now - MOMENT => {}
                 _ => {
@@ -267,15 +260,15 @@ impl Shard {
 
     /// Answers as a check of the same id was answered, if there was one.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
-        if let Some(Slot { value: Answer { policies, verdicts }, hold }) = self.answers.get(answer)
-            && hold.lapses() > now
+        if let Some(Slot { value: Answered { policies, verdicts }, hold }) = self.answers.get(answer)
+            && hold.expires_at() > now
             && policies.count_alike(check.policies())
         {
             return verdicts.within(check.policies());
         }
         let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {
-            let value = Answer { policies: check.policies().clone(), verdicts: verdicts.clone() };
+            let value = Answered { policies: check.policies().clone(), verdicts: verdicts.clone() };
             self.answers.put(answer, value, Hold::new(0, now + check.policies().longest_period()), now);
         }
         verdicts

@@ -3,7 +3,8 @@
 //! [`RedisStore`] keeps one count for all instances, [`LocalStore`] one for this process, and [`Fallback`] is a store
 //! made of two: the second answers while the first cannot.
 
-mod bounded;
+mod answer;
+mod bounded_map;
 mod clock;
 mod digest;
 mod error;
@@ -18,6 +19,7 @@ use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use self::redis::{Instances, RedisFuture, RedisStore, RedisStoreBuilder};
+pub use answer::Answer;
 pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
 pub use limiter::Limiter;
@@ -44,24 +46,11 @@ use crate::limit::{Check, Decision, Key};
 ///
 /// Outside of tower, a [`Limiter`] asks a store with the same policies each time.
 pub trait Store: Clone + Send + Sync + 'static {
-    /// Resolves to the decision.
+    /// Resolves to an answer that is not there at once.
     type Future: Future<Output = Result<Decision, Error>> + Send + 'static;
 
     /// Decides one check.
-    fn check(&self, check: Check) -> Self::Future;
-
-    /// Decides one check as [`check`](Self::check) does, and gives the answer itself if it is there at once, so that
-    /// the caller has nothing to keep until then. The answer is that of `check`: a decision or an error.
-    ///
-    /// It is `check` whose answer always has to be awaited, unless a store overrides it. One whose `check` calls this
-    /// must.
-    ///
-    /// # Errors
-    ///
-    /// The future of an answer that is not there yet. The check is under way: to ask again would charge it twice.
-    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
-        Err(self.check(check))
-    }
+    fn check(&self, check: Check) -> Answer<Self::Future>;
 
     /// Is told what another store decided on this caller, to go on from there if it must. Does nothing unless written.
     fn follow(&self, key: &Key, decision: &Decision) {

@@ -17,7 +17,9 @@ use futures_util::future::join_all;
 use tokio::runtime;
 use tokio::task::yield_now;
 use tokio::time::timeout;
-use tower_redis_ratelimit::{Check, ErrorKind, Key, LocalStore, RedisFuture, RedisStore, Source, Store, Strategy};
+use tower_redis_ratelimit::{
+    Answer, Check, ErrorKind, Key, LocalStore, RedisFuture, RedisStore, Source, Store, Strategy,
+};
 
 use crate::support::{RedisServer, STRATEGIES, policy};
 
@@ -84,11 +86,10 @@ fn a_full_queue_costs_at_most_8_megabytes() {
     server.freeze();
     let mut waiting: Vec<RedisFuture> = vec![];
     let mut fill = || loop {
-        let mut check = store.check(take(waiting.len()));
-        match (&mut check).now_or_never() {
-            None => waiting.push(check),
-            Some(Err(error)) if error.kind() == ErrorKind::QueueFull => break waiting.len(),
-            Some(answer) => panic!("Redis hangs, and a check was answered: {answer:?}"),
+        match store.check(take(waiting.len())) {
+            Answer::Pending { future } => waiting.push(future),
+            Answer::Ready { answer: Err(error) } if error.kind() == ErrorKind::QueueFull => break waiting.len(),
+            Answer::Ready { answer } => panic!("Redis hangs, and a check was answered: {answer:?}"),
         }
     };
     let queued = measure(|| {

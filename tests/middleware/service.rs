@@ -84,7 +84,7 @@ fn a_request_is_one_check_that_takes_its_cost_from_its_key() {
     assert!(waits(response.as_mut()) && waits(response.as_mut()));
     let check = questions.try_recv().unwrap().check;
     assert_eq!((check.mode(), check.cost(), *check.key()), (Mode::Take, 1, Key::new("alice")));
-    assert_eq!(check.policies()[..], [policy("api", "100/s")]);
+    assert_eq!(check.policies().as_slice(), [policy("api", "100/s")]);
     assert!(questions.try_recv().is_err(), "one request is one check");
 }
 

@@ -2,10 +2,11 @@
 
 use std::convert::Infallible;
 use std::fmt::Debug;
-use std::future::{Ready, ready};
+use std::future::Pending;
 use std::time::Duration;
 
 use axum::body::HttpBody;
+use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use http::request::Parts;
 use http::{HeaderName, Request, Response};
@@ -14,8 +15,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Check, ConfigError, Decision, Error, HeaderKey, KeyExtractor, LocalStore, Policy, RateLimitLayer, Reject, Store,
-    Strategy,
+    Answer, Check, ConfigError, Decision, Error, HeaderKey, KeyExtractor, LocalStore, Policy, RateLimitLayer, Reject,
+    Store, Strategy,
 };
 
 /// What requests are counted by.
@@ -117,10 +118,10 @@ pub(crate) fn error() -> Error {
 pub(crate) struct Broken;
 
 impl Store for Broken {
-    type Future = Ready<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, Error>>;
 
-    fn check(&self, _: Check) -> Self::Future {
-        ready(Err(error()))
+    fn check(&self, _: Check) -> Answer<Self::Future> {
+        Answer::ready(Err(error()))
     }
 }
 
@@ -144,24 +145,24 @@ pub(crate) fn asking() -> (Asking, Questions) {
 impl Store for Asking {
     type Future = BoxFuture<'static, Result<Decision, Error>>;
 
-    fn check(&self, check: Check) -> Self::Future {
+    fn check(&self, check: Check) -> Answer<Self::Future> {
         let (answer, receiver) = oneshot::channel();
         self.0.send(Question { check, answer }).unwrap();
-        Box::pin(async { receiver.await.expect("the test answers, or drops the response first") })
+        Answer::pending(Box::pin(async { receiver.await.expect("the test answers, or drops the response first") }))
     }
 }
 
 impl Question {
     pub(crate) fn allow(self) {
-        let decision = LocalStore::default().check(self.check).into_inner();
+        let decision = LocalStore::default().check(self.check).now_or_never().unwrap();
         self.answer.send(decision).unwrap();
     }
 
     pub(crate) fn deny(self) {
         let store = LocalStore::default();
         let all = Check::charge(*self.check.key(), self.check.policies(), u32::MAX);
-        store.check(all).into_inner().unwrap();
-        self.answer.send(store.check(self.check).into_inner()).unwrap();
+        store.check(all).now_or_never().unwrap().unwrap();
+        self.answer.send(store.check(self.check).now_or_never().unwrap()).unwrap();
     }
 
     pub(crate) fn fail(self) {

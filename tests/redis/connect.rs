@@ -138,7 +138,7 @@ async fn the_documented_rights_are_enough() {
         let policies = policy(strategy, "10/100d");
         let key = Key::new(format!("{strategy:?}"));
         for check in [
-            Check::take(key, &policies, 3).id("request-1"),
+            Check::take(key, &policies, 3).with_id("request-1"),
             Check::take(key, &policies, 3),
             Check::give_back(key, &policies, 4),
             Check::peek(key, &policies, 9),

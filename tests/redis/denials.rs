@@ -91,7 +91,7 @@ async fn a_denial_is_forgotten_with_its_reason() {
     assert!(take(&store, &more, 1).await.is_allowed(), "the quota has been raised");
 
     exhaust().await;
-    assert_eq!(ask(&store, Check::take(ANN, &policies, 1).id("request-1")).await.source(), Source::Redis);
+    assert_eq!(ask(&store, Check::take(ANN, &policies, 1).with_id("request-1")).await.source(), Source::Redis);
     let forgetful = RedisStore::builder(server.url()).denials(0).connect().await.unwrap();
     for _ in 0..3 {
         assert_eq!(take(&forgetful, &policies, 1).await.source(), Source::Redis);
@@ -231,7 +231,7 @@ async fn ids_have_denials_of_their_own() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let list: Policies = of("api", Strategy::Gcra, 10).into();
-    let take_id = |id: &str| ask(&store, Check::take(ANN, &list, 2).id(id));
+    let take_id = |id: &str| ask(&store, Check::take(ANN, &list, 2).with_id(id));
     let granted = take_id("granted").await;
     assert!(granted.is_allowed());
     exhaust(&server, std::slice::from_ref(&list)).await;
@@ -247,10 +247,10 @@ async fn ids_have_denials_of_their_own() {
 
     // An id that was granted in the end is told that too.
     ask(&store, Check::give_back(ANN, &list, 2)).await;
-    assert!(!ask(&store, Check::take(ANN, &list, 3).id("one")).await.is_allowed());
+    assert!(!ask(&store, Check::take(ANN, &list, 3).with_id("one")).await.is_allowed());
     let one = take_id("one").await;
     assert!(one.is_allowed());
-    assert_eq!(ask(&store, Check::take(ANN, &list, 3).id("one")).await, one);
+    assert_eq!(ask(&store, Check::take(ANN, &list, 3).with_id("one")).await, one);
 }
 
 /// Any mix of lists, costs and ids: one call for each at most, and each answer is true.
@@ -281,7 +281,7 @@ async fn a_flood_of_any_mix_costs_a_call_for_each_question() {
                 let id = (rng.u8(..20) == 0).then(|| rng.u8(..2).to_string());
                 questions.insert((list, cost, id.clone()));
                 let check = Check::take(ANN, &lists[list], cost);
-                if let Some(id) = id { check.id(id) } else { check }
+                if let Some(id) = id { check.with_id(id) } else { check }
             })
             .collect();
         let before = server.calls("evalsha").await;

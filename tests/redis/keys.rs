@@ -74,7 +74,7 @@ async fn ids_are_forgotten_after_the_period() {
     let store = RedisStore::connect_lazy(server.url()).unwrap();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/2s");
-        let take = || store.check(Check::take(Key::new("ann"), &policies, 1).id("request-1"));
+        let take = || store.check(Check::take(Key::new("ann"), &policies, 1).with_id("request-1"));
         take().await.unwrap();
         let keys: Vec<String> = server.command("KEYS *:request-1").await;
         let left: i64 = server.command(&format!("PTTL {}", keys[0])).await;

@@ -65,7 +65,7 @@ async fn failures(store: &RedisStore) -> Vec<Error> {
     for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
         let policies = policy(strategy, "10/d");
         for check in [
-            Check::take(key(), &policies, 1).id("telling-id"),
+            Check::take(key(), &policies, 1).with_id("telling-id"),
             Check::take(key(), &policies, 1),
             Check::take(key(), &policies, 1),
             Check::peek(key(), &policies, 1),

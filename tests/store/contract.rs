@@ -70,7 +70,7 @@ impl<S: Store> Caller<'_, S> {
 
     async fn takes_all_or_nothing(&self, source: Source) {
         let first = self.ask("take", Check::take, 4).await;
-        assert_eq!((first.granted(), first.remaining(), first.limit()), (4, 6, 10), "{:?}", self.strategy);
+        assert_eq!((first.granted(), first.remaining(), first.capacity()), (4, 6, 10), "{:?}", self.strategy);
         assert_eq!((first.source(), first.policy().name()), (source, "test"));
         assert!(first.reset_after() > Duration::ZERO);
 
@@ -166,8 +166,9 @@ impl<S: Store> Caller<'_, S> {
     }
 
     async fn charges_an_id_once(&self) {
-        let take =
-            |name: &str, cost, id: &str| self.store.check(Check::take(self.key(name), &self.policies, cost).id(id));
+        let take = |name: &str, cost, id: &str| {
+            self.store.check(Check::take(self.key(name), &self.policies, cost).with_id(id))
+        };
         let first = take("id", 3, "request-1").await.unwrap();
         assert_eq!((first.granted(), first.remaining()), (3, 7));
         for _ in 0..3 {

@@ -189,7 +189,7 @@ fn an_id_is_kept_for_each_list_of_policies() {
     let lists = [Policies::from(of("one")), Policies::from(of("two")), Policies::new([of("one"), of("two")]).unwrap()];
     for _ in 0..10 {
         for list in &lists {
-            assert!(ask(&store, Check::take(Key::GLOBAL, list, 1).id("request-1")).is_allowed());
+            assert!(ask(&store, Check::take(Key::GLOBAL, list, 1).with_id("request-1")).is_allowed());
         }
     }
     let used = |list: &Policies| 100 - ask(&store, Check::peek(Key::GLOBAL, list, 1)).remaining();

@@ -19,7 +19,7 @@
 //! A window that another quota prolongs may go on where one of who asks has ended. Of what was granted in it, the part
 //! after that end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
-use super::{Followed, Loaded, Terms, Twin, clean, late};
+use super::{Followed, Loaded, Params, Twin, clean, late};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -33,56 +33,56 @@ pub(crate) struct State {
 
 /// Loaded: when the window began that holds now, and what was granted in it.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 4] {
-        [terms.capacity, terms.period, terms.offset.unwrap_or(-1), 0]
+    fn arguments(params: &Params) -> [i64; 4] {
+        [params.capacity, params.period, params.offset.unwrap_or(-1), 0]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let Self { start, last, count } = *self;
-        let count = count.min(2 * terms.capacity);
+        let count = count.min(2 * params.capacity);
         if start > now {
-            return ([window_start(terms, now, now), count, 0], true);
-        } else if count > 0 && now - start < terms.period {
+            return ([window_start(params, now, now), count, 0], true);
+        } else if count > 0 && now - start < params.period {
             return ([start, count, 0], last > now);
         }
-        let end = window_end(terms, start);
+        let end = window_end(params, start);
         if count > 0 && now < end {
             return ([start, count, 0], last > now);
         }
         if count > 0 && last >= end {
             // Of a window that another quota has prolonged.
-            let begun = window_start(terms, now, start);
+            let begun = window_start(params, now, start);
             if last >= begun {
-                return ([begun, late(terms, count, start, last, end), 0], last > now);
+                return ([begun, late(params, count, start, last, end), 0], last > now);
             }
         }
-        clean([window_start(terms, now, now), 0, 0])
+        clean([window_start(params, now, now), 0, 0])
     }
 
-    fn room(terms: &Terms, _now: i64, [_, count, _]: Loaded) -> i64 {
-        terms.capacity - count
+    fn room(params: &Params, _now: i64, [_, count, _]: Loaded) -> i64 {
+        params.capacity - count
     }
 
-    fn wait(&self, terms: &Terms, now: i64, _cost: i64, [start, ..]: Loaded) -> i64 {
-        window_end(terms, start) - now
+    fn wait(&self, params: &Params, now: i64, _cost: i64, [start, ..]: Loaded) -> i64 {
+        window_end(params, start) - now
     }
 
-    fn charge(&mut self, _terms: &Terms, _now: i64, cost: i64, [start, count, _]: Loaded) -> Loaded {
+    fn charge(&mut self, _terms: &Params, _now: i64, cost: i64, [start, count, _]: Loaded) -> Loaded {
         [start, (count + cost).max(0), 0]
     }
 
-    fn reset(terms: &Terms, now: i64, [start, count, _]: Loaded) -> i64 {
-        if count == 0 { 0 } else { window_end(terms, start) - now }
+    fn reset_after(params: &Params, now: i64, [start, count, _]: Loaded) -> i64 {
+        if count == 0 { 0 } else { window_end(params, start) - now }
     }
 
-    fn save(&mut self, _terms: &Terms, now: i64, _cost: i64, [start, count, _]: Loaded) {
+    fn save(&mut self, _terms: &Params, now: i64, _cost: i64, [start, count, _]: Loaded) {
         *self = Self { start, last: now, count };
     }
 
-    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
-        let start = match terms.offset {
-            Some(_) => window_start(terms, now, now),
-            None => until - terms.period,
+    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+        let start = match params.offset {
+            Some(_) => window_start(params, now, now),
+            None => until - params.period,
         };
         Self { start, last: now, count: used }
     }
@@ -90,15 +90,15 @@ impl Twin for State {
 
 /// When the window that holds `now` began, if one began at `start` and others followed it without a gap. On the clock
 /// they begin at its borders instead.
-fn window_start(terms: &Terms, now: i64, start: i64) -> i64 {
-    now - (now - terms.offset.unwrap_or(start)).rem_euclid(terms.period)
+fn window_start(params: &Params, now: i64, start: i64) -> i64 {
+    now - (now - params.offset.unwrap_or(start)).rem_euclid(params.period)
 }
 
 /// When the window that began at `start` ends: after a period, and on the clock at the next border from there on.
-fn window_end(terms: &Terms, start: i64) -> i64 {
-    let end = start + terms.period;
-    match terms.offset {
-        Some(offset) => end + (offset - end).rem_euclid(terms.period),
+fn window_end(params: &Params, start: i64) -> i64 {
+    let end = start + params.period;
+    match params.offset {
+        Some(offset) => end + (offset - end).rem_euclid(params.period),
         None => end,
     }
 }

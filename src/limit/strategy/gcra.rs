@@ -20,7 +20,7 @@
 //! takes it as paid off at its own rate since the last charge. A denial writes nothing, so what one quota denies does
 //! not touch what the other would grant.
 
-use super::{Followed, Loaded, Terms, Twin, div_ceil, drained};
+use super::{Followed, Loaded, Params, Twin, div_ceil, drained};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -34,37 +34,37 @@ pub(crate) struct State {
 
 /// Loaded: the backlog, how far the TAT is ahead of now, in ticks.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 4] {
-        [terms.capacity, terms.interval, terms.ticks, 0]
+    fn arguments(params: &Params) -> [i64; 4] {
+        [params.capacity, params.interval, params.ticks, 0]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let (backlog, future) = drained(terms, now, self.at, self.backlog, self.interval);
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+        let (backlog, future) = drained(params, now, self.at, self.backlog, self.interval);
         ([backlog, 0, 0], future)
     }
 
-    fn room(terms: &Terms, _now: i64, [backlog, ..]: Loaded) -> i64 {
-        (terms.full - backlog).div_euclid(terms.interval)
+    fn room(params: &Params, _now: i64, [backlog, ..]: Loaded) -> i64 {
+        (params.full - backlog).div_euclid(params.interval)
     }
 
-    fn wait(&self, terms: &Terms, _now: i64, cost: i64, [backlog, ..]: Loaded) -> i64 {
-        div_ceil(backlog + cost * terms.interval - terms.full, terms.ticks)
+    fn wait(&self, params: &Params, _now: i64, cost: i64, [backlog, ..]: Loaded) -> i64 {
+        div_ceil(backlog + cost * params.interval - params.full, params.ticks)
     }
 
-    fn charge(&mut self, terms: &Terms, _now: i64, cost: i64, [backlog, ..]: Loaded) -> Loaded {
-        [(backlog + cost * terms.interval).max(0), 0, 0]
+    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [backlog, ..]: Loaded) -> Loaded {
+        [(backlog + cost * params.interval).max(0), 0, 0]
     }
 
-    fn reset(terms: &Terms, _now: i64, [backlog, ..]: Loaded) -> i64 {
-        div_ceil(backlog, terms.ticks)
+    fn reset_after(params: &Params, _now: i64, [backlog, ..]: Loaded) -> i64 {
+        div_ceil(backlog, params.ticks)
     }
 
-    fn save(&mut self, terms: &Terms, now: i64, _cost: i64, [backlog, ..]: Loaded) {
-        *self = Self { at: now, backlog, interval: terms.interval };
+    fn save(&mut self, params: &Params, now: i64, _cost: i64, [backlog, ..]: Loaded) {
+        *self = Self { at: now, backlog, interval: params.interval };
     }
 
-    fn resume(terms: &Terms, now: i64, Followed { until, .. }: Followed) -> Self {
-        let backlog = (until - now).clamp(0, terms.furthest) * terms.ticks;
-        Self { at: now, backlog, interval: terms.interval }
+    fn resume(params: &Params, now: i64, Followed { until, .. }: Followed) -> Self {
+        let backlog = (until - now).clamp(0, params.furthest) * params.ticks;
+        Self { at: now, backlog, interval: params.interval }
     }
 }

@@ -14,7 +14,7 @@
 //! **Two quotas under one name.** They share the level, in units, and it leaks at the rate of who asks since it was filled
 //! last.
 
-use super::{Followed, Loaded, Terms, Twin, div_ceil, drained};
+use super::{Followed, Loaded, Params, Twin, div_ceil, drained};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -28,37 +28,37 @@ pub(crate) struct State {
 
 /// Loaded: the level at now, in ticks.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 4] {
-        [terms.capacity, terms.interval, terms.ticks, 0]
+    fn arguments(params: &Params) -> [i64; 4] {
+        [params.capacity, params.interval, params.ticks, 0]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let (level, future) = drained(terms, now, self.filled, self.level, self.interval);
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+        let (level, future) = drained(params, now, self.filled, self.level, self.interval);
         ([level, 0, 0], future)
     }
 
-    fn room(terms: &Terms, _now: i64, [level, ..]: Loaded) -> i64 {
-        (terms.full - level).div_euclid(terms.interval)
+    fn room(params: &Params, _now: i64, [level, ..]: Loaded) -> i64 {
+        (params.full - level).div_euclid(params.interval)
     }
 
-    fn wait(&self, terms: &Terms, _now: i64, cost: i64, [level, ..]: Loaded) -> i64 {
-        div_ceil(level + cost * terms.interval - terms.full, terms.ticks)
+    fn wait(&self, params: &Params, _now: i64, cost: i64, [level, ..]: Loaded) -> i64 {
+        div_ceil(level + cost * params.interval - params.full, params.ticks)
     }
 
-    fn charge(&mut self, terms: &Terms, _now: i64, cost: i64, [level, ..]: Loaded) -> Loaded {
-        [(level + cost * terms.interval).max(0), 0, 0]
+    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [level, ..]: Loaded) -> Loaded {
+        [(level + cost * params.interval).max(0), 0, 0]
     }
 
-    fn reset(terms: &Terms, _now: i64, [level, ..]: Loaded) -> i64 {
-        div_ceil(level, terms.ticks)
+    fn reset_after(params: &Params, _now: i64, [level, ..]: Loaded) -> i64 {
+        div_ceil(level, params.ticks)
     }
 
-    fn save(&mut self, terms: &Terms, now: i64, _cost: i64, [level, ..]: Loaded) {
-        *self = Self { filled: now, level, interval: terms.interval };
+    fn save(&mut self, params: &Params, now: i64, _cost: i64, [level, ..]: Loaded) {
+        *self = Self { filled: now, level, interval: params.interval };
     }
 
-    fn resume(terms: &Terms, now: i64, Followed { until, .. }: Followed) -> Self {
-        let level = (until - now).clamp(0, terms.furthest) * terms.ticks;
-        Self { filled: now, level, interval: terms.interval }
+    fn resume(params: &Params, now: i64, Followed { until, .. }: Followed) -> Self {
+        let level = (until - now).clamp(0, params.furthest) * params.ticks;
+        Self { filled: now, level, interval: params.interval }
     }
 }

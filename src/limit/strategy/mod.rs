@@ -116,23 +116,23 @@ impl Default for Align {
 /// state, reckons with what is loaded, and saves only what was charged.
 pub(crate) trait Twin: Default {
     /// What the Lua half is told of a policy, in the order of its `policy` function.
-    fn arguments(terms: &Terms) -> [i64; 4];
+    fn arguments(params: &Params) -> [i64; 4];
     /// The state as it is at `now`: what has lapsed is gone, and what no policy of these terms could have made is
     /// clamped to the furthest that it could. If it is of a time to come, `true`: it must be saved even if nothing is
     /// charged, or its caller might be locked out for as long as the clock has gone back.
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool);
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool);
     /// The largest cost that would pass now; below zero for a caller in debt.
-    fn room(terms: &Terms, now: i64, loaded: Loaded) -> i64;
+    fn room(params: &Params, now: i64, loaded: Loaded) -> i64;
     /// How long until `cost` would pass, where it would not now. It is never more than the capacity.
-    fn wait(&self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> i64;
+    fn wait(&self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> i64;
     /// Counts `cost`, whether there is room or not; below zero gives back.
-    fn charge(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded) -> Loaded;
+    fn charge(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> Loaded;
     /// How long until the state is as if nothing had been charged.
-    fn reset(terms: &Terms, now: i64, loaded: Loaded) -> i64;
+    fn reset_after(params: &Params, now: i64, loaded: Loaded) -> i64;
     /// Stores a state in which `cost` was charged.
-    fn save(&mut self, terms: &Terms, now: i64, cost: i64, loaded: Loaded);
+    fn save(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded);
     /// The state to go on from, of a caller that another store counted. At least as much counts as there did.
-    fn resume(terms: &Terms, now: i64, followed: Followed) -> Self;
+    fn resume(params: &Params, now: i64, followed: Followed) -> Self;
 }
 
 /// What is known of a caller that another store counted.
@@ -154,7 +154,7 @@ fn clean(loaded: Loaded) -> (Loaded, bool) {
 
 /// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Terms {
+pub(crate) struct Params {
     /// The largest cost that a fresh caller can pay.
     pub(crate) capacity: i64,
     /// The period in microseconds.
@@ -179,13 +179,13 @@ pub(crate) struct Terms {
 const MAX_LOG: u32 = 100_000;
 
 /// A full debt, twice the capacity, has at most as many ticks.
-const MOST_TICKS: i64 = 1 << 52;
+const MAX_TICKS: i64 = 1 << 52;
 
 /// A unit has at least as many ticks, so that another quota takes over a part of one exactly enough. With the highest
-/// capacity, 2^32, and less than twice as many ticks a full debt stays far below [`MOST_TICKS`].
-const LEAST_TICKS: u128 = 1 << 16;
+/// capacity, 2^32, and less than twice as many ticks a full debt stays far below [`MAX_TICKS`].
+const MIN_TICKS: u128 = 1 << 16;
 
-impl Terms {
+impl Params {
     pub(super) fn new(strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         let capacity = quota.capacity();
         if capacity != quota.limit() && !strategy.has_burst() {
@@ -200,7 +200,7 @@ impl Terms {
             true => (u128::from(quota.limit()), 1),
             false => rate(period, u128::from(quota.limit()), u128::from(capacity)),
         };
-        let finer = LEAST_TICKS.div_ceil(interval);
+        let finer = MIN_TICKS.div_ceil(interval);
         let (ticks, interval) = (finer * ticks, finer * interval);
         let full = u128::from(capacity) * interval;
         let offset = match strategy {
@@ -246,12 +246,12 @@ impl Strategy {
 fn rate(period: u128, limit: u128, capacity: u128) -> (u128, u128) {
     let divisor = gcd(period, limit);
     let (ticks, interval) = (limit / divisor, period / divisor);
-    let most = MOST_TICKS as u128;
-    if 2 * capacity * interval <= most {
+    let max = MAX_TICKS as u128;
+    if 2 * capacity * interval <= max {
         return (ticks, interval);
     }
     // Rounding up adds at most one tick to the interval, `2 * capacity` to a full debt.
-    let ticks = (most - 2 * capacity) * limit / (2 * capacity * period);
+    let ticks = (max - 2 * capacity) * limit / (2 * capacity * period);
     (ticks, (period * ticks).div_ceil(limit))
 }
 
@@ -267,31 +267,31 @@ pub(crate) fn div_ceil(a: i64, b: i64) -> i64 {
 /// What is still owed at `now`, in ticks, where at a time it was so much in ticks of which `interval` made a unit: it flows
 /// back at the rate of these terms. Of another quota as many units are owed, and the same part of a unit, rounded up.
 /// And whether the time is to come: then nothing has flowed back.
-fn drained(terms: &Terms, now: i64, at: i64, ticks: i64, interval: i64) -> (i64, bool) {
+fn drained(params: &Params, now: i64, at: i64, ticks: i64, interval: i64) -> (i64, bool) {
     let elapsed = now - at;
-    if elapsed >= terms.furthest {
+    if elapsed >= params.furthest {
         return (0, false);
     }
-    let ticks = if interval == terms.interval { ticks } else { converted(terms, ticks, interval) };
-    let ticks = ticks.min(2 * terms.full);
+    let ticks = if interval == params.interval { ticks } else { converted(params, ticks, interval) };
+    let ticks = ticks.min(2 * params.full);
     if elapsed < 0 {
         return (ticks, true);
     }
-    ((ticks - elapsed * terms.ticks).max(0), false)
+    ((ticks - elapsed * params.ticks).max(0), false)
 }
 
 /// Ticks of which `interval` made a unit, in ticks of these terms.
 #[cold]
-fn converted(terms: &Terms, ticks: i64, interval: i64) -> i64 {
+fn converted(params: &Params, ticks: i64, interval: i64) -> i64 {
     let interval = interval.max(1);
     let (units, rest) = (ticks.div_euclid(interval), ticks.rem_euclid(interval));
-    units.min(2 * terms.capacity) * terms.interval + share(terms.interval, rest, interval)
+    units.min(2 * params.capacity) * params.interval + share(params.interval, rest, interval)
 }
 
 /// How much of a count came at `border` or later, where all of it came from `start` to `last`: as if it had come evenly,
 /// rounded up. All of it if it went on for a period from there.
-fn late(terms: &Terms, count: i64, start: i64, last: i64, border: i64) -> i64 {
-    if last - border >= terms.period {
+fn late(params: &Params, count: i64, start: i64, last: i64, border: i64) -> i64 {
+    if last - border >= params.period {
         return count;
     }
     share(count, last - border + 1, last - start + 1)
@@ -323,8 +323,8 @@ macro_rules! twins {
             }
 
             /// What its Lua half is told of a policy.
-            pub(crate) fn arguments(self, terms: &Terms) -> [i64; 4] {
-                match self { $(twins!(@pattern $variant $pattern) => <$module::State as Twin>::arguments(terms),)* }
+            pub(crate) fn arguments(self, params: &Params) -> [i64; 4] {
+                match self { $(twins!(@pattern $variant $pattern) => <$module::State as Twin>::arguments(params),)* }
             }
         }
 
@@ -349,18 +349,18 @@ macro_rules! twins {
             }
 
             /// The state to go on from, of a caller that another store counted.
-            pub(crate) fn resume(strategy: Strategy, terms: &Terms, now: i64, followed: Followed) -> Self {
+            pub(crate) fn resume(strategy: Strategy, params: &Params, now: i64, followed: Followed) -> Self {
                 match strategy {
-                    $(twins!(@pattern $variant $pattern) => Self::$variant(Twin::resume(terms, now, followed)),)*
+                    $(twins!(@pattern $variant $pattern) => Self::$variant(Twin::resume(params, now, followed)),)*
                 }
             }
 
-            pub(crate) fn look(&self, terms: &Terms, ask: &Ask) -> Look {
-                match self { $(Self::$variant(state) => ask.look(state, terms),)* }
+            pub(crate) fn look(&self, params: &Params, ask: &Ask) -> Look {
+                match self { $(Self::$variant(state) => ask.look(state, params),)* }
             }
 
-            pub(crate) fn decide(&mut self, terms: &Terms, ask: &Ask, most: i64) -> (Verdict, i64) {
-                match self { $(Self::$variant(state) => ask.decide(state, terms, most),)* }
+            pub(crate) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
+                match self { $(Self::$variant(state) => ask.decide(state, params, max),)* }
             }
         }
     };

@@ -19,7 +19,7 @@
 //! A window of a longer period may go on where one of who asks has ended. Of what was granted in it, the part after that
 //! end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
-use super::{Followed, Loaded, Terms, Twin, clean, late};
+use super::{Followed, Loaded, Params, Twin, clean, late};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -35,85 +35,85 @@ pub(crate) struct State {
 
 /// Loaded: when the window began that holds now, what was granted in it, and what in the window before.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 4] {
-        [terms.capacity, terms.period, 0, 0]
+    fn arguments(params: &Params) -> [i64; 4] {
+        [params.capacity, params.period, 0, 0]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let Self { start, last, current, previous } = *self;
-        let (mut current, mut previous) = (current.min(2 * terms.capacity), previous.min(2 * terms.capacity));
+        let (mut current, mut previous) = (current.min(2 * params.capacity), previous.min(2 * params.capacity));
         if start > now {
-            return ([window_start(terms, now), current, previous], true);
+            return ([window_start(params, now), current, previous], true);
         }
         let (mut start, elapsed) = (start, now - start);
-        if elapsed >= terms.period {
-            let end = start + terms.period;
+        if elapsed >= params.period {
+            let end = start + params.period;
             // Of a window of a longer period.
-            let late = if last >= end { late(terms, current, start, last, end) } else { 0 };
-            start = now - elapsed.rem_euclid(terms.period);
+            let late = if last >= end { late(params, current, start, last, end) } else { 0 };
+            start = now - elapsed.rem_euclid(params.period);
             (current, previous) = if last >= start {
                 (late, current - late)
-            } else if last >= start - terms.period {
+            } else if last >= start - params.period {
                 (0, if last >= end { late } else { current })
             } else {
                 (0, 0)
             };
         }
         if current == 0 && previous == 0 {
-            return clean([window_start(terms, now), 0, 0]);
+            return clean([window_start(params, now), 0, 0]);
         }
         ([start, current, previous], last > now)
     }
 
-    fn room(terms: &Terms, now: i64, [start, current, previous]: Loaded) -> i64 {
+    fn room(params: &Params, now: i64, [start, current, previous]: Loaded) -> i64 {
         // What the window before still counts, rounded up: its share that the sliding window overlaps.
-        let (overlap, rest) = mul_div(previous, start + terms.period - now, terms.period);
-        terms.capacity - current - overlap - i64::from(rest > 0)
+        let (overlap, rest) = mul_div(previous, start + params.period - now, params.period);
+        params.capacity - current - overlap - i64::from(rest > 0)
     }
 
-    fn wait(&self, terms: &Terms, now: i64, cost: i64, [start, current, previous]: Loaded) -> i64 {
-        let left = start + terms.period - now;
-        if current + cost <= terms.capacity {
-            return left - mul_div(terms.period, terms.capacity - current - cost, previous).0;
+    fn wait(&self, params: &Params, now: i64, cost: i64, [start, current, previous]: Loaded) -> i64 {
+        let left = start + params.period - now;
+        if current + cost <= params.capacity {
+            return left - mul_div(params.period, params.capacity - current - cost, previous).0;
         }
         // In the next window, where this one is the one before.
-        left + terms.period - mul_div(terms.period, terms.capacity - cost, current).0
+        left + params.period - mul_div(params.period, params.capacity - cost, current).0
     }
 
     /// Gives back from the current window first.
-    fn charge(&mut self, _terms: &Terms, _now: i64, cost: i64, [start, current, previous]: Loaded) -> Loaded {
+    fn charge(&mut self, _terms: &Params, _now: i64, cost: i64, [start, current, previous]: Loaded) -> Loaded {
         let rest = (current + cost).min(0);
         [start, (current + cost).max(0), (previous + rest).max(0)]
     }
 
-    fn reset(terms: &Terms, now: i64, [start, current, previous]: Loaded) -> i64 {
-        let left = start + terms.period - now;
+    fn reset_after(params: &Params, now: i64, [start, current, previous]: Loaded) -> i64 {
+        let left = start + params.period - now;
         match (current, previous) {
             (0, 0) => 0,
             (0, _) => left,
-            _ => left + terms.period,
+            _ => left + params.period,
         }
     }
 
-    fn save(&mut self, _terms: &Terms, now: i64, _cost: i64, [start, current, previous]: Loaded) {
+    fn save(&mut self, _terms: &Params, now: i64, _cost: i64, [start, current, previous]: Loaded) {
         *self = Self { start, last: now, current, previous };
     }
 
-    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
-        let start = window_start(terms, now);
-        let left = start + terms.period - now;
+    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+        let start = window_start(params, now);
+        let left = start + params.period - now;
         if until - now > left {
             return Self { start, last: now, current: used, previous: 0 };
         }
         // As much in the window before as still counts so much.
-        let previous = i128::from(used) * i128::from(terms.period) / i128::from(left);
-        Self { start, last: now, current: 0, previous: previous.min(2 * i128::from(terms.capacity)) as i64 }
+        let previous = i128::from(used) * i128::from(params.period) / i128::from(left);
+        Self { start, last: now, current: 0, previous: previous.min(2 * i128::from(params.capacity)) as i64 }
     }
 }
 
 /// When the window of the clock began that holds `now`.
-fn window_start(terms: &Terms, now: i64) -> i64 {
-    now - now.rem_euclid(terms.period)
+fn window_start(params: &Params, now: i64) -> i64 {
+    now - now.rem_euclid(params.period)
 }
 
 /// `n * x / d`, rounded down, and the rest. `x` is at most `d`, so that the quotient is at most `n`.

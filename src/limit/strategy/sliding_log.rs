@@ -16,7 +16,7 @@
 //! permits have weights. A list does it in constant time, since charges come in the order of time.
 
 use super::charges::Charges;
-use super::{Followed, Loaded, Terms, Twin, clean};
+use super::{Followed, Loaded, Params, Twin, clean};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -29,31 +29,31 @@ const NOTHING: i64 = -1;
 /// Loaded: the sum of the charges within the period; the place of the last that has left it, or [`NOTHING`]; the time of
 /// the newest charge.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 4] {
-        [terms.capacity, terms.period, 0, 0]
+    fn arguments(params: &Params) -> [i64; 4] {
+        [params.capacity, params.period, 0, 0]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        match self.charges.after(now - terms.period) {
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+        match self.charges.after(now - params.period) {
             // After now it is of a clock that has gone back: as if it had been charged now.
             Some((head, sum, newest)) => ([sum, head as i64, newest.min(now)], newest > now),
             None => clean([0, NOTHING, now]),
         }
     }
 
-    fn room(terms: &Terms, _now: i64, [sum, ..]: Loaded) -> i64 {
-        terms.capacity - sum
+    fn room(params: &Params, _now: i64, [sum, ..]: Loaded) -> i64 {
+        params.capacity - sum
     }
 
-    fn wait(&self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> i64 {
         let frees = match head {
             NOTHING => None,
-            head => self.charges.freeing(head as usize, sum + cost - terms.capacity),
+            head => self.charges.freeing(head as usize, sum + cost - params.capacity),
         };
-        frees.map_or(newest, |time| time.min(now)) + terms.period - now
+        frees.map_or(newest, |time| time.min(now)) + params.period - now
     }
 
-    fn charge(&mut self, _terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
+    fn charge(&mut self, _terms: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
         let sum = (sum + cost).max(0);
         if cost > 0 {
             return [sum, head, now];
@@ -64,11 +64,11 @@ impl Twin for State {
         [sum, head, newest]
     }
 
-    fn reset(terms: &Terms, now: i64, [sum, _, newest]: Loaded) -> i64 {
-        if sum == 0 { 0 } else { newest + terms.period - now }
+    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Loaded) -> i64 {
+        if sum == 0 { 0 } else { newest + params.period - now }
     }
 
-    fn save(&mut self, _terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) {
+    fn save(&mut self, _terms: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) {
         if head == NOTHING || sum == 0 {
             return self.charges.restart(newest, sum);
         }
@@ -82,8 +82,8 @@ impl Twin for State {
         self.charges.drop_before(head);
     }
 
-    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
         // All that is used goes with the newest charge: some of it may have gone before.
-        Self { charges: Charges::one((until - terms.period).min(now), used) }
+        Self { charges: Charges::one((until - params.period).min(now), used) }
     }
 }

@@ -16,7 +16,7 @@
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
 
 use super::charges::Charges;
-use super::{Followed, Loaded, Terms, Twin, clean};
+use super::{Followed, Loaded, Params, Twin, clean};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -32,15 +32,15 @@ const NOTHING: i64 = -1;
 /// Loaded: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the newest
 /// cell ends.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 4] {
-        [terms.capacity, terms.period, terms.width, 0]
+    fn arguments(params: &Params) -> [i64; 4] {
+        [params.capacity, params.period, params.width, 0]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
-        let start = now - terms.period;
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+        let start = now - params.period;
         let Some((head, sum, mut newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
-        if newest > self.latest(terms, now) {
-            newest = self.late(terms, now, head).1;
+        if newest > self.latest(params, now) {
+            newest = self.late(params, now, head).1;
             if newest <= start {
                 return clean([0, NOTHING, 0]);
             }
@@ -48,41 +48,41 @@ impl Twin for State {
         ([sum, head as i64, newest], self.last > now)
     }
 
-    fn room(terms: &Terms, _now: i64, [sum, ..]: Loaded) -> i64 {
-        terms.capacity - sum
+    fn room(params: &Params, _now: i64, [sum, ..]: Loaded) -> i64 {
+        params.capacity - sum
     }
 
-    fn wait(&self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> i64 {
         let frees = match head {
             NOTHING => None,
-            head => self.cells.freeing(head as usize, sum + cost - terms.capacity),
+            head => self.cells.freeing(head as usize, sum + cost - params.capacity),
         };
-        let ends = frees.filter(|ends| *ends <= self.latest(terms, now));
-        ends.unwrap_or(newest) + terms.period - now
+        let ends = frees.filter(|ends| *ends <= self.latest(params, now));
+        ends.unwrap_or(newest) + params.period - now
     }
 
-    fn charge(&mut self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
+    fn charge(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
         let sum = (sum + cost).max(0);
         if cost > 0 {
-            return [sum, head, newest.max(cell_end(terms, now))];
+            return [sum, head, newest.max(cell_end(params, now))];
         } else if sum > 0 && head != NOTHING {
-            self.merge_late(terms, now, head as usize);
+            self.merge_late(params, now, head as usize);
             self.cells.give_back(head as usize, sum);
             return [sum, head, self.cells.newest().unwrap_or(newest)];
         }
         [sum, head, newest]
     }
 
-    fn reset(terms: &Terms, now: i64, [sum, _, newest]: Loaded) -> i64 {
-        if sum == 0 { 0 } else { newest + terms.period - now }
+    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Loaded) -> i64 {
+        if sum == 0 { 0 } else { newest + params.period - now }
     }
 
-    fn save(&mut self, terms: &Terms, now: i64, cost: i64, [sum, head, newest]: Loaded) {
+    fn save(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) {
         if head == NOTHING || sum == 0 {
             self.cells.restart(newest, sum);
         } else {
             let head = head as usize;
-            self.merge_late(terms, now, head);
+            self.merge_late(params, now, head);
             if cost > 0 {
                 self.cells.add(head, newest, cost);
             }
@@ -91,37 +91,37 @@ impl Twin for State {
         self.last = if cost > 0 { now } else { self.last.min(now) };
     }
 
-    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
         // All that is used goes with the newest cell: some of it may have gone before.
-        Self { last: now, cells: Charges::one((until - terms.period).min(cell_end(terms, now)), used) }
+        Self { last: now, cells: Charges::one((until - params.period).min(cell_end(params, now)), used) }
     }
 }
 
 impl State {
     /// When a cell of this period ends at the latest that all has been charged in by the last charge.
-    fn latest(&self, terms: &Terms, now: i64) -> i64 {
-        self.last.min(now) + terms.period
+    fn latest(&self, params: &Params, now: i64) -> i64 {
+        self.last.min(now) + params.period
     }
 
     /// The first cell that ends later than any of this period, where there is one: it is of a longer period, or of a clock
     /// that has gone back. And when all such cells end, as if what is in them had been granted at the last charge.
     #[cold]
-    fn late(&self, terms: &Terms, now: i64, head: usize) -> (usize, i64) {
-        let first = self.cells.first_after(head, self.latest(terms, now));
-        let ends = cell_end(terms, self.last.min(now));
+    fn late(&self, params: &Params, now: i64, head: usize) -> (usize, i64) {
+        let first = self.cells.first_after(head, self.latest(params, now));
+        let ends = cell_end(params, self.last.min(now));
         (first, if first - 1 > head { ends.max(self.cells.time(first - 1)) } else { ends })
     }
 
     /// Makes one cell of those that end later than any of this period.
-    fn merge_late(&mut self, terms: &Terms, now: i64, head: usize) {
-        if self.cells.newest().is_some_and(|newest| newest > self.latest(terms, now)) {
-            let (first, ends) = self.late(terms, now, head);
+    fn merge_late(&mut self, params: &Params, now: i64, head: usize) {
+        if self.cells.newest().is_some_and(|newest| newest > self.latest(params, now)) {
+            let (first, ends) = self.late(params, now, head);
             self.cells.merge(first, ends);
         }
     }
 }
 
 /// When the cell of a time ends.
-fn cell_end(terms: &Terms, time: i64) -> i64 {
-    time - time.rem_euclid(terms.width) + terms.width
+fn cell_end(params: &Params, time: i64) -> i64 {
+    time - time.rem_euclid(params.width) + params.width
 }

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::{Align, Followed, Refill, State, Strategy, Terms};
+use super::{Align, Followed, Params, Refill, State, Strategy};
 use crate::limit::check::{Ask, Look};
 use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
 
 /// A state at a moment.
-fn look(state: &State, terms: &Terms, now: i64) -> Look {
-    state.look(terms, &Ask { mode: Mode::Peek, cost: 0, now })
+fn look(state: &State, params: &Params, now: i64) -> Look {
+    state.look(params, &Ask { mode: Mode::Peek, cost: 0, now })
 }
 
 /// All that was granted, and what the definition says of one more.
@@ -156,7 +156,7 @@ fn every_strategy_is_its_definition() {
             let strategy = strategy(&mut rng);
             let quota = quota(&mut rng, strategy);
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
-            let terms = policies[0].terms();
+            let params = policies[0].params();
             let context = format!("seed {seed}, {:?}", policies[0]);
             let mut model = Model::new(strategy, quota);
             let mut state = [State::fresh(strategy)];
@@ -197,7 +197,7 @@ fn every_strategy_is_its_definition() {
                 assert!(!model.allows(remaining + 1, now.into()), "{context}: more than {remaining} remain");
 
                 let seen =
-                    |at: i64| (look(&state[0], terms, at).loaded, look(&State::fresh(strategy), terms, at).loaded);
+                    |at: i64| (look(&state[0], params, at).loaded, look(&State::fresh(strategy), params, at).loaded);
                 let (loaded, fresh) = seen(now + verdict.reset);
                 assert_eq!(loaded, fresh, "{context}: not fresh after {}", verdict.reset);
                 if verdict.reset > 0 {
@@ -226,18 +226,18 @@ fn every_rate_is_right() {
         let (limit, period, burst) = (size(32) as u32, size(44), size(32) as u32);
         let quota = Quota::per(limit, Duration::from_micros(period)).burst(burst);
         let Ok(policy) = Policy::new("p", Strategy::Gcra, quota) else { continue };
-        let terms = policy.terms();
-        let exact = i128::from(period) * i128::from(terms.ticks);
-        let ours = i128::from(terms.interval) * i128::from(limit);
+        let params = policy.params();
+        let exact = i128::from(period) * i128::from(params.ticks);
+        let ours = i128::from(params.interval) * i128::from(limit);
         assert!(ours >= exact, "{quota} grants too much");
         assert!((ours - exact) * 1000 <= exact, "{quota} is off by more than 0.1 %");
-        assert!(2 * terms.full <= 1 << 52 && terms.furthest < 1 << 51, "{quota} overflows");
+        assert!(2 * params.full <= 1 << 52 && params.furthest < 1 << 51, "{quota} overflows");
     }
     for quota in [Quota::per_second(3), Quota::per_second(300_000), Quota::per_day(1_000_000)] {
         let policy = Policy::new("p", Strategy::Gcra, quota).unwrap();
-        let terms = policy.terms();
-        let (interval, limit) = (i128::from(terms.interval), i128::from(quota.limit()));
-        assert_eq!(interval * limit, quota.period().as_micros() as i128 * i128::from(terms.ticks), "{quota} is exact");
+        let params = policy.params();
+        let (interval, limit) = (i128::from(params.interval), i128::from(quota.limit()));
+        assert_eq!(interval * limit, quota.period().as_micros() as i128 * i128::from(params.ticks), "{quota} is exact");
     }
 }
 
@@ -398,17 +398,17 @@ fn what_is_followed_is_no_fresh_start() {
             let strategy = strategy(&mut rng);
             let quota = quota(&mut rng, strategy);
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
-            let terms = policies[0].terms();
+            let params = policies[0].params();
             let mut state = [State::fresh(strategy)];
             let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
             for _ in 0..20 {
                 let cost = rng.u32(1..=quota.capacity());
                 let verdict = Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first;
-                let followed = Followed { used: terms.capacity - verdict.remaining, until: now + verdict.reset };
-                let resumed = State::resume(strategy, terms, now, followed);
-                let room = |state: &State, at: i64| look(state, terms, at).room;
+                let followed = Followed { used: params.capacity - verdict.remaining, until: now + verdict.reset };
+                let resumed = State::resume(strategy, params, now, followed);
+                let room = |state: &State, at: i64| look(state, params, at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
-                let flows = if strategy.is_steady() { 1 + terms.ticks / terms.interval } else { 0 };
+                let flows = if strategy.is_steady() { 1 + params.ticks / params.interval } else { 0 };
                 let lost = verdict.remaining - room(&resumed, now);
                 assert!((0..=flows).contains(&lost), "{:?} {followed:?}: {lost} lost", policies[0]);
                 for _ in 0..5 {
@@ -416,7 +416,7 @@ fn what_is_followed_is_no_fresh_start() {
                     assert!(room(&resumed, later) <= room(&state[0], later), "{:?} {followed:?}", policies[0]);
                 }
                 let fresh = room(&resumed, followed.until);
-                assert_eq!(fresh, terms.capacity, "{:?} {followed:?} is not fresh in time", policies[0]);
+                assert_eq!(fresh, params.capacity, "{:?} {followed:?} is not fresh in time", policies[0]);
                 now += rng.i64(0..=verdict.reset + 2);
             }
         }

@@ -16,7 +16,7 @@
 //! **Two quotas under one name.** They share what the bucket lacks, in tokens, and each refills at its own rate since it
 //! was refilled last.
 
-use super::{Followed, Loaded, Terms, Twin, clean, div_ceil, drained};
+use super::{Followed, Loaded, Params, Twin, clean, div_ceil, drained};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -30,62 +30,62 @@ pub(crate) struct State {
 
 /// Loaded: the tokens at now, in ticks, and when they were refilled last.
 impl Twin for State {
-    fn arguments(terms: &Terms) -> [i64; 4] {
-        [terms.capacity, terms.interval, terms.ticks, if terms.batches { terms.period } else { 0 }]
+    fn arguments(params: &Params) -> [i64; 4] {
+        [params.capacity, params.interval, params.ticks, if params.batches { params.period } else { 0 }]
     }
 
-    fn load(&self, terms: &Terms, now: i64) -> (Loaded, bool) {
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let Self { refilled, missing, interval } = *self;
-        if !terms.batches {
-            let (missing, future) = drained(terms, now, refilled, missing, interval);
-            return ([terms.full - missing, now, 0], future);
+        if !params.batches {
+            let (missing, future) = drained(params, now, refilled, missing, interval);
+            return ([params.full - missing, now, 0], future);
         }
-        let ((missing, _), future) = (drained(terms, now, now, missing, interval), refilled > now);
+        let ((missing, _), future) = (drained(params, now, now, missing, interval), refilled > now);
         let refilled = refilled.min(now);
-        let periods = (now - refilled).div_euclid(terms.period).min(div_ceil(missing, terms.ticks));
-        let missing = missing - periods * terms.ticks;
+        let periods = (now - refilled).div_euclid(params.period).min(div_ceil(missing, params.ticks));
+        let missing = missing - periods * params.ticks;
         if missing <= 0 {
-            return clean([terms.full, now, 0]);
+            return clean([params.full, now, 0]);
         }
-        ([terms.full - missing, refilled + periods * terms.period, 0], future)
+        ([params.full - missing, refilled + periods * params.period, 0], future)
     }
 
-    fn room(terms: &Terms, _now: i64, [tokens, ..]: Loaded) -> i64 {
-        tokens.div_euclid(terms.interval)
+    fn room(params: &Params, _now: i64, [tokens, ..]: Loaded) -> i64 {
+        tokens.div_euclid(params.interval)
     }
 
-    fn wait(&self, terms: &Terms, now: i64, cost: i64, [tokens, refilled, _]: Loaded) -> i64 {
-        refill(terms, now, cost * terms.interval - tokens, refilled)
+    fn wait(&self, params: &Params, now: i64, cost: i64, [tokens, refilled, _]: Loaded) -> i64 {
+        refill(params, now, cost * params.interval - tokens, refilled)
     }
 
-    fn charge(&mut self, terms: &Terms, _now: i64, cost: i64, [tokens, refilled, _]: Loaded) -> Loaded {
-        [(tokens - cost * terms.interval).min(terms.full), refilled, 0]
+    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [tokens, refilled, _]: Loaded) -> Loaded {
+        [(tokens - cost * params.interval).min(params.full), refilled, 0]
     }
 
-    fn reset(terms: &Terms, now: i64, [tokens, refilled, _]: Loaded) -> i64 {
-        if tokens == terms.full { 0 } else { refill(terms, now, terms.full - tokens, refilled) }
+    fn reset_after(params: &Params, now: i64, [tokens, refilled, _]: Loaded) -> i64 {
+        if tokens == params.full { 0 } else { refill(params, now, params.full - tokens, refilled) }
     }
 
-    fn save(&mut self, terms: &Terms, _now: i64, _cost: i64, [tokens, refilled, _]: Loaded) {
-        *self = Self { refilled, missing: terms.full - tokens, interval: terms.interval };
+    fn save(&mut self, params: &Params, _now: i64, _cost: i64, [tokens, refilled, _]: Loaded) {
+        *self = Self { refilled, missing: params.full - tokens, interval: params.interval };
     }
 
-    fn resume(terms: &Terms, now: i64, Followed { used, until }: Followed) -> Self {
-        if terms.batches {
+    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+        if params.batches {
             // The bucket is full at `until`, after so many whole periods.
-            let missing = used * terms.interval;
-            let periods = div_ceil(missing, terms.ticks);
-            return Self { refilled: until - periods * terms.period, missing, interval: terms.interval };
+            let missing = used * params.interval;
+            let periods = div_ceil(missing, params.ticks);
+            return Self { refilled: until - periods * params.period, missing, interval: params.interval };
         }
-        let missing = (until - now).clamp(0, terms.furthest) * terms.ticks;
-        Self { refilled: now, missing, interval: terms.interval }
+        let missing = (until - now).clamp(0, params.furthest) * params.ticks;
+        Self { refilled: now, missing, interval: params.interval }
     }
 }
 
 /// How long until so many ticks have come.
-fn refill(terms: &Terms, now: i64, ticks: i64, refilled: i64) -> i64 {
-    match terms.batches {
-        true => refilled + div_ceil(ticks, terms.ticks) * terms.period - now,
-        false => div_ceil(ticks, terms.ticks),
+fn refill(params: &Params, now: i64, ticks: i64, refilled: i64) -> i64 {
+    match params.batches {
+        true => refilled + div_ceil(ticks, params.ticks) * params.period - now,
+        false => div_ceil(ticks, params.ticks),
     }
 }

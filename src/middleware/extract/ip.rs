@@ -27,7 +27,7 @@ impl KeyExtractor for PeerIp {
         if let Some(address) = request.extensions.get::<IpAddr>() {
             return Ok(Key::ip(*address));
         }
-        Err(MissingKey::of_server(
+        Err(MissingKey::misconfigured(
             "the server did not note the address of the peer; \
              with axum, serve `app.into_make_service_with_connect_info::<SocketAddr>()` and enable the feature `axum`",
         ))

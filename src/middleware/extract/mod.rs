@@ -51,7 +51,7 @@ enum Reason {
     /// The client sent what must not be one.
     Malformed,
     /// The server is set up so that there can be none.
-    OfServer,
+    Misconfigured,
 }
 
 impl MissingKey {
@@ -69,13 +69,13 @@ impl MissingKey {
 
     /// The server is set up so that no request can have it: over HTTP a 500, whatever
     /// [`OnMissingKey`](crate::OnMissingKey) says. `problem` is in the response too, and says how to set it up.
-    pub const fn of_server(problem: &'static str) -> Self {
-        Self { problem, reason: Reason::OfServer }
+    pub const fn misconfigured(problem: &'static str) -> Self {
+        Self { problem, reason: Reason::Misconfigured }
     }
 
     /// Whether the server is at fault, not the client.
-    pub const fn is_of_server(&self) -> bool {
-        matches!(self.reason, Reason::OfServer)
+    pub const fn is_misconfigured(&self) -> bool {
+        matches!(self.reason, Reason::Misconfigured)
     }
 
     /// Whether the request has nothing that could be one, so that [`OnMissingKey`](crate::OnMissingKey) says what becomes of
@@ -222,7 +222,7 @@ mod tests {
             for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
                 let problem = extractor.extract(&parts).unwrap_err();
                 assert!(problem.to_string().contains("more than once"), "{first:?}, {second:?}: {problem}");
-                assert!(!problem.is_absent() && !problem.is_of_server());
+                assert!(!problem.is_absent() && !problem.is_misconfigured());
             }
         }
     }

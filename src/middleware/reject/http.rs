@@ -23,7 +23,7 @@ impl<B: From<String>> Reject<B> for HttpReject {
             // The layer tells when to retry.
             Rejection::Denied(decision) => (StatusCode::TOO_MANY_REQUESTS, None, denied(decision)),
             Rejection::MissingKey(missing) => {
-                let (status, title) = match missing.is_of_server() {
+                let (status, title) = match missing.is_misconfigured() {
                     true => (StatusCode::INTERNAL_SERVER_ERROR, "Internal Server Error"),
                     false => (StatusCode::BAD_REQUEST, "Bad Request"),
                 };
@@ -58,7 +58,7 @@ fn denied(decision: &Decision) -> String {
     match decision.outcome() {
         Outcome::NeverFits => {
             body.push_str("The request costs more than the ");
-            body.push_str(itoa::Buffer::new().format(decision.limit()));
+            body.push_str(itoa::Buffer::new().format(decision.capacity()));
             body.push_str(" that ever pass at once.");
         }
         _ => {

@@ -9,7 +9,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::shared::{Asked, Shared};
 use crate::limit::{Check, Decision};
-use crate::store::{Error, ErrorKind, Store, polled_after_completion};
+use crate::store::{Answer, Error, ErrorKind, Store, polled_after_completion};
 
 pin_project! {
     /// Resolves to the answer of a [`Fallback`](crate::Fallback).
@@ -27,11 +27,6 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     pub(super) enum State<P, F> {
-        /// Known at once.
-        Known {
-            // None once it has been told.
-            answer: Option<Result<Decision, Error>>,
-        },
         Primary {
             #[pin]
             answer: P,
@@ -61,10 +56,6 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
         let shared = this.shared;
         loop {
             let (check, sent) = match this.state.as_mut().project() {
-                StateProj::Known { answer } => match answer.take() {
-                    Some(answer) => return Poll::Ready(answer),
-                    None => polled_after_completion("FallbackFuture"),
-                },
                 StateProj::Done => polled_after_completion("FallbackFuture"),
                 StateProj::Fallback { answer, check, sent } => {
                     let answer = ready!(answer.poll(cx));
@@ -96,8 +87,13 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                     }
                 },
             };
-            let answer = shared.fallback.check(shared.part(check.clone()));
-            this.state.set(State::Fallback { answer, check, sent });
+            match shared.fallback.check(shared.part(check.clone())) {
+                Answer::Ready { answer } => {
+                    this.state.set(State::Done);
+                    return Poll::Ready(shared.decided(&check, sent, answer));
+                }
+                Answer::Pending { future } => this.state.set(State::Fallback { answer: future, check, sent }),
+            }
         }
     }
 }

@@ -22,13 +22,13 @@ pub use self::share::Share;
 use self::future::State;
 use self::shared::{Reply, Shared};
 use super::observer::Observers;
-use super::{Error, LocalStore, Observer, Store};
-use crate::limit::{Check, Decision};
+use super::{Answer, LocalStore, Observer, Store};
+use crate::limit::Check;
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
 /// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that the primary store
-///   did not answer is never sent to it again, unless it has an [id](Check::id), by which it is charged once.
+///   did not answer is never sent to it again, unless it has an [id](Check::with_id), by which it is charged once.
 /// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
 ///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
@@ -124,8 +124,8 @@ impl<P: Store, F: Store> Fallback<P, F> {
         Self::build(self.shared.primary.clone(), self.shared.fallback.clone(), settings)
     }
 
-    fn future(&self, state: State<P::Future, F::Future>) -> FallbackFuture<P, F> {
-        FallbackFuture { shared: Arc::clone(&self.shared), state }
+    fn pending(&self, state: State<P::Future, F::Future>) -> Answer<FallbackFuture<P, F>> {
+        Answer::pending(FallbackFuture { shared: Arc::clone(&self.shared), state })
     }
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
@@ -142,26 +142,19 @@ impl<P: Store, F: Store> Fallback<P, F> {
 impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
-    fn check(&self, check: Check) -> Self::Future {
-        match self.try_check(check) {
-            Ok(answer) => self.future(State::Known { answer: Some(answer) }),
-            Err(waiting) => waiting,
-        }
-    }
-
-    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
+    fn check(&self, check: Check) -> Answer<Self::Future> {
         let shared = &self.shared;
         let sent = match shared.ask(&check) {
             Reply::NotAsked => false,
-            Reply::Answer(Ok(decision)) => return Ok(Ok(decision)),
+            Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
             Reply::Answer(Err(error)) => !error.is_unsent(),
             Reply::Later(answer, asked, at) => {
-                return Err(self.future(State::Primary { answer, deadline: None, asked, at, check }));
+                return self.pending(State::Primary { answer, deadline: None, asked, at, check });
             }
         };
-        match shared.fallback.try_check(shared.part(check.clone())) {
-            Ok(answer) => Ok(shared.decided(&check, sent, answer)),
-            Err(answer) => Err(self.future(State::Fallback { answer, check, sent })),
+        match shared.fallback.check(shared.part(check.clone())) {
+            Answer::Ready { answer } => Answer::ready(shared.decided(&check, sent, answer)),
+            Answer::Pending { future } => self.pending(State::Fallback { answer: future, check, sent }),
         }
     }
 }

@@ -1,9 +1,8 @@
 use std::num::NonZeroU32;
-use std::sync::Mutex;
 
 use super::breaker::Breaker;
-use crate::limit::{Check, Decision, Followed, Outcome, Policies, State, Verdict};
-use crate::store::{Instances, lock};
+use crate::limit::{Check, Decision, Followed, Outcome, State, Verdict};
+use crate::store::Instances;
 
 /// How many instances share a policy while each decides by itself.
 ///
@@ -35,28 +34,6 @@ impl Share {
     }
 }
 
-/// The parts of the policies that have been asked for, so that each is made once.
-#[derive(Debug, Default)]
-pub(super) struct Parts(Mutex<Vec<(Policies, NonZeroU32, Policies)>>);
-
-impl Parts {
-    /// Policies that are made anew for every request are not worth more.
-    const MOST: usize = 64;
-
-    pub(super) fn of(&self, policies: &Policies, instances: NonZeroU32) -> Policies {
-        let mut parts = lock(&self.0);
-        if let Some((.., part)) = parts.iter().find(|(whole, of, _)| whole.is(policies) && *of == instances) {
-            return part.clone();
-        }
-        if parts.len() >= Self::MOST {
-            parts.clear();
-        }
-        let part = policies.share(instances);
-        parts.push((policies.clone(), instances, part.clone()));
-        part
-    }
-}
-
 /// The decision on a check by this instance's part of its policies. What the part never lets pass, but the whole would in
 /// time, is denied for as long as the whole would deny it, used up as the part is.
 pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> i64) -> Decision {
@@ -64,10 +41,10 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
         return decision;
     }
     let now = now();
-    let parts: Vec<i64> = decision.verdicts().map(|(part, _)| part.terms().capacity).collect();
+    let parts: Vec<i64> = decision.verdicts().map(|(part, _)| part.params().capacity).collect();
     decision.wait_instead(|i, verdict| {
         let policy = &check.policies()[i];
-        let (whole, part) = (policy.terms().capacity, parts[i]);
+        let (whole, part) = (policy.params().capacity, parts[i]);
         if i64::from(check.cost()) > whole {
             return Verdict::NEVER;
         }
@@ -75,7 +52,7 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
         let followed = Followed { used: used as i64, until: now + verdict.reset };
         let mut state = match verdict.reset {
             0 => State::fresh(policy.strategy()),
-            _ => State::resume(policy.strategy(), policy.terms(), now, followed),
+            _ => State::resume(policy.strategy(), policy.params(), now, followed),
         };
         let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
         match peek.decide(std::slice::from_mut(&mut state), now).first.wait {

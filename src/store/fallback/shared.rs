@@ -9,10 +9,10 @@ use tokio::time::Instant;
 use super::Settings;
 use super::breaker::{Breaker, Pass};
 use super::grants::Grants;
-use super::share::{self, Parts};
+use super::share;
 use crate::limit::{Check, Decision, Mode, Source};
 use crate::store::clock::{Clock, instant};
-use crate::store::{Error, ErrorKind, Observer, Store};
+use crate::store::{Answer, Error, ErrorKind, Observer, Store};
 
 pub(super) struct Shared<P, F> {
     pub(super) primary: P,
@@ -23,7 +23,6 @@ pub(super) struct Shared<P, F> {
     pub(super) attended: AtomicBool,
     pub(super) grants: Grants,
     pub(super) epoch: Epoch,
-    parts: Parts,
     pub(super) clock: Clock,
 }
 
@@ -35,11 +34,11 @@ pub(super) struct Asked {
 }
 
 /// What the primary store says to a check at once.
-pub(super) enum Reply<A> {
+pub(super) enum Reply<F> {
     NotAsked,
     Answer(Result<Decision, Error>),
     /// It was asked at this time, and has to be waited for.
-    Later(A, Asked, Instant),
+    Later(F, Asked, Instant),
 }
 
 impl<P: Store, F: Store> Shared<P, F> {
@@ -52,7 +51,6 @@ impl<P: Store, F: Store> Shared<P, F> {
             attended: AtomicBool::new(false),
             grants: Grants::new(callers),
             epoch: Epoch::default(),
-            parts: Parts::default(),
             clock: Clock::new(),
         }
     }
@@ -73,15 +71,15 @@ impl<P: Store, F: Store> Shared<P, F> {
             return Reply::NotAsked;
         };
         let asked = Asked { epoch, pass };
-        match self.primary.try_check(check.clone()) {
-            Ok(answer) => {
+        match self.primary.check(check.clone()) {
+            Answer::Ready { answer } => {
                 match &answer {
                     Ok(decision) => self.succeeded(check, decision, asked),
                     Err(error) => self.failed(error, asked),
                 }
                 Reply::Answer(answer)
             }
-            Err(answer) => Reply::Later(answer, asked, instant()),
+            Answer::Pending { future } => Reply::Later(future, asked, instant()),
         }
     }
 
@@ -90,7 +88,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         match self.settings.share.instances() {
             NonZeroU32::MIN => check,
             instances => {
-                let part = self.parts.of(check.policies(), instances);
+                let part = check.policies().share(instances);
                 check.under(part)
             }
         }

@@ -10,8 +10,8 @@ use std::sync::{PoisonError, RwLock};
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::limit::{Check, Decision, Key, Mode, Policies, Source, Verdict, Verdicts};
-use crate::store::bounded::{Bounded, Hold, Ranked};
+use crate::limit::{Check, Key, Mode, Policies, Verdict, Verdicts};
+use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
 use crate::store::clock::Clock;
 use crate::store::digest::{Digest, Digester};
 
@@ -24,12 +24,12 @@ pub(super) struct Denials {
     /// How many callers are held: while there are none, no check looks further.
     held: AtomicUsize,
     /// The most denials of a shard.
-    most: usize,
+    max: usize,
 }
 
 #[derive(Debug)]
 struct Shard {
-    callers: Bounded<Caller>,
+    callers: BoundedMap<Caller>,
     /// How many denials they have.
     denials: usize,
     /// When something was last given back or forgotten: a denial of a call that was sent before may not be true any
@@ -40,7 +40,7 @@ struct Shard {
 #[derive(Debug)]
 struct Caller {
     denials: SmallVec<[Denial; 1]>,
-    /// How many checks this has answered, up to [`MOST_HITS`]; one less for each time it might have had to go.
+    /// How many checks this has answered, up to [`MAX_HITS`]; one less for each time it might have had to go.
     hits: AtomicU8,
 }
 
@@ -56,7 +56,7 @@ struct Denial {
     verdicts: Verdicts,
     /// When its call was sent.
     sent: i64,
-    lapses: i64,
+    expires_at: i64,
 }
 
 /// What a check asks, as far as a denial can answer it.
@@ -67,25 +67,25 @@ struct Question<'a> {
 }
 
 /// The most denials of one caller.
-const MOST_OF_ONE: usize = 64;
+const MAX_OF_ONE: usize = 64;
 /// Enough to stay while some thousand other callers are denied. A caller that has so many writes no more hits, which
 /// threads would contend for.
-const MOST_HITS: u8 = 15;
+const MAX_HITS: u8 = 15;
 /// For how long a cost that never fits is remembered: until nothing is charged any more, but not so long that what is
 /// told of the rest is of another day, and long enough for a flood of what a fresh caller asks.
 const NEVER_FITS: (i64, i64) = (1_000_000, 60_000_000);
 
 impl Denials {
     /// Holds at most about so many denials; 0 for none.
-    pub(super) fn new(most: usize) -> Self {
-        let most = most.div_ceil(16);
-        let shard = |_| RwLock::new(Shard { callers: Bounded::new(most), denials: 0, forgot: i64::MIN });
+    pub(super) fn new(max: usize) -> Self {
+        let max = max.div_ceil(16);
+        let shard = |_| RwLock::new(Shard { callers: BoundedMap::new(max), denials: 0, forgot: i64::MIN });
         Self {
             shards: std::array::from_fn(shard),
             digester: Digester::new(),
             clock: Clock::new(),
             held: AtomicUsize::new(0),
-            most,
+            max,
         }
     }
 
@@ -94,15 +94,8 @@ impl Denials {
         self.clock.micros()
     }
 
-    /// The decision on this check, if it is known to be a denial; else the check.
-    pub(super) fn answer(&self, check: Check) -> Result<Decision, Check> {
-        match self.verdicts(&check) {
-            Some(verdicts) => Ok(check.answer(verdicts, Source::Cached)),
-            None => Err(check),
-        }
-    }
-
-    fn verdicts(&self, check: &Check) -> Option<Verdicts> {
+    /// The verdicts on this check, if it is known to be denied.
+    pub(super) fn verdicts(&self, check: &Check) -> Option<Verdicts> {
         if self.held.load(Relaxed) == 0 {
             return None;
         }
@@ -111,24 +104,24 @@ impl Denials {
         let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
         let caller = &shard.callers.get(caller)?.value;
         let now = self.clock.micros();
-        let known = caller.denials.iter().filter(|denial| now < denial.lapses && denial.answers(&question));
+        let known = caller.denials.iter().filter(|denial| now < denial.expires_at && denial.answers(&question));
         // The longest wait that is known to be true.
-        let Denial { verdicts, sent, .. } = known.max_by_key(|denial| denial.lapses)?;
+        let Denial { verdicts, sent, .. } = known.max_by_key(|denial| denial.expires_at)?;
         caller.hit();
         Some(verdicts.later(now - sent))
     }
 
     /// Learns what Redis decided on a call that was sent at this time.
     pub(super) fn learn(&self, check: &Check, verdicts: &Verdicts, sent: i64) {
-        if self.most == 0 {
+        if self.max == 0 {
             return;
         }
         if matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
             self.forget(check);
         } else if let Some(denial) = Denial::new(check, verdicts, sent) {
             self.change(check.key(), |shard, caller, now| {
-                if denial.sent > shard.forgot && denial.lapses > now {
-                    shard.remember(caller, denial, self.most, now);
+                if denial.sent > shard.forgot && denial.expires_at > now {
+                    shard.remember(caller, denial, self.max, now);
                 }
             });
         } else if let Some(id) = check.id_key()
@@ -143,7 +136,7 @@ impl Denials {
 
     /// Something may have been given back or forgotten, also if Redis has not answered.
     pub(super) fn forget(&self, check: &Check) {
-        if self.most > 0 && matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
+        if self.max > 0 && matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
             self.change(check.key(), |shard, caller, now| {
                 let gone = shard.callers.remove(caller);
                 shard.gone(gone);
@@ -172,8 +165,8 @@ impl Denials {
 }
 
 impl Shard {
-    fn remember(&mut self, caller: Digest, denial: Denial, most: usize, now: i64) {
-        self.retain(caller, |old| old.lapses > now);
+    fn remember(&mut self, caller: Digest, denial: Denial, max: usize, now: i64) {
+        self.retain(caller, |old| old.expires_at > now);
         if let Some(slot) = self.callers.get_mut(caller) {
             slot.hold = slot.hold.max(denial.hold());
             let denials = &mut slot.value.denials;
@@ -184,7 +177,7 @@ impl Shard {
                 }
                 return;
             }
-            if denials.len() >= most.min(MOST_OF_ONE) {
+            if denials.len() >= max.min(MAX_OF_ONE) {
                 // That of an id answers least. Then that of a large cost, which one of a smaller cost may answer too.
                 let answers_least = |known: &&mut Denial| (known.id.is_some(), known.exceeds == 0, known.needs);
                 if let Some(least) = denials.iter_mut().max_by_key(answers_least)
@@ -199,7 +192,7 @@ impl Shard {
             // Or the room might be made of this very caller.
             slot.value.hit();
         }
-        while self.denials >= most
+        while self.denials >= max
             && let Some(gone) = self.callers.make_room(true, now)
         {
             self.gone(Some(gone));
@@ -234,7 +227,7 @@ impl Shard {
 impl Caller {
     fn hit(&self) {
         let hits = self.hits.load(Relaxed);
-        if hits < MOST_HITS {
+        if hits < MAX_HITS {
             self.hits.store(hits + 1, Relaxed);
         }
     }
@@ -269,7 +262,7 @@ impl<'a> Question<'a> {
 
     /// How many of the policies never have the room that it needs.
     fn exceeds(&self) -> usize {
-        self.policies.iter().filter(|policy| i64::from(self.needs) > policy.terms().capacity).count()
+        self.policies.iter().filter(|policy| i64::from(self.needs) > policy.params().capacity).count()
     }
 }
 
@@ -287,11 +280,11 @@ impl Denial {
             _ => verdicts.iter().map(|verdict| verdict.reset).max()?.clamp(NEVER_FITS.0, NEVER_FITS.1),
         };
         let (policies, id, verdicts) = (policies.clone(), id.copied().map(Box::new), verdicts.clone());
-        Some(Self { policies, id, needs, exceeds, verdicts, sent, lapses: sent.saturating_add(holds) })
+        Some(Self { policies, id, needs, exceeds, verdicts, sent, expires_at: sent.saturating_add(holds) })
     }
 
     fn hold(&self) -> Hold {
-        Hold::new(0, self.lapses)
+        Hold::new(0, self.expires_at)
     }
 
     fn answers(&self, question: &Question<'_>) -> bool {
@@ -343,10 +336,10 @@ mod tests {
                 deny(&denials, &Check::take(Key::GLOBAL, policies, cost));
             }
         }
-        assert_eq!(held(&denials), MOST_OF_ONE);
+        assert_eq!(held(&denials), MAX_OF_ONE);
         for i in 0..20_000 {
             let check = Check::take(Key::new(format!("{}", rng.u32(..5_000))), &lists[rng.usize(..100)], rng.u32(1..9));
-            let check = if i % 3 == 0 { check.id(i.to_string()) } else { check };
+            let check = if i % 3 == 0 { check.with_id(i.to_string()) } else { check };
             deny(&denials, &check);
             assert!(check.id_key().is_some() || denials.verdicts(&check).is_some(), "the last is known");
         }
@@ -364,15 +357,15 @@ mod tests {
     fn ids_go_first() {
         let (denials, policies) = (Denials::new(10_000), list("api"));
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
-        for cost in (2..=1 + MOST_OF_ONE as u32).rev() {
+        for cost in (2..=1 + MAX_OF_ONE as u32).rev() {
             deny(&denials, &take(cost));
         }
         for i in 0..1_000 {
-            deny(&denials, &take(1).id(i.to_string()));
+            deny(&denials, &take(1).with_id(i.to_string()));
         }
         let caller = denials.shard(&Key::GLOBAL);
         let shard = caller.0.read().unwrap();
         let plain = &shard.callers.get(caller.1).unwrap().value.denials;
-        assert_eq!(plain.iter().filter(|denial| denial.id.is_none()).count(), MOST_OF_ONE);
+        assert_eq!(plain.iter().filter(|denial| denial.id.is_none()).count(), MAX_OF_ONE);
     }
 }

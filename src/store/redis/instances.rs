@@ -35,7 +35,7 @@ impl Instances {
     ///
     /// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
     pub(super) fn announce(lanes: &Arc<Lanes>) -> Result<Self, Error> {
-        let runtime = Handle::try_current().map_err(|error| Error::caused(ErrorKind::NoRuntime, error))?;
+        let runtime = Handle::try_current().map_err(|error| Error::with_source(ErrorKind::NoRuntime, error))?;
         let alive = Arc::new(AtomicU32::new(1));
         let task = runtime.spawn(run(Arc::downgrade(lanes), Arc::clone(&alive)));
         Ok(Self { announcer: Arc::new(Announcer { alive, task }) })

@@ -28,7 +28,7 @@ use super::pool::{Manager, Pool};
 use super::script::{self, Batch};
 use crate::limit::{Check, Decision, Source, Verdicts};
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind, Observers, lock, polled_after_completion};
+use crate::store::{Answer, Error, ErrorKind, Observers, lock, polled_after_completion};
 
 pub(super) struct Lanes {
     pub(super) manager: Manager,
@@ -85,17 +85,20 @@ struct Job {
 }
 
 impl Lanes {
+    /// Answers what is known, and puts any other check into the queue.
+    pub(super) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
+        if let Some(verdicts) = self.denials.verdicts(&check) {
+            return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
+        }
+        match self.enqueue(check) {
+            Ok(future) => Answer::pending(future),
+            Err(error) => Answer::ready(Err(error.unsent())),
+        }
+    }
+
     /// Puts a check into the queue, and starts a lane if another may run.
-    ///
-    /// # Errors
-    ///
-    /// The future of its answer, if that is not known at once.
-    pub(super) fn enqueue(self: &Arc<Self>, check: Check) -> Result<Result<Decision, Error>, RedisFuture> {
-        let check = match self.denials.answer(check) {
-            Ok(decision) => return Ok(Ok(decision)),
-            Err(check) => check,
-        };
-        let Ok(runtime) = Handle::try_current() else { return Ok(Err(no_runtime().unsent())) };
+    fn enqueue(self: &Arc<Self>, check: Check) -> Result<RedisFuture, Error> {
+        let runtime = Handle::try_current().map_err(|_| no_runtime())?;
         let (answer, receiver) = oneshot::channel();
         let job = Job { check, since: instant(), answer };
         let (watch, lane) = {
@@ -103,7 +106,7 @@ impl Lanes {
             let Queues { each, spare } = &mut *queues;
             let (queue, watch) = self.queue_of(runtime.id(), each);
             if queue.jobs.len() >= self.limits.queue {
-                return Ok(Err(Error::new(ErrorKind::QueueFull).unsent()));
+                return Err(Error::new(ErrorKind::QueueFull));
             }
             queue.jobs.push_back(job);
             let lane = (queue.lanes < self.limits.lanes).then(|| {
@@ -119,7 +122,7 @@ impl Lanes {
         if let Some((pool, work)) = lane {
             runtime.spawn(Lane::new(self, runtime.id(), pool, work).run());
         }
-        Err(RedisFuture { state: State::Waiting(receiver) })
+        Ok(RedisFuture { answer: Some(receiver) })
     }
 
     /// The queue of a runtime. If it is a new one, the watch to start there.
@@ -137,13 +140,6 @@ impl Lanes {
             queues.len() - 1
         });
         (&mut queues[place], watch)
-    }
-
-    pub(super) fn check(self: &Arc<Self>, check: Check) -> RedisFuture {
-        match self.enqueue(check) {
-            Ok(answer) => RedisFuture { state: State::Ready(answer) },
-            Err(waiting) => waiting,
-        }
     }
 
     /// Decides a check that reads and writes as any other.
@@ -288,20 +284,20 @@ impl Lane {
     fn take(&mut self) -> bool {
         let Work { jobs, batch } = &mut self.work;
         batch.clear();
-        let most = self.lanes.limits.batch;
+        let max = self.lanes.limits.batch;
         let waiting = {
             let mut queues = self.lanes.queues();
             let Some(queue) = queues.of(self.runtime) else { return false };
             if queue.jobs.is_empty() {
                 // A failure may have emptied the whole queue into it.
-                jobs.shrink_to(most);
+                jobs.shrink_to(max);
                 // Under the same lock, or a check that comes now would rely on a lane that has ended.
                 queue.lanes -= 1;
                 self.counted = false;
                 queues.spare.push(mem::take(&mut self.work));
                 return false;
             }
-            let count = queue.jobs.len().min(most);
+            let count = queue.jobs.len().min(max);
             jobs.extend(queue.jobs.drain(..count));
             queue.jobs.len()
         };
@@ -385,32 +381,24 @@ impl Drop for Lane {
 }
 
 /// Resolves to the answer of a [`RedisStore`](crate::RedisStore).
+///
+/// # Panics
+///
+/// If it is polled after it has answered.
 #[derive(Debug)]
 pub struct RedisFuture {
-    state: State,
-}
-
-#[derive(Debug)]
-enum State {
-    /// Known at once.
-    Ready(Result<Decision, Error>),
-    Waiting(oneshot::Receiver<Result<Decision, Error>>),
-    Told,
+    /// None once it has been told.
+    answer: Option<oneshot::Receiver<Result<Decision, Error>>>,
 }
 
 impl Future for RedisFuture {
     type Output = Result<Decision, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if let State::Waiting(receiver) = &mut self.state {
-            let answer = ready!(Pin::new(receiver).poll(cx));
-            self.state = State::Told;
-            return Poll::Ready(answer.unwrap_or_else(|_| Err(no_runtime())));
-        }
-        match mem::replace(&mut self.state, State::Told) {
-            State::Ready(answer) => Poll::Ready(answer),
-            State::Waiting(_) | State::Told => polled_after_completion("RedisFuture"),
-        }
+        let Some(receiver) = &mut self.answer else { polled_after_completion("RedisFuture") };
+        let answer = ready!(Pin::new(receiver).poll(cx));
+        self.answer = None;
+        Poll::Ready(answer.unwrap_or_else(|_| Err(no_runtime())))
     }
 }
 
@@ -520,11 +508,11 @@ mod tests {
     }
 
     #[test]
-    #[should_panic = "`RedisFuture` polled after completion"]
-    fn an_answer_that_was_there_at_once_is_told_once() {
+    fn an_answer_that_was_there_at_once_stays() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let mut answer = store.check(check("ann", "10/s"));
-        assert!((&mut answer).now_or_never().is_some());
-        let _ = (&mut answer).now_or_never();
+        for _ in 0..2 {
+            assert_eq!((&mut answer).now_or_never().unwrap().unwrap_err().kind(), ErrorKind::NoRuntime);
+        }
     }
 }

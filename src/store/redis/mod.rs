@@ -23,8 +23,8 @@ pub use lanes::RedisFuture;
 use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
 use self::pool::Manager;
-use super::{Error, ErrorKind, Observer, Observers, Store};
-use crate::limit::{Check, ConfigError, Decision, is_name};
+use super::{Answer, Error, ErrorKind, Observer, Observers, Store};
+use crate::limit::{Check, ConfigError, is_name};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
@@ -106,12 +106,8 @@ impl RedisStore {
 impl Store for RedisStore {
     type Future = RedisFuture;
 
-    fn check(&self, check: Check) -> RedisFuture {
+    fn check(&self, check: Check) -> Answer<RedisFuture> {
         self.lanes.check(check)
-    }
-
-    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, RedisFuture> {
-        self.lanes.enqueue(check)
     }
 }
 
@@ -268,14 +264,14 @@ fn error(error: &RedisError) -> Error {
             },
         },
     };
-    Error::caused(kind, Cause::new(error))
+    Error::with_source(kind, Cause::new(error))
 }
 
 /// A time-out without a connection, where that is by TLS: a Redis without TLS takes the greeting for the beginning of a
 /// command, and waits for the rest.
 fn no_tls() -> Error {
     let cause = "there was no TLS connection: check that the URL's port speaks TLS";
-    Error::caused(ErrorKind::Timeout, Cause(cause.to_owned()))
+    Error::with_source(ErrorKind::Timeout, Cause(cause.to_owned()))
 }
 
 /// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.

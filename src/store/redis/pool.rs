@@ -131,10 +131,10 @@ pub(super) struct Pool {
 
 impl Pool {
     /// A pool of at most so many, each of which is made when it is needed.
-    pub(super) fn new(manager: Manager, most: usize) -> Self {
+    pub(super) fn new(manager: Manager, max: usize) -> Self {
         let failures = Failures(watch::Sender::new(None));
         let connections = bb8::Pool::builder()
-            .max_size(u32::try_from(most).unwrap_or(u32::MAX))
+            .max_size(u32::try_from(max).unwrap_or(u32::MAX))
             .test_on_check_out(false)
             .retry_connection(false)
             .connection_timeout(manager.timeout)

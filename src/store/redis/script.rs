@@ -150,7 +150,7 @@ impl Batch {
         packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
         for policy in policies() {
             packed.u8(policy.strategy().number());
-            for argument in policy.strategy().arguments(policy.terms()) {
+            for argument in policy.strategy().arguments(policy.params()) {
                 packed.i56(argument);
             }
             packed.add_to(&mut cmd);
@@ -159,11 +159,11 @@ impl Batch {
         for plan in &self.plans {
             let remember = if plan.with_id { plan.policies.longest_period() } else { 0 };
             packed.u8(plan.mode.number()).u32(plan.cost as usize).i56(remember);
-            for place in first..first + plan.policies.len() {
+            for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
             }
             packed.add_to(&mut cmd);
-            first += plan.policies.len();
+            first += plan.policies.iter().len();
         }
         for run in self.entries.chunk_by(|a, b| a == b) {
             packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize).add_to(&mut cmd);
@@ -182,11 +182,11 @@ impl Batch {
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
             next.push(end);
-            end += 4 * self.plans[entry.plan].policies.len() * entry.times as usize;
+            end += 4 * self.plans[entry.plan].policies.iter().len() * entry.times as usize;
         }
         match reply {
             Value::Array(values) if values.len() == end => Ok(self.checks.iter().map(move |entry| {
-                let length = 4 * self.plans[self.entries[*entry].plan].policies.len();
+                let length = 4 * self.plans[self.entries[*entry].plan].policies.iter().len();
                 let from = next[*entry];
                 next[*entry] += length;
                 verdicts(&values[from..from + length])
@@ -369,7 +369,7 @@ mod tests {
     #[test]
     fn an_id_has_a_key_of_its_own() {
         let mut batch = Batch::default();
-        batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).id("17"));
+        batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).with_id("17"));
         let (keys, packed) = arguments(&batch.by_hash(0));
         assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);

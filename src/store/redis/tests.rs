@@ -131,7 +131,7 @@ async fn ids() {
                     2 => Check::give_back(key, policies, cost),
                     _ => Check::take(key, policies, cost),
                 };
-                let check = if trace.rng.u8(..4) == 0 { check } else { check.id("request-1") };
+                let check = if trace.rng.u8(..4) == 0 { check } else { check.with_id("request-1") };
                 let in_redis = trace.redis.check(check.clone()).await.expect("an answer of Redis");
                 let verdicts = local.verdicts(&check, || start + age);
                 if check.clone().answer(verdicts, Source::Redis) != in_redis {
@@ -283,7 +283,7 @@ impl Trace {
         for (states, policies) in self.states.iter_mut().zip(policies) {
             let fresh = policies.iter().map(|policy| State::fresh(policy.strategy()));
             let same = |a: &State, b: &State| std::mem::discriminant(a) == std::mem::discriminant(b);
-            if states.len() != policies.len() || !states.iter().zip(fresh.clone()).all(|(a, b)| same(a, &b)) {
+            if states.len() != policies.iter().len() || !states.iter().zip(fresh.clone()).all(|(a, b)| same(a, &b)) {
                 *states = fresh.collect();
             }
         }
@@ -322,7 +322,7 @@ impl Trace {
 
     fn check(&mut self, key: Key, policies: &Policies) -> Check {
         let rng = &mut self.rng;
-        let capacity = policies[rng.usize(..policies.len())].quota().capacity();
+        let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
         let cost = match rng.u8(..8) {
             0 => 0,
             1 => capacity,

@@ -13,7 +13,7 @@ use super::plan::{Caller, Habit, pick};
 use super::primary::{Local, Primary};
 use super::world::World;
 use crate::limit::Check;
-use crate::store::{Fallback, Store};
+use crate::store::{Answer, Fallback, Store};
 
 pub(super) type Instance = Fallback<Primary, Local>;
 
@@ -69,7 +69,7 @@ impl Client {
                 Habit::WithIds => {
                     // A few new ones from time to time; each is asked for again for a while.
                     let id = now / 400 * 3 + rng.u64(..5);
-                    let take = Check::take(key, &policies, most).id(format!("id-{id}"));
+                    let take = Check::take(key, &policies, most).with_id(format!("id-{id}"));
                     self.ask(instance, take, Patience::Waits).await;
                 }
                 Habit::GivingBack => {
@@ -94,15 +94,13 @@ impl Client {
     async fn ask(&self, instance: usize, check: Check, patience: Patience) {
         let (world, store) = (&self.world, &self.instances[instance]);
         let ask = world.state().asks(instance, self.caller, &check);
-        let (answer, future) = world.during(ask, || match ask % 2 {
-            0 => (None, Some(store.check(check))),
-            _ => store.try_check(check).map_or_else(|future| (None, Some(future)), |answer| (Some(answer), None)),
-        });
-        if let Some(answer) = answer {
-            let now = world.state().now();
-            return world.state().told(ask, now, store.is_degraded(), &answer);
-        }
-        let Some(future) = future else { return };
+        let future = match world.during(ask, || store.check(check)) {
+            Answer::Ready { answer } => {
+                let now = world.state().now();
+                return world.state().told(ask, now, store.is_degraded(), &answer);
+            }
+            Answer::Pending { future } => future,
+        };
         let future = Watched { world, ask, future: Box::pin(future) };
         let mut polled = 0;
         let answer = match patience {

@@ -340,12 +340,12 @@ impl Ledger {
             .sum();
         let forgotten = self.emptied + sums.resets;
         let (least, limit) = (who.policies.iter().map(|policy| {
-            let capacity = policy.terms().capacity;
+            let capacity = policy.params().capacity;
             let parts = Parts::of(plan, capacity, self.fewer);
             let flows = if who.lasting {
                 0
             } else {
-                flows(policy.strategy(), policy.terms().period, capacity, now) + capacity * self.opened
+                flows(policy.strategy(), policy.params().period, capacity, now) + capacity * self.opened
             };
             (capacity * (1 + forgotten) + parts.beyond(capacity, plan.instances) + flows, capacity)
         }))
@@ -623,8 +623,8 @@ impl Caller {
     /// After how many milliseconds a charge counts nothing any more.
     fn lifetime(&self) -> u64 {
         let lifetimes = self.policies.iter().map(|policy| match policy.strategy() {
-            Strategy::SlidingCounter | Strategy::SlidingWindow { .. } => 2 * policy.terms().period,
-            _ => policy.terms().period,
+            Strategy::SlidingCounter | Strategy::SlidingWindow { .. } => 2 * policy.params().period,
+            _ => policy.params().period,
         });
         lifetimes.max().unwrap_or(0).unsigned_abs() / 1000
     }

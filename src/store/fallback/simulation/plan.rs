@@ -210,7 +210,7 @@ impl Caller {
 
     /// The capacity of each of its policies.
     pub(super) fn capacities(&self) -> impl Iterator<Item = i64> {
-        self.policies.iter().map(|policy| policy.terms().capacity)
+        self.policies.iter().map(|policy| policy.params().capacity)
     }
 }
 

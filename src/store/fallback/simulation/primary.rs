@@ -1,6 +1,6 @@
 //! The two stores of an instance: a primary store that fails as planned, and a local one that is watched.
 
-use std::future::{Future, Ready, ready};
+use std::future::{Future, Pending};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -10,7 +10,7 @@ use tokio::time::{sleep, timeout};
 
 use super::world::World;
 use crate::limit::{Check, Decision, Key};
-use crate::store::{Error, ErrorKind, LocalStore, Store};
+use crate::store::{Answer, Error, ErrorKind, LocalStore, Store};
 
 /// What becomes of a request, in milliseconds each.
 #[derive(Debug)]
@@ -43,24 +43,17 @@ pub(super) struct Primary {
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Store for Primary {
-    type Future = Answer;
+    type Future = Waiting;
 
-    fn check(&self, check: Check) -> Answer {
-        match self.try_check(check) {
-            Ok(answer) => Answer::Ready(Some(answer)),
-            Err(waiting) => waiting,
-        }
-    }
-
-    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Answer> {
+    fn check(&self, check: Check) -> Answer<Waiting> {
         let (request, fate) = self.world.state().arrives(self.instance, &check);
         if let (0, 0, false, 0, Reply::Error(error)) = (fate.queued, fate.sent, fate.runs, fate.back, &fate.answer) {
             self.world.state().answers(request, Some(error));
-            return Ok(Err(error.clone()));
+            return Answer::ready(Err(error.clone()));
         }
         let (told, answer) = oneshot::channel();
         tokio::spawn(serve(self.world.clone(), request, check, fate, told));
-        Err(Answer::Waiting(answer))
+        Answer::pending(Waiting(answer))
     }
 }
 
@@ -104,19 +97,13 @@ async fn wait(millis: u64) {
     }
 }
 
-pub(super) enum Answer {
-    Ready(Option<Result<Decision, Error>>),
-    Waiting(oneshot::Receiver<Result<Decision, Error>>),
-}
+pub(super) struct Waiting(oneshot::Receiver<Result<Decision, Error>>);
 
-impl Future for Answer {
+impl Future for Waiting {
     type Output = Result<Decision, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match &mut *self {
-            Self::Ready(answer) => Poll::Ready(answer.take().unwrap()),
-            Self::Waiting(answer) => Pin::new(answer).poll(cx).map(Result::unwrap),
-        }
+        Pin::new(&mut self.0).poll(cx).map(Result::unwrap)
     }
 }
 
@@ -129,18 +116,14 @@ pub(super) struct Local {
 }
 
 impl Store for Local {
-    type Future = Ready<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, Error>>;
 
-    fn check(&self, check: Check) -> Self::Future {
-        let decision = self.store.check(check.clone()).into_inner();
-        if let Ok(decision) = &decision {
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let answer = self.store.check(check.clone());
+        if let Answer::Ready { answer: Ok(decision) } = &answer {
             self.world.state().decides_locally(self.instance, &check, decision);
         }
-        ready(decision)
-    }
-
-    fn try_check(&self, check: Check) -> Result<Result<Decision, Error>, Self::Future> {
-        Ok(self.check(check).into_inner())
+        answer
     }
 
     fn follow(&self, key: &Key, decision: &Decision) {

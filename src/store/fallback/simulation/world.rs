@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use fastrand::Rng;
+use futures_util::FutureExt;
 use tokio::time::Instant;
 
 use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
@@ -279,7 +280,7 @@ impl State {
         let Request { instance, caller, ask, settled, .. } = self.requests[request];
         self.requests[request].ran = true;
         // The local store answers at once.
-        let decision = self.counts.check(check.clone()).into_inner().unwrap();
+        let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
         let mut each = decision.verdicts().map(|(_, verdict)| *verdict);
         let first = each.next().unwrap();
         let verdicts = Verdicts { granted: i64::from(decision.granted()), first, others: each.collect() };
@@ -349,8 +350,8 @@ impl State {
         self.say(None, || "all is quiet".to_owned());
         for (index, caller) in self.plan.callers.iter().enumerate() {
             let peek = Check::peek(caller.key, &caller.policies, 0);
-            let decision = self.counts.check(peek).into_inner().unwrap();
-            let used = decision.each().map(|each| i64::from(each.limit() - each.remaining())).max().unwrap();
+            let decision = self.counts.check(peek).now_or_never().unwrap().unwrap();
+            let used = decision.each().map(|each| i64::from(each.capacity() - each.remaining())).max().unwrap();
             self.ledger.rests(&self.plan, index, used);
         }
     }
@@ -364,8 +365,8 @@ impl State {
 fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> Option<String> {
     let (granted, cost) = (decision.granted(), check.cost());
     for each in decision.each() {
-        if each.remaining() > each.limit() {
-            return Some(format!("{} left of {}", each.remaining(), each.limit()));
+        if each.remaining() > each.capacity() {
+            return Some(format!("{} left of {}", each.remaining(), each.capacity()));
         }
     }
     let whole = caller.capacities().min().unwrap_or(0);
@@ -396,7 +397,7 @@ fn shown(check: &Check) -> String {
 }
 
 fn verdict(decision: &Decision) -> String {
-    let left = format!("{} left of {}", decision.remaining(), decision.limit());
+    let left = format!("{} left of {}", decision.remaining(), decision.capacity());
     match decision.outcome() {
         Outcome::Allowed => format!("{} granted, {left}", decision.granted()),
         Outcome::Denied { retry_after } => format!("denied for {retry_after:?}, {left}"),

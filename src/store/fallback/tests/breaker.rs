@@ -3,7 +3,7 @@
 use super::*;
 use crate::store::lock;
 
-fn take(store: &Tested) -> super::super::FallbackFuture<Primary, LocalStore> {
+fn take(store: &Tested) -> Answer<super::super::FallbackFuture<Primary, LocalStore>> {
     store.check(Check::take(ann(), &policies(Strategy::Gcra, "100000/s"), 1))
 }
 

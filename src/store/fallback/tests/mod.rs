@@ -13,7 +13,7 @@ use tokio::time::{advance, sleep};
 
 use super::{Fallback, Share};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
-use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, lock};
+use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, lock};
 
 /// Counts as any store does, and answers as it is told.
 #[derive(Clone, Default)]
@@ -59,20 +59,20 @@ impl Primary {
     /// What it counts of a caller.
     async fn used(&self, policies: &Policies) -> u32 {
         let peek = self.counts.check(Check::peek(ann(), policies, 0)).await.unwrap();
-        peek.limit() - peek.remaining()
+        peek.capacity() - peek.remaining()
     }
 }
 
 impl Store for Primary {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
 
-    fn check(&self, check: Check) -> Self::Future {
+    fn check(&self, check: Check) -> Answer<Self::Future> {
         let mut script = lock(&self.script);
         if *check.key() != Key::PROBE {
             script.asked.push(check.clone());
         }
         let decide = || self.counts.check(check);
-        match &mut script.manner {
+        Answer::pending(match &mut script.manner {
             Manner::AtOnce => Box::pin(decide()),
             Manner::After(delay) => {
                 let (delay, answer) = (*delay, decide());
@@ -93,7 +93,7 @@ impl Store for Primary {
                 *left -= 1;
                 Box::pin(decide())
             }
-        }
+        })
     }
 }
 

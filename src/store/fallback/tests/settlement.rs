@@ -18,13 +18,13 @@ async fn an_id_is_charged_once_however_often_it_is_asked() {
     ask(&store, take(&policies, 50)).await;
     open(&store, &primary).await;
     for _ in 0..30 {
-        assert_eq!(ask(&store, take(&policies, 1).id("payment-7")).await.granted(), 1);
+        assert_eq!(ask(&store, take(&policies, 1).with_id("payment-7")).await.granted(), 1);
     }
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 51);
     assert_eq!(settled.told(), [(1, 0)]);
     // A retry after the recovery is the same.
-    assert!(ask(&store, take(&policies, 1).id("payment-7")).await.is_allowed());
+    assert!(ask(&store, take(&policies, 1).with_id("payment-7")).await.is_allowed());
     assert_eq!(primary.used(&policies).await, 51);
 }
 
@@ -34,7 +34,7 @@ async fn an_id_that_was_sent_and_not_answered_is_charged_once() {
     for manner in [Manner::Swallows, Manner::Silent] {
         let (store, primary, _) = pair(1);
         let policies = policies(Strategy::Gcra, "100/100d");
-        let id = |id: &str| take(&policies, 1).id(id);
+        let id = |id: &str| take(&policies, 1).with_id(id);
         primary.set(manner);
         assert!(ask(&store, id("one")).await.is_allowed());
         assert!(ask(&store, id("two")).await.is_allowed());
@@ -115,14 +115,14 @@ async fn what_is_forgotten_in_an_outage_is_forgotten() {
         let policies = policies(Strategy::SlidingLog, "100/d");
         ask(&store, take(&policies, 60)).await;
         open(&store, &primary).await;
-        ask(&store, take(&policies, 1).id("before")).await;
+        ask(&store, take(&policies, 1).with_id("before")).await;
         ask(&store, Check::reset(ann(), &policies)).await;
         ask(&store, take(&policies, 5)).await;
-        ask(&store, take(&policies, 2).id("after")).await;
+        ask(&store, take(&policies, 2).with_id("after")).await;
         close(&store, &primary).await;
         assert_eq!(primary.used(&policies).await, 7);
         for (id, cost) in [("before", 1), ("after", 2)] {
-            assert!(ask(&store, take(&policies, cost).id(id)).await.is_allowed());
+            assert!(ask(&store, take(&policies, cost).with_id(id)).await.is_allowed());
         }
         assert_eq!(primary.used(&policies).await, 7, "both are known");
     }

@@ -12,9 +12,9 @@ use super::digest::{AsItIs, Digest};
 /// turn, and newcomers: some of those that came while it was full. So a flood of new keys takes the places of its own
 /// kind, and a newcomer that comes to outrank the others stays.
 #[derive(Debug)]
-pub(super) struct Bounded<V> {
+pub(super) struct BoundedMap<V> {
     slots: IndexMap<Digest, Slot<V>, BuildHasherDefault<AsItIs>>,
-    most: usize,
+    max: usize,
     /// Where the search for what can go stands.
     hand: u32,
     /// Where the search among the newcomers stands.
@@ -51,22 +51,22 @@ impl Hold {
     const BITS: u32 = 56;
 
     /// Until so many microseconds after the Unix epoch, of the next 2,000 years.
-    pub(super) fn new(worth: u8, lapses: i64) -> Self {
-        Self(u64::from(worth) << Self::BITS | lapses.clamp(0, (1 << Self::BITS) - 1) as u64)
+    pub(super) fn new(worth: u8, expires_at: i64) -> Self {
+        Self(u64::from(worth) << Self::BITS | expires_at.clamp(0, (1 << Self::BITS) - 1) as u64)
     }
 
     fn worth(self) -> u8 {
         (self.0 >> Self::BITS) as u8
     }
 
-    pub(super) fn lapses(self) -> i64 {
+    pub(super) fn expires_at(self) -> i64 {
         (self.0 & ((1 << Self::BITS) - 1)) as i64
     }
 }
 
-impl<V: Ranked> Bounded<V> {
-    pub(super) fn new(most: usize) -> Self {
-        Self { slots: IndexMap::default(), most, hand: 0, newcomers_hand: 0, newcomers: Vec::new() }
+impl<V: Ranked> BoundedMap<V> {
+    pub(super) fn new(max: usize) -> Self {
+        Self { slots: IndexMap::default(), max, hand: 0, newcomers_hand: 0, newcomers: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -102,13 +102,13 @@ impl<V: Ranked> Bounded<V> {
     /// Holds a value until it lapses. One that has lapsed already only takes the place of what was held. Returns what
     /// had to go for it.
     pub(super) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
-        if hold.lapses() <= now {
+        if hold.expires_at() <= now {
             return self.remove(key);
         }
         if let Some(slot) = self.slots.get_mut(&key) {
             return Some(std::mem::replace(slot, Slot { value, hold }).value);
         }
-        let gone = self.make_room(self.slots.len() >= self.most, now);
+        let gone = self.make_room(self.slots.len() >= self.max, now);
         if self.slots.len() == self.slots.capacity() {
             // By an eighth, since doubling would leave up to half of the memory unused.
             self.slots.reserve_exact(self.slots.len() / 8 + 4);
@@ -127,7 +127,7 @@ impl<V: Ranked> Bounded<V> {
                 self.hand = 0;
             }
             let (_, slot) = self.slots.get_index_mut(self.hand as usize)?;
-            if slot.hold.lapses() <= now {
+            if slot.hold.expires_at() <= now {
                 return self.remove_at(self.hand as usize);
             }
             if full {
@@ -148,7 +148,7 @@ impl<V: Ranked> Bounded<V> {
     /// The place of a newcomer, or that of the least of the old entries if each newcomer is worth more.
     fn place_to_free(&mut self, old_rank: Hold, old: u32) -> u32 {
         // At most a sixteenth of all.
-        if self.newcomers.len() < (self.most / 16).clamp(4, 32) {
+        if self.newcomers.len() < (self.max / 16).clamp(4, 32) {
             self.newcomers.push(old);
             return old;
         }

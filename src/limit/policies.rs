@@ -1,0 +1,235 @@
+use std::any::Any;
+use std::fmt;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::num::NonZeroU32;
+use std::ops::Index;
+use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+
+use smallvec::{SmallVec, smallvec};
+
+use super::strategy::Params;
+use super::{ConfigError, Policy, Quota, Strategy};
+
+/// The policies of one check: one or more, with names of their own, decided all or nothing.
+///
+/// ```
+/// use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
+///
+/// let policies = Policies::new([
+///     Policy::new("burst", Strategy::Gcra, Quota::per_second(10))?,
+///     Policy::new("daily", Strategy::Gcra, Quota::per_day(10_000))?,
+/// ])?;
+/// assert!(policies.iter().map(Policy::name).eq(["burst", "daily"]));
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Clone)]
+pub struct Policies(Arc<List>);
+
+struct List {
+    policies: SmallVec<[Policy; 1]>,
+    /// Tells the list from others by what it counts.
+    id: u64,
+    /// Made of the addresses of the policies.
+    identity: u64,
+    /// The part of an instance, for the number of instances that was last asked for.
+    part: Mutex<Option<(NonZeroU32, Policies)>>,
+    /// What was made of the list elsewhere.
+    derived: OnceLock<Box<dyn Any + Send + Sync>>,
+}
+
+impl Policies {
+    /// The most policies that one check may have.
+    pub const MAX: usize = 16;
+
+    /// Several policies.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::NoPolicy`], [`ConfigError::TooManyPolicies`] and [`ConfigError::DuplicatePolicy`].
+    pub fn new(policies: impl IntoIterator<Item = Policy>) -> Result<Self, ConfigError> {
+        let policies: SmallVec<[Policy; 1]> = policies.into_iter().collect();
+        if policies.is_empty() {
+            return Err(ConfigError::NoPolicy);
+        }
+        if policies.len() > Self::MAX {
+            return Err(ConfigError::TooManyPolicies(policies.len()));
+        }
+        for (i, policy) in policies.iter().enumerate() {
+            if policies[..i].iter().any(|other| other.name() == policy.name()) {
+                return Err(ConfigError::DuplicatePolicy(policy.name().to_owned()));
+            }
+        }
+        Ok(Self::of(policies))
+    }
+
+    fn of(policies: SmallVec<[Policy; 1]>) -> Self {
+        let hash = |number: fn(&Policy) -> u64| {
+            let mut hasher = DefaultHasher::new();
+            policies.iter().for_each(|policy| number(policy).hash(&mut hasher));
+            hasher.finish()
+        };
+        let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
+        Self(Arc::new(List { policies, id, identity, part: Mutex::default(), derived: OnceLock::new() }))
+    }
+
+    /// All of them, in their order; there is at least one.
+    pub fn as_slice(&self) -> &[Policy] {
+        &self.0.policies
+    }
+
+    /// Each of them, in their order.
+    pub fn iter(&self) -> std::slice::Iter<'_, Policy> {
+        self.as_slice().iter()
+    }
+
+    /// The part of one of so many instances; see [`Policy::share`].
+    pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
+        let mut part = self.0.part.lock().unwrap_or_else(PoisonError::into_inner);
+        match &*part {
+            Some((of, part)) if *of == instances => part.clone(),
+            _ => {
+                let made = Self::of(self.iter().map(|policy| policy.share(instances)).collect());
+                part.insert((instances, made)).1.clone()
+            }
+        }
+    }
+
+    /// How long the longest period is, in microseconds.
+    pub(crate) fn longest_period(&self) -> i64 {
+        self.iter().map(|policy| policy.params().period).max().unwrap_or(0)
+    }
+
+    /// The policies of [`Check::probe`](super::Check::probe): two, for a key in each of two slots of a cluster.
+    pub(crate) fn probe() -> Self {
+        const QUOTA: Quota = Quota::per_second(1_000_000);
+        static PROBE: LazyLock<Policies> = LazyLock::new(|| {
+            let params = Params::new(Strategy::Gcra, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
+            let policy = |name| Policy::with_params(name, Strategy::Gcra, QUOTA, params);
+            Policies::of(["one", "two"].into_iter().map(policy).collect())
+        });
+        PROBE.clone()
+    }
+
+    /// Tells this list from others, by what it counts.
+    pub(crate) fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    /// Whether both count on the same keys.
+    pub(crate) fn count_alike(&self, other: &Self) -> bool {
+        self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
+    }
+
+    /// The same for all lists that [are](Self::is) this one, and hardly ever for another.
+    pub(crate) fn identity(&self) -> u64 {
+        self.0.identity
+    }
+
+    /// Whether both are of the same policies in memory: cheaper than comparing what they say.
+    pub(crate) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+            || self.identity() == other.identity()
+                && self.iter().map(Policy::address).eq(other.iter().map(Policy::address))
+    }
+
+    /// A list of the same policies with a count of references of its own.
+    pub(crate) fn copy(&self) -> Self {
+        Self::of(self.0.policies.clone())
+    }
+
+    /// What `make` makes of the list, made once and kept with it. A list keeps one such thing: `None` if that is of
+    /// another type.
+    pub(crate) fn derived<T: Send + Sync + 'static>(&self, make: impl FnOnce(&Self) -> T) -> Option<&T> {
+        self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref()
+    }
+}
+
+impl From<Policy> for Policies {
+    fn from(policy: Policy) -> Self {
+        Self::of(smallvec![policy])
+    }
+}
+
+/// # Panics
+///
+/// If there are not so many.
+impl Index<usize> for Policies {
+    type Output = Policy;
+
+    fn index(&self, index: usize) -> &Policy {
+        &self.as_slice()[index]
+    }
+}
+
+impl<'a> IntoIterator for &'a Policies {
+    type Item = &'a Policy;
+    type IntoIter = std::slice::Iter<'a, Policy>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+impl fmt::Debug for Policies {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self).finish()
+    }
+}
+
+impl PartialEq for Policies {
+    fn eq(&self, other: &Self) -> bool {
+        self.as_slice() == other.as_slice()
+    }
+}
+
+impl Eq for Policies {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn policy(name: &str, limit: u32) -> Policy {
+        Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
+    }
+
+    #[test]
+    fn lists_are_checked() {
+        let one = policy("one", 1);
+        assert_eq!(Policies::new([]), Err(ConfigError::NoPolicy));
+        assert_eq!(Policies::new([one.clone(), one.clone()]), Err(ConfigError::DuplicatePolicy("one".to_owned())));
+        let many = (0..17).map(|i| policy(&i.to_string(), 1));
+        assert_eq!(Policies::new(many), Err(ConfigError::TooManyPolicies(17)));
+        assert_eq!(Policies::from(one).iter().len(), 1);
+    }
+
+    #[test]
+    fn a_list_is_that_of_the_same_policies_in_memory() {
+        let (one, two) = (policy("one", 1), policy("two", 1));
+        let list = Policies::new([one.clone(), two.clone()]).unwrap();
+        for same in [list.clone(), list.copy(), Policies::new([one.clone(), two.clone()]).unwrap()] {
+            assert!(list.is(&same) && list.identity() == same.identity() && list == same);
+        }
+        let equal = Policies::new([policy("one", 1), two.clone()]).unwrap();
+        assert!(!list.is(&equal) && list.identity() != equal.identity() && list == equal);
+        for other in [Policies::from(one.clone()), Policies::new([two, one]).unwrap()] {
+            assert!(!list.is(&other) && list.identity() != other.identity() && list != other);
+        }
+    }
+
+    #[test]
+    fn a_part_is_made_once() {
+        let list = Policies::from(policy("one", 100));
+        let part = |instances| list.share(NonZeroU32::new(instances).unwrap());
+        assert!(part(4).is(&part(4)));
+        assert_eq!(part(4).as_slice()[0].quota().capacity(), 25);
+        assert_eq!(part(5).as_slice()[0].quota().capacity(), 20);
+    }
+
+    #[test]
+    fn what_is_derived_is_made_once() {
+        let list = Policies::from(policy("one", 100));
+        assert_eq!(list.derived(|list| list.iter().len()), Some(&1));
+        assert_eq!(list.derived(|_| 2_usize), Some(&1));
+        assert_eq!(list.derived(|_| "another"), None);
+    }
+}

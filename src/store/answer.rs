@@ -1,0 +1,71 @@
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use pin_project_lite::pin_project;
+
+use super::Error;
+use crate::limit::Decision;
+
+pin_project! {
+    /// What a [`Store`](crate::Store) says to a check: the answer, or the future of one that it has to wait for.
+    ///
+    /// It is a future itself, for those who wait in any case. Whoever has something to keep while it waits, such as a
+    /// request, looks first:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Answer, Check, Key, LocalStore, Policy, Quota, Store, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let policies = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?.into();
+    /// let check = Check::take(Key::new("user-42"), &policies, 1);
+    /// let decision = match LocalStore::default().check(check) {
+    ///     Answer::Ready { answer } => answer?,
+    ///     Answer::Pending { future } => future.await?,
+    /// };
+    /// assert!(decision.is_allowed());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// As a future, an answer that was ready tells the same each time it is polled; a pending one is as its future is.
+    #[derive(Debug, Clone)]
+    #[must_use = "a check may be withdrawn when its answer is dropped"]
+    #[project = AnswerProj]
+    #[allow(missing_docs, reason = "the variants tell of their fields, which the macro takes no docs for")]
+    pub enum Answer<F> {
+        /// The store knew it at once: a decision or an error.
+        Ready {
+            answer: Result<Decision, Error>,
+        },
+        /// The check is under way: the future resolves to its answer.
+        Pending {
+            #[pin]
+            future: F,
+        },
+    }
+}
+
+impl<F> Answer<F> {
+    /// An answer that is there.
+    pub const fn ready(answer: Result<Decision, Error>) -> Self {
+        Self::Ready { answer }
+    }
+
+    /// An answer that has to be waited for.
+    pub const fn pending(future: F) -> Self {
+        Self::Pending { future }
+    }
+}
+
+impl<F: Future<Output = Result<Decision, Error>>> Future for Answer<F> {
+    type Output = Result<Decision, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project() {
+            AnswerProj::Ready { answer } => Poll::Ready(answer.clone()),
+            AnswerProj::Pending { future } => future.poll(cx),
+        }
+    }
+}
