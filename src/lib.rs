@@ -10,7 +10,7 @@ pub use limit::{
 };
 pub use middleware::{
     Global, HeaderKey, HttpReject, KeyExtractor, MissingKey, OnError, OnMissingKey, PeerIp, RateLimit, RateLimitLayer,
-    Reject, Rejection, ResponseFuture,
+    Reason, Reject, Rejection, ResponseFuture, key_fn,
 };
 #[cfg(feature = "metrics")]
 pub use store::MetricsObserver;

@@ -13,7 +13,7 @@ use tower_service::Service;
 
 use super::headers::{self, retry_after};
 use super::layer::{Config, OnError, OnMissingKey};
-use super::{MissingKey, Reject, Rejection};
+use super::{MissingKey, Reason, Reject, Rejection};
 use crate::limit::Decision;
 use crate::store::{Error, Store, instant, polled_after_completion};
 
@@ -125,7 +125,7 @@ where
                     let Some(Call { config, mut inner, parts, body, since }) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    match config.admit(decision, since) {
+                    match config.admit(decision, since, &parts) {
                         Ok(trace) => State::Calling { response: call(&mut inner, parts, body, trace.as_ref()), trace },
                         Err(response) => State::Rejected { response: Some(response) },
                     }
@@ -167,6 +167,7 @@ impl<S, K, R> Config<S, K, R> {
         &self,
         decision: Result<Decision, Error>,
         since: Option<Instant>,
+        request: &Parts,
     ) -> Result<Option<Trace>, Response<B>>
     where
         R: Reject<B>,
@@ -180,7 +181,7 @@ impl<S, K, R> Config<S, K, R> {
         match decision {
             Ok(decision) if decision.is_allowed() => Ok(Some(Trace { decision, fields: self.fields })),
             Ok(decision) => {
-                let mut response = self.reject.reject(Rejection::Denied(&decision));
+                let mut response = self.reject.reject(Rejection::new(Reason::Denied(&decision), request));
                 if let Some(wait) = decision.retry_after() {
                     response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| retry_after(wait).into());
                 }
@@ -189,7 +190,7 @@ impl<S, K, R> Config<S, K, R> {
             }
             Err(error) => match self.on_error {
                 OnError::Allow => Ok(None),
-                OnError::Reject => Err(self.reject.reject(Rejection::Unavailable(&error))),
+                OnError::Reject => Err(self.reject.reject(Rejection::new(Reason::Unavailable(&error), request))),
             },
         }
     }

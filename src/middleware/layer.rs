@@ -1,13 +1,14 @@
 use std::fmt;
 use std::sync::Arc;
 
+use http::Response;
 use http::request::Parts;
 use tower_layer::Layer;
 
 use super::copies::Copies;
-use super::{HttpReject, RateLimit};
+use super::{HttpReject, KeyExtractor, RateLimit, Rejection};
 use crate::limit::Policies;
-use crate::store::{Observer, Observers};
+use crate::store::{Observer, Observers, Store};
 
 /// Limits the rate of requests to the services that it wraps.
 ///
@@ -53,7 +54,7 @@ pub enum OnMissingKey {
     Allow,
 }
 
-impl<S: Clone, K> RateLimitLayer<S, K> {
+impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under one policy or several
     /// [`Policies`]. The store is cloned, once for each processor.
     pub fn new(store: S, extractor: K, policies: impl Into<Policies>) -> Self {
@@ -72,8 +73,7 @@ impl<S: Clone, K> RateLimitLayer<S, K> {
 }
 
 impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
-    /// Sets how a request is rejected: a [`Reject`](crate::Reject), such as a closure
-    /// `|rejection: Rejection<'_>| -> Response<Body> { .. }`. Defaults to [`HttpReject`].
+    /// Sets how a request is rejected. Defaults to [`HttpReject`].
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
         let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields, observer } =
@@ -90,6 +90,31 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
             fields,
             observer,
         })
+    }
+
+    /// Sets how a request is rejected, by a closure. Like [`reject`](Self::reject), but the closure needs no type:
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// use http::Response;
+    ///
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).reject_with(|rejection| {
+    ///     let mut response = Response::new(String::new());
+    ///     *response.status_mut() = rejection.status();
+    ///     response
+    /// });
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn reject_with<F, B>(self, reject: F) -> RateLimitLayer<S, K, F>
+    where
+        F: Fn(Rejection<'_>) -> Response<B>,
+    {
+        self.reject(reject)
     }
 
     /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.

@@ -24,8 +24,8 @@ mod layer;
 mod reject;
 mod service;
 
-pub use extract::{Global, HeaderKey, KeyExtractor, MissingKey, PeerIp};
+pub use extract::{Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
 pub use future::ResponseFuture;
 pub use layer::{OnError, OnMissingKey, RateLimitLayer};
-pub use reject::{HttpReject, Reject, Rejection};
+pub use reject::{HttpReject, Reason, Reject, Rejection};
 pub use service::RateLimit;

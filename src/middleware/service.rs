@@ -8,7 +8,7 @@ use tower_service::Service;
 
 use super::copies::Copies;
 use super::layer::Config;
-use super::{KeyExtractor, Reject, Rejection, ResponseFuture};
+use super::{KeyExtractor, Reason, Reject, Rejection, ResponseFuture};
 use crate::limit::Check;
 use crate::store::{Answer, Store};
 
@@ -42,7 +42,7 @@ where
                 return ResponseFuture::calling(&mut self.inner, parts, body, None);
             }
             Err(missing) => {
-                let response = config.reject.reject(Rejection::MissingKey(&missing));
+                let response = config.reject.reject(Rejection::new(Reason::MissingKey(&missing), &parts));
                 drop(self.take_ready());
                 return ResponseFuture::rejected(response);
             }
@@ -50,7 +50,7 @@ where
         let cost = config.cost.as_ref().map_or(1, |cost| cost(&parts));
         let since = config.now();
         match config.store.check(Check::take(key, &config.policies, cost)) {
-            Answer::Ready { answer } => match config.admit(answer, since) {
+            Answer::Ready { answer } => match config.admit(answer, since, &parts) {
                 Ok(trace) => ResponseFuture::calling(&mut self.inner, parts, body, trace),
                 Err(response) => {
                     drop(self.take_ready());

@@ -45,6 +45,11 @@ use crate::limit::{Check, Decision, Key};
 /// - A future that is dropped before the check was sent charges nothing.
 ///
 /// Outside of tower, a [`Limiter`] asks a store with the same policies each time.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no store of counts",
+    label = "not a `Store`",
+    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`"
+)]
 pub trait Store: Clone + Send + Sync + 'static {
     /// Resolves to an answer that is not there at once.
     type Future: Future<Output = Result<Decision, Error>> + Send + 'static;

@@ -12,7 +12,7 @@ use tower::{Layer, Service};
 use tower_redis_ratelimit::{
     Check, ConfigError, Decision, Error, ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, HttpReject, Key,
     KeyExtractor, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit,
-    RateLimitLayer, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, ResponseFuture, Strategy,
+    RateLimitLayer, Reason, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, ResponseFuture, Strategy,
 };
 
 use crate::support::*;
@@ -63,7 +63,7 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
     shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject>>();
     shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>)>();
     shared::<(Decision, Key, Check, Policy, Policies, Quota, Strategy)>();
-    shared::<(Error, ErrorKind, ConfigError, MissingKey, Rejection<'static>)>();
+    shared::<(Error, ErrorKind, ConfigError, MissingKey, Rejection<'static>, Reason<'static>)>();
     shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey)>();
 }
 

@@ -6,6 +6,7 @@ mod api;
 mod compose;
 mod cost;
 mod fields;
+mod messages;
 mod observe;
 mod policies;
 mod reject;

@@ -1,15 +1,18 @@
 //! How a request is rejected over HTTP, and by closures.
 
+use std::convert::Infallible;
 use std::fmt::Debug;
 
 use axum::body::{Body, Bytes, HttpBody};
-use http::Response;
 use http::request::Parts;
-use http_body_util::Full;
+use http::{Request, Response};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
 use serde_json::{Value, json};
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::{
-    HeaderKey, Key, KeyExtractor, LocalStore, MissingKey, OnMissingKey, PeerIp, RateLimitLayer, Rejection, Store,
+    HeaderKey, HttpReject, Key, KeyExtractor, LocalStore, MissingKey, OnMissingKey, PeerIp, RateLimitLayer, Reason,
+    Reject, Rejection, Store,
 };
 
 use crate::support::*;
@@ -135,12 +138,24 @@ async fn the_usual_bodies_fit() {
 }
 
 #[tokio::test]
+async fn a_body_that_is_made_otherwise_is_one_step_away() {
+    type Boxed = BoxBody<Bytes, Infallible>;
+    let layer = layer("1/h").reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| text.boxed()));
+    let hello = |_: Request<String>| async { Ok::<_, Infallible>(Response::new(Boxed::default())) };
+    let service = layer.layer(service_fn(hello));
+    assert_eq!(send(&service, request("alice")).await.status(), 200);
+    let denied = send(&service, request("alice")).await;
+    assert_eq!((denied.status().as_u16(), field(&denied, "retry-after")), (429, Some("3600")));
+    assert_eq!(problem(denied).await["violated-policies"], json!(["api"]));
+}
+
+#[tokio::test]
 async fn a_closure_is_told_why_and_its_response_is_the_answer() {
     let tell = |rejection: Rejection<'_>| {
-        Response::new(match rejection {
-            Rejection::Denied(decision) => format!("denied by {}", decision.policy().name()),
-            Rejection::MissingKey(missing) => format!("missing: {missing}"),
-            Rejection::Unavailable(error) => format!("unavailable: {:?}", error.kind()),
+        Response::new(match rejection.reason() {
+            Reason::Denied(decision) => format!("denied by {}", decision.policy().name()),
+            Reason::MissingKey(missing) => format!("missing: {missing}"),
+            Reason::Unavailable(error) => format!("unavailable: {:?}", error.kind()),
             _ => "something new".to_owned(),
         })
     };
@@ -155,6 +170,68 @@ async fn a_closure_is_told_why_and_its_response_is_the_answer() {
     let unavailable = send(&broken, request("alice")).await;
     assert_eq!(unavailable.body(), "unavailable: Configuration");
     assert_eq!(unavailable.headers().len(), 0, "what the closure did not set is not there");
+}
+
+/// A layer that answers every client in its own protocol: gRPC with trailers only, the others as usual.
+fn by_content_type<S: Store>(
+    layer: RateLimitLayer<S, HeaderKey>,
+) -> RateLimitLayer<S, HeaderKey, impl Fn(Rejection<'_>) -> Response<String>> {
+    layer.reject_with(|rejection| match rejection.request().headers.get("content-type") {
+        Some(kind) if kind == "application/grpc" => {
+            Response::builder().header("grpc-status", "8").body(rejection.status().to_string()).unwrap()
+        }
+        _ => HttpReject.reject(rejection),
+    })
+}
+
+#[tokio::test]
+async fn one_layer_answers_each_request_in_its_own_protocol() {
+    let (store, mut questions) = asking();
+    let at_once = limited(by_content_type(layer("1/h")));
+    let later = limited(by_content_type(layer_with(store, "1/h")));
+    let server_at_fault = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
+    let server_at_fault =
+        limited(server_at_fault.reject_with(|rejection| Response::new(rejection.status().to_string())));
+    assert_eq!(send(&server_at_fault, request("alice")).await.body(), "500 Internal Server Error");
+
+    assert_eq!(send(&at_once, request("alice")).await.status(), 200);
+    for (reason, status) in [("denied", 429), ("denied later", 429), ("unavailable", 503), ("no key", 400)] {
+        for grpc in [true, false] {
+            let mut request = if reason == "no key" { anonymous() } else { request("alice") };
+            if grpc {
+                request.headers_mut().insert("content-type", "application/grpc".parse().unwrap());
+            }
+            let response = match reason {
+                "denied" | "no key" => send(&at_once, request).await,
+                _ => {
+                    let answer = async {
+                        let question = questions.recv().await.unwrap();
+                        if status == 429 { question.deny() } else { question.fail() }
+                    };
+                    tokio::join!(send(&later, request), answer).0
+                }
+            };
+            if grpc {
+                assert_eq!((response.status().as_u16(), field(&response, "grpc-status")), (200, Some("8")), "{reason}");
+                assert!(response.body().starts_with(&status.to_string()), "{reason}: {}", response.body());
+            } else {
+                assert_eq!(response.status(), status, "{reason}");
+                assert!(problem(response).await["title"].is_string(), "{reason}");
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_rejection_is_shown_without_the_headers_of_its_request() {
+    let service = limited(layer("1/h").reject_with(|rejection| Response::new(format!("{rejection:?}"))));
+    for _ in 0..2 {
+        let mut request = request("alice");
+        request.headers_mut().insert("authorization", SECRET.parse().unwrap());
+        let response = send(&service, request).await;
+        let shown = response.body();
+        assert!(shown == "hello" || shown.contains("Denied") && !shown.contains(SECRET), "{shown}");
+    }
 }
 
 #[tokio::test]

@@ -14,19 +14,29 @@ use crate::limit::Key;
 
 /// Finds who a request is from.
 ///
-/// Closures such as `|request: &Parts| Some(Key::new(request.uri.path()))` are extractors, and so are tuples of
-/// extractors: `(PeerIp, HeaderKey::new("x-api-key"))` counts every pair of an address and an API key by itself.
+/// [`PeerIp`], [`HeaderKey`] and [`Global`] do, and closures given to [`key_fn`]. A tuple of extractors counts each
+/// combination by itself: `(PeerIp, HeaderKey::new(name))` every pair of an address and a header's value.
 ///
 /// ```
 /// use http::request::Parts;
-/// use tower_redis_ratelimit::{Key, KeyExtractor};
+/// use tower_redis_ratelimit::{Key, KeyExtractor, MissingKey};
 ///
-/// fn by_path(request: &Parts) -> Option<Key> {
-///     Some(Key::new(request.uri.path()))
+/// struct ByHost;
+///
+/// impl KeyExtractor for ByHost {
+///     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+///         request.uri.host().map(Key::new).ok_or(MissingKey::new("the request names no host"))
+///     }
 /// }
 /// # fn is_extractor(_: impl KeyExtractor) {}
-/// # is_extractor(by_path);
+/// # is_extractor(ByHost);
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` finds no key in a request",
+    label = "not a `KeyExtractor`",
+    note = "extractors are `PeerIp`, `HeaderKey`, `Global`, and tuples of extractors",
+    note = "a closure: `key_fn(|request| ..)`, which is given `&http::request::Parts` and returns an `Option<Key>`"
+)]
 pub trait KeyExtractor {
     /// The key that this request is counted by.
     ///
@@ -93,6 +103,30 @@ impl fmt::Display for MissingKey {
 
 impl std::error::Error for MissingKey {}
 
+/// Counts by the key that a closure finds. A request for which it finds none is one
+/// [without a key](crate::OnMissingKey).
+///
+/// It gives the closure back: `key_fn` is there so that the compiler knows the type of its argument.
+///
+/// ```
+/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy, key_fn};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let by_path = key_fn(|request| Some(Key::new(request.uri.path())));
+/// let layer = RateLimitLayer::new(LocalStore::default(), by_path, policy);
+/// # let _ = layer;
+/// # Ok(())
+/// # }
+/// ```
+pub fn key_fn<F>(find: F) -> F
+where
+    F: Fn(&Parts) -> Option<Key>,
+{
+    find
+}
+
+#[diagnostic::do_not_recommend]
 impl<F> KeyExtractor for F
 where
     F: Fn(&Parts) -> Option<Key>,
@@ -239,7 +273,7 @@ mod tests {
 
     #[test]
     fn closures_and_tuples_are_extractors() {
-        let by_path = |request: &Parts| Some(Key::new(request.uri.path()));
+        let by_path = key_fn(|request| Some(Key::new(request.uri.path())));
         let parts = request(b"alice");
         assert_eq!(by_path.extract(&parts), Ok(Key::new("/books")));
         let both = (by_path, HeaderKey::new(USER).readable());

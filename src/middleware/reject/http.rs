@@ -1,7 +1,7 @@
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
-use http::{HeaderValue, Response, StatusCode};
+use http::{HeaderValue, Response};
 
-use super::{Reject, Rejection};
+use super::{Reason, Reject, Rejection};
 use crate::limit::{Decision, Outcome};
 use crate::middleware::headers::retry_after;
 
@@ -13,28 +13,38 @@ use crate::middleware::headers::retry_after;
 /// - Nothing could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`. What was the
 ///   matter is not told.
 ///
-/// It fits every body that can be made from a `String`, as axum's and hyper's can.
+/// It makes every body that is `From<String>`, as axum's and hyper's are. The response with another body is one step away:
+///
+/// ```
+/// use http_body_util::BodyExt;
+/// use tower_redis_ratelimit::{Global, HttpReject, LocalStore, Policy, Quota, RateLimitLayer, Reject, Strategy};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// // Likewise with tonic: `.map(|text: String| tonic::body::Body::new(text))`.
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
+///     .reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| text.boxed()));
+/// # let _ = layer;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HttpReject;
 
+#[diagnostic::do_not_recommend]
 impl<B: From<String>> Reject<B> for HttpReject {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
-        let (status, retry_after, body) = match rejection {
+        let status = rejection.status();
+        let title = status.canonical_reason().unwrap_or_default();
+        let (retry_after, body) = match rejection.reason() {
             // The layer tells when to retry.
-            Rejection::Denied(decision) => (StatusCode::TOO_MANY_REQUESTS, None, denied(decision)),
-            Rejection::MissingKey(missing) => {
-                let (status, title) = match missing.is_misconfigured() {
-                    true => (StatusCode::INTERNAL_SERVER_ERROR, "Internal Server Error"),
-                    false => (StatusCode::BAD_REQUEST, "Bad Request"),
-                };
-                (status, None, problem("about:blank", title, &missing.to_string()))
-            }
-            Rejection::Unavailable(_) => (
-                StatusCode::SERVICE_UNAVAILABLE,
+            Reason::Denied(decision) => (None, denied(decision)),
+            Reason::MissingKey(missing) => (None, problem("about:blank", title, &missing.to_string())),
+            Reason::Unavailable(_) => (
                 Some(HeaderValue::from_static("1")),
                 problem(
                     "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
-                    "Service Unavailable",
+                    title,
                     "The request could not be counted.",
                 ),
             ),

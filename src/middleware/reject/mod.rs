@@ -1,8 +1,11 @@
-//! From a verdict to the response that tells it.
+//! From a rejection to the response that tells it.
 
 mod http;
 
-use ::http::Response;
+use std::fmt;
+
+use ::http::request::Parts;
+use ::http::{Response, StatusCode};
 
 pub use self::http::HttpReject;
 
@@ -10,40 +13,127 @@ use super::MissingKey;
 use crate::limit::Decision;
 use crate::store::Error;
 
+/// A request that does not pass, and why.
+///
+/// ```
+/// use axum::Json;
+/// use axum::response::IntoResponse;
+/// use serde_json::json;
+/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Reason, Strategy};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// // JSON for a denial, plain text for the rest.
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).reject_with(|rejection| {
+///     match rejection.reason() {
+///         Reason::Denied(decision) => {
+///             let body = json!({ "policy": decision.policy().name(), "wait": decision.retry_after() });
+///             (rejection.status(), Json(body)).into_response()
+///         }
+///         _ => (rejection.status(), "not counted").into_response(),
+///     }
+/// });
+/// # let _: axum::Router = axum::Router::new().layer(layer);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Copy)]
+pub struct Rejection<'a> {
+    reason: Reason<'a>,
+    request: &'a Parts,
+}
+
 /// Why a request is rejected.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub enum Rejection<'a> {
+pub enum Reason<'a> {
     /// It was denied, for now or for ever.
     Denied(&'a Decision),
     /// It has nothing that it could be counted by.
     MissingKey(&'a MissingKey),
-    /// No store could decide.
+    /// No store could decide. The error is for the log: it may name what a client is not to know.
     Unavailable(&'a Error),
+}
+
+impl<'a> Rejection<'a> {
+    pub(super) fn new(reason: Reason<'a>, request: &'a Parts) -> Self {
+        Self { reason, request }
+    }
+
+    /// Why the request is rejected.
+    pub fn reason(&self) -> Reason<'a> {
+        self.reason
+    }
+
+    /// The request, without its body.
+    pub fn request(&self) -> &'a Parts {
+        self.request
+    }
+
+    /// What tells the reason over HTTP: 429 for a denial, 503 if no store could decide, 400 for a request without a key,
+    /// or 500 if it is the [server's fault](MissingKey::is_misconfigured).
+    pub fn status(&self) -> StatusCode {
+        match self.reason {
+            Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
+            Reason::MissingKey(missing) if missing.is_misconfigured() => StatusCode::INTERNAL_SERVER_ERROR,
+            Reason::MissingKey(_) => StatusCode::BAD_REQUEST,
+            Reason::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+}
+
+/// Leaves out the request, whose headers carry secrets.
+impl fmt::Debug for Rejection<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rejection").field("reason", &self.reason).finish_non_exhaustive()
+    }
 }
 
 /// Makes the response to a rejected request, of a service whose responses have the body `B`.
 ///
-/// Closures from a [`Rejection`] to a response are one. The layer adds its header fields, and `Retry-After` to a denial
-/// that has none, and leaves the decision in the response's extensions, whatever the response is.
+/// [`HttpReject`] is the default. Closures from a [`Rejection`] to a response are `Reject` too; give them to
+/// [`reject_with`](crate::RateLimitLayer::reject_with). To a denial the layer adds its header fields, `Retry-After` if it
+/// is not there, and the decision as an extension, whatever the response is.
+///
+/// One that answers HTTP and gRPC looks at the request:
 ///
 /// ```
-/// use http::{Response, StatusCode};
-/// use tower_redis_ratelimit::Rejection;
+/// use http::{HeaderValue, Response, header::CONTENT_TYPE};
+/// use tower_redis_ratelimit::{HttpReject, Reject, Rejection};
 ///
-/// fn plain(rejection: Rejection<'_>) -> Response<String> {
-///     let mut response = Response::new(format!("{rejection:?}"));
-///     *response.status_mut() = StatusCode::TOO_MANY_REQUESTS;
+/// struct ByContentType;
+///
+/// impl<B: From<String>> Reject<B> for ByContentType {
+///     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
+///         match rejection.request().headers.get(CONTENT_TYPE) {
+///             Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => resource_exhausted(),
+///             _ => HttpReject.reject(rejection),
+///         }
+///     }
+/// }
+///
+/// fn resource_exhausted<B: From<String>>() -> Response<B> {
+///     let mut response = Response::new(B::from(String::new()));
+///     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+///     response.headers_mut().insert("grpc-status", HeaderValue::from_static("8"));
 ///     response
 /// }
-/// # fn is_reject(_: impl tower_redis_ratelimit::Reject<String>) {}
-/// # is_reject(plain);
+/// # fn is_reject(_: impl Reject<String>) {}
+/// # is_reject(ByContentType);
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot answer a rejected request with the body `{B}`",
+    label = "not a `Reject<{B}>`",
+    note = "`HttpReject`, the default, makes bodies that are `From<String>`",
+    note = "any other body: `.reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| ..))`",
+    note = "a response of your own: `.reject_with(|rejection| ..)`, where the closure returns an `http::Response<{B}>`"
+)]
 pub trait Reject<B> {
     /// The response.
     fn reject(&self, rejection: Rejection<'_>) -> Response<B>;
 }
 
+#[diagnostic::do_not_recommend]
 impl<F, B> Reject<B> for F
 where
     F: Fn(Rejection<'_>) -> Response<B>,

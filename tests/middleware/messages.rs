@@ -1,0 +1,89 @@
+//! What the compiler says to a wrong argument: our words, and the fix in them.
+
+use std::env;
+use std::fs;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+/// What the compiler says to these statements, or nothing if they compile.
+fn complaint(statements: &str) -> Option<String> {
+    let program = format!(
+        "use tower_redis_ratelimit::*;
+         pub fn main() -> Result<(), ConfigError> {{
+             let policy = Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50))?;
+             {statements}
+             Ok(())
+         }}"
+    );
+    let (library, out) = (library(), tempfile::tempdir().unwrap());
+    let mut compiler = Command::new(env::var_os("RUSTC").unwrap_or("rustc".into()))
+        .args(["--edition=2024", "--crate-type=lib", "--emit=metadata", "--out-dir"])
+        .arg(out.path())
+        .arg(format!("--extern=tower_redis_ratelimit={}", library.display()))
+        .arg(format!("-Ldependency={}", library.parent().unwrap().display()))
+        .arg("-")
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    compiler.stdin.take().unwrap().write_all(program.as_bytes()).unwrap();
+    let output = compiler.wait_with_output().unwrap();
+    (!output.status.success()).then(|| String::from_utf8(output.stderr).unwrap())
+}
+
+/// The library that these tests were built with: it is beside them, and the newest if there are several.
+fn library() -> PathBuf {
+    let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
+    let libraries = fs::read_dir(beside).unwrap().map(|entry| entry.unwrap()).filter(|entry| {
+        let name = entry.file_name().into_string().unwrap_or_default();
+        name.starts_with("libtower_redis_ratelimit-") && name.ends_with(".rlib")
+    });
+    libraries.max_by_key(|entry| entry.metadata().unwrap().modified().unwrap()).expect("the library").path()
+}
+
+/// Makes sure that the wrong statements are answered with all of these texts, and that the right ones compile.
+fn fixes(wrong: &str, texts: &[&str], right: &str) {
+    let complaint = complaint(wrong).expect("this must not compile");
+    for text in texts {
+        assert!(complaint.contains(text), "`{text}` is missing in\n{complaint}");
+    }
+    assert_eq!(self::complaint(right), None);
+}
+
+#[test]
+fn what_is_no_store_is_answered_with_the_stores() {
+    fixes(
+        "RateLimitLayer::new(\"redis://127.0.0.1/\", Global, policy);",
+        &["`&str` is no store of counts", "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`"],
+        "let redis = RedisStore::connect_lazy(\"redis://127.0.0.1/\")?;
+         RateLimitLayer::new(Fallback::new(redis, LocalStore::default()), Global, policy);",
+    );
+}
+
+#[test]
+fn what_is_no_extractor_is_answered_with_the_extractors() {
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), \"x-api-key\", policy);",
+        &["`&str` finds no key in a request", "`PeerIp`, `HeaderKey`, `Global`", "`key_fn(|request| ..)`"],
+        "RateLimitLayer::new(LocalStore::default(), key_fn(|request| Some(Key::new(request.uri.path()))), policy);",
+    );
+}
+
+#[test]
+fn a_body_that_the_default_cannot_make_is_answered_with_how_to_make_it() {
+    let answers = |reject: &str| {
+        format!(
+            "fn answers<S, K, R: Reject<bool>>(_: RateLimitLayer<S, K, R>) {{}}
+             answers(RateLimitLayer::new(LocalStore::default(), Global, policy){reject});"
+        )
+    };
+    fixes(
+        &answers(""),
+        &[
+            "HttpReject` cannot answer a rejected request with the body `bool`",
+            "`.reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| ..))`",
+        ],
+        &answers(".reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| text.is_empty()))"),
+    );
+}
