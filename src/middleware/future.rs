@@ -4,18 +4,16 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
-use http::header::RETRY_AFTER;
 use http::request::Parts;
 use http::{Request, Response};
 use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
-use super::headers::{self, retry_after};
-use super::layer::{Config, OnError, OnMissingKey};
-use super::{MissingKey, Reason, Reject, Rejection};
-use crate::limit::Decision;
-use crate::store::{Error, Store, instant, polled_after_completion};
+use super::Reject;
+use super::annotation::Annotation;
+use super::config::{Admission, Config};
+use crate::store::{Store, polled_after_completion};
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
@@ -35,37 +33,30 @@ pin_project! {
         Deciding {
             #[pin]
             decision: D,
-            // None once it is made.
+            // None once the decision is there.
             call: Option<C>,
         },
         Calling {
             #[pin]
             response: F,
             // None for a request that nobody counted.
-            trace: Option<Trace>,
+            annotation: Option<Annotation>,
         },
         Rejected {
-            // None once it is given.
+            // None once it has been given.
             response: Option<Res>,
         },
     }
 }
 
-/// The ready service and what it is to be called with, until the decision is there.
+/// What waits for the decision: the ready service, and the request.
 struct Call<T, S, K, R, ReqBody> {
     config: Arc<Config<S, K, R>>,
     inner: T,
     parts: Parts,
     body: ReqBody,
-    /// When the decision was asked for, if anybody is told.
+    /// When the store was asked, if an observer is told.
     since: Option<Instant>,
-}
-
-/// What a response is given of the decision on its request.
-pub(super) struct Trace {
-    decision: Decision,
-    /// Whether it has the header fields.
-    fields: bool,
 }
 
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
@@ -84,10 +75,10 @@ where
         Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, since }) } }
     }
 
-    // Inline, or the request is moved three times more.
+    // Inlined, or the request is moved three times more.
     #[inline(always)]
-    pub(super) fn calling(inner: &mut T, parts: Parts, body: ReqBody, trace: Option<Trace>) -> Self {
-        Self { state: State::Calling { response: call(inner, parts, body, trace.as_ref()), trace } }
+    pub(super) fn calling(inner: &mut T, parts: Parts, body: ReqBody, annotation: Option<Annotation>) -> Self {
+        Self { state: State::Calling { response: call(inner, parts, body, annotation.as_ref()), annotation } }
     }
 
     pub(super) fn rejected(response: T::Response) -> Self {
@@ -95,14 +86,14 @@ where
     }
 }
 
-/// Calls the service, which finds the decision with the request.
+/// Calls the service, which finds the decision in the request's extensions.
 #[inline(always)]
-fn call<T, B>(inner: &mut T, mut parts: Parts, body: B, trace: Option<&Trace>) -> T::Future
+fn call<T, B>(inner: &mut T, mut parts: Parts, body: B, annotation: Option<&Annotation>) -> T::Future
 where
     T: Service<Request<B>>,
 {
-    if let Some(Trace { decision, .. }) = trace {
-        parts.extensions.insert(decision.clone());
+    if let Some(annotation) = annotation {
+        annotation.annotate_request(&mut parts);
     }
     inner.call(Request::from_parts(parts, body))
 }
@@ -120,20 +111,23 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Deciding { decision, call: waiting } => {
-                    let decision = ready!(decision.poll(cx));
-                    // There is always a call to make: it is taken here alone, and this state is left with it.
+                    let answer = ready!(decision.poll(cx));
+                    // It is there: only this arm takes it, and leaves this state at once.
                     let Some(Call { config, mut inner, parts, body, since }) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    match config.admit(decision, since, &parts) {
-                        Ok(trace) => State::Calling { response: call(&mut inner, parts, body, trace.as_ref()), trace },
-                        Err(response) => State::Rejected { response: Some(response) },
+                    match config.admit(&parts, answer, since) {
+                        Admission::Pass(annotation) => {
+                            let response = call(&mut inner, parts, body, annotation.as_ref());
+                            State::Calling { response, annotation }
+                        }
+                        Admission::Reject(response) => State::Rejected { response: Some(response) },
                     }
                 }
-                StateProj::Calling { response, trace } => {
+                StateProj::Calling { response, annotation } => {
                     let mut response = ready!(response.poll(cx))?;
-                    if let Some(trace) = trace.take() {
-                        trace.leave(&mut response);
+                    if let Some(annotation) = annotation.take() {
+                        annotation.annotate_response(&mut response);
                     }
                     return Poll::Ready(Ok(response));
                 }
@@ -143,68 +137,6 @@ where
                 }
             };
             state.set(next);
-        }
-    }
-}
-
-impl<S, K, R> Config<S, K, R> {
-    /// Now, if anybody is told how long a decision took.
-    pub(super) fn now(&self) -> Option<Instant> {
-        self.observer.as_ref().map(|_| instant())
-    }
-
-    /// Whether a request without a key passes, uncounted.
-    pub(super) fn lets_pass(&self, missing: MissingKey) -> bool {
-        self.on_missing_key == OnMissingKey::Allow && missing.is_absent()
-    }
-
-    /// The trace of the decision by which a request passes, or none if nobody could count it.
-    ///
-    /// # Errors
-    ///
-    /// The response to one that does not pass.
-    pub(super) fn admit<B>(
-        &self,
-        decision: Result<Decision, Error>,
-        since: Option<Instant>,
-        request: &Parts,
-    ) -> Result<Option<Trace>, Response<B>>
-    where
-        R: Reject<B>,
-    {
-        if let (Some(observer), Some(since)) = (&self.observer, since) {
-            match &decision {
-                Ok(decision) => observer.0.decided(decision, instant() - since),
-                Err(error) => observer.0.failed(error),
-            }
-        }
-        match decision {
-            Ok(decision) if decision.is_allowed() => Ok(Some(Trace { decision, fields: self.fields })),
-            Ok(decision) => {
-                let mut response = self.reject.reject(Rejection::new(Reason::Denied(&decision), request));
-                if let Some(wait) = decision.retry_after() {
-                    response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| retry_after(wait).into());
-                }
-                Trace { decision, fields: self.fields }.leave(&mut response);
-                Err(response)
-            }
-            Err(error) => match self.on_error {
-                OnError::Allow => Ok(None),
-                OnError::Reject => Err(self.reject.reject(Rejection::new(Reason::Unavailable(&error), request))),
-            },
-        }
-    }
-}
-
-impl Trace {
-    /// Leaves the decision with the response, for whoever looks and whoever reads.
-    fn leave<B>(self, response: &mut Response<B>) {
-        if self.fields {
-            headers::append(response.headers_mut(), &self.decision);
-        }
-        // With layers in layers, the innermost tells why the response is what it is.
-        if response.extensions().get::<Decision>().is_none() {
-            response.extensions_mut().insert(self.decision);
         }
     }
 }

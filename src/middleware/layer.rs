@@ -5,6 +5,7 @@ use http::Response;
 use http::request::Parts;
 use tower_layer::Layer;
 
+use super::config::{Config, OnError, OnMissingKey};
 use super::copies::Copies;
 use super::{HttpReject, KeyExtractor, RateLimit, Rejection};
 use crate::limit::Policies;
@@ -16,42 +17,6 @@ use crate::store::{Observer, Observers, Store};
 /// the [module docs](crate::middleware).
 pub struct RateLimitLayer<S, K, R = HttpReject> {
     config: Copies<Config<S, K, R>>,
-}
-
-pub(super) struct Config<S, K, R> {
-    pub(super) store: S,
-    pub(super) extractor: Arc<K>,
-    pub(super) policies: Policies,
-    pub(super) reject: Arc<R>,
-    pub(super) cost: Option<Cost>,
-    pub(super) on_error: OnError,
-    pub(super) on_missing_key: OnMissingKey,
-    /// Whether responses have the header fields.
-    pub(super) fields: bool,
-    pub(super) observer: Option<Observers>,
-}
-
-/// What a request costs.
-type Cost = Arc<dyn Fn(&Parts) -> u32 + Send + Sync>;
-
-/// What becomes of a request that the store could not decide.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnError {
-    /// It is rejected: over HTTP with 503.
-    #[default]
-    Reject,
-    /// It passes, uncounted.
-    Allow,
-}
-
-/// What becomes of a request that has nothing that could be its key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum OnMissingKey {
-    /// It is rejected: over HTTP with 400.
-    #[default]
-    Reject,
-    /// It passes, uncounted.
-    Allow,
 }
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
@@ -76,20 +41,7 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     /// Sets how a request is rejected. Defaults to [`HttpReject`].
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
-        let Config { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields, observer } =
-            self.config.mine().copy();
-        let reject = Arc::new(reject);
-        RateLimitLayer::with(Config {
-            store,
-            extractor,
-            policies,
-            reject,
-            cost,
-            on_error,
-            on_missing_key,
-            fields,
-            observer,
-        })
+        RateLimitLayer::with(self.config.mine().copy().with_reject(reject))
     }
 
     /// Sets how a request is rejected, by a closure. Like [`reject`](Self::reject), but the closure needs no type:
@@ -167,24 +119,6 @@ impl<T, S, K, R> Layer<T> for RateLimitLayer<S, K, R> {
     }
 }
 
-impl<S: Clone, K, R> Config<S, K, R> {
-    /// The same, with copies of its own of what every request counts a reference to.
-    fn copy(&self) -> Self {
-        let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer } = self;
-        Self {
-            store: store.clone(),
-            extractor: Arc::clone(extractor),
-            policies: policies.copy(),
-            reject: Arc::clone(reject),
-            cost: cost.clone(),
-            on_error: *on_error,
-            on_missing_key: *on_missing_key,
-            fields: *fields,
-            observer: observer.clone(),
-        }
-    }
-}
-
 /// Shared, so that no part of it has to be `Clone`.
 impl<S, K, R> Clone for RateLimitLayer<S, K, R> {
     fn clone(&self) -> Self {
@@ -195,11 +129,5 @@ impl<S, K, R> Clone for RateLimitLayer<S, K, R> {
 impl<S: fmt::Debug, K, R> fmt::Debug for RateLimitLayer<S, K, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.config.mine().fmt("RateLimitLayer", f)
-    }
-}
-
-impl<S: fmt::Debug, K, R> Config<S, K, R> {
-    pub(super) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct(name).field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
     }
 }

@@ -16,6 +16,8 @@
 //! A denied request is answered by a [`Reject`], without an error, since an error would close the connection. Put the
 //! layer behind authentication if its key is a user, and before it if its key is an address.
 
+mod annotation;
+mod config;
 mod copies;
 mod extract;
 mod future;
@@ -24,8 +26,9 @@ mod layer;
 mod reject;
 mod service;
 
+pub use config::{OnError, OnMissingKey};
 pub use extract::{Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
 pub use future::ResponseFuture;
-pub use layer::{OnError, OnMissingKey, RateLimitLayer};
+pub use layer::RateLimitLayer;
 pub use reject::{HttpReject, Reason, Reject, Rejection};
 pub use service::RateLimit;

@@ -6,9 +6,9 @@ use std::task::{Context, Poll};
 use http::{Request, Response};
 use tower_service::Service;
 
+use super::config::{Admission, Config};
 use super::copies::Copies;
-use super::layer::Config;
-use super::{KeyExtractor, Reason, Reject, Rejection, ResponseFuture};
+use super::{KeyExtractor, Reject, ResponseFuture};
 use crate::limit::Check;
 use crate::store::{Answer, Store};
 
@@ -36,30 +36,25 @@ where
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
         let config = self.config.mine();
         let (parts, body) = request.into_parts();
-        let key = match config.extractor.extract(&parts) {
-            Ok(key) => key,
-            Err(missing) if config.lets_pass(missing) => {
-                return ResponseFuture::calling(&mut self.inner, parts, body, None);
-            }
-            Err(missing) => {
-                let response = config.reject.reject(Rejection::new(Reason::MissingKey(&missing), &parts));
-                drop(self.take_ready());
-                return ResponseFuture::rejected(response);
-            }
-        };
-        let cost = config.cost.as_ref().map_or(1, |cost| cost(&parts));
-        let since = config.now();
-        match config.store.check(Check::take(key, &config.policies, cost)) {
-            Answer::Ready { answer } => match config.admit(answer, since, &parts) {
-                Ok(trace) => ResponseFuture::calling(&mut self.inner, parts, body, trace),
-                Err(response) => {
-                    drop(self.take_ready());
-                    ResponseFuture::rejected(response)
+        let admission = match config.extractor.extract(&parts) {
+            Ok(key) => {
+                let cost = config.cost.as_ref().map_or(1, |cost| cost(&parts));
+                let since = config.now();
+                match config.store.check(Check::take(key, &config.policies, cost)) {
+                    Answer::Ready { answer } => config.admit(&parts, answer, since),
+                    Answer::Pending { future } => {
+                        let config = Arc::clone(config);
+                        return ResponseFuture::deciding(config, future, self.take_ready(), parts, body, since);
+                    }
                 }
-            },
-            Answer::Pending { future } => {
-                let config = Arc::clone(config);
-                ResponseFuture::deciding(config, future, self.take_ready(), parts, body, since)
+            }
+            Err(missing) => config.admit_without_key(&parts, missing),
+        };
+        match admission {
+            Admission::Pass(annotation) => ResponseFuture::calling(&mut self.inner, parts, body, annotation),
+            Admission::Reject(response) => {
+                drop(self.take_ready());
+                ResponseFuture::rejected(response)
             }
         }
     }

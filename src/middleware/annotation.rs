@@ -1,0 +1,30 @@
+use http::Response;
+use http::request::Parts;
+
+use super::headers;
+use crate::limit::Decision;
+
+/// A decision, for the request that passes by it, and for the response.
+pub(super) struct Annotation {
+    pub(super) decision: Decision,
+    /// Whether the response gets the header fields.
+    pub(super) fields: bool,
+}
+
+impl Annotation {
+    /// Puts the decision into the request's extensions, where the inner service finds it.
+    pub(super) fn annotate_request(&self, request: &mut Parts) {
+        request.extensions.insert(self.decision.clone());
+    }
+
+    /// Puts the decision into the response's extensions, and adds its header fields.
+    pub(super) fn annotate_response<B>(self, response: &mut Response<B>) {
+        if self.fields {
+            headers::append(response.headers_mut(), &self.decision);
+        }
+        // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
+        if response.extensions().get::<Decision>().is_none() {
+            response.extensions_mut().insert(self.decision);
+        }
+    }
+}
