@@ -124,7 +124,7 @@ impl<S, K, R> Config<S, K, R> {
 }
 
 impl<S: Clone, K, R> Config<S, K, R> {
-    /// The same, with copies of its own of what every request counts a reference to.
+    /// The same settings, with `Arc`s of their own where a request clones one. See [`Copies`](super::copies::Copies).
     pub(super) fn copy(&self) -> Self {
         let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer } = self;
         Self {

@@ -13,9 +13,9 @@ use crate::limit::{Decision, Policies, Policy, Verdict};
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
 
-/// Adds the fields of a decision. Both are lists: what a layer or a server further in has told stays.
+/// Adds the fields of a decision. Both fields are lists, so what a layer or server behind this one has added stays.
 pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
-    // It does not change from request to request.
+    // Made once per list of policies.
     if let Some(PolicyField(value)) = decision.policies().derived(PolicyField::new) {
         headers.append(RATE_LIMIT_POLICY, value.clone());
     }
@@ -38,12 +38,12 @@ impl PolicyField {
     }
 }
 
-/// The value of a field. Names and numbers, of which they consist, are of characters that it can have.
+/// The value of a field. It consists of names and numbers, whose characters a field allows.
 fn value(text: &[u8]) -> HeaderValue {
     HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// `"api";r=9;t=54` for every policy: what remains, and the time within which no more than that can be used.
+/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must do (`t`).
 fn rate_limit(decision: &Decision) -> HeaderValue {
     let mut items = decision.verdicts().map(|(policy, verdict)| Item::new(policy, verdict));
     let Some(first) = items.next() else { return value(b"") };
@@ -56,7 +56,7 @@ fn rate_limit(decision: &Decision) -> HeaderValue {
     value(&text)
 }
 
-/// What one policy tells. Formatting it, or making room for it as it grows, would take longer than the decision.
+/// The item of one policy, in a buffer: `format!`, or a `Vec` that grows, would take longer than the decision.
 struct Item {
     /// A name has up to 64 bytes, a number 20.
     bytes: [u8; 128],
@@ -90,9 +90,9 @@ impl Item {
 
 /// The time within which a client can use no more than what remains, in microseconds.
 ///
-/// With a window that is until it ends; with a strategy that refills, until the next unit is there. But the draft asks
-/// for a bound on what remains per time, so that clients do not come all at once: it is never told to be less than the
-/// time for which the quota would make it last.
+/// That is until a window ends, or until a strategy that refills has the next unit. But it is never less than what
+/// remains lasts at the quota's rate, so that clients spread their requests. With `3/m` and 2 left that is 40 s, though the
+/// next unit is there after 20 s.
 fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
     if verdict.wait > 0 {
         return verdict.wait.unsigned_abs();
@@ -105,17 +105,17 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
     lasts(policy, remaining).max(next)
 }
 
-/// The time for which the quota would make so much last, in microseconds.
+/// How long the quota takes to give this much, in microseconds: `3/m` gives 2 in 40 s.
 fn lasts(policy: &Policy, cost: u64) -> u64 {
     let (period, limit) = (policy.params().period.unsigned_abs(), u64::from(policy.quota().limit().max(1)));
     match period.checked_mul(cost) {
         Some(product) => product.div_ceil(limit),
-        // No policy grants a cost above 2^32, which lasts for less than 2^64.
+        // The quotient fits: no quota takes longer than ten years to refill.
         None => (u128::from(period) * u128::from(cost)).div_ceil(u128::from(limit)) as u64,
     }
 }
 
-/// Microseconds in whole seconds, rounded up, so that no client comes back too early; and at least 1.
+/// Microseconds as whole seconds, at least 1, and rounded up so that no client comes back too early.
 fn seconds(micros: u64) -> u64 {
     micros.div_ceil(1_000_000).max(1)
 }

@@ -41,7 +41,7 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     /// Sets how a request is rejected. Defaults to [`HttpReject`].
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
-        RateLimitLayer::with(self.config.mine().copy().with_reject(reject))
+        RateLimitLayer::with(self.config.current().copy().with_reject(reject))
     }
 
     /// Sets how a request is rejected, by a closure. Like [`reject`](Self::reject), but the closure needs no type:
@@ -101,7 +101,7 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     }
 
     fn change(self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
-        let mut config = self.config.mine().copy();
+        let mut config = self.config.current().copy();
         change(&mut config);
         Self::with(config)
     }
@@ -128,6 +128,6 @@ impl<S, K, R> Clone for RateLimitLayer<S, K, R> {
 
 impl<S: fmt::Debug, K, R> fmt::Debug for RateLimitLayer<S, K, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.mine().fmt("RateLimitLayer", f)
+        self.config.current().fmt("RateLimitLayer", f)
     }
 }

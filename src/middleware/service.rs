@@ -12,7 +12,7 @@ use super::{KeyExtractor, Reject, ResponseFuture};
 use crate::limit::Check;
 use crate::store::{Answer, Store};
 
-/// The service that [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, and then calls the inner one.
+/// The service that a [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, then calls the inner service.
 pub struct RateLimit<T, S, K, R> {
     pub(super) inner: T,
     pub(super) config: Copies<Config<S, K, R>>,
@@ -34,7 +34,7 @@ where
     }
 
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
-        let config = self.config.mine();
+        let config = self.config.current();
         let (parts, body) = request.into_parts();
         let admission = match config.extractor.extract(&parts) {
             Ok(key) => {
@@ -61,9 +61,9 @@ where
 }
 
 impl<T: Clone, S, K, R> RateLimit<T, S, K, R> {
-    /// The inner service that has been polled ready. Its clone, which has not been, takes its place.
+    /// Takes the inner service, which has been polled ready, and leaves a clone, which has not.
     ///
-    /// It must be called or dropped: it may have been given a place that others wait for when it got ready.
+    /// Call it, or drop it at once: it may hold a permit that others wait for, such as `ConcurrencyLimit`'s.
     fn take_ready(&mut self) -> T {
         let clone = self.inner.clone();
         mem::replace(&mut self.inner, clone)
@@ -78,6 +78,6 @@ impl<T: Clone, S, K, R> Clone for RateLimit<T, S, K, R> {
 
 impl<T, S: fmt::Debug, K, R> fmt::Debug for RateLimit<T, S, K, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.mine().fmt("RateLimit", f)
+        self.config.current().fmt("RateLimit", f)
     }
 }
