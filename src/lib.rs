@@ -2,7 +2,7 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod limit;
-pub mod middleware;
+mod middleware;
 mod store;
 
 pub use limit::{

@@ -31,6 +31,7 @@ pub(super) type Cost = Arc<dyn Fn(&Parts) -> u32 + Send + Sync>;
 
 /// What becomes of a request that the store could not decide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum OnError {
     /// It is rejected: over HTTP with 503.
     #[default]
@@ -41,6 +42,7 @@ pub enum OnError {
 
 /// What becomes of a request that has nothing that could be its key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum OnMissingKey {
     /// It is rejected: over HTTP with 400.
     #[default]

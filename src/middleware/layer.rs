@@ -11,10 +11,26 @@ use super::{HttpReject, KeyExtractor, RateLimit, Rejection};
 use crate::limit::Policies;
 use crate::store::{Observer, Observers, Store};
 
-/// Limits the rate of requests to the services that it wraps.
+/// Limits the rate of requests to the services that it wraps: one check per request, and the inner service is called only
+/// after a yes.
 ///
-/// It takes a [`Store`](crate::Store), a [`KeyExtractor`](crate::KeyExtractor) and one or more policies. See
-/// the [module docs](crate::middleware).
+/// It takes a [`Store`], a [`KeyExtractor`] and one or more policies.
+///
+/// ```
+/// use axum::{Router, routing::get};
+/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50).burst(100))?;
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy);
+/// let app: Router = Router::new().route("/", get(|| async { "hello" })).layer(layer);
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+///
+/// The [`Decision`](crate::Decision) is in the extensions of the response, and for the handler in those of the request. A
+/// request that nobody counted has none, so a handler takes an `Option<Extension<Decision>>`.
+///
+/// A denied request is answered by a [`Reject`](crate::Reject), not with an error, which would close the connection. Put
+/// the layer behind authentication if its key is a user, and before it if its key is an address.
 pub struct RateLimitLayer<S, K, R = HttpReject> {
     config: Copies<Config<S, K, R>>,
 }

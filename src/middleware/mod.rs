@@ -1,20 +1,4 @@
-//! The middleware: one check per request, and the inner service only after a yes.
-//!
-//! ```
-//! use axum::{Router, routing::get};
-//! use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-//!
-//! let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50).burst(100))?;
-//! let layer = RateLimitLayer::new(LocalStore::default(), Global, policy);
-//! let app: Router = Router::new().route("/", get(|| async { "hello" })).layer(layer);
-//! # Ok::<(), tower_redis_ratelimit::ConfigError>(())
-//! ```
-//!
-//! The [`Decision`](crate::Decision) is in the extensions of the response, and for the handler in those of the request;
-//! a request that nobody counted has none, so a handler takes an `Option<Extension<Decision>>`.
-//!
-//! A denied request is answered by a [`Reject`], without an error, since an error would close the connection. Put the
-//! layer behind authentication if its key is a user, and before it if its key is an address.
+//! The middleware: tower's and HTTP's side. [`RateLimitLayer`] tells the story.
 
 mod annotation;
 mod config;

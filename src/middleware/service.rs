@@ -60,6 +60,23 @@ where
     }
 }
 
+impl<T, S, K, R> RateLimit<T, S, K, R> {
+    /// The inner service.
+    pub fn get_ref(&self) -> &T {
+        &self.inner
+    }
+
+    /// The inner service. A request that it is called with from here is not counted.
+    pub fn get_mut(&mut self) -> &mut T {
+        &mut self.inner
+    }
+
+    /// Gives the inner service back.
+    pub fn into_inner(self) -> T {
+        self.inner
+    }
+}
+
 impl<T: Clone, S, K, R> RateLimit<T, S, K, R> {
     /// Takes the inner service, which has been polled ready, and leaves a clone, which has not.
     ///

@@ -92,6 +92,14 @@ async fn the_response_future_has_a_name() {
     assert_eq!(send(&service, request("alice")).await.status(), 429);
 }
 
+#[test]
+fn the_inner_service_can_be_reached_and_taken_back() {
+    let mut service = layer("1/h").layer(Some("inner"));
+    assert_eq!(service.get_ref(), &Some("inner"));
+    assert_eq!(service.get_mut().take(), Some("inner"));
+    assert_eq!(service.into_inner(), None);
+}
+
 /// An extractor and a rejection that are not `Clone`, nor `Debug`.
 struct Rigid;
 

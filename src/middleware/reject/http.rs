@@ -13,7 +13,7 @@ use crate::middleware::headers::retry_after;
 /// - Nothing could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`. What was the
 ///   matter is not told.
 ///
-/// It makes every body that is `From<String>`, as axum's and hyper's are. The response with another body is one step away:
+/// It makes every body that is `From<String>`, as axum's and hyper's are. For any other, make the body from the text:
 ///
 /// ```
 /// use http_body_util::BodyExt;
@@ -21,7 +21,7 @@ use crate::middleware::headers::retry_after;
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-/// // Likewise with tonic: `.map(|text: String| tonic::body::Body::new(text))`.
+/// // With tonic: `.map(|text: String| tonic::body::Body::new(text))`. Empty: `.map(|_: String| Default::default())`.
 /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
 ///     .reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| text.boxed()));
 /// # let _ = layer;

@@ -1,0 +1,128 @@
+use http::HeaderName;
+use http::request::Parts;
+
+use super::{KeyExtractor, MissingKey};
+use crate::limit::Key;
+
+/// Counts by the value of a header, such as an API key.
+///
+/// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
+///
+/// A request that has the header more than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of
+/// the values may be of the client's choice, beside one that a proxy has added: to count by it, or by all of them, would
+/// give the client a new key whenever it likes.
+///
+/// The header must be one that something in front has verified: a client that may send any value has a new count for each.
+///
+/// What a client can spell in many ways is no good key, for each spelling is counted by itself:
+/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer  x` are one credential and three values. Count by the user whom
+///   your authentication has found.
+/// - `X-Forwarded-For`, `Forwarded` and the like: whoever sends the request writes the first part of it.
+/// - `Cookie`: clients may send it in several lines, and it holds more than the session.
+///
+/// ```
+/// use tower_redis_ratelimit::HeaderKey;
+///
+/// let by_api_key = HeaderKey::new("x-api-key");
+/// let by_tenant = HeaderKey::new("x-tenant").readable();
+/// ```
+#[derive(Debug, Clone)]
+pub struct HeaderKey {
+    /// `None` if what was given is not the name of a header.
+    name: Option<HeaderName>,
+    secret: bool,
+}
+
+impl HeaderKey {
+    /// The header of this name: a text in any case, or a [`HeaderName`].
+    ///
+    /// A text that is not the name of a header, such as `"api key"`, is the
+    /// [server's fault](MissingKey::misconfigured): over HTTP every request gets a 500.
+    pub fn new(name: impl TryInto<HeaderName>) -> Self {
+        Self { name: name.try_into().ok(), secret: true }
+    }
+
+    /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
+    #[must_use]
+    pub fn readable(mut self) -> Self {
+        self.secret = false;
+        self
+    }
+}
+
+impl KeyExtractor for HeaderKey {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        let Some(name) = &self.name else {
+            return Err(MissingKey::misconfigured(
+                "requests are counted by a header whose name no header can have; \
+                 give `HeaderKey::new` letters, digits and `-`, such as \"x-api-key\"",
+            ));
+        };
+        let mut values = request.headers.get_all(name).iter();
+        let first = values.next().map(|value| value.as_bytes());
+        if values.next().is_some() {
+            return Err(MissingKey::malformed("the request has the header that it is counted by more than once"));
+        }
+        match first {
+            None | Some([]) => Err(MissingKey::new("the request lacks the header that it is counted by")),
+            Some(value) if self.secret => Ok(Key::secret(value)),
+            Some(value) => Ok(Key::new(value)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Request;
+
+    fn request(header: &[u8]) -> Parts {
+        Request::builder().uri("/books").header("x-user", header).body(()).unwrap().into_parts().0
+    }
+
+    const USER: HeaderName = HeaderName::from_static("x-user");
+
+    #[test]
+    fn headers_are_hashed_unless_readable() {
+        let parts = request(b"alice");
+        assert_eq!(HeaderKey::new(USER).extract(&parts), Ok(Key::secret("alice")));
+        assert_eq!(HeaderKey::new(USER).readable().extract(&parts), Ok(Key::new("alice")));
+        assert!(HeaderKey::new(http::header::AUTHORIZATION).extract(&parts).is_err());
+        assert!(HeaderKey::new(USER).extract(&request(b"")).is_err(), "an empty value tells nobody apart");
+    }
+
+    #[test]
+    fn a_header_that_comes_twice_is_no_key() {
+        for (first, second) in [("alice", "bob"), ("alice", "alice"), ("", "alice"), ("alice", "")] {
+            let request = Request::builder().header("x-user", first).header("x-user", second);
+            let parts = request.body(()).unwrap().into_parts().0;
+            for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
+                let problem = extractor.extract(&parts).unwrap_err();
+                assert!(problem.to_string().contains("more than once"), "{first:?}, {second:?}: {problem}");
+                assert!(!problem.is_absent() && !problem.is_misconfigured());
+            }
+        }
+    }
+
+    #[test]
+    fn any_header_value_makes_a_short_key() {
+        for value in [&[b'x'; 10_240][..], b"\xff\xfe", b"{}:"] {
+            for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
+                let key = extractor.extract(&request(value)).unwrap();
+                assert_eq!(key.as_bytes().len(), 33);
+            }
+        }
+    }
+
+    #[test]
+    fn names_are_texts_in_any_case_or_header_names() {
+        let parts = request(b"alice");
+        for extractor in [HeaderKey::new("x-user"), HeaderKey::new("X-User"), HeaderKey::new(&USER)] {
+            assert_eq!(extractor.extract(&parts), Ok(Key::secret("alice")));
+        }
+        for name in ["", "x user", "x-user:", "x-us\u{e9}r", &"x".repeat(1 << 17)] {
+            let problem = HeaderKey::new(name).extract(&parts).unwrap_err();
+            assert!(problem.is_misconfigured() && problem.to_string().contains("such as \"x-api-key\""), "{name}");
+        }
+    }
+}
