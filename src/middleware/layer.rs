@@ -54,13 +54,15 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
 }
 
 impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
-    /// Sets how a request is rejected. Defaults to [`HttpReject`].
+    /// Sets how a request is rejected: by a [`Reject`](crate::Reject). Defaults to [`HttpReject`]. For a closure, see
+    /// [`reject_with`](Self::reject_with).
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2> {
         RateLimitLayer::with(self.config.current().copy().with_reject(reject))
     }
 
-    /// Sets how a request is rejected, by a closure. Like [`reject`](Self::reject), but the closure needs no type:
+    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Like [`reject`](Self::reject), but
+    /// the compiler knows the type of the closure's argument:
     ///
     /// ```
     /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
@@ -97,8 +99,9 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
         self.change(|config| config.on_error = on_error)
     }
 
-    /// Sets what becomes of a request that has no key. One whose key is
-    /// [malformed](crate::MissingKey::malformed) is rejected all the same. Defaults to [`OnMissingKey::Reject`].
+    /// Sets what becomes of a request that has no key. One whose key is [malformed](crate::MissingKey::malformed), or can
+    /// never be found since the server is [misconfigured](crate::MissingKey::misconfigured), is rejected all the same.
+    /// Defaults to [`OnMissingKey::Reject`].
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|config| config.on_missing_key = on_missing_key)
