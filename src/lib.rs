@@ -6,7 +6,7 @@ mod middleware;
 mod store;
 
 pub use limit::{
-    Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Refill, Source, Strategy,
+    Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Refill, Source, Strategy, Verdict,
 };
 pub use middleware::{
     Global, HeaderKey, HttpReject, KeyExtractor, MissingKey, OnError, OnMissingKey, PeerIp, RateLimit, RateLimitLayer,
@@ -17,8 +17,8 @@ pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use store::TracingObserver;
 pub use store::{
-    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, Observer, RedisFuture,
-    RedisStore, RedisStoreBuilder, Share, Store,
+    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, MockStore, Observer,
+    RedisFuture, RedisStore, RedisStoreBuilder, Share, Store,
 };
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.

@@ -101,10 +101,6 @@ impl Check {
         Self { id: id.map(Box::new), ..self }
     }
 
-    pub(crate) fn id_key(&self) -> Option<&Key> {
-        self.id.as_deref()
-    }
-
     /// Who is asking.
     pub fn key(&self) -> &Key {
         &self.key
@@ -123,6 +119,11 @@ impl Check {
     /// How much is asked for.
     pub fn cost(&self) -> u32 {
         self.cost
+    }
+
+    /// By what it is charged once, if it has an [id](Self::with_id).
+    pub fn id(&self) -> Option<&Key> {
+        self.id.as_deref()
     }
 
     /// The same check under other policies.

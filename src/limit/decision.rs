@@ -46,16 +46,33 @@ pub enum Source {
     Cached,
     /// In this process, on a count of its own.
     Local,
+    /// In a [`Store`](crate::Store) outside of this crate, by its name, such as `"postgres"`. The name is a label of
+    /// metrics.
+    Other(&'static str),
 }
 
-/// What one policy says of a check, in microseconds and units of cost.
+impl Source {
+    /// Its name in lower case, as a label of a metric: `redis`, `cached`, `local`, or that of another store.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Redis => "redis",
+            Self::Cached => "cached",
+            Self::Local => "local",
+            Self::Other(name) => name,
+        }
+    }
+}
+
+/// What one policy says of a check. A [`Store`](crate::Store) outside of this crate makes a [`Decision`] of them, with
+/// [`Check::decided`](super::Check::decided).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Verdict {
+#[must_use]
+pub struct Verdict {
     /// The largest cost that would pass now.
     pub(crate) remaining: i64,
-    /// 0 if this policy let the check pass, [`NEVER`](Self::NEVER), or how long until it would.
+    /// 0 if this policy let the check pass, [`NEVER`](Self::NEVER), or how many microseconds until it would.
     pub(crate) wait: i64,
-    /// How long until nothing is charged any more.
+    /// How many microseconds until nothing is charged any more.
     pub(crate) reset: i64,
 }
 

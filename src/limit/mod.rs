@@ -3,6 +3,7 @@
 //! `now` is always an argument. The stores call in here; nothing here calls out.
 
 mod check;
+mod decided;
 mod decision;
 mod error;
 #[cfg(test)]
@@ -14,7 +15,7 @@ mod quota;
 mod strategy;
 
 pub use check::{Check, Mode};
-pub use decision::{Decision, Outcome, Source};
+pub use decision::{Decision, Outcome, Source, Verdict};
 pub use error::ConfigError;
 pub use key::Key;
 pub use policies::Policies;
@@ -22,6 +23,6 @@ pub use policy::Policy;
 pub use quota::Quota;
 pub use strategy::{Align, Refill, Strategy};
 
-pub(crate) use decision::{Verdict, Verdicts};
+pub(crate) use decision::Verdicts;
 pub(crate) use policy::is_name;
 pub(crate) use strategy::{Followed, SCRIPT, State};

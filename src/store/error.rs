@@ -8,6 +8,17 @@ use crate::limit::ConfigError;
 /// It is no verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
 /// [`OnError`](crate::OnError). Its text tells what to do about it, and its [`source`](std::error::Error::source) why, if
 /// that is known. What a store of this crate tells has no caller's key and no password.
+///
+/// ```
+/// use std::io;
+/// use tower_redis_ratelimit::{Error, ErrorKind};
+///
+/// // What a store of one's own says when it could not connect.
+/// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
+/// let error = Error::with_source(ErrorKind::Unreachable, refused).unsent();
+/// assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent());
+/// assert_eq!(error.kind().as_str(), "unreachable");
+/// ```
 #[derive(Clone)]
 pub struct Error {
     kind: ErrorKind,
@@ -63,17 +74,22 @@ impl Error {
         Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
     }
 
-    /// The same, of one check alone.
-    pub(crate) fn of_check(self) -> Self {
+    /// The same error, of this check alone: it says nothing of other checks. A [`Fallback`](crate::Fallback) answers the
+    /// check, and its breaker does not count it as a failure.
+    #[must_use]
+    pub fn of_check(self) -> Self {
         Self { of_check: true, ..self }
     }
 
-    /// The same, of a check that was not sent.
-    pub(crate) fn unsent(self) -> Self {
+    /// The same error, of a check that was not sent, and so was surely not charged. A [`Fallback`](crate::Fallback)
+    /// later charges what it granted instead. Without this mark it must not, since the store may have charged it.
+    #[must_use]
+    pub fn unsent(self) -> Self {
         Self { unsent: true, ..self }
     }
 
-    pub(crate) fn is_of_check(&self) -> bool {
+    /// Whether it is [of one check alone](Self::of_check).
+    pub fn is_of_check(&self) -> bool {
         self.of_check
     }
 
@@ -89,7 +105,8 @@ impl Error {
         )
     }
 
-    pub(crate) fn is_unsent(&self) -> bool {
+    /// Whether the check is known [not to have been sent](Self::unsent).
+    pub fn is_unsent(&self) -> bool {
         self.unsent
     }
 

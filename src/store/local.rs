@@ -152,7 +152,7 @@ impl LocalStore {
     /// The verdicts at a time, which is read under the lock, so that no state is asked about a time before its own.
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
-        match check.id_key() {
+        match check.id() {
             None => shard.decide(check, caller, now()),
             Some(id) => {
                 // As the key in Redis: another list has an answer of its own.

@@ -11,6 +11,7 @@ mod error;
 mod fallback;
 mod limiter;
 mod local;
+mod mock;
 mod observer;
 mod redis;
 mod seed;
@@ -24,6 +25,7 @@ pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
 pub use limiter::Limiter;
 pub use local::LocalStore;
+pub use mock::MockStore;
 #[cfg(feature = "metrics")]
 pub use observer::MetricsObserver;
 pub use observer::Observer;
@@ -44,7 +46,37 @@ use crate::limit::{Check, Decision, Key};
 /// - Every check is answered in bounded time, with a [`Decision`] or an [`Error`]; an error is no verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
-/// Outside of tower, a [`Limiter`] asks a store with the same policies each time.
+/// [`Check::decided`] makes the decisions of a store of one's own, [`Source::Other`](crate::Source::Other) names it, and
+/// an [`Error`] tells whether a check was [sent](Error::unsent). This one asks another store, but for some callers:
+///
+/// ```
+/// use tower_redis_ratelimit::{Answer, Check, Decision, Key, Source, Store, Verdict};
+///
+/// /// Never denies these callers.
+/// #[derive(Clone)]
+/// struct Exempt<S>(S, &'static [Key]);
+///
+/// impl<S: Store> Store for Exempt<S> {
+///     type Future = S::Future;
+///
+///     fn check(&self, check: Check) -> Answer<S::Future> {
+///         if self.1.contains(check.key()) {
+///             let granted = check.cost();
+///             return Answer::ready(Ok(check.decided(Source::Other("exempt"), granted, |_| Verdict::allowed())));
+///         }
+///         self.0.check(check)
+///     }
+///
+///     fn follow(&self, key: &Key, decision: &Decision) {
+///         self.0.follow(key, decision);
+///     }
+/// }
+/// # fn is_store(_: impl Store) {}
+/// # is_store(Exempt(tower_redis_ratelimit::MockStore::new(), &[Key::GLOBAL]));
+/// ```
+///
+/// One that counts by itself is `tests/store/outside.rs`, and a [`MockStore`] is for tests. Outside of tower, a
+/// [`Limiter`] asks a store with the same policies each time.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no store of counts",
     label = "not a `Store`",

@@ -7,6 +7,7 @@ use tower_redis_ratelimit::{
     Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, Policy, RedisStore, Source, Store, Strategy,
 };
 
+use crate::outside::{WINDOWS, Windows};
 use crate::support::{RedisServer, STRATEGIES, policy};
 
 #[tokio::test]
@@ -26,6 +27,11 @@ async fn fallback() {
     let redis = RedisStore::connect(server.url()).await.unwrap();
     let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
     keeps_the_contract(store, Source::Redis).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn outside() {
+    keeps_the_contract(Windows::default(), WINDOWS).await;
 }
 
 async fn keeps_the_contract(store: impl Store, source: Source) {

@@ -80,7 +80,7 @@ impl Grants {
             // As long as the primary store knows the id.
             expires_in = expires_in.min(policies.longest_period());
         }
-        let (key, id, cost, now) = (*check.key(), check.id_key(), u64::from(cost), now());
+        let (key, id, cost, now) = (*check.key(), check.id(), u64::from(cost), now());
         let mut shard = self.shard(&key);
         let noted = shard.notes.get(&key).and_then(|lists| lists.iter().find(|notes| notes.is_under(policies)));
         let more = noted.is_none() || id.is_some_and(|id| !noted.is_some_and(|notes| notes.has_id(id)));

@@ -105,7 +105,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             self.attend();
         }
         // An answer to an id may be an old one.
-        if check.id_key().is_none() && self.epoch.is_still(asked.epoch) && !self.grants.holds(check.key()) {
+        if check.id().is_none() && self.epoch.is_still(asked.epoch) && !self.grants.holds(check.key()) {
             self.fallback.follow(check.key(), decision);
         }
     }
@@ -138,7 +138,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         answer: Result<Decision, Error>,
     ) -> Result<Decision, Error> {
         let decision = share::of_whole(check, answer?, || self.clock.micros());
-        let once = check.id_key().is_some() && check.mode() != Mode::Reset;
+        let once = check.id().is_some() && check.mode() != Mode::Reset;
         if (!sent || once) && self.grants.note(check, sent, &decision, || self.clock.micros()) {
             self.attend();
         }

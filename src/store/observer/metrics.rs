@@ -3,14 +3,14 @@ use std::time::Duration;
 use metrics::{counter, gauge, histogram};
 
 use super::Observer;
-use crate::limit::{Decision, Outcome, Source};
+use crate::limit::{Decision, Outcome};
 use crate::store::Error;
 
 /// Tells the recorder of the `metrics` crate.
 ///
 /// | metric | kind | labels |
 /// |---|---|---|
-/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` (`allowed`, `denied`, `never_fits`), `source` (`redis`, `cached`, `local`) |
+/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` (`allowed`, `denied`, `never_fits`), `source` ([`Source::as_str`](crate::Source::as_str)) |
 /// | `ratelimit_check_seconds` | histogram | |
 /// | `ratelimit_failures_total` | counter | `kind` |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
@@ -28,12 +28,7 @@ impl Observer for MetricsObserver {
             Outcome::Denied { .. } => "denied",
             Outcome::NeverFits => "never_fits",
         };
-        let source = match decision.source() {
-            Source::Redis => "redis",
-            Source::Cached => "cached",
-            Source::Local => "local",
-        };
-        let policy = decision.policy().name().to_owned();
+        let (policy, source) = (decision.policy().name().to_owned(), decision.source().as_str());
         counter!("ratelimit_decisions_total", "policy" => policy, "outcome" => outcome, "source" => source)
             .increment(1);
         histogram!("ratelimit_check_seconds").record(took);

@@ -124,7 +124,7 @@ impl Denials {
                     shard.remember(caller, denial, self.max, now);
                 }
             });
-        } else if let Some(id) = check.id_key()
+        } else if let Some(id) = check.id()
             && self.held.load(Relaxed) > 0
         {
             // It was granted, and is from now on told that.
@@ -257,7 +257,7 @@ impl<'a> Question<'a> {
             // A peek asks how it is at the moment, and a debt depends on more than this.
             Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset => return None,
         };
-        Some(Self { policies: check.policies(), id: check.id_key(), needs })
+        Some(Self { policies: check.policies(), id: check.id(), needs })
     }
 
     /// How many of the policies never have the room that it needs.
@@ -341,7 +341,7 @@ mod tests {
             let check = Check::take(Key::new(format!("{}", rng.u32(..5_000))), &lists[rng.usize(..100)], rng.u32(1..9));
             let check = if i % 3 == 0 { check.with_id(i.to_string()) } else { check };
             deny(&denials, &check);
-            assert!(check.id_key().is_some() || denials.verdicts(&check).is_some(), "the last is known");
+            assert!(check.id().is_some() || denials.verdicts(&check).is_some(), "the last is known");
         }
         let full = held(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");

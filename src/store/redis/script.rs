@@ -59,7 +59,7 @@ impl Batch {
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.entries.len();
-        if check.mode() == Mode::Take && check.id_key().is_none() {
+        if check.mode() == Mode::Take && check.id().is_none() {
             let open = self.open.entry(*check.key()).or_insert((plan, entry));
             if open.0 != plan {
                 *open = (plan, entry);
@@ -82,7 +82,7 @@ impl Batch {
             plan.policies.is(check.policies())
                 && plan.mode == check.mode()
                 && plan.cost == check.cost()
-                && plan.with_id == check.id_key().is_some()
+                && plan.with_id == check.id().is_some()
         };
         // Mostly all checks ask the same.
         self.plans.iter().position(same).unwrap_or_else(|| {
@@ -90,14 +90,14 @@ impl Batch {
                 policies: check.policies().clone(),
                 mode: check.mode(),
                 cost: check.cost(),
-                with_id: check.id_key().is_some(),
+                with_id: check.id().is_some(),
             });
             self.plans.len() - 1
         })
     }
 
     fn push_keys(&mut self, prefix: &str, check: &Check) {
-        if let Some(id) = check.id_key() {
+        if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
             for policy in check.policies().iter() {
                 self.keys.extend_from_slice(policy.key_suffix().as_bytes());

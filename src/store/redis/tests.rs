@@ -137,7 +137,7 @@ async fn ids() {
                 if check.clone().answer(verdicts, Source::Redis) != in_redis {
                     first = first.or(Some(age - period));
                 }
-                repeated += u32::from(check.id_key().is_some() && in_redis.is_allowed() && age > 0 && age < period);
+                repeated += u32::from(check.id().is_some() && in_redis.is_allowed() && age > 0 && age < period);
             }
         }
         differ.extend(first);

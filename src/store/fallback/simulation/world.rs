@@ -146,16 +146,16 @@ impl State {
             Err(error) => return self.breaks(Rule::Failed, Some(caller), format!("#{ask} failed: {error}")),
         };
         // An id is answered as it was before, when the part may have been another.
-        let other = check.id_key().is_some() && self.ledger.changed;
+        let other = check.id().is_some() && self.ledger.changed;
         if let Some(problem) = nonsense(&self.plan.callers[caller], &check, decision).filter(|_| !other) {
             self.breaks(Rule::Sense, Some(caller), format!("#{ask}: {problem}"));
         }
-        if decision.source() == Source::Redis && !degraded && check.id_key().is_none() {
+        if decision.source() == Source::Redis && !degraded && check.id().is_none() {
             let turned = self.turned[instance];
             self.ledger.hears(&self.plan, &Heard { caller, instance, ran, since, turned }, decision);
         }
         if matches!(check.mode(), Mode::Take | Mode::UpTo) && decision.granted() > 0 {
-            let id = check.id_key().map(Key::as_bytes);
+            let id = check.id().map(Key::as_bytes);
             self.ledger.grants(&self.plan, now, caller, i64::from(decision.granted()), id);
         }
     }
@@ -175,7 +175,7 @@ impl State {
         let Ask { caller, asked, unsent, .. } = self.asks[ask];
         self.say(Some(caller), || format!("i{instance} #{ask:<4} decides: {}", verdict(decision)));
         let now = self.now();
-        let (mode, cost, id) = (check.mode(), i64::from(check.cost()), check.id_key().map(Key::as_bytes));
+        let (mode, cost, id) = (check.mode(), i64::from(check.cost()), check.id().map(Key::as_bytes));
         let granted = Granted {
             caller,
             instance,
@@ -201,7 +201,7 @@ impl State {
             instance,
             mode: check.mode(),
             cost: i64::from(check.cost()),
-            with_id: check.id_key().is_some(),
+            with_id: check.id().is_some(),
         });
         if let Some(ask) = ask {
             (self.asks[ask].asked, self.asks[ask].unsent) = (true, false);
@@ -284,7 +284,7 @@ impl State {
         let mut each = decision.verdicts().map(|(_, verdict)| *verdict);
         let first = each.next().unwrap();
         let verdicts = Verdicts { granted: i64::from(decision.granted()), first, others: each.collect() };
-        let (mode, granted, id) = (check.mode(), verdicts.granted, check.id_key().copied());
+        let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
         let decision = check.answer(verdicts, Source::Redis);
         if let (Some(caller), Some(ask)) = (caller, ask) {
@@ -384,7 +384,7 @@ fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> Option<Strin
 
 fn shown(check: &Check) -> String {
     let (cost, key) = (check.cost(), String::from_utf8_lossy(check.key().as_bytes()));
-    let id = check.id_key().map(|id| format!(" with id {}", String::from_utf8_lossy(id.as_bytes())));
+    let id = check.id().map(|id| format!(" with id {}", String::from_utf8_lossy(id.as_bytes())));
     let id = id.unwrap_or_default();
     match check.mode() {
         Mode::Take => format!("take {cost} of {key}{id}"),

@@ -1,0 +1,166 @@
+//! How a store outside of this crate answers a check.
+
+use std::time::Duration;
+
+use super::{Check, Decision, Mode, Policy, Source, Verdict, Verdicts};
+
+/// The longest time that a verdict tells, in microseconds: 142 years. A sum of some such times fits an `i64`.
+const LONGEST: i64 = 1 << 52;
+
+impl Check {
+    /// The decision on this check, for a [`Store`](crate::Store) of one's own.
+    ///
+    /// `verdict` is called for each policy, in their order. The check passes if all of them allow it. `granted` is what
+    /// was then charged, given back or forgotten. It counts for a check that may get a part of its cost; a take that
+    /// passes is granted its cost, and a peek or a denied check nothing.
+    ///
+    /// What cannot be true is corrected: no more is granted than was asked for, no more remains than the capacity of a
+    /// policy less what was charged, a denied check needs more than what remains, a denial waits for at least a
+    /// microsecond, and nothing flows back before that wait is over.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::{Check, Key, Policy, Quota, Source, Strategy, Verdict};
+    ///
+    /// let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(10))?.into();
+    /// let check = Check::take(Key::new("user-42"), &policies, 4);
+    ///
+    /// let verdict = Verdict::denied(Duration::from_secs(30)).with_remaining(3);
+    /// let decision = check.decided(Source::Other("postgres"), 0, |_policy| verdict);
+    /// assert_eq!(decision.retry_after(), Some(Duration::from_secs(30)));
+    /// assert_eq!((decision.granted(), decision.remaining()), (0, 3));
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn decided(&self, source: Source, granted: u32, verdict: impl FnMut(&Policy) -> Verdict) -> Decision {
+        let told: Vec<Verdict> = self.policies().iter().map(verdict).collect();
+        let granted = match self.mode() {
+            _ if !told.iter().all(Verdict::is_allowed) => 0,
+            Mode::Take => self.cost(),
+            Mode::UpTo | Mode::Charge | Mode::GiveBack => granted.min(self.cost()),
+            Mode::Peek => 0,
+            Mode::Reset => granted,
+        };
+        let granted = i64::from(granted);
+        let mut verdicts = told.iter().zip(self.policies()).map(|(told, policy)| told.corrected(self, policy, granted));
+        let (first, others) = (verdicts.next().unwrap_or(Verdict::NONE), verdicts.collect());
+        self.clone().answer(Verdicts { granted, first, others }, source)
+    }
+}
+
+impl Verdict {
+    /// The policy lets the check pass.
+    pub const fn allowed() -> Self {
+        Self { remaining: i64::MAX, wait: 0, reset: 0 }
+    }
+
+    /// The same check would pass after this time, rounded up to microseconds, if nobody else takes anything until then.
+    pub fn denied(retry_after: Duration) -> Self {
+        let wait = micros(retry_after).max(1);
+        Self { remaining: 0, wait, reset: wait }
+    }
+
+    /// The check costs more than the capacity of the policy: no wait helps.
+    pub const fn never_fits() -> Self {
+        Self { remaining: i64::MAX, wait: Self::NEVER, reset: 0 }
+    }
+
+    /// Sets the largest cost that would pass now. Defaults to 0 for a denial, and otherwise to as much as there can be.
+    pub fn with_remaining(self, remaining: u32) -> Self {
+        Self { remaining: i64::from(remaining), ..self }
+    }
+
+    /// Sets how long until nothing is charged any more, if nothing more is; rounded up to microseconds. Defaults to the
+    /// wait of a denial, and otherwise to zero.
+    pub fn with_reset_after(self, reset_after: Duration) -> Self {
+        Self { reset: micros(reset_after), ..self }
+    }
+
+    /// The same, as far as it can be true of a check that was granted so much.
+    fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
+        let capacity = i64::from(policy.quota().capacity());
+        let max = match check.mode() {
+            Mode::Take | Mode::UpTo | Mode::Charge if self.is_allowed() => capacity - granted,
+            Mode::Take | Mode::Peek if !self.is_allowed() => capacity.min(i64::from(check.cost()) - 1),
+            Mode::UpTo | Mode::Charge => 0,
+            _ => capacity,
+        };
+        Self { remaining: self.remaining.min(max).max(0), reset: self.reset.max(self.wait), ..self }
+    }
+}
+
+fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Key, Outcome, Policies, Quota, Strategy};
+
+    const SOURCE: Source = Source::Other("test");
+
+    fn policies() -> Policies {
+        let policy = |name, quota| Policy::new(name, Strategy::Gcra, quota).unwrap();
+        Policies::new([policy("ten", Quota::per_second(10)), policy("five", Quota::per_second(5))]).unwrap()
+    }
+
+    #[test]
+    fn every_policy_is_asked_and_all_must_allow() {
+        let policies = policies();
+        let check = Check::take(Key::GLOBAL, &policies, 2);
+        let mut asked = vec![];
+        let decision = check.decided(SOURCE, 2, |policy| {
+            asked.push(policy.name().to_owned());
+            Verdict::allowed()
+        });
+        assert_eq!(asked, ["ten", "five"]);
+        assert_eq!((decision.granted(), decision.policy().name(), decision.remaining()), (2, "five", 3));
+        assert_eq!(decision.source().as_str(), "test");
+
+        let decision = check.decided(SOURCE, 2, |policy| match policy.name() {
+            "ten" => Verdict::denied(Duration::from_secs(1)),
+            _ => Verdict::allowed(),
+        });
+        assert_eq!((decision.granted(), decision.policy().name()), (0, "ten"));
+    }
+
+    #[test]
+    fn nothing_is_told_that_cannot_be() {
+        let policies = policies();
+        let decided = |check: Check, granted, verdict| check.decided(SOURCE, granted, |_| verdict);
+        let numbers = |check: Check, granted, verdict| {
+            let decision = decided(check, granted, verdict);
+            (decision.granted(), decision.remaining())
+        };
+        let (key, many) = (Key::GLOBAL, Verdict::allowed().with_remaining(u32::MAX));
+        assert_eq!(numbers(Check::take(key, &policies, 2), 99, many), (2, 3));
+        assert_eq!(numbers(Check::take(key, &policies, 9), 9, many), (9, 0), "more than its capacity");
+        assert_eq!(numbers(Check::up_to(key, &policies, 2), 99, many), (2, 3));
+        assert_eq!(numbers(Check::up_to(key, &policies, 2), 1, many), (1, 4));
+        assert_eq!(numbers(Check::peek(key, &policies, 2), 99, many), (0, 5));
+        assert_eq!(numbers(Check::give_back(key, &policies, 2), 99, many), (2, 5));
+        assert_eq!(numbers(Check::reset(key, &policies), 99, many), (99, 5));
+
+        let denied = Verdict::denied(Duration::ZERO).with_remaining(u32::MAX).with_reset_after(Duration::ZERO);
+        for (check, remaining) in [
+            (Check::take(key, &policies, 2), 1),
+            (Check::take(key, &policies, 0), 0),
+            (Check::take(key, &policies, 99), 5),
+            (Check::peek(key, &policies, 2), 1),
+            (Check::up_to(key, &policies, 2), 0),
+            (Check::charge(key, &policies, 2), 0),
+        ] {
+            let decision = decided(check, 99, denied);
+            let microsecond = Duration::from_micros(1);
+            assert_eq!(decision.outcome(), Outcome::Denied { retry_after: microsecond });
+            assert_eq!((decision.granted(), decision.remaining()), (0, remaining), "{decision:?}");
+            assert_eq!(decision.reset_after(), microsecond);
+        }
+        let never = decided(Check::take(key, &policies, 11), 11, Verdict::never_fits());
+        assert_eq!((never.outcome(), never.granted(), never.remaining()), (Outcome::NeverFits, 0, 5));
+        let long = decided(Check::take(key, &policies, 2), 0, Verdict::denied(Duration::MAX));
+        assert_eq!(long.retry_after(), Some(Duration::from_micros(LONGEST as u64)));
+        let nanosecond = decided(Check::take(key, &policies, 2), 0, Verdict::denied(Duration::from_nanos(1_001)));
+        assert_eq!(nanosecond.retry_after(), Some(Duration::from_micros(2)));
+    }
+}

@@ -1,0 +1,110 @@
+use std::fmt;
+use std::future::Pending;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use super::{Answer, Error, Store, lock};
+use crate::limit::{Check, Decision, Source, Verdict};
+
+/// A store for tests, which answers as it is told.
+///
+/// It counts nothing. It allows every check until told otherwise, and then answers all checks alike until told otherwise
+/// again. Its decisions are of [`Source::Other`] `"mock"`. Clones are told together.
+///
+/// ```
+/// use std::time::Duration;
+/// use axum::{Router, body::Body, http::Request, routing::get};
+/// use tower::ServiceExt;
+/// use tower_redis_ratelimit::{Error, ErrorKind, Global, MockStore, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = MockStore::new();
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let layer = RateLimitLayer::new(store.clone(), Global, policy);
+/// let app: Router = Router::new().route("/", get(|| async { "hello" })).layer(layer);
+///
+/// store.deny(Duration::from_secs(30));
+/// let response = app.clone().oneshot(Request::new(Body::empty())).await?;
+/// assert_eq!((response.status().as_u16(), &response.headers()["retry-after"]), (429, &"30".parse()?));
+///
+/// store.fail(Error::new(ErrorKind::Unreachable));
+/// assert_eq!(app.oneshot(Request::new(Body::empty())).await?.status(), 503);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct MockStore {
+    shared: Arc<Mutex<Shared>>,
+}
+
+struct Shared {
+    answer: Arc<Answerer>,
+    asked: Vec<Check>,
+}
+
+type Answerer = dyn Fn(&Check) -> Result<Decision, Error> + Send + Sync;
+
+fn decided(check: &Check, verdict: Verdict) -> Result<Decision, Error> {
+    Ok(check.decided(Source::Other("mock"), check.cost(), |_| verdict))
+}
+
+impl MockStore {
+    /// A store that allows every check.
+    pub fn new() -> Self {
+        let answer = Arc::new(|check: &Check| decided(check, Verdict::allowed()));
+        Self { shared: Arc::new(Mutex::new(Shared { answer, asked: vec![] })) }
+    }
+
+    /// Allows every check from now on, as if it were the caller's first.
+    pub fn allow(&self) {
+        self.answer(|check| decided(check, Verdict::allowed()));
+    }
+
+    /// Denies every check from now on.
+    pub fn deny(&self, retry_after: Duration) {
+        self.answer(move |check| decided(check, Verdict::denied(retry_after)));
+    }
+
+    /// Fails every check from now on.
+    pub fn fail(&self, error: Error) {
+        self.answer(move |_| Err(error.clone()));
+    }
+
+    /// Answers every check from now on as `answer` does; see [`Check::decided`].
+    pub fn answer(&self, answer: impl Fn(&Check) -> Result<Decision, Error> + Send + Sync + 'static) {
+        lock(&self.shared).answer = Arc::new(answer);
+    }
+
+    /// All checks that it was asked, in their order.
+    pub fn asked(&self) -> Vec<Check> {
+        lock(&self.shared).asked.clone()
+    }
+}
+
+impl Default for MockStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Store for MockStore {
+    /// It never waits.
+    type Future = Pending<Result<Decision, Error>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let mut shared = lock(&self.shared);
+        let answer = Arc::clone(&shared.answer);
+        shared.asked.push(check.clone());
+        // Or an answer that asks the store again would wait for itself.
+        drop(shared);
+        Answer::ready(answer(&check))
+    }
+}
+
+/// Shows how many checks it was asked.
+impl fmt::Debug for MockStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MockStore").field("asked", &lock(&self.shared).asked.len()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,193 @@
+//! A store that is made with the public API alone, and how the others deal with such stores.
+
+use std::collections::HashMap;
+use std::future::Pending;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tokio::time::{Instant, advance};
+use tower_redis_ratelimit::{
+    Answer, Check, Decision, Error, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Outcome, Policy, Source,
+    Store, Verdict,
+};
+
+use crate::support::{STRATEGIES, check, policy, until};
+
+/// Counts in windows that begin with a caller's first charge, whatever the strategy.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Windows(Arc<Mutex<Counts>>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    /// By the caller and the name of the policy.
+    windows: HashMap<(Key, String), Window>,
+    /// By the caller and the id: until when which decision is told again.
+    answers: HashMap<(Key, Key), (Instant, Decision)>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Window {
+    /// Up to twice the capacity, in debt.
+    used: u64,
+    end: Instant,
+}
+
+pub(crate) const WINDOWS: Source = Source::Other("windows");
+
+impl Store for Windows {
+    /// It never waits.
+    type Future = Pending<Result<Decision, Error>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        // One lock for all callers: every check is atomic.
+        let mut counts = self.0.lock().unwrap();
+        Answer::ready(counts.decide_once(&check, Instant::now()))
+    }
+}
+
+impl Counts {
+    fn decide_once(&mut self, check: &Check, now: Instant) -> Result<Decision, Error> {
+        let id = check.id().map(|id| (*check.key(), *id));
+        if let Some((end, decision)) = id.and_then(|id| self.answers.get(&id))
+            && *end > now
+        {
+            return Ok(decision.clone());
+        }
+        let decision = self.decide(check, now)?;
+        if let Some(id) = id.filter(|_| decision.granted() > 0) {
+            let longest = check.policies().iter().map(|policy| policy.quota().period()).max().unwrap();
+            self.answers.insert(id, (now + longest, decision.clone()));
+        }
+        Ok(decision)
+    }
+
+    fn decide(&mut self, check: &Check, now: Instant) -> Result<Decision, Error> {
+        let (mode, cost) = (check.mode(), u64::from(check.cost()));
+        let windows: Vec<_> = check.policies().iter().map(|policy| self.window(check, policy, now)).collect();
+        // How much each policy could grant, if it lets the check pass.
+        let look = |(policy, window): (&Policy, &Window)| {
+            let (used, capacity) = (window.used, capacity(policy));
+            match mode {
+                Mode::Take | Mode::Peek => (used + cost <= capacity).then_some(cost),
+                Mode::UpTo => (used + cost.min(1) <= capacity).then(|| cost.min(capacity - used)),
+                Mode::Charge => (used + cost.min(1) <= 2 * capacity).then(|| cost.min(2 * capacity - used)),
+                Mode::GiveBack => Some(cost.min(used)),
+                _ => Some(used),
+            }
+        };
+        let looks: Vec<Option<u64>> = check.policies().iter().zip(&windows).map(look).collect();
+        let granted = match mode {
+            Mode::Peek => 0,
+            // Each what it has.
+            Mode::GiveBack | Mode::Reset => looks.iter().flatten().copied().max().unwrap_or(0),
+            Mode::Take | Mode::UpTo | Mode::Charge => looks.iter().copied().min().flatten().unwrap_or(0),
+            // A mode that it does not know.
+            _ => return Err(Error::new(ErrorKind::Refused).of_check().unsent()),
+        };
+        for (policy, window) in check.policies().iter().zip(&windows).filter(|_| granted > 0) {
+            let used = match mode {
+                Mode::GiveBack => window.used.saturating_sub(cost),
+                Mode::Reset => 0,
+                _ => window.used + granted,
+            };
+            self.windows.insert((*check.key(), policy.name().to_owned()), Window { used, ..*window });
+        }
+        let mut looks = looks.into_iter();
+        Ok(check.decided(WINDOWS, granted as u32, |policy| {
+            let Window { used, end } = self.window(check, policy, now);
+            let left = if used > 0 { end - now } else { Duration::ZERO };
+            let verdict = match looks.next().flatten() {
+                Some(_) => Verdict::allowed(),
+                None if matches!(mode, Mode::Take | Mode::Peek) && cost > capacity(policy) => Verdict::never_fits(),
+                None => Verdict::denied(left),
+            };
+            verdict.with_remaining(capacity(policy).saturating_sub(used) as u32).with_reset_after(left)
+        }))
+    }
+
+    /// The caller's window, or one that begins now.
+    fn window(&self, check: &Check, policy: &Policy, now: Instant) -> Window {
+        match self.windows.get(&(*check.key(), policy.name().to_owned())) {
+            Some(window) if window.end > now => *window,
+            _ => Window { used: 0, end: now + policy.quota().period() },
+        }
+    }
+}
+
+fn capacity(policy: &Policy) -> u64 {
+    policy.quota().capacity().into()
+}
+
+fn ask<S: Store>(store: &S, check: Check) -> Result<Decision, Error> {
+    store.check(check).now_or_never().expect("it never waits")
+}
+
+#[tokio::test(start_paused = true)]
+async fn its_windows_end_in_their_time() {
+    let (store, policies) = (Windows::default(), policy(STRATEGIES[0], "3/m"));
+    let take = || ask(&store, Check::take(Key::GLOBAL, &policies, 2)).unwrap();
+    assert!(take().is_allowed());
+    advance(Duration::from_secs(20)).await;
+    assert_eq!(take().retry_after(), Some(Duration::from_secs(40)));
+    advance(Duration::from_secs(40)).await;
+    assert!(take().is_allowed());
+}
+
+#[test]
+fn a_mock_answers_as_it_is_told() {
+    let store = MockStore::new();
+    let (told, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
+    let first = take().unwrap();
+    assert_eq!((first.outcome(), first.granted(), first.remaining()), (Outcome::Allowed, 1, 9));
+    assert_eq!(first.source(), Source::Other("mock"));
+    told.deny(Duration::from_secs(30));
+    for _ in 0..2 {
+        assert_eq!(take().unwrap().retry_after(), Some(Duration::from_secs(30)));
+    }
+    told.fail(Error::new(ErrorKind::Timeout));
+    assert_eq!(take().unwrap_err().kind(), ErrorKind::Timeout);
+    told.allow();
+    assert!(take().unwrap().is_allowed());
+    told.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::never_fits())));
+    assert_eq!(take().unwrap().outcome(), Outcome::NeverFits);
+    assert_eq!(told.asked().len(), 6);
+    assert!(told.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
+}
+
+/// What the fallback granted instead is charged to a store of another crate as well, unless that may have charged it.
+#[tokio::test(start_paused = true)]
+async fn what_an_outside_store_was_not_sent_is_charged_there() {
+    for unsent in [true, false] {
+        let primary = MockStore::new();
+        let store = Fallback::new(primary.clone(), LocalStore::default());
+        let error = Error::new(ErrorKind::Unreachable);
+        primary.fail(if unsent { error.unsent() } else { error });
+        let take = |caller| store.check(check(caller, "10/h"));
+        assert_eq!(take("ann").await.unwrap().source(), Source::Local);
+        primary.fail(Error::new(ErrorKind::Unreachable).unsent());
+        assert_eq!(take("bob").await.unwrap().source(), Source::Local);
+        primary.allow();
+        let charged = |caller| {
+            let charge = |check: &Check| check.mode() == Mode::Charge && *check.key() == Key::new(caller);
+            primary.asked().iter().any(charge)
+        };
+        until("bob is charged", async || charged("bob")).await;
+        assert_eq!(charged("ann"), unsent);
+    }
+}
+
+/// An error of one check alone opens no breaker.
+#[tokio::test(start_paused = true)]
+async fn an_outside_store_may_fail_one_check_alone() {
+    for of_check in [true, false] {
+        let primary = MockStore::new();
+        let store = Fallback::new(primary.clone(), LocalStore::default());
+        let error = Error::new(ErrorKind::Refused);
+        primary.fail(if of_check { error.of_check() } else { error });
+        for _ in 0..10 {
+            assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Local);
+        }
+        assert_eq!(store.is_degraded(), !of_check);
+    }
+}
