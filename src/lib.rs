@@ -2,12 +2,14 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod limit;
+mod limiter;
 mod middleware;
 mod store;
 
 pub use limit::{
     Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Refill, Source, Strategy, Verdict,
 };
+pub use limiter::Limiter;
 pub use middleware::{
     Global, HeaderKey, HttpReject, KeyExtractor, MissingKey, OnError, OnMissingKey, PeerIp, RateLimit, RateLimitLayer,
     Reason, Reject, Rejection, ResponseFuture, key_fn,
@@ -17,8 +19,8 @@ pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use store::TracingObserver;
 pub use store::{
-    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, Limiter, LocalStore, MockStore, Observer,
-    RedisFuture, RedisStore, RedisStoreBuilder, Share, Store,
+    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore, Observer, RedisFuture,
+    RedisStore, RedisStoreBuilder, Share, Store,
 };
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.

@@ -9,7 +9,6 @@ mod clock;
 mod digest;
 mod error;
 mod fallback;
-mod limiter;
 mod local;
 mod mock;
 mod observer;
@@ -23,7 +22,6 @@ pub use self::redis::{Instances, RedisFuture, RedisStore, RedisStoreBuilder};
 pub use answer::Answer;
 pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
-pub use limiter::Limiter;
 pub use local::LocalStore;
 pub use mock::MockStore;
 #[cfg(feature = "metrics")]
@@ -76,7 +74,7 @@ use crate::limit::{Check, Decision, Key};
 /// ```
 ///
 /// One that counts by itself is `tests/store/outside.rs`, and a [`MockStore`] is for tests. Outside of tower, a
-/// [`Limiter`] asks a store with the same policies each time.
+/// [`Limiter`](crate::Limiter) asks a store with the same policies each time.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no store of counts",
     label = "not a `Store`",
@@ -104,6 +102,6 @@ pub(crate) fn polled_after_completion(future: &str) -> ! {
 }
 
 /// Nothing under our locks panics; if it ever did, what they hold would still be whole.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

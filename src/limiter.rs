@@ -7,9 +7,8 @@ use tokio::runtime::Handle;
 use tokio::sync::{Mutex as Turn, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::clock::instant;
-use super::{Answer, Error, ErrorKind, Store, lock};
 use crate::limit::{Check, Decision, Key, Outcome, Policies};
+use crate::store::{Answer, Error, ErrorKind, Store, instant, lock};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
 ///
