@@ -10,11 +10,10 @@
 use std::env;
 use std::error::Error;
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use axum::{Router, routing::get};
 use tower_redis_ratelimit::{
-    Fallback, LocalStore, Observer, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Store, Strategy,
+    Fallback, LocalStore, Observer, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Store, Strategy, event,
 };
 
 #[tokio::main]
@@ -49,12 +48,12 @@ async fn serve(port: u16, store: impl Store, policy: Policy, counted: &str) -> R
 struct Log;
 
 impl Observer for Log {
-    fn degraded(&self, error: &tower_redis_ratelimit::Error) {
-        eprintln!("degraded: this instance counts by itself now: {error}");
+    fn degraded(&self, event: &event::Degraded<'_>) {
+        eprintln!("degraded: this instance counts by itself now: {}", event.error);
     }
 
-    fn recovered(&self, after: Duration) {
-        eprintln!("recovered: counted in Redis again, after {after:.1?}");
+    fn recovered(&self, event: &event::Recovered) {
+        eprintln!("recovered: counted in Redis again, after {:.1?}", event.after);
     }
 }
 

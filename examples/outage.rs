@@ -14,8 +14,7 @@ use std::time::Duration;
 use http::{Request, Response};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Decision, Fallback, Global, LocalStore, Observer, Policy, Quota, RateLimitLayer, RedisStore, Share, Source,
-    Strategy,
+    Fallback, Global, LocalStore, Observer, Policy, Quota, RateLimitLayer, RedisStore, Share, Source, Strategy, event,
 };
 
 const INSTANCES: u32 = 4;
@@ -33,17 +32,17 @@ struct Second {
 }
 
 impl Observer for Second {
-    fn decided(&self, decision: &Decision, took: Duration) {
-        let count = match (decision.is_allowed(), decision.source()) {
+    fn decided(&self, event: &event::Decided<'_>) {
+        let count = match (event.decision.is_allowed(), event.decision.source()) {
             (false, _) => &self.denied,
             (true, Source::Redis) => &self.redis,
             (true, _) => &self.local,
         };
         count.fetch_add(1, Relaxed);
-        self.longest.fetch_max(took.as_micros() as u64, Relaxed);
+        self.longest.fetch_max(event.took.as_micros() as u64, Relaxed);
     }
 
-    fn failed(&self, _: &tower_redis_ratelimit::Error) {
+    fn failed(&self, _: &event::Failed<'_>) {
         self.failed.fetch_add(1, Relaxed);
     }
 }
@@ -52,16 +51,16 @@ impl Observer for Second {
 struct Log(u32);
 
 impl Observer for Log {
-    fn degraded(&self, error: &tower_redis_ratelimit::Error) {
-        println!("        instance {} decides by itself: {error}", self.0);
+    fn degraded(&self, event: &event::Degraded<'_>) {
+        println!("        instance {} decides by itself: {}", self.0, event.error);
     }
 
-    fn recovered(&self, after: Duration) {
-        println!("        instance {} counts in Redis again, after {after:.1?}", self.0);
+    fn recovered(&self, event: &event::Recovered) {
+        println!("        instance {} counts in Redis again, after {:.1?}", self.0, event.after);
     }
 
-    fn settled(&self, charged: u64, dropped: u64) {
-        println!("        instance {} settled {charged}, dropped {dropped}", self.0);
+    fn settled(&self, event: &event::Settled) {
+        println!("        instance {} settled {}, dropped {}", self.0, event.charged, event.dropped);
     }
 }
 

@@ -20,11 +20,11 @@ pub use store::MetricsObserver;
 pub use store::TracingObserver;
 pub use store::{
     Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore, Observer, RedisFuture,
-    RedisStore, RedisStoreBuilder, Share, Store,
+    RedisStore, RedisStoreBuilder, Share, Store, event,
 };
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.
-pub use bb8_redis::redis;
+pub use redis;
 
 #[cfg(test)]
 extern crate self as tower_redis_ratelimit;

@@ -10,7 +10,7 @@ use super::annotation::Annotation;
 use super::headers::retry_after;
 use super::{MissingKey, Reason, Reject, Rejection};
 use crate::limit::{Decision, Policies};
-use crate::store::{Error, Observers, instant};
+use crate::store::{Error, Observers, event, instant};
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R> {
@@ -111,8 +111,8 @@ impl<S, K, R> Config<S, K, R> {
     fn tell(&self, answer: &Result<Decision, Error>, since: Option<Instant>) {
         if let (Some(observer), Some(since)) = (&self.observer, since) {
             match answer {
-                Ok(decision) => observer.0.decided(decision, instant() - since),
-                Err(error) => observer.0.failed(error),
+                Ok(decision) => observer.0.decided(&event::Decided::new(decision, instant() - since)),
+                Err(error) => observer.0.failed(&event::Failed::new(error)),
             }
         }
     }

@@ -26,9 +26,9 @@ pub use local::LocalStore;
 pub use mock::MockStore;
 #[cfg(feature = "metrics")]
 pub use observer::MetricsObserver;
-pub use observer::Observer;
 #[cfg(feature = "tracing")]
 pub use observer::TracingObserver;
+pub use observer::{Observer, event};
 
 pub(crate) use clock::instant;
 pub(crate) use observer::Observers;

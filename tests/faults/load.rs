@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, RedisStore, Share, Source, Store, Strategy,
+    Check, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, RedisStore, Share, Source, Store, Strategy, event,
 };
 
 use crate::support::policy;
@@ -91,22 +91,22 @@ pub struct Told {
 struct Notes(Arc<Told>);
 
 impl Observer for Notes {
-    fn degraded(&self, _: &Error) {
+    fn degraded(&self, _: &event::Degraded<'_>) {
         self.0.degraded.fetch_add(1, SeqCst);
     }
 
-    fn recovered(&self, _: Duration) {
+    fn recovered(&self, _: &event::Recovered) {
         self.0.recovered.fetch_add(1, SeqCst);
     }
 
-    fn settled(&self, charged: u64, dropped: u64) {
-        self.0.charged.fetch_add(charged, SeqCst);
-        self.0.dropped.fetch_add(dropped, SeqCst);
+    fn settled(&self, event: &event::Settled) {
+        self.0.charged.fetch_add(event.charged, SeqCst);
+        self.0.dropped.fetch_add(event.dropped, SeqCst);
     }
 
-    fn failed(&self, error: &Error) {
+    fn failed(&self, event: &event::Failed<'_>) {
         self.0.failed.fetch_add(1, SeqCst);
-        self.0.kinds.lock().unwrap().insert(error.kind());
+        self.0.kinds.lock().unwrap().insert(event.error.kind());
     }
 }
 

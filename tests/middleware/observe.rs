@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use tower_redis_ratelimit::{
-    Decision, Error, ErrorKind, Fallback, LocalStore, MetricsObserver, Observer, RedisStore, TracingObserver,
+    Error, ErrorKind, Fallback, LocalStore, MetricsObserver, Observer, RedisStore, TracingObserver, event,
 };
 
 use crate::support::{layer, layer_with, limited, request, send};
@@ -16,13 +16,13 @@ use crate::support::{layer, layer_with, limited, request, send};
 struct Notes(Arc<Mutex<Vec<String>>>);
 
 impl Observer for Notes {
-    fn decided(&self, decision: &Decision, took: Duration) {
-        assert!(took < Duration::from_secs(60));
-        self.0.lock().unwrap().push(format!("{:?} {}", decision.source(), decision.is_allowed()));
+    fn decided(&self, event: &event::Decided<'_>) {
+        assert!(event.took < Duration::from_secs(60));
+        self.0.lock().unwrap().push(format!("{:?} {}", event.decision.source(), event.decision.is_allowed()));
     }
 
-    fn failed(&self, error: &Error) {
-        self.0.lock().unwrap().push(format!("{:?}", error.kind()));
+    fn failed(&self, event: &event::Failed<'_>) {
+        self.0.lock().unwrap().push(format!("{:?}", event.error.kind()));
     }
 }
 
@@ -96,9 +96,9 @@ async fn tracing_warns_of_an_outage_and_names_no_caller() {
         .finish();
     let _guard = tracing::subscriber::set_default(subscriber);
     let observer = TracingObserver;
-    observer.degraded(&Error::new(ErrorKind::Timeout));
-    observer.recovered(Duration::from_secs(3));
-    observer.settled(7, 1);
+    observer.degraded(&event::Degraded::new(&Error::new(ErrorKind::Timeout)));
+    observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
+    observer.settled(&event::Settled::new(7, 1));
     send(&limited(layer("1/h").observer(TracingObserver)), request("alice")).await;
 
     let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();

@@ -7,7 +7,7 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Share, Source, Store, Strategy,
+    Check, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Share, Source, Store, Strategy, event,
 };
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
@@ -25,19 +25,19 @@ struct NotesInner {
 }
 
 impl Observer for Notes {
-    fn degraded(&self, error: &Error) {
-        self.0.degraded.lock().unwrap().push(error.kind());
+    fn degraded(&self, event: &event::Degraded<'_>) {
+        self.0.degraded.lock().unwrap().push(event.error.kind());
     }
 
-    fn recovered(&self, _: Duration) {
+    fn recovered(&self, _: &event::Recovered) {
         self.0.recovered.fetch_add(1, SeqCst);
     }
 
-    fn settled(&self, charged: u64, dropped: u64) {
-        self.0.settled.lock().unwrap().push((charged, dropped));
+    fn settled(&self, event: &event::Settled) {
+        self.0.settled.lock().unwrap().push((event.charged, event.dropped));
     }
 
-    fn failed(&self, _: &Error) {
+    fn failed(&self, _: &event::Failed<'_>) {
         self.0.failed.fetch_add(1, SeqCst);
     }
 }

@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
 
-use tower_redis_ratelimit::{Check, Error, Key, Observer, RedisStore, Store, Strategy, TracingObserver};
+use tower_redis_ratelimit::{Check, Error, Key, Observer, RedisStore, Store, Strategy, TracingObserver, event};
 
 use crate::support::{RedisServer, policy, until};
 
@@ -42,8 +42,8 @@ fn texts(error: &Error) -> Vec<String> {
     let subscriber =
         tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(move || writer.clone()).finish();
     tracing::subscriber::with_default(subscriber, || {
-        TracingObserver.failed(error);
-        TracingObserver.degraded(error);
+        TracingObserver.failed(&event::Failed::new(error));
+        TracingObserver.degraded(&event::Degraded::new(error));
     });
     texts.extend([format!("{error:?}"), format!("{error:#?}")]);
     texts.push(String::from_utf8(log.0.lock().unwrap().clone()).unwrap());

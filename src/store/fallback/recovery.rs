@@ -14,7 +14,7 @@ use super::settlement::Sums;
 use super::shared::Shared;
 use crate::limit::{Check, Decision};
 use crate::store::seed::RandomState;
-use crate::store::{Error, ErrorKind, Store};
+use crate::store::{Error, ErrorKind, Store, event};
 
 impl<P: Store, F: Store> Shared<P, F> {
     /// Starts the task that looks after the primary store, unless it runs.
@@ -77,7 +77,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             }
         }
         if let Some(after) = self.breaker.close(self.clock.micros()) {
-            self.observer().recovered(after);
+            self.observer().recovered(&event::Recovered::new(after));
         }
         // If it fails, `tend` goes on.
         self.settle(sums).await;

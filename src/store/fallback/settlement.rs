@@ -8,7 +8,7 @@ use tokio::task::{JoinError, JoinSet};
 use super::notes::Step;
 use super::shared::Shared;
 use crate::limit::Mode;
-use crate::store::{Error, Store};
+use crate::store::{Error, Store, event};
 
 /// How many steps are under way at once, so that live traffic is not held up.
 const AT_ONCE: usize = 64;
@@ -60,7 +60,7 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     pub(super) fn tell(&self, sums: Sums) {
         if sums != Sums::default() {
-            self.observer().settled(sums.charged, sums.dropped);
+            self.observer().settled(&event::Settled::new(sums.charged, sums.dropped));
         }
     }
 }

@@ -12,7 +12,7 @@ use super::grants::Grants;
 use super::share;
 use crate::limit::{Check, Decision, Mode, Source};
 use crate::store::clock::{Clock, instant};
-use crate::store::{Answer, Error, ErrorKind, Observer, Store};
+use crate::store::{Answer, Error, ErrorKind, Observer, Store, event};
 
 pub(super) struct Shared<P, F> {
     pub(super) primary: P,
@@ -112,7 +112,7 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     /// The primary store could not decide a check, or has not by its deadline.
     pub(super) fn failed(self: &Arc<Self>, error: &Error, asked: Asked) {
-        self.observer().failed(error);
+        self.observer().failed(&event::Failed::new(error));
         // A full queue is of our own making: what waits in it tells whether the primary store answers.
         if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.pass);
@@ -125,7 +125,7 @@ impl<P: Store, F: Store> Shared<P, F> {
     pub(super) fn count(&self, error: &Error, pass: Pass) {
         if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
             self.epoch.end();
-            self.observer().degraded(error);
+            self.observer().degraded(&event::Degraded::new(error));
         }
     }
 

@@ -1,10 +1,7 @@
-use std::time::Duration;
-
 use metrics::{counter, gauge, histogram};
 
-use super::Observer;
-use crate::limit::{Decision, Outcome};
-use crate::store::Error;
+use super::{Observer, event};
+use crate::limit::Outcome;
 
 /// Tells the recorder of the `metrics` crate.
 ///
@@ -22,7 +19,7 @@ use crate::store::Error;
 pub struct MetricsObserver;
 
 impl Observer for MetricsObserver {
-    fn decided(&self, decision: &Decision, took: Duration) {
+    fn decided(&self, &event::Decided { decision, took }: &event::Decided<'_>) {
         let outcome = match decision.outcome() {
             Outcome::Allowed => "allowed",
             Outcome::Denied { .. } => "denied",
@@ -34,25 +31,25 @@ impl Observer for MetricsObserver {
         histogram!("ratelimit_check_seconds").record(took);
     }
 
-    fn failed(&self, error: &Error) {
-        counter!("ratelimit_failures_total", "kind" => error.kind().as_str()).increment(1);
+    fn failed(&self, event: &event::Failed<'_>) {
+        counter!("ratelimit_failures_total", "kind" => event.error.kind().as_str()).increment(1);
     }
 
-    fn degraded(&self, _: &Error) {
+    fn degraded(&self, _: &event::Degraded<'_>) {
         gauge!("ratelimit_degraded").set(1);
     }
 
-    fn recovered(&self, after: Duration) {
+    fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
         gauge!("ratelimit_degraded").set(0);
         histogram!("ratelimit_outage_seconds").record(after);
     }
 
-    fn settled(&self, charged: u64, dropped: u64) {
+    fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
         counter!("ratelimit_settled_total").increment(charged);
         counter!("ratelimit_dropped_total").increment(dropped);
     }
 
-    fn sends(&self, checks: usize, waiting: usize) {
+    fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
         histogram!("ratelimit_batch_checks").record(checks as f64);
         gauge!("ratelimit_queue_checks").set(waiting as f64);
     }

@@ -1,5 +1,6 @@
 //! Who is told what happens: for logs, metrics and health checks.
 
+pub mod event;
 #[cfg(feature = "metrics")]
 mod metrics;
 #[cfg(feature = "tracing")]
@@ -7,15 +8,11 @@ mod tracing;
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 #[cfg(feature = "metrics")]
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use self::tracing::TracingObserver;
-
-use super::Error;
-use crate::limit::Decision;
 
 /// Is told what happens, for logs, metrics and health checks.
 ///
@@ -27,55 +24,51 @@ use crate::limit::Decision;
 /// they must not block.
 ///
 /// ```
-/// use std::time::Duration;
-/// use tower_redis_ratelimit::{Error, Observer};
+/// use tower_redis_ratelimit::{Observer, event};
 ///
 /// struct Log;
 ///
 /// impl Observer for Log {
-///     fn degraded(&self, error: &Error) {
-///         eprintln!("rate limits are local now: {error}");
+///     fn degraded(&self, event: &event::Degraded<'_>) {
+///         eprintln!("rate limits are local now: {}", event.error);
 ///     }
 ///
-///     fn recovered(&self, after: Duration) {
-///         eprintln!("rate limits are shared again, after {after:.1?}");
+///     fn recovered(&self, event: &event::Recovered) {
+///         eprintln!("rate limits are shared again, after {:.1?}", event.after);
 ///     }
 /// }
 /// ```
 pub trait Observer: Send + Sync + 'static {
-    /// A layer got a decision, `took` after it asked.
-    fn decided(&self, decision: &Decision, took: Duration) {
-        let _ = (decision, took);
+    /// A layer got a decision.
+    fn decided(&self, event: &event::Decided<'_>) {
+        let _ = event;
     }
 
     /// A store could not decide a check: told by a [`Fallback`](crate::Fallback), which then answers it locally, and by
     /// a layer when nothing could answer it.
-    fn failed(&self, error: &Error) {
-        let _ = error;
+    fn failed(&self, event: &event::Failed<'_>) {
+        let _ = event;
     }
 
-    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from now on the fallback decides.
-    /// `error` is the last failure.
-    fn degraded(&self, error: &Error) {
-        let _ = error;
+    /// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from here on the fallback decides.
+    fn degraded(&self, event: &event::Degraded<'_>) {
+        let _ = event;
     }
 
-    /// The primary store decides again. It did not for as long as `after`.
-    fn recovered(&self, after: Duration) {
-        let _ = after;
+    /// The primary store decides again.
+    fn recovered(&self, event: &event::Recovered) {
+        let _ = event;
     }
 
     /// What the fallback granted in place of the primary store was charged to that, after an outage or a moment in which
-    /// it could not be asked: `charged` units still counted, and `dropped` could not be charged, because there were too
-    /// many callers to note or because the primary store failed again. What was given back or reset is in neither.
-    fn settled(&self, charged: u64, dropped: u64) {
-        let _ = (charged, dropped);
+    /// it could not be asked.
+    fn settled(&self, event: &event::Settled) {
+        let _ = event;
     }
 
-    /// A [`RedisStore`](crate::RedisStore) sends a script call with so many `checks`, while `waiting` more wait in its
-    /// queue.
-    fn sends(&self, checks: usize, waiting: usize) {
-        let _ = (checks, waiting);
+    /// A [`RedisStore`](crate::RedisStore) sends a script call.
+    fn sends(&self, event: &event::Sends) {
+        let _ = event;
     }
 }
 
@@ -84,28 +77,28 @@ impl Observer for () {}
 
 macro_rules! tells {
     ($self:ident: $($observer:expr),+) => {
-        fn decided(&$self, decision: &Decision, took: Duration) {
-            $($observer.decided(decision, took);)+
+        fn decided(&$self, event: &event::Decided<'_>) {
+            $($observer.decided(event);)+
         }
 
-        fn failed(&$self, error: &Error) {
-            $($observer.failed(error);)+
+        fn failed(&$self, event: &event::Failed<'_>) {
+            $($observer.failed(event);)+
         }
 
-        fn degraded(&$self, error: &Error) {
-            $($observer.degraded(error);)+
+        fn degraded(&$self, event: &event::Degraded<'_>) {
+            $($observer.degraded(event);)+
         }
 
-        fn recovered(&$self, after: Duration) {
-            $($observer.recovered(after);)+
+        fn recovered(&$self, event: &event::Recovered) {
+            $($observer.recovered(event);)+
         }
 
-        fn settled(&$self, charged: u64, dropped: u64) {
-            $($observer.settled(charged, dropped);)+
+        fn settled(&$self, event: &event::Settled) {
+            $($observer.settled(event);)+
         }
 
-        fn sends(&$self, checks: usize, waiting: usize) {
-            $($observer.sends(checks, waiting);)+
+        fn sends(&$self, event: &event::Sends) {
+            $($observer.sends(event);)+
         }
     };
 }

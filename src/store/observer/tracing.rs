@@ -1,10 +1,6 @@
-use std::time::Duration;
-
 use tracing::{debug, info, trace, warn};
 
-use super::Observer;
-use crate::limit::Decision;
-use crate::store::Error;
+use super::{Observer, event};
 
 /// Tells `tracing`: a degraded store as a warning, a recovery and a settlement as information, failures for debugging,
 /// and decisions as traces. No key is ever told.
@@ -12,7 +8,7 @@ use crate::store::Error;
 pub struct TracingObserver;
 
 impl Observer for TracingObserver {
-    fn decided(&self, decision: &Decision, took: Duration) {
+    fn decided(&self, &event::Decided { decision, took }: &event::Decided<'_>) {
         trace!(
             policy = decision.policy().name(),
             allowed = decision.is_allowed(),
@@ -23,11 +19,11 @@ impl Observer for TracingObserver {
         );
     }
 
-    fn failed(&self, error: &Error) {
+    fn failed(&self, &event::Failed { error }: &event::Failed<'_>) {
         debug!(kind = ?error.kind(), error = error as &dyn std::error::Error, "rate limit check failed");
     }
 
-    fn degraded(&self, error: &Error) {
+    fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {
         warn!(
             kind = ?error.kind(),
             error = error as &dyn std::error::Error,
@@ -35,15 +31,15 @@ impl Observer for TracingObserver {
         );
     }
 
-    fn recovered(&self, after: Duration) {
+    fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
         info!(?after, "rate limits are shared again");
     }
 
-    fn settled(&self, charged: u64, dropped: u64) {
+    fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
         info!(charged, dropped, "charged what was granted locally to the shared store");
     }
 
-    fn sends(&self, checks: usize, waiting: usize) {
+    fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
         trace!(checks, waiting, "rate limit checks sent");
     }
 }

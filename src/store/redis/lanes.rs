@@ -28,7 +28,7 @@ use super::pool::{Manager, Pool};
 use super::script::{self, Batch};
 use crate::limit::{Check, Decision, Source, Verdicts};
 use crate::store::clock::instant;
-use crate::store::{Answer, Error, ErrorKind, Observers, lock, polled_after_completion};
+use crate::store::{Answer, Error, ErrorKind, Observers, event, lock, polled_after_completion};
 
 pub(super) struct Lanes {
     pub(super) manager: Manager,
@@ -179,7 +179,7 @@ impl Lanes {
     /// Tells of a failure that no check was answered with.
     pub(super) fn failed(&self, error: &Error) {
         if let Some(observer) = &self.observer {
-            observer.0.failed(error);
+            observer.0.failed(&event::Failed::new(error));
         }
     }
 
@@ -313,7 +313,7 @@ impl Lane {
         if let Some(observer) = &self.lanes.observer
             && !jobs.is_empty()
         {
-            observer.0.sends(jobs.len(), waiting);
+            observer.0.sends(&event::Sends::new(jobs.len(), waiting));
         }
         true
     }

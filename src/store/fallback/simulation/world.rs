@@ -1,7 +1,6 @@
 //! The state of a run: what the primary store counts, what was asked, and what became of it.
 
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
 
 use fastrand::Rng;
 use futures_util::FutureExt;
@@ -13,7 +12,7 @@ use super::plan::{Caller, Kind, Plan, pick};
 use super::primary::{Fate, Reply};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
 use crate::store::instant;
-use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, lock};
+use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, event, lock};
 
 #[derive(Debug, Clone)]
 pub(super) struct World(Arc<Mutex<State>>);
@@ -419,8 +418,8 @@ pub(super) struct Notes {
 }
 
 impl Observer for Notes {
-    fn degraded(&self, error: &Error) {
-        let (instance, kind) = (self.instance, error.kind());
+    fn degraded(&self, event: &event::Degraded<'_>) {
+        let (instance, kind) = (self.instance, event.error.kind());
         let mut state = self.world.state();
         let now = state.now();
         state.degraded[instance] = true;
@@ -429,14 +428,14 @@ impl Observer for Notes {
         state.say(None, || format!("i{instance}       is degraded: {}", kind.as_str()));
     }
 
-    fn recovered(&self, after: Duration) {
+    fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
         let instance = self.instance;
         let mut state = self.world.state();
         state.degraded[instance] = false;
         state.say(None, || format!("i{instance}       has recovered after {after:?}"));
     }
 
-    fn settled(&self, charged: u64, dropped: u64) {
+    fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
         let instance = self.instance;
         self.world.state().say(None, || format!("i{instance}       has settled {charged}, and dropped {dropped}"));
     }

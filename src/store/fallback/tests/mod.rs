@@ -13,7 +13,7 @@ use tokio::time::{advance, sleep};
 
 use super::{Fallback, Share};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
-use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, lock};
+use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, event, lock};
 
 /// Counts as any store does, and answers as it is told.
 #[derive(Clone, Default)]
@@ -102,8 +102,8 @@ impl Store for Primary {
 struct Settled(Arc<Mutex<Vec<(u64, u64)>>>);
 
 impl Observer for Settled {
-    fn settled(&self, charged: u64, dropped: u64) {
-        lock(&self.0).push((charged, dropped));
+    fn settled(&self, event: &event::Settled) {
+        lock(&self.0).push((event.charged, event.dropped));
     }
 }
 

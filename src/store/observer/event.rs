@@ -1,0 +1,106 @@
+//! What an [`Observer`](crate::Observer) is told: a struct for each of its methods, of the same name.
+//!
+//! More fields may come. The `new` of each is for tests of an observer of one's own.
+
+use std::time::Duration;
+
+use crate::limit::Decision;
+use crate::store::Error;
+
+/// A layer got a decision.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Decided<'a> {
+    /// The decision.
+    pub decision: &'a Decision,
+    /// How long after the layer had asked.
+    pub took: Duration,
+}
+
+impl<'a> Decided<'a> {
+    /// This decision after this time.
+    pub const fn new(decision: &'a Decision, took: Duration) -> Self {
+        Self { decision, took }
+    }
+}
+
+/// A store could not decide a check.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Failed<'a> {
+    /// Why.
+    pub error: &'a Error,
+}
+
+impl<'a> Failed<'a> {
+    /// With this error.
+    pub const fn new(error: &'a Error) -> Self {
+        Self { error }
+    }
+}
+
+/// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from here on the fallback decides.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Degraded<'a> {
+    /// The last failure.
+    pub error: &'a Error,
+}
+
+impl<'a> Degraded<'a> {
+    /// With this last failure.
+    pub const fn new(error: &'a Error) -> Self {
+        Self { error }
+    }
+}
+
+/// The primary store of a [`Fallback`](crate::Fallback) decides again.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Recovered {
+    /// How long it did not.
+    pub after: Duration,
+}
+
+impl Recovered {
+    /// After this time.
+    pub const fn new(after: Duration) -> Self {
+        Self { after }
+    }
+}
+
+/// A [`Fallback`](crate::Fallback) has charged to its primary store what it granted in place of that. Both numbers are
+/// units of cost. What was given back or reset is in neither.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Settled {
+    /// How much was charged: what still counted.
+    pub charged: u64,
+    /// How much could not be charged, because there were too many callers to note, or because the primary store failed
+    /// again.
+    pub dropped: u64,
+}
+
+impl Settled {
+    /// So much of each.
+    pub const fn new(charged: u64, dropped: u64) -> Self {
+        Self { charged, dropped }
+    }
+}
+
+/// A [`RedisStore`](crate::RedisStore) sends a script call.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Sends {
+    /// How many checks the call decides.
+    pub checks: usize,
+    /// How many more wait in the queue.
+    pub waiting: usize,
+}
+
+impl Sends {
+    /// So many of each.
+    pub const fn new(checks: usize, waiting: usize) -> Self {
+        Self { checks, waiting }
+    }
+}
