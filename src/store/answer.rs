@@ -8,10 +8,10 @@ use super::Error;
 use crate::limit::Decision;
 
 pin_project! {
-    /// What a [`Store`](crate::Store) says to a check: the answer, or the future of one that it has to wait for.
+    /// What a [`Store`](crate::Store) says to a check: the answer, or a future of it.
     ///
-    /// It is a future itself, for those who wait in any case. Whoever has something to keep while it waits, such as a
-    /// request, looks first:
+    /// It is a future itself, so `store.check(check).await` is all that most callers need. A caller that must keep
+    /// something while it waits, such as a request, can look first:
     ///
     /// ```
     /// use tower_redis_ratelimit::{Answer, Check, Key, LocalStore, Policy, Quota, Store, Strategy};
@@ -29,13 +29,14 @@ pin_project! {
     /// # }
     /// ```
     ///
-    /// As a future, an answer that was ready tells the same each time it is polled; a pending one is as its future is.
+    /// As a future, a ready answer may be polled again and gives the same answer. A pending one behaves as its future
+    /// does.
     #[derive(Debug, Clone)]
     #[must_use = "a check may be withdrawn when its answer is dropped"]
     #[project = AnswerProj]
     #[allow(missing_docs, reason = "the variants tell of their fields, which the macro takes no docs for")]
     pub enum Answer<F> {
-        /// The store knew it at once: a decision or an error.
+        /// The answer was there at once: a decision or an error.
         Ready {
             answer: Result<Decision, Error>,
         },

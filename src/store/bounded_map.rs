@@ -1,4 +1,4 @@
-//! A map that holds no more than it may, and drops what has lapsed little by little.
+//! A map of bounded size, which drops expired entries little by little.
 
 use std::hash::BuildHasherDefault;
 
@@ -6,20 +6,22 @@ use indexmap::IndexMap;
 
 use super::digest::{AsItIs, Digest};
 
-/// A map of so many entries at most, each of which lapses at its time.
+/// A map of at most `max` entries, each of which expires at its time.
 ///
-/// When full, it drops the entry of the least [`Rank`] of a few for each new key. The few are old entries, looked at in
-/// turn, and newcomers: some of those that came while it was full. So a flood of new keys takes the places of its own
-/// kind, and a newcomer that comes to outrank the others stays.
+/// When it is full, each new key replaces the entry with the lowest [rank](Ranked::rank) of a few. The few are old
+/// entries, looked at in turn, and newcomers: some of those that came while it was full. So a flood of new keys replaces
+/// its own kind. Example: the map is full of callers that have used up their limits. New callers that have used little
+/// replace each other in a few places, where one that has used more than the others mostly stays.
 #[derive(Debug)]
 pub(super) struct BoundedMap<V> {
     slots: IndexMap<Digest, Slot<V>, BuildHasherDefault<AsItIs>>,
     max: usize,
-    /// Where the search for what can go stands.
+    /// The place at which the next search for an entry to drop begins.
     hand: u32,
-    /// Where the search among the newcomers stands.
+    /// The same among the newcomers.
     newcomers_hand: u32,
-    /// Where newcomers are. Another entry may have come there since: then that one counts as a newcomer.
+    /// The places of newcomers. If an entry was removed since and another moved to its place, that one counts as a
+    /// newcomer.
     newcomers: Vec<u32>,
 }
 
@@ -29,28 +31,29 @@ pub(super) struct Slot<V> {
     pub(super) hold: Hold,
 }
 
-/// When a value lapses, in microseconds; and before that, how much it is worth. In one number, since a store has many.
+/// How much a value is worth keeping, and when it expires. In one number, since a store has many: the worth in the upper
+/// 8 bits, so that the order of these numbers is by worth, and then by expiry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Hold(u64);
 
-/// What goes by when the map is full: the least goes first.
+/// In which order entries go when the map is full.
 pub(super) trait Ranked {
-    /// Whether an old entry stays before a newcomer of the same worth.
+    /// Whether an old entry is kept rather than a newcomer of the same worth.
     const OLD_STAYS: bool;
 
-    /// The value of the least worth, and of those the one that lapses first.
+    /// The lowest goes first. Defaults to the value of the least worth, and of those the one that expires first.
     fn rank(&self, hold: Hold) -> Hold {
         hold
     }
 
-    /// It was looked at as an old entry.
+    /// Called when a full map has looked at it as an old entry.
     fn age(&mut self) {}
 }
 
 impl Hold {
     const BITS: u32 = 56;
 
-    /// Until so many microseconds after the Unix epoch, of the next 2,000 years.
+    /// `expires_at` is in microseconds after the Unix epoch, up to the year 4253.
     pub(super) fn new(worth: u8, expires_at: i64) -> Self {
         Self(u64::from(worth) << Self::BITS | expires_at.clamp(0, (1 << Self::BITS) - 1) as u64)
     }
@@ -81,7 +84,7 @@ impl<V: Ranked> BoundedMap<V> {
         self.slots.get_mut(&key)
     }
 
-    /// Where a key is, until something is put or removed.
+    /// The place of a key, which holds until something is put or removed.
     pub(super) fn find(&self, key: Digest) -> Option<usize> {
         self.slots.get_index_of(&key)
     }
@@ -99,8 +102,8 @@ impl<V: Ranked> BoundedMap<V> {
         self.slots.swap_remove_index(place).map(|(_, slot)| slot.value)
     }
 
-    /// Holds a value until it lapses. One that has lapsed already only takes the place of what was held. Returns what
-    /// had to go for it.
+    /// Puts a value, and returns what had to go for it: the key's former value, or another entry if the map is full. A
+    /// value that has expired already is not put; it still removes the former one.
     pub(super) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
         if hold.expires_at() <= now {
             return self.remove(key);
@@ -117,9 +120,10 @@ impl<V: Ranked> BoundedMap<V> {
         gone
     }
 
-    /// Drops some of what says nothing any more, and when full always something: the least of a few. Returns it.
+    /// Drops an expired entry if it finds one, and in a `full` map always something: the lowest of a few. Returns it.
     ///
-    /// Two looks for every new key find all that has lapsed before as many new keys have come as there are old ones.
+    /// It looks at two entries for each new key. So by the time that the number of entries could have doubled, it has
+    /// looked at every one of them.
     pub(super) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
         let mut old: Option<(Hold, u32)> = None;
         for _ in 0..if full { 8 } else { 2 } {
@@ -141,13 +145,13 @@ impl<V: Ranked> BoundedMap<V> {
         }
         let (rank, old) = old?;
         let place = if V::OLD_STAYS { self.place_to_free(rank, old) } else { old };
-        // The last entry, mostly the last newcomer, comes into this place.
+        // The last entry moves to this place: mostly the latest newcomer.
         self.remove_at(place as usize)
     }
 
-    /// The place of a newcomer, or that of the least of the old entries if each newcomer is worth more.
+    /// The place of a newcomer, or `old`, that of the lowest old entry, if each newcomer is worth more.
     fn place_to_free(&mut self, old_rank: Hold, old: u32) -> u32 {
-        // At most a sixteenth of all.
+        // At most a sixteenth of all entries are newcomers.
         if self.newcomers.len() < (self.max / 16).clamp(4, 32) {
             self.newcomers.push(old);
             return old;
@@ -156,7 +160,7 @@ impl<V: Ranked> BoundedMap<V> {
         for look in 1..=4 {
             let index = (self.newcomers_hand as usize + look) % self.newcomers.len();
             let slot = self.slots.get_index(self.newcomers[index] as usize);
-            // There is no entry in this place any more: another may have it.
+            // A place behind the last entry ranks highest: it is given to another newcomer.
             let rank = slot.map_or(Hold(u64::MAX), |(_, slot)| slot.value.rank(slot.hold));
             if least.is_none_or(|(least, _)| rank < least) {
                 least = Some((rank, index));
@@ -173,7 +177,7 @@ impl<V: Ranked> BoundedMap<V> {
             (_, Some((_, index))) => {
                 self.newcomers_hand = index as u32;
                 if !self.newcomers.contains(&old) {
-                    // One that has come far is a newcomer no more.
+                    // The newcomer with the highest rank becomes an old entry.
                     self.newcomers[index] = old;
                 }
                 old

@@ -1,4 +1,4 @@
-//! Keys as the maps of this process hold them.
+//! Hashes of keys: what the maps of this process are keyed by.
 
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher};
@@ -8,34 +8,35 @@ use siphasher::sip128::{Hash128, SipHasher13};
 use super::seed::RandomState;
 use crate::limit::Key;
 
-/// A key by its hash of 128 bits, in less memory than the key itself, and hashed once for all that is looked up by it.
+/// A key's hash of 128 bits. It takes less memory than the key, and a check hashes its key once for all its look-ups.
 ///
-/// Nobody outside knows what it is hashed with, so that nobody can find keys that share a digest, or crowd one part of a
-/// map. That two among a million keys do by chance has a probability of 1 in 10^27.
+/// The hash is seeded with a secret, so that no caller can choose keys that share a digest or crowd one part of a map. By
+/// chance, two of a million keys share one with a probability of 1 in 10^27.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Digest([u64; 2]);
 
 impl Digest {
-    /// Of one count of this caller.
+    /// The digest of one of the caller's counts, where the caller's own is `self`.
     pub(super) fn of_count(self, count: u64) -> Self {
         let Self([first, second]) = self;
         Self([first ^ count, second])
     }
 
-    /// One of so many parts, by what no map goes by.
+    /// Which of so many shards holds the caller. Uses the word that the maps don't hash: with the other one, the keys of a
+    /// shard would share their low bits, and collide in the shard's map.
     pub(super) fn part(self, parts: usize) -> usize {
         self.0[1] as usize % parts
     }
 }
 
-/// Hashed already.
+/// A digest is a hash already.
 impl Hash for Digest {
     fn hash<H: Hasher>(&self, state: &mut H) {
         state.write_u64(self.0[0]);
     }
 }
 
-/// Makes digests that only one of the same seed makes.
+/// Makes digests. Each digester has a seed of its own, which its clones share.
 #[derive(Clone)]
 pub(super) struct Digester(SipHasher13);
 
@@ -50,22 +51,22 @@ impl Digester {
         Digest([h1, h2])
     }
 
-    /// The digest of two keys in their order.
+    /// The digest of two keys, in this order.
     pub(super) fn pair(&self, first: &Key, second: &Key) -> Digest {
-        // No key has this byte.
+        // No key contains this byte, so `a, bc` and `ab, c` stay apart.
         let Hash128 { h1, h2 } = self.0.hash(&[first.as_bytes(), second.as_bytes()].join(&0xff));
         Digest([h1, h2])
     }
 }
 
-/// Tells nothing: who knows the seed can try which keys a digest is of.
+/// Shows nothing: with the seed one could try out which key a digest is of.
 impl fmt::Debug for Digester {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Digester").finish_non_exhaustive()
     }
 }
 
-/// Gives back a digest that was hashed.
+/// A hasher that returns a digest as it is.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct AsItIs(u64);
 

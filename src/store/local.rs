@@ -18,17 +18,34 @@ use crate::limit::{Check, Decision, Followed, Key, Mode, Policies, Policy, Sourc
 /// It decides exactly as [`RedisStore`](crate::RedisStore) does, in well under a microsecond. Alone it serves a
 /// single instance; inside a [`Fallback`](crate::Fallback) it takes over while Redis is down.
 ///
-/// It holds a bounded number of keys, [`DEFAULT_KEYS`](Self::DEFAULT_KEYS) unless told otherwise, at about 90 bytes
-/// each, beside what [`SlidingLog`](crate::Strategy::SlidingLog) keeps for each charge and
-/// [`SlidingWindow`](crate::Strategy::SlidingWindow) for each cell: 12 to 15 bytes. So a key of a log of 10,000 has up to
-/// 150 KB, one of the longest log up to 1.5 MB, in full debt twice that, and one of 1,000 cells up to 15 KB. A key is held
-/// as a hash of 128 bits, by a secret of the store's own.
+/// ```
+/// use std::num::NonZeroUsize;
+/// use tower_redis_ratelimit::{Check, Key, LocalStore, Policy, Quota, Store, Strategy};
 ///
-/// A key makes room when all that was charged has flowed back. If the store is full before that, a new key takes the
-/// place of the one, of a few, that had used the smallest share of its limit when it last asked; among equals, of a
-/// newcomer. The few are some old keys, and some that came while the store was full. So a flood of new keys pushes out its
-/// own kind, however long it is: it frees no caller that has used as large a share as each of them. A store that is full of exhausted callers keeps a few places in a hundred for new ones, which take
-/// turns there: who has used more than the others there by the time of its turn mostly stays.
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = LocalStore::with_capacity(NonZeroUsize::new(1_000_000).ok_or("zero")?);
+/// let policies = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?.into();
+/// let decision = store.check(Check::take(Key::new("user-42"), &policies, 1)).await?;
+/// assert_eq!((decision.remaining(), store.len()), (49, 1));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Memory
+///
+/// It holds a bounded number of keys, one for every policy of every caller, at about 90 bytes each. Defaults to
+/// [`DEFAULT_KEYS`](Self::DEFAULT_KEYS). A [`SlidingLog`](crate::Strategy::SlidingLog) adds 12 to 15 bytes for every
+/// charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) as much for every cell: a log of 10,000 takes up to 150 KB,
+/// the longest log up to 1.5 MB (twice that in full debt), and a window of 1,000 cells up to 15 KB. The store holds no
+/// caller's key, only a seeded hash of 128 bits.
+///
+/// A key makes room once everything that was charged has flowed back. If the store is full before that, each new key
+/// replaces another. The store looks at a few keys, some old and some that came while it was full, and drops the one
+/// that had used the smallest share of its limit when it last asked; between equals, the newer one. So a flood of new
+/// keys pushes out its own kind, however long it lasts: a caller that has used as large a share as each of them stays. If
+/// the store is full of callers that have used up their limits, a few places in a hundred are left to new keys, which
+/// replace each other there. One that has used more than the others there by the time of its turn mostly stays.
 ///
 /// Clones share their counts.
 #[derive(Clone)]
@@ -44,17 +61,16 @@ struct Shared {
 }
 
 struct Shard {
-    /// By the caller, and which of its counts.
+    /// By the caller and the policy.
     states: BoundedMap<Entry>,
-    /// What checks with an id were answered, by the caller, the id and the list of policies.
+    /// Answers to checks with an id, by the caller, the id and the list of policies.
     answers: BoundedMap<Answered>,
 }
 
-/// What is known of one count of a caller.
+/// What is known of one caller under one policy.
 enum Entry {
     Counted(State),
-    /// Another store counts it. It had `capacity` there, of which `remaining` was left when it was `seen`, and all of
-    /// it will be at `until`.
+    /// Another store counts it. At the time `seen`, `remaining` of `capacity` was left there; at `until` all of it will be.
     Followed {
         remaining: i64,
         capacity: i64,
@@ -63,10 +79,11 @@ enum Entry {
     },
 }
 
-/// Answers that come within so many microseconds may come in another order than they were given: the least counts.
+/// Answers of another store may arrive out of order. Of those that arrive within so many microseconds of each other, the
+/// one with the least remaining is the newest.
 const MOMENT: i64 = 100_000;
 
-/// What a check with an id was answered.
+/// The answer to a check with an id.
 struct Answered {
     policies: Policies,
     verdicts: Verdicts,
@@ -76,34 +93,35 @@ impl Ranked for Entry {
     const OLD_STAYS: bool = true;
 }
 
-/// The oldest goes first, if all are held equally long.
+/// The one that expires first goes first: the oldest, where all have one period.
 impl Ranked for Answered {
     const OLD_STAYS: bool = false;
 }
 
-/// Who has used the least share of its limit goes first; among equals, who is fresh again first.
+/// The key that has used the smallest share of its limit goes first; between equals, the one that is fresh again first.
 fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
     let capacity = policy.params().capacity.max(1);
     let used = (capacity - verdict.remaining).clamp(0, capacity);
-    // In 255ths, rounded down: only who has nothing left has them all.
+    // In 255ths, rounded down: 255 means that nothing is left.
     Hold::new((used as u64 * 255 / capacity as u64) as u8, now + verdict.reset)
 }
 
-/// Whether a check leaves another count behind. What it does not charge may be counted by another quota too, by which it
-/// has not flowed back yet.
+/// Whether a check has changed its states. If not, they must not be stored again: a state may also be counted under a
+/// longer quota of the same name, as in a rolling deploy, and would be held only as long as this quota needs it.
 fn changes(check: &Check, verdicts: &Verdicts) -> bool {
     verdicts.granted > 0 || check.mode() == Mode::Reset
 }
 
 impl Entry {
-    /// The state to decide on. A counted one is taken out, until it is put back or another is put in its place.
+    /// The state to decide on. A counted one is moved out, until it is put back or replaced.
     fn take(&mut self, policy: &Policy, now: i64) -> State {
         match *self {
             Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.strategy())),
             Self::Followed { until, .. } if until <= now => State::fresh(policy.strategy()),
             Self::Followed { remaining, capacity, until, .. } => {
                 let ours = policy.params().capacity;
-                // Our part of what is left, rounded down: all parts together are no more than that.
+                // What is left, in proportion to our capacity. Rounded down, so that the parts of all instances are no
+                // more than the whole.
                 let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
                 let used = ours - (left as i64).clamp(0, ours);
                 State::resume(policy.strategy(), policy.params(), now, Followed { used, until })
@@ -122,7 +140,7 @@ impl LocalStore {
     /// How many keys the default store holds.
     pub const DEFAULT_KEYS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(99_999);
 
-    /// A store that holds about `keys` keys, one for every policy of every caller; at least 16.
+    /// A store that holds about this many keys, one for every policy of every caller; at least 16.
     pub fn with_capacity(keys: NonZeroUsize) -> Self {
         // Large shards fill evenly; and a shard must hold all policies of a caller.
         let shards = (keys.get() / 256).clamp(1, 64);
@@ -132,7 +150,7 @@ impl LocalStore {
         Self { shared: Arc::new(Shared { shards, digester: Digester::new(), clock: Clock::new() }) }
     }
 
-    /// How many keys it holds now.
+    /// How many keys it holds.
     pub fn len(&self) -> usize {
         self.shared.shards.iter().map(|shard| lock(shard).states.len()).sum()
     }
@@ -149,13 +167,13 @@ impl LocalStore {
         (lock(&shards[caller.part(shards.len())]), caller)
     }
 
-    /// The verdicts at a time, which is read under the lock, so that no state is asked about a time before its own.
+    /// Decides at the time `now`, which is read under the lock: so no state is asked about a time before its own.
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
         match check.id() {
             None => shard.decide(check, caller, now()),
             Some(id) => {
-                // As the key in Redis: another list has an answer of its own.
+                // As in Redis, the answer is kept for each list of policies.
                 let answer = self.shared.digester.pair(check.key(), id).of_count(check.policies().id());
                 shard.decide_once(check, answer, caller, now())
             }
@@ -198,7 +216,7 @@ impl Shard {
             && let Some(place) = self.states.find(caller.of_count(policy.id()))
             && let Some(Slot { value: Entry::Counted(state), hold }) = self.states.at(place)
         {
-            // The commonest: one count, decided where it is.
+            // The most common case: one policy, of a caller that is known. It is decided in place.
             let verdicts = check.decide(slice::from_mut(state), now);
             if changes(check, &verdicts) {
                 *hold = self::hold(&verdicts.first, policy, now);
@@ -228,7 +246,7 @@ impl Shard {
             return verdicts;
         }
 
-        // First those that have a place, which putting others may change.
+        // First those that have a place: to put new ones may move them.
         let mut others = SmallVec::<[(&Policy, Entry, Hold); 1]>::new();
         let decided = states.into_iter().zip(places).zip(check.policies().iter()).zip(verdicts.iter());
         for (((state, place), policy), verdict) in decided {
@@ -258,7 +276,7 @@ impl Shard {
         }
     }
 
-    /// Answers as a check of the same id was answered, if there was one.
+    /// Gives the answer that was given to this id before, if there is one.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
         if let Some(Slot { value: Answered { policies, verdicts }, hold }) = self.answers.get(answer)
             && hold.expires_at() > now

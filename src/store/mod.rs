@@ -41,7 +41,8 @@ use crate::limit::{Check, Decision, Key};
 /// - A check is atomic: no other check of the same caller is decided between its reading and its charging.
 /// - It is all or nothing over its policies, and a denied one charges nothing.
 /// - A clone shares the counts.
-/// - Every check is answered in bounded time, with a [`Decision`] or an [`Error`]; an error is no verdict.
+/// - Every check is answered in bounded time, with a [`Decision`] on its own policies or an [`Error`]; an error is no
+///   verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
 /// [`Check::decided`] makes the decisions of a store of one's own, [`Source::Other`](crate::Source::Other) names it, and
@@ -87,21 +88,23 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Decides one check.
     fn check(&self, check: Check) -> Answer<Self::Future>;
 
-    /// Is told what another store decided on this caller, to go on from there if it must. Does nothing unless written.
+    /// Learns what another store decided on this caller, so as to go on from there if that store fails: a
+    /// [`Fallback`](crate::Fallback) tells its second store what the first one decides. Defaults to doing nothing.
     fn follow(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
     }
 }
 
-/// What a future of ours does that is polled after it has answered, as std's do: to hang or to answer anew would hide the
-/// mistake of whoever polls it.
+/// Panics, as std's futures do when they are polled after they have answered. To hang or to answer again would hide the
+/// caller's mistake.
 #[track_caller]
 #[allow(clippy::panic, reason = "only code that breaks the contract of `Future` gets here")]
 pub(crate) fn polled_after_completion(future: &str) -> ! {
     panic!("`{future}` polled after completion")
 }
 
-/// Nothing under our locks panics; if it ever did, what they hold would still be whole.
+/// Locks, whether or not the lock is poisoned: nothing panics under our locks, and if it did, what they hold would still
+/// be consistent.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

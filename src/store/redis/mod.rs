@@ -112,6 +112,25 @@ impl Store for RedisStore {
 }
 
 /// Settings of a [`RedisStore`].
+///
+/// ```no_run
+/// use std::num::NonZeroUsize;
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, Share};
+///
+/// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+/// let redis = RedisStore::builder("redis://127.0.0.1/")
+///     .prefix("shop")
+///     .queue(NonZeroUsize::new(50_000).ok_or("zero")?)
+///     .timeout(Duration::from_millis(500))
+///     .connect()
+///     .await?;
+/// let share = Share::Alive(redis.announce()?);
+/// let store = Fallback::new(redis, LocalStore::default()).share(share);
+/// # let _ = store;
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 #[must_use]
 pub struct RedisStoreBuilder {
@@ -143,7 +162,7 @@ impl RedisStoreBuilder {
     }
 
     /// How long one call may take, with connecting if it must; and how long a check may wait to be sent. Defaults to
-    /// 250 ms. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
+    /// 250 ms; zero is a [`ConfigError::Zero`]. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
