@@ -106,6 +106,12 @@ fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
     Hold::new((used as u64 * 255 / capacity as u64) as u8, now + verdict.reset)
 }
 
+/// No state of this policy takes longer to be fresh again, even in full debt; in microseconds.
+fn longest_reset(policy: &Policy) -> i64 {
+    let refills = policy.quota().capacity() / policy.quota().limit().max(1);
+    2 * policy.params().period * (i64::from(refills) + 1)
+}
+
 /// Whether a check has changed its states. If not, they must not be stored again: a state may also be counted under a
 /// longer quota of the same name, as in a rolling deploy, and would be held only as long as this quota needs it.
 fn changes(check: &Check, verdicts: &Verdicts) -> bool {
@@ -265,6 +271,8 @@ impl Shard {
     fn follow(&mut self, decision: &Decision, caller: Digest, now: i64) {
         for (policy, verdict) in decision.verdicts() {
             let key = caller.of_count(policy.id());
+            // A store outside of this crate may tell any time.
+            let verdict = &Verdict { reset: verdict.reset.min(longest_reset(policy)), ..*verdict };
             let (remaining, capacity, until) = (verdict.remaining, policy.params().capacity, now + verdict.reset);
             match self.states.get(key).map(|slot| &slot.value) {
                 Some(Entry::Followed { remaining: least, seen, .. }) if *least < remaining && *seen > now - MOMENT => {}

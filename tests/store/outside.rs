@@ -191,3 +191,27 @@ async fn an_outside_store_may_fail_one_check_alone() {
         assert_eq!(store.is_degraded(), !of_check);
     }
 }
+
+/// Whatever an outside store tells, the local store goes on from there, and locks nobody out for longer than a policy
+/// of its own could.
+#[tokio::test(start_paused = true)]
+async fn the_local_store_goes_on_from_whatever_an_outside_store_tells() {
+    for strategy in STRATEGIES {
+        for wait in [Duration::ZERO, Duration::from_secs(1), Duration::MAX] {
+            let primary = MockStore::new();
+            primary.answer(move |check| {
+                Ok(check.decided(Source::Other("far"), 0, |_| Verdict::denied(wait).with_reset_after(Duration::MAX)))
+            });
+            let store = Fallback::new(primary.clone(), LocalStore::default());
+            let policies = policy(strategy, "10/s");
+            let take = async || store.check(Check::take(Key::GLOBAL, &policies, 1)).await.unwrap();
+            assert!(!take().await.is_allowed());
+            primary.fail(Error::new(ErrorKind::Unreachable).unsent());
+            let denied = take().await;
+            assert_eq!(denied.source(), Source::Local);
+            assert!(!denied.is_allowed(), "{strategy:?}");
+            advance(Duration::from_secs(30)).await;
+            assert!(take().await.is_allowed(), "{strategy:?} after {wait:?}: {denied:?}");
+        }
+    }
+}
