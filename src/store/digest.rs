@@ -22,10 +22,10 @@ impl Digest {
         Self([first ^ count, second])
     }
 
-    /// Which of so many shards holds the caller. Uses the word that the maps don't hash: with the other one, the keys of a
-    /// shard would share their low bits, and collide in the shard's map.
+    /// Which of so many shards holds the caller; their number is a power of two. Uses the word that the maps don't hash:
+    /// with the other one, the keys of a shard would share their low bits, and collide in the shard's map.
     pub(super) fn part(self, parts: usize) -> usize {
-        self.0[1] as usize % parts
+        self.0[1] as usize & (parts - 1)
     }
 }
 

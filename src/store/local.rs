@@ -9,7 +9,8 @@ use smallvec::SmallVec;
 
 use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
 use super::clock::Clock;
-use super::digest::{Digest, Digester};
+use super::digest::Digest;
+use super::shards::Shards;
 use super::{Answer, Error, Store, lock};
 use crate::limit::{Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
 
@@ -55,8 +56,7 @@ pub struct LocalStore {
 
 struct Shared {
     /// All keys of a caller are in one shard, so that one lock decides on all its policies.
-    shards: Box<[Mutex<Shard>]>,
-    digester: Digester,
+    shards: Shards<Mutex<Shard>>,
     clock: Clock,
 }
 
@@ -149,11 +149,11 @@ impl LocalStore {
     /// A store that holds about this many keys, one for every policy of every caller; at least 16.
     pub fn with_capacity(keys: NonZeroUsize) -> Self {
         // Large shards fill evenly; and a shard must hold all policies of a caller.
-        let shards = (keys.get() / 256).clamp(1, 64);
-        let max = keys.get().div_ceil(shards).max(Policies::MAX);
-        let shard = || Mutex::new(Shard { states: BoundedMap::new(max), answers: BoundedMap::new(max) });
-        let shards = std::iter::repeat_with(shard).take(shards).collect();
-        Self { shared: Arc::new(Shared { shards, digester: Digester::new(), clock: Clock::new() }) }
+        let shards = Shards::new((keys.get() / 256).min(64), |shards| {
+            let max = keys.get().div_ceil(shards).max(Policies::MAX);
+            Mutex::new(Shard { states: BoundedMap::new(max), answers: BoundedMap::new(max) })
+        });
+        Self { shared: Arc::new(Shared { shards, clock: Clock::new() }) }
     }
 
     /// How many keys it holds.
@@ -168,9 +168,8 @@ impl LocalStore {
 
     /// The shard of a caller, and the caller's digest.
     fn shard(&self, key: &Key) -> (MutexGuard<'_, Shard>, Digest) {
-        let Shared { shards, digester, .. } = &*self.shared;
-        let caller = digester.digest(key);
-        (lock(&shards[caller.part(shards.len())]), caller)
+        let (shard, caller) = self.shared.shards.of(key);
+        (lock(shard), caller)
     }
 
     /// Decides at the time `now`, which is read under the lock: so no state is asked about a time before its own.
@@ -180,7 +179,7 @@ impl LocalStore {
             None => shard.decide(check, caller, now()),
             Some(id) => {
                 // As in Redis, the answer is kept for each list of policies.
-                let answer = self.shared.digester.pair(check.key(), id).of_count(check.policies().id());
+                let answer = self.shared.shards.digester().pair(check.key(), id).of_count(check.policies().id());
                 shard.decide_once(check, answer, caller, now())
             }
         }

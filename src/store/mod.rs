@@ -14,6 +14,7 @@ mod mock;
 mod observer;
 mod redis;
 mod seed;
+mod shards;
 
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};

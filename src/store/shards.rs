@@ -1,0 +1,58 @@
+use super::digest::{Digest, Digester};
+use crate::limit::Key;
+
+/// What a store remembers of its callers, in parts, each under a lock of its own: a `T` is a `Mutex` or an `RwLock`.
+/// Everything about one caller is in one part.
+#[derive(Debug)]
+pub(super) struct Shards<T> {
+    /// Their number is a power of two.
+    shards: Box<[T]>,
+    digester: Digester,
+}
+
+impl<T> Shards<T> {
+    /// At most `max` shards: the largest power of two that is no more, and at least one. `make` is told how many.
+    pub(super) fn new(max: usize, mut make: impl FnMut(usize) -> T) -> Self {
+        let count = 1 << max.max(1).ilog2();
+        Self { shards: (0..count).map(|_| make(count)).collect(), digester: Digester::new() }
+    }
+
+    /// The shard of a caller, and the digest by which it knows the caller.
+    pub(super) fn of(&self, key: &Key) -> (&T, Digest) {
+        let caller = self.digester.digest(key);
+        (&self.shards[caller.part(self.shards.len())], caller)
+    }
+
+    pub(super) fn iter(&self) -> std::slice::Iter<'_, T> {
+        self.shards.iter()
+    }
+
+    /// Makes the digests of all shards.
+    pub(super) fn digester(&self) -> &Digester {
+        &self.digester
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    #[test]
+    fn callers_are_spread_over_a_power_of_two() {
+        for (max, count) in [(0, 1), (1, 1), (3, 2), (4, 4), (63, 32), (64, 64)] {
+            let mut next = 0..;
+            let shards = Shards::new(max, |_| next.next().unwrap());
+            assert_eq!(shards.iter().len(), count);
+            let mut callers = HashMap::new();
+            for i in 0..1_000 * count {
+                let key = Key::new(i.to_string());
+                let (shard, caller) = shards.of(&key);
+                assert_eq!((shard, caller), shards.of(&key), "a caller stays where it is");
+                *callers.entry(*shard).or_insert(0) += 1;
+            }
+            assert!(callers.len() == count && callers.values().all(|n| (700..1_300).contains(n)), "{callers:?}");
+        }
+    }
+}
