@@ -135,6 +135,12 @@ async fn its_windows_end_in_their_time() {
 }
 
 #[test]
+fn what_outside_stores_are_made_of_can_be_sent_and_shown() {
+    fn shared<T: Send + Sync + Clone + std::fmt::Debug + 'static>() {}
+    shared::<(MockStore, Verdict, Source, Decision, Error)>();
+}
+
+#[test]
 fn a_mock_answers_as_it_is_told() {
     let store = MockStore::new();
     let (told, take) = (store.clone(), || ask(&store, check("ann", "10/s")));

@@ -15,6 +15,15 @@ use crate::limit::Outcome;
 /// | `ratelimit_settled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
+///
+/// ```
+/// use tower_redis_ratelimit::{Fallback, LocalStore, MetricsObserver, RedisStore};
+///
+/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
+/// let store = Fallback::new(redis, LocalStore::default()).observer(MetricsObserver);
+/// # let _ = store;
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MetricsObserver;
 

@@ -4,6 +4,15 @@ use super::{Observer, event};
 
 /// Tells `tracing`: a degraded store as a warning, a recovery and a settlement as information, failures for debugging,
 /// and decisions as traces. No key is ever told.
+///
+/// ```
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, TracingObserver};
+///
+/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
+/// let store = Fallback::new(redis, LocalStore::default()).observer(TracingObserver);
+/// # let _ = store;
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
 #[derive(Debug, Clone, Copy, Default)]
 pub struct TracingObserver;
 
