@@ -40,6 +40,26 @@ async fn one_call_of_ten_thousand_callers() {
     assert_eq!(server.calls("evalsha").await - before, 2);
 }
 
+/// Each caller has a list of its own, as where the policies depend on the request.
+#[tokio::test]
+async fn a_thousand_lists_of_policies_share_a_call() {
+    let server = RedisServer::start();
+    let all = NonZeroUsize::new(1_000).unwrap();
+    let store = RedisStore::builder(server.url()).batch(all).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    let lists: Vec<Policies> =
+        (1..=1_000).map(|limit| policy(STRATEGIES[limit % STRATEGIES.len()], &format!("{limit}/d"))).collect();
+    let before = server.calls("evalsha").await;
+    for round in 1..=2 {
+        let take = |(i, list): (usize, &Policies)| store.check(Check::take(Key::new(format!("caller-{i}")), list, 1));
+        let decisions = join_all(lists.iter().enumerate().map(take)).await;
+        for (i, decision) in decisions.into_iter().enumerate() {
+            let (decision, limit) = (decision.unwrap(), i as u32 + 1);
+            assert_eq!((decision.is_allowed(), decision.remaining()), (limit >= round, limit.saturating_sub(round)));
+        }
+    }
+    assert_eq!(server.calls("evalsha").await - before, 2);
+}
+
 /// Redis forgets the script again and again while 64 tasks check: no check fails, and each is charged once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_request_notices_a_script_flush() {

@@ -23,9 +23,10 @@ use tokio::runtime::{self, Handle};
 use tokio::sync::{oneshot, watch};
 use tokio::time::{Instant, timeout};
 
+use super::batch::Batch;
 use super::denials::Denials;
 use super::pool::{Manager, Pool};
-use super::script::{self, Batch};
+use super::script;
 use crate::limit::{Check, Decision, Source, Verdicts};
 use crate::store::clock::instant;
 use crate::store::{Answer, Error, ErrorKind, Observers, event, lock, polled_after_completion};

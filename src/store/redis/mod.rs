@@ -1,5 +1,6 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 
+mod batch;
 mod denials;
 mod instances;
 mod lanes;

@@ -2,102 +2,21 @@
 //!
 //! `lua/call.lua` has the contract of both.
 
-use std::collections::HashMap;
 use std::sync::LazyLock;
 
 use redis::{Cmd, Value};
 
-use crate::limit::{Check, Key, Mode, Policies, SCRIPT, Verdict, Verdicts};
+use super::batch::Batch;
+use crate::limit::{Check, Key, SCRIPT, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
 /// The SHA-1 by which EVALSHA names the script.
 static HASH: LazyLock<String> = LazyLock::new(|| redis::Script::new(SCRIPT).get_hash().to_owned());
 
-/// The arguments of one script call, made of checks pushed one by one.
-#[derive(Debug, Default)]
-pub(super) struct Batch {
-    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with
-    /// an id, `prefix:{caller}`, all of those, and `:id`.
-    keys: Vec<u8>,
-    /// Where each key ends.
-    ends: Vec<usize>,
-    plans: Vec<Plan>,
-    entries: Vec<Entry>,
-    /// For every check its entry.
-    checks: Vec<usize>,
-    /// For every caller the plan and the place of its last entry, which the next check joins if it asks the same.
-    open: HashMap<Key, (usize, usize)>,
-}
-
-/// What is asked, of whoever asks it.
-#[derive(Debug)]
-struct Plan {
-    policies: Policies,
-    mode: Mode,
-    cost: u32,
-    with_id: bool,
-}
-
-/// Checks of one caller that ask the same.
-#[derive(Debug, PartialEq, Eq, Clone, Copy)]
-struct Entry {
-    plan: usize,
-    times: i64,
-}
-
 impl Batch {
-    pub(super) fn clear(&mut self) {
-        let Self { keys, ends, plans, entries, checks, open } = self;
-        keys.clear();
-        ends.clear();
-        plans.clear();
-        entries.clear();
-        checks.clear();
-        open.clear();
-    }
-
-    pub(super) fn push(&mut self, prefix: &str, check: &Check) {
-        let plan = self.plan(check);
-        let entry = self.entries.len();
-        if check.mode() == Mode::Take && check.id().is_none() {
-            let open = self.open.entry(*check.key()).or_insert((plan, entry));
-            if open.0 != plan {
-                *open = (plan, entry);
-            }
-            if open.1 != entry {
-                self.entries[open.1].times += 1;
-                self.checks.push(open.1);
-                return;
-            }
-        } else {
-            self.open.remove(check.key());
-        }
-        self.entries.push(Entry { plan, times: 1 });
-        self.checks.push(entry);
-        self.push_keys(prefix, check);
-    }
-
-    fn plan(&mut self, check: &Check) -> usize {
-        let same = |plan: &Plan| {
-            plan.policies.is(check.policies())
-                && plan.mode == check.mode()
-                && plan.cost == check.cost()
-                && plan.with_id == check.id().is_some()
-        };
-        // Mostly all checks ask the same.
-        self.plans.iter().position(same).unwrap_or_else(|| {
-            self.plans.push(Plan {
-                policies: check.policies().clone(),
-                mode: check.mode(),
-                cost: check.cost(),
-                with_id: check.id().is_some(),
-            });
-            self.plans.len() - 1
-        })
-    }
-
-    fn push_keys(&mut self, prefix: &str, check: &Check) {
-        if let Some(id) = check.id() {
+    /// Writes the Redis keys of an entry.
+    pub(super) fn push_keys(&mut self, prefix: &str, check: &Check) {
+        if let Some(id) = check.id_key() {
             self.push_caller(prefix, check.key());
             for policy in check.policies().iter() {
                 self.keys.extend_from_slice(policy.key_suffix().as_bytes());
@@ -274,7 +193,7 @@ const NO_WRITES: i64 = -5;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Policy, Quota, Strategy};
+    use crate::limit::{Policies, Policy, Quota, Strategy};
 
     fn policies(names: &[&str]) -> Policies {
         let policy = |name: &&str| Policy::new(name, Strategy::Gcra, Quota::per_second(10).burst(20)).unwrap();
