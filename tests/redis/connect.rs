@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::Duration;
 
-use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
@@ -147,6 +147,63 @@ async fn the_documented_rights_are_enough() {
             store.check(check).await.unwrap();
         }
     }
+}
+
+/// Connections that have rested are pinged. The documented rights do not permit it: the refusal shows all the same that
+/// the server is there.
+#[tokio::test]
+async fn the_user_may_not_ping() {
+    let server = RedisServer::start();
+    let rights = "+evalsha +eval +time +mget +set +del";
+    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
+    let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
+    let one = std::num::NonZeroUsize::MIN;
+    let store = RedisStore::builder(url).batch(one).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    // Two lanes, and so two connections.
+    let (ann, bob) = tokio::join!(store.check(check("ann", "10/s")), store.check(check("bob", "10/s")));
+    assert!(ann.unwrap().is_allowed() && bob.unwrap().is_allowed());
+    let connections = server.command::<String>("CLIENT LIST TYPE normal").await.lines().count();
+    for pings in 1..=2 {
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(1)).await;
+        tokio::time::resume();
+        assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+        let stats: String = server.command("INFO commandstats").await;
+        let ping = stats.lines().find(|line| line.starts_with("cmdstat_ping:")).unwrap();
+        assert!(ping.contains(&format!("rejected_calls={pings},")), "{ping}");
+    }
+    let clients: String = server.command("CLIENT LIST TYPE normal").await;
+    assert_eq!(clients.lines().count(), connections);
+}
+
+/// Tells of the failures that no check was answered with.
+struct Failures(tokio::sync::mpsc::UnboundedSender<Error>);
+
+impl Observer for Failures {
+    fn failed(&self, error: &Error) {
+        let _ = self.0.send(error.clone());
+    }
+}
+
+/// The rights that announcing asks for besides are all that it takes, and who lacks one is told.
+#[tokio::test]
+async fn the_documented_rights_to_announce_are_enough() {
+    let server = RedisServer::start();
+    let rights = "+evalsha +eval +time +mget +set +del";
+    let to_announce = "+zremrangebyscore +zadd +zcard +pexpire";
+    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
+    let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    let store = RedisStore::builder(url).observer(Failures(tell)).connect().await.unwrap();
+
+    let instances = store.announce().unwrap();
+    let failed = tokio::time::timeout(Duration::from_secs(20), told.recv()).await.unwrap().unwrap();
+    assert_helpful(&failed, ErrorKind::Permission, to_announce);
+    drop(instances);
+
+    let _: String = server.command(&format!("ACL SETUSER limiter {to_announce}")).await;
+    let _instances = store.announce().unwrap();
+    until("it is announced", async || server.command::<u32>("ZCARD rl:instances").await == 1).await;
 }
 
 /// Answers every command that it is sent with the same bytes.

@@ -25,11 +25,11 @@ mod with_the_feature {
     use tower_redis_ratelimit::redis::{Client, ConnectionInfo, TlsCertificates};
     use tower_redis_ratelimit::{Error, ErrorKind, RedisStore, Store};
 
-    use crate::support::{RedisServer, check, free_port};
+    use crate::support::{RedisServer, check, free_port, until};
 
     /// A server with a certificate for this host.
     struct TlsServer {
-        _server: RedisServer,
+        server: RedisServer,
         _dir: TempDir,
         port: u16,
         /// The certificate of its CA.
@@ -61,7 +61,7 @@ mod with_the_feature {
                 "--tls-auth-clients",
                 "no",
             ]);
-            Self { _server: server, port, ca: ca.pem(), _dir: dir }
+            Self { server, port, ca: ca.pem(), _dir: dir }
         }
 
         /// How to reach it with trust in this CA.
@@ -114,6 +114,23 @@ mod with_the_feature {
         assert!(error.source().unwrap().to_string().contains("check that the URL's port speaks TLS"), "{error:?}");
         let answers = answering(b"-ERR unknown command\r\n");
         assert_refused(answers, "corrupt").await;
+    }
+
+    /// Whatever else may keep it from answering, its port speaks TLS.
+    #[tokio::test]
+    async fn a_server_that_falls_silent_has_spoken_tls() {
+        let server = TlsServer::start("127.0.0.1");
+        let builder = RedisStore::builder(server.trusting(&server.ca)).timeout(Duration::from_millis(500));
+        let store = builder.connections(std::num::NonZeroUsize::MIN).connect_lazy().unwrap();
+        until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+        server.server.freeze();
+        // The first is sent on the connection that there was, and the second waits for another one.
+        for _ in 0..2 {
+            let error = store.check(check("ann", "10/s")).await.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error:?}");
+            assert!(!format!("{error:?}").contains("TLS"), "{error:?}");
+        }
+        server.server.thaw();
     }
 
     /// A server that answers whatever it is sent.

@@ -1,30 +1,36 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 
+mod announce;
 mod batch;
 mod denials;
+mod errors;
+mod future;
 mod instances;
+mod lane;
 mod lanes;
 mod pool;
+mod queue;
+mod runtimes;
 mod script;
 #[cfg(test)]
 mod tests;
 mod tls;
+mod transport;
 
-use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::Duration;
 
-use redis::{ErrorKind as Kind, IntoConnectionInfo, RedisError, ServerErrorKind};
+use redis::{IntoConnectionInfo, RedisError};
 
+pub use future::RedisFuture;
 pub use instances::Instances;
-pub use lanes::RedisFuture;
 
 use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
-use self::pool::Manager;
-use super::{Answer, Error, ErrorKind, Observer, Observers, Store};
+use self::transport::Transport;
+use super::{Answer, Error, Observer, Observers, Store};
 use crate::limit::{Check, ConfigError, is_name};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
@@ -225,13 +231,13 @@ impl RedisStoreBuilder {
         if self.timeout.is_zero() {
             return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
         }
-        let manager = Manager::new(self.url.map_err(url_error)?, self.timeout).map_err(url_error)?;
-        if manager.is_tls() {
+        let transport = self.url.and_then(Transport::new).map_err(url_error)?;
+        if transport.is_tls() {
             tls::prepare()?;
         }
         Ok(RedisStore {
             lanes: Arc::new(Lanes {
-                manager,
+                transport,
                 prefix: self.prefix.into_boxed_str(),
                 limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
                 denials: Denials::new(self.denials),
@@ -251,72 +257,3 @@ fn url_error(error: RedisError) -> ConfigError {
         text => ConfigError::RedisUrl(text),
     }
 }
-
-/// A failure of redis-rs by what to do about it.
-fn error(error: &RedisError) -> Error {
-    let kind = match error.kind() {
-        Kind::AuthenticationFailed => ErrorKind::Authentication,
-        Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
-        Kind::InvalidClientConfig => ErrorKind::Configuration,
-        Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,
-        Kind::Server(ServerErrorKind::ReadOnly) => ErrorKind::ReadOnly,
-        Kind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::MasterDown) => ErrorKind::NotReady,
-        Kind::Server(
-            ServerErrorKind::Moved
-            | ServerErrorKind::Ask
-            | ServerErrorKind::TryAgain
-            | ServerErrorKind::ClusterDown
-            | ServerErrorKind::CrossSlot,
-        ) => ErrorKind::Cluster,
-        _ if error.is_timeout() => ErrorKind::Timeout,
-        Kind::Io if tls::refused(error) => ErrorKind::Tls,
-        Kind::Io => ErrorKind::Unreachable,
-        _ => match error.code() {
-            Some("OOM") => ErrorKind::OutOfMemory,
-            Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
-            Some("NOPERM") => ErrorKind::Permission,
-            _ => match error.detail().unwrap_or_default() {
-                // Redis takes no command of many arguments from whom it does not know.
-                detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
-                // In a script, before version 7.2.
-                detail if detail.contains("can't run this command") => ErrorKind::Permission,
-                _ => ErrorKind::Refused,
-            },
-        },
-    };
-    Error::with_source(kind, Cause::new(error))
-}
-
-/// A time-out without a connection, where that is by TLS: a Redis without TLS takes the greeting for the beginning of a
-/// command, and waits for the rest.
-fn no_tls() -> Error {
-    let cause = "there was no TLS connection: check that the URL's port speaks TLS";
-    Error::with_source(ErrorKind::Timeout, Cause(cause.to_owned()))
-}
-
-/// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.
-#[derive(Debug)]
-struct Cause(String);
-
-impl Cause {
-    fn new(error: &RedisError) -> Self {
-        let mut text = error.to_string();
-        // A server may repeat the arguments of a command that it refuses, such as Redis:
-        // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
-        // A password is an argument too, and before each caller stands a brace.
-        if !error.is_io_error()
-            && let Some(end) = [", with args", "{"].iter().filter_map(|mark| text.find(mark)).min()
-        {
-            text.truncate(end);
-        }
-        Self(text)
-    }
-}
-
-impl fmt::Display for Cause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Cause {}

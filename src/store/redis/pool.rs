@@ -1,43 +1,34 @@
-//! The pool's connections: bb8-redis's manager, with what a limiter needs besides.
+//! Connections: a bb8 pool that knows which of them still work, and says why one cannot be made.
 //!
 //! A connection, and whatever bb8 does for it, is driven by the tokio runtime that it was made on. So each runtime has a
 //! pool of its own, which is gone with it.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::task::Poll;
 use std::time::Duration;
 
-use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
-use redis::{
-    Cmd, ConnectionAddr, ConnectionInfo, ErrorKind, FromRedisValue, RedisError, ScriptInvocation, ServerErrorKind,
-    Value,
-};
+use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::errors::error_of;
+use super::transport::{Node, Transport};
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind as Kind};
 
-/// bb8-redis's own manager never finds a connection broken, and relies on a ping at every checkout. This one remembers
-/// whether the last use failed, so that no ping is needed.
-#[derive(Debug, Clone)]
+/// Makes the connections to a node. Unlike bb8-redis's own manager it knows whether the last use of one failed, and so
+/// needs no ping at every checkout.
+#[derive(Debug)]
 pub(super) struct Manager {
-    inner: RedisConnectionManager,
+    transport: Transport,
+    node: Node,
     timeout: Duration,
-    tls: bool,
-}
-
-impl Manager {
-    pub(super) fn new(url: ConnectionInfo, timeout: Duration) -> Result<Self, RedisError> {
-        let tls = matches!(url.addr(), ConnectionAddr::TcpTls { .. });
-        Ok(Self { inner: RedisConnectionManager::new(url)?, timeout, tls })
-    }
-
-    pub(super) fn is_tls(&self) -> bool {
-        self.tls
-    }
+    /// Whether it has ever made one.
+    connected: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
@@ -52,14 +43,23 @@ impl Connection {
     /// A connection that has rested so long may have been closed by the server, or by something between.
     const RESTED: Duration = Duration::from_millis(500);
 
-    /// Whether it may be relied on. One that has been used just now is not asked.
-    pub(super) async fn is_alive(&mut self) -> bool {
-        self.used.elapsed() < Self::RESTED || self.call(&redis::cmd("PING")).await.is_ok()
+    /// Whether the server is still there: one that was heard just now is not asked. Any reply shows it, even that this
+    /// user may not PING.
+    async fn is_alive(&mut self) -> bool {
+        if self.used.elapsed() < Self::RESTED {
+            return true;
+        }
+        let alive = match self.call(&redis::cmd("PING")).await {
+            Ok(_) => true,
+            Err(error) => matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension),
+        };
+        self.broken = !alive;
+        alive
     }
 
     /// Sends one command. If it fails in a way that the next one would too, or is dropped before its reply has come,
     /// the pool does not keep the connection.
-    pub(super) async fn call(&mut self, cmd: &Cmd) -> Result<Value, RedisError> {
+    async fn call(&mut self, cmd: &Cmd) -> Result<Value, RedisError> {
         self.broken = true;
         let reply = match self.inner.send_packed_command(cmd).await {
             Ok(Value::ServerError(error)) => Err(error.into()),
@@ -70,12 +70,13 @@ impl Connection {
         reply
     }
 
-    /// Runs a script of its own, which may be run again.
-    pub(super) async fn invoke<T: FromRedisValue>(&mut self, call: &ScriptInvocation<'_>) -> Result<T, RedisError> {
-        self.broken = true;
-        let reply = call.invoke_async(&mut self.inner).await;
-        self.broken = reply.as_ref().is_err_and(is_lasting);
-        reply
+    /// Runs a script by its hash, and by its text if Redis does not know the hash: then it has run nothing, so that
+    /// nothing is charged twice.
+    pub(super) async fn run(&mut self, by_hash: &Cmd, by_text: impl FnOnce() -> Cmd) -> Result<Value, RedisError> {
+        match self.call(by_hash).await {
+            Err(error) if error.kind() == ServerErrorKind::NoScript.into() => self.call(&by_text()).await,
+            result => result,
+        }
     }
 
     /// Has the pool make another connection, which may lead to another server.
@@ -102,9 +103,10 @@ impl bb8::ManageConnection for Manager {
     type Error = RedisError;
 
     async fn connect(&self) -> Result<Connection, RedisError> {
-        match tokio::time::timeout(self.timeout, self.inner.connect()).await {
+        match tokio::time::timeout(self.timeout, self.transport.connect(self.node)).await {
             Ok(connected) => {
                 let mut inner = connected?;
+                self.connected.store(true, Relaxed);
                 // The lanes have their own, which is shorter.
                 inner.set_response_timeout(self.timeout.saturating_mul(2));
                 Ok(Connection { inner, broken: false, used: instant() })
@@ -113,8 +115,9 @@ impl bb8::ManageConnection for Manager {
         }
     }
 
-    async fn is_valid(&self, connection: &mut Connection) -> Result<(), RedisError> {
-        self.inner.is_valid(&mut connection.inner).await
+    /// The pool never asks: [`Pool::checkout`] finds out.
+    async fn is_valid(&self, _connection: &mut Connection) -> Result<(), RedisError> {
+        Ok(())
     }
 
     fn has_broken(&self, connection: &mut Connection) -> bool {
@@ -122,28 +125,36 @@ impl bb8::ManageConnection for Manager {
     }
 }
 
-/// The connections of one runtime.
+/// The connections of one runtime to one node.
 #[derive(Debug)]
 pub(super) struct Pool {
     connections: bb8::Pool<Manager>,
     failures: Failures,
+    connected: Arc<AtomicBool>,
 }
 
 impl Pool {
-    /// A pool of at most so many, each of which is made when it is needed.
-    pub(super) fn new(manager: Manager, max: usize) -> Self {
+    /// A pool of at most so many connections. Each is made when it is needed, within the time-out.
+    pub(super) fn new(transport: Transport, node: Node, max: usize, timeout: Duration) -> Self {
+        let connected = Arc::new(AtomicBool::new(false));
+        let manager = Manager { transport, node, timeout, connected: Arc::clone(&connected) };
         let failures = Failures(watch::Sender::new(None));
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
             .test_on_check_out(false)
             .retry_connection(false)
-            .connection_timeout(manager.timeout)
+            .connection_timeout(timeout)
             // Without these bb8 runs no task of its own.
             .idle_timeout(None)
             .max_lifetime(None)
             .error_sink(Box::new(failures.clone()))
             .build_unchecked(manager);
-        Self { connections, failures }
+        Self { connections, failures, connected }
+    }
+
+    /// Whether a connection could ever be made.
+    pub(super) fn has_connected(&self) -> bool {
+        self.connected.load(Relaxed)
     }
 
     /// For [`checkout`](Self::checkout).
@@ -181,10 +192,10 @@ impl Pool {
         };
         match got {
             Some(Ok(connection)) => Ok(connection),
-            Some(Err(bb8::RunError::User(error))) => Err(super::error(&error)),
+            Some(Err(bb8::RunError::User(error))) => Err(error_of(&error)),
             Some(Err(bb8::RunError::TimedOut)) => Err(Error::new(Kind::Timeout)),
             None => Err(match &*failures.borrow() {
-                Some(error) => super::error(error),
+                Some(error) => error_of(error),
                 None => Error::new(Kind::Unreachable),
             }),
         }

@@ -1,0 +1,96 @@
+//! What redis-rs and Redis say is wrong, as errors of a store.
+
+use std::fmt;
+
+use redis::{ErrorKind as Kind, RedisError, ServerErrorKind};
+
+use super::tls;
+use crate::store::{Error, ErrorKind};
+
+/// A failure of redis-rs by what to do about it.
+pub(super) fn error_of(error: &RedisError) -> Error {
+    let kind = match error.kind() {
+        Kind::AuthenticationFailed => ErrorKind::Authentication,
+        Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
+        Kind::InvalidClientConfig => ErrorKind::Configuration,
+        Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,
+        Kind::Server(ServerErrorKind::ReadOnly) => ErrorKind::ReadOnly,
+        Kind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::MasterDown) => ErrorKind::NotReady,
+        Kind::Server(
+            ServerErrorKind::Moved
+            | ServerErrorKind::Ask
+            | ServerErrorKind::TryAgain
+            | ServerErrorKind::ClusterDown
+            | ServerErrorKind::CrossSlot,
+        ) => ErrorKind::Cluster,
+        _ if error.is_timeout() => ErrorKind::Timeout,
+        Kind::Io if tls::refused(error) => ErrorKind::Tls,
+        Kind::Io => ErrorKind::Unreachable,
+        _ => match error.code() {
+            Some("OOM") => ErrorKind::OutOfMemory,
+            Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
+            Some("NOPERM") => ErrorKind::Permission,
+            _ => match error.detail().unwrap_or_default() {
+                // Redis takes no command of many arguments from whom it does not know.
+                detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
+                // In a script, before version 7.2.
+                detail if detail.contains("can't run this command") => ErrorKind::Permission,
+                _ => ErrorKind::Refused,
+            },
+        },
+    };
+    let told = Error::with_source(kind, Cause::new(error));
+    if was_not_run(kind, error) { told.unsent() } else { told }
+}
+
+/// Whether a script call of a check that failed like this was not run, so that nothing was charged.
+///
+/// Redis refuses a call with these errors before it runs the script. The commands inside the script may meet some of them
+/// too, but it catches those; all but that of `TIME`, which comes before anything is written. Any other error, such as
+/// `ERR`, may have stopped the script half-way.
+fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
+    match kind {
+        ErrorKind::Authentication
+        | ErrorKind::Permission
+        | ErrorKind::ReadOnly
+        | ErrorKind::OutOfMemory
+        | ErrorKind::NotReady
+        | ErrorKind::Cluster => true,
+        // Another script runs already; or no writes are taken, without a disk or replicas to write to.
+        _ => matches!(error.code(), Some("BUSY" | "MISCONF" | "NOREPLICAS")),
+    }
+}
+
+/// A time-out where no TLS connection could ever be made: a Redis without TLS takes the greeting for the beginning of a
+/// command, and waits for the rest.
+pub(super) fn no_tls() -> Error {
+    let cause = "there was no TLS connection: check that the URL's port speaks TLS";
+    Error::with_source(ErrorKind::Timeout, Cause(cause.to_owned()))
+}
+
+/// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.
+#[derive(Debug)]
+struct Cause(String);
+
+impl Cause {
+    fn new(error: &RedisError) -> Self {
+        let mut text = error.to_string();
+        // A server may repeat the arguments of a command that it refuses, such as Redis:
+        // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
+        // A password is an argument too, and before each caller stands a brace.
+        if !error.is_io_error()
+            && let Some(end) = [", with args", "{"].iter().filter_map(|mark| text.find(mark)).min()
+        {
+            text.truncate(end);
+        }
+        Self(text)
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Cause {}

@@ -1,0 +1,64 @@
+//! Both ends of an answer: the check that waits in the queue, and the future that its caller holds.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::runtimes::no_runtime;
+use crate::limit::{Check, Decision};
+use crate::store::clock::instant;
+use crate::store::{Error, polled_after_completion};
+
+/// A check that waits for its answer.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) check: Check,
+    pub(super) since: Instant,
+    answer: oneshot::Sender<Result<Decision, Error>>,
+}
+
+/// Resolves to the answer of a [`RedisStore`](crate::RedisStore).
+///
+/// # Panics
+///
+/// If it is polled after it has answered.
+#[derive(Debug)]
+pub struct RedisFuture {
+    /// None once it has been told.
+    answer: Option<oneshot::Receiver<Result<Decision, Error>>>,
+}
+
+impl Job {
+    pub(super) fn new(check: Check) -> (Self, RedisFuture) {
+        let (answer, receiver) = oneshot::channel();
+        (Self { check, since: instant(), answer }, RedisFuture { answer: Some(receiver) })
+    }
+
+    /// Whether the caller has dropped the future.
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.answer.is_closed()
+    }
+
+    pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, Error>) {
+        // A caller that has gone away since it was sent was charged all the same.
+        let _ = self.answer.send(decide(self.check));
+    }
+
+    pub(super) fn fail(self, error: Error) {
+        self.answer(|_| Err(error));
+    }
+}
+
+impl Future for RedisFuture {
+    type Output = Result<Decision, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(receiver) = &mut self.answer else { polled_after_completion("RedisFuture") };
+        let answer = ready!(Pin::new(receiver).poll(cx));
+        self.answer = None;
+        Poll::Ready(answer.unwrap_or_else(|_| Err(no_runtime())))
+    }
+}

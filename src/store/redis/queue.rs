@@ -1,0 +1,185 @@
+//! What waits to be sent, and how many lanes work on it.
+
+use std::collections::VecDeque;
+use std::mem;
+
+/// A bounded queue that counts its lanes.
+///
+/// Each method is one step under the lock of whoever holds the queue. So a lane that finds nothing ends in the same step:
+/// whoever pushes after that is told to start another, and no job waits for a lane that has ended.
+#[derive(Debug)]
+pub(super) struct Queue<J> {
+    jobs: VecDeque<J>,
+    max_jobs: usize,
+    /// How many run, or are about to.
+    lanes: usize,
+    max_lanes: usize,
+}
+
+/// A queue holds as many jobs as it may.
+#[derive(Debug)]
+pub(super) struct Full;
+
+impl<J> Queue<J> {
+    pub(super) fn new(max_jobs: usize, max_lanes: usize) -> Self {
+        Self { jobs: VecDeque::new(), max_jobs, lanes: 0, max_lanes }
+    }
+
+    /// Adds a job. Returns whether the caller must start a lane, which is counted already.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`].
+    pub(super) fn push(&mut self, job: J) -> Result<bool, Full> {
+        if self.jobs.len() >= self.max_jobs {
+            return Err(Full);
+        }
+        self.jobs.push_back(job);
+        let start = self.lanes < self.max_lanes;
+        self.lanes += usize::from(start);
+        Ok(start)
+    }
+
+    /// Moves the oldest jobs to a lane, at most `max`. Returns how many still wait.
+    ///
+    /// `None` if there was no job: the lane is counted no longer, and must end.
+    pub(super) fn take(&mut self, max: usize, to: &mut Vec<J>) -> Option<usize> {
+        if self.jobs.is_empty() {
+            self.lanes -= 1;
+            return None;
+        }
+        let count = self.jobs.len().min(max);
+        to.extend(self.jobs.drain(..count));
+        Some(self.jobs.len())
+    }
+
+    /// Moves all jobs to a lane, to fail with those that it has sent.
+    pub(super) fn take_all(&mut self, to: &mut Vec<J>) {
+        to.extend(self.jobs.drain(..));
+    }
+
+    /// Counts a lane no longer that was dropped. Returns the jobs that no lane is left for: perhaps nobody pushes again
+    /// and starts one.
+    #[must_use]
+    pub(super) fn leave(&mut self) -> VecDeque<J> {
+        self.lanes -= 1;
+        if self.lanes == 0 { mem::take(&mut self.jobs) } else { VecDeque::new() }
+    }
+
+    /// What waits in a queue that has no lanes any more.
+    pub(super) fn into_jobs(self) -> VecDeque<J> {
+        self.jobs
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    use loom::sync::{Arc, Mutex};
+    use loom::thread;
+
+    use super::*;
+
+    const JOBS: usize = 3;
+
+    /// What becomes of a lane.
+    #[derive(Debug, Clone, Copy)]
+    enum Fate {
+        Ends,
+        /// It is dropped with a job taken, or before its first.
+        IsDropped {
+            taken: bool,
+        },
+        /// Its calls fail, and what waits fails with them.
+        Fails,
+    }
+
+    struct Model {
+        queue: Mutex<Queue<usize>>,
+        /// How often each job was answered.
+        answers: [AtomicUsize; JOBS],
+    }
+
+    impl Model {
+        fn new(max_jobs: usize, max_lanes: usize) -> Arc<Self> {
+            Arc::new(Self { queue: Mutex::new(Queue::new(max_jobs, max_lanes)), answers: Default::default() })
+        }
+
+        /// As a check and the lane that it may start, which runs at once here.
+        fn push(&self, job: usize, fate: Fate) {
+            let pushed = self.queue.lock().unwrap().push(job);
+            match pushed {
+                Ok(true) => self.lane(fate),
+                Ok(false) => {}
+                Err(Full) => self.answer([job]),
+            }
+        }
+
+        /// As the loop of a lane, with its steps under the lock.
+        fn lane(&self, fate: Fate) {
+            let mut jobs = vec![];
+            if let Fate::IsDropped { taken } = fate {
+                if taken && self.queue.lock().unwrap().take(1, &mut jobs).is_none() {
+                    return;
+                }
+                jobs.extend(self.queue.lock().unwrap().leave());
+                return self.answer(jobs);
+            }
+            while self.queue.lock().unwrap().take(1, &mut jobs).is_some() {
+                if matches!(fate, Fate::Fails) {
+                    self.queue.lock().unwrap().take_all(&mut jobs);
+                }
+                self.answer(jobs.drain(..));
+            }
+        }
+
+        fn answer(&self, jobs: impl IntoIterator<Item = usize>) {
+            for job in jobs {
+                self.answers[job].fetch_add(1, Relaxed);
+            }
+        }
+    }
+
+    /// Three threads push and run lanes, in every order in which at most two of them are interrupted.
+    fn every_job_is_answered_once(max_jobs: usize, max_lanes: usize, fates: [Fate; JOBS]) {
+        let mut scheduler = loom::model::Builder::new();
+        scheduler.preemption_bound = Some(2);
+        scheduler.check(move || {
+            let model = Model::new(max_jobs, max_lanes);
+            let threads = [1, 2].map(|job| {
+                let model = Arc::clone(&model);
+                thread::spawn(move || model.push(job, fates[job]))
+            });
+            model.push(0, fates[0]);
+            for thread in threads {
+                thread.join().unwrap();
+            }
+            let answers = model.answers.each_ref().map(|answers| answers.load(Relaxed));
+            assert_eq!(answers, [1; JOBS], "answers to each job");
+            let queue = model.queue.lock().unwrap();
+            assert!(queue.jobs.is_empty(), "no job is left behind");
+            assert_eq!(queue.lanes, 0, "lanes that are counted and run no more");
+        });
+    }
+
+    #[test]
+    fn no_job_waits_for_a_lane_that_has_ended() {
+        for max_lanes in 1..=2 {
+            every_job_is_answered_once(10, max_lanes, [Fate::Ends; JOBS]);
+            every_job_is_answered_once(1, max_lanes, [Fate::Ends; JOBS]);
+        }
+    }
+
+    #[test]
+    fn lanes_that_are_dropped_or_fail_leave_no_job_behind() {
+        let fates = [Fate::IsDropped { taken: false }, Fate::IsDropped { taken: true }, Fate::Fails];
+        for max_lanes in 1..=2 {
+            for fate in fates {
+                every_job_is_answered_once(10, max_lanes, [fate; JOBS]);
+                every_job_is_answered_once(10, max_lanes, [fate, Fate::Ends, Fate::Ends]);
+                every_job_is_answered_once(10, max_lanes, [Fate::Ends, fate, Fate::IsDropped { taken: true }]);
+            }
+        }
+    }
+}

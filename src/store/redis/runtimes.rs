@@ -1,0 +1,114 @@
+//! Each tokio runtime that uses a store has queues, lanes and connections of its own, one set for each [`Node`]: no check
+//! depends on a runtime but the one that it was made on. They are gone when that runtime ends.
+
+use std::convert::Infallible;
+use std::sync::{Arc, Weak};
+
+use tokio::runtime::{self, Handle};
+use tokio::sync::oneshot;
+
+use super::future::Job;
+use super::lane::Work;
+use super::lanes::Lanes;
+use super::pool::Pool;
+use super::queue::Queue;
+use super::transport::Node;
+use crate::store::{Error, ErrorKind};
+
+#[derive(Debug, Default)]
+pub(super) struct Queues {
+    /// Mostly one.
+    pub(super) each: Vec<NodeQueue>,
+    /// What lanes that have ended worked with.
+    pub(super) spare: Vec<Work>,
+}
+
+/// What waits for one node on one runtime, and the connections to send it by.
+#[derive(Debug)]
+pub(super) struct NodeQueue {
+    runtime: runtime::Id,
+    node: Node,
+    /// Also tells this queue from others: that of a runtime that is ending may be made anew while its lanes still end.
+    pub(super) pool: Arc<Pool>,
+    pub(super) queue: Queue<Job>,
+    /// Dropped with the store: ends the queue's [`Watch`].
+    _store: oneshot::Sender<Infallible>,
+}
+
+/// A task on a queue's runtime, dropped when that ends: it takes the queue away.
+struct Watch {
+    lanes: Weak<Lanes>,
+    pool: Weak<Pool>,
+    store: oneshot::Receiver<Infallible>,
+}
+
+impl Lanes {
+    /// Calls `act` with the queue of a node on this runtime, under the lock; also with what ended lanes have left.
+    pub(super) fn with_queue<T>(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        node: Node,
+        act: impl FnOnce(&mut NodeQueue, &mut Vec<Work>) -> T,
+    ) -> T {
+        let (result, watch) = {
+            let mut queues = self.queues();
+            let Queues { each, spare } = &mut *queues;
+            let mut watch = None;
+            let id = runtime.id();
+            let found = each.iter().position(|queue| queue.runtime == id && queue.node == node);
+            let index = found.unwrap_or_else(|| {
+                let (queue, made) = self.make_queue(id, node);
+                watch = Some(made);
+                each.push(queue);
+                each.len() - 1
+            });
+            (act(&mut each[index], spare), watch)
+        };
+        if let Some(watch) = watch {
+            // A runtime that has ended drops it at once: that answers what waits.
+            runtime.spawn(watch.run());
+        }
+        result
+    }
+
+    fn make_queue(self: &Arc<Self>, runtime: runtime::Id, node: Node) -> (NodeQueue, Watch) {
+        let (_store, store) = oneshot::channel();
+        let limits = self.limits;
+        let pool = Arc::new(Pool::new(self.transport.clone(), node, limits.lanes, limits.timeout));
+        let watch = Watch { lanes: Arc::downgrade(self), pool: Arc::downgrade(&pool), store };
+        (NodeQueue { runtime, node, pool, queue: Queue::new(limits.queue, limits.lanes), _store }, watch)
+    }
+}
+
+impl Queues {
+    /// The queue that has this pool. None if its runtime has ended.
+    pub(super) fn of(&mut self, pool: &Arc<Pool>) -> Option<&mut Queue<Job>> {
+        let queue = self.each.iter_mut().find(|queue| Arc::ptr_eq(&queue.pool, pool));
+        queue.map(|queue| &mut queue.queue)
+    }
+}
+
+impl Watch {
+    async fn run(mut self) {
+        let _ = (&mut self.store).await;
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let Some(lanes) = self.lanes.upgrade() else { return };
+        let queue = {
+            let each = &mut lanes.queues().each;
+            let index = each.iter().position(|queue| Arc::as_ptr(&queue.pool) == self.pool.as_ptr());
+            index.map(|index| each.swap_remove(index))
+        };
+        for job in queue.into_iter().flat_map(|queue| queue.queue.into_jobs()) {
+            job.fail(no_runtime().unsent());
+        }
+    }
+}
+
+/// For what is asked where there is no runtime, or was asked on one that has ended. It says nothing of Redis.
+pub(super) fn no_runtime() -> Error {
+    Error::new(ErrorKind::NoRuntime).of_check()
+}
