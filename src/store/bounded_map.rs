@@ -1,4 +1,4 @@
-//! A map of bounded size, which drops expired entries little by little.
+//! A map that holds no more than it may, and drops what has expired little by little.
 
 use std::hash::BuildHasherDefault;
 
@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 
 use super::digest::{AsItIs, Digest};
 
-/// A map of at most `max` entries, each of which expires at its time.
+/// A map of so many entries at most, each of which expires at its time.
 ///
 /// When it is full, each new key replaces the entry with the lowest [rank](Ranked::rank) of a few. The few are old
 /// entries, looked at in turn, and newcomers: some of those that came while it was full. So a flood of new keys replaces
@@ -31,8 +31,7 @@ pub(super) struct Slot<V> {
     pub(super) hold: Hold,
 }
 
-/// How much a value is worth keeping, and when it expires. In one number, since a store has many: the worth in the upper
-/// 8 bits, so that the order of these numbers is by worth, and then by expiry.
+/// When a value expires, in microseconds; and before that, how much it is worth. In one number, since a store has many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Hold(u64);
 
@@ -41,7 +40,7 @@ pub(super) trait Ranked {
     /// Whether an old entry is kept rather than a newcomer of the same worth.
     const OLD_STAYS: bool;
 
-    /// The lowest goes first. Defaults to the value of the least worth, and of those the one that expires first.
+    /// The value of the least worth, and of those the one that expires first.
     fn rank(&self, hold: Hold) -> Hold {
         hold
     }
@@ -102,8 +101,8 @@ impl<V: Ranked> BoundedMap<V> {
         self.slots.swap_remove_index(place).map(|(_, slot)| slot.value)
     }
 
-    /// Puts a value, and returns what had to go for it: the key's former value, or another entry if the map is full. A
-    /// value that has expired already is not put; it still removes the former one.
+    /// Holds a value until it expires. One that has expired already only takes the place of what was held. Returns what
+    /// had to go for it.
     pub(super) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
         if hold.expires_at() <= now {
             return self.remove(key);
@@ -122,8 +121,7 @@ impl<V: Ranked> BoundedMap<V> {
 
     /// Drops an expired entry if it finds one, and in a `full` map always something: the lowest of a few. Returns it.
     ///
-    /// It looks at two entries for each new key. So by the time that the number of entries could have doubled, it has
-    /// looked at every one of them.
+    /// Two looks for every new key find all that has expired before as many new keys have come as there are old ones.
     pub(super) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
         let mut old: Option<(Hold, u32)> = None;
         for _ in 0..if full { 8 } else { 2 } {

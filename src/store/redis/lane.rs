@@ -23,9 +23,9 @@ pub(super) struct Lane {
     pool: Arc<Pool>,
     failures: watch::Receiver<Option<RedisError>>,
     work: Work,
-    /// Whether Redis may have been sent what it works on.
+    /// Whether the batch may have reached Redis.
     sent: bool,
-    /// Whether it is in the queue's count of lanes.
+    /// Whether the queue still counts it.
     counted: bool,
 }
 
@@ -48,9 +48,9 @@ impl Lane {
             if self.work.jobs.is_empty() {
                 continue;
             }
-            let sent = self.lanes.denials.now();
+            let sent_at = self.lanes.denials.now();
             let answered = match self.call().await {
-                Ok(reply) => self.answer(reply, sent),
+                Ok(reply) => self.answer(reply, sent_at),
                 Err(error) => Err(error),
             };
             if let Err(error) = answered {
@@ -59,7 +59,8 @@ impl Lane {
         }
     }
 
-    /// Moves what waits into an empty batch, up to its bound. `false` if nothing waits: the lane ends.
+    /// Takes what waits, up to the bound of a batch, and drops what need not be sent. `false` if nothing waits: the lane
+    /// must end.
     fn take(&mut self) -> bool {
         let Work { jobs, batch } = &mut self.work;
         batch.clear();
@@ -68,7 +69,7 @@ impl Lane {
             let mut queues = self.lanes.queues();
             let Some(queue) = queues.of(&self.pool) else { return false };
             let Some(waiting) = queue.take(max, jobs) else {
-                // A failure may have emptied the whole queue into it.
+                // `fail` may have moved the whole queue into it.
                 jobs.shrink_to(max);
                 self.counted = false;
                 queues.spare.push(mem::take(&mut self.work));
@@ -118,11 +119,11 @@ impl Lane {
     }
 
     /// Answers the batch by the reply to a call that was sent at this time.
-    fn answer(&mut self, reply: Value, sent: i64) -> Result<(), Error> {
+    fn answer(&mut self, reply: Value, sent_at: i64) -> Result<(), Error> {
         let Work { jobs, batch } = &mut self.work;
         let verdicts = batch.read(reply)?;
         for (job, verdicts) in jobs.drain(..).zip(verdicts) {
-            job.answer(|check| self.lanes.decided(check, verdicts, sent));
+            job.answer(|check| self.lanes.decided(check, verdicts, sent_at));
         }
         Ok(())
     }

@@ -1,8 +1,10 @@
 //! One queue, few lanes: the checks in flight at the same moment share a round trip.
 //!
-//! A check waits in a bounded queue. A lane is a task that takes what is there, sends it as one script call over one
-//! pooled connection, answers every check, and goes on until the queue is empty; then it ends. A check that comes
-//! while fewer lanes run than may starts one, so that an idle store adds no delay.
+//! A check waits in a bounded [`queue`](super::queue). A [`lane`](super::lane) is a task that takes what is there, sends it
+//! as one script call over one connection of the [`pool`](super::pool), answers every check, and goes on until the queue
+//! is empty; then it ends. A check that comes while fewer lanes run than may starts one, so that an idle store adds no
+//! delay. [`runtimes`](super::runtimes) has a queue for each tokio runtime, and [`transport`](super::transport) knows how
+//! Redis is reached.
 
 use std::fmt;
 use std::sync::atomic::AtomicI64;
@@ -72,16 +74,16 @@ impl Lanes {
         self.check(Check::probe()).await.map(drop)
     }
 
-    /// What a check is told that Redis decided, or failed to, on a call that was sent at this time.
+    /// The answer to a check by what Redis said to a call that was sent at this time.
     pub(super) fn decided(
         &self,
         check: Check,
         verdicts: Result<Verdicts, Error>,
-        sent: i64,
+        sent_at: i64,
     ) -> Result<Decision, Error> {
         match verdicts {
             Ok(verdicts) => {
-                self.denials.learn(&check, &verdicts, sent);
+                self.denials.learn(&check, &verdicts, sent_at);
                 Ok(check.answer(verdicts, Source::Redis))
             }
             Err(error) => {

@@ -35,7 +35,7 @@ pub(super) struct Manager {
 pub(super) struct Connection {
     inner: MultiplexedConnection,
     broken: bool,
-    /// When it was used last.
+    /// When the server was last heard.
     used: Instant,
 }
 
@@ -57,8 +57,8 @@ impl Connection {
         alive
     }
 
-    /// Sends one command. If it fails in a way that the next one would too, or is dropped before its reply has come,
-    /// the pool does not keep the connection.
+    /// Sends one command. The pool drops the connection if the next command would likely fail as this one did, or if this
+    /// future is dropped before the reply has come.
     async fn call(&mut self, cmd: &Cmd) -> Result<Value, RedisError> {
         self.broken = true;
         let reply = match self.inner.send_packed_command(cmd).await {
@@ -85,7 +85,8 @@ impl Connection {
     }
 }
 
-/// Whether the connection itself is at fault, or leads to a server that another connection may not lead to.
+/// Whether the next call on this connection would likely fail too, while one on a new connection may not: this one is
+/// broken, or leads to a server that is not the master any more.
 fn is_lasting(error: &RedisError) -> bool {
     !matches!(
         error.kind(),
