@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::time::Duration;
 
-use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy, event};
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
@@ -180,8 +180,8 @@ async fn the_user_may_not_ping() {
 struct Failures(tokio::sync::mpsc::UnboundedSender<Error>);
 
 impl Observer for Failures {
-    fn failed(&self, error: &Error) {
-        let _ = self.0.send(error.clone());
+    fn failed(&self, event: &event::Failed<'_>) {
+        let _ = self.0.send(event.error.clone());
     }
 }
 

@@ -63,7 +63,7 @@ impl Batch {
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.entries.len();
-        if check.mode() == Mode::Take && check.id_key().is_none() {
+        if check.mode() == Mode::Take && check.id().is_none() {
             let open = self.open.entry(*check.key()).or_insert((plan, entry));
             if open.0 != plan {
                 *open = (plan, entry);
@@ -98,7 +98,7 @@ impl Batch {
             policies: check.policies().clone(),
             mode: check.mode(),
             cost: check.cost(),
-            with_id: check.id_key().is_some(),
+            with_id: check.id().is_some(),
         });
         self.plan_of.insert(key, index);
         index
@@ -110,7 +110,7 @@ impl Plan {
         self.policies.is(check.policies())
             && self.mode == check.mode()
             && self.cost == check.cost()
-            && self.with_id == check.id_key().is_some()
+            && self.with_id == check.id().is_some()
     }
 }
 
@@ -120,7 +120,7 @@ impl PlanKey {
             identity: check.policies().identity(),
             mode: check.mode(),
             cost: check.cost(),
-            with_id: check.id_key().is_some(),
+            with_id: check.id().is_some(),
         }
     }
 }

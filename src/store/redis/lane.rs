@@ -16,7 +16,7 @@ use super::pool::Pool;
 use super::runtimes::no_runtime;
 use super::script;
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind};
+use crate::store::{Error, ErrorKind, event};
 
 pub(super) struct Lane {
     lanes: Arc<Lanes>,
@@ -88,7 +88,7 @@ impl Lane {
         if let Some(observer) = &self.lanes.observer
             && !jobs.is_empty()
         {
-            observer.0.sends(jobs.len(), waiting);
+            observer.0.sends(&event::Sends::new(jobs.len(), waiting));
         }
         true
     }

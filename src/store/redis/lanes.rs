@@ -20,7 +20,7 @@ use super::queue::Full;
 use super::runtimes::{Queues, no_runtime};
 use super::transport::Transport;
 use crate::limit::{Check, Decision, Source, Verdicts};
-use crate::store::{Answer, Error, ErrorKind, Observers, lock};
+use crate::store::{Answer, Error, ErrorKind, Observers, event, lock};
 
 pub(super) struct Lanes {
     pub(super) transport: Transport,

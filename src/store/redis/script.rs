@@ -16,7 +16,7 @@ static HASH: LazyLock<String> = LazyLock::new(|| redis::Script::new(SCRIPT).get_
 impl Batch {
     /// Writes the Redis keys of an entry.
     pub(super) fn push_keys(&mut self, prefix: &str, check: &Check) {
-        if let Some(id) = check.id_key() {
+        if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
             for policy in check.policies().iter() {
                 self.keys.extend_from_slice(policy.key_suffix().as_bytes());
