@@ -12,29 +12,27 @@
 
 #[path = "../src/limit/mod.rs"]
 mod limit;
+#[path = "../src/twins.rs"]
+mod twins;
 
 use std::hint::black_box;
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
 use criterion::{BenchmarkGroup, Criterion};
-use limit::{Align, Check, Key, Policies, Policy, Quota, Refill, State, Strategy, Verdicts};
+use limit::{Check, Key, Policies, Policy, Quota, State, Strategy, Verdicts};
 
 const DAY: u64 = 24 * 3_600;
 
-/// Every strategy, and the period of a quota that is never used up. Buckets drain slower than they are charged, so that
-/// a step finds something to reckon with; windows end now and then; a log holds so many charges.
-const STRATEGIES: [(&str, Strategy, Duration); 9] = [
-    ("gcra", Strategy::Gcra, Duration::from_secs(366 * DAY)),
-    ("leaky_bucket", Strategy::LeakyBucket, Duration::from_secs(366 * DAY)),
-    ("token_bucket/greedy", Strategy::TokenBucket(Refill::Greedy), Duration::from_secs(366 * DAY)),
-    ("token_bucket/interval", Strategy::TokenBucket(Refill::Interval), Duration::from_secs(366 * DAY)),
-    ("fixed_window/first_hit", Strategy::FixedWindow(Align::FirstHit), Duration::from_secs(1)),
-    ("fixed_window/clock", Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO }), Duration::from_secs(1)),
-    ("sliding_counter", Strategy::SlidingCounter, Duration::from_secs(1)),
-    ("sliding_window", Strategy::SlidingWindow { cells: 10 }, Duration::from_secs(1)),
-    ("sliding_log", Strategy::SlidingLog, Duration::from_micros(CHARGES * STEP as u64)),
-];
+/// The period of a quota that is never used up. Buckets drain slower than they are charged, so that a step finds
+/// something to reckon with; windows end now and then; a log holds so many charges.
+fn period(strategy: Strategy) -> Duration {
+    match strategy {
+        Strategy::SlidingLog => Duration::from_micros(CHARGES * STEP as u64),
+        bucket if bucket.has_burst() => Duration::from_secs(366 * DAY),
+        _ => Duration::from_secs(1),
+    }
+}
 
 /// How much a caller is charged before it is measured.
 const CHARGES: u64 = 1_000;
@@ -69,10 +67,11 @@ impl Caller {
 }
 
 fn grant(group: &mut BenchmarkGroup<'_, WallTime>) {
-    for (name, strategy, period) in STRATEGIES {
+    for &strategy in Strategy::ALL {
+        let name = &format!("{strategy:?}");
         // No log is longer.
         let limit = if strategy == Strategy::SlidingLog { 100_000 } else { u32::MAX };
-        let mut caller = Caller::new(strategy, limit, period);
+        let mut caller = Caller::new(strategy, limit, period(strategy));
         group.bench_function(name, |bencher| bencher.iter(|| caller.step()));
         let verdicts = caller.step();
         assert_eq!(verdicts.granted, 1, "{name}");
@@ -82,7 +81,8 @@ fn grant(group: &mut BenchmarkGroup<'_, WallTime>) {
 }
 
 fn denial(group: &mut BenchmarkGroup<'_, WallTime>) {
-    for (name, strategy, _) in STRATEGIES {
+    for &strategy in Strategy::ALL {
+        let name = &format!("{strategy:?}");
         // Nothing flows back within the time of the bench.
         let mut caller = Caller::new(strategy, CHARGES as u32, Duration::from_secs(366 * DAY));
         group.bench_function(name, |bencher| bencher.iter(|| caller.step()));

@@ -5,6 +5,7 @@ mod limit;
 mod limiter;
 mod middleware;
 mod store;
+mod twins;
 
 pub use limit::{
     Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Refill, Source, Strategy, Verdict,

@@ -263,8 +263,8 @@ async fn a_flood_of_any_mix_costs_a_call_for_each_question() {
         let mut rng = Rng::with_seed(seed);
         let lists: Vec<Policies> = (0..4)
             .map(|_| {
-                let first = of("first", STRATEGIES[rng.usize(..9)], 10);
-                let second = of("second", STRATEGIES[rng.usize(..9)], 20);
+                let first = of("first", STRATEGIES[rng.usize(..STRATEGIES.len())], 10);
+                let second = of("second", STRATEGIES[rng.usize(..STRATEGIES.len())], 20);
                 match rng.u8(..3) {
                     0 => first.into(),
                     1 => second.into(),

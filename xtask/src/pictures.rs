@@ -12,19 +12,6 @@ use tower_redis_ratelimit::{Align, Check, Key, LocalStore, Policies, Policy, Quo
 
 use crate::Result;
 
-/// File, title and strategy.
-const STRATEGIES: [(&str, &str, Strategy); 9] = [
-    ("fixed_window", "FixedWindow(Align::Clock)", Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO })),
-    ("fixed_window_first_hit", "FixedWindow(Align::FirstHit)", Strategy::FixedWindow(Align::FirstHit)),
-    ("sliding_log", "SlidingLog", Strategy::SlidingLog),
-    ("sliding_window", "SlidingWindow { cells: 10 }", Strategy::SlidingWindow { cells: 10 }),
-    ("sliding_counter", "SlidingCounter", Strategy::SlidingCounter),
-    ("token_bucket", "TokenBucket(Refill::Greedy)", Strategy::TokenBucket(Refill::Greedy)),
-    ("token_bucket_interval", "TokenBucket(Refill::Interval)", Strategy::TokenBucket(Refill::Interval)),
-    ("leaky_bucket", "LeakyBucket", Strategy::LeakyBucket),
-    ("gcra", "Gcra", Strategy::Gcra),
-];
-
 const LIMIT: u32 = 10;
 const PERIOD: i64 = 10_000;
 
@@ -48,10 +35,10 @@ fn arrivals(time: i64) -> usize {
 /// Writes the pictures, or checks that they are what would be written.
 pub(crate) fn pictures(check: bool) -> Result {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    for (file, title, strategy) in STRATEGIES {
-        let file = format!("docs/strategies/{file}.svg");
+    for &strategy in Strategy::ALL {
+        let (file, title) = (format!("docs/strategies/{}.svg", file_name(strategy)), title(strategy));
         let path = root.join(&file);
-        let picture = play(strategy).map(|play| play.draw(title)).map_err(|error| format!("{file}: {error}"))?;
+        let picture = play(strategy).map(|play| play.draw(&title)).map_err(|error| format!("{file}: {error}"))?;
         if !check {
             fs::write(path, picture).map_err(|error| format!("{file}: {error}"))?;
         } else if fs::read_to_string(path).ok().as_deref() != Some(&picture) {
@@ -59,6 +46,35 @@ pub(crate) fn pictures(check: bool) -> Result {
         }
     }
     Ok(())
+}
+
+/// As it is written in Rust.
+fn title(strategy: Strategy) -> String {
+    match strategy {
+        Strategy::FixedWindow(Align::Clock { .. }) => "FixedWindow(Align::Clock)".to_owned(),
+        Strategy::FixedWindow(align) => format!("FixedWindow(Align::{align:?})"),
+        Strategy::TokenBucket(refill) => format!("TokenBucket(Refill::{refill:?})"),
+        other => format!("{other:?}"),
+    }
+}
+
+/// The name of the strategy, and of its parameter where that is not the usual one: `TokenBucket(Interval)` is in
+/// `token_bucket_interval`.
+fn file_name(strategy: Strategy) -> String {
+    let name = match strategy {
+        Strategy::FixedWindow(Align::Clock { .. }) => "FixedWindow".to_owned(),
+        Strategy::TokenBucket(Refill::Greedy) => "TokenBucket".to_owned(),
+        Strategy::SlidingWindow { .. } => "SlidingWindow".to_owned(),
+        other => format!("{other:?}"),
+    };
+    let mut file = String::new();
+    for c in name.chars().filter(char::is_ascii_alphabetic) {
+        if c.is_ascii_uppercase() && !file.is_empty() {
+            file.push('_');
+        }
+        file.push(c.to_ascii_lowercase());
+    }
+    file
 }
 
 /// What a strategy made of the trace.

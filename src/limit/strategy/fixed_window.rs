@@ -102,3 +102,24 @@ fn window_end(params: &Params, start: i64) -> i64 {
         None => end,
     }
 }
+
+/// The definition: see `tests`.
+#[cfg(test)]
+pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
+    use super::{Align, Strategy};
+
+    let period = model.period;
+    match model.strategy {
+        Strategy::FixedWindow(Align::Clock { offset }) => {
+            let window = |time: i128| (time - offset.as_micros() as i128).div_euclid(period);
+            model.granted(|time| window(time) == window(now)) + cost <= model.limit
+        }
+        _ => {
+            let mut start = i128::MIN / 2;
+            for (time, _) in &model.grants {
+                start = if *time >= start + period { *time } else { start };
+            }
+            model.granted(|time| time >= start && now < start + period) + cost <= model.limit
+        }
+    }
+}

@@ -68,3 +68,15 @@ impl Twin for State {
         Self { at: now, backlog, interval: params.interval }
     }
 }
+
+/// The definition: see `tests`.
+#[cfg(test)]
+pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
+    let &super::tests::Model { limit, period, burst, .. } = model;
+    // Times by the limit, so that an interval is whole.
+    let mut tat = 0;
+    for (time, cost) in &model.grants {
+        tat = tat.max(time * limit) + cost * period;
+    }
+    tat.max(now * limit) + cost * period - burst * period <= now * limit
+}

@@ -62,3 +62,15 @@ impl Twin for State {
         Self { filled: now, level, interval: params.interval }
     }
 }
+
+/// The definition: see `tests`.
+#[cfg(test)]
+pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
+    let &super::tests::Model { limit, period, burst, .. } = model;
+    let (mut level, mut at) = (0, 0);
+    for (time, cost) in &model.grants {
+        level = 0.max(level - (time - at) * limit) + cost * period;
+        at = *time;
+    }
+    0.max(level - (now - at) * limit) + cost * period <= burst * period
+}

@@ -15,7 +15,7 @@
 //! | [`LeakyBucket`](Strategy::LeakyBucket) | max(0, level - leaked) + c <= B |
 //! | [`Gcra`](Strategy::Gcra) | max(TAT, now) + c*P/L - B*P/L <= now |
 //!
-//! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `twins!`.
+//! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `src/twins.rs`.
 
 mod charges;
 mod fixed_window;
@@ -34,6 +34,7 @@ use std::time::Duration;
 
 use super::check::{Ask, Look};
 use super::{ConfigError, Quota, Verdict};
+use crate::twins::twins;
 
 /// How a limit is counted. Take [`Gcra`](Self::Gcra) unless you have a reason.
 ///
@@ -230,13 +231,20 @@ impl Params {
 
 impl Strategy {
     /// Whether its quota may have a burst other than its limit: a window's burst is its limit.
-    fn has_burst(self) -> bool {
-        matches!(self, Self::TokenBucket(_) | Self::LeakyBucket | Self::Gcra)
+    pub(crate) fn has_burst(self) -> bool {
+        match self {
+            Self::FixedWindow(_) | Self::SlidingLog | Self::SlidingWindow { .. } | Self::SlidingCounter => false,
+            Self::TokenBucket(_) | Self::LeakyBucket | Self::Gcra => true,
+        }
     }
 
     /// Whether it refills little by little, and not with the end of a window or an interval.
     pub(crate) fn is_steady(self) -> bool {
-        matches!(self, Self::TokenBucket(Refill::Greedy) | Self::LeakyBucket | Self::Gcra)
+        match self {
+            Self::FixedWindow(_) | Self::SlidingLog | Self::SlidingWindow { .. } | Self::SlidingCounter => false,
+            Self::TokenBucket(refill) => refill == Refill::Greedy,
+            Self::LeakyBucket | Self::Gcra => true,
+        }
     }
 }
 
@@ -302,9 +310,9 @@ fn share(number: i64, x: i64, d: i64) -> i64 {
     (x as f64 / d as f64 * number as f64).ceil() as i64
 }
 
-/// Binds the twins: for each, its variant, its module, its letter in Redis keys, and its Lua half.
-macro_rules! twins {
-    ($($variant:ident $pattern:tt => $module:ident, $code:literal, $number:literal, $lua:literal;)*) => {
+/// Binds the twins.
+macro_rules! bind {
+    ($($variant:ident: $module:ident, $letter:literal, $number:literal, [$($kind:expr),* $(,)?];)*) => {
         /// What a strategy remembers of one caller.
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub(crate) enum State {
@@ -312,19 +320,31 @@ macro_rules! twins {
         }
 
         impl Strategy {
+            /// One of each: both alignments of a fixed window, both refills of a token bucket, and a sliding window of
+            /// 10 cells. For tests and comparisons of all of them; there may be more in a later version.
+            ///
+            /// ```
+            /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+            ///
+            /// for &strategy in Strategy::ALL {
+            ///     assert!(Policy::new("api", strategy, Quota::per_second(50)).is_ok());
+            /// }
+            /// ```
+            pub const ALL: &'static [Self] = &[$($($kind,)*)*];
+
             /// The letter that stands for it in Redis keys.
             pub(crate) const fn code(self) -> &'static str {
-                match self { $(twins!(@pattern $variant $pattern) => $code,)* }
+                match self { $(Self::$variant { .. } => $letter,)* }
             }
 
             /// The number that stands for it in a script's arguments.
             pub(crate) const fn number(self) -> u8 {
-                match self { $(twins!(@pattern $variant $pattern) => $number,)* }
+                match self { $(Self::$variant { .. } => $number,)* }
             }
 
             /// What its Lua half is told of a policy.
             pub(crate) fn arguments(self, params: &Params) -> [i64; 4] {
-                match self { $(twins!(@pattern $variant $pattern) => <$module::State as Twin>::arguments(params),)* }
+                match self { $(Self::$variant { .. } => <$module::State as Twin>::arguments(params),)* }
             }
         }
 
@@ -335,7 +355,7 @@ macro_rules! twins {
             include_str!("../../../lua/prelude.lua"),
             $(
                 "\nif strategies[", $number, "] then\nstrategies[", $number, "] = (function()\n",
-                include_str!(concat!("../../../lua/", $lua)),
+                include_str!(concat!("../../../lua/", stringify!($module), ".lua")),
                 "end)()\nend\n",
             )*
             "\n",
@@ -345,13 +365,13 @@ macro_rules! twins {
         impl State {
             /// The state of a caller that has not been seen.
             pub(crate) fn fresh(strategy: Strategy) -> Self {
-                match strategy { $(twins!(@pattern $variant $pattern) => Self::$variant(Default::default()),)* }
+                match strategy { $(Strategy::$variant { .. } => Self::$variant(Default::default()),)* }
             }
 
             /// The state to go on from, of a caller that another store counted.
             pub(crate) fn resume(strategy: Strategy, params: &Params, now: i64, followed: Followed) -> Self {
                 match strategy {
-                    $(twins!(@pattern $variant $pattern) => Self::$variant(Twin::resume(params, now, followed)),)*
+                    $(Strategy::$variant { .. } => Self::$variant(Twin::resume(params, now, followed)),)*
                 }
             }
 
@@ -364,17 +384,6 @@ macro_rules! twins {
             }
         }
     };
-    (@pattern $variant:ident ()) => { Strategy::$variant };
-    (@pattern $variant:ident (_)) => { Strategy::$variant(_) };
-    (@pattern $variant:ident {..}) => { Strategy::$variant { .. } };
 }
 
-twins! {
-    FixedWindow(_) => fixed_window, "f", 1, "fixed_window.lua";
-    SlidingLog() => sliding_log, "l", 2, "sliding_log.lua";
-    SlidingWindow{..} => sliding_window, "w", 3, "sliding_window.lua";
-    SlidingCounter() => sliding_counter, "c", 4, "sliding_counter.lua";
-    TokenBucket(_) => token_bucket, "t", 5, "token_bucket.lua";
-    LeakyBucket() => leaky_bucket, "b", 6, "leaky_bucket.lua";
-    Gcra() => gcra, "g", 7, "gcra.lua";
-}
+twins!(bind);

@@ -121,3 +121,14 @@ fn mul_div(n: i64, x: i64, d: i64) -> (i64, i64) {
     let (product, d) = (i128::from(n) * i128::from(x), i128::from(d));
     ((product / d) as i64, (product % d) as i64)
 }
+
+/// The definition: see `tests`.
+#[cfg(test)]
+pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
+    let (limit, period) = (model.limit, model.period);
+    let window = |time: i128| time.div_euclid(period);
+    let current = model.granted(|time| window(time) == window(now));
+    let previous = model.granted(|time| window(time) == window(now) - 1);
+    let elapsed = now.rem_euclid(period);
+    previous * (period - elapsed) + (current + cost) * period <= limit * period
+}

@@ -87,3 +87,9 @@ impl Twin for State {
         Self { charges: Charges::one((until - params.period).min(now), used) }
     }
 }
+
+/// The definition: see `tests`.
+#[cfg(test)]
+pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
+    model.granted(|time| time > now - model.period) + cost <= model.limit
+}

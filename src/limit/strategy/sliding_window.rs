@@ -125,3 +125,15 @@ impl State {
 fn cell_end(params: &Params, time: i64) -> i64 {
     time - time.rem_euclid(params.width) + params.width
 }
+
+/// The definition: see `tests`.
+#[cfg(test)]
+pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
+    let super::Strategy::SlidingWindow { cells } = model.strategy else { unreachable!() };
+    let (limit, period) = (model.limit, model.period);
+    let width = (period + i128::from(cells) - 1) / i128::from(cells);
+    let cell_end = |time: i128| (time.div_euclid(width) + 1) * width;
+    let allowed = model.granted(|time| cell_end(time) > now - period) + cost <= limit;
+    assert!(!allowed || model.granted(|time| time > now - period) + cost <= limit, "more than the log");
+    allowed
+}

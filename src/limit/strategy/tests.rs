@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::{Align, Followed, Params, Refill, State, Strategy};
+use super::{Align, Followed, Params, State, Strategy};
 use crate::limit::check::{Ask, Look};
 use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
+use crate::twins::twins;
 
 /// A state at a moment.
 fn look(state: &State, params: &Params, now: i64) -> Look {
@@ -15,13 +16,13 @@ fn look(state: &State, params: &Params, now: i64) -> Look {
 
 /// All that was granted, and what the definition says of one more.
 #[derive(Clone)]
-struct Model {
-    strategy: Strategy,
-    limit: i128,
-    period: i128,
-    burst: i128,
+pub(super) struct Model {
+    pub(super) strategy: Strategy,
+    pub(super) limit: i128,
+    pub(super) period: i128,
+    pub(super) burst: i128,
     /// Times and costs.
-    grants: Vec<(i128, i128)>,
+    pub(super) grants: Vec<(i128, i128)>,
 }
 
 impl Model {
@@ -36,97 +37,34 @@ impl Model {
     }
 
     /// The sum of what was granted at times that `counts`.
-    fn granted(&self, counts: impl Fn(i128) -> bool) -> i128 {
+    pub(super) fn granted(&self, counts: impl Fn(i128) -> bool) -> i128 {
         self.grants.iter().filter(|(time, _)| counts(*time)).map(|(_, cost)| cost).sum()
-    }
-
-    fn allows(&self, cost: i128, now: i128) -> bool {
-        let Self { limit, period, burst, .. } = *self;
-        match self.strategy {
-            Strategy::FixedWindow(Align::Clock { offset }) => {
-                let window = |time: i128| (time - offset.as_micros() as i128).div_euclid(period);
-                self.granted(|time| window(time) == window(now)) + cost <= limit
-            }
-            Strategy::FixedWindow(Align::FirstHit) => {
-                let mut start = i128::MIN / 2;
-                for (time, _) in &self.grants {
-                    start = if *time >= start + period { *time } else { start };
-                }
-                self.granted(|time| time >= start && now < start + period) + cost <= limit
-            }
-            Strategy::SlidingLog => self.granted(|time| time > now - period) + cost <= limit,
-            Strategy::SlidingWindow { cells } => {
-                let width = (period + i128::from(cells) - 1) / i128::from(cells);
-                let cell_end = |time: i128| (time.div_euclid(width) + 1) * width;
-                let allowed = self.granted(|time| cell_end(time) > now - period) + cost <= limit;
-                assert!(!allowed || self.granted(|time| time > now - period) + cost <= limit, "more than the log");
-                allowed
-            }
-            Strategy::SlidingCounter => {
-                let window = |time: i128| time.div_euclid(period);
-                let current = self.granted(|time| window(time) == window(now));
-                let previous = self.granted(|time| window(time) == window(now) - 1);
-                let elapsed = now.rem_euclid(period);
-                previous * (period - elapsed) + (current + cost) * period <= limit * period
-            }
-            Strategy::TokenBucket(Refill::Interval) => {
-                let (mut tokens, mut refilled) = (burst, 0);
-                let mut refill = |tokens: &mut i128, now: i128| {
-                    while *tokens < burst && refilled + period <= now {
-                        *tokens = burst.min(*tokens + limit);
-                        refilled += period;
-                    }
-                    if *tokens == burst {
-                        refilled = now;
-                    }
-                };
-                for (time, cost) in &self.grants {
-                    refill(&mut tokens, *time);
-                    tokens -= cost;
-                }
-                refill(&mut tokens, now);
-                tokens >= cost
-            }
-            Strategy::TokenBucket(Refill::Greedy) => {
-                // Tokens by the period, so that a refill is whole.
-                let (mut tokens, mut at) = (burst * period, 0);
-                for (time, cost) in &self.grants {
-                    tokens = (burst * period).min(tokens + (time - at) * limit) - cost * period;
-                    at = *time;
-                }
-                (burst * period).min(tokens + (now - at) * limit) >= cost * period
-            }
-            Strategy::LeakyBucket => {
-                let (mut level, mut at) = (0, 0);
-                for (time, cost) in &self.grants {
-                    level = 0.max(level - (time - at) * limit) + cost * period;
-                    at = *time;
-                }
-                0.max(level - (now - at) * limit) + cost * period <= burst * period
-            }
-            Strategy::Gcra => {
-                // Times by the limit, so that an interval is whole.
-                let mut tat = 0;
-                for (time, cost) in &self.grants {
-                    tat = tat.max(time * limit) + cost * period;
-                }
-                tat.max(now * limit) + cost * period - burst * period <= now * limit
-            }
-        }
     }
 }
 
-pub(super) const STRATEGIES: [fn(&mut Rng) -> Strategy; 9] = [
-    |rng| Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..100_000_000)) }),
-    |_| Strategy::FixedWindow(Align::FirstHit),
-    |_| Strategy::SlidingLog,
-    |rng| Strategy::SlidingWindow { cells: rng.u16(1..=20) },
-    |_| Strategy::SlidingCounter,
-    |_| Strategy::TokenBucket(Refill::Greedy),
-    |_| Strategy::TokenBucket(Refill::Interval),
-    |_| Strategy::LeakyBucket,
-    |_| Strategy::Gcra,
-];
+/// Whether a strategy would grant a cost now, by its definition.
+macro_rules! define {
+    ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {
+        impl Model {
+            fn allows(&self, cost: i128, now: i128) -> bool {
+                match self.strategy { $(Strategy::$variant { .. } => super::$module::allows(self, cost, now),)* }
+            }
+        }
+    };
+}
+
+twins!(define);
+
+/// The same strategy, with other parameters.
+pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
+    match strategy {
+        Strategy::FixedWindow(Align::Clock { .. }) => {
+            Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..100_000_000)) })
+        }
+        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells: rng.u16(1..=20) },
+        same => same,
+    }
+}
 
 /// Quotas whose intervals are whole in ticks, which most are.
 fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
@@ -149,11 +87,11 @@ fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
 /// Grants, what remains, how long to wait and when all is fresh: each is what the definition says, to the microsecond.
 #[test]
 fn every_strategy_is_its_definition() {
-    for (seed, strategy) in STRATEGIES.iter().enumerate() {
+    for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
         let mut denied = 0;
         for _ in 0..150 {
-            let strategy = strategy(&mut rng);
+            let strategy = vary(&mut rng, strategy);
             let quota = quota(&mut rng, strategy);
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
             let params = policies[0].params();
@@ -245,8 +183,8 @@ fn every_rate_is_right() {
 #[test]
 fn a_clock_that_goes_back_locks_nobody_out() {
     let mut rng = Rng::with_seed(0);
-    for strategy in STRATEGIES {
-        let policies: Policies = Policy::new("p", strategy(&mut rng), Quota::per_second(10)).unwrap().into();
+    for &strategy in Strategy::ALL {
+        let policies: Policies = Policy::new("p", vary(&mut rng, strategy), Quota::per_second(10)).unwrap().into();
         let (policy, mut now) = (&policies[0], 1_790_000_000_000_000);
         let mut state = [State::fresh(policy.strategy())];
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
@@ -364,8 +302,8 @@ fn a_changed_quota_is_no_fresh_start() {
         Quota::per_second(1000),
         Quota::per_day(7),
     ];
-    for strategy in STRATEGIES {
-        let strategy = strategy(&mut rng);
+    for &strategy in Strategy::ALL {
+        let strategy = vary(&mut rng, strategy);
         for (old, new) in quotas.iter().flat_map(|old| quotas.map(|new| (*old, new))) {
             let policies = |quota| Policies::from(Policy::new("p", strategy, quota).unwrap());
             let now = 1_790_000_000_000_000;
@@ -393,9 +331,9 @@ fn a_changed_quota_is_no_fresh_start() {
 #[test]
 fn what_is_followed_is_no_fresh_start() {
     let mut rng = Rng::with_seed(0);
-    for strategy in STRATEGIES {
+    for &strategy in Strategy::ALL {
         for _ in 0..300 {
-            let strategy = strategy(&mut rng);
+            let strategy = vary(&mut rng, strategy);
             let quota = quota(&mut rng, strategy);
             let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
             let params = policies[0].params();
@@ -427,8 +365,8 @@ fn what_is_followed_is_no_fresh_start() {
 #[test]
 fn what_a_lowered_quota_does_not_hold_can_be_given_back() {
     let mut rng = Rng::with_seed(0);
-    for strategy in STRATEGIES {
-        let strategy = strategy(&mut rng);
+    for &strategy in Strategy::ALL {
+        let strategy = vary(&mut rng, strategy);
         let policies = |limit| Policies::from(Policy::new("p", strategy, Quota::per_day(limit)).unwrap());
         let (high, low) = (policies(1000), policies(10));
         let now = 1_790_000_000_000_000;

@@ -89,3 +89,36 @@ fn refill(params: &Params, now: i64, ticks: i64, refilled: i64) -> i64 {
         false => div_ceil(ticks, params.ticks),
     }
 }
+
+/// The definition: see `tests`.
+#[cfg(test)]
+pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
+    use super::{Refill, Strategy};
+
+    let &super::tests::Model { limit, period, burst, .. } = model;
+    if model.strategy == Strategy::TokenBucket(Refill::Greedy) {
+        // Tokens by the period, so that a refill is whole.
+        let (mut tokens, mut at) = (burst * period, 0);
+        for (time, cost) in &model.grants {
+            tokens = (burst * period).min(tokens + (time - at) * limit) - cost * period;
+            at = *time;
+        }
+        return (burst * period).min(tokens + (now - at) * limit) >= cost * period;
+    }
+    let (mut tokens, mut refilled) = (burst, 0);
+    let mut refill = |tokens: &mut i128, now: i128| {
+        while *tokens < burst && refilled + period <= now {
+            *tokens = burst.min(*tokens + limit);
+            refilled += period;
+        }
+        if *tokens == burst {
+            refilled = now;
+        }
+    };
+    for (time, cost) in &model.grants {
+        refill(&mut tokens, *time);
+        tokens -= cost;
+    }
+    refill(&mut tokens, now);
+    tokens >= cost
+}

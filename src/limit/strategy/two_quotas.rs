@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::tests::STRATEGIES;
+use super::tests::vary;
 use super::{Align, Refill, State, Strategy};
 use crate::limit::{Check, Key, Policies, Policy, Quota};
 
@@ -52,7 +52,7 @@ fn neighbours_grant_together_what_one_of_them_does() {
     let mut rng = Rng::with_seed(0);
     let quotas = |one: &str, other: &str| [one, other].map(|text| text.parse::<Quota>().unwrap());
     let mut unfair = vec![];
-    let mut pairs = STRATEGIES.map(|strategy| [strategy(&mut rng); 2]).to_vec();
+    let mut pairs = Strategy::ALL.iter().map(|&strategy| [vary(&mut rng, strategy); 2]).collect::<Vec<_>>();
     pairs.push([Strategy::FixedWindow(Align::default()), Strategy::FixedWindow(Align::FirstHit)]);
     pairs.push([Strategy::TokenBucket(Refill::Greedy), Strategy::TokenBucket(Refill::Interval)]);
     for pair in pairs {
@@ -72,7 +72,10 @@ fn neighbours_grant_together_what_one_of_them_does() {
 /// A strategy that has its state in common with this one.
 fn kin(rng: &mut Rng, strategy: Strategy) -> Strategy {
     match strategy {
-        Strategy::FixedWindow(_) => STRATEGIES[rng.usize(0..=1)](rng),
+        Strategy::FixedWindow(_) => {
+            let align = [Align::default(), Align::FirstHit][rng.usize(..2)];
+            vary(rng, Strategy::FixedWindow(align))
+        }
         Strategy::TokenBucket(_) => Strategy::TokenBucket([Refill::Greedy, Refill::Interval][rng.usize(..2)]),
         Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=cells.div_ceil(10)) },
         same => same,
@@ -108,11 +111,11 @@ enum Manner {
 #[test]
 fn near_quotas_grant_together_what_one_of_them_does() {
     let mut unfair = vec![];
-    for (seed, strategy) in STRATEGIES.iter().enumerate() {
+    for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
         let (mut least, mut most) = (f64::MAX, 0.0f64);
         for _ in 0..100 {
-            let first = strategy(&mut rng);
+            let first = vary(&mut rng, strategy);
             let limit = rng.u32(10..=40);
             let period = [1_000, 1_000_000, 60_000_000, rng.u64(1_000..1_000_000_000)][rng.usize(..4)];
             let mut quota = Quota::per(limit, Duration::from_micros(period));
@@ -156,7 +159,7 @@ fn near_quotas_grant_together_what_one_of_them_does() {
                 unfair.push(format!("{all:?} {manner:?}, demand {demand} of costs up to {cost}: {seen:?}"));
             }
         }
-        println!("{:?}: from {least:.3} of the tighter to {most:.3} of the looser", strategy(&mut rng));
+        println!("{strategy:?}: from {least:.3} of the tighter to {most:.3} of the looser");
     }
     assert!(unfair.is_empty(), "alone the least, the most, and together: {unfair:#?}");
 }
@@ -165,11 +168,11 @@ fn near_quotas_grant_together_what_one_of_them_does() {
 #[test]
 fn what_charges_nothing_writes_nothing() {
     let mut wrong = vec![];
-    for (seed, strategy) in STRATEGIES.iter().enumerate() {
+    for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
         let (mut denied, mut written, mut inexact) = (0, 0, 0);
         for _ in 0..200 {
-            let first = strategy(&mut rng);
+            let first = vary(&mut rng, strategy);
             let all: Vec<Policies> = (0..4)
                 .map(|_| {
                     let quota = Quota::per(rng.u32(1..=1_000), Duration::from_micros(rng.u64(1..100_000_000)));
@@ -198,7 +201,7 @@ fn what_charges_nothing_writes_nothing() {
         }
         assert!(denied > 1_000, "seed {seed}: only {denied} denials");
         if written + inexact > 0 {
-            wrong.push(format!("{:?}: {written} wrote, {inexact} waits are wrong, of {denied}", strategy(&mut rng)));
+            wrong.push(format!("{strategy:?}: {written} wrote, {inexact} waits are wrong, of {denied}"));
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");

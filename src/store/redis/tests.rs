@@ -12,67 +12,47 @@ use super::RedisStore;
 use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Refill, Source, State, Strategy};
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
+use crate::twins::twins;
 
 /// Steps per strategy. Every trace is of 64 callers, all of whom check at every moment.
 const STEPS: usize = 100_000;
 const CALLERS: usize = 64;
 
-#[tokio::test]
-async fn gcra() {
-    agree(1, |_| Strategy::Gcra).await;
+/// A test of each pair of twins.
+macro_rules! agree {
+    ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {$(
+        #[tokio::test]
+        async fn $module() {
+            let is_of_module = |strategy: &Strategy| matches!(strategy, Strategy::$variant { .. });
+            for strategy in Strategy::ALL.iter().copied().filter(is_of_module) {
+                agree($number, strategy).await;
+            }
+        }
+    )*};
 }
 
-#[tokio::test]
-async fn leaky_bucket() {
-    agree(2, |_| Strategy::LeakyBucket).await;
+twins!(agree);
+
+/// The strategy with other parameters.
+fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
+    match strategy {
+        Strategy::FixedWindow(Align::Clock { .. }) => {
+            Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) })
+        }
+        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells: rng.u16(1..=20) },
+        same => same,
+    }
 }
 
-#[tokio::test]
-async fn token_bucket() {
-    agree(3, |_| Strategy::TokenBucket(Refill::Greedy)).await;
+/// Any of them.
+fn any(rng: &mut Rng) -> Strategy {
+    Strategy::ALL[rng.usize(..Strategy::ALL.len())]
 }
 
-#[tokio::test]
-async fn token_bucket_by_the_interval() {
-    agree(4, |_| Strategy::TokenBucket(Refill::Interval)).await;
+/// Each of them in turn.
+fn nth(i: usize) -> Strategy {
+    Strategy::ALL[i % Strategy::ALL.len()]
 }
-
-#[tokio::test]
-async fn fixed_window_of_the_clock() {
-    agree(5, |rng| Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) }))
-        .await;
-}
-
-#[tokio::test]
-async fn fixed_window_from_the_first_hit() {
-    agree(6, |_| Strategy::FixedWindow(Align::FirstHit)).await;
-}
-
-#[tokio::test]
-async fn sliding_counter() {
-    agree(7, |_| Strategy::SlidingCounter).await;
-}
-
-#[tokio::test]
-async fn sliding_window() {
-    agree(8, |rng| Strategy::SlidingWindow { cells: rng.u16(1..=20) }).await;
-}
-
-#[tokio::test]
-async fn sliding_log() {
-    agree(9, |_| Strategy::SlidingLog).await;
-}
-
-/// Any strategy but those with the same letter: a caller has one state of each.
-const DIFFERENT: [Strategy; 7] = [
-    Strategy::Gcra,
-    Strategy::LeakyBucket,
-    Strategy::TokenBucket(Refill::Greedy),
-    Strategy::FixedWindow(Align::FirstHit),
-    Strategy::SlidingCounter,
-    Strategy::SlidingWindow { cells: 10 },
-    Strategy::SlidingLog,
-];
 
 #[tokio::test]
 async fn several_policies() {
@@ -81,8 +61,8 @@ async fn several_policies() {
     let policies: Vec<Policies> = (0..CALLERS)
         .map(|_| {
             let count = trace.rng.usize(1..=3);
-            let policies: Vec<_> =
-                (0..count).map(|i| policy(&i.to_string(), DIFFERENT[trace.rng.usize(..7)], &mut trace.rng)).collect();
+            let any = |i: usize| policy(&i.to_string(), any(&mut trace.rng), &mut trace.rng);
+            let policies: Vec<_> = (0..count).map(any).collect();
             Policies::new(policies).unwrap()
         })
         .collect();
@@ -95,8 +75,7 @@ async fn changing_quotas() {
     let server = RedisServer::start();
     let mut trace = Trace::new(11, &server);
     for _ in 0..150 {
-        let policies: Vec<Policies> =
-            (0..CALLERS).map(|i| policy("changing", DIFFERENT[i % 7], &mut trace.rng).into()).collect();
+        let policies: Vec<Policies> = (0..CALLERS).map(|i| policy("changing", nth(i), &mut trace.rng).into()).collect();
         trace.run(&policies, CALLERS * 10).await;
     }
 }
@@ -112,8 +91,7 @@ async fn ids() {
     let (mut differ, mut repeated) = (vec![], 0);
     for i in 0..3_000 {
         let key = Key::new(format!("caller-{i}"));
-        let mut strategy = || DIFFERENT[trace.rng.usize(..DIFFERENT.len())];
-        let (one, two) = (of("one", strategy(), "5/1s"), of("two", strategy(), "9/1500ms"));
+        let (one, two) = (of("one", any(&mut trace.rng), "5/1s"), of("two", any(&mut trace.rng), "9/1500ms"));
         let lists: [Policies; 3] = [one.clone().into(), two.clone().into(), Policies::new([one, two]).unwrap()];
         // The same id under another list is another.
         let asked = if trace.rng.bool() { &lists[..1] } else { &lists[..] };
@@ -152,7 +130,7 @@ async fn near_quotas() {
     let server = RedisServer::start();
     let mut trace = Trace::new(12, &server);
     for _ in 0..10 {
-        let all: Vec<[Policies; 3]> = (0..CALLERS).map(|i| near_policies(DIFFERENT[i % 7], &mut trace.rng)).collect();
+        let all: Vec<[Policies; 3]> = (0..CALLERS).map(|i| near_policies(nth(i), &mut trace.rng)).collect();
         for i in 0..100 {
             let policies: Vec<Policies> = all.iter().map(|near| near[i % 3].clone()).collect();
             trace.run(&policies, 1).await;
@@ -165,9 +143,8 @@ fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
     let first = policy("near", strategy, rng).quota();
     [0, 1, 2].map(|_| {
         let strategy = match strategy {
-            Strategy::FixedWindow(_) if rng.bool() => {
-                Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) })
-            }
+            Strategy::FixedWindow(_) if rng.bool() => Strategy::FixedWindow(Align::FirstHit),
+            Strategy::FixedWindow(_) => vary(rng, strategy),
             Strategy::TokenBucket(_) if rng.bool() => Strategy::TokenBucket(Refill::Interval),
             Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=1) },
             same => same,
@@ -188,7 +165,7 @@ async fn what_charges_nothing_writes_nothing() {
     let mut trace = Trace::new(13, &server);
     let (mut compared, mut wrote) = (0, vec![]);
     for i in 0..700 {
-        let near = near_policies(DIFFERENT[i % 7], &mut trace.rng);
+        let near = near_policies(nth(i), &mut trace.rng);
         let [one, other, _] = &near;
         let key = format!("caller-{i}");
         let take = |policies: &Policies, cost| Check::take(Key::new(&key), policies, cost);
@@ -215,12 +192,12 @@ async fn what_charges_nothing_writes_nothing() {
     assert!(wrote.is_empty(), "{wrote:#?}");
 }
 
-async fn agree(seed: u64, strategy: impl Fn(&mut Rng) -> Strategy) {
+async fn agree(seed: u64, strategy: Strategy) {
     let server = RedisServer::start();
     let mut trace = Trace::new(seed, &server);
     let policies: Vec<Policies> = (0..CALLERS)
         .map(|_| {
-            let strategy = strategy(&mut trace.rng);
+            let strategy = vary(&mut trace.rng, strategy);
             policy("p", strategy, &mut trace.rng).into()
         })
         .collect();

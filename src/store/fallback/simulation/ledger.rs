@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 use super::plan::{Caller, Habit, Plan, Sharing};
-use crate::limit::{Align, Decision, Mode, Refill, Strategy};
+use crate::limit::{Decision, Mode, Strategy};
 
 /// What must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -602,15 +602,9 @@ impl Parts {
 /// What may flow back within so many milliseconds, in every store on its own.
 fn flows(strategy: Strategy, period: i64, capacity: i64, now: u64) -> i64 {
     let elapsed = now as i64 * 1000;
-    match strategy {
-        Strategy::TokenBucket(Refill::Greedy) | Strategy::LeakyBucket | Strategy::Gcra => {
-            capacity + capacity * elapsed / period + 1
-        }
-        Strategy::FixedWindow(Align::Clock { .. } | Align::FirstHit)
-        | Strategy::SlidingLog
-        | Strategy::SlidingWindow { .. }
-        | Strategy::SlidingCounter
-        | Strategy::TokenBucket(Refill::Interval) => capacity * (elapsed / period + 2),
+    match strategy.is_steady() {
+        true => capacity + capacity * elapsed / period + 1,
+        false => capacity * (elapsed / period + 2),
     }
 }
 

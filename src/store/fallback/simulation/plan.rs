@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use crate::limit::{Align, Key, Policies, Policy, Quota, Refill, Strategy};
+use crate::limit::{Key, Policies, Policy, Quota, Strategy};
 
 /// All times are in milliseconds since the start.
 #[derive(Debug)]
@@ -125,18 +125,6 @@ const HABITS: [Habit; 7] = [
     Habit::Resetting,
 ];
 
-const STRATEGIES: [Strategy; 9] = [
-    Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO }),
-    Strategy::FixedWindow(Align::FirstHit),
-    Strategy::SlidingLog,
-    Strategy::SlidingWindow { cells: 10 },
-    Strategy::SlidingCounter,
-    Strategy::TokenBucket(Refill::Greedy),
-    Strategy::TokenBucket(Refill::Interval),
-    Strategy::LeakyBucket,
-    Strategy::Gcra,
-];
-
 /// So long that nothing flows back in a run, even of a thousand units.
 const LONG: Duration = Duration::from_secs(90 * 86_400);
 
@@ -197,7 +185,7 @@ impl Caller {
         let lasting = !takes_only || rng.u8(..3) > 0;
         let period = if lasting { LONG } else { Duration::from_millis(*pick(rng, &[300, 1000, 4000])) };
         let mut policy = |name: &str| {
-            let strategy = *pick(rng, &STRATEGIES);
+            let strategy = *pick(rng, Strategy::ALL);
             let limit = *pick(rng, &[4, 10, 40, 100, 500]);
             Policy::new(name, strategy, Quota::per(limit, period)).unwrap()
         };

@@ -1,7 +1,7 @@
 //! What is answered, when, and what an answer teaches the fallback.
 
 use super::*;
-use crate::limit::{Align, Outcome};
+use crate::limit::Outcome;
 use crate::store::instant;
 
 /// As much as ann is granted of this many checks, one after the other.
@@ -91,18 +91,7 @@ async fn an_answer_does_not_wipe_what_is_yet_to_be_settled() {
 /// A cost that the whole has room for is worth another try, whoever decides then.
 #[tokio::test(start_paused = true)]
 async fn what_fits_the_whole_but_not_a_part_is_denied_for_as_long_as_by_the_whole() {
-    let all = [
-        Strategy::Gcra,
-        Strategy::LeakyBucket,
-        Strategy::TokenBucket(crate::limit::Refill::Greedy),
-        Strategy::TokenBucket(crate::limit::Refill::Interval),
-        Strategy::FixedWindow(Align::FirstHit),
-        Strategy::FixedWindow(Align::default()),
-        Strategy::SlidingCounter,
-        Strategy::SlidingWindow { cells: 10 },
-        Strategy::SlidingLog,
-    ];
-    for strategy in all {
+    for &strategy in Strategy::ALL {
         let (store, primary, _) = pair(4);
         let policies = policies(strategy, "100/100s");
         let take = |cost| store.check(Check::take(ann(), &policies, cost));
