@@ -4,7 +4,7 @@
 -- ARGV   strings of packed numbers:
 --          call            how many policies, how many plans, and the time: 0 for Redis's own, otherwise microseconds since
 --                          the Unix epoch, for tests
---          policies        each: strategy, and four numbers for its `policy` function
+--          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), then its policies by their place above
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many

@@ -5,7 +5,11 @@
 -- below 1 times that number, may be off by a little, and is off alike in both halves.
 --
 -- A strategy is a table of functions, with the names and the order of its Rust half:
---   policy(four numbers)                      a policy, as the other functions take it
+--   policy(capacity, ...)                     a policy, as the other functions take it. What refills is told the capacity, in
+--                                             units of cost; how many ticks make a unit; how many ticks come at a time; and
+--                                             after how many microseconds they come: 0, in every one. A window is told the
+--                                             capacity; its period; when windows of the clock begin, -1 if a first charge
+--                                             begins one; and the width of a cell; these three in microseconds
 --   load(policy, key, now, value)             a state as it is now: up to three values, then whether it must be saved even
 --                                             if nothing is charged, because it is of a time to come. `value` is the
 --                                             string under the key, or nothing

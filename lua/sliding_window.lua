@@ -11,7 +11,7 @@ local FRESH = string.rep('\0', LENGTH)
 -- Sums start again at this, which no two that are kept are apart.
 local WRAP = 2 ^ 40
 
-local function policy(capacity, period, width)
+local function policy(capacity, period, _, width)
   return { capacity = capacity, period = period, width = width }
 end
 

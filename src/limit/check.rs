@@ -1,6 +1,7 @@
-use super::decision::{Source, Verdict, Verdicts};
-use super::strategy::{Loaded, Params, State, Twin};
-use super::{Decision, Key, Policies, Policy};
+use smallvec::SmallVec;
+
+use super::strategy::{Ask, State};
+use super::{Decision, Key, Mode, Policies, Policy, Source, Verdicts};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
 ///
@@ -22,24 +23,6 @@ pub struct Check {
     cost: u32,
     /// Boxed, since few checks have one.
     id: Option<Box<Key>>,
-}
-
-/// What a check does with its cost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Mode {
-    /// All of it or nothing.
-    Take,
-    /// As much of it as there is room for, down to one.
-    UpTo,
-    /// Says whether a take would pass, and charges nothing.
-    Peek,
-    /// Charges without asking, up to a debt of one capacity.
-    Charge,
-    /// Gives back what was charged, down to nothing charged.
-    GiveBack,
-    /// Forgets the caller: everything it was charged is gone.
-    Reset,
 }
 
 impl Check {
@@ -137,19 +120,19 @@ impl Check {
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
-            let (first, granted) = state.decide(policy.params(), &ask, i64::MAX);
-            return Verdicts { granted, first, others: Box::default() };
+            let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
+            return Verdicts { granted, each: SmallVec::from_buf([verdict]) };
         }
         let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), &ask));
         let max = looks.map(|look| look.grants).min().unwrap_or(0);
         let mut granted = 0;
-        let mut verdicts = states.iter_mut().zip(self.policies.iter()).map(|(state, policy)| {
+        let verdicts = states.iter_mut().zip(self.policies.iter()).map(|(state, policy)| {
             let (verdict, grants) = state.decide(policy.params(), &ask, max);
             granted = granted.max(grants);
             verdict
         });
-        let (first, others) = (verdicts.next().unwrap_or(Verdict::NONE), verdicts.collect());
-        Verdicts { granted, first, others }
+        let each = verdicts.collect();
+        Verdicts { granted, each }
     }
 
     /// The decision that answers this check.
@@ -158,108 +141,9 @@ impl Check {
     }
 }
 
-/// What each policy is asked.
-pub(crate) struct Ask {
-    pub(super) mode: Mode,
-    pub(super) cost: i64,
-    pub(super) now: i64,
-}
-
-/// What a policy sees when it is asked.
-pub(crate) struct Look {
-    /// The state as it is now.
-    pub(super) loaded: Loaded,
-    /// Whether it must be saved even if nothing is charged.
-    dirty: bool,
-    /// The largest cost that would pass.
-    pub(super) room: i64,
-    /// The room that lets the check pass.
-    needs: i64,
-    /// What the policy would grant, if all others let the check pass.
-    grants: i64,
-}
-
-impl Ask {
-    pub(super) fn look<T: Twin>(&self, state: &T, params: &Params) -> Look {
-        let &Self { mode, cost, now } = self;
-        let (loaded, dirty) = state.load(params, now);
-        let room = T::room(params, now, loaded);
-        let needs = mode.needs(cost, params.capacity);
-        let grants = if room >= needs { mode.grants(cost, room, params.capacity) } else { 0 };
-        Look { loaded, dirty, room, needs, grants }
-    }
-
-    /// Charges a state with what its policy grants, and tells how much that is. It is no more than `max`, what every
-    /// other policy grants too, unless each gives back or forgets what it has.
-    pub(super) fn decide<T: Twin>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
-        let &Self { mode, now, .. } = self;
-        let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, params);
-        let wait = if room >= needs {
-            0
-        } else if needs > params.capacity {
-            Verdict::NEVER
-        } else {
-            state.wait(params, now, needs, loaded)
-        };
-        let (granted, charged) = match mode {
-            Mode::Reset => {
-                *state = T::default();
-                return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
-            }
-            // Each what it has.
-            Mode::GiveBack => (grants, -grants),
-            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(max), grants.min(max)),
-        };
-        if granted > 0 {
-            loaded = state.charge(params, now, charged, loaded);
-            room = T::room(params, now, loaded);
-        }
-        let reset = T::reset_after(params, now, loaded);
-        if granted > 0 || dirty && mode != Mode::Peek {
-            state.save(params, now, charged, loaded);
-        }
-        (Verdict { remaining: room.max(0), wait, reset }, granted)
-    }
-}
-
 impl Mode {
     /// Counts on the state of one policy, and tells how much.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         state.decide(policy.params(), &Ask { mode: self, cost, now }, i64::MAX).1
-    }
-
-    /// The room that a policy must have to let the check pass.
-    fn needs(self, cost: i64, capacity: i64) -> i64 {
-        match self {
-            Self::Take | Self::Peek => cost,
-            Self::UpTo => cost.min(1),
-            Self::Charge => cost.min(1) - capacity,
-            // However deep in debt: a quota may have been lowered.
-            Self::GiveBack | Self::Reset => i64::MIN,
-        }
-    }
-
-    /// What a policy would grant, if all let the check pass; what it has to give back, or to forget.
-    fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
-        match self {
-            Self::Take => cost,
-            Self::UpTo => cost.min(room).max(0),
-            Self::Peek => 0,
-            Self::Charge => cost.min(room + capacity).max(0),
-            Self::GiveBack => cost.min(capacity - room),
-            Self::Reset => capacity - room,
-        }
-    }
-
-    /// The number that stands for it in a script's arguments.
-    pub(crate) const fn number(self) -> u8 {
-        match self {
-            Self::Take => 1,
-            Self::UpTo => 2,
-            Self::Peek => 3,
-            Self::Charge => 4,
-            Self::GiveBack => 5,
-            Self::Reset => 6,
-        }
     }
 }

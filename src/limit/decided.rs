@@ -41,9 +41,8 @@ impl Check {
             Mode::Reset => granted,
         };
         let granted = i64::from(granted);
-        let mut verdicts = told.iter().zip(self.policies()).map(|(told, policy)| told.corrected(self, policy, granted));
-        let (first, others) = (verdicts.next().unwrap_or(Verdict::NONE), verdicts.collect());
-        self.clone().answer(Verdicts { granted, first, others }, source)
+        let verdicts = told.iter().zip(self.policies()).map(|(told, policy)| told.corrected(self, policy, granted));
+        self.clone().answer(Verdicts { granted, each: verdicts.collect() }, source)
     }
 }
 

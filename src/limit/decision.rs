@@ -1,7 +1,6 @@
-use std::iter;
 use std::time::Duration;
 
-use super::{Policies, Policy};
+use super::{Policies, Policy, Verdict, Verdicts};
 
 /// The verdict on one check.
 ///
@@ -60,99 +59,6 @@ impl Source {
             Self::Local => "local",
             Self::Other(name) => name,
         }
-    }
-}
-
-/// What one policy says of a check. A [`Store`](crate::Store) outside of this crate makes a [`Decision`] of them, with
-/// [`Check::decided`](super::Check::decided).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use]
-pub struct Verdict {
-    /// The largest cost that would pass now.
-    pub(crate) remaining: i64,
-    /// 0 if this policy let the check pass, [`NEVER`](Self::NEVER), or how many microseconds until it would.
-    pub(crate) wait: i64,
-    /// How many microseconds until nothing is charged any more.
-    pub(crate) reset: i64,
-}
-
-impl Verdict {
-    /// The wait for what will never pass.
-    pub(crate) const NEVER: i64 = -1;
-    /// Of a policy that has nothing to say.
-    pub(super) const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
-
-    /// Whether this policy let the check pass.
-    pub(crate) fn is_allowed(&self) -> bool {
-        self.wait == 0
-    }
-}
-
-/// What the policies of a check say of it, in their order.
-///
-/// The first is kept apart, since most checks have one policy: their verdicts take no memory elsewhere.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Verdicts {
-    /// What was charged, or given back.
-    pub(crate) granted: i64,
-    pub(crate) first: Verdict,
-    pub(crate) others: Box<[Verdict]>,
-}
-
-impl Verdicts {
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Verdict> {
-        iter::once(&self.first).chain(&self.others)
-    }
-
-    fn iter_mut(&mut self) -> impl Iterator<Item = &mut Verdict> {
-        iter::once(&mut self.first).chain(&mut self.others)
-    }
-
-    /// What the policy at this index says.
-    fn of(&self, policy: usize) -> &Verdict {
-        policy.checked_sub(1).and_then(|i| self.others.get(i)).unwrap_or(&self.first)
-    }
-
-    /// The index of the policy that decides: the one that asks for the longest wait, else the one with the least left,
-    /// else the first.
-    fn decider(&self) -> usize {
-        let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
-        let mut decider = 0;
-        for (i, verdict) in self.others.iter().enumerate() {
-            if rank(verdict) > rank(self.of(decider)) {
-                decider = i + 1;
-            }
-        }
-        decider
-    }
-
-    /// How many microseconds to wait, if they deny and a wait helps.
-    pub(crate) fn wait(&self) -> Option<i64> {
-        match self.of(self.decider()).wait {
-            0 | Verdict::NEVER => None,
-            wait => Some(wait),
-        }
-    }
-
-    /// The same, told to a check of these policies: quotas may have changed since, and none leaves more than its capacity.
-    pub(crate) fn within(&self, policies: &Policies) -> Self {
-        let mut verdicts = self.clone();
-        for (verdict, policy) in verdicts.iter_mut().zip(policies.iter()) {
-            verdict.remaining = verdict.remaining.min(policy.params().capacity);
-        }
-        verdicts
-    }
-
-    /// The same denial so many microseconds later.
-    pub(crate) fn later(&self, elapsed: i64) -> Self {
-        let mut verdicts = self.clone();
-        for verdict in verdicts.iter_mut() {
-            if verdict.wait > 0 {
-                verdict.wait = (verdict.wait - elapsed).max(1);
-            }
-            verdict.reset = (verdict.reset - elapsed).max(0);
-        }
-        verdicts
     }
 }
 
@@ -237,7 +143,7 @@ impl Decision {
             return self;
         }
         let mut verdicts = self.verdicts;
-        if let Some(decider) = verdicts.iter_mut().nth(self.decider) {
+        if let Some(decider) = verdicts.each.get_mut(self.decider) {
             decider.wait = 1;
         }
         Self::new(self.policies, verdicts, self.source)
@@ -246,7 +152,7 @@ impl Decision {
     /// The same, with another wait where a policy never lets the check pass: as told by its index.
     pub(crate) fn wait_instead(self, wait: impl Fn(usize, &Verdict) -> i64) -> Self {
         let mut verdicts = self.verdicts;
-        for (i, verdict) in verdicts.iter_mut().enumerate().filter(|(_, verdict)| verdict.wait == Verdict::NEVER) {
+        for (i, verdict) in verdicts.each.iter_mut().enumerate().filter(|(_, verdict)| verdict.wait == Verdict::NEVER) {
             verdict.wait = wait(i, verdict);
         }
         Self::new(self.policies, verdicts, self.source)
@@ -254,7 +160,7 @@ impl Decision {
 
     /// What each policy says of the check.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
-        self.policies.iter().zip(self.verdicts.iter())
+        self.policies.iter().zip(&self.verdicts.each)
     }
 
     fn verdict(&self) -> &Verdict {

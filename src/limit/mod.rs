@@ -9,20 +9,24 @@ mod error;
 #[cfg(test)]
 mod golden;
 mod key;
+mod mode;
 mod policies;
 mod policy;
 mod quota;
 mod strategy;
+mod verdict;
 
-pub use check::{Check, Mode};
-pub use decision::{Decision, Outcome, Source, Verdict};
+pub use check::Check;
+pub use decision::{Decision, Outcome, Source};
 pub use error::ConfigError;
 pub use key::Key;
+pub use mode::Mode;
 pub use policies::Policies;
 pub use policy::Policy;
 pub use quota::Quota;
 pub use strategy::{Align, Refill, Strategy};
+pub use verdict::Verdict;
 
-pub(crate) use decision::Verdicts;
 pub(crate) use policy::is_name;
-pub(crate) use strategy::{Followed, SCRIPT, State};
+pub(crate) use strategy::{Followed, State};
+pub(crate) use verdict::Verdicts;

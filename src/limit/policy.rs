@@ -1,5 +1,6 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
@@ -28,12 +29,8 @@ struct Inner {
     name: Box<str>,
     strategy: Strategy,
     quota: Quota,
-    /// The quota as it is told to who is denied.
-    quota_text: Box<str>,
     params: Params,
-    /// What follows the caller in a Redis key: `:name:strategy`.
-    suffix: Box<str>,
-    /// Tells one count from another in a process, as the suffix does in Redis.
+    /// Tells one count from another in a process, by the name and the variant of the strategy.
     id: u64,
 }
 
@@ -56,12 +53,9 @@ impl Policy {
     }
 
     pub(super) fn with_params(name: &str, strategy: Strategy, quota: Quota, params: Params) -> Self {
-        let suffix = format!(":{name}:{}", strategy.code()).into_boxed_str();
         let mut hasher = DefaultHasher::new();
-        suffix.hash(&mut hasher);
-        let id = hasher.finish();
-        let quota_text = quota.to_string().into_boxed_str();
-        Self(Arc::new(Inner { name: name.into(), strategy, quota, quota_text, params, suffix, id }))
+        (name, mem::discriminant(&strategy)).hash(&mut hasher);
+        Self(Arc::new(Inner { name: name.into(), strategy, quota, params, id: hasher.finish() }))
     }
 
     /// The name.
@@ -91,16 +85,8 @@ impl Policy {
         exact.or_else(|| Self::new(name, *strategy, by_limit).ok()).unwrap_or_else(|| self.clone())
     }
 
-    pub(crate) fn quota_text(&self) -> &str {
-        &self.0.quota_text
-    }
-
     pub(crate) fn params(&self) -> &Params {
         &self.0.params
-    }
-
-    pub(crate) fn key_suffix(&self) -> &str {
-        &self.0.suffix
     }
 
     pub(crate) fn id(&self) -> u64 {

@@ -4,6 +4,7 @@
 
 use std::fmt::Write as _;
 use std::iter;
+use std::ptr;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -16,16 +17,28 @@ const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 /// Adds the fields of a decision. Both fields are lists, so what a layer or server behind this one has added stays.
 pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
     // Made once per list of policies.
-    if let Some(PolicyField(value)) = decision.policies().derived(PolicyField::new) {
-        headers.append(RATE_LIMIT_POLICY, value.clone());
+    if let Some(Texts { policy_field, .. }) = decision.policies().derived(Texts::new) {
+        headers.append(RATE_LIMIT_POLICY, policy_field.clone());
     }
     headers.append(RATE_LIMIT, rate_limit(decision));
 }
 
-/// The value of `RateLimit-Policy`.
-struct PolicyField(HeaderValue);
+/// The quota of the policy that decided, as in `50/s burst 100`.
+pub(super) fn quota(decision: &Decision) -> &str {
+    let policies = decision.policies();
+    let place = policies.iter().position(|policy| ptr::eq(policy, decision.policy())).unwrap_or(0);
+    policies.derived(Texts::new).and_then(|texts| texts.quotas.get(place)).map_or("", String::as_str)
+}
 
-impl PolicyField {
+/// What does not change from request to request.
+struct Texts {
+    /// The value of `RateLimit-Policy`.
+    policy_field: HeaderValue,
+    /// The quota of each policy.
+    quotas: Vec<String>,
+}
+
+impl Texts {
     fn new(policies: &Policies) -> Self {
         let mut text = String::new();
         for policy in policies.iter() {
@@ -34,7 +47,8 @@ impl PolicyField {
             let window = seconds(quota.period().as_micros() as u64);
             let _ = write!(text, "{separator}\"{}\";q={};w={window}", policy.name(), quota.limit());
         }
-        Self(value(text.as_bytes()))
+        let quotas = policies.iter().map(|policy| policy.quota().to_string()).collect();
+        Self { policy_field: value(text.as_bytes()), quotas }
     }
 }
 

@@ -224,8 +224,8 @@ impl Shard {
             // The most common case: one policy, of a caller that is known. It is decided in place.
             let verdicts = check.decide(slice::from_mut(state), now);
             if changes(check, &verdicts) {
-                *hold = self::hold(&verdicts.first, policy, now);
-                if verdicts.first.reset <= 0 {
+                *hold = self::hold(verdicts.first(), policy, now);
+                if verdicts.first().reset <= 0 {
                     self.states.remove_at(place);
                 }
             }
@@ -253,7 +253,7 @@ impl Shard {
 
         // First those that have a place: to put new ones may move them.
         let mut others = SmallVec::<[(&Policy, Entry, Hold); 1]>::new();
-        let decided = states.into_iter().zip(places).zip(check.policies().iter()).zip(verdicts.iter());
+        let decided = states.into_iter().zip(places).zip(check.policies().iter()).zip(&verdicts.each);
         for (((state, place), policy), verdict) in decided {
             let (value, hold) = (Entry::Counted(state), hold(verdict, policy, now));
             match place.filter(|_| verdict.reset > 0).and_then(|place| self.states.at(place)) {
@@ -289,7 +289,7 @@ impl Shard {
             && hold.expires_at() > now
             && policies.count_alike(check.policies())
         {
-            return verdicts.within(check.policies());
+            return verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
         }
         let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {

@@ -20,7 +20,9 @@
 //! takes it as paid off at its own rate since the last charge. A denial writes nothing, so what one quota denies does
 //! not touch what the other would grant.
 
-use super::{Followed, Loaded, Params, Twin, div_ceil, drained};
+use super::arithmetic::{div_ceil, drained};
+use super::twin::{Loaded, Twin};
+use super::{Followed, Params};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -34,10 +36,6 @@ pub(crate) struct State {
 
 /// Loaded: the backlog, how far the TAT is ahead of now, in ticks.
 impl Twin for State {
-    fn arguments(params: &Params) -> [i64; 4] {
-        [params.capacity, params.interval, params.ticks, 0]
-    }
-
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let (backlog, future) = drained(params, now, self.at, self.backlog, self.interval);
         ([backlog, 0, 0], future)

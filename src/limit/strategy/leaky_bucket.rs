@@ -14,7 +14,9 @@
 //! **Two quotas under one name.** They share the level, in units, and it leaks at the rate of who asks since it was filled
 //! last.
 
-use super::{Followed, Loaded, Params, Twin, div_ceil, drained};
+use super::arithmetic::{div_ceil, drained};
+use super::twin::{Loaded, Twin};
+use super::{Followed, Params};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -28,10 +30,6 @@ pub(crate) struct State {
 
 /// Loaded: the level at now, in ticks.
 impl Twin for State {
-    fn arguments(params: &Params) -> [i64; 4] {
-        [params.capacity, params.interval, params.ticks, 0]
-    }
-
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let (level, future) = drained(params, now, self.filled, self.level, self.interval);
         ([level, 0, 0], future)

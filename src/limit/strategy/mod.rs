@@ -17,24 +17,32 @@
 //!
 //! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `src/twins.rs`.
 
+mod arithmetic;
+mod ask;
 mod charges;
 mod fixed_window;
 mod gcra;
 mod leaky_bucket;
+mod params;
 mod sliding_counter;
 mod sliding_log;
 mod sliding_window;
+mod state;
 #[cfg(test)]
 mod tests;
 mod token_bucket;
+mod twin;
 #[cfg(test)]
 mod two_quotas;
 
 use std::time::Duration;
 
-use super::check::{Ask, Look};
-use super::{ConfigError, Quota, Verdict};
 use crate::twins::twins;
+
+pub(super) use ask::Ask;
+pub(super) use params::Params;
+pub(crate) use state::State;
+pub(crate) use twin::Followed;
 
 /// How a limit is counted. Take [`Gcra`](Self::Gcra) unless you have a reason.
 ///
@@ -111,124 +119,6 @@ impl Default for Align {
     }
 }
 
-/// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
-///
-/// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
-/// state, reckons with what is loaded, and saves only what was charged.
-pub(crate) trait Twin: Default {
-    /// What the Lua half is told of a policy, in the order of its `policy` function.
-    fn arguments(params: &Params) -> [i64; 4];
-    /// The state as it is at `now`: what has lapsed is gone, and what no policy of these terms could have made is
-    /// clamped to the furthest that it could. If it is of a time to come, `true`: it must be saved even if nothing is
-    /// charged, or its caller might be locked out for as long as the clock has gone back.
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool);
-    /// The largest cost that would pass now; below zero for a caller in debt.
-    fn room(params: &Params, now: i64, loaded: Loaded) -> i64;
-    /// How long until `cost` would pass, where it would not now. It is never more than the capacity.
-    fn wait(&self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> i64;
-    /// Counts `cost`, whether there is room or not; below zero gives back.
-    fn charge(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> Loaded;
-    /// How long until the state is as if nothing had been charged.
-    fn reset_after(params: &Params, now: i64, loaded: Loaded) -> i64;
-    /// Stores a state in which `cost` was charged.
-    fn save(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded);
-    /// The state to go on from, of a caller that another store counted. At least as much counts as there did.
-    fn resume(params: &Params, now: i64, followed: Followed) -> Self;
-}
-
-/// What is known of a caller that another store counted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Followed {
-    /// How much of the capacity is used.
-    pub(crate) used: i64,
-    /// When nothing is, in microseconds.
-    pub(crate) until: i64,
-}
-
-/// A state while it is decided on: up to three numbers, as the Lua halves pass them.
-pub(crate) type Loaded = [i64; 3];
-
-/// A state that need not be saved.
-fn clean(loaded: Loaded) -> (Loaded, bool) {
-    (loaded, false)
-}
-
-/// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Params {
-    /// The largest cost that a fresh caller can pay.
-    pub(crate) capacity: i64,
-    /// The period in microseconds.
-    pub(crate) period: i64,
-    /// Ticks in a microsecond.
-    pub(crate) ticks: i64,
-    /// What a unit of cost takes to flow back, in ticks.
-    pub(crate) interval: i64,
-    /// What the capacity takes to flow back, in ticks.
-    pub(crate) full: i64,
-    /// A time in microseconds that no debt of this policy reaches.
-    pub(crate) furthest: i64,
-    /// Where windows of the clock begin, in microseconds within a period.
-    pub(crate) offset: Option<i64>,
-    /// The width of a cell, in microseconds.
-    pub(crate) width: i64,
-    /// Whether ticks come at once, after every period, and not in every microsecond.
-    pub(crate) batches: bool,
-}
-
-/// The highest limit of a sliding log: one key is then at most 1.1 MB in Redis and 1.5 MB here, twice that in full debt.
-const MAX_LOG: u32 = 100_000;
-
-/// A full debt, twice the capacity, has at most as many ticks.
-const MAX_TICKS: i64 = 1 << 52;
-
-/// A unit has at least as many ticks, so that another quota takes over a part of one exactly enough. With the highest
-/// capacity, 2^32, and less than twice as many ticks a full debt stays far below [`MAX_TICKS`].
-const MIN_TICKS: u128 = 1 << 16;
-
-impl Params {
-    pub(super) fn new(strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
-        let capacity = quota.capacity();
-        if capacity != quota.limit() && !strategy.has_burst() {
-            return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
-        }
-        if strategy == Strategy::SlidingLog && quota.limit() > MAX_LOG {
-            return Err(ConfigError::LogTooLong(quota.limit()));
-        }
-        let period = quota.period().as_micros();
-        let batches = strategy == Strategy::TokenBucket(Refill::Interval);
-        let (ticks, interval) = match batches {
-            true => (u128::from(quota.limit()), 1),
-            false => rate(period, u128::from(quota.limit()), u128::from(capacity)),
-        };
-        let finer = MIN_TICKS.div_ceil(interval);
-        let (ticks, interval) = (finer * ticks, finer * interval);
-        let full = u128::from(capacity) * interval;
-        let offset = match strategy {
-            Strategy::FixedWindow(Align::Clock { offset }) => Some((offset.as_micros() % period) as i64),
-            _ => None,
-        };
-        let cells = match strategy {
-            Strategy::SlidingWindow { cells } if !(1..=1000).contains(&cells) => return Err(ConfigError::Cells(cells)),
-            Strategy::SlidingWindow { cells } => cells,
-            _ => 1,
-        };
-        // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51
-        // ticks.
-        Ok(Self {
-            capacity: i64::from(capacity),
-            period: period as i64,
-            ticks: ticks as i64,
-            interval: interval as i64,
-            full: full as i64,
-            furthest: (2 * full / ticks + 1) as i64,
-            offset,
-            width: period.div_ceil(u128::from(cells)) as i64,
-            batches,
-        })
-    }
-}
-
 impl Strategy {
     /// Whether its quota may have a burst other than its limit: a window's burst is its limit.
     pub(crate) fn has_burst(self) -> bool {
@@ -248,77 +138,9 @@ impl Strategy {
     }
 }
 
-/// Ticks per microsecond and ticks per unit of cost, so that `interval / ticks` is `period / limit`.
-///
-/// Exact where the numbers allow; else the interval is rounded up, by less than one part in 500,000.
-fn rate(period: u128, limit: u128, capacity: u128) -> (u128, u128) {
-    let divisor = gcd(period, limit);
-    let (ticks, interval) = (limit / divisor, period / divisor);
-    let max = MAX_TICKS as u128;
-    if 2 * capacity * interval <= max {
-        return (ticks, interval);
-    }
-    // Rounding up adds at most one tick to the interval, `2 * capacity` to a full debt.
-    let ticks = (max - 2 * capacity) * limit / (2 * capacity * period);
-    (ticks, (period * ticks).div_ceil(limit))
-}
-
-fn gcd(a: u128, b: u128) -> u128 {
-    if b == 0 { a } else { gcd(b, a % b) }
-}
-
-/// `a / b`, rounded up. `b` is above zero.
-pub(crate) fn div_ceil(a: i64, b: i64) -> i64 {
-    -(-a).div_euclid(b)
-}
-
-/// What is still owed at `now`, in ticks, where at a time it was so much in ticks of which `interval` made a unit: it flows
-/// back at the rate of these terms. Of another quota as many units are owed, and the same part of a unit, rounded up.
-/// And whether the time is to come: then nothing has flowed back.
-fn drained(params: &Params, now: i64, at: i64, ticks: i64, interval: i64) -> (i64, bool) {
-    let elapsed = now - at;
-    if elapsed >= params.furthest {
-        return (0, false);
-    }
-    let ticks = if interval == params.interval { ticks } else { converted(params, ticks, interval) };
-    let ticks = ticks.min(2 * params.full);
-    if elapsed < 0 {
-        return (ticks, true);
-    }
-    ((ticks - elapsed * params.ticks).max(0), false)
-}
-
-/// Ticks of which `interval` made a unit, in ticks of these terms.
-#[cold]
-fn converted(params: &Params, ticks: i64, interval: i64) -> i64 {
-    let interval = interval.max(1);
-    let (units, rest) = (ticks.div_euclid(interval), ticks.rem_euclid(interval));
-    units.min(2 * params.capacity) * params.interval + share(params.interval, rest, interval)
-}
-
-/// How much of a count came at `border` or later, where all of it came from `start` to `last`: as if it had come evenly,
-/// rounded up. All of it if it went on for a period from there.
-fn late(params: &Params, count: i64, start: i64, last: i64, border: i64) -> i64 {
-    if last - border >= params.period {
-        return count;
-    }
-    share(count, last - border + 1, last - start + 1)
-}
-
-/// The part `x / d` of a number, rounded up. In doubles, where Lua and Rust are off alike.
-fn share(number: i64, x: i64, d: i64) -> i64 {
-    (x as f64 / d as f64 * number as f64).ceil() as i64
-}
-
-/// Binds the twins.
-macro_rules! bind {
+/// Lists the strategies.
+macro_rules! list {
     ($($variant:ident: $module:ident, $letter:literal, $number:literal, [$($kind:expr),* $(,)?];)*) => {
-        /// What a strategy remembers of one caller.
-        #[derive(Debug, Clone, PartialEq, Eq)]
-        pub(crate) enum State {
-            $($variant($module::State),)*
-        }
-
         impl Strategy {
             /// One of each: both alignments of a fixed window, both refills of a token bucket, and a sliding window of
             /// 10 cells. For tests and comparisons of all of them; there may be more in a later version.
@@ -331,59 +153,8 @@ macro_rules! bind {
             /// }
             /// ```
             pub const ALL: &'static [Self] = &[$($($kind,)*)*];
-
-            /// The letter that stands for it in Redis keys.
-            pub(crate) const fn code(self) -> &'static str {
-                match self { $(Self::$variant { .. } => $letter,)* }
-            }
-
-            /// The number that stands for it in a script's arguments.
-            pub(crate) const fn number(self) -> u8 {
-                match self { $(Self::$variant { .. } => $number,)* }
-            }
-
-            /// What its Lua half is told of a policy.
-            pub(crate) fn arguments(self, params: &Params) -> [i64; 4] {
-                match self { $(Self::$variant { .. } => <$module::State as Twin>::arguments(params),)* }
-            }
-        }
-
-        /// The script that decides in Redis: what the call asks, the prelude, the Lua halves, the driver.
-        pub(crate) const SCRIPT: &str = concat!(
-            include_str!("../../../lua/call.lua"),
-            "\n",
-            include_str!("../../../lua/prelude.lua"),
-            $(
-                "\nif strategies[", $number, "] then\nstrategies[", $number, "] = (function()\n",
-                include_str!(concat!("../../../lua/", stringify!($module), ".lua")),
-                "end)()\nend\n",
-            )*
-            "\n",
-            include_str!("../../../lua/check.lua"),
-        );
-
-        impl State {
-            /// The state of a caller that has not been seen.
-            pub(crate) fn fresh(strategy: Strategy) -> Self {
-                match strategy { $(Strategy::$variant { .. } => Self::$variant(Default::default()),)* }
-            }
-
-            /// The state to go on from, of a caller that another store counted.
-            pub(crate) fn resume(strategy: Strategy, params: &Params, now: i64, followed: Followed) -> Self {
-                match strategy {
-                    $(Strategy::$variant { .. } => Self::$variant(Twin::resume(params, now, followed)),)*
-                }
-            }
-
-            pub(crate) fn look(&self, params: &Params, ask: &Ask) -> Look {
-                match self { $(Self::$variant(state) => ask.look(state, params),)* }
-            }
-
-            pub(crate) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
-                match self { $(Self::$variant(state) => ask.decide(state, params, max),)* }
-            }
         }
     };
 }
 
-twins!(bind);
+twins!(list);

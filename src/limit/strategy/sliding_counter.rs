@@ -19,7 +19,9 @@
 //! A window of a longer period may go on where one of who asks has ended. Of what was granted in it, the part after that
 //! end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
-use super::{Followed, Loaded, Params, Twin, clean, late};
+use super::arithmetic::late;
+use super::twin::{Loaded, Twin, clean};
+use super::{Followed, Params};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -35,10 +37,6 @@ pub(crate) struct State {
 
 /// Loaded: when the window began that holds now, what was granted in it, and what in the window before.
 impl Twin for State {
-    fn arguments(params: &Params) -> [i64; 4] {
-        [params.capacity, params.period, 0, 0]
-    }
-
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let Self { start, last, current, previous } = *self;
         let (mut current, mut previous) = (current.min(2 * params.capacity), previous.min(2 * params.capacity));

@@ -16,7 +16,8 @@
 //! permits have weights. A list does it in constant time, since charges come in the order of time.
 
 use super::charges::Charges;
-use super::{Followed, Loaded, Params, Twin, clean};
+use super::twin::{Loaded, Twin, clean};
+use super::{Followed, Params};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -29,10 +30,6 @@ const NOTHING: i64 = -1;
 /// Loaded: the sum of the charges within the period; the place of the last that has left it, or [`NOTHING`]; the time of
 /// the newest charge.
 impl Twin for State {
-    fn arguments(params: &Params) -> [i64; 4] {
-        [params.capacity, params.period, 0, 0]
-    }
-
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         match self.charges.after(now - params.period) {
             // After now it is of a clock that has gone back: as if it had been charged now.

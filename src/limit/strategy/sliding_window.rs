@@ -16,7 +16,8 @@
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
 
 use super::charges::Charges;
-use super::{Followed, Loaded, Params, Twin, clean};
+use super::twin::{Loaded, Twin, clean};
+use super::{Followed, Params};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -32,10 +33,6 @@ const NOTHING: i64 = -1;
 /// Loaded: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the newest
 /// cell ends.
 impl Twin for State {
-    fn arguments(params: &Params) -> [i64; 4] {
-        [params.capacity, params.period, params.width, 0]
-    }
-
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let start = now - params.period;
         let Some((head, sum, mut newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };

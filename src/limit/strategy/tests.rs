@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::{Align, Followed, Params, State, Strategy};
-use crate::limit::check::{Ask, Look};
+use super::ask::{Ask, Look};
+use super::{Align, Followed, Params, State, Strategy, params};
 use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
 use crate::twins::twins;
 
@@ -78,7 +78,7 @@ fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
         _ => Quota::per(rng.u32(1..100), Duration::from_micros(rng.u64(1..10_000_000))),
     };
     match strategy {
-        Strategy::SlidingLog => Quota::per(quota.limit().min(super::MAX_LOG), quota.period()),
+        Strategy::SlidingLog => Quota::per(quota.limit().min(params::MAX_LOG), quota.period()),
         _ if strategy.has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
         _ => quota,
     }
@@ -113,7 +113,7 @@ fn every_strategy_is_its_definition() {
                 let before = model.clone();
                 let expected = before.allows(cost.into(), now.into());
                 let verdicts = Check::take(Key::GLOBAL, &policies, cost).decide(&mut state, now);
-                let verdict = verdicts.first;
+                let verdict = *verdicts.first();
                 assert_eq!(verdict.wait == 0, expected, "{context}: cost {cost} at {now}, {:?}", before.grants);
                 if expected {
                     assert_eq!(verdicts.granted, i64::from(cost), "{context}");
@@ -193,7 +193,7 @@ fn a_clock_that_goes_back_locks_nobody_out() {
         now -= 3_600_000_000;
         let verdicts = take(1).decide(&mut state, now);
         assert_eq!(verdicts.granted, 0, "{policy:?}: a clock gave a fresh start");
-        assert!(verdicts.first.wait <= 2_000_000, "{policy:?}: {:?}", verdicts.first);
+        assert!(verdicts.first().wait <= 2_000_000, "{policy:?}: {:?}", verdicts.first());
         for _ in 0..3 {
             now += 1_000_000;
             take(1).decide(&mut state, now);
@@ -217,19 +217,19 @@ fn a_small_step_back_moves_only_what_was_charged_after_it() {
         }
         let now = START + 998_000;
         for _ in 0..2 {
-            let wait = take(1).decide(&mut state, now).first.wait;
+            let wait = take(1).decide(&mut state, now).first().wait;
             assert!((1..=3_000).contains(&wait), "{strategy:?}: a wait of {wait} us for the first of them");
         }
         // All is as it would have been, but for that last millisecond.
         for left in [1000, 999, 500, 100, 2] {
             let at = START + 1_000_000 + (1000 - left) * 1_000;
-            let remaining = take(0).decide(&mut state, at).first.remaining;
+            let remaining = take(0).decide(&mut state, at).first().remaining;
             assert!(
                 (1000 - left..=1003 - left).contains(&remaining),
                 "{strategy:?}: {remaining} remain, {left} charged"
             );
         }
-        let (clone, reset) = (state.clone(), take(0).decide(&mut state, now).first.reset);
+        let (clone, reset) = (state.clone(), take(0).decide(&mut state, now).first().reset);
         assert!((1_000_000..=1_002_000).contains(&reset), "{strategy:?}: fresh after {reset} us");
         // What is charged meanwhile counts from now on, and what comes later follows it.
         for at in [now + 3_000, now + 5_000] {
@@ -315,10 +315,10 @@ fn a_changed_quota_is_no_fresh_start() {
             let new_policies = policies(new);
             let peek = Check::peek(Key::GLOBAL, &new_policies, 1).decide(&mut state.clone(), now);
             let most = i64::from(new.limit().saturating_sub(used));
-            assert!(peek.first.remaining <= most, "{strategy:?} {old} to {new}: {peek:?}");
+            assert!(peek.first().remaining <= most, "{strategy:?} {old} to {new}: {peek:?}");
             // What is denied passes after the wait that it was told, by the new quota.
             let all = Check::take(Key::GLOBAL, &new_policies, new.limit());
-            let wait = all.decide(&mut state, now).first.wait;
+            let wait = all.decide(&mut state, now).first().wait;
             let later = all.clone().decide(&mut state, now + wait);
             let outcome = all.answer(later, crate::limit::Source::Local).outcome();
             assert_eq!(outcome, Outcome::Allowed, "{strategy:?} {old} to {new}: not after {wait}");
@@ -341,7 +341,7 @@ fn what_is_followed_is_no_fresh_start() {
             let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
             for _ in 0..20 {
                 let cost = rng.u32(1..=quota.capacity());
-                let verdict = Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first;
+                let verdict = *Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first();
                 let followed = Followed { used: params.capacity - verdict.remaining, until: now + verdict.reset };
                 let resumed = State::resume(strategy, params, now, followed);
                 let room = |state: &State, at: i64| look(state, params, at).room;

@@ -16,7 +16,9 @@
 //! **Two quotas under one name.** They share what the bucket lacks, in tokens, and each refills at its own rate since it
 //! was refilled last.
 
-use super::{Followed, Loaded, Params, Twin, clean, div_ceil, drained};
+use super::arithmetic::{div_ceil, drained};
+use super::twin::{Loaded, Twin, clean};
+use super::{Followed, Params};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -30,10 +32,6 @@ pub(crate) struct State {
 
 /// Loaded: the tokens at now, in ticks, and when they were refilled last.
 impl Twin for State {
-    fn arguments(params: &Params) -> [i64; 4] {
-        [params.capacity, params.interval, params.ticks, if params.batches { params.period } else { 0 }]
-    }
-
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let Self { refilled, missing, interval } = *self;
         if !params.batches {

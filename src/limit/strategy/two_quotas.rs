@@ -192,8 +192,8 @@ fn what_charges_nothing_writes_nothing() {
                     denied += 1;
                     written += u32::from(state != before);
                     // The wait is exact, whatever quota has charged before.
-                    let wait = verdicts.first.wait;
-                    let passes = |at: i64| check.decide(&mut state.clone(), at).first.wait == 0;
+                    let wait = verdicts.first().wait;
+                    let passes = |at: i64| check.decide(&mut state.clone(), at).first().wait == 0;
                     inexact += u32::from(wait > 0 && (!passes(now + wait) || passes(now + wait - 1)));
                 }
                 now += [0, 1, rng.i64(0..=1_000_000), rng.i64(0..=100_000_000)][rng.usize(..4)];

@@ -3,7 +3,7 @@ use http::{HeaderValue, Response};
 
 use super::{Reason, Reject, Rejection};
 use crate::limit::{Decision, Outcome};
-use crate::middleware::headers::retry_after;
+use crate::middleware::headers::{quota, retry_after};
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
@@ -73,7 +73,7 @@ fn denied(decision: &Decision) -> String {
         }
         _ => {
             body.push_str("The quota of ");
-            body.push_str(decision.policy().quota_text());
+            body.push_str(quota(decision));
             body.push_str(" is used up. Try again in ");
             body.push_str(itoa::Buffer::new().format(decision.retry_after().map_or(1, retry_after)));
             body.push_str(" s.");

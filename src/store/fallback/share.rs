@@ -55,7 +55,7 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
             _ => State::resume(policy.strategy(), policy.params(), now, followed),
         };
         let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
-        match peek.decide(std::slice::from_mut(&mut state), now).first.wait {
+        match peek.decide(std::slice::from_mut(&mut state), now).first().wait {
             // There is room in the whole, which is not this instance's to grant: until the next probe, perhaps.
             0 => Breaker::LONGEST_DELAY.as_micros() as i64,
             wait => wait,

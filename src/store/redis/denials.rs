@@ -269,7 +269,7 @@ impl<'a> Question<'a> {
 impl Denial {
     /// None if these verdicts are no denial, or one that says nothing of other checks.
     fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
-        if verdicts.iter().all(Verdict::is_allowed) {
+        if verdicts.each.iter().all(Verdict::is_allowed) {
             return None;
         }
         let question = Question::of(check)?;
@@ -277,7 +277,7 @@ impl Denial {
         let Question { policies, id, needs } = question;
         let holds = match exceeds {
             0 => verdicts.wait()?,
-            _ => verdicts.iter().map(|verdict| verdict.reset).max()?.clamp(NEVER_FITS.0, NEVER_FITS.1),
+            _ => verdicts.each.iter().map(|verdict| verdict.reset).max()?.clamp(NEVER_FITS.0, NEVER_FITS.1),
         };
         let (policies, id, verdicts) = (policies.clone(), id.copied().map(Box::new), verdicts.clone());
         Some(Self { policies, id, needs, exceeds, verdicts, sent, expires_at: sent.saturating_add(holds) })
@@ -318,7 +318,7 @@ mod tests {
     /// Has a check denied, as Redis would.
     fn deny(denials: &Denials, check: &Check) {
         let verdict = Verdict { remaining: 0, wait: 3_600_000_000, reset: 3_600_000_000 };
-        denials.learn(check, &Verdicts { granted: 0, first: verdict, others: Box::default() }, denials.now());
+        denials.learn(check, &Verdicts { granted: 0, each: smallvec![verdict] }, denials.now());
     }
 
     /// How many denials are held.
@@ -345,7 +345,7 @@ mod tests {
         }
         let full = held(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");
-        let reset = Verdicts { granted: 0, first: Verdict { remaining: 1, wait: 0, reset: 0 }, others: Box::default() };
+        let reset = Verdicts { granted: 0, each: smallvec![Verdict { remaining: 1, wait: 0, reset: 0 }] };
         for key in (0..5_000).map(|i| Key::new(i.to_string())).chain([Key::GLOBAL]) {
             denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
         }

@@ -16,6 +16,7 @@ mod script;
 mod tests;
 mod tls;
 mod transport;
+mod wire;
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;

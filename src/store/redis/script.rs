@@ -7,7 +7,8 @@ use std::sync::LazyLock;
 use redis::{Cmd, Value};
 
 use super::batch::Batch;
-use crate::limit::{Check, Key, SCRIPT, Verdict, Verdicts};
+use super::wire::{self, SCRIPT};
+use crate::limit::{Check, Key, Policy, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
 /// The SHA-1 by which EVALSHA names the script.
@@ -19,7 +20,7 @@ impl Batch {
         if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
             for policy in check.policies().iter() {
-                self.keys.extend_from_slice(policy.key_suffix().as_bytes());
+                self.push_count(policy);
             }
             self.keys.push(b':');
             self.keys.extend_from_slice(id.as_bytes());
@@ -27,7 +28,7 @@ impl Batch {
         }
         for policy in check.policies().iter() {
             self.push_caller(prefix, check.key());
-            self.keys.extend_from_slice(policy.key_suffix().as_bytes());
+            self.push_count(policy);
             self.ends.push(self.keys.len());
         }
     }
@@ -42,6 +43,13 @@ impl Batch {
             self.keys.extend_from_slice(b":{");
             self.keys.extend_from_slice(caller.as_bytes());
             self.keys.push(b'}');
+        }
+    }
+
+    /// What follows the caller: `:name:strategy`.
+    fn push_count(&mut self, policy: &Policy) {
+        for part in [":", policy.name(), ":", wire::letter(policy.strategy())] {
+            self.keys.extend_from_slice(part.as_bytes());
         }
     }
 
@@ -68,8 +76,8 @@ impl Batch {
         let mut packed = Packed::default();
         packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
         for policy in policies() {
-            packed.u8(policy.strategy().number());
-            for argument in policy.strategy().arguments(policy.params()) {
+            packed.u8(wire::strategy_number(policy.strategy()));
+            for argument in wire::arguments(policy) {
                 packed.i56(argument);
             }
             packed.add_to(&mut cmd);
@@ -77,7 +85,7 @@ impl Batch {
         let mut first = 1;
         for plan in &self.plans {
             let remember = if plan.with_id { plan.policies.longest_period() } else { 0 };
-            packed.u8(plan.mode.number()).u32(plan.cost as usize).i56(remember);
+            packed.u8(wire::mode_number(plan.mode)).u32(plan.cost as usize).i56(remember);
             for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
             }
@@ -152,7 +160,7 @@ impl Packed {
 fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
     let protocol = || Error::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
-    let mut each = answer.chunks_exact(4).map(|policy| {
+    let each = answer.chunks_exact(4).map(|policy| {
         let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *policy else {
             return Err(protocol());
         };
@@ -165,10 +173,9 @@ fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
         }
         Ok(Verdict { remaining, wait, reset })
     });
-    let first = each.next().ok_or_else(protocol)??;
-    let others = each.collect::<Result<_, _>>()?;
+    let each = each.collect::<Result<_, _>>()?;
     match problem {
-        0.. => Ok(Verdicts { granted, first, others }),
+        0.. => Ok(Verdicts { granted, each }),
         REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
         NO_WRITES => Err(Error::new(ErrorKind::Refused)),
         OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
@@ -193,7 +200,7 @@ const NO_WRITES: i64 = -5;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Policies, Policy, Quota, Strategy};
+    use crate::limit::{Policies, Quota, Strategy};
 
     fn policies(names: &[&str]) -> Policies {
         let policy = |name: &&str| Policy::new(name, Strategy::Gcra, Quota::per_second(10).burst(20)).unwrap();
@@ -281,7 +288,7 @@ mod tests {
         // The answers of an entry follow each other, and go to its checks in their order.
         let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
         let reply = Value::Array(answers.map(Value::Int).collect());
-        let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().first.remaining).collect();
+        let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().first().remaining).collect();
         assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
     }
 

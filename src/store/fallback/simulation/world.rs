@@ -280,9 +280,8 @@ impl State {
         self.requests[request].ran = true;
         // The local store answers at once.
         let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
-        let mut each = decision.verdicts().map(|(_, verdict)| *verdict);
-        let first = each.next().unwrap();
-        let verdicts = Verdicts { granted: i64::from(decision.granted()), first, others: each.collect() };
+        let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
+        let verdicts = Verdicts { granted: i64::from(decision.granted()), each };
         let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
         let decision = check.answer(verdicts, Source::Redis);

@@ -1,0 +1,42 @@
+/// What a check does with its cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mode {
+    /// All of it or nothing.
+    Take,
+    /// As much of it as there is room for, down to one.
+    UpTo,
+    /// Says whether a take would pass, and charges nothing.
+    Peek,
+    /// Charges without asking, up to a debt of one capacity.
+    Charge,
+    /// Gives back what was charged, down to nothing charged.
+    GiveBack,
+    /// Forgets the caller: everything it was charged is gone.
+    Reset,
+}
+
+impl Mode {
+    /// The room that a policy must have to let the check pass.
+    pub(super) fn needs(self, cost: i64, capacity: i64) -> i64 {
+        match self {
+            Self::Take | Self::Peek => cost,
+            Self::UpTo => cost.min(1),
+            Self::Charge => cost.min(1) - capacity,
+            // However deep in debt: a quota may have been lowered.
+            Self::GiveBack | Self::Reset => i64::MIN,
+        }
+    }
+
+    /// What a policy would grant, if all let the check pass; what it has to give back, or to forget.
+    pub(super) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
+        match self {
+            Self::Take => cost,
+            Self::UpTo => cost.min(room).max(0),
+            Self::Peek => 0,
+            Self::Charge => cost.min(room + capacity).max(0),
+            Self::GiveBack => cost.min(capacity - room),
+            Self::Reset => capacity - room,
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! What the strategies reckon with alike.
+
+use super::Params;
+
+/// `a / b`, rounded up. `b` is above zero.
+pub(super) fn div_ceil(a: i64, b: i64) -> i64 {
+    -(-a).div_euclid(b)
+}
+
+/// What is still owed at `now`, in ticks, where at a time it was so much in ticks of which `interval` made a unit: it flows
+/// back at the rate of these terms. Of another quota as many units are owed, and the same part of a unit, rounded up.
+/// And whether the time is to come: then nothing has flowed back.
+pub(super) fn drained(params: &Params, now: i64, at: i64, ticks: i64, interval: i64) -> (i64, bool) {
+    let elapsed = now - at;
+    if elapsed >= params.furthest {
+        return (0, false);
+    }
+    let ticks = if interval == params.interval { ticks } else { converted(params, ticks, interval) };
+    let ticks = ticks.min(2 * params.full);
+    if elapsed < 0 {
+        return (ticks, true);
+    }
+    ((ticks - elapsed * params.ticks).max(0), false)
+}
+
+/// Ticks of which `interval` made a unit, in ticks of these terms.
+#[cold]
+fn converted(params: &Params, ticks: i64, interval: i64) -> i64 {
+    let interval = interval.max(1);
+    let (units, rest) = (ticks.div_euclid(interval), ticks.rem_euclid(interval));
+    units.min(2 * params.capacity) * params.interval + share(params.interval, rest, interval)
+}
+
+/// How much of a count came at `border` or later, where all of it came from `start` to `last`: as if it had come evenly,
+/// rounded up. All of it if it went on for a period from there.
+pub(super) fn late(params: &Params, count: i64, start: i64, last: i64, border: i64) -> i64 {
+    if last - border >= params.period {
+        return count;
+    }
+    share(count, last - border + 1, last - start + 1)
+}
+
+/// The part `x / d` of a number, rounded up. In doubles, where Lua and Rust are off alike.
+fn share(number: i64, x: i64, d: i64) -> i64 {
+    (x as f64 / d as f64 * number as f64).ceil() as i64
+}

@@ -1,0 +1,68 @@
+use super::Params;
+use super::twin::{Loaded, Twin};
+use crate::limit::mode::Mode;
+use crate::limit::verdict::Verdict;
+
+/// What each policy is asked.
+pub(in crate::limit) struct Ask {
+    pub(in crate::limit) mode: Mode,
+    pub(in crate::limit) cost: i64,
+    pub(in crate::limit) now: i64,
+}
+
+/// What a policy sees when it is asked.
+pub(in crate::limit) struct Look {
+    /// The state as it is now.
+    pub(super) loaded: Loaded,
+    /// Whether it must be saved even if nothing is charged.
+    dirty: bool,
+    /// The largest cost that would pass.
+    pub(super) room: i64,
+    /// The room that lets the check pass.
+    needs: i64,
+    /// What the policy would grant, if all others let the check pass.
+    pub(in crate::limit) grants: i64,
+}
+
+impl Ask {
+    pub(super) fn look<T: Twin>(&self, state: &T, params: &Params) -> Look {
+        let &Self { mode, cost, now } = self;
+        let (loaded, dirty) = state.load(params, now);
+        let room = T::room(params, now, loaded);
+        let needs = mode.needs(cost, params.capacity);
+        let grants = if room >= needs { mode.grants(cost, room, params.capacity) } else { 0 };
+        Look { loaded, dirty, room, needs, grants }
+    }
+
+    /// Charges a state with what its policy grants, and tells how much that is. It is no more than `max`, what every
+    /// other policy grants too, unless each gives back or forgets what it has.
+    pub(super) fn decide<T: Twin>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
+        let &Self { mode, now, .. } = self;
+        let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, params);
+        let wait = if room >= needs {
+            0
+        } else if needs > params.capacity {
+            Verdict::NEVER
+        } else {
+            state.wait(params, now, needs, loaded)
+        };
+        let (granted, charged) = match mode {
+            Mode::Reset => {
+                *state = T::default();
+                return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
+            }
+            // Each what it has.
+            Mode::GiveBack => (grants, -grants),
+            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(max), grants.min(max)),
+        };
+        if granted > 0 {
+            loaded = state.charge(params, now, charged, loaded);
+            room = T::room(params, now, loaded);
+        }
+        let reset = T::reset_after(params, now, loaded);
+        if granted > 0 || dirty && mode != Mode::Peek {
+            state.save(params, now, charged, loaded);
+        }
+        (Verdict { remaining: room.max(0), wait, reset }, granted)
+    }
+}

@@ -1,0 +1,97 @@
+use super::{Align, Refill, Strategy};
+use crate::limit::{ConfigError, Quota};
+
+/// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Params {
+    /// The largest cost that a fresh caller can pay.
+    pub(crate) capacity: i64,
+    /// The period in microseconds.
+    pub(crate) period: i64,
+    /// Ticks in a microsecond.
+    pub(crate) ticks: i64,
+    /// What a unit of cost takes to flow back, in ticks.
+    pub(crate) interval: i64,
+    /// What the capacity takes to flow back, in ticks.
+    pub(crate) full: i64,
+    /// A time in microseconds that no debt of this policy reaches.
+    pub(crate) furthest: i64,
+    /// Where windows of the clock begin, in microseconds within a period.
+    pub(crate) offset: Option<i64>,
+    /// The width of a cell, in microseconds.
+    pub(crate) width: i64,
+    /// Whether ticks come at once, after every period, and not in every microsecond.
+    pub(crate) batches: bool,
+}
+
+/// The highest limit of a sliding log: one key is then at most 1.1 MB in Redis and 1.5 MB here, twice that in full debt.
+pub(super) const MAX_LOG: u32 = 100_000;
+
+/// A full debt, twice the capacity, has at most as many ticks.
+const MAX_TICKS: i64 = 1 << 52;
+
+/// A unit has at least as many ticks, so that another quota takes over a part of one exactly enough. With the highest
+/// capacity, 2^32, and less than twice as many ticks a full debt stays far below [`MAX_TICKS`].
+const MIN_TICKS: u128 = 1 << 16;
+
+impl Params {
+    pub(in crate::limit) fn new(strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
+        let capacity = quota.capacity();
+        if capacity != quota.limit() && !strategy.has_burst() {
+            return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
+        }
+        if strategy == Strategy::SlidingLog && quota.limit() > MAX_LOG {
+            return Err(ConfigError::LogTooLong(quota.limit()));
+        }
+        let period = quota.period().as_micros();
+        let batches = strategy == Strategy::TokenBucket(Refill::Interval);
+        let (ticks, interval) = match batches {
+            true => (u128::from(quota.limit()), 1),
+            false => rate(period, u128::from(quota.limit()), u128::from(capacity)),
+        };
+        let finer = MIN_TICKS.div_ceil(interval);
+        let (ticks, interval) = (finer * ticks, finer * interval);
+        let full = u128::from(capacity) * interval;
+        let offset = match strategy {
+            Strategy::FixedWindow(Align::Clock { offset }) => Some((offset.as_micros() % period) as i64),
+            _ => None,
+        };
+        let cells = match strategy {
+            Strategy::SlidingWindow { cells } if !(1..=1000).contains(&cells) => return Err(ConfigError::Cells(cells)),
+            Strategy::SlidingWindow { cells } => cells,
+            _ => 1,
+        };
+        // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51
+        // ticks.
+        Ok(Self {
+            capacity: i64::from(capacity),
+            period: period as i64,
+            ticks: ticks as i64,
+            interval: interval as i64,
+            full: full as i64,
+            furthest: (2 * full / ticks + 1) as i64,
+            offset,
+            width: period.div_ceil(u128::from(cells)) as i64,
+            batches,
+        })
+    }
+}
+
+/// Ticks per microsecond and ticks per unit of cost, so that `interval / ticks` is `period / limit`.
+///
+/// Exact where the numbers allow; else the interval is rounded up, by less than one part in 500,000.
+fn rate(period: u128, limit: u128, capacity: u128) -> (u128, u128) {
+    let divisor = gcd(period, limit);
+    let (ticks, interval) = (limit / divisor, period / divisor);
+    let max = MAX_TICKS as u128;
+    if 2 * capacity * interval <= max {
+        return (ticks, interval);
+    }
+    // Rounding up adds at most one tick to the interval, `2 * capacity` to a full debt.
+    let ticks = (max - 2 * capacity) * limit / (2 * capacity * period);
+    (ticks, (period * ticks).div_ceil(limit))
+}
+
+fn gcd(a: u128, b: u128) -> u128 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

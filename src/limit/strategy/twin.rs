@@ -1,0 +1,41 @@
+use super::Params;
+
+/// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
+///
+/// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
+/// state, reckons with what is loaded, and saves only what was charged.
+pub(crate) trait Twin: Default {
+    /// The state as it is at `now`: what has lapsed is gone, and what no policy of these terms could have made is
+    /// clamped to the furthest that it could. If it is of a time to come, `true`: it must be saved even if nothing is
+    /// charged, or its caller might be locked out for as long as the clock has gone back.
+    fn load(&self, params: &Params, now: i64) -> (Loaded, bool);
+    /// The largest cost that would pass now; below zero for a caller in debt.
+    fn room(params: &Params, now: i64, loaded: Loaded) -> i64;
+    /// How long until `cost` would pass, where it would not now. It is never more than the capacity.
+    fn wait(&self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> i64;
+    /// Counts `cost`, whether there is room or not; below zero gives back.
+    fn charge(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> Loaded;
+    /// How long until the state is as if nothing had been charged.
+    fn reset_after(params: &Params, now: i64, loaded: Loaded) -> i64;
+    /// Stores a state in which `cost` was charged.
+    fn save(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded);
+    /// The state to go on from, of a caller that another store counted. At least as much counts as there did.
+    fn resume(params: &Params, now: i64, followed: Followed) -> Self;
+}
+
+/// What is known of a caller that another store counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Followed {
+    /// How much of the capacity is used.
+    pub(crate) used: i64,
+    /// When nothing is, in microseconds.
+    pub(crate) until: i64,
+}
+
+/// A state while it is decided on: up to three numbers, as the Lua halves pass them.
+pub(crate) type Loaded = [i64; 3];
+
+/// A state that need not be saved.
+pub(super) fn clean(loaded: Loaded) -> (Loaded, bool) {
+    (loaded, false)
+}

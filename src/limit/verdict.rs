@@ -1,0 +1,90 @@
+use smallvec::SmallVec;
+
+/// What one policy says of a check. A [`Store`](crate::Store) outside of this crate makes a [`Decision`](super::Decision)
+/// of them, with [`Check::decided`](super::Check::decided).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub struct Verdict {
+    /// The largest cost that would pass now.
+    pub(crate) remaining: i64,
+    /// 0 if this policy let the check pass, [`NEVER`](Self::NEVER), or how many microseconds until it would.
+    pub(crate) wait: i64,
+    /// How many microseconds until nothing is charged any more.
+    pub(crate) reset: i64,
+}
+
+impl Verdict {
+    /// The wait for what will never pass.
+    pub(crate) const NEVER: i64 = -1;
+    /// Of a policy that has nothing to say.
+    const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
+
+    /// Whether this policy let the check pass.
+    pub(crate) fn is_allowed(&self) -> bool {
+        self.wait == 0
+    }
+}
+
+/// What the policies of a check say of it, in their order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Verdicts {
+    /// What was charged, or given back.
+    pub(crate) granted: i64,
+    /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
+    pub(crate) each: SmallVec<[Verdict; 1]>,
+}
+
+impl Verdicts {
+    /// What the first policy says.
+    pub(crate) fn first(&self) -> &Verdict {
+        self.of(0)
+    }
+
+    /// What the policy at this index says.
+    pub(super) fn of(&self, policy: usize) -> &Verdict {
+        self.each.get(policy).unwrap_or(&Verdict::NONE)
+    }
+
+    /// The index of the policy that decides: the one that asks for the longest wait, else the one with the least left,
+    /// else the first.
+    pub(super) fn decider(&self) -> usize {
+        let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
+        let mut decider = 0;
+        for (i, verdict) in self.each.iter().enumerate().skip(1) {
+            if rank(verdict) > rank(self.of(decider)) {
+                decider = i;
+            }
+        }
+        decider
+    }
+
+    /// How many microseconds to wait, if they deny and a wait helps.
+    pub(crate) fn wait(&self) -> Option<i64> {
+        match self.of(self.decider()).wait {
+            0 | Verdict::NEVER => None,
+            wait => Some(wait),
+        }
+    }
+
+    /// The same, of policies that have these capacities: quotas may have changed since, and none leaves more than its
+    /// capacity.
+    pub(crate) fn within(&self, capacities: impl Iterator<Item = i64>) -> Self {
+        let mut verdicts = self.clone();
+        for (verdict, capacity) in verdicts.each.iter_mut().zip(capacities) {
+            verdict.remaining = verdict.remaining.min(capacity);
+        }
+        verdicts
+    }
+
+    /// The same denial so many microseconds later.
+    pub(crate) fn later(&self, elapsed: i64) -> Self {
+        let mut verdicts = self.clone();
+        for verdict in &mut verdicts.each {
+            if verdict.wait > 0 {
+                verdict.wait = (verdict.wait - elapsed).max(1);
+            }
+            verdict.reset = (verdict.reset - elapsed).max(0);
+        }
+        verdicts
+    }
+}
