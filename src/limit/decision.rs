@@ -19,6 +19,7 @@ pub struct Decision {
 
 /// Whether a check passed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Outcome {
     /// It passed, and was charged.
     Allowed,
@@ -68,6 +69,7 @@ fn micros(wait: i64) -> Duration {
 }
 
 impl Decision {
+    #[inline]
     pub(super) fn new(policies: Policies, verdicts: Verdicts, source: Source) -> Self {
         let decider = verdicts.decider();
         Self { policies, verdicts, decider, source }

@@ -7,10 +7,8 @@ use std::time::Duration;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// A quota of nothing per period.
-    ZeroLimit,
-    /// A burst of nothing, which would deny every request.
-    ZeroBurst,
+    /// A limit, a burst, a size or a duration of zero where at least one unit is needed: what of.
+    Zero(&'static str),
     /// A period shorter than a microsecond, not a whole number of microseconds, or longer than 366 days.
     Period(Duration),
     /// Refilling the whole burst would take more than ten years.
@@ -52,15 +50,12 @@ pub enum ConfigError {
     RedisUrl(String),
     /// A Redis URL that asks for TLS, in a build without it.
     NoTls,
-    /// A size or a duration of zero where at least one unit is needed.
-    Zero(&'static str),
 }
 
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::ZeroLimit => f.write_str("a quota's limit is 0: it must be at least 1"),
-            Self::ZeroBurst => f.write_str("a quota's burst is 0: it must be at least 1, or left out to be the limit"),
+            Self::Zero(what) => write!(f, "{what} is 0: it must be at least 1"),
             Self::Period(period) => write!(
                 f,
                 "a quota's period is {period:?}: it must be a whole number of microseconds, from 1 us to 366 days"
@@ -103,7 +98,6 @@ impl fmt::Display for ConfigError {
             Self::NoTls => f.write_str(
                 "the Redis URL asks for TLS, which is not built in: turn on the feature `tls` of tower-redis-ratelimit",
             ),
-            Self::Zero(what) => write!(f, "{what} is 0: it must be at least 1"),
         }
     }
 }
@@ -120,8 +114,7 @@ mod tests {
         use ConfigError::*;
         let name = || "a b".to_owned();
         let all = [
-            ZeroLimit,
-            ZeroBurst,
+            Zero("a quota's limit"),
             Period(Duration::ZERO),
             BurstTooSlow { burst: 1, refill: Duration::MAX },
             BurstOfWindow { burst: 1, limit: 2 },
@@ -135,7 +128,6 @@ mod tests {
             DuplicatePolicy(name()),
             RedisUrl(name()),
             NoTls,
-            Zero("the time-out"),
         ];
         for error in all {
             let text = error.to_string();

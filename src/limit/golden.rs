@@ -278,7 +278,7 @@ fn a_token_bucket_takes_several_tokens_as_spring_does() {
 #[test]
 fn a_bucket_that_holds_nothing_is_refused() {
     let none = Policy::new("p", Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(0));
-    assert_eq!(none.unwrap_err(), ConfigError::ZeroBurst);
+    assert_eq!(none.unwrap_err(), ConfigError::Zero("a quota's burst"));
 }
 
 /// Istio's redisquota, `FIXED_WINDOW` of 10 in 2 seconds: what is allocated, and for how long. What is not allocated is

@@ -40,10 +40,10 @@ impl Policy {
     /// # Errors
     ///
     /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than
-    /// ASCII letters, digits, `-`, `_`, `.` and `/`; and one of the quota's: [`ConfigError::ZeroLimit`],
-    /// [`ConfigError::ZeroBurst`], [`ConfigError::Period`], [`ConfigError::BurstTooSlow`],
-    /// [`ConfigError::BurstOfWindow`] for a burst where the strategy has none, and [`ConfigError::LogTooLong`] for a limit
-    /// that is too high for a [`Strategy::SlidingLog`].
+    /// ASCII letters, digits, `-`, `_`, `.` and `/`. Of the quota: [`ConfigError::Zero`] for a limit or a burst of 0,
+    /// [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], [`ConfigError::BurstOfWindow`] for a burst where the strategy
+    /// has none, and [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`]. Of the
+    /// strategy: [`ConfigError::Cells`].
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         if !is_name(name, b"-_./") {
             return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
@@ -140,8 +140,8 @@ mod tests {
 
     #[test]
     fn quotas_that_cannot_work_are_refused() {
-        assert_eq!(policy("p", Quota::per_second(0)), Err(ConfigError::ZeroLimit));
-        assert_eq!(policy("p", Quota::per_second(1).burst(0)), Err(ConfigError::ZeroBurst));
+        assert_eq!(policy("p", Quota::per_second(0)), Err(ConfigError::Zero("a quota's limit")));
+        assert_eq!(policy("p", Quota::per_second(1).burst(0)), Err(ConfigError::Zero("a quota's burst")));
         for period in [Duration::ZERO, Duration::from_nanos(1_500), Duration::from_secs(400 * 86_400), Duration::MAX] {
             assert_eq!(policy("p", Quota::per(1, period)), Err(ConfigError::Period(period)));
         }

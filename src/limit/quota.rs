@@ -10,7 +10,8 @@ use super::ConfigError;
 /// another; only strategies that refill can have another, since a window's burst is its limit.
 ///
 /// A quota is plain data and can stand in a `const`. [`Policy::new`](super::Policy::new) refuses one that
-/// cannot work (a limit of 0, a period of 0), so that none ever reaches a decision.
+/// cannot work (a limit of 0, a period of 0), so that none ever reaches a decision; [`is_valid`](Self::is_valid) tells so
+/// of a constant when it is compiled.
 ///
 /// As text it reads `100/s`, `10/60s`, `1000/h burst 50`; the units are `us`, `ms`, `s`, `m`, `h` and `d`.
 ///
@@ -72,6 +73,24 @@ impl Quota {
         self.period
     }
 
+    /// Whether it can work: [`Policy::new`](super::Policy::new) refuses a limit, a burst or a period of zero, a period
+    /// longer than 366 days, and a burst that takes more than ten years to refill.
+    ///
+    /// It is for constants, so that a mistake is found when they are compiled:
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::Quota;
+    /// const API: Quota = Quota::per_second(50).burst(100);
+    /// const _: () = assert!(API.is_valid());
+    /// ```
+    pub const fn is_valid(&self) -> bool {
+        let checked = self.check();
+        let valid = checked.is_ok();
+        // Nothing is to be freed, which the compiler cannot know in a constant.
+        std::mem::forget(checked);
+        valid
+    }
+
     /// The most that may come at once.
     pub const fn capacity(&self) -> u32 {
         match self.burst {
@@ -106,8 +125,8 @@ impl FromStr for Quota {
 
     /// # Errors
     ///
-    /// [`ConfigError::QuotaSyntax`] for text of another form, [`ConfigError::ZeroLimit`],
-    /// [`ConfigError::ZeroBurst`] and [`ConfigError::Period`] for values that no policy takes.
+    /// [`ConfigError::QuotaSyntax`] for text of another form; [`ConfigError::Zero`], [`ConfigError::Period`] and
+    /// [`ConfigError::BurstTooSlow`] for values that no policy takes.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let wrong = |problem| ConfigError::QuotaSyntax { text: text.chars().take(80).collect(), problem };
 
@@ -155,21 +174,22 @@ impl Quota {
     /// The longest that an empty burst may take to refill.
     pub(super) const MAX_REFILL: Duration = Duration::from_secs(3_650 * 86_400);
 
-    pub(super) fn check(&self) -> Result<(), ConfigError> {
+    pub(super) const fn check(&self) -> Result<(), ConfigError> {
         if self.limit == 0 {
-            return Err(ConfigError::ZeroLimit);
+            return Err(ConfigError::Zero("a quota's limit"));
         }
-        if self.burst == Some(0) {
-            return Err(ConfigError::ZeroBurst);
+        if matches!(self.burst, Some(0)) {
+            return Err(ConfigError::Zero("a quota's burst"));
         }
-        if self.period.is_zero() || self.period > Self::MAX_PERIOD || !self.period.subsec_nanos().is_multiple_of(1_000)
-        {
+        let period = self.period.as_micros();
+        if period == 0 || period > Self::MAX_PERIOD.as_micros() || !self.period.subsec_nanos().is_multiple_of(1_000) {
             return Err(ConfigError::Period(self.period));
         }
-        let refill = self.period.as_micros() * u128::from(self.capacity()) / u128::from(self.limit);
+        let refill = period * self.capacity() as u128 / self.limit as u128;
         if refill > Self::MAX_REFILL.as_micros() {
             // At most 2^32 times 366 days in microseconds, over 1: fits 2^77, so saturate for the text.
-            let refill = Duration::from_micros(u64::try_from(refill).unwrap_or(u64::MAX));
+            let refill = if refill > u64::MAX as u128 { u64::MAX } else { refill as u64 };
+            let refill = Duration::from_micros(refill);
             return Err(ConfigError::BurstTooSlow { burst: self.capacity(), refill });
         }
         Ok(())
@@ -189,6 +209,16 @@ mod tests {
         assert_eq!("7/250ms".parse(), Ok(Quota::per(7, Duration::from_millis(250))));
         assert_eq!(Quota::per_minute(10).to_string(), "10/m");
         assert_eq!(Quota::per(10, Duration::from_secs(90)).to_string(), "10/90s");
+    }
+
+    #[test]
+    fn a_constant_can_be_checked() {
+        const GOOD: Quota = Quota::per_second(50).burst(100);
+        const _: () = assert!(GOOD.is_valid());
+        let day = Quota::per_day;
+        for bad in [day(0), day(1).burst(0), Quota::per(1, Duration::ZERO), day(1).burst(4_000_000)] {
+            assert!(!bad.is_valid(), "{bad}");
+        }
     }
 
     #[test]
