@@ -26,10 +26,10 @@ local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7'
 local NUMBER, NUMBER_LENGTH = '<I4', 4
 
 local KEYS, ARGV = KEYS, ARGV
-local spread, pack, unpack = unpack, struct.pack, struct.unpack
+local encode, decode = struct.pack, struct.unpack
 local byte = string.byte
 
-local policy_count, plan_count, now = unpack(CALL, ARGV[1])
+local policy_count, plan_count, now = decode(CALL, ARGV[1])
 
 -- The strategies by their number; those that are asked for are made below.
 local strategies = {}

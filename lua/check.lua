@@ -5,7 +5,7 @@ local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET = 1, 2, 3, 4, 5, 6
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local keep = 0
 do
-  local time = pcall('TIME')
+  local time = redis_pcall('TIME')
   if time.err then
     return time
   end
@@ -19,7 +19,7 @@ end
 
 local policies, plans, only_takes = {}, {}, true
 for i = 1, policy_count do
-  local number, first, second, third, fourth = unpack(POLICY, ARGV[1 + i])
+  local number, first, second, third, fourth = decode(POLICY, ARGV[1 + i])
   local strategy = strategies[number]
   local policy = strategy.policy(first, second, third, fourth)
   policy.strategy = strategy
@@ -27,10 +27,10 @@ for i = 1, policy_count do
 end
 for i = 1, plan_count do
   local text = ARGV[1 + policy_count + i]
-  local mode, cost, remember = unpack(PLAN, text)
+  local mode, cost, remember = decode(PLAN, text)
   local plan = { mode = mode, cost = cost, remember = remember }
   for at = PLAN_LENGTH + 1, #text, NUMBER_LENGTH do
-    plan[#plan + 1] = policies[(unpack(NUMBER, text, at))]
+    plan[#plan + 1] = policies[(decode(NUMBER, text, at))]
   end
   plan.is_take = mode == TAKE and remember == 0 and #plan == 1
   plans[i], only_takes = plan, only_takes and plan.is_take
@@ -253,11 +253,11 @@ if not only_takes then
   local function repeat_answer(plan)
     local count, value = #plan, read(key_at + 1, key_at + 1)[1]
     key_at = key_at + 1
-    if not value or #value ~= UNTIL_LENGTH + ANSWER_LENGTH * count or now >= (unpack(UNTIL, value)) then
+    if not value or #value ~= UNTIL_LENGTH + ANSWER_LENGTH * count or now >= (decode(UNTIL, value)) then
       return false
     end
     for i = 1, count do
-      local granted, remaining, reset = unpack(ANSWER, value, UNTIL_LENGTH + ANSWER_LENGTH * (i - 1) + 1)
+      local granted, remaining, reset = decode(ANSWER, value, UNTIL_LENGTH + ANSWER_LENGTH * (i - 1) + 1)
       reply[replied + 1], reply[replied + 2] = granted, min(remaining, plan[i].capacity)
       reply[replied + 3], reply[replied + 4] = 0, reset
       replied = replied + 4
@@ -271,9 +271,9 @@ if not only_takes then
     local key, from = KEYS[key_at + 1], replied
     if not repeat_answer(plan) and check(plan, 1) > 0 then
       local forget_at = now + plan.remember
-      local answer = pack(UNTIL, forget_at)
+      local answer = encode(UNTIL, forget_at)
       for i = from + 1, replied, 4 do
-        answer = answer .. pack(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
+        answer = answer .. encode(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
       end
       write(key, answer, forget_at + keep)
     end
@@ -284,7 +284,7 @@ end
 local MOST = 4000
 
 for i = 2 + policy_count + plan_count, #ARGV do
-  local number, entries, times = unpack(RUN, ARGV[i])
+  local number, entries, times = decode(RUN, ARGV[i])
   local plan = plans[number]
   if plan.is_take then
     for first = 0, entries - 1, MOST do

@@ -2,6 +2,8 @@
 --
 -- Stored: when the caller's window began, the time of the last charge, and what was granted in the window.
 -- Loaded: when the window began that holds now, and what was granted in it.
+--
+-- Uses decode and encode of call.lua; late, max, min and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7i7I5', 19
 
@@ -32,7 +34,7 @@ local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return window_start(policy, now, now), 0
   end
-  local start, last, count = unpack(FORMAT, value)
+  local start, last, count = decode(FORMAT, value)
   count = min(count, 2 * policy.capacity)
   if start > now then
     return window_start(policy, now, now), count, nil, true
@@ -72,7 +74,7 @@ local function reset(policy, now, start, count)
 end
 
 local function save(policy, key, now, at, cost, start, count)
-  write(key, pack(FORMAT, start, now, count), at)
+  write(key, encode(FORMAT, start, now, count), at)
 end
 
 return {

@@ -24,7 +24,7 @@
 -- and n + -n % d one rounded up. And it passes text to commands: Redis prints each number anew, and some versions of it print
 -- one that ends in many zeros as 1.79e+12.
 
-local pcall = redis.pcall
+local redis_pcall = redis.pcall
 local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
 local sub = string.sub
 
@@ -33,7 +33,7 @@ local function div_ceil(a, b)
   return -floor(-a / b)
 end
 
--- What the strategies share that refill little by little.
+-- For the token bucket, the leaky bucket and GCRA, which refill little by little.
 local refilling, drained
 if strategies[5] or strategies[6] or strategies[7] then
   -- A policy that refills little by little: `interval` ticks for each unit of cost, `ticks` in a microsecond.
@@ -49,9 +49,9 @@ if strategies[5] or strategies[6] or strategies[7] then
     }
   end
 
-  -- What is still owed now, in ticks, where at a time it was so much in ticks of which `interval` made a unit: it flows
-  -- back at the rate of this policy. Of another quota as many units are owed, and the same part of a unit, rounded up. The
-  -- fourth that is returned is whether the time is to come: then nothing has flowed back.
+  -- What is still owed now, in ticks. At the time `at` so many ticks were owed, of which `interval` made a unit; since then
+  -- they flow back at the rate of this policy. If another quota counted them, as many units are owed: 2.5 units of 100 ticks
+  -- each are 2.5 units of 7 ticks, rounded up to 18. Returns as fourth whether `at` is after now: nothing has flowed back.
   function drained(policy, now, at, ticks, interval)
     local elapsed = now - at
     if elapsed >= policy.furthest then
@@ -75,8 +75,9 @@ if strategies[5] or strategies[6] or strategies[7] then
   end
 end
 
--- How much of a count came at `border` or later, where all of it came from `start` to `last`: as if it had come evenly,
--- rounded up. All of it if it went on for a period from there.
+-- For windows: how much of a count came at `border` or later. All of it came from `start` to `last`, and is taken to have
+-- come evenly: of 10 that came in 60 s, 5 came in the last 30 s. Rounded up; and all of it if `last` is a period after
+-- `border`.
 local late
 if strategies[1] or strategies[4] then
   function late(policy, count, start, last, border)
@@ -122,13 +123,13 @@ end
 
 -- Calls a command. If Redis refuses it, the check at hand fails, and nothing is returned.
 local function try(...)
-  local reply = pcall(...)
+  local reply = redis_pcall(...)
   return good(reply) and reply or nil
 end
 
 -- The strings under some of the keys of the call, in their order; nothing for one that does not exist or is no string.
 local function read(first, last)
-  local values = pcall('MGET', spread(KEYS, first, last))
+  local values = redis_pcall('MGET', unpack(KEYS, first, last))
   if values.err then
     good(values)
     return {}
@@ -149,7 +150,7 @@ end
 
 -- Stores bytes under a key until `at`.
 local function write(key, value, at)
-  local reply = pcall('SET', key, value, 'PXAT', expiry(at))
+  local reply = redis_pcall('SET', key, value, 'PXAT', expiry(at))
   if reply.err then
     good(reply)
   end

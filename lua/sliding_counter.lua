@@ -3,18 +3,23 @@
 -- Stored: when the caller's window began, the time of the last charge, what was granted in the window, and what in the
 -- window before.
 -- Loaded: when the window began that holds now, what was granted in it, and what in the window before.
+--
+-- Uses decode and encode of call.lua; floor, late, max, min and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7i7I5I5', 24
 
--- n * x / d, rounded down, and the rest; exact also where the product is above 2^53. x is at most d, d below 2^45.
+-- Below this a double holds every whole number.
+local EXACT = 2 ^ 53
+
+-- n * x / d, rounded down, and the rest; also where the product is not exact. x is at most d, d below 2^45.
 local function mul_div(n, x, d)
-  if n * x < 9007199254740992 then
+  if n * x < EXACT then
     return floor(n * x / d), n * x % d
   end
   local quotient, rest = 0, 0
-  local digit = 4398046511104 -- 2^42
+  local digit = 2 ^ 42
   while digit >= 1 do
-    -- Seven bits of n at a time, so that no step exceeds 2^53.
+    -- Seven bits of n at a time, so that every step is exact.
     local product = rest * 128 + floor(n / digit) % 128 * x
     quotient, rest = quotient * 128 + floor(product / d), product % d
     digit = digit / 128
@@ -31,7 +36,7 @@ local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return now - now % period, 0, 0
   end
-  local start, last, current, previous = unpack(FORMAT, value)
+  local start, last, current, previous = decode(FORMAT, value)
   current, previous = min(current, 2 * policy.capacity), min(previous, 2 * policy.capacity)
   if start > now then
     return now - now % period, current, previous, true
@@ -93,7 +98,7 @@ local function reset(policy, now, start, current, previous)
 end
 
 local function save(policy, key, now, at, cost, start, current, previous)
-  write(key, pack(FORMAT, start, now, current, previous), at)
+  write(key, encode(FORMAT, start, now, current, previous), at)
 end
 
 return {

@@ -5,6 +5,8 @@
 -- others, whose sum is taken from theirs. So whatever depends on the order of times or of sums is found by a binary search.
 -- Loaded: the sum of the charges within the period; the place of the base times WRAP, plus its sum (NONE: there is no
 -- list; NOTHING: none of its elements stays); the time of the newest charge, above `now` if the clock has gone back.
+--
+-- Uses decode and encode of call.lua; expiry, good, max, min, redis_pcall, search, sub, trouble and try of prelude.lua.
 
 local FORMAT, LENGTH, SUM, SUM_AT = '<I6I3', 9, '<I3', 7
 -- Times and sums start again at these, which no two that are kept are apart.
@@ -34,7 +36,7 @@ end
 -- The time and the sum of an element. One that is not ours is long gone.
 local function read_charge(element)
   if element and #element == LENGTH then
-    return unpack(FORMAT, element)
+    return decode(FORMAT, element)
   end
   return 0, 0
 end
@@ -43,7 +45,7 @@ end
 local first_key, first_charge
 
 local function load(policy, key, now)
-  local list = found(pcall('LRANGE', key, '0', '2'))
+  local list = found(redis_pcall('LRANGE', key, '0', '2'))
   local base, first = list and list[1], list and list[2]
   if not first or #base ~= LENGTH or #first ~= LENGTH then
     return 0, list and not base and NONE or NOTHING, now
@@ -52,13 +54,13 @@ local function load(policy, key, now)
   if #last ~= LENGTH then
     return 0, NOTHING, now
   end
-  local period, newest, total = policy.period, unpack(FORMAT, last)
+  local period, newest, total = policy.period, decode(FORMAT, last)
   newest = now - age(now, newest)
   if newest <= now - period then
     return 0, NOTHING, now
   end
-  local head, base_sum = 0, unpack(SUM, base, SUM_AT)
-  local since = age(now, (unpack(FORMAT, first)))
+  local head, base_sum = 0, decode(SUM, base, SUM_AT)
+  local since = age(now, (decode(FORMAT, first)))
   if since >= period then
     -- Some have left the period; mostly it is just this one.
     base, head = first, 1
@@ -140,7 +142,7 @@ local function give_back(policy, key, now, cost, left, head, base)
   else
     -- A part of this one is left.
     time = read_charge(elements[#elements])
-    if try('LSET', key, cut, pack(FORMAT, time, base + left)) then
+    if try('LSET', key, cut, encode(FORMAT, time, base + left)) then
       try('LTRIM', key, '0', cut)
     end
   end
@@ -175,7 +177,7 @@ local function save(policy, key, now, at, cost, sum, loaded, newest)
       return
     end
     local time = min(newest, now)
-    try('RPUSH', key, pack(FORMAT, time, 0), pack(FORMAT, time, sum))
+    try('RPUSH', key, encode(FORMAT, time, 0), encode(FORMAT, time, sum))
     if trouble then
       return
     end
@@ -187,13 +189,13 @@ local function save(policy, key, now, at, cost, sum, loaded, newest)
         local element = try('LINDEX', key, place)
         return not element or age(now, (read_charge(element))) >= 0
       end)
-      try('LSET', key, cut, pack(FORMAT, now, base + sum))
+      try('LSET', key, cut, encode(FORMAT, now, base + sum))
       if trouble then
         return
       end
       try('LTRIM', key, '0', cut)
     elseif cost > 0 then
-      try('RPUSH', key, pack(FORMAT, now, base + sum))
+      try('RPUSH', key, encode(FORMAT, now, base + sum))
       if trouble then
         return
       end

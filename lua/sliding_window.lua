@@ -5,6 +5,8 @@
 -- only differences count.
 -- Loaded: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
 -- ends.
+--
+-- Uses decode and encode of call.lua; max, min, search, sub, try and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I5', 12
 local FRESH = string.rep('\0', LENGTH)
@@ -22,7 +24,7 @@ end
 
 -- When the cell at a place ends, the first being 1, and the sum up to it. At 0 is the header.
 local function cell(cells, place)
-  return unpack(FORMAT, cells, 1 + LENGTH * place)
+  return decode(FORMAT, cells, 1 + LENGTH * place)
 end
 
 -- The cells up to a place, with their header.
@@ -52,12 +54,12 @@ local function load(policy, key, now, value)
     end)
     oldest, base = cell(value, gone)
     oldest = cell(value, gone + 1)
-    value, count = pack(FORMAT, last, base) .. after(value, gone), count - gone
+    value, count = encode(FORMAT, last, base) .. after(value, gone), count - gone
   end
   local future = last > now
   if future then
     last = now
-    value = pack(FORMAT, last, base) .. after(value, 0)
+    value = encode(FORMAT, last, base) .. after(value, 0)
   end
   local sum, latest = (total - base) % WRAP, last + policy.period
   if sum == 0 then
@@ -78,7 +80,7 @@ local function load(policy, key, now, value)
   if newest <= start then
     return 0, FRESH, 0
   end
-  return sum, up_to(value, kept) .. pack(FORMAT, newest, total), newest, future
+  return sum, up_to(value, kept) .. encode(FORMAT, newest, total), newest, future
 end
 
 local function room(policy, now, sum)
@@ -125,7 +127,7 @@ local function charge(policy, key, now, cost, sum, cells, newest)
     newest, total = cell(cells, kept)
   end
   if (total - base) % WRAP < sum then
-    newest, rest = ends, pack(FORMAT, ends, base + sum)
+    newest, rest = ends, encode(FORMAT, ends, base + sum)
   end
   return sum, up_to(cells, kept) .. rest, newest
 end
@@ -148,7 +150,7 @@ local function save(policy, key, now, at, cost, sum, cells, newest)
     if count > 0 and cell(cells, count) == newest then
       count = count - 1
     end
-    cells = pack(FORMAT, now, base) .. after(up_to(cells, count), 0) .. pack(FORMAT, newest, base + sum)
+    cells = encode(FORMAT, now, base) .. after(up_to(cells, count), 0) .. encode(FORMAT, newest, base + sum)
   end
   write(key, cells, at)
 end

@@ -2,6 +2,8 @@
 --
 -- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token.
 -- Loaded: the tokens at now, in ticks, and when they were refilled last.
+--
+-- Uses decode and encode of call.lua; div_ceil, drained, floor, min, refilling and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I7I7', 21
 
@@ -16,7 +18,7 @@ local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
     return policy.full, now
   end
-  local refilled, missing, interval = unpack(FORMAT, value)
+  local refilled, missing, interval = decode(FORMAT, value)
   local future, _
   if policy.period == 0 then
     missing, _, _, future = drained(policy, now, refilled, missing, interval)
@@ -61,7 +63,7 @@ local function reset(policy, now, tokens, refilled)
 end
 
 local function save(policy, key, now, at, cost, tokens, refilled)
-  write(key, pack(FORMAT, refilled, policy.full - tokens, policy.interval), at)
+  write(key, encode(FORMAT, refilled, policy.full - tokens, policy.interval), at)
 end
 
 return {

@@ -28,7 +28,7 @@ impl Mode {
         }
     }
 
-    /// What a policy would grant, if all let the check pass; what it has to give back, or to forget.
+    /// What a policy that lets the check pass would charge; what it would give back, or forget.
     pub(super) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
         match self {
             Self::Take => cost,

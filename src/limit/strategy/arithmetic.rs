@@ -7,9 +7,11 @@ pub(super) fn div_ceil(a: i64, b: i64) -> i64 {
     -(-a).div_euclid(b)
 }
 
-/// What is still owed at `now`, in ticks, where at a time it was so much in ticks of which `interval` made a unit: it flows
-/// back at the rate of these terms. Of another quota as many units are owed, and the same part of a unit, rounded up.
-/// And whether the time is to come: then nothing has flowed back.
+/// What is still owed at `now`, in ticks. At the time `at` so many ticks were owed, of which `interval` made a unit; since
+/// then they flow back at the rate of this policy. If another quota counted them, as many units are owed: 2.5 units of 100
+/// ticks each are 2.5 units of 7 ticks, rounded up to 18.
+///
+/// And whether `at` is after `now`: nothing has flowed back.
 pub(super) fn drained(params: &Params, now: i64, at: i64, ticks: i64, interval: i64) -> (i64, bool) {
     let elapsed = now - at;
     if elapsed >= params.furthest {
@@ -23,7 +25,7 @@ pub(super) fn drained(params: &Params, now: i64, at: i64, ticks: i64, interval: 
     ((ticks - elapsed * params.ticks).max(0), false)
 }
 
-/// Ticks of which `interval` made a unit, in ticks of these terms.
+/// Ticks of which `interval` made a unit, in ticks of this policy.
 #[cold]
 fn converted(params: &Params, ticks: i64, interval: i64) -> i64 {
     let interval = interval.max(1);
@@ -31,8 +33,8 @@ fn converted(params: &Params, ticks: i64, interval: i64) -> i64 {
     units.min(2 * params.capacity) * params.interval + share(params.interval, rest, interval)
 }
 
-/// How much of a count came at `border` or later, where all of it came from `start` to `last`: as if it had come evenly,
-/// rounded up. All of it if it went on for a period from there.
+/// How much of a count came at `border` or later. All of it came from `start` to `last`, and is taken to have come evenly:
+/// of 10 that came in 60 s, 5 came in the last 30 s. Rounded up; and all of it if `last` is a period after `border`.
 pub(super) fn late(params: &Params, count: i64, start: i64, last: i64, border: i64) -> i64 {
     if last - border >= params.period {
         return count;

@@ -10,7 +10,7 @@ pub(in crate::limit) struct Ask {
     pub(in crate::limit) now: i64,
 }
 
-/// What a policy sees when it is asked.
+/// What a policy answers, if it is alone.
 pub(in crate::limit) struct Look {
     /// The state as it is now.
     pub(super) loaded: Loaded,
@@ -34,8 +34,10 @@ impl Ask {
         Look { loaded, dirty, room, needs, grants }
     }
 
-    /// Charges a state with what its policy grants, and tells how much that is. It is no more than `max`, what every
-    /// other policy grants too, unless each gives back or forgets what it has.
+    /// Decides, and charges the state: the verdict, and how much was charged.
+    ///
+    /// A check charges all its policies alike, so each at most `max`, the least that any of them grants: of an `up_to(5)`
+    /// under policies with room for 3 and for 9, both are charged 3. But each gives back, or forgets, what it has itself.
     pub(super) fn decide<T: Twin>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
         let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, params);
@@ -51,7 +53,6 @@ impl Ask {
                 *state = T::default();
                 return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
             }
-            // Each what it has.
             Mode::GiveBack => (grants, -grants),
             Mode::Take | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(max), grants.min(max)),
         };

@@ -65,7 +65,7 @@ impl Twin for State {
         window_end(params, start) - now
     }
 
-    fn charge(&mut self, _terms: &Params, _now: i64, cost: i64, [start, count, _]: Loaded) -> Loaded {
+    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, count, _]: Loaded) -> Loaded {
         [start, (count + cost).max(0), 0]
     }
 
@@ -73,7 +73,7 @@ impl Twin for State {
         if count == 0 { 0 } else { window_end(params, start) - now }
     }
 
-    fn save(&mut self, _terms: &Params, now: i64, _cost: i64, [start, count, _]: Loaded) {
+    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, count, _]: Loaded) {
         *self = Self { start, last: now, count };
     }
 

@@ -20,52 +20,7 @@
 //! takes it as paid off at its own rate since the last charge. A denial writes nothing, so what one quota denies does
 //! not touch what the other would grant.
 
-use super::arithmetic::{div_ceil, drained};
-use super::twin::{Loaded, Twin};
-use super::{Followed, Params};
-
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct State {
-    /// The time of the last charge.
-    at: i64,
-    /// How far the TAT was ahead then, in ticks.
-    backlog: i64,
-    /// How many ticks made a unit of cost.
-    interval: i64,
-}
-
-/// Loaded: the backlog, how far the TAT is ahead of now, in ticks.
-impl Twin for State {
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
-        let (backlog, future) = drained(params, now, self.at, self.backlog, self.interval);
-        ([backlog, 0, 0], future)
-    }
-
-    fn room(params: &Params, _now: i64, [backlog, ..]: Loaded) -> i64 {
-        (params.full - backlog).div_euclid(params.interval)
-    }
-
-    fn wait(&self, params: &Params, _now: i64, cost: i64, [backlog, ..]: Loaded) -> i64 {
-        div_ceil(backlog + cost * params.interval - params.full, params.ticks)
-    }
-
-    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [backlog, ..]: Loaded) -> Loaded {
-        [(backlog + cost * params.interval).max(0), 0, 0]
-    }
-
-    fn reset_after(params: &Params, _now: i64, [backlog, ..]: Loaded) -> i64 {
-        div_ceil(backlog, params.ticks)
-    }
-
-    fn save(&mut self, params: &Params, now: i64, _cost: i64, [backlog, ..]: Loaded) {
-        *self = Self { at: now, backlog, interval: params.interval };
-    }
-
-    fn resume(params: &Params, now: i64, Followed { until, .. }: Followed) -> Self {
-        let backlog = (until - now).clamp(0, params.furthest) * params.ticks;
-        Self { at: now, backlog, interval: params.interval }
-    }
-}
+pub(super) use super::meter::State;
 
 /// The definition: see `tests`.
 #[cfg(test)]

@@ -23,6 +23,7 @@ mod charges;
 mod fixed_window;
 mod gcra;
 mod leaky_bucket;
+mod meter;
 mod params;
 mod sliding_counter;
 mod sliding_log;

@@ -79,7 +79,7 @@ impl Twin for State {
     }
 
     /// Gives back from the current window first.
-    fn charge(&mut self, _terms: &Params, _now: i64, cost: i64, [start, current, previous]: Loaded) -> Loaded {
+    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, current, previous]: Loaded) -> Loaded {
         let rest = (current + cost).min(0);
         [start, (current + cost).max(0), (previous + rest).max(0)]
     }
@@ -93,7 +93,7 @@ impl Twin for State {
         }
     }
 
-    fn save(&mut self, _terms: &Params, now: i64, _cost: i64, [start, current, previous]: Loaded) {
+    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, current, previous]: Loaded) {
         *self = Self { start, last: now, current, previous };
     }
 

@@ -50,7 +50,7 @@ impl Twin for State {
         frees.map_or(newest, |time| time.min(now)) + params.period - now
     }
 
-    fn charge(&mut self, _terms: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
+    fn charge(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
         let sum = (sum + cost).max(0);
         if cost > 0 {
             return [sum, head, now];
@@ -65,7 +65,7 @@ impl Twin for State {
         if sum == 0 { 0 } else { newest + params.period - now }
     }
 
-    fn save(&mut self, _terms: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) {
+    fn save(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) {
         if head == NOTHING || sum == 0 {
             return self.charges.restart(newest, sum);
         }

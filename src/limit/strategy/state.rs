@@ -19,7 +19,7 @@ macro_rules! bind {
                 match strategy { $(Strategy::$variant { .. } => Self::$variant(Default::default()),)* }
             }
 
-            /// The state to go on from, of a caller that another store counted.
+            /// The state of a caller whom another store has counted so far.
             pub(crate) fn resume(strategy: Strategy, params: &Params, now: i64, followed: Followed) -> Self {
                 match strategy {
                     $(Strategy::$variant { .. } => Self::$variant(Twin::resume(params, now, followed)),)*

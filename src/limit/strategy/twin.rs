@@ -3,11 +3,13 @@ use super::Params;
 /// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
 ///
 /// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
-/// state, reckons with what is loaded, and saves only what was charged.
+/// state, reckons with what is loaded, and saves it only if something was charged.
 pub(crate) trait Twin: Default {
-    /// The state as it is at `now`: what has lapsed is gone, and what no policy of these terms could have made is
-    /// clamped to the furthest that it could. If it is of a time to come, `true`: it must be saved even if nothing is
-    /// charged, or its caller might be locked out for as long as the clock has gone back.
+    /// The state as it is at `now`: what has expired is gone, and what this policy could not have made is lowered to the
+    /// most that it could.
+    ///
+    /// And whether it must be saved even if nothing is charged. It must if the clock has gone back: a caller who was
+    /// charged at 12:00 would otherwise be locked out from 11:00 on, for an hour.
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool);
     /// The largest cost that would pass now; below zero for a caller in debt.
     fn room(params: &Params, now: i64, loaded: Loaded) -> i64;
@@ -19,7 +21,7 @@ pub(crate) trait Twin: Default {
     fn reset_after(params: &Params, now: i64, loaded: Loaded) -> i64;
     /// Stores a state in which `cost` was charged.
     fn save(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded);
-    /// The state to go on from, of a caller that another store counted. At least as much counts as there did.
+    /// The state of a caller whom another store has counted so far. It counts at least as much as that store did.
     fn resume(params: &Params, now: i64, followed: Followed) -> Self;
 }
 

@@ -15,11 +15,13 @@ macro_rules! wire {
             match strategy { $(Strategy::$variant { .. } => $number,)* }
         }
 
-        /// The script that decides: what the call asks, the prelude, the Lua halves, the driver.
+        /// The script that decides: what the call asks, what the Lua halves share, each of them, the driver.
         pub(super) const SCRIPT: &str = concat!(
             include_str!("../../../lua/call.lua"),
             "\n",
             include_str!("../../../lua/prelude.lua"),
+            "\n",
+            include_str!("../../../lua/meter.lua"),
             $(
                 "\nif strategies[", $number, "] then\nstrategies[", $number, "] = (function()\n",
                 include_str!(concat!("../../../lua/", stringify!($module), ".lua")),

@@ -1,0 +1,52 @@
+-- The meter: what the leaky bucket and GCRA share, which say the same in two ways; the twin of
+-- src/limit/strategy/meter.rs.
+--
+-- Stored: when the meter was filled last, its level then in ticks, and how many ticks made a unit of cost.
+-- Loaded: the level at now, in ticks.
+--
+-- Uses decode and encode of call.lua; div_ceil, drained, refilling and write of prelude.lua.
+
+local meter
+if strategies[6] or strategies[7] then
+  local FORMAT, LENGTH = '<i7I7I7', 21
+
+  local function load(policy, key, now, value)
+    if not value or #value ~= LENGTH then
+      return 0
+    end
+    return drained(policy, now, decode(FORMAT, value))
+  end
+
+  local function room(policy, now, level)
+    local left, interval = policy.full - level, policy.interval
+    return (left - left % interval) / interval
+  end
+
+  local function wait(policy, key, now, cost, level)
+    return div_ceil(level + cost * policy.interval - policy.full, policy.ticks)
+  end
+
+  local function charge(policy, key, now, cost, level)
+    level = level + cost * policy.interval
+    return level > 0 and level or 0
+  end
+
+  local function reset(policy, now, level)
+    local ticks = policy.ticks
+    return (level + -level % ticks) / ticks
+  end
+
+  local function save(policy, key, now, at, cost, level)
+    write(key, encode(FORMAT, now, level, policy.interval), at)
+  end
+
+  meter = {
+    policy = refilling,
+    load = load,
+    room = room,
+    wait = wait,
+    charge = charge,
+    reset = reset,
+    save = save,
+  }
+end
