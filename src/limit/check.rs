@@ -1,7 +1,7 @@
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
 use super::strategy::{Ask, State};
-use super::{Decision, Key, Mode, Policies, Policy, Source, Verdicts};
+use super::{Decision, Key, Mode, Policies, Policy, Source, Verdict, Verdicts};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
 ///
@@ -47,7 +47,8 @@ impl Check {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Gives `cost` back, to each policy at most what is charged there; [`Decision::granted`] tells the most that was.
+    /// Gives `cost` back, to each policy at most what it has charged. [`Decision::granted`] tells how much that was: of
+    /// several policies, the most that one of them gave back.
     pub fn give_back(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::GiveBack, cost)
     }
@@ -57,8 +58,8 @@ impl Check {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
-    /// A check that reads and writes as any other, of a caller that no request can name, to try whether a store
-    /// decides. It is always granted, so that it always writes.
+    /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request can
+    /// name. It is always granted, so that it always writes.
     pub(crate) fn probe() -> Self {
         Self::new(Key::PROBE, &Policies::probe(), Mode::Take, 1)
     }
@@ -67,12 +68,13 @@ impl Check {
         Self { key, policies: policies.clone(), mode, cost, id: None }
     }
 
-    /// Gives the check an id: if the same caller was charged for a check of this id under the same policies before, and
-    /// less than the longest of their periods ago, this one gets that decision again, just as it was, and is not
-    /// charged. A denial does not bind the id: the same request may try again, and passes if its time has come.
+    /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this id
+    /// was granted under these policies, this one gets the same decision and is not charged. A denial is not remembered:
+    /// the same request may try again, and passes if its time has come.
     ///
-    /// Ids must not be of the caller's choice, or it would have one charge for all its requests. A
-    /// [`LocalStore`](crate::LocalStore) holds as many ids as keys, and forgets the oldest of a few beyond that.
+    /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one who sends the
+    /// same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys, and beyond
+    /// that forgets the oldest of a few.
     #[must_use]
     pub fn with_id(mut self, id: impl AsRef<[u8]>) -> Self {
         self.id = Some(Box::new(Key::new(id)));
@@ -116,33 +118,38 @@ impl Check {
 
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
-    /// States change only if something is charged, given back or forgotten, or if they are of a time to come.
+    /// A state changes only if something is charged, given back or forgotten, or if the clock has gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts { granted, each: SmallVec::from_buf([verdict]) };
         }
-        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), &ask));
+        self.decide_all(states, &ask)
+    }
+
+    /// The rarer case of several policies.
+    #[inline(never)]
+    fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
+        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), ask));
         let max = looks.map(|look| look.grants).min().unwrap_or(0);
-        let mut granted = 0;
-        let verdicts = states.iter_mut().zip(self.policies.iter()).map(|(state, policy)| {
-            let (verdict, grants) = state.decide(policy.params(), &ask, max);
-            granted = granted.max(grants);
-            verdict
-        });
-        let each = verdicts.collect();
+        let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
+        for ((verdict, state), policy) in each.iter_mut().zip(states).zip(self.policies.iter()) {
+            let (answer, grants) = state.decide(policy.params(), &ask, max);
+            (*verdict, granted) = (answer, granted.max(grants));
+        }
         Verdicts { granted, each }
     }
 
     /// The decision that answers this check.
+    #[inline]
     pub(crate) fn answer(self, verdicts: Verdicts, source: Source) -> Decision {
         Decision::new(self.policies, verdicts, source)
     }
 }
 
 impl Mode {
-    /// Counts on the state of one policy, and tells how much.
+    /// Counts on the state of one policy, and tells how much was charged, given back or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         state.decide(policy.params(), &Ask { mode: self, cost, now }, i64::MAX).1
     }

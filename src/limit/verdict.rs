@@ -17,7 +17,7 @@ impl Verdict {
     /// The wait for what will never pass.
     pub(crate) const NEVER: i64 = -1;
     /// Of a policy that has nothing to say.
-    const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
+    pub(super) const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
 
     /// Whether this policy let the check pass.
     pub(crate) fn is_allowed(&self) -> bool {
@@ -49,9 +49,10 @@ impl Verdicts {
     /// else the first.
     pub(super) fn decider(&self) -> usize {
         let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
+        let each = self.each.as_slice();
         let mut decider = 0;
-        for (i, verdict) in self.each.iter().enumerate().skip(1) {
-            if rank(verdict) > rank(self.of(decider)) {
+        for (i, verdict) in each.iter().enumerate().skip(1) {
+            if rank(verdict) > rank(&each[decider]) {
                 decider = i;
             }
         }
@@ -69,7 +70,7 @@ impl Verdicts {
     /// The same, of policies that have these capacities: quotas may have changed since, and none leaves more than its
     /// capacity.
     pub(crate) fn within(&self, capacities: impl Iterator<Item = i64>) -> Self {
-        let mut verdicts = self.clone();
+        let mut verdicts = self.copy();
         for (verdict, capacity) in verdicts.each.iter_mut().zip(capacities) {
             verdict.remaining = verdict.remaining.min(capacity);
         }
@@ -78,7 +79,7 @@ impl Verdicts {
 
     /// The same denial so many microseconds later.
     pub(crate) fn later(&self, elapsed: i64) -> Self {
-        let mut verdicts = self.clone();
+        let mut verdicts = self.copy();
         for verdict in &mut verdicts.each {
             if verdict.wait > 0 {
                 verdict.wait = (verdict.wait - elapsed).max(1);
@@ -86,5 +87,10 @@ impl Verdicts {
             verdict.reset = (verdict.reset - elapsed).max(0);
         }
         verdicts
+    }
+
+    /// A clone in less time: `clone` goes through each, one by one.
+    fn copy(&self) -> Self {
+        Self { granted: self.granted, each: SmallVec::from_slice(&self.each) }
     }
 }
