@@ -8,6 +8,7 @@ use super::{Policies, Policy, Verdict, Verdicts};
 /// allowed, the one with the least left. [`each`](Self::each) tells them all.
 ///
 /// A store that could not decide gives an [`Error`](crate::Error), never a decision.
+#[must_use = "it may be a denial"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
     policies: Policies,

@@ -123,7 +123,7 @@ fn gcra_allows_as_redis_rate_does() {
     assert_eq!(result(&caller.take(0, 1)), [1, 9, -1, 100]);
     assert_eq!(result(&caller.take(0, 0)), [0, 9, -1, 100]);
     let reset = Check::reset(Key::GLOBAL, &caller.policies);
-    caller.decide(0, reset);
+    let _ = caller.decide(0, reset);
     assert_eq!(result(&caller.take(0, 1)), [1, 9, -1, 100]);
     assert_eq!(result(&caller.take(0, 2)), [2, 7, -1, 300]);
     assert_eq!(result(&caller.take(0, 7)), [7, 0, -1, 1_000]);
@@ -153,7 +153,7 @@ fn gcra_allows_at_most_as_redis_rate_does() {
 #[test]
 fn at_most_charges_no_more_than_it_grants() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
-    caller.take(0, 9);
+    let _ = caller.take(0, 9);
     assert_eq!(result(&caller.ask(50 * MS, Check::up_to, 5)), [1, 0, -1, 950]);
     assert_eq!(result(&caller.ask(50 * MS, Check::up_to, 5)), [0, 0, 50, 950]);
     assert_eq!(result(&caller.ask(100 * MS, Check::up_to, 5)), [1, 0, -1, 1_000]);

@@ -161,7 +161,7 @@ impl Question {
     pub(crate) fn deny(self) {
         let store = LocalStore::default();
         let all = Check::charge(*self.check.key(), self.check.policies(), u32::MAX);
-        store.check(all).now_or_never().unwrap().unwrap();
+        let _ = store.check(all).now_or_never().unwrap().unwrap();
         self.answer.send(store.check(self.check).now_or_never().unwrap()).unwrap();
     }
 

@@ -144,7 +144,7 @@ async fn the_documented_rights_are_enough() {
             Check::peek(key, &policies, 9),
             Check::reset(key, &policies),
         ] {
-            store.check(check).await.unwrap();
+            let _ = store.check(check).await.unwrap();
         }
     }
 }
@@ -305,7 +305,7 @@ fn the_runtime_of_a_lane_ends() {
     let store = builder.timeout(Duration::from_millis(500)).connect_lazy().unwrap();
     let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (first, second) = (runtime(), runtime());
-    first.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
+    let _ = first.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
     server.freeze();
     let lost = store.clone();
     let running = first.spawn(async move { lost.check(check("ann", "10/s")).await });

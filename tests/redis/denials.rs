@@ -28,7 +28,7 @@ async fn a_flood_on_an_exhausted_key_costs_one_call() {
     let store = RedisStore::connect(server.url()).await.unwrap();
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/100d");
-        take(&store, &policies, 10).await;
+        let _ = take(&store, &policies, 10).await;
         let before = server.calls("evalsha").await;
         let first = take(&store, &policies, 1).await;
         assert_eq!(first.source(), Source::Redis);
@@ -43,7 +43,7 @@ async fn a_flood_on_an_exhausted_key_costs_one_call() {
         assert_eq!(take(&store, &policies, 5).await.source(), Source::Cached);
         assert_eq!(take(&store, &policies, 0).await.outcome(), Outcome::Allowed);
         assert_eq!(take(&store, &policies, 11).await.outcome(), Outcome::NeverFits);
-        ask(&store, Check::reset(ANN, &policies)).await;
+        let _ = ask(&store, Check::reset(ANN, &policies)).await;
     }
 }
 
@@ -63,7 +63,7 @@ async fn it_passes_when_it_was_told_to() {
         until("it passes", async || take(&store, &policies, 2).await.is_allowed()).await;
         let waited = start.elapsed();
         assert!(waited + Duration::from_millis(50) >= wait, "{strategy:?}: after {waited:?} of {wait:?}");
-        ask(&store, Check::reset(ANN, &policies)).await;
+        let _ = ask(&store, Check::reset(ANN, &policies)).await;
     }
 }
 
@@ -74,16 +74,16 @@ async fn a_denial_is_forgotten_with_its_reason() {
     let store = RedisStore::connect(server.url()).await.unwrap();
     let policies = policy(Strategy::Gcra, "10/100d");
     let exhaust = async || {
-        ask(&store, Check::up_to(ANN, &policies, 10)).await;
+        let _ = ask(&store, Check::up_to(ANN, &policies, 10)).await;
         assert!(!take(&store, &policies, 1).await.is_allowed());
         assert_eq!(take(&store, &policies, 1).await.source(), Source::Cached);
     };
     exhaust().await;
-    ask(&store, Check::give_back(ANN, &policies, 1)).await;
+    let _ = ask(&store, Check::give_back(ANN, &policies, 1)).await;
     assert!(take(&store, &policies, 1).await.is_allowed());
 
     exhaust().await;
-    ask(&store, Check::reset(ANN, &policies)).await;
+    let _ = ask(&store, Check::reset(ANN, &policies)).await;
     assert!(take(&store, &policies, 1).await.is_allowed());
 
     exhaust().await;
@@ -104,8 +104,8 @@ async fn a_reset_that_is_not_answered_forgets_a_denial_too() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).timeout(Duration::from_millis(200)).connect().await.unwrap();
     let policies = policy(Strategy::Gcra, "10/100d");
-    take(&store, &policies, 10).await;
-    take(&store, &policies, 1).await;
+    let _ = take(&store, &policies, 10).await;
+    let _ = take(&store, &policies, 1).await;
     assert_eq!(take(&store, &policies, 1).await.source(), Source::Cached);
     server.freeze();
     assert!(store.check(Check::reset(ANN, &policies)).await.is_err());
@@ -124,18 +124,18 @@ async fn a_refund_is_never_outlived_by_a_denial() {
     let store = RedisStore::connect(server.url()).await.unwrap();
     let policies = policy(Strategy::Gcra, "1/100d");
     for _ in 0..300 {
-        take(&store, &policies, 1).await;
+        let _ = take(&store, &policies, 1).await;
         let flood = (0..8).map(|_| {
             let (store, policies) = (store.clone(), policies.clone());
             tokio::spawn(async move { take(&store, &policies, 1).await.granted() })
         });
         let flood: Vec<_> = flood.collect();
-        ask(&store, Check::reset(ANN, &policies)).await;
+        let _ = ask(&store, Check::reset(ANN, &policies)).await;
         let granted: u32 = join_all(flood).await.into_iter().map(Result::unwrap).sum();
         if granted == 0 {
             assert!(take(&store, &policies, 1).await.is_allowed(), "denied by a memory");
         }
-        ask(&store, Check::reset(ANN, &policies)).await;
+        let _ = ask(&store, Check::reset(ANN, &policies)).await;
     }
 }
 
@@ -149,7 +149,7 @@ async fn exhaust(server: &RedisServer, lists: &[Policies]) {
     let store = RedisStore::connect(server.url()).await.unwrap();
     for list in lists {
         for policy in list.iter() {
-            ask(&store, Check::up_to(ANN, &policy.clone().into(), u32::MAX)).await;
+            let _ = ask(&store, Check::up_to(ANN, &policy.clone().into(), u32::MAX)).await;
         }
     }
 }
@@ -199,7 +199,7 @@ async fn denials_of_other_costs_and_lists_stay() {
     // So is what asks for any part.
     assert_eq!(ask(&store, Check::up_to(ANN, &lists[0], 8)).await.source(), Source::Cached);
     // What is given back under one list is forgotten for all, since they share policies.
-    ask(&store, Check::give_back(ANN, &lists[0], 2)).await;
+    let _ = ask(&store, Check::give_back(ANN, &lists[0], 2)).await;
     for list in &lists {
         assert_eq!(take(&store, list, 2).await.source(), Source::Redis);
     }
@@ -235,7 +235,7 @@ async fn ids_have_denials_of_their_own() {
     let granted = take_id("granted").await;
     assert!(granted.is_allowed());
     exhaust(&server, std::slice::from_ref(&list)).await;
-    take(&store, &list, 1).await;
+    let _ = take(&store, &list, 1).await;
     let before = server.calls("evalsha").await;
     for _ in 0..500 {
         for id in ["one", "two"] {
@@ -246,7 +246,7 @@ async fn ids_have_denials_of_their_own() {
     assert_eq!(take_id("granted").await, granted);
 
     // An id that was granted in the end is told that too.
-    ask(&store, Check::give_back(ANN, &list, 2)).await;
+    let _ = ask(&store, Check::give_back(ANN, &list, 2)).await;
     assert!(!ask(&store, Check::take(ANN, &list, 3).with_id("one")).await.is_allowed());
     let one = take_id("one").await;
     assert!(one.is_allowed());
@@ -301,7 +301,7 @@ async fn a_flood_of_any_mix_costs_a_call_for_each_question() {
             assert!(known.retry_after() <= asked.retry_after().map(|wait| wait + slack), "seed {seed}: {check:?}");
         }
         for list in &lists {
-            ask(&store, Check::reset(ANN, list)).await;
+            let _ = ask(&store, Check::reset(ANN, list)).await;
         }
     }
 }

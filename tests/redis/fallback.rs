@@ -141,7 +141,7 @@ async fn nobody_probes_for_a_store_that_is_gone() {
     let notes = Notes::default();
     let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
     for _ in 0..3 {
-        store.check(check("ann", "10/h")).await.unwrap();
+        let _ = store.check(check("ann", "10/h")).await.unwrap();
     }
     assert!(store.is_degraded());
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
@@ -159,7 +159,7 @@ fn it_recovers_on_another_runtime() {
     server.kill();
     runtime().block_on(async {
         for _ in 0..3 {
-            store.check(check("ann", "10/h")).await.unwrap();
+            let _ = store.check(check("ann", "10/h")).await.unwrap();
         }
     });
     assert!(store.is_degraded());
@@ -190,7 +190,7 @@ async fn instances_share_what_was_left_and_settle_it() {
         server.kill();
         // The check that opens the breaker may have been charged, for all that is known: it is never settled.
         for instance in &instances {
-            instance.check(Check::take(Key::new("somebody else"), &policies, 1)).await.unwrap();
+            let _ = instance.check(Check::take(Key::new("somebody else"), &policies, 1)).await.unwrap();
         }
         let mut granted = 0;
         for i in 0..100 {
@@ -241,8 +241,8 @@ async fn remembered_denials_do_not_keep_the_breaker_closed() {
     let store = fallback(server.url(), &notes).deadline(Duration::from_millis(200));
     let policies = policy(Strategy::Gcra, "1/100d");
     let take = |caller: &str| store.check(Check::take(Key::new(caller), &policies, 1));
-    take("flood").await.unwrap();
-    take("flood").await.unwrap();
+    let _ = take("flood").await.unwrap();
+    let _ = take("flood").await.unwrap();
     server.freeze();
     for i in 0..3 {
         assert_eq!(take("flood").await.unwrap().source(), Source::Cached);
@@ -267,8 +267,8 @@ async fn one_refused_policy_does_not_degrade_the_others() {
     }
     server.kill();
     for _ in 0..10 {
-        take(&log).await.unwrap();
-        take(&gcra).await.unwrap();
+        let _ = take(&log).await.unwrap();
+        let _ = take(&gcra).await.unwrap();
     }
     assert!(store.is_degraded());
     server.restart();

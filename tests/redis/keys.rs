@@ -8,7 +8,7 @@ use crate::support::{RedisServer, STRATEGIES, policy};
 async fn a_key_reads_prefix_caller_policy_strategy() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).prefix("shop:rl").connect_lazy().unwrap();
-    store.check(Check::take(Key::new("ann"), &policy(Strategy::Gcra, "10/h"), 1)).await.unwrap();
+    let _ = store.check(Check::take(Key::new("ann"), &policy(Strategy::Gcra, "10/h"), 1)).await.unwrap();
     let keys: Vec<String> = server.command("KEYS *").await;
     assert_eq!(keys, ["shop:rl:{ann}:test:g"]);
 }
@@ -59,7 +59,7 @@ async fn denials_and_peeks_write_nothing() {
             Check::peek(Key::new("ann"), &policies, 1),
             Check::take(Key::new("ann"), &policies, 0),
         ] {
-            store.check(check).await.unwrap();
+            let _ = store.check(check).await.unwrap();
         }
     }
     assert_eq!((server.calls("set").await, server.calls("del").await), (0, 0));
@@ -75,7 +75,7 @@ async fn ids_are_forgotten_after_the_period() {
     for strategy in STRATEGIES {
         let policies = policy(strategy, "10/2s");
         let take = || store.check(Check::take(Key::new("ann"), &policies, 1).with_id("request-1"));
-        take().await.unwrap();
+        let _ = take().await.unwrap();
         let keys: Vec<String> = server.command("KEYS *:request-1").await;
         let left: i64 = server.command(&format!("PTTL {}", keys[0])).await;
         assert!((1..=2_001).contains(&left), "{strategy:?}: {left}");

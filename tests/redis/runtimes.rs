@@ -122,7 +122,7 @@ fn a_check_outlives_its_runtime() {
     let server = RedisServer::start();
     let store = store(server.url());
     let (ends, stays) = (two_threads(), two_threads());
-    ends.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
+    let _ = ends.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
     server.freeze();
     let guard = ends.enter();
     let checks = [store.check(check("ann", "10/s")), store.check(check("bob", "10/s"))];

@@ -108,7 +108,7 @@ impl<S: Store> Caller<'_, S> {
             let peek = self.ask("peek", Check::peek, 10).await;
             assert!(peek.is_allowed() && peek.granted() == 0 && peek.remaining() == 10 && peek.reset_after().is_zero());
         }
-        self.ask("peek", Check::take, 1).await;
+        let _ = self.ask("peek", Check::take, 1).await;
         let peek = self.ask("peek", Check::peek, 10).await;
         assert!(!peek.is_allowed() && peek.remaining() == 9 && peek.retry_after().is_some(), "{peek:?}");
         assert_eq!(self.ask("peek", Check::peek, 11).await.outcome(), Outcome::NeverFits);
@@ -124,7 +124,7 @@ impl<S: Store> Caller<'_, S> {
     }
 
     async fn gives_back(&self) {
-        self.ask("refund", Check::take, 5).await;
+        let _ = self.ask("refund", Check::take, 5).await;
         assert_eq!(self.numbers("refund", Check::give_back, 2).await, (2, 7));
         assert_eq!(self.numbers("refund", Check::give_back, 100).await, (3, 10), "no more than was taken");
         assert_eq!(self.numbers("refund", Check::give_back, 1).await, (0, 10));
@@ -132,8 +132,8 @@ impl<S: Store> Caller<'_, S> {
     }
 
     async fn forgets_one_caller(&self) {
-        self.ask("reset", Check::take, 5).await;
-        self.ask("bystander", Check::take, 5).await;
+        let _ = self.ask("reset", Check::take, 5).await;
+        let _ = self.ask("bystander", Check::take, 5).await;
         let reset = self.store.check(Check::reset(self.key("reset"), &self.policies)).await.unwrap();
         assert_eq!((reset.granted(), reset.remaining(), reset.reset_after()), (5, 10, Duration::ZERO));
         assert_eq!(self.ask("reset", Check::peek, 1).await.remaining(), 10);
@@ -148,7 +148,7 @@ impl<S: Store> Caller<'_, S> {
             self.store.check(check).await.unwrap().each().map(|each| each.remaining()).collect()
         };
         let key = self.key("each");
-        self.store.check(Check::take(key, &other.into(), 8)).await.unwrap();
+        let _ = self.store.check(Check::take(key, &other.into(), 8)).await.unwrap();
         assert_eq!(left(Check::take(key, &both, 2)).await, [8, 10]);
         assert_eq!(left(Check::give_back(key, &both, 5)).await, [10, 15], "{:?}", self.strategy);
         assert_eq!(left(Check::reset(key, &both)).await, [10, 20], "{:?}", self.strategy);
@@ -156,7 +156,7 @@ impl<S: Store> Caller<'_, S> {
     }
 
     async fn shares_its_counts_with_clones(&self) {
-        self.ask("clone", Check::take, 5).await;
+        let _ = self.ask("clone", Check::take, 5).await;
         let clone = self.store.clone();
         let decision = clone.check(Check::take(self.key("clone"), &self.policies, 5)).await.unwrap();
         assert_eq!(decision.remaining(), 0);
@@ -185,7 +185,7 @@ impl<S: Store> Caller<'_, S> {
         assert_eq!(self.ask("id", Check::take, 1).await.remaining(), 3, "a check without an id is another");
 
         assert!(!take("id", 4, "request-3").await.unwrap().is_allowed());
-        self.ask("id", Check::give_back, 1).await;
+        let _ = self.ask("id", Check::give_back, 1).await;
         assert!(take("id", 4, "request-3").await.unwrap().is_allowed(), "a denial is not remembered");
 
         let at_once = join_all((0..50).map(|_| take("at once", 2, "request-1"))).await;

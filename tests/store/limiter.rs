@@ -19,7 +19,7 @@ fn limiter(strategy: Strategy, quota: &str) -> Limiter<LocalStore> {
 async fn it_waits_just_as_long_as_it_must() {
     for strategy in STRATEGIES {
         let limiter = limiter(strategy, "10/s");
-        limiter.take(ANN, 10).await.unwrap();
+        let _ = limiter.take(ANN, 10).await.unwrap();
         let wait = limiter.peek(ANN, 4).await.unwrap().retry_after().unwrap();
         let start = Instant::now();
         let decision = limiter.wait(ANN, 4, Duration::from_secs(10)).await.unwrap();
@@ -32,7 +32,7 @@ async fn it_waits_just_as_long_as_it_must() {
 #[tokio::test(start_paused = true)]
 async fn a_wait_that_would_take_too_long_is_denied_at_once() {
     let limiter = limiter(Strategy::Gcra, "1/m");
-    limiter.take(ANN, 1).await.unwrap();
+    let _ = limiter.take(ANN, 1).await.unwrap();
     let start = Instant::now();
     let decision = limiter.wait(ANN, 1, Duration::from_secs(59)).await.unwrap();
     assert!(matches!(decision.outcome(), Outcome::Denied { .. }));
@@ -45,7 +45,7 @@ async fn a_wait_that_would_take_too_long_is_denied_at_once() {
 #[tokio::test(start_paused = true)]
 async fn those_who_wait_take_turns() {
     let limiter = limiter(Strategy::Gcra, "10/s");
-    limiter.take(ANN, 10).await.unwrap();
+    let _ = limiter.take(ANN, 10).await.unwrap();
     let order = Mutex::new(vec![]);
     let wait = async |cost: u32| {
         assert!(limiter.wait(ANN, cost, Duration::from_secs(60)).await.unwrap().is_allowed());
@@ -59,7 +59,7 @@ async fn those_who_wait_take_turns() {
 #[tokio::test(start_paused = true)]
 async fn time_runs_out_in_the_queue_too() {
     let limiter = limiter(Strategy::Gcra, "1/s");
-    limiter.take(ANN, 1).await.unwrap();
+    let _ = limiter.take(ANN, 1).await.unwrap();
     let start = Instant::now();
     let (first, hasty, last) = tokio::join!(
         limiter.wait(ANN, 1, Duration::from_secs(10)),
@@ -74,7 +74,7 @@ async fn time_runs_out_in_the_queue_too() {
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes() {
     let limiter = limiter(Strategy::Gcra, "10/s");
-    limiter.take(ANN, 10).await.unwrap();
+    let _ = limiter.take(ANN, 10).await.unwrap();
     let start = Instant::now();
     let patient = limiter.wait(ANN, 5, Duration::from_secs(60));
     let hasty = async {

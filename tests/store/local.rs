@@ -56,7 +56,7 @@ async fn a_count_is_held_as_long_as_it_says_something_and_no_longer() {
         tokio::time::advance(Duration::from_millis(1_500)).await;
         let more = (0..10).filter(|_| take()).count();
         assert!(more <= 2, "{strategy:?}: a charge was forgotten, {more} more pass");
-        ask(&store, Check::reset(Key::new("ann"), &policies));
+        let _ = ask(&store, Check::reset(Key::new("ann"), &policies));
         assert!(store.is_empty(), "{strategy:?}: what says nothing is held");
     }
 }
@@ -64,7 +64,7 @@ async fn a_count_is_held_as_long_as_it_says_something_and_no_longer() {
 #[test]
 fn its_debug_text_tells_no_secret() {
     let store = LocalStore::default();
-    ask(&store, check("ann", "10/s"));
+    let _ = ask(&store, check("ann", "10/s"));
     assert_eq!(format!("{store:?}"), "LocalStore { keys: 1, .. }");
 }
 
@@ -73,7 +73,7 @@ async fn keys_that_say_nothing_any_more_make_room() {
     let store = LocalStore::with_capacity(NonZeroUsize::new(6_400).unwrap());
     for round in 0..20 {
         for i in 0..1_000 {
-            ask(&store, check(&format!("{round}-{i}"), "10/s"));
+            let _ = ask(&store, check(&format!("{round}-{i}"), "10/s"));
         }
         tokio::time::advance(Duration::from_secs(1)).await;
     }
@@ -100,10 +100,10 @@ async fn a_full_store_keeps_who_has_used_most() {
     let store = LocalStore::with_capacity(NonZeroUsize::new(640).unwrap());
     let policies = policy(Strategy::Gcra, "100/h");
     for _ in 0..100 {
-        ask(&store, Check::take(Key::new("greedy"), &policies, 1));
+        let _ = ask(&store, Check::take(Key::new("greedy"), &policies, 1));
     }
     for i in 0..100_000 {
-        ask(&store, Check::take(Key::new(format!("flood-{i}")), &policies, 1));
+        let _ = ask(&store, Check::take(Key::new(format!("flood-{i}")), &policies, 1));
     }
     assert!(store.len() <= 640 + 63, "{} keys", store.len());
     assert!(
@@ -132,7 +132,7 @@ async fn a_flood_of_new_keys_frees_no_exhausted_caller() {
                     break;
                 }
             }
-            ask(&store, Check::take(Key::new(format!("new-{i}")), &policies, 1));
+            let _ = ask(&store, Check::take(Key::new(format!("new-{i}")), &policies, 1));
         }
         let Some(wait) = ann(1).retry_after() else { continue };
         tokio::time::advance(wait - Duration::from_micros(1)).await;
@@ -212,7 +212,7 @@ async fn a_check_that_charges_nothing_forgets_nothing() {
             let key = Key::new("ann");
             assert!(ask(&store, Check::take(key, &long, 10)).is_allowed());
             tokio::time::advance(Duration::from_millis(2_500)).await;
-            ask(&store, ask_short(key, &short));
+            let _ = ask(&store, ask_short(key, &short));
             let more = ask(&store, Check::up_to(key, &long, 10)).granted();
             assert_eq!(more, 0, "{strategy:?}, check {i}");
         }

@@ -348,7 +348,7 @@ mod tests {
     async fn an_answer_is_told_once() {
         let server = RedisServer::start();
         let mut answer = store(server.url(), Duration::from_secs(20)).check(check("ann", "10/s"));
-        (&mut answer).await.unwrap();
+        let _ = (&mut answer).await.unwrap();
         let _ = (&mut answer).await;
     }
 

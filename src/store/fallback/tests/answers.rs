@@ -96,8 +96,8 @@ async fn what_fits_the_whole_but_not_a_part_is_denied_for_as_long_as_by_the_whol
         let policies = policies(strategy, "100/100s");
         let take = |cost| store.check(Check::take(ann(), &policies, cost));
         let whole = LocalStore::default();
-        take(80).await.unwrap();
-        whole.check(Check::take(ann(), &policies, 80)).await.unwrap();
+        let _ = take(80).await.unwrap();
+        let _ = whole.check(Check::take(ann(), &policies, 80)).await.unwrap();
         let alone = whole.check(Check::take(ann(), &policies, 50)).await.unwrap().retry_after().unwrap();
         open(&store, &primary).await;
 
@@ -122,7 +122,7 @@ async fn the_deadline_begins_with_the_check() {
     let start = instant();
     let answer = store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1));
     sleep(Duration::from_millis(80)).await;
-    answer.await.unwrap();
+    let _ = answer.await.unwrap();
     assert_eq!(start.elapsed(), Tested::DEFAULT_DEADLINE, "from the check to its answer");
 }
 
@@ -143,7 +143,7 @@ async fn a_future_that_has_answered_is_not_to_be_polled_again() {
         primary.set(manner);
         let polling = tokio::spawn(async move {
             let mut answer = Box::pin(store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)));
-            answer.as_mut().await.unwrap();
+            let _ = answer.as_mut().await.unwrap();
             futures_util::future::poll_immediate(answer.as_mut()).await;
         });
         let panicked = polling.await.unwrap_err().into_panic();

@@ -10,7 +10,7 @@ fn take(store: &Tested) -> Answer<super::super::FallbackFuture<Primary, LocalSto
 async fn all(store: &Tested, count: usize) {
     let answers: Vec<_> = (0..count).map(|_| tokio::spawn(take(store))).collect();
     for answer in answers {
-        answer.await.unwrap().unwrap();
+        let _ = answer.await.unwrap().unwrap();
     }
 }
 
@@ -54,7 +54,7 @@ async fn a_queue_that_is_full_for_a_moment_counts_once() {
 async fn a_dropped_trial_does_not_keep_the_primary_store_away() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Each(unreachable));
-    take(&store).await.unwrap();
+    let _ = take(&store).await.unwrap();
     primary.set(Manner::Silent);
     drop(take(&store));
     primary.set(Manner::AtOnce);
@@ -69,7 +69,7 @@ async fn a_dropped_trial_does_not_keep_the_primary_store_away() {
 async fn a_failure_of_long_ago_holds_nobody_back() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Each(unreachable));
-    take(&store).await.unwrap();
+    let _ = take(&store).await.unwrap();
     primary.set(Manner::After(Duration::from_millis(1)));
     sleep(Duration::from_secs(1)).await;
     let asked = primary.asked();

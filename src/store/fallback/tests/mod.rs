@@ -142,7 +142,7 @@ async fn open(store: &Tested, primary: &Primary) {
     primary.set(Manner::Each(unreachable));
     let somebody = policies(Strategy::Gcra, "1000/s");
     while !store.is_degraded() {
-        store.check(Check::take(Key::new("somebody"), &somebody, 1)).await.unwrap();
+        let _ = store.check(Check::take(Key::new("somebody"), &somebody, 1)).await.unwrap();
         advance(Duration::from_millis(2)).await;
     }
 }

@@ -15,7 +15,7 @@ async fn ask(store: &Tested, check: Check) -> Decision {
 async fn an_id_is_charged_once_however_often_it_is_asked() {
     let (store, primary, settled) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100d");
-    ask(&store, take(&policies, 50)).await;
+    let _ = ask(&store, take(&policies, 50)).await;
     open(&store, &primary).await;
     for _ in 0..30 {
         assert_eq!(ask(&store, take(&policies, 1).with_id("payment-7")).await.granted(), 1);
@@ -56,15 +56,15 @@ async fn what_is_granted_while_the_breaker_is_closed_is_settled_soon() {
     let policies = policies(Strategy::Gcra, "100/100s");
     for _ in 0..20 {
         primary.set(Manner::Each(queue_full));
-        ask(&store, take(&policies, 1)).await;
+        let _ = ask(&store, take(&policies, 1)).await;
         primary.set(Manner::AtOnce);
-        ask(&store, Check::peek(Key::new("somebody"), &policies, 1)).await;
+        let _ = ask(&store, Check::peek(Key::new("somebody"), &policies, 1)).await;
     }
     sleep(Duration::from_secs(1)).await;
     assert!(!store.is_degraded());
     let soon = primary.used(&policies).await;
     sleep(Duration::from_secs(3_600)).await;
-    ask(&store, take(&policies, 60)).await;
+    let _ = ask(&store, take(&policies, 60)).await;
     open(&store, &primary).await;
     close(&store, &primary).await;
     assert_eq!((soon, primary.used(&policies).await), (20, 60), "a second and an hour later");
@@ -77,9 +77,9 @@ async fn what_has_lapsed_is_not_charged() {
     let (store, primary, settled) = pair(1);
     let policies = policies(Strategy::FixedWindow(Align::FirstHit), "100/60s");
     open(&store, &primary).await;
-    ask(&store, take(&policies, 40)).await;
+    let _ = ask(&store, take(&policies, 40)).await;
     sleep(Duration::from_secs(61)).await;
-    ask(&store, take(&policies, 10)).await;
+    let _ = ask(&store, take(&policies, 10)).await;
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 10);
     assert_eq!(settled.told(), [(10, 0)]);
@@ -90,19 +90,19 @@ async fn what_is_given_back_in_an_outage_is_given_back() {
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
         let policies = policies(Strategy::Gcra, "100/100d");
-        ask(&store, take(&policies, 60)).await;
+        let _ = ask(&store, take(&policies, 60)).await;
         open(&store, &primary).await;
-        ask(&store, Check::give_back(ann(), &policies, 60)).await;
+        let _ = ask(&store, Check::give_back(ann(), &policies, 60)).await;
         close(&store, &primary).await;
         assert_eq!(primary.used(&policies).await, 0, "of 60 that were given back");
 
         // More than there is, and then less again.
         open(&store, &primary).await;
-        ask(&store, Check::give_back(ann(), &policies, 90)).await;
+        let _ = ask(&store, Check::give_back(ann(), &policies, 90)).await;
         for cost in [5, 15] {
             assert!(ask(&store, take(&policies, cost)).await.is_allowed());
         }
-        ask(&store, Check::give_back(ann(), &policies, 15)).await;
+        let _ = ask(&store, Check::give_back(ann(), &policies, 15)).await;
         close(&store, &primary).await;
         assert_eq!(primary.used(&policies).await, 5);
     }
@@ -113,12 +113,12 @@ async fn what_is_forgotten_in_an_outage_is_forgotten() {
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
         let policies = policies(Strategy::SlidingLog, "100/d");
-        ask(&store, take(&policies, 60)).await;
+        let _ = ask(&store, take(&policies, 60)).await;
         open(&store, &primary).await;
-        ask(&store, take(&policies, 1).with_id("before")).await;
-        ask(&store, Check::reset(ann(), &policies)).await;
-        ask(&store, take(&policies, 5)).await;
-        ask(&store, take(&policies, 2).with_id("after")).await;
+        let _ = ask(&store, take(&policies, 1).with_id("before")).await;
+        let _ = ask(&store, Check::reset(ann(), &policies)).await;
+        let _ = ask(&store, take(&policies, 5)).await;
+        let _ = ask(&store, take(&policies, 2).with_id("after")).await;
         close(&store, &primary).await;
         assert_eq!(primary.used(&policies).await, 7);
         for (id, cost) in [("before", 1), ("after", 2)] {
