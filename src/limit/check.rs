@@ -129,7 +129,6 @@ impl Check {
     }
 
     /// The rarer case of several policies.
-    #[inline(never)]
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
         let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), ask));
         let max = looks.map(|look| look.grants).min().unwrap_or(0);

@@ -49,10 +49,9 @@ impl Verdicts {
     /// else the first.
     pub(super) fn decider(&self) -> usize {
         let rank = |v: &Verdict| (v.wait == Verdict::NEVER, v.wait, -v.remaining);
-        let each = self.each.as_slice();
         let mut decider = 0;
-        for (i, verdict) in each.iter().enumerate().skip(1) {
-            if rank(verdict) > rank(&each[decider]) {
+        for (i, verdict) in self.each.iter().enumerate().skip(1) {
+            if rank(verdict) > rank(self.of(decider)) {
                 decider = i;
             }
         }
@@ -89,8 +88,12 @@ impl Verdicts {
         verdicts
     }
 
-    /// A clone in less time: `clone` goes through each, one by one.
+    /// A clone in less time: `clone` goes through a list of any length, and mostly there is one.
     fn copy(&self) -> Self {
-        Self { granted: self.granted, each: SmallVec::from_slice(&self.each) }
+        let each = match self.each[..] {
+            [one] => SmallVec::from_buf([one]),
+            _ => SmallVec::from_slice(&self.each),
+        };
+        Self { granted: self.granted, each }
     }
 }

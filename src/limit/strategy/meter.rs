@@ -7,8 +7,9 @@ use super::arithmetic::{div_ceil, drained};
 use super::twin::{Loaded, Twin};
 use super::{Followed, Params};
 
+/// A type for each of the two: functions that both call are not inlined, and a take then runs a twentieth more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct State {
+pub(crate) struct Meter<const IS_GCRA: bool> {
     /// When it was filled last.
     filled: i64,
     /// Its level then, in ticks.
@@ -18,7 +19,7 @@ pub(crate) struct State {
 }
 
 /// Loaded: the level at now, in ticks.
-impl Twin for State {
+impl<const IS_GCRA: bool> Twin for Meter<IS_GCRA> {
     fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
         let (level, future) = drained(params, now, self.filled, self.level, self.interval);
         ([level, 0, 0], future)
