@@ -134,7 +134,7 @@ impl Check {
         let max = looks.map(|look| look.grants).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for ((verdict, state), policy) in each.iter_mut().zip(states).zip(self.policies.iter()) {
-            let (answer, grants) = state.decide(policy.params(), &ask, max);
+            let (answer, grants) = state.decide(policy.params(), ask, max);
             (*verdict, granted) = (answer, granted.max(grants));
         }
         Verdicts { granted, each }
