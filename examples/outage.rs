@@ -6,6 +6,7 @@
 
 use std::error::Error;
 use std::net::{TcpListener, TcpStream};
+use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -17,7 +18,7 @@ use tower_redis_ratelimit::{
     Fallback, Global, LocalStore, Observer, Policy, Quota, RateLimitLayer, RedisStore, Share, Source, Strategy, event,
 };
 
-const INSTANCES: u32 = 4;
+const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
 const QUOTA: Quota = Quota::per_second(200);
 const SECONDS: u64 = 15;
 
@@ -69,9 +70,9 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let mut redis = start_redis(port)?;
     let second = Arc::new(Second::default());
-    for i in 1..=INSTANCES {
+    for i in 1..=INSTANCES.get() {
         let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{port}/"))?;
-        let store = Fallback::new(store, LocalStore::default()).share(Share::fixed(INSTANCES)).observer(Log(i));
+        let store = Fallback::new(store, LocalStore::default()).share(Share::Fixed(INSTANCES)).observer(Log(i));
         let policy = Policy::new("example", Strategy::Gcra, QUOTA)?;
         let layer = RateLimitLayer::new(store, Global, policy).observer(Arc::clone(&second));
         let service = layer

@@ -9,6 +9,7 @@ mod clock;
 mod digest;
 mod error;
 mod fallback;
+mod instances;
 mod local;
 mod mock;
 mod observer;
@@ -19,10 +20,11 @@ mod shards;
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use self::redis::{Instances, RedisFuture, RedisStore, RedisStoreBuilder};
+pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder};
 pub use answer::Answer;
 pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
+pub use instances::Instances;
 pub use local::LocalStore;
 pub use mock::MockStore;
 #[cfg(feature = "metrics")]

@@ -1,7 +1,7 @@
 //! Four instances of a service with 64 requests under way each, and what became of these requests.
 
 use std::collections::HashSet;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -126,7 +126,7 @@ impl Instance {
         let redis = RedisStore::builder(url).timeout(timeout).connections(connections).connect_lazy().unwrap();
         let store = Fallback::new(redis, LocalStore::default())
             .deadline(DEADLINE)
-            .share(Share::fixed(instances as u32))
+            .share(Share::Fixed(NonZeroU32::new(instances as u32).unwrap()))
             .observer(notes.clone());
         Self { store, told: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
     }

@@ -1,5 +1,6 @@
 //! Redis goes away and comes back: no check fails, and counting goes on.
 
+use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -177,8 +178,10 @@ async fn instances_share_what_was_left_and_settle_it() {
         let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
         let notes = Notes::default();
         let instance = || {
-            let store = fallback(server.url(), &notes).deadline(Duration::from_secs(2)).share(Share::fixed(4));
-            store.failures(std::num::NonZeroU32::MIN)
+            let store = fallback(server.url(), &notes)
+                .deadline(Duration::from_secs(2))
+                .share(Share::Fixed(NonZeroU32::new(4).unwrap()));
+            store.failures(NonZeroU32::MIN)
         };
         let instances = [instance(), instance(), instance(), instance()];
         let policies = policy(strategy, "100/100d");

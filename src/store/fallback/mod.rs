@@ -76,7 +76,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
         let settings = Settings {
             deadline: Self::DEFAULT_DEADLINE,
             failures: Self::DEFAULT_FAILURES,
-            share: Share::fixed(1),
+            share: Share::Fixed(NonZeroU32::MIN),
             observer: Observers::default(),
         };
         Self::build(primary, fallback, settings)

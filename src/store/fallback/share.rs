@@ -6,26 +6,29 @@ use crate::store::Instances;
 
 /// How many instances share a policy while each decides by itself.
 ///
-/// Each grants the whole part of a limit and of a burst, at least 1: with more instances than the limit, all together
-/// may grant one each. The rate of a strategy that refills little by little is divided exactly.
+/// Each grants its part of the limit and of the burst, rounded down, but at least 1. For example, each of 4 instances
+/// grants 2 of a limit of 10, and each of 20 instances grants 1, so that all together grant 20. The rate of a strategy that
+/// refills little by little is divided exactly.
+///
+/// ```
+/// use std::num::NonZeroU32;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, Share};
+///
+/// const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
+/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
+/// let store = Fallback::new(redis, LocalStore::default()).share(Share::Fixed(INSTANCES));
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Share {
     /// So many.
     Fixed(NonZeroU32),
-    /// As many as were alive when Redis was last seen.
+    /// As many as are alive, as far as this instance knows.
     Alive(Instances),
 }
 
 impl Share {
-    /// So many instances; 0 counts as 1.
-    pub const fn fixed(instances: u32) -> Self {
-        match NonZeroU32::new(instances) {
-            Some(instances) => Self::Fixed(instances),
-            None => Self::Fixed(NonZeroU32::MIN),
-        }
-    }
-
     pub(super) fn instances(&self) -> NonZeroU32 {
         match self {
             Self::Fixed(instances) => *instances,
@@ -34,8 +37,11 @@ impl Share {
     }
 }
 
-/// The decision on a check by this instance's part of its policies. What the part never lets pass, but the whole would in
-/// time, is denied for as long as the whole would deny it, used up as the part is.
+/// What a client is told of a decision by this instance's part of the policies.
+///
+/// It differs where a cost is more than the part, but not more than the whole: that is denied, for as long as the whole would
+/// deny it if the same share of it were used up. For example, a cost of 50 never fits a part of 25. If 20 of these are
+/// used, the wait is that of a whole of 100 of which 80 are.
 pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> i64) -> Decision {
     if decision.outcome() != Outcome::NeverFits {
         return decision;
@@ -56,7 +62,7 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
         };
         let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
         match peek.decide(std::slice::from_mut(&mut state), now).first().wait {
-            // There is room in the whole, which is not this instance's to grant: until the next probe, perhaps.
+            // The whole has room, but this instance may not grant it. Redis may decide after the next probe.
             0 => Breaker::LONGEST_DELAY.as_micros() as i64,
             wait => wait,
         }

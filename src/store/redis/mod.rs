@@ -26,12 +26,11 @@ use std::time::Duration;
 use redis::{IntoConnectionInfo, RedisError};
 
 pub use future::RedisFuture;
-pub use instances::Instances;
 
 use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
 use self::transport::Transport;
-use super::{Answer, Error, Observer, Observers, Store};
+use super::{Answer, Error, Instances, Observer, Observers, Store};
 use crate::limit::{Check, ConfigError, is_name};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
@@ -84,15 +83,18 @@ impl RedisStore {
         Self::builder(url).connect_lazy()
     }
 
-    /// Announces this instance in Redis from now on, off the request path, and follows how many are alive: for
+    /// Announces this instance in Redis, and counts those that do so under the same key prefix: for
     /// [`Share::Alive`](crate::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for it.
-    /// It is announced until this tokio runtime ends.
+    ///
+    /// Each announces itself every 2 seconds, off the request path, and no longer counts 6 seconds after the last time. This
+    /// one does so until the last clone of the result is dropped, or this tokio runtime ends. While Redis is away, the
+    /// number stays what it was.
     ///
     /// # Errors
     ///
     /// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
     pub fn announce(&self) -> Result<Instances, Error> {
-        Instances::announce(&self.lanes)
+        instances::announce(&self.lanes)
     }
 
     /// Sets more than the URL.

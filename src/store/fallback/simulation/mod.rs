@@ -123,12 +123,17 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
             .deadline(Duration::from_millis(plan.deadline))
             .failures(NonZeroU32::new(plan.failures).unwrap())
             .share(match plan.share {
-                Sharing::Fixed => Share::fixed(plan.instances as u32),
-                Sharing::Alive => Share::Alive(Instances::simulated(Arc::clone(alive))),
+                Sharing::Fixed => Share::Fixed(NonZeroU32::new(plan.instances as u32).unwrap()),
+                Sharing::Alive => Share::Alive(counted(alive)),
             })
             .observer(Notes { world: world.clone(), instance })
     };
     (0..plan.instances).map(instance).collect()
+}
+
+fn counted(alive: &Arc<AtomicU32>) -> Instances {
+    let alive = Arc::clone(alive);
+    Instances::new(move || NonZeroU32::new(alive.load(Relaxed)).unwrap())
 }
 
 /// What happens by itself: faults begin and end, the primary store forgets, and the number of the instances changes.

@@ -118,7 +118,7 @@ type Tested = Fallback<Primary, LocalStore>;
 fn pair(share: u32) -> (Tested, Primary, Settled) {
     let (primary, settled) = (Primary::default(), Settled::default());
     let store = Fallback::new(primary.clone(), LocalStore::default());
-    (store.share(Share::fixed(share)).observer(settled.clone()), primary, settled)
+    (store.share(Share::Fixed(std::num::NonZeroU32::new(share).unwrap())).observer(settled.clone()), primary, settled)
 }
 
 fn ann() -> Key {

@@ -1,0 +1,43 @@
+use std::fmt;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+
+/// How many instances of a service are alive, for [`Share::Alive`](crate::Share::Alive).
+///
+/// [`RedisStore::announce`](crate::RedisStore::announce) has them count each other in Redis. Whoever knows it from
+/// elsewhere, such as from a service registry, makes one of that:
+///
+/// ```
+/// use std::num::NonZeroU32;
+/// use std::sync::Arc;
+/// use std::sync::atomic::{AtomicU32, Ordering};
+/// use tower_redis_ratelimit::Instances;
+///
+/// let count = Arc::new(AtomicU32::new(3));
+/// let seen = Arc::clone(&count);
+/// let instances = Instances::new(move || NonZeroU32::new(seen.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN));
+/// assert_eq!(instances.alive().get(), 3);
+/// count.store(4, Ordering::Relaxed);
+/// assert_eq!(instances.alive().get(), 4);
+/// ```
+#[derive(Clone)]
+pub struct Instances(Arc<dyn Fn() -> NonZeroU32 + Send + Sync>);
+
+impl Instances {
+    /// As many as `alive` says, with this one. It is called for each check that a [`Fallback`](crate::Fallback) decides by
+    /// itself, so it should only read a number. It is dropped with the last clone.
+    pub fn new(alive: impl Fn() -> NonZeroU32 + Send + Sync + 'static) -> Self {
+        Self(Arc::new(alive))
+    }
+
+    /// How many are alive, at least this one.
+    pub fn alive(&self) -> NonZeroU32 {
+        (self.0)()
+    }
+}
+
+impl fmt::Debug for Instances {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Instances({} alive)", self.alive())
+    }
+}
