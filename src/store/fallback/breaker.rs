@@ -12,11 +12,9 @@
 //! trials. So all checks of one call count once, and so do all that were under way when the primary store fell silent. Only
 //! these wait for the deadline then, and the trials after them, one after the other.
 
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
-use crate::store::lock;
+use super::sync::{AtomicU8, Mutex, Ordering, lock};
 
 #[derive(Debug)]
 pub(super) struct Breaker {
@@ -144,79 +142,5 @@ impl Breaker {
     pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
         let delay = Self::FIRST_DELAY.saturating_mul(1 << probes.min(10)).min(Self::LONGEST_DELAY);
         delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A failure, and those of two trials.
-    fn fail(breaker: &Breaker) -> [bool; 3] {
-        [(Pass::Free, 10), (Pass::Trial, 20), (Pass::Trial, 30)].map(|(pass, now)| breaker.failed(pass, false, now))
-    }
-
-    #[test]
-    fn opens_once_at_the_threshold_and_closes_once() {
-        let breaker = Breaker::new(3);
-        assert_eq!(fail(&breaker), [false, false, true]);
-        assert!(breaker.is_open());
-        assert!(!breaker.failed(Pass::Trial, false, 40), "it is open already");
-        assert_eq!(breaker.close(1_000_030), Some(Duration::from_secs(1)));
-        assert!(breaker.is_sound());
-        assert_eq!(breaker.close(1_000_040), None);
-    }
-
-    #[test]
-    fn a_success_starts_the_count_again() {
-        let breaker = Breaker::new(4);
-        for _ in 0..10 {
-            assert_eq!(fail(&breaker), [false; 3]);
-            breaker.succeeded(Pass::Trial);
-            assert!(breaker.is_sound());
-        }
-    }
-
-    #[test]
-    fn failures_before_a_recovery_do_not_count_after_it() {
-        let breaker = Breaker::new(4);
-        fail(&breaker);
-        breaker.close(40);
-        assert_eq!(fail(&breaker), [false; 3]);
-    }
-
-    #[test]
-    fn what_was_under_way_counts_once() {
-        let breaker = Breaker::new(2);
-        assert!((0..100).all(|now| !breaker.failed(Pass::Free, false, now)));
-        assert!(breaker.failed(Pass::Trial, false, 100));
-        assert!(Breaker::new(1).failed(Pass::Free, false, 0));
-        assert!(Breaker::new(3).failed(Pass::Free, true, 0), "a lasting one needs no other");
-    }
-
-    #[test]
-    fn in_doubt_one_check_at_a_time_is_let_through() {
-        let breaker = Breaker::new(3);
-        let admit = |now: i64| breaker.admit(|| now, Duration::from_micros(100));
-        assert_eq!(admit(0), Some(Pass::Free));
-        breaker.failed(Pass::Free, false, 0);
-        assert_eq!([admit(0), admit(99), admit(100)], [Some(Pass::Trial), None, Some(Pass::Trial)]);
-        // One that was under way before says nothing of the trial.
-        breaker.failed(Pass::Free, false, 110);
-        assert_eq!(admit(110), None);
-        breaker.failed(Pass::Trial, false, 120);
-        assert_eq!([admit(120), admit(120)], [Some(Pass::Trial), None]);
-        breaker.learned_nothing(Pass::Trial);
-        breaker.succeeded(Pass::Free);
-        assert_eq!(admit(130), Some(Pass::Trial));
-        breaker.succeeded(Pass::Trial);
-        assert_eq!([admit(140), admit(140)], [Some(Pass::Free); 2]);
-    }
-
-    #[test]
-    fn probes_back_off_up_to_half_a_second() {
-        let delays: Vec<u128> = (0..8).map(|probes| Breaker::delay(probes, 0.0).as_millis()).collect();
-        assert_eq!(delays, [50, 100, 200, 400, 500, 500, 500, 500]);
-        assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(250));
     }
 }

@@ -59,7 +59,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 StateProj::Done => polled_after_completion("FallbackFuture"),
                 StateProj::Fallback { answer, check, sent } => {
                     let answer = ready!(answer.poll(cx));
-                    let answer = shared.decided(check, *sent, answer);
+                    let answer = shared.fell_back(check, *sent, answer);
                     this.state.set(State::Done);
                     return Poll::Ready(answer);
                 }
@@ -87,10 +87,10 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                     }
                 },
             };
-            match shared.fallback.check(shared.part(check.clone())) {
+            match shared.fall_back(&check, sent) {
                 Answer::Ready { answer } => {
                     this.state.set(State::Done);
-                    return Poll::Ready(shared.decided(&check, sent, answer));
+                    return Poll::Ready(answer);
                 }
                 Answer::Pending { future } => this.state.set(State::Fallback { answer: future, check, sent }),
             }

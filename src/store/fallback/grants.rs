@@ -1,19 +1,17 @@
-//! What was granted while the primary store could not decide, and is still to be charged to it.
+//! What the fallback did while the primary store could not decide, until the primary store is told of it.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::BuildHasher;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, MutexGuard};
-use std::time::Duration;
 
 use smallvec::SmallVec;
 
 use super::notes::{Notes, Step};
-use crate::limit::{Check, Decision, Key, Mode, Policies, Quota};
-use crate::store::lock;
+use super::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
+use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::seed::RandomState;
 
-/// What is noted of each caller: a bounded number of callers and ids.
+/// What is noted of each caller: a bounded number of callers and ids. And which answers of the primary store know of it
+/// all, so that the fallback may go on from them.
 #[derive(Debug)]
 pub(super) struct Grants {
     shards: [Mutex<Shard>; 16],
@@ -22,8 +20,11 @@ pub(super) struct Grants {
     max: usize,
     /// How many callers are held.
     callers: AtomicUsize,
-    /// Whether some are being settled.
-    settling: AtomicBool,
+    /// How many settlements have begun.
+    settlements: AtomicU64,
+    /// Ends when the breaker opens, and with every settlement. An answer to a check of an earlier epoch does not know of
+    /// what was settled since.
+    epoch: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -31,36 +32,122 @@ struct Shard {
     /// By the caller, for each list of policies.
     notes: HashMap<Key, SmallVec<[Notes; 1]>, RandomState>,
     len: usize,
-    /// Those whose notes have been taken out to be settled.
-    settling: HashSet<Key, RandomState>,
+    /// Whose notes a settlement has taken out, for each that is under way: one, unless a task's runtime stands still.
+    settling: SmallVec<[(u64, HashSet<Key, RandomState>); 1]>,
     /// What was granted beyond the bound.
     dropped: u64,
 }
 
+/// A caller about whom one thread at a time decides.
+pub(super) struct Caller<'a> {
+    key: &'a Key,
+    grants: &'a Grants,
+    shard: MutexGuard<'a, Shard>,
+}
+
+/// What is to be settled.
+#[derive(Debug)]
+pub(super) struct Taken {
+    /// Which settlement this is.
+    pub(super) number: u64,
+    /// In their order.
+    pub(super) steps: Vec<Step>,
+    /// What was granted, but too much to note.
+    pub(super) dropped: u64,
+}
+
 impl Grants {
     pub(super) fn new(max: usize) -> Self {
-        let shards = Default::default();
-        let (callers, settling) = (AtomicUsize::new(0), AtomicBool::new(false));
-        Self { shards, hasher: RandomState::new(), max: max.div_ceil(16), callers, settling }
+        let shards = std::array::from_fn(|_| Mutex::new(Shard::default()));
+        let (callers, settlements, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Self { shards, hasher: RandomState::new(), max: max.div_ceil(16), callers, settlements, epoch }
     }
 
+    /// Whether nothing is noted.
     pub(super) fn is_empty(&self) -> bool {
-        self.callers.load(Relaxed) == 0
+        self.callers.load(Ordering::Acquire) == 0
     }
 
-    /// Whether something is noted of this caller, or being settled.
-    pub(super) fn holds(&self, key: &Key) -> bool {
-        if self.is_empty() && !self.settling.load(Relaxed) {
-            return false;
+    /// The present epoch. Whoever asks the primary store reads it before.
+    pub(super) fn epoch(&self) -> u64 {
+        self.epoch.load(Ordering::Acquire)
+    }
+
+    pub(super) fn end_epoch(&self) {
+        self.epoch.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Until this is dropped, no other thread decides about the caller or follows an answer about it.
+    pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
+        Caller { key, grants: self, shard: self.shard(key) }
+    }
+
+    /// Goes on from an answer about a caller, unless that does not know of something which the fallback granted.
+    ///
+    /// The fallback decides and notes under the same lock. So what it granted before this is one of these:
+    /// - noted, or taken out to be settled: then `is_held` says so;
+    /// - settled: then the epoch ended before it was `settled`, and an answer that is of the present epoch was asked for
+    ///   after that, so that it knows of it.
+    pub(super) fn follow(&self, key: &Key, asked: u64, follow: impl FnOnce()) {
+        let caller = self.caller(key);
+        if self.epoch() == asked && !caller.is_held() {
+            follow();
         }
-        let shard = self.shard(key);
-        shard.notes.contains_key(key) || shard.settling.contains(key)
+    }
+
+    /// Notes again a step that was not done. It comes before what has been noted since.
+    pub(super) fn put_back(&self, step: Step, now: i64) {
+        let (key, policies) = (step.key, step.policies.clone());
+        self.caller(&key).change(&policies, |notes| notes.put_back(step, now));
+    }
+
+    /// Takes out all that is to be done. It is being settled from then on, until it is [`settled`](Self::settled).
+    pub(super) fn take(&self, now: i64) -> Taken {
+        let number = self.settlements.fetch_add(1, Ordering::Relaxed);
+        let (mut steps, mut dropped) = (vec![], 0);
+        for shard in &self.shards {
+            let mut shard = lock(shard);
+            let notes = std::mem::take(&mut shard.notes);
+            if !notes.is_empty() {
+                shard.settling.push((number, notes.keys().copied().collect()));
+            }
+            shard.len = 0;
+            dropped += std::mem::take(&mut shard.dropped);
+            drop(shard);
+            self.callers.fetch_sub(notes.len(), Ordering::AcqRel);
+            for (key, lists) in notes {
+                steps.extend(lists.into_iter().flat_map(|notes| notes.into_steps(key, now)));
+            }
+        }
+        steps.sort_by_key(|step| step.order);
+        Taken { number, steps, dropped }
+    }
+
+    /// What a settlement took out has been done, or put back.
+    pub(super) fn settled(&self, number: u64) {
+        // First the epoch: what was asked before must not be followed once these callers may be again.
+        self.end_epoch();
+        for shard in &self.shards {
+            lock(shard).settling.retain(|(other, _)| *other != number);
+        }
+    }
+
+    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
+        lock(&self.shards[self.hasher.hash_one(key) as usize % self.shards.len()])
+    }
+}
+
+impl Caller<'_> {
+    /// Whether something is noted of the caller, or being settled.
+    fn is_held(&self) -> bool {
+        let Shard { notes, settling, .. } = &*self.shard;
+        notes.contains_key(self.key) || settling.iter().any(|(_, callers)| callers.contains(self.key))
     }
 
     /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
     /// anything to settle.
-    pub(super) fn note(&self, check: &Check, sent: bool, decision: &Decision, now: impl FnOnce() -> i64) -> bool {
-        let (mode, policies) = (check.mode(), check.policies());
+    pub(super) fn note(mut self, check: &Check, sent: bool, decision: &Decision, now: impl FnOnce() -> i64) -> bool {
+        let (mode, policies, id) = (check.mode(), check.policies(), check.id());
         let cost = match mode {
             // The primary store may have more to give back.
             Mode::GiveBack => check.cost(),
@@ -71,39 +158,22 @@ impl Grants {
             return false;
         }
         let mode = if matches!(mode, Mode::GiveBack | Mode::Reset) { mode } else { Mode::Charge };
-        let mut expires_in = match mode {
-            Mode::Charge => decision.verdicts().map(|(_, verdict)| verdict.reset).max().unwrap_or(0),
-            // What it undoes was charged before, and counts no longer than a full count takes to flow back.
-            _ => policies.iter().map(|policy| refill(policy.quota())).max().unwrap_or(0),
-        };
-        if sent {
-            // As long as the primary store knows the id.
-            expires_in = expires_in.min(policies.longest_period());
-        }
-        let (key, id, cost, now) = (*check.key(), check.id(), u64::from(cost), now());
-        let mut shard = self.shard(&key);
-        let noted = shard.notes.get(&key).and_then(|lists| lists.iter().find(|notes| notes.is_under(policies)));
+        let (cost, now) = (u64::from(cost), now());
+        let noted =
+            self.shard.notes.get(self.key).and_then(|lists| lists.iter().find(|notes| notes.is_under(policies)));
         let more = noted.is_none() || id.is_some_and(|id| !noted.is_some_and(|notes| notes.has_id(id)));
-        if more && shard.len >= self.max {
-            shard.dropped += if mode == Mode::Charge { cost } else { 0 };
+        if more && self.shard.len >= self.grants.max {
+            self.shard.dropped += if mode == Mode::Charge { cost } else { 0 };
         } else {
-            let expires_at = now.saturating_add(expires_in);
-            self.change(&mut shard, key, policies, |notes| notes.add(mode, id.copied(), cost, now, expires_at));
+            self.change(policies, |notes| notes.add(mode, id.copied(), cost, now, sent));
         }
         true
     }
 
-    /// Takes a step back that was not done: it comes before what has been noted since.
-    pub(super) fn put_back(&self, step: Step, now: i64) {
-        let mut shard = self.shard(&step.key);
-        let policies = step.policies.clone();
-        self.change(&mut shard, step.key, &policies, |notes| notes.put_back(step, now));
-    }
-
-    fn change(&self, shard: &mut Shard, key: Key, policies: &Policies, change: impl FnOnce(&mut Notes)) {
-        let Shard { notes, len, .. } = shard;
-        let lists = notes.entry(key).or_insert_with(|| {
-            self.callers.fetch_add(1, Relaxed);
+    fn change(&mut self, policies: &Policies, change: impl FnOnce(&mut Notes)) {
+        let Shard { notes, len, .. } = &mut *self.shard;
+        let lists = notes.entry(*self.key).or_insert_with(|| {
+            self.grants.callers.fetch_add(1, Ordering::AcqRel);
             SmallVec::new()
         });
         let (place, before) = match lists.iter().position(|notes| notes.is_under(policies)) {
@@ -116,46 +186,4 @@ impl Grants {
         change(&mut lists[place]);
         *len = *len + lists[place].len() - before;
     }
-
-    /// Takes out all that is to be done, in its order, and how much was too much to note. It is being settled from then on,
-    /// until it is [`settled`](Self::settled).
-    pub(super) fn take(&self, now: i64) -> (Vec<Step>, u64) {
-        let (mut steps, mut dropped) = (vec![], 0);
-        // Before the callers are counted off, or one of them would be held by nothing for a moment.
-        self.settling.store(true, Relaxed);
-        for shard in &self.shards {
-            let mut shard = lock(shard);
-            let Shard { notes, dropped: more, .. } = std::mem::take(&mut *shard);
-            shard.settling = notes.keys().copied().collect();
-            drop(shard);
-            self.callers.fetch_sub(notes.len(), Relaxed);
-            dropped += more;
-            for (key, lists) in notes {
-                steps.extend(lists.into_iter().flat_map(|notes| notes.into_steps(key, now)));
-            }
-        }
-        steps.sort_by_key(|step| step.order);
-        (steps, dropped)
-    }
-
-    /// What was taken out has been done, or put back.
-    pub(super) fn settled(&self) {
-        for shard in &self.shards {
-            lock(shard).settling = HashSet::default();
-        }
-        self.settling.store(false, Relaxed);
-    }
-
-    fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        lock(&self.shards[self.hasher.hash_one(key) as usize % self.shards.len()])
-    }
-}
-
-/// How long a full count takes to flow back, in microseconds.
-fn refill(quota: Quota) -> i64 {
-    micros(quota.period().saturating_mul(quota.capacity().div_ceil(quota.limit().max(1))))
-}
-
-fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }

@@ -1,6 +1,9 @@
 mod breaker;
 mod future;
 mod grants;
+mod lease;
+#[cfg(test)]
+mod model;
 mod notes;
 mod recovery;
 mod settlement;
@@ -8,6 +11,7 @@ mod share;
 mod shared;
 #[cfg(test)]
 mod simulation;
+mod sync;
 #[cfg(test)]
 mod tests;
 
@@ -46,6 +50,15 @@ use crate::limit::Check;
 /// of every change.
 ///
 /// Clones share the breaker and both stores.
+///
+/// # Runtimes
+///
+/// The task that probes and settles runs on the tokio runtime of the check that noticed a failure. If that runtime ends,
+/// or runs nothing for more than a second and two deadlines, the next check on another one starts a task there. So at
+/// least one runtime that uses the store must run between its checks too, as any multi-threaded one does, and
+/// `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: where each check has a
+/// `block_on` of its own, and there is no other runtime, nothing would end an outage. Keep one thread in `block_on` there,
+/// or take a multi-threaded runtime.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
@@ -152,8 +165,8 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
                 return self.pending(State::Primary { answer, deadline: None, asked, at, check });
             }
         };
-        match shared.fallback.check(shared.part(check.clone())) {
-            Answer::Ready { answer } => Answer::ready(shared.decided(&check, sent, answer)),
+        match shared.fall_back(&check, sent) {
+            Answer::Ready { answer } => Answer::ready(answer),
             Answer::Pending { future } => self.pending(State::Fallback { answer: future, check, sent }),
         }
     }

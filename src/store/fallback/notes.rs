@@ -3,7 +3,7 @@
 use indexmap::IndexMap;
 use smallvec::SmallVec;
 
-use crate::limit::{Check, Key, Mode, Policies, State};
+use crate::limit::{Check, Key, Mode, Policies, Quota, State};
 
 /// The notes of one caller under one list of policies.
 ///
@@ -16,8 +16,10 @@ pub(super) struct Notes {
     before: IndexMap<Key, Once>,
     after: IndexMap<Key, Once>,
     back: Amount,
-    /// What is to be charged, as each whole policy would count it alone: so it lapses as it would there.
+    /// What is to be charged without an id, as each whole policy would count it alone: so it lapses as it would there.
     charge: SmallVec<[State; 1]>,
+    /// The same with what is charged under ids, to tell when each of these lapses. `None` until there is one.
+    all: Option<SmallVec<[State; 1]>>,
 }
 
 /// What is given back for a reset: more than any caller is ever charged.
@@ -68,7 +70,7 @@ impl Step {
 impl Notes {
     pub(super) fn new(policies: Policies) -> Self {
         let charge = policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
-        Self { policies, before: IndexMap::new(), after: IndexMap::new(), back: Amount::default(), charge }
+        Self { policies, before: IndexMap::new(), after: IndexMap::new(), back: Amount::default(), charge, all: None }
     }
 
     /// Whether it is of the same counts.
@@ -85,22 +87,40 @@ impl Notes {
         1 + self.before.len() + self.after.len()
     }
 
-    /// Notes what was done now. What was charged without an id counts for as long as its policies say, and anything else
-    /// until it expires.
-    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, now: i64, expires_at: i64) {
+    /// Notes what was done now. What was charged counts for as long as the whole policies say, which may be less than an
+    /// instance's part of them: its rate is lower. Under an id that was `sent` to the primary store, it counts for no longer
+    /// than that knows the id.
+    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, now: i64, sent: bool) {
+        let Some(id) = id else {
+            return match mode {
+                Mode::Charge => drop(self.count(Mode::Charge, cost, now)),
+                Mode::Reset => self.give_back(Amount { cost: ALL, expires_at: self.undone(now) }, now),
+                _ => self.give_back(Amount { cost, expires_at: self.undone(now) }, now),
+            };
+        };
+        if self.has_id(&id) {
+            return;
+        }
+        let mut expires_at = match mode {
+            Mode::Charge => self.count_with_id(mode, cost, now),
+            _ => self.undone(now),
+        };
+        if sent {
+            expires_at = expires_at.min(now.saturating_add(self.policies.longest_period()));
+        }
         let amount = Amount { cost, expires_at };
-        if let Some(id) = id {
-            if self.has_id(&id) {
-                return;
-            }
-            self.after.insert(id, Once { mode, amount });
+        self.after.insert(id, Once { mode, amount });
+        match mode {
+            Mode::Reset => self.give_back(Amount { cost: ALL, expires_at }, now),
+            Mode::GiveBack => drop(self.count_with_id(mode, cost, now)),
+            _ => {}
         }
-        match (mode, id) {
-            (Mode::Reset, _) => self.give_back(Amount { cost: ALL, expires_at }, now),
-            (_, Some(_)) => {}
-            (Mode::GiveBack, None) => self.give_back(amount, now),
-            (_, None) => drop(self.count(Mode::Charge, cost, now)),
-        }
+    }
+
+    /// Until when what is given back now may matter: what it undoes was charged before, and counts no longer than a full
+    /// count takes to flow back.
+    fn undone(&self, now: i64) -> i64 {
+        now.saturating_add(self.policies.iter().map(|policy| refill(policy.quota())).max().unwrap_or(0))
     }
 
     /// Notes again what is still to be done, before all of this.
@@ -110,6 +130,9 @@ impl Notes {
             (_, Some(id)) => {
                 if !self.has_id(&id) {
                     self.before.insert(id, Once { mode, amount });
+                    if mode == Mode::Charge {
+                        self.count_with_id(mode, cost, now);
+                    }
                 }
             }
             (Mode::Reset, None) => self.back = Amount { cost: ALL, ..amount },
@@ -120,6 +143,7 @@ impl Notes {
                 && self.counts(&self.charge, now).all(|count| count == 0) =>
             {
                 self.charge = charge;
+                self.count_in_all(Mode::Charge, cost, now);
             }
             (_, None) => {
                 let cost = self.counts(&charge, now).max().map_or(cost, |counts| cost.min(counts));
@@ -142,12 +166,24 @@ impl Notes {
         }
     }
 
-    /// Counts on what is to be charged. The most that a policy counted.
+    /// Counts on what is to be charged without an id. The most that a policy counted.
     fn count(&mut self, mode: Mode, cost: u64, now: i64) -> u64 {
-        let cost = i64::from(u32::try_from(cost).unwrap_or(u32::MAX));
-        let states = self.policies.iter().zip(&mut self.charge);
-        let counted = states.map(|(policy, state)| mode.count(policy, state, cost, now)).max();
-        counted.map_or(0, |counted| counted.max(0) as u64)
+        self.count_in_all(mode, cost, now);
+        count(&self.policies, &mut self.charge, mode, cost, now)
+    }
+
+    fn count_in_all(&mut self, mode: Mode, cost: u64, now: i64) {
+        if let Some(all) = &mut self.all {
+            count(&self.policies, all, mode, cost, now);
+        }
+    }
+
+    /// Counts on what is to be charged under ids too. When all of that lapses.
+    fn count_with_id(&mut self, mode: Mode, cost: u64, now: i64) -> i64 {
+        let all = self.all.get_or_insert_with(|| self.charge.clone());
+        count(&self.policies, all, mode, cost, now);
+        let verdicts = Check::peek(Key::GLOBAL, &self.policies, 0).decide(all, now);
+        now.saturating_add(verdicts.each.iter().map(|verdict| verdict.reset).max().unwrap_or(0))
     }
 
     /// How much of a charge still counts, under each policy.
@@ -161,7 +197,7 @@ impl Notes {
     /// What is to be done, but for what no longer counts.
     pub(super) fn into_steps(self, key: Key, now: i64) -> Vec<Step> {
         let counts: Vec<u64> = self.counts(&self.charge, now).collect();
-        let Self { policies, before, after, back, charge } = self;
+        let Self { policies, before, after, back, charge, .. } = self;
         let step = |id, mode, Amount { cost, expires_at }, order| {
             let policies = policies.clone();
             Step { key, policies, id, mode, cost, expires_at, charge: SmallVec::new(), order }
@@ -201,6 +237,19 @@ impl Amount {
     }
 }
 
+/// Counts on one state for each policy. The most that a policy counted.
+fn count(policies: &Policies, states: &mut [State], mode: Mode, cost: u64, now: i64) -> u64 {
+    let cost = i64::from(u32::try_from(cost).unwrap_or(u32::MAX));
+    let counted = policies.iter().zip(states).map(|(policy, state)| mode.count(policy, state, cost, now)).max();
+    counted.map_or(0, |counted| counted.max(0) as u64)
+}
+
+/// How long a full count takes to flow back, in microseconds.
+fn refill(quota: Quota) -> i64 {
+    let refill = quota.period().saturating_mul(quota.capacity().div_ceil(quota.limit().max(1)));
+    i64::try_from(refill.as_micros()).unwrap_or(i64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -233,13 +282,16 @@ mod tests {
     #[test]
     fn an_id_is_noted_once_and_what_has_expired_not_at_all() {
         let mut notes = notes();
+        let later = 2 * 86_400_000_000;
+        notes.add(Mode::Charge, Some(Key::new("c")), 5, 0, false);
+        notes.add(Mode::GiveBack, None, 5, 0, false);
         for id in ["a", "b", "a"] {
-            notes.add(Mode::Charge, Some(Key::new(id)), 5, 0, 1);
+            notes.add(Mode::Charge, Some(Key::new(id)), 5, later, false);
         }
-        notes.add(Mode::Charge, Some(Key::new("c")), 5, 0, 0);
-        notes.add(Mode::GiveBack, None, 5, 0, 0);
         assert_eq!(notes.len(), 4);
-        assert_eq!(charged(0, notes), 10);
+        let steps = notes.into_steps(Key::GLOBAL, later);
+        assert!(steps.iter().all(|step| step.mode == Mode::Charge));
+        assert_eq!(steps.iter().map(|step| step.cost).sum::<u64>(), 10);
     }
 
     proptest! {
@@ -255,7 +307,7 @@ mod tests {
                 if i == cut {
                     taken = steps(std::mem::replace(&mut notes, self::notes()));
                 }
-                notes.add(mode, None, cost, 0, 1);
+                notes.add(mode, None, cost, 0, false);
                 used = done(used, mode, cost);
             }
             for step in taken.into_iter().rev() {
@@ -269,12 +321,12 @@ mod tests {
         fn a_reset_is_between_what_was_before_and_after_it(before in 0u64..5, after in 0u64..5, again: bool) {
             let mut notes = notes();
             for id in 0..before {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, 1);
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, false);
             }
             let taken = if again { steps(std::mem::replace(&mut notes, self::notes())) } else { vec![] };
-            notes.add(Mode::Reset, None, 0, 0, 1);
+            notes.add(Mode::Reset, None, 0, 0, false);
             for id in before..before + after {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, 1);
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, false);
             }
             for step in taken.into_iter().rev() {
                 notes.put_back(step, 0);

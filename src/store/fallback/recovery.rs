@@ -2,30 +2,42 @@
 
 use std::hash::BuildHasher;
 use std::num::NonZeroU32;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, Id};
 use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Pass};
-use super::settlement::Sums;
 use super::shared::Shared;
 use crate::limit::{Check, Decision};
 use crate::store::seed::RandomState;
 use crate::store::{Error, ErrorKind, Store, event};
 
 impl<P: Store, F: Store> Shared<P, F> {
-    /// Starts the task that looks after the primary store, unless it runs.
+    /// Starts the task that looks after the primary store on the present runtime, if no task does so.
     pub(super) fn attend(self: &Arc<Self>) {
-        if self.attended.load(Ordering::Relaxed) || self.attended.swap(true, Ordering::AcqRel) {
+        let now = self.clock.micros();
+        if self.lease.is_held(now) {
             return;
         }
-        let recovery = Recovery { shared: Arc::downgrade(self) };
-        if let Ok(runtime) = Handle::try_current() {
+        let Ok(runtime) = Handle::try_current() else { return };
+        if self.lease.take(runtime.id(), now, self.lease_length()) {
+            let recovery = Recovery { shared: Arc::downgrade(self), runtime: runtime.id() };
             drop(runtime.spawn(recovery.run()));
         }
+    }
+
+    /// Renews the lease of the task on a runtime. `false` if that has come too late, and another task has it.
+    pub(super) fn renew(&self, runtime: Id) -> bool {
+        self.lease.renew(runtime, self.clock.micros(), self.lease_length())
+    }
+
+    /// How long a task may go without renewing its lease, in microseconds. It waits for half a second and two deadlines at
+    /// most: see [`others`](Self::others).
+    fn lease_length(&self) -> i64 {
+        let length = self.settings.deadline.saturating_add(Breaker::LONGEST_DELAY).saturating_mul(2);
+        i64::try_from(length.as_micros()).unwrap_or(i64::MAX)
     }
 
     fn needs_attention(&self) -> bool {
@@ -43,16 +55,17 @@ impl<P: Store, F: Store> Shared<P, F> {
         self.asked_in_time(Check::probe()).await.map(drop)
     }
 
-    /// How long after the primary store has come back the last of the other instances may find that out and settle;
-    /// nothing if there are no others.
+    /// How long it takes all other instances to find out that the primary store is back, and to settle. `None` if there are
+    /// no others.
     fn others(&self) -> Option<Duration> {
         let others = self.settings.share.instances() > NonZeroU32::MIN;
-        // The longest until a probe, and a deadline each for that and for a charge.
+        // The longest wait until a probe, a deadline for the probe, and one for a charge.
         others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
     }
 
-    /// With the breaker closed: ends a doubt that no request has, and settles what was granted in spite of it.
-    async fn tend(self: &Arc<Self>) -> bool {
+    /// With the breaker closed: sends a probe if a failure has left a doubt, and settles what the fallback has granted.
+    /// `false` if the primary store fails again.
+    async fn tend(self: &Arc<Self>, runtime: Id) -> bool {
         if !self.breaker.is_sound() {
             if let Err(error) = self.ping().await {
                 self.count(&error, Pass::Trial);
@@ -60,87 +73,93 @@ impl<P: Store, F: Store> Shared<P, F> {
             }
             self.breaker.succeeded(Pass::Trial);
         }
-        let mut sums = Sums::default();
-        let whole = self.settle(&mut sums).await;
-        self.tell(sums);
-        whole
+        let well = self.settle(runtime).await;
+        self.tell();
+        well
     }
 
-    /// Settles, and then lets the primary store decide again. `false` if it fails again.
-    async fn close(self: &Arc<Self>, sums: &mut Sums) -> bool {
-        // While this goes on, the fallback grants more; what is left in the end is little.
+    /// With the breaker open: settles, and then closes it. `false` if the primary store fails again.
+    async fn close(self: &Arc<Self>, runtime: Id) -> bool {
+        // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
         for _ in 0..Self::SETTLEMENTS {
             if self.grants.is_empty() {
                 break;
-            } else if !self.settle(sums).await {
+            } else if !self.settle(runtime).await {
                 return false;
             }
         }
         if let Some(after) = self.breaker.close(self.clock.micros()) {
             self.observer().recovered(&event::Recovered::new(after));
         }
-        // If it fails, `tend` goes on.
-        self.settle(sums).await;
+        // What fails here, `tend` settles later.
+        self.settle(runtime).await;
         true
     }
 
     const SETTLEMENTS: usize = 3;
 }
 
-/// The task. It ends when there is nothing to do, and with the last clone of the store.
-struct Recovery<P, F> {
+/// The task. It ends when there is nothing to do, when it has lost the lease, and with the last clone of the store.
+struct Recovery<P: Store, F: Store> {
     shared: Weak<Shared<P, F>>,
+    runtime: Id,
 }
 
 impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
         let jitter = RandomState::new();
         let (mut attempts, mut was_open) = (0, false);
-        while let Some(shared) = self.shared.upgrade().filter(|shared| shared.needs_attention()) {
+        while let Some(shared) = self.current().filter(|shared| shared.needs_attention()) {
             let open = shared.breaker.is_open();
-            // It keeps no store alive while it waits.
+            // While it waits, it keeps no store alive.
             drop(shared);
             if open != was_open {
                 (attempts, was_open) = (0, open);
             }
             sleep(Breaker::delay(attempts, jitter.hash_one(attempts) as f64 / u64::MAX as f64)).await;
-            let Some(shared) = self.shared.upgrade() else { return };
-            let well = if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend().await };
+            let Some(shared) = self.current() else { break };
+            let well =
+                if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend(self.runtime).await };
             attempts = if well { 0 } else { attempts.saturating_add(1) };
         }
         let shared = self.shared.upgrade();
         drop(self);
-        // Whoever came in between has found a task that was about to end.
+        // What came up while this task was about to end has not started another: see `Lease::is_held`.
         if let Some(shared) = shared.filter(|shared| shared.needs_attention()) {
             shared.attend();
         }
     }
 
-    /// With the breaker open: tries to close it.
+    /// The store, unless it is gone or another task looks after it.
+    fn current(&self) -> Option<Arc<Shared<P, F>>> {
+        self.shared.upgrade().filter(|shared| shared.renew(self.runtime))
+    }
+
+    /// With the breaker open: tries to close it. Tells the other instances nothing, but waits until they have had the time
+    /// to settle too.
     async fn recover(&self, mut shared: Arc<Shared<P, F>>) -> bool {
-        if shared.ping().await.is_err() {
+        if shared.ping().await.is_err() || !shared.renew(self.runtime) {
             return false;
         }
-        let mut sums = Sums::default();
-        let mut whole = shared.settle(&mut sums).await;
-        if let (true, Some(others)) = (whole, shared.others()) {
+        let mut well = shared.settle(self.runtime).await;
+        if let (true, Some(others)) = (well, shared.others()) {
             drop(shared);
             sleep(others).await;
-            let Some(again) = self.shared.upgrade() else { return false };
+            let Some(again) = self.current() else { return false };
             shared = again;
-            whole = shared.ping().await.is_ok();
+            well = shared.ping().await.is_ok() && shared.renew(self.runtime);
         }
-        let recovered = whole && shared.close(&mut sums).await;
-        shared.tell(sums);
+        let recovered = well && shared.close(self.runtime).await;
+        shared.tell();
         recovered
     }
 }
 
 /// Also when the task is dropped with its runtime: the next check on another one starts it again.
-impl<P, F> Drop for Recovery<P, F> {
+impl<P: Store, F: Store> Drop for Recovery<P, F> {
     fn drop(&mut self) {
         if let Some(shared) = self.shared.upgrade() {
-            shared.attended.store(false, Ordering::Release);
+            shared.lease.end(self.runtime);
         }
     }
 }

@@ -1,14 +1,16 @@
 //! Who decides a check, and what is learned of it.
 
 use std::num::NonZeroU32;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
+use tokio::runtime::Id;
 use tokio::time::Instant;
 
 use super::Settings;
 use super::breaker::{Breaker, Pass};
-use super::grants::Grants;
+use super::grants::{Caller, Grants};
+use super::lease::Lease;
+use super::settlement::Sums;
 use super::share;
 use crate::limit::{Check, Decision, Mode, Source};
 use crate::store::clock::{Clock, instant};
@@ -19,10 +21,11 @@ pub(super) struct Shared<P, F> {
     pub(super) fallback: F,
     pub(super) settings: Settings,
     pub(super) breaker: Breaker,
-    /// Whether a task looks after the primary store.
-    pub(super) attended: AtomicBool,
+    /// Who looks after the primary store.
+    pub(super) lease: Lease<Id>,
     pub(super) grants: Grants,
-    pub(super) epoch: Epoch,
+    /// What has been settled, until it is told.
+    pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
 }
 
@@ -48,9 +51,9 @@ impl<P: Store, F: Store> Shared<P, F> {
             fallback,
             breaker: Breaker::new(settings.failures.get()),
             settings,
-            attended: AtomicBool::new(false),
+            lease: Lease::new(),
             grants: Grants::new(callers),
-            epoch: Epoch::default(),
+            sums: Mutex::default(),
             clock: Clock::new(),
         }
     }
@@ -62,11 +65,11 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// Asks the primary store, if that may be asked.
     pub(super) fn ask(self: &Arc<Self>, check: &Check) -> Reply<P::Future> {
         // Before the breaker is looked at: so an answer that comes while it is open is of another epoch.
-        let epoch = self.epoch.now();
+        let epoch = self.grants.epoch();
         // A check that is waited for has failed by its deadline, or its caller has gone away.
         let patience = self.settings.deadline.saturating_mul(2);
         let Some(pass) = self.breaker.admit(|| self.clock.micros(), patience) else {
-            // In case the task that did so is gone with its runtime.
+            // In case the task that did so is gone with its runtime, or that runs nothing.
             self.attend();
             return Reply::NotAsked;
         };
@@ -105,8 +108,8 @@ impl<P: Store, F: Store> Shared<P, F> {
             self.attend();
         }
         // An answer to an id may be an old one.
-        if check.id().is_none() && self.epoch.is_still(asked.epoch) && !self.grants.holds(check.key()) {
-            self.fallback.follow(check.key(), decision);
+        if check.id().is_none() {
+            self.grants.follow(check.key(), asked.epoch, || self.fallback.follow(check.key(), decision));
         }
     }
 
@@ -124,45 +127,46 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// Counts a failure.
     pub(super) fn count(&self, error: &Error, pass: Pass) {
         if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
-            self.epoch.end();
+            self.grants.end_epoch();
             self.observer().degraded(&event::Degraded::new(error));
         }
     }
 
-    /// The fallback has answered. If the check was `sent` to the primary store too, that may have charged it: it is told
-    /// to it again only if it has an id, by which it is charged once.
-    pub(super) fn decided(
+    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is told to
+    /// it again only if it has an id, by which it is charged once.
+    pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
+        let part = self.part(check.clone());
+        // So that no answer is followed between what is granted here and the note of it.
+        let caller = self.grants.caller(check.key());
+        match self.fallback.check(part) {
+            Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
+            pending => pending,
+        }
+    }
+
+    /// The fallback has answered later. Nothing held the answers of the primary store back meanwhile, so a fallback that
+    /// follows these should answer at once, as [`LocalStore`](crate::LocalStore) does.
+    pub(super) fn fell_back(
         self: &Arc<Self>,
+        check: &Check,
+        sent: bool,
+        answer: Result<Decision, Error>,
+    ) -> Result<Decision, Error> {
+        self.note(self.grants.caller(check.key()), check, sent, answer)
+    }
+
+    fn note(
+        self: &Arc<Self>,
+        caller: Caller<'_>,
         check: &Check,
         sent: bool,
         answer: Result<Decision, Error>,
     ) -> Result<Decision, Error> {
         let decision = share::of_whole(check, answer?, || self.clock.micros());
         let once = check.id().is_some() && check.mode() != Mode::Reset;
-        if (!sent || once) && self.grants.note(check, sent, &decision, || self.clock.micros()) {
+        if (!sent || once) && caller.note(check, sent, &decision, || self.clock.micros()) {
             self.attend();
         }
         Ok(decision)
-    }
-}
-
-/// Tells answers that the fallback may go on from: those of checks that were asked in the present epoch. What was
-/// granted locally before it is in none of the others.
-///
-/// An epoch ends when the breaker opens, and with every settlement.
-#[derive(Debug, Default)]
-pub(super) struct Epoch(AtomicU64);
-
-impl Epoch {
-    fn now(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
-    }
-
-    fn is_still(&self, epoch: u64) -> bool {
-        epoch == self.now()
-    }
-
-    pub(super) fn end(&self) {
-        self.0.fetch_add(1, Ordering::Release);
     }
 }

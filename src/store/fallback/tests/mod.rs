@@ -2,7 +2,9 @@
 
 mod answers;
 mod breaker;
+mod runtimes;
 mod settlement;
+mod states;
 
 use std::future::Future;
 use std::pin::Pin;

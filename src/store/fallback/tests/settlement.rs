@@ -85,6 +85,55 @@ async fn what_has_lapsed_is_not_charged() {
     assert_eq!(settled.told(), [(10, 0)]);
 }
 
+/// An instance's part flows back more slowly than the whole.
+#[tokio::test(start_paused = true)]
+async fn what_has_lapsed_under_the_whole_policy_is_not_charged_with_or_without_an_id() {
+    for ids in [0, 13, 25] {
+        let (store, primary, _) = pair(4);
+        let policies = policies(Strategy::Gcra, "100/100s");
+        open(&store, &primary).await;
+        for i in 0..25 {
+            let check = take(&policies, 1);
+            let check = if i < ids { check.with_id(i.to_string()) } else { check };
+            assert!(ask(&store, check).await.is_allowed());
+        }
+        sleep(Duration::from_secs(50)).await;
+        close(&store, &primary).await;
+        assert_eq!(primary.used(&policies).await, 0, "{ids} of 25 with an id");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_still_counts_under_the_whole_policy_is_charged_under_its_ids() {
+    let (store, primary, _) = pair(4);
+    let policies = policies(Strategy::Gcra, "100/100s");
+    open(&store, &primary).await;
+    for i in 0..25 {
+        assert!(ask(&store, take(&policies, 1).with_id(i.to_string())).await.is_allowed());
+    }
+    sleep(Duration::from_secs(10)).await;
+    primary.set(Manner::AtOnce);
+    while store.is_degraded() {
+        sleep(Duration::from_millis(5)).await;
+    }
+    let used = primary.used(&policies).await;
+    assert!((13..=15).contains(&used), "{used} of 25, after 10 to 12 of them have flown back");
+}
+
+/// However often it is asked, it is one charge, which counts for a second.
+#[tokio::test(start_paused = true)]
+async fn a_repeated_id_lapses_as_one_charge() {
+    let (store, primary, _) = pair(4);
+    let policies = policies(Strategy::Gcra, "100/100s");
+    open(&store, &primary).await;
+    for _ in 0..25 {
+        assert!(ask(&store, take(&policies, 1).with_id("payment-7")).await.is_allowed());
+    }
+    sleep(Duration::from_secs(5)).await;
+    close(&store, &primary).await;
+    assert_eq!(primary.used(&policies).await, 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_is_given_back_in_an_outage_is_given_back() {
     for share in [1, 4] {

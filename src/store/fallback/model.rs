@@ -1,0 +1,236 @@
+//! What threads share, under a scheduler that tries the orders in which they may run.
+//!
+//! The files are those of the library, compiled once more: only `sync` is another. The scheduler sees every step of every
+//! thread at once. So it finds wrong orders of steps, but not what the memory of a processor makes of them.
+
+use std::time::Duration;
+
+use shuttle::rand::{Rng, thread_rng};
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::thread::{self, JoinHandle, yield_now};
+use shuttle::{Config, Runner};
+
+use self::breaker::{Breaker, Pass};
+use self::grants::Grants;
+use self::lease::Lease;
+use self::sync::{Arc, AtomicUsize, Mutex, Ordering::SeqCst, lock};
+use super::notes;
+use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
+use crate::store::seed::Seed;
+use crate::store::{Answer, LocalStore, Store};
+
+#[allow(dead_code, reason = "not all of it is tried")]
+#[path = "breaker.rs"]
+mod breaker;
+#[allow(dead_code, reason = "not all of it is tried")]
+#[path = "grants.rs"]
+mod grants;
+#[path = "lease.rs"]
+mod lease;
+
+mod sync {
+    pub(super) use shuttle::sync::Arc;
+    pub(super) use shuttle::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+    pub(super) use shuttle::sync::{Mutex, MutexGuard};
+
+    /// All threads see all steps in one order here.
+    pub(super) fn fence(_: Ordering) {}
+
+    pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+        mutex.lock().unwrap()
+    }
+}
+
+/// Tries some orders of the threads of `run`: any, and those that a few untimely switches make.
+fn explore(run: impl Fn() + Send + Sync + Copy + 'static) {
+    let run = move || {
+        let _seed = Seed::set(1, Duration::from_secs(1_700_000_000));
+        run();
+    };
+    let config = || {
+        let mut config = Config::new();
+        // Unoptimized code takes more than the default.
+        config.stack_size = 1 << 20;
+        config.silence_warnings = true;
+        config
+    };
+    Runner::new(RandomScheduler::new(1_000), config()).run(run);
+    Runner::new(PctScheduler::new(3, 1_000), config()).run(run);
+}
+
+#[derive(Default)]
+struct Seen {
+    trials: AtomicUsize,
+    opened: AtomicUsize,
+    closing: AtomicUsize,
+    closed: AtomicUsize,
+}
+
+/// Trials come one at a time, only `close` closes, and each opening is told once.
+#[test]
+fn the_breaker() {
+    explore(|| {
+        let shared = Arc::new((Breaker::new(2), Seen::default()));
+        let spawn = |run: fn(&Breaker, &Seen)| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || (0..4).for_each(|_| run(&shared.0, &shared.1)))
+        };
+        let ask = |breaker: &Breaker, seen: &Seen| {
+            let Some(pass) = breaker.admit(|| 0, Duration::MAX) else { return };
+            if pass == Pass::Trial {
+                assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two trials at once");
+                yield_now();
+                seen.trials.fetch_sub(1, SeqCst);
+            }
+            match thread_rng().gen_range(0..4) {
+                0 => breaker.succeeded(pass),
+                1 => breaker.learned_nothing(pass),
+                _ if breaker.failed(pass, false, 0) => drop(seen.opened.fetch_add(1, SeqCst)),
+                _ => {}
+            }
+        };
+        let watch = |breaker: &Breaker, seen: &Seen| {
+            let closed = seen.closed.load(SeqCst);
+            if breaker.is_open() && !breaker.is_open() {
+                assert!(seen.closing.load(SeqCst) > closed, "closed by none");
+            }
+        };
+        let close = |breaker: &Breaker, seen: &Seen| {
+            if breaker.is_open() {
+                seen.closing.fetch_add(1, SeqCst);
+                assert!(breaker.close(1).is_some());
+                seen.closed.fetch_add(1, SeqCst);
+            }
+        };
+        let threads = [spawn(ask), spawn(ask), spawn(ask), spawn(watch), spawn(close)];
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+        let (breaker, seen) = &*shared;
+        let (opened, closed) = (seen.opened.load(SeqCst), seen.closed.load(SeqCst));
+        assert_eq!(opened, closed + usize::from(breaker.is_open()), "openings");
+    });
+}
+
+/// What comes up is looked after, by one task, also if it comes up while that ends.
+#[test]
+fn the_lease() {
+    struct Shared {
+        lease: Lease<u32>,
+        work: AtomicUsize,
+        at_work: AtomicUsize,
+        tasks: Mutex<Vec<JoinHandle<()>>>,
+    }
+
+    fn attend(shared: &Arc<Shared>, runtime: u32) {
+        if !shared.lease.is_held(0) && shared.lease.take(runtime, 0, 1) {
+            let task = Arc::clone(shared);
+            lock(&shared.tasks).push(thread::spawn(move || run(&task, runtime)));
+        }
+    }
+
+    fn run(shared: &Arc<Shared>, runtime: u32) {
+        while shared.lease.renew(runtime, 0, 1) && shared.work.load(SeqCst) > 0 {
+            assert_eq!(shared.at_work.fetch_add(1, SeqCst), 0, "two hold the lease");
+            shared.work.store(0, SeqCst);
+            shared.at_work.fetch_sub(1, SeqCst);
+        }
+        shared.lease.end(runtime);
+        if shared.work.load(SeqCst) > 0 {
+            attend(shared, runtime);
+        }
+    }
+
+    explore(|| {
+        let (work, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let shared = Arc::new(Shared { lease: Lease::new(), work, at_work, tasks: Mutex::new(vec![]) });
+        let note = |runtime| {
+            let shared = Arc::clone(&shared);
+            thread::spawn(move || {
+                for _ in 0..3 {
+                    shared.work.fetch_add(1, SeqCst);
+                    attend(&shared, runtime);
+                }
+            })
+        };
+        [note(1), note(2), note(2)].into_iter().for_each(|thread| thread.join().unwrap());
+        while let Some(task) = { lock(&shared.tasks).pop() } {
+            task.join().unwrap();
+        }
+        assert_eq!(shared.work.load(SeqCst), 0, "left alone");
+    });
+}
+
+/// Whatever is answered, settled and granted at once: the fallback counts at least what it has granted.
+#[test]
+fn answers_that_are_followed() {
+    struct Shared {
+        breaker: Breaker,
+        grants: Grants,
+        primary: LocalStore,
+        local: LocalStore,
+        policies: Policies,
+        granted: AtomicUsize,
+    }
+
+    let decide = |store: &LocalStore, check: &Check| match store.check(check.clone()) {
+        Answer::Ready { answer } => answer.unwrap(),
+        Answer::Pending { .. } => unreachable!(),
+    };
+
+    explore(move || {
+        let policies = Policy::new("test", Strategy::Gcra, Quota::per_day(1_000)).unwrap().into();
+        let (primary, local) = (LocalStore::default(), LocalStore::default());
+        let (breaker, grants) = (Breaker::new(1), Grants::new(16));
+        let shared = Arc::new(Shared { breaker, grants, primary, local, policies, granted: AtomicUsize::new(0) });
+
+        let asking = Arc::clone(&shared);
+        let ask = move || {
+            let Shared { breaker, grants, primary, local, policies, granted } = &*asking;
+            let check = Check::take(Key::GLOBAL, policies, 1);
+            for _ in 0..3 {
+                let epoch = grants.epoch();
+                if let Some(pass) = breaker.admit(|| 0, Duration::MAX) {
+                    let decision = decide(primary, &check);
+                    yield_now();
+                    breaker.succeeded(pass);
+                    grants.follow(&Key::GLOBAL, epoch, || {
+                        yield_now();
+                        local.follow(&Key::GLOBAL, &decision);
+                    });
+                    continue;
+                }
+                let caller = grants.caller(&Key::GLOBAL);
+                let decision = decide(local, &check);
+                yield_now();
+                assert!(caller.note(&check, false, &decision, || 0));
+                granted.fetch_add(1, SeqCst);
+            }
+        };
+        let failing = Arc::clone(&shared);
+        let fail = move || {
+            if failing.breaker.failed(Pass::Free, false, 0) {
+                failing.grants.end_epoch();
+            }
+        };
+        let settling = Arc::clone(&shared);
+        let settle = move || {
+            let Shared { breaker, grants, primary, .. } = &*settling;
+            for _ in 0..2 {
+                let taken = grants.take(0);
+                for step in &taken.steps {
+                    let _ = decide(primary, &step.check());
+                }
+                grants.settled(taken.number);
+                if breaker.is_open() {
+                    breaker.close(0);
+                }
+            }
+        };
+        let threads = [thread::spawn(ask.clone()), thread::spawn(ask), thread::spawn(fail), thread::spawn(settle)];
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+
+        let granted = shared.granted.load(SeqCst);
+        let peek = decide(&shared.local, &Check::peek(Key::GLOBAL, &shared.policies, 0));
+        let used = (peek.capacity() - peek.remaining()) as usize;
+        assert!(used >= granted, "the fallback has granted {granted} and counts {used}");
+    });
+}

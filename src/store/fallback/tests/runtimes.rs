@@ -1,0 +1,73 @@
+//! Runtimes that end, or run nothing.
+
+use tokio::runtime::{Builder, Runtime};
+
+use super::*;
+
+/// Polls what is given to `block_on` after every poll of a task.
+fn runtime() -> Runtime {
+    Builder::new_current_thread().enable_time().start_paused(true).event_interval(1).build().unwrap()
+}
+
+/// The task that looks after the primary store is on a runtime that runs it no further.
+#[test]
+fn a_runtime_that_runs_nothing_keeps_the_breaker_open_for_no_other() {
+    let (asleep, awake) = (runtime(), runtime());
+    for share in [1, 4] {
+        let (store, primary, _) = pair(share);
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let take = || store.check(Check::take(ann(), &policies, 1));
+        asleep.block_on(async {
+            open(&store, &primary).await;
+            let _ = take().await.unwrap();
+        });
+        assert_eq!(asleep.metrics().num_alive_tasks(), 1);
+        primary.set(Manner::AtOnce);
+        awake.block_on(async {
+            for _ in 0..500 {
+                let _ = take().await.unwrap();
+                sleep(Duration::from_millis(10)).await;
+            }
+            assert!(!store.is_degraded(), "five seconds later");
+        });
+        assert_eq!(awake.block_on(primary.used(&policies)), 100, "all is settled");
+        assert_eq!(asleep.metrics().num_alive_tasks(), 1, "no others were started there");
+        // It finds nothing to do when it wakes up.
+        asleep.block_on(async { sleep(Duration::from_secs(1)).await });
+        assert_eq!(asleep.metrics().num_alive_tasks() + awake.metrics().num_alive_tasks(), 0);
+    }
+}
+
+/// Ten charges are sent when the runtime ends. The others are sent on the next one.
+#[test]
+fn what_a_runtime_has_not_sent_when_it_ends_is_settled_on_the_next() {
+    for sent in [0, 10] {
+        let (store, primary, settled) = pair(1);
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let caller = |i: usize| Key::new(i.to_string());
+        runtime().block_on(async {
+            open(&store, &primary).await;
+            for i in 0..30 {
+                let _ = store.check(Check::take(caller(i), &policies, 1)).await.unwrap();
+            }
+            primary.set(Manner::AtOnce);
+            let asked = primary.asked();
+            while !store.shared.grants.is_empty() || primary.asked() < asked + sent {
+                advance(Duration::from_millis(1)).await;
+            }
+            assert_eq!(primary.asked(), asked + sent);
+        });
+        runtime().block_on(async {
+            let _ = store.check(Check::peek(ann(), &policies, 1)).await.unwrap();
+            close(&store, &primary).await;
+            sleep(Duration::from_secs(1)).await;
+            let mut used = 0;
+            for i in 0..30 {
+                used += 100 - primary.counts.check(Check::peek(caller(i), &policies, 0)).await.unwrap().remaining();
+            }
+            assert_eq!(used, 30, "{sent} were sent");
+        });
+        // Whether those were charged was never heard.
+        assert_eq!(settled.told(), [(30 - sent as u64, sent as u64)]);
+    }
+}
