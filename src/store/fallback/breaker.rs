@@ -45,6 +45,8 @@ pub(super) enum Pass {
     Free,
     /// No other is let through until this one has an answer.
     Trial,
+    /// Of the task that looks after the primary store, which asks without being let through. It tells as much as a trial.
+    Probe,
 }
 
 impl Breaker {
@@ -90,7 +92,7 @@ impl Breaker {
     /// The primary store has answered. In doubt only a trial tells how it is: what was under way before may have been
     /// answered before the failure.
     pub(super) fn succeeded(&self, pass: Pass) {
-        if pass == Pass::Trial && self.state.load(Ordering::Acquire) == DOUBTFUL {
+        if pass != Pass::Free && self.state.load(Ordering::Acquire) == DOUBTFUL {
             let mut row = lock(&self.row);
             if row.opened_at.is_none() {
                 self.set(&mut row, Row::default());
@@ -98,7 +100,7 @@ impl Breaker {
         }
     }
 
-    /// A check failed, or a probe, which is a trial too. `true` for the one failure that opens the breaker, as one that is
+    /// A check or a probe failed. `true` for the one failure that opens the breaker, as one that is
     /// `lasting` does at once.
     pub(super) fn failed(&self, pass: Pass, lasting: bool, now: i64) -> bool {
         let mut row = lock(&self.row);
@@ -108,7 +110,7 @@ impl Breaker {
         if pass == Pass::Trial {
             row.trial_until = None;
         }
-        if pass == Pass::Trial || row.failures == 0 {
+        if pass != Pass::Free || row.failures == 0 {
             row.failures = row.failures.saturating_add(1);
         }
         let opens = lasting || row.failures >= self.threshold;

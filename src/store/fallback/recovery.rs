@@ -68,10 +68,10 @@ impl<P: Store, F: Store> Shared<P, F> {
     async fn tend(self: &Arc<Self>, runtime: Id) -> bool {
         if !self.breaker.is_sound() {
             if let Err(error) = self.ping().await {
-                self.count(&error, Pass::Trial);
+                self.count(&error, Pass::Probe);
                 return false;
             }
-            self.breaker.succeeded(Pass::Trial);
+            self.breaker.succeeded(Pass::Probe);
         }
         let well = self.settle(runtime).await;
         self.tell();

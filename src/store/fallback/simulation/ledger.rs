@@ -28,6 +28,8 @@ pub(super) enum Rule {
     Back,
     /// Whatever is asked with one id is charged once.
     Id,
+    /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the breaker.
+    Silence,
     /// No request fails.
     Failed,
     /// No request waits for longer than the deadline.
@@ -38,6 +40,8 @@ pub(super) enum Rule {
     Recovery,
     /// Nothing goes on once the stores are gone.
     Left,
+    /// Nothing panics.
+    Panic,
 }
 
 /// A rule that was broken.

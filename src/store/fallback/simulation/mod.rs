@@ -9,6 +9,7 @@
 //! ```
 
 mod clients;
+mod doubt;
 mod ledger;
 mod log;
 mod plan;
@@ -20,6 +21,7 @@ use std::env;
 use std::fmt::Write as _;
 use std::num::NonZeroU32;
 use std::ops::Range;
+use std::panic::catch_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::thread;
@@ -189,13 +191,20 @@ struct Found {
 
 impl Report {
     fn add(&mut self, seed: u64, outcome: &Outcome) {
-        for Broken { rule, .. } in &outcome.broken {
-            let this = (outcome.steps, seed);
-            let found = self.0.entry(*rule).or_insert(Found { seeds: 0, first: seed, shortest: this });
-            found.seeds += 1;
-            found.first = found.first.min(seed);
-            found.shortest = found.shortest.min(this);
-        }
+        outcome.broken.iter().for_each(|broken| self.breaks(broken.rule, seed, outcome.steps));
+    }
+
+    /// Its log is lost.
+    fn panicked(&mut self, seed: u64) {
+        self.breaks(Rule::Panic, seed, 0);
+    }
+
+    fn breaks(&mut self, rule: Rule, seed: u64, steps: usize) {
+        let this = (steps, seed);
+        let found = self.0.entry(rule).or_insert(Found { seeds: 0, first: seed, shortest: this });
+        found.seeds += 1;
+        found.first = found.first.min(seed);
+        found.shortest = found.shortest.min(this);
     }
 
     fn merge(&mut self, other: Self) {
@@ -222,7 +231,10 @@ fn explore(seeds: Range<u64>) -> Report {
             if seed >= seeds.end {
                 return report;
             }
-            report.add(seed, &run(seed, false));
+            match catch_unwind(|| run(seed, false)) {
+                Ok(outcome) => report.add(seed, &outcome),
+                Err(_) => report.panicked(seed),
+            }
         }
     };
     thread::scope(|scope| {
@@ -270,6 +282,7 @@ fn every_seed_keeps_the_rules() {
     for (rule, Found { seeds, first, shortest: (steps, seed) }) in &report.0 {
         let _ = writeln!(text, "{rule:?}: {seeds} seeds, first {first}, shortest {seed} with {steps} steps");
     }
+    println!("{text}");
     if let Some(Found { shortest: (_, seed), .. }) = report.0.values().min_by_key(|found| found.shortest) {
         panic!("{}\n{text}\nreplay one: cargo xtask simulate --seed {seed}", story(*seed));
     }

@@ -14,6 +14,8 @@ pub(super) struct Plan {
     pub(super) share: Sharing,
     pub(super) deadline: u64,
     pub(super) failures: u32,
+    /// Whether requests of one instance and millisecond are one call.
+    pub(super) batched: bool,
     pub(super) callers: Vec<Caller>,
     pub(super) faults: Vec<Fault>,
     /// When the last fault is over. No client asks from then on.
@@ -156,6 +158,7 @@ impl Plan {
             share: if rng.u8(..4) == 0 { Sharing::Alive } else { Sharing::Fixed },
             deadline: *pick(rng, &[20, 50, 100]),
             failures: *pick(rng, &[1, 3, 3, 5]),
+            batched: rng.bool(),
             callers,
             faults,
             end,
@@ -167,8 +170,9 @@ impl Plan {
 /// As it stands above a log.
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { instances, share, deadline, failures, callers, .. } = self;
-        writeln!(f, "{instances} instances, share {share:?}, deadline {deadline} ms, {failures} failures open")?;
+        let Self { instances, share, deadline, failures, batched, callers, .. } = self;
+        let calls = if *batched { ", in batches" } else { "" };
+        writeln!(f, "{instances} instances, share {share:?}, deadline {deadline} ms, {failures} failures open{calls}")?;
         for (i, Caller { policies, habit, cost, .. }) in callers.iter().enumerate() {
             write!(f, "c{i} {habit:?}, cost up to {cost}:")?;
             policies.iter().try_for_each(|policy| write!(f, " {policy:?}"))?;

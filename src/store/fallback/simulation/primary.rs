@@ -13,7 +13,7 @@ use crate::limit::{Check, Decision, Key};
 use crate::store::{Answer, Error, ErrorKind, LocalStore, Store};
 
 /// What becomes of a request, in milliseconds each.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Fate {
     /// How long it is not sent: who goes away before is not charged.
     pub(super) queued: u64,
@@ -25,7 +25,7 @@ pub(super) struct Fate {
     pub(super) answer: Reply,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) enum Reply {
     Decision,
     Error(Error),
@@ -75,8 +75,10 @@ async fn serve(
     wait(fate.back).await;
     match (fate.answer, decision) {
         (Reply::Decision, Some(decision)) => {
-            world.state().answers(request, None);
-            let _ = told.send(Ok(decision));
+            // Nobody hears of it by then if it comes after the deadline.
+            if told.send(Ok(decision)).is_ok() {
+                world.state().answers(request, None);
+            }
         }
         (Reply::Error(error), _) => {
             world.state().answers(request, Some(&error));

@@ -6,6 +6,7 @@ use fastrand::Rng;
 use futures_util::FutureExt;
 use tokio::time::Instant;
 
+use super::doubt::Doubt;
 use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
 use super::log::Log;
 use super::plan::{Caller, Kind, Plan, pick};
@@ -30,6 +31,9 @@ pub(super) struct State {
     degraded: Vec<bool>,
     /// Until when each has last asked something that none of its clients had asked.
     turned: Vec<u64>,
+    doubts: Vec<Doubt>,
+    /// What becomes of the requests of each in a millisecond, if they are one call.
+    calls: Vec<Option<(u64, Fate)>>,
     /// What the primary store counts.
     counts: LocalStore,
     /// The request of a client that runs now. Whatever else runs is of the instance's own.
@@ -48,6 +52,7 @@ struct Ask {
     /// Whether the primary store was asked, and whether it said that nothing was sent.
     asked: bool,
     unsent: bool,
+    trial: bool,
     ran: Ran,
 }
 
@@ -73,6 +78,8 @@ impl World {
             told: 0,
             degraded: vec![false; plan.instances],
             turned: vec![0; plan.instances],
+            doubts: (0..plan.instances).map(|_| Doubt::default()).collect(),
+            calls: vec![None; plan.instances],
             counts,
             current: None,
             asks: vec![],
@@ -124,14 +131,23 @@ impl State {
         let (ask, check) = (self.asks.len(), check.clone());
         self.say(Some(caller), || format!("i{instance} #{ask:<4} {}", shown(&check)));
         let since = self.now();
-        self.asks.push(Ask { instance, caller, check, since, asked: false, unsent: false, ran: Ran::default() });
+        self.asks.push(Ask {
+            instance,
+            caller,
+            check,
+            since,
+            asked: false,
+            unsent: false,
+            trial: false,
+            ran: Ran::default(),
+        });
         ask
     }
 
     /// A client's request is answered.
     pub(super) fn told(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, Error>) {
         let now = self.now();
-        let Ask { instance, caller, ref check, since, ran, .. } = self.asks[ask];
+        let Ask { instance, caller, ref check, since, trial, ran, .. } = self.asks[ask];
         let check = check.clone();
         self.say(Some(caller), || format!("i{instance} #{ask:<4} answered: {}", answered(answer)));
         let latest = (since + self.plan.deadline).max(polled);
@@ -144,6 +160,9 @@ impl State {
             Ok(decision) => decision,
             Err(error) => return self.breaks(Rule::Failed, Some(caller), format!("#{ask} failed: {error}")),
         };
+        if decision.source() == Source::Redis && !degraded {
+            self.doubts[instance].answers(since, trial);
+        }
         // An id is answered as it was before, when the part may have been another.
         let other = check.id().is_some() && self.ledger.changed;
         if let Some(problem) = nonsense(&self.plan.callers[caller], &check, decision).filter(|_| !other) {
@@ -206,7 +225,16 @@ impl State {
             (self.asks[ask].asked, self.asks[ask].unsent) = (true, false);
         }
         let now = self.now();
-        let fate = self.fate(instance, now);
+        let fate = match &self.calls[instance] {
+            Some((at, fate)) if *at == now && self.plan.batched && ask.is_some() => fate.clone(),
+            _ => self.fate(instance, now),
+        };
+        if let Some(ask) = ask {
+            self.calls[instance] = Some((now, fate.clone()));
+            self.asks[ask].trial = self.doubts[instance].is_begun(now);
+        } else if caller.is_none() {
+            self.doubts[instance].probes(now, self.plan.deadline);
+        }
         if ask.is_none() {
             // Until it is answered, or given up.
             self.turned[instance] = now + self.plan.deadline;
@@ -301,7 +329,13 @@ impl State {
     /// A request is answered, if anybody still waits.
     pub(super) fn answers(&mut self, request: usize, error: Option<&Error>) {
         let Request { instance, caller, ask, settled, ran } = self.requests[request];
-        let Some(error) = error else { return };
+        let Some(error) = error else {
+            if caller.is_none() {
+                let now = self.now();
+                self.doubts[instance].is_probed(now);
+            }
+            return;
+        };
         if let Some(ask) = ask {
             self.asks[ask].unsent = error.is_unsent();
         }
@@ -334,6 +368,19 @@ impl State {
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         self.say(caller, || format!("i{instance} {whose:<5} never sent: nobody waits"));
+    }
+
+    /// An instance notes that the primary store failed a request.
+    fn fails(&mut self, instance: usize, error: &Error) {
+        let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else { return };
+        let counts = !error.is_of_check() && error.kind() != ErrorKind::QueueFull;
+        let now = self.now();
+        let failures = self.doubts[instance].fails(now, self.asks[ask].trial, counts);
+        // As many again may be of what was polled too late to be seen.
+        if failures > 2 * self.plan.failures {
+            let problem = format!("i{instance} has sent one request after another, of which {failures} failed");
+            self.breaks(Rule::Silence, None, problem);
+        }
     }
 
     /// The primary store forgets everything.
@@ -417,6 +464,10 @@ pub(super) struct Notes {
 }
 
 impl Observer for Notes {
+    fn failed(&self, event: &event::Failed<'_>) {
+        self.world.state().fails(self.instance, event.error);
+    }
+
     fn degraded(&self, event: &event::Degraded<'_>) {
         let (instance, kind) = (self.instance, event.error.kind());
         let mut state = self.world.state();
@@ -424,6 +475,7 @@ impl Observer for Notes {
         state.degraded[instance] = true;
         state.turned[instance] = now.max(state.turned[instance]);
         state.ledger.opened += 1;
+        state.doubts[instance] = Doubt::default();
         state.say(None, || format!("i{instance}       is degraded: {}", kind.as_str()));
     }
 
@@ -431,6 +483,7 @@ impl Observer for Notes {
         let instance = self.instance;
         let mut state = self.world.state();
         state.degraded[instance] = false;
+        state.doubts[instance] = Doubt::default();
         state.say(None, || format!("i{instance}       has recovered after {after:?}"));
     }
 

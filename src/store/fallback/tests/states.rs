@@ -66,6 +66,23 @@ fn in_doubt_one_check_at_a_time_is_let_through() {
     assert_eq!([admit(140), admit(140)], [Some(Pass::Free); 2]);
 }
 
+/// A check is still under way when the probe fails.
+#[test]
+fn a_probe_that_fails_lets_no_second_trial_through() {
+    let breaker = Breaker::new(5);
+    let admit = |now: i64| breaker.admit(|| now, Duration::from_micros(100));
+    breaker.failed(Pass::Free, false, 0);
+    assert_eq!(admit(0), Some(Pass::Trial));
+    assert!(!breaker.failed(Pass::Probe, false, 10));
+    assert_eq!(admit(20), None);
+    assert!((0..2).all(|now| !breaker.failed(Pass::Probe, false, now)));
+    assert!(breaker.failed(Pass::Probe, false, 30), "it counts");
+    breaker.close(40);
+    breaker.failed(Pass::Free, false, 50);
+    breaker.succeeded(Pass::Probe);
+    assert!(breaker.is_sound());
+}
+
 #[test]
 fn probes_back_off_up_to_half_a_second() {
     let delays: Vec<u128> = (0..8).map(|probes| Breaker::delay(probes, 0.0).as_millis()).collect();

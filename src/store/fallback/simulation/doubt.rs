@@ -1,0 +1,53 @@
+//! What an instance may know of a primary store that fails: how many requests it may yet send there.
+
+/// What a breaker should count. It does not know which probes have failed, and so may be behind.
+#[derive(Debug, Default)]
+pub(super) struct Doubt {
+    /// The failure that began it, and those of trials since.
+    failures: u32,
+    /// Until when a probe may fail.
+    probed_until: u64,
+    /// Whether a probe was under way when the last doubt ended. If it fails, it begins another, which is not seen here. Only
+    /// what is sent after that tells that it is over.
+    unsure: bool,
+    /// When a probe was answered. The instance hears of it in the same millisecond, before or after all else.
+    probed: Option<u64>,
+}
+
+impl Doubt {
+    /// Whether a request that is sent now is a trial.
+    pub(super) fn is_begun(&mut self, now: u64) -> bool {
+        self.passes(now);
+        self.failures > 0
+    }
+
+    pub(super) fn probes(&mut self, now: u64, deadline: u64) {
+        self.passes(now);
+        self.probed_until = now + deadline;
+    }
+
+    /// A request has failed, in a way that `counts` or not. How many failures that makes, as far as is known.
+    pub(super) fn fails(&mut self, now: u64, trial: bool, counts: bool) -> u32 {
+        self.passes(now);
+        self.failures += u32::from(counts && (trial || self.failures == 0));
+        if self.unsure || self.probed.is_some() { 0 } else { self.failures }
+    }
+
+    /// A probe was answered.
+    pub(super) fn is_probed(&mut self, now: u64) {
+        self.probed = Some(now);
+    }
+
+    fn passes(&mut self, now: u64) {
+        if self.probed.is_some_and(|probed| probed < now) {
+            *self = Self::default();
+        }
+    }
+
+    /// A request was answered that was sent at a time.
+    pub(super) fn answers(&mut self, sent: u64, trial: bool) {
+        if trial || self.unsure {
+            *self = Self { unsure: sent <= self.probed_until, probed_until: self.probed_until, ..Self::default() };
+        }
+    }
+}
