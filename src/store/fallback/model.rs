@@ -3,6 +3,8 @@
 //! The files are those of the library, compiled once more: only `sync` is another. The scheduler sees every step of every
 //! thread at once. So it finds wrong orders of steps, but not what the memory of a processor makes of them.
 
+#![allow(clippy::duplicate_mod, reason = "that is the point")]
+
 use std::time::Duration;
 
 use shuttle::rand::{Rng, thread_rng};
