@@ -54,7 +54,7 @@ fn main() {
     let (ratios, table) = (report.ratios(), report.table());
     println!("{ratios}\n{table}");
     if save {
-        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
         let page = fs::read_to_string(docs.join("performance.md")).unwrap();
         let page = replace(&replace(&page, "ratios", &ratios), "table", &table);
         fs::write(docs.join("performance.md"), page).unwrap();

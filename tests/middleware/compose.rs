@@ -1,14 +1,12 @@
 //! The layer in axum's and tower's own hands.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
 
-use axum::extract::ConnectInfo;
 use axum::routing::get;
 use axum::{Extension, Router};
 use http::{Request, Response};
 use tower::{Layer, Service, ServiceBuilder, service_fn};
-use tower_redis_ratelimit::{Decision, Global, LocalStore, OnMissingKey, PeerIp, RateLimitLayer};
+use tower_redis_ratelimit::{Decision, Global, LocalStore, OnMissingKey, RateLimitLayer};
 
 use crate::support::*;
 
@@ -111,8 +109,14 @@ async fn in_a_service_builder_it_stands_among_other_layers() {
     assert_eq!(send(&service, request("alice")).await.status(), 429);
 }
 
+#[cfg(feature = "axum")]
 #[tokio::test]
 async fn with_axum_the_peer_is_found_in_its_connect_info() {
+    use std::net::SocketAddr;
+
+    use axum::extract::ConnectInfo;
+    use tower_redis_ratelimit::PeerIp;
+
     let app: Router = Router::new().route("/", get(remaining)).layer(RateLimitLayer::new(
         LocalStore::default(),
         PeerIp,

@@ -1,14 +1,9 @@
 //! What an observer is told, and what becomes of it in metrics and logs.
 
-use std::collections::BTreeMap;
-use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use metrics_util::debugging::{DebugValue, DebuggingRecorder};
-use tower_redis_ratelimit::{
-    Error, ErrorKind, Fallback, LocalStore, MetricsObserver, Observer, RedisStore, TracingObserver, event,
-};
+use tower_redis_ratelimit::{Observer, RedisStore, event};
 
 use crate::support::{layer, layer_with, limited, request, send};
 
@@ -37,8 +32,14 @@ async fn a_layer_tells_every_decision_and_failure() {
     assert_eq!(*notes.0.lock().unwrap(), ["Local true", "Local false", "Unreachable"]);
 }
 
+#[cfg(feature = "metrics")]
 #[tokio::test]
 async fn metrics_count_by_policy_outcome_and_source() {
+    use std::collections::BTreeMap;
+
+    use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+    use tower_redis_ratelimit::{Fallback, LocalStore, MetricsObserver};
+
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();
     let _guard = metrics::set_default_local_recorder(&recorder);
@@ -70,23 +71,28 @@ async fn metrics_count_by_policy_outcome_and_source() {
     assert!(metrics.contains_key("ratelimit_batch_checks") && metrics.contains_key("ratelimit_queue_checks"));
 }
 
-/// Collects what is logged.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl io::Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
+#[cfg(feature = "tracing")]
 #[tokio::test]
 async fn tracing_warns_of_an_outage_and_names_no_caller() {
+    use std::io;
+
+    use tower_redis_ratelimit::{Error, ErrorKind, TracingObserver};
+
+    /// Collects what is logged.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<u8>>>);
+
+    impl io::Write for Lines {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
     let lines = Lines::default();
     let writer = lines.clone();
     let subscriber = tracing_subscriber::fmt()

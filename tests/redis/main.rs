@@ -12,10 +12,12 @@ mod connect;
 mod denials;
 mod exact;
 mod fallback;
+#[cfg(feature = "axum")]
 mod http;
 mod keys;
 mod memory;
 mod runtimes;
+#[cfg(feature = "tracing")]
 mod texts;
 mod tls;
 mod work;
