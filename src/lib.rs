@@ -1,6 +1,12 @@
+// Of two definitions of a link the first one holds: here, README's links lead to the guides of this version.
+//! [choosing]: guide::choosing
+//! [faults]: guide::faults
+//! [performance]: guide::performance
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[cfg(doc)]
+pub mod guide;
 mod limit;
 mod limiter;
 mod middleware;
@@ -32,7 +38,3 @@ extern crate self as tower_redis_ratelimit;
 #[cfg(test)]
 #[path = "../tests/support/mod.rs"]
 mod support;
-
-#[cfg(doctest)]
-#[doc = include_str!("../docs/choosing.md")]
-struct Choosing;
