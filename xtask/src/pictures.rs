@@ -3,7 +3,6 @@
 use std::error::Error;
 use std::fmt::Write as _;
 use std::fs;
-use std::path::Path;
 use std::time::Duration;
 
 use tokio::runtime;
@@ -11,6 +10,7 @@ use tokio::time::advance;
 use tower_redis_ratelimit::{Align, Check, Key, LocalStore, Policies, Policy, Quota, Refill, Store, Strategy};
 
 use crate::Result;
+use crate::command::root;
 
 const LIMIT: u32 = 10;
 const PERIOD: i64 = 10_000;
@@ -34,18 +34,41 @@ fn arrivals(time: i64) -> usize {
 
 /// Writes the pictures, or checks that they are what would be written.
 pub(crate) fn pictures(check: bool) -> Result {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut inline = String::new();
     for &strategy in Strategy::ALL {
-        let (file, title) = (format!("docs/strategies/{}.svg", file_name(strategy)), title(strategy));
-        let path = root.join(&file);
+        let (file, title) = (file_name(strategy), title(strategy));
         let picture = play(strategy).map(|play| play.draw(&title)).map_err(|error| format!("{file}: {error}"))?;
-        if !check {
-            fs::write(path, picture).map_err(|error| format!("{file}: {error}"))?;
-        } else if fs::read_to_string(path).ok().as_deref() != Some(&picture) {
-            return Err(format!("{file} does not show what the code does: run `cargo xtask pictures`"));
+        inline.push_str(&definition(&file, &picture));
+        put(&format!("docs/strategies/{file}.svg"), &picture, check)?;
+    }
+    // That one is drawn by the load bench.
+    let throughput = fs::read_to_string(root().join("docs/throughput.svg"));
+    inline.push_str(&definition("throughput", &throughput.map_err(|error| format!("throughput.svg: {error}"))?));
+    put("docs/pictures.md", &inline, check)
+}
+
+fn put(file: &str, text: &str, check: bool) -> Result {
+    let path = root().join(file);
+    if !check {
+        fs::write(path, text).map_err(|error| format!("{file}: {error}"))
+    } else if fs::read_to_string(path).ok().as_deref() != Some(text) {
+        Err(format!("{file} is not what it would be now: run `cargo xtask pictures`"))
+    } else {
+        Ok(())
+    }
+}
+
+/// The picture as the target of `![text][name]`. rustdoc has no folder to put it into.
+fn definition(name: &str, picture: &str) -> String {
+    let mut url = String::new();
+    for char in picture.trim_end().chars() {
+        match char {
+            '\n' => url.push(' '),
+            '"' | '#' | '%' | '&' | '<' | '>' => _ = write!(url, "%{:02X}", u32::from(char)),
+            _ => url.push(char),
         }
     }
-    Ok(())
+    format!("[{name}]: <data:image/svg+xml,{url}>\n")
 }
 
 /// As it is written in Rust.

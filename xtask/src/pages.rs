@@ -1,0 +1,90 @@
+//! The pages that people read: on a code host, on the registry and on docs.rs, each of which shows them in its way.
+
+use std::fs;
+use std::path::Path;
+
+use crate::Result;
+use crate::command::root;
+
+const PAGES: [&str; 5] = ["README.md", "CONTRIBUTING.md", "docs/choosing.md", "docs/faults.md", "docs/performance.md"];
+
+/// Where the documentation of the library will be, and where `cargo doc` has put it.
+const DOCS: (&str, &str) = ("https://docs.rs/tower-redis-ratelimit/latest/", "target/doc/");
+
+/// Every link leads to something, and no line of code is hidden: only rustdoc hides those.
+pub(crate) fn check() -> Result {
+    for page in PAGES {
+        let text = fs::read_to_string(root().join(page)).map_err(|error| format!("{page}: {error}"))?;
+        if let Some((number, problem)) = problems(page, &text).first() {
+            return Err(format!("{page}:{number}: {problem}"));
+        }
+    }
+    Ok(())
+}
+
+/// What is wrong with a page, by the number of the line.
+fn problems(page: &str, text: &str) -> Vec<(usize, String)> {
+    let mut problems = vec![];
+    // The language of the block of code that a line is in.
+    let mut code = None;
+    for (number, line) in (1..).zip(text.lines()) {
+        if let Some(language) = line.trim_start().strip_prefix("```") {
+            code = code.is_none().then_some(language);
+        } else if let Some(language) = code {
+            // Without a language, rustdoc takes it for Rust.
+            let rust = language.is_empty() || language.starts_with("rust");
+            if rust && (line.trim() == "#" || line.trim_start().starts_with("# ")) {
+                problems.push((number, "only rustdoc hides this line".to_owned()));
+            }
+        } else {
+            problems.extend(links(line).filter_map(|link| Some((number, problem(page, link)?))));
+        }
+    }
+    problems
+}
+
+/// The targets of `[text](target)` and `[label]: target`.
+fn links(line: &str) -> impl Iterator<Item = &str> {
+    let inline = line.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+    let definition = line.strip_prefix('[').and_then(|rest| rest.split_once("]: ")).map(|(_, target)| target);
+    inline.chain(definition)
+}
+
+fn problem(page: &str, link: &str) -> Option<String> {
+    let (public, built) = DOCS;
+    let path = match link.strip_prefix(public) {
+        Some(path) => Path::new(built).join(path),
+        None if link.starts_with("https://") => return None,
+        None if page == "README.md" => {
+            return Some(format!(
+                "the registry and docs.rs show this page without its folder, so {link} leads nowhere"
+            ));
+        }
+        None => Path::new(page).parent()?.join(link),
+    };
+    (!root().join(&path).exists()).then(|| format!("{link} leads to {}, which does not exist", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(page: &str, text: &str) -> Vec<usize> {
+        problems(page, text).into_iter().map(|(number, _)| number).collect()
+    }
+
+    #[test]
+    fn links_must_lead_to_something() {
+        let text = "[a](choosing.md) and ![b](none.svg)\n\n[c]: strategies/gcra.svg\n[d]: none.md\n";
+        assert_eq!(lines("docs/faults.md", text), [1, 4]);
+        let fine = "```text\n[a](none.md)\n```\n<https://docs.rs/> [a](https://docs.rs/) [b](faults.md)\n";
+        assert!(lines("docs/faults.md", fine).is_empty());
+        assert_eq!(lines("README.md", "[a](docs/choosing.md)\n"), [1]);
+    }
+
+    #[test]
+    fn code_hides_no_line() {
+        let text = "# A title\n```rust\n# fn main() {\n#[test]\n#\n# }\n```\n# Another\n```sh\n# a comment\n```\n";
+        assert_eq!(lines("README.md", text), [3, 5, 6]);
+    }
+}

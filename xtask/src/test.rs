@@ -1,0 +1,67 @@
+//! `cargo xtask test`.
+
+use std::process::Command;
+
+use crate::command::{cargo, run, succeeds};
+use crate::metadata::Metadata;
+use crate::{Result, pages, pictures, redis};
+
+const LIBRARY: &str = "tower-redis-ratelimit";
+
+pub(crate) fn test() -> Result {
+    redis::redis_server()?;
+    cargo(&["fmt", "--all", "--check"])?;
+    let metadata = Metadata::read()?;
+    metadata.check_dependencies()?;
+    cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])?;
+    document("--all-features")?;
+    pages::check()?;
+    pictures::pictures(true)?;
+    lowest_rust(metadata.rust_version())?;
+    // Features only add, so what holds with all of them must hold with each alone, and with none.
+    for feature in metadata.features() {
+        alone(&format!("--features={feature}"))?;
+    }
+    alone("--no-default-features")?;
+    package()?;
+    cargo(&["build", "--package", "examples", "--examples"])?;
+    cargo(&["test", "--package", LIBRARY, "--doc", "--all-features"])?;
+    // Last, since its last lines are the counts.
+    if succeeds("cargo", &["nextest", "--version"]) {
+        cargo(&["nextest", "run", "--workspace", "--all-features"])
+    } else {
+        cargo(&["test", "--workspace", "--all-features", "--lib", "--bins", "--tests"])
+    }
+}
+
+/// The library with these features only. Its tests of the middleware need no network and no time.
+fn alone(features: &str) -> Result {
+    cargo(&["clippy", "--package", LIBRARY, "--all-targets", features, "--", "-D", "warnings"])?;
+    document(features)?;
+    cargo(&["test", "--quiet", "--package", LIBRARY, "--test", "middleware", features])
+}
+
+fn document(features: &str) -> Result {
+    let mut command = Command::new("cargo");
+    command.args(["doc", "--quiet", "--no-deps", "--package", LIBRARY, features]);
+    run(command.env("RUSTDOCFLAGS", "-D warnings"))
+}
+
+/// Compiles the library with the lowest Rust that we state, if rustup can get it. Elsewhere clippy looks for parts of std
+/// that it does not have, and [`Metadata::check_dependencies`] at what the dependencies state.
+fn lowest_rust(version: &str) -> Result {
+    let installed = succeeds("rustup", &["run", version, "cargo", "--version"])
+        || succeeds("rustup", &["toolchain", "install", version, "--profile", "minimal", "--no-self-update"]);
+    if !installed {
+        eprintln!("not compiled with Rust {version}: `rustup toolchain install {version}` fails");
+        return Ok(());
+    }
+    let mut command = Command::new("rustup");
+    command.args(["run", version, "cargo", "check", "--package", LIBRARY, "--lib", "--all-features"]);
+    run(command.args(["--target-dir", "target/lowest-rust"]))
+}
+
+/// Packs the library as for the registry, and builds it from there: nothing that it needs is left out.
+fn package() -> Result {
+    cargo(&["package", "--quiet", "--package", LIBRARY, "--allow-dirty"])
+}
