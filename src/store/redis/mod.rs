@@ -92,7 +92,7 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
+    /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) outside of a tokio runtime.
     pub fn announce(&self) -> Result<Instances, Error> {
         instances::announce(&self.lanes)
     }
