@@ -23,6 +23,16 @@ pub(crate) fn test() -> Result {
         alone(&format!("--features={feature}"))?;
     }
     alone("--no-default-features")?;
+    cargo(&[
+        "test",
+        "--quiet",
+        "--package",
+        LIBRARY,
+        "--no-default-features",
+        "--test",
+        "redis",
+        "without_the_feature",
+    ])?;
     package()?;
     cargo(&["build", "--package", "examples", "--examples"])?;
     cargo(&["test", "--package", LIBRARY, "--doc", "--all-features"])?;
