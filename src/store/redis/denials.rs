@@ -10,7 +10,7 @@ use std::sync::{PoisonError, RwLock};
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::limit::{Check, Key, Mode, Policies, Verdict, Verdicts};
+use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
 use crate::store::clock::Clock;
 use crate::store::digest::{Digest, Digester};
@@ -46,7 +46,8 @@ struct Caller {
 
 #[derive(Debug)]
 struct Denial {
-    policies: Policies,
+    /// Not a [`Policies`], whose count of references every request writes to: to read it here would wait for them.
+    policies: SmallVec<[Policy; 1]>,
     /// Of a check with an id: only that id, since another may have been granted before.
     id: Option<Box<Key>>,
     /// The room that it needs.
@@ -279,7 +280,8 @@ impl Denial {
             0 => verdicts.wait()?,
             _ => verdicts.each.iter().map(|verdict| verdict.reset).max()?.clamp(NEVER_FITS.0, NEVER_FITS.1),
         };
-        let (policies, id, verdicts) = (policies.clone(), id.copied().map(Box::new), verdicts.clone());
+        let (id, verdicts) = (id.copied().map(Box::new), verdicts.clone());
+        let policies = policies.as_slice().into();
         Some(Self { policies, id, needs, exceeds, verdicts, sent, expires_at: sent.saturating_add(holds) })
     }
 
@@ -289,13 +291,13 @@ impl Denial {
 
     fn answers(&self, question: &Question<'_>) -> bool {
         // What never fits does so at any cost.
-        self.is_under(question.policies, question.id)
+        self.is_under(question.policies.as_slice(), question.id)
             && (self.needs == question.needs
                 || (self.needs < question.needs || self.exceeds > 0) && self.exceeds == question.exceeds())
     }
 
-    fn is_under(&self, policies: &Policies, id: Option<&Key>) -> bool {
-        self.id.as_deref() == id && (self.policies.is(policies) || self.policies == *policies)
+    fn is_under(&self, policies: &[Policy], id: Option<&Key>) -> bool {
+        self.id.as_deref() == id && self.policies[..] == *policies
     }
 
     /// Whether the other answers all that this one does.
