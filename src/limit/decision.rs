@@ -123,6 +123,11 @@ impl Decision {
         &self.policies[self.decider]
     }
 
+    /// The index of the policy that decided.
+    pub(crate) fn decider(&self) -> usize {
+        self.decider
+    }
+
     /// All policies of the check, in their order.
     pub fn policies(&self) -> &Policies {
         &self.policies

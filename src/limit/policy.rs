@@ -111,6 +111,7 @@ impl fmt::Debug for Policy {
 }
 
 impl PartialEq for Policy {
+    #[inline]
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || (self.name() == other.name() && self.strategy() == other.strategy() && self.quota() == other.quota())

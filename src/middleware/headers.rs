@@ -4,7 +4,6 @@
 
 use std::fmt::Write as _;
 use std::iter;
-use std::ptr;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
@@ -25,9 +24,8 @@ pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
 
 /// The quota of the policy that decided, as in `50/s burst 100`.
 pub(super) fn quota(decision: &Decision) -> &str {
-    let policies = decision.policies();
-    let place = policies.iter().position(|policy| ptr::eq(policy, decision.policy())).unwrap_or(0);
-    policies.derived(Texts::new).and_then(|texts| texts.quotas.get(place)).map_or("", String::as_str)
+    let texts = decision.policies().derived(Texts::new);
+    texts.and_then(|texts| texts.quotas.get(decision.decider())).map_or("", String::as_str)
 }
 
 /// What does not change from request to request.

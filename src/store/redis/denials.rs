@@ -105,9 +105,14 @@ impl Denials {
         let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
         let caller = &shard.callers.get(caller)?.value;
         let now = self.clock.micros();
-        let known = caller.denials.iter().filter(|denial| now < denial.expires_at && denial.answers(&question));
         // The longest wait that is known to be true.
-        let Denial { verdicts, sent, .. } = known.max_by_key(|denial| denial.expires_at)?;
+        let (mut known, mut until) = (None, now);
+        for denial in &caller.denials {
+            if denial.expires_at > until && denial.answers(&question) {
+                (known, until) = (Some(denial), denial.expires_at);
+            }
+        }
+        let Denial { verdicts, sent, .. } = known?;
         caller.hit();
         Some(verdicts.later(now - sent))
     }
@@ -289,6 +294,7 @@ impl Denial {
         Hold::new(0, self.expires_at)
     }
 
+    #[inline]
     fn answers(&self, question: &Question<'_>) -> bool {
         // What never fits does so at any cost.
         self.is_under(question.policies.as_slice(), question.id)
@@ -296,8 +302,13 @@ impl Denial {
                 || (self.needs < question.needs || self.exceeds > 0) && self.exceeds == question.exceeds())
     }
 
+    #[inline]
     fn is_under(&self, policies: &[Policy], id: Option<&Key>) -> bool {
-        self.id.as_deref() == id && self.policies[..] == *policies
+        self.id.as_deref() == id
+            && match (&self.policies[..], policies) {
+                ([one], [other]) => one == other,
+                (some, others) => some == others,
+            }
     }
 
     /// Whether the other answers all that this one does.
