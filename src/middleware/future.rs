@@ -75,8 +75,6 @@ where
         Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, since }) } }
     }
 
-    // Inlined, or the request is moved three times more.
-    #[inline(always)]
     pub(super) fn calling(inner: &mut T, parts: Parts, body: ReqBody, annotation: Option<Annotation>) -> Self {
         Self { state: State::Calling { response: call(inner, parts, body, annotation.as_ref()), annotation } }
     }
@@ -87,7 +85,6 @@ where
 }
 
 /// Calls the service, which finds the decision in the request's extensions.
-#[inline(always)]
 fn call<T, B>(inner: &mut T, mut parts: Parts, body: B, annotation: Option<&Annotation>) -> T::Future
 where
     T: Service<Request<B>>,
