@@ -39,7 +39,7 @@ async fn a_caller_of_a_constant_strategy_costs_at_most_112_bytes() {
     let store = store(&server).await;
     let grows = |strategy: &Strategy| matches!(strategy, Strategy::SlidingLog | Strategy::SlidingWindow { .. });
     for strategy in STRATEGIES.into_iter().filter(|strategy| !grows(strategy)) {
-        for quota in ["3/s", "1000/h", "999983/30d", "4294967295/366d"] {
+        for quota in ["3/h", "1000/d", "999983/30d", "4294967295/366d"] {
             let policies = policy(strategy, quota);
             let limit = policies[0].quota().limit();
             let charge = |cost| store.check(Check::charge(Key::new(CALLER), &policies, cost));
