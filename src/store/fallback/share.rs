@@ -49,7 +49,8 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
     let now = now();
     let parts: Vec<i64> = decision.verdicts().map(|(part, _)| part.params().capacity).collect();
     decision.wait_instead(|i, verdict| {
-        let policy = &check.policies()[i];
+        // None if a fallback has decided on other policies than it was asked.
+        let Some(policy) = check.policies().as_slice().get(i) else { return Verdict::NEVER };
         let (whole, part) = (policy.params().capacity, parts[i]);
         if i64::from(check.cost()) > whole {
             return Verdict::NEVER;
