@@ -75,7 +75,7 @@ impl Notes {
 
     /// Whether it is of the same counts.
     pub(super) fn is_under(&self, policies: &Policies) -> bool {
-        self.policies.is(policies) || self.policies.id() == policies.id()
+        self.policies.id() == policies.id()
     }
 
     pub(super) fn has_id(&self, id: &Key) -> bool {

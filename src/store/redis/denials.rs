@@ -304,11 +304,7 @@ impl Denial {
 
     #[inline]
     fn is_under(&self, policies: &[Policy], id: Option<&Key>) -> bool {
-        self.id.as_deref() == id
-            && match (&self.policies[..], policies) {
-                ([one], [other]) => one == other,
-                (some, others) => some == others,
-            }
+        self.id.as_deref() == id && self.policies[..] == *policies
     }
 
     /// Whether the other answers all that this one does.
