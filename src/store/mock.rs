@@ -49,16 +49,19 @@ fn decided(check: &Check, verdict: Verdict) -> Result<Decision, Error> {
     Ok(check.decided(Source::Other("mock"), check.cost(), |_| verdict))
 }
 
+fn allowed(check: &Check) -> Result<Decision, Error> {
+    decided(check, Verdict::allowed())
+}
+
 impl MockStore {
     /// A store that allows every check.
     pub fn new() -> Self {
-        let answer = Arc::new(|check: &Check| decided(check, Verdict::allowed()));
-        Self { shared: Arc::new(Mutex::new(Shared { answer, asked: vec![] })) }
+        Self { shared: Arc::new(Mutex::new(Shared { answer: Arc::new(allowed), asked: vec![] })) }
     }
 
     /// Allows every check from now on, as if it were the caller's first.
     pub fn allow(&self) {
-        self.answer(|check| decided(check, Verdict::allowed()));
+        self.answer(allowed);
     }
 
     /// Denies every check from now on.
