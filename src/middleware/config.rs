@@ -7,7 +7,7 @@ use http::request::Parts;
 use tokio::time::Instant;
 
 use super::annotation::Annotation;
-use super::headers::retry_after;
+use super::headers::retry_after_field;
 use super::{MissingKey, Reason, Reject, Rejection};
 use crate::limit::{Decision, Policies};
 use crate::store::{Error, Observers, event, instant};
@@ -83,7 +83,7 @@ impl<S, K, R> Config<S, K, R> {
             Ok(decision) => {
                 let mut response = self.reject.reject(Rejection::new(Reason::Denied(&decision), request));
                 if let Some(wait) = decision.retry_after() {
-                    response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| retry_after(wait).into());
+                    response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| retry_after_field(wait));
                 }
                 Annotation { decision, fields: self.fields }.annotate_response(&mut response);
                 Admission::Reject(response)

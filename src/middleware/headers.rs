@@ -137,6 +137,11 @@ pub(super) fn retry_after(wait: Duration) -> u64 {
     seconds(wait.as_micros() as u64)
 }
 
+/// The value of `Retry-After`. (`HeaderValue::from` a number allocates twice.)
+pub(super) fn retry_after_field(wait: Duration) -> HeaderValue {
+    value(itoa::Buffer::new().format(retry_after(wait)).as_bytes())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
