@@ -18,8 +18,9 @@ pub use limit::{
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    Global, HeaderKey, HttpReject, KeyExtractor, MissingKey, OnError, OnMissingKey, PeerIp, RateLimit, RateLimitLayer,
-    Reason, Reject, Rejection, ResponseFuture, key_fn,
+    DryRun, Global, HeaderKey, HttpReject, KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp,
+    PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Tier, Tiers, key_fn,
+    policies_fn,
 };
 #[cfg(feature = "metrics")]
 pub use store::MetricsObserver;

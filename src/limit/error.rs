@@ -46,6 +46,13 @@ pub enum ConfigError {
     TooManyPolicies(usize),
     /// Two policies of one check with the same name.
     DuplicatePolicy(String),
+    /// A pattern of [`Routes`](crate::Routes) that is none, or that another one is like.
+    Route {
+        /// The pattern as it was given.
+        pattern: String,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// A Redis URL that cannot be read. The URL itself is left out, since it may hold a password.
     RedisUrl(String),
     /// A Redis URL that asks for TLS, in a build without it.
@@ -92,6 +99,11 @@ impl fmt::Display for ConfigError {
             Self::DuplicatePolicy(name) => {
                 write!(f, "two policies are named {name:?}: give each a name of its own, since it is part of the key")
             }
+            Self::Route { pattern, problem } => write!(
+                f,
+                "the route {pattern:?} cannot be used ({problem}): write it like `/users/{{id}}` or `/files/{{*path}}`, \
+                 and each once"
+            ),
             Self::RedisUrl(problem) => {
                 write!(f, "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`")
             }
@@ -126,6 +138,7 @@ mod tests {
             NoPolicy,
             TooManyPolicies(100),
             DuplicatePolicy(name()),
+            Route { pattern: name(), problem: name() },
             RedisUrl(name()),
             NoTls,
         ];

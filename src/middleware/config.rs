@@ -8,15 +8,23 @@ use tokio::time::Instant;
 
 use super::annotation::Annotation;
 use super::headers::retry_after_field;
-use super::{MissingKey, Reason, Reject, Rejection};
-use crate::limit::{Decision, Policies};
-use crate::store::{Error, Observers, event, instant};
+use super::select::Selector;
+use super::shadow::Shadows;
+use super::{KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
+use crate::limit::{Check, Decision, Key, Policies};
+use crate::store::{Error, Observers, Store, event, instant};
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R> {
     pub(super) store: S,
     pub(super) extractor: Arc<K>,
-    pub(super) policies: Policies,
+    pub(super) policies: Selector,
+    /// Policies that reject nothing, beside those that do.
+    pub(super) shadows: Vec<Selector>,
+    /// Whether `policies` reject nothing either.
+    pub(super) dry_run: bool,
+    /// Which requests are let through at once.
+    pub(super) skip: Option<Skip>,
     pub(super) reject: Arc<R>,
     pub(super) cost: Option<Cost>,
     pub(super) on_error: OnError,
@@ -26,8 +34,11 @@ pub(super) struct Config<S, K, R> {
     pub(super) observer: Option<Observers>,
 }
 
-/// What a request costs.
-pub(super) type Cost = Arc<dyn Fn(&Parts) -> u32 + Send + Sync>;
+/// What a request costs under its policies.
+pub(super) type Cost = Arc<dyn Fn(&Parts, &Policies) -> u32 + Send + Sync>;
+
+/// Whether a request is let through at once.
+pub(super) type Skip = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
 /// What becomes of a request that the store could not decide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -51,6 +62,14 @@ pub enum OnMissingKey {
     Allow,
 }
 
+/// How a request begins.
+pub(super) enum Start<B> {
+    /// The store decides.
+    Ask(Check),
+    /// It needs no decision.
+    Done(Admission<B>),
+}
+
 /// What becomes of a request.
 pub(super) enum Admission<B> {
     /// It passes: by this decision, or uncounted.
@@ -63,6 +82,58 @@ impl<S, K, R> Config<S, K, R> {
     /// Now, if an observer is told how long a decision took.
     pub(super) fn now(&self) -> Option<Instant> {
         self.observer.as_ref().map(|_| instant())
+    }
+
+    /// Finds out who asks, and under which policies.
+    pub(super) fn start<B>(&self, request: &Parts) -> Start<B>
+    where
+        K: KeyExtractor,
+        R: Reject<B>,
+    {
+        if self.dry_run || self.skips(request) {
+            return Start::Done(Admission::Pass(None));
+        }
+        let key = self.extractor.extract(request);
+        let found;
+        let policies = match &self.policies {
+            Selector::Fixed(policies) => policies,
+            Selector::ByRequest(selector) => match selector.policies(request, key.as_ref().ok()) {
+                Some(policies) => {
+                    found = policies;
+                    &found
+                }
+                None => return Start::Done(Admission::Pass(None)),
+            },
+        };
+        match key {
+            Ok(key) => Start::Ask(self.check(key, policies, request)),
+            Err(missing) => Start::Done(self.admit_without_key(request, missing)),
+        }
+    }
+
+    /// The checks that reject nothing, for a request that passes.
+    pub(super) fn shadows<Res>(&self, request: &Parts) -> Option<Box<Shadows<S::Future, Res>>>
+    where
+        S: Store,
+        K: KeyExtractor,
+    {
+        let own = self.dry_run.then_some(&self.policies);
+        if own.is_none() && self.shadows.is_empty() || self.skips(request) {
+            return None;
+        }
+        let key = self.extractor.extract(request).ok()?;
+        let all = own.into_iter().chain(&self.shadows).filter_map(|selector| selector.policies(request, Some(&key)));
+        let ask = |policies| self.store.check(self.check(key, &policies, request));
+        let since = self.now();
+        Some(Box::new(Shadows::new(all.map(ask).collect(), self.observer.clone().zip(since))))
+    }
+
+    fn skips(&self, request: &Parts) -> bool {
+        self.skip.as_ref().is_some_and(|skip| skip(request))
+    }
+
+    fn check(&self, key: Key, policies: &Policies, request: &Parts) -> Check {
+        Check::take(key, policies, self.cost.as_ref().map_or(1, |cost| cost(request, policies)))
     }
 
     /// What becomes of a request by the store's answer, which was asked for at `since`.
@@ -119,26 +190,42 @@ impl<S, K, R> Config<S, K, R> {
 
     /// The same settings with another rejection.
     pub(super) fn with_reject<R2>(self, reject: R2) -> Config<S, K, R2> {
-        let Self { store, extractor, policies, reject: _, cost, on_error, on_missing_key, fields, observer } = self;
+        let Self { store, extractor, policies, shadows, dry_run, skip, reject: _, .. } = self;
+        let Self { cost, on_error, on_missing_key, fields, observer, .. } = self;
         let reject = Arc::new(reject);
-        Config { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer }
+        Config {
+            store,
+            extractor,
+            policies,
+            shadows,
+            dry_run,
+            skip,
+            reject,
+            cost,
+            on_error,
+            on_missing_key,
+            fields,
+            observer,
+        }
     }
 }
 
 impl<S: Clone, K, R> Config<S, K, R> {
     /// The same settings, with `Arc`s of their own where a request clones one. See [`Copies`](super::copies::Copies).
     pub(super) fn copy(&self) -> Self {
-        let Self { store, extractor, policies, reject, cost, on_error, on_missing_key, fields, observer } = self;
         Self {
-            store: store.clone(),
-            extractor: Arc::clone(extractor),
-            policies: policies.copy(),
-            reject: Arc::clone(reject),
-            cost: cost.clone(),
-            on_error: *on_error,
-            on_missing_key: *on_missing_key,
-            fields: *fields,
-            observer: observer.clone(),
+            store: self.store.clone(),
+            extractor: Arc::clone(&self.extractor),
+            policies: self.policies.copy(),
+            shadows: self.shadows.iter().map(Selector::copy).collect(),
+            dry_run: self.dry_run,
+            skip: self.skip.clone(),
+            reject: Arc::clone(&self.reject),
+            cost: self.cost.clone(),
+            on_error: self.on_error,
+            on_missing_key: self.on_missing_key,
+            fields: self.fields,
+            observer: self.observer.clone(),
         }
     }
 }

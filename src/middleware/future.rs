@@ -10,9 +10,10 @@ use pin_project_lite::pin_project;
 use tokio::time::Instant;
 use tower_service::Service;
 
-use super::Reject;
 use super::annotation::Annotation;
 use super::config::{Admission, Config};
+use super::shadow::Shadows;
+use super::{KeyExtractor, Reject};
 use crate::store::{Store, polled_after_completion};
 
 pin_project! {
@@ -41,6 +42,8 @@ pin_project! {
             response: F,
             // None for a request that nobody counted.
             annotation: Option<Annotation>,
+            // None if there are none, as with most layers.
+            shadows: Option<Box<Shadows<D, Res>>>,
         },
         Rejected {
             // None once it has been given.
@@ -75,8 +78,14 @@ where
         Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, since }) } }
     }
 
-    pub(super) fn calling(inner: &mut T, parts: Parts, body: ReqBody, annotation: Option<Annotation>) -> Self {
-        Self { state: State::Calling { response: call(inner, parts, body, annotation.as_ref()), annotation } }
+    pub(super) fn calling(
+        inner: &mut T,
+        parts: Parts,
+        body: ReqBody,
+        annotation: Option<Annotation>,
+        shadows: Option<Box<Shadows<S::Future, T::Response>>>,
+    ) -> Self {
+        Self { state: State::Calling { response: call(inner, parts, body, annotation.as_ref()), annotation, shadows } }
     }
 
     pub(super) fn rejected(response: T::Response) -> Self {
@@ -99,6 +108,7 @@ impl<T, S, K, R, ReqBody, ResBody> Future for ResponseFuture<T, S, K, R, ReqBody
 where
     T: Service<Request<ReqBody>, Response = Response<ResBody>>,
     S: Store,
+    K: KeyExtractor,
     R: Reject<ResBody>,
 {
     type Output = Result<Response<ResBody>, T::Error>;
@@ -115,16 +125,23 @@ where
                     };
                     match config.admit(&parts, answer, since) {
                         Admission::Pass(annotation) => {
+                            let shadows = config.shadows(&parts);
                             let response = call(&mut inner, parts, body, annotation.as_ref());
-                            State::Calling { response, annotation }
+                            State::Calling { response, annotation, shadows }
                         }
                         Admission::Reject(response) => State::Rejected { response: Some(response) },
                     }
                 }
-                StateProj::Calling { response, annotation } => {
-                    let mut response = ready!(response.poll(cx))?;
+                StateProj::Calling { response, annotation, shadows } => {
+                    let mut response = match shadows {
+                        None => ready!(response.poll(cx))?,
+                        Some(shadows) => ready!(shadows.poll_beside(response, cx))?,
+                    };
                     if let Some(annotation) = annotation.take() {
                         annotation.annotate_response(&mut response);
+                    }
+                    if let Some(shadows) = shadows.take() {
+                        shadows.annotate(&mut response);
                     }
                     return Poll::Ready(Ok(response));
                 }

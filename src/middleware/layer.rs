@@ -7,7 +7,8 @@ use tower_layer::Layer;
 
 use super::config::{Config, OnError, OnMissingKey};
 use super::copies::Copies;
-use super::{HttpReject, KeyExtractor, RateLimit, Rejection};
+use super::select::Selector;
+use super::{HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection};
 use crate::limit::Policies;
 use crate::store::{Observer, Observers, Store};
 
@@ -36,13 +37,17 @@ pub struct RateLimitLayer<S, K, R = HttpReject> {
 }
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
-    /// Counts requests in `store`, by the keys that `extractor` finds, under one policy or several
-    /// [`Policies`]. The store is cloned, once for each processor.
-    pub fn new(store: S, extractor: K, policies: impl Into<Policies>) -> Self {
+    /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
+    /// [`Policy`](crate::Policy), several [`Policies`], [`Tiers`](crate::Tiers) of them, or another [`PolicySelector`].
+    /// The store is cloned, once for each processor.
+    pub fn new(store: S, extractor: K, policies: impl PolicySelector) -> Self {
         Self::with(Config {
             store,
             extractor: Arc::new(extractor),
-            policies: policies.into(),
+            policies: Selector::new(policies),
+            shadows: Vec::new(),
+            dry_run: false,
+            skip: None,
             reject: Arc::new(HttpReject),
             cost: None,
             on_error: OnError::default(),
@@ -90,7 +95,79 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
     #[must_use]
     pub fn cost(self, cost: impl Fn(&Parts) -> u32 + Send + Sync + 'static) -> Self {
+        self.cost_under(move |request, _| cost(request))
+    }
+
+    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its place.
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy, Tiers};
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// # let tiers = Tiers::new(Policy::new("free", Strategy::Gcra, Quota::per_second(50))?);
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, tiers).cost_under(|request, policies| {
+    ///     match request.uri.path() {
+    ///         "/export" if policies[0].name() == "free" => 10,
+    ///         _ => 1,
+    ///     }
+    /// });
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn cost_under(self, cost: impl Fn(&Parts, &Policies) -> u32 + Send + Sync + 'static) -> Self {
         self.change(|config| config.cost = Some(Arc::new(cost)))
+    }
+
+    /// Sets which requests pass at once, uncounted and without header fields, such as health checks. They need no key.
+    /// Defaults to none.
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+    /// let layer =
+    ///     RateLimitLayer::new(LocalStore::default(), Global, policy).skip(|request| request.uri.path() == "/health");
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn skip(self, skip: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
+        self.change(|config| config.skip = Some(Arc::new(skip)))
+    }
+
+    /// Decides and charges as usual, and rejects nothing: to see what a limit would do before it does.
+    ///
+    /// The observer is told each decision, and a [`DryRun`](crate::DryRun) in the response's extensions holds it. There
+    /// are no header fields and no [`Decision`](crate::Decision), since nothing is limited; and a request without a key,
+    /// or one that the store cannot decide, passes. The check is made beside the inner call, and only an answer that is
+    /// later than the response keeps it waiting.
+    #[must_use]
+    pub fn dry_run(self) -> Self {
+        self.change(|config| config.dry_run = true)
+    }
+
+    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for these
+    /// alone. May be called again for more.
+    ///
+    /// Only requests that pass are decided and charged under them, each list of policies by itself, at what the request
+    /// [costs](Self::cost). Their names must differ from those that are enforced on the same callers, or both are one
+    /// count.
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_second(limit));
+    /// let layer =
+    ///     RateLimitLayer::new(LocalStore::default(), Global, policy("api", 50)?).shadow(policy("api-tighter", 20)?);
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn shadow(self, policies: impl PolicySelector) -> Self {
+        self.change(|config| config.shadows.push(Selector::new(policies)))
     }
 
     /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`].

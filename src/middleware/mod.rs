@@ -8,11 +8,15 @@ mod future;
 mod headers;
 mod layer;
 mod reject;
+mod select;
 mod service;
+mod shadow;
 
 pub use config::{OnError, OnMissingKey};
 pub use extract::{Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
 pub use future::ResponseFuture;
 pub use layer::RateLimitLayer;
 pub use reject::{HttpReject, Reason, Reject, Rejection};
+pub use select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
 pub use service::RateLimit;
+pub use shadow::DryRun;

@@ -6,10 +6,9 @@ use std::task::{Context, Poll};
 use http::{Request, Response};
 use tower_service::Service;
 
-use super::config::{Admission, Config};
+use super::config::{Admission, Config, Start};
 use super::copies::Copies;
 use super::{KeyExtractor, Reject, ResponseFuture};
-use crate::limit::Check;
 use crate::store::{Answer, Store};
 
 /// The service that a [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, then calls the inner service.
@@ -36,11 +35,10 @@ where
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
         let config = self.config.current();
         let (parts, body) = request.into_parts();
-        let admission = match config.extractor.extract(&parts) {
-            Ok(key) => {
-                let cost = config.cost.as_ref().map_or(1, |cost| cost(&parts));
+        let admission = match config.start(&parts) {
+            Start::Ask(check) => {
                 let since = config.now();
-                match config.store.check(Check::take(key, &config.policies, cost)) {
+                match config.store.check(check) {
                     Answer::Ready { answer } => config.admit(&parts, answer, since),
                     Answer::Pending { future } => {
                         let config = Arc::clone(config);
@@ -48,10 +46,13 @@ where
                     }
                 }
             }
-            Err(missing) => config.admit_without_key(&parts, missing),
+            Start::Done(admission) => admission,
         };
         match admission {
-            Admission::Pass(annotation) => ResponseFuture::calling(&mut self.inner, parts, body, annotation),
+            Admission::Pass(annotation) => {
+                let shadows = config.shadows(&parts);
+                ResponseFuture::calling(&mut self.inner, parts, body, annotation, shadows)
+            }
             Admission::Reject(response) => {
                 drop(self.take_ready());
                 ResponseFuture::rejected(response)

@@ -10,5 +10,7 @@ mod messages;
 mod observe;
 mod policies;
 mod reject;
+mod select;
 mod service;
+mod shadow;
 mod support;

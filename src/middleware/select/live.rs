@@ -1,0 +1,74 @@
+use std::fmt;
+use std::sync::Arc;
+
+use arc_swap::ArcSwap;
+use http::request::Parts;
+
+use super::PolicySelector;
+use crate::limit::{Key, Policies};
+
+/// Policies that are replaced while the service runs.
+///
+/// Clones share what they hold: keep one, and give the other to the layer. The next request on every thread is decided by
+/// what was [stored](Self::store) last; one under way, by what it began with. Counts go on: they belong to a policy's name
+/// and strategy, whatever its quota.
+///
+/// ```
+/// use tower_redis_ratelimit::{Global, Live, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// let policy = |limit| Policy::new("api", Strategy::Gcra, Quota::per_second(limit));
+/// let live = Live::new(policy(50)?);
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, live.clone());
+///
+/// // A quota that cannot work is refused, and the old one stays.
+/// assert!(policy(0).map(|policy| live.store(policy)).is_err());
+/// live.store(policy(100)?);
+/// # let _ = layer;
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+///
+/// A [`tokio::sync::watch::Receiver`] is such a selector too.
+pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
+
+struct Held<P> {
+    selector: P,
+    /// Made once, so that what is kept with them is.
+    fixed: Option<Policies>,
+}
+
+impl<P: PolicySelector> Live<P> {
+    /// Holds `selector` until another is stored.
+    pub fn new(selector: P) -> Self {
+        Self(Arc::new(ArcSwap::from_pointee(Held::new(selector))))
+    }
+
+    /// From here on, requests are decided by `selector`.
+    pub fn store(&self, selector: P) {
+        self.0.store(Arc::new(Held::new(selector)));
+    }
+}
+
+impl<P: PolicySelector> Held<P> {
+    fn new(selector: P) -> Self {
+        Self { fixed: selector.fixed(), selector }
+    }
+}
+
+impl<P: PolicySelector> PolicySelector for Live<P> {
+    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
+        let held = self.0.load();
+        held.fixed.clone().or_else(|| held.selector.policies(request, key))
+    }
+}
+
+impl<P> Clone for Live<P> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<P: fmt::Debug> fmt::Debug for Live<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Live").field(&self.0.load().selector).finish()
+    }
+}

@@ -1,0 +1,166 @@
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use http::request::Parts;
+
+use super::PolicySelector;
+use crate::limit::{Key, Policies};
+use crate::middleware::copies::Copies;
+
+/// Policies by the caller's plan: `free`, `pro`.
+///
+/// The plan is named by a [`Tier`] in the request's extensions, which a layer in front puts there, such as that of the
+/// authentication; or by what a closure [finds](Self::named_by). A request that names none, or one that is not listed, is
+/// under the policies that `new` was given. Single callers may have [policies of their own](Self::caller).
+///
+/// ```
+/// use tower_redis_ratelimit::{HeaderKey, Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy, Tiers};
+///
+/// let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_minute(limit));
+/// let tiers = Tiers::new(policy("free", 60)?)
+///     .tier("pro", policy("pro", 6_000)?)
+///     .exempt("internal")
+///     .caller(Key::secret("the-key-of-our-largest-customer"), policy("large", 100_000)?);
+/// let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(http::HeaderName::from_static("x-api-key")), tiers);
+/// # let _ = layer;
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+///
+/// A count belongs to the name of its policy. Who changes from `free` to `pro` above starts anew, since the policies have
+/// two names; give them one name, and what was used in one plan counts in the other.
+#[derive(Clone)]
+pub struct Tiers {
+    name: Arc<Name>,
+    plans: Copies<Plans>,
+    callers: Arc<HashMap<Key, Option<Policies>>>,
+}
+
+type Name = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
+
+/// The name of the plan that a request is under, for [`Tiers`]: in the extensions of the request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tier(pub Cow<'static, str>);
+
+impl Tier {
+    /// The plan of this name.
+    pub fn new(name: impl Into<Cow<'static, str>>) -> Self {
+        Self(name.into())
+    }
+}
+
+#[derive(Clone)]
+struct Plans {
+    /// Of whom no other plan is.
+    default: Policies,
+    /// None is exempt.
+    named: HashMap<Box<str>, Option<Policies>>,
+}
+
+impl Tiers {
+    /// Policies for requests of no plan that is listed.
+    pub fn new(default: impl Into<Policies>) -> Self {
+        let plans = Plans { default: default.into(), named: HashMap::new() };
+        Self {
+            name: Arc::new(|request| request.extensions.get::<Tier>().map(|Tier(name)| &**name)),
+            plans: Copies::new(|| plans.copy()),
+            callers: Arc::default(),
+        }
+    }
+
+    /// The policies of a plan. Of two for one name, the later one counts.
+    #[must_use]
+    pub fn tier(self, name: impl Into<Box<str>>, policies: impl Into<Policies>) -> Self {
+        self.insert(name.into(), Some(policies.into()))
+    }
+
+    /// A plan whose requests pass uncounted, without header fields.
+    #[must_use]
+    pub fn exempt(self, name: impl Into<Box<str>>) -> Self {
+        self.insert(name.into(), None)
+    }
+
+    /// The policies of one caller, whatever its plan: an override.
+    ///
+    /// `key` is what the layer's extractor makes: [`Key::secret`] for a [`HeaderKey`](crate::HeaderKey),
+    /// [`Key::new`] for one that is `readable`, [`Key::ip`] for an address. To find a caller's takes the same short time
+    /// however many there are.
+    #[must_use]
+    pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
+        self.callers([(key, policies)])
+    }
+
+    /// The policies of many callers, as by [`caller`](Self::caller) for each.
+    #[must_use]
+    pub fn callers(mut self, callers: impl IntoIterator<Item = (Key, impl Into<Policies>)>) -> Self {
+        let callers = callers.into_iter().map(|(key, policies)| (key, Some(policies.into())));
+        Arc::make_mut(&mut self.callers).extend(callers);
+        self
+    }
+
+    /// Lets one caller pass uncounted, whatever its plan.
+    #[must_use]
+    pub fn exempt_caller(mut self, key: Key) -> Self {
+        Arc::make_mut(&mut self.callers).insert(key, None);
+        self
+    }
+
+    /// Sets how the plan of a request is found, in place of a [`Tier`] in its extensions. Do not let clients name their
+    /// plan: find it in what the authentication has left with the request.
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Policy, Quota, Strategy, Tiers};
+    /// #[derive(Clone)]
+    /// struct User {
+    ///     plan: String,
+    /// }
+    ///
+    /// # let free = Policy::new("free", Strategy::Gcra, Quota::per_minute(60))?;
+    /// let tiers = Tiers::new(free).named_by(|request| Some(request.extensions.get::<User>()?.plan.as_str()));
+    /// # let _ = tiers;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    #[must_use]
+    pub fn named_by(self, name: impl Fn(&Parts) -> Option<&str> + Send + Sync + 'static) -> Self {
+        Self { name: Arc::new(name), ..self }
+    }
+
+    fn insert(self, name: Box<str>, policies: Option<Policies>) -> Self {
+        let mut plans = self.plans.current().copy();
+        plans.named.insert(name, policies);
+        Self { plans: Copies::new(|| plans.copy()), ..self }
+    }
+}
+
+impl Plans {
+    /// The same, with policies whose counts of references are their own.
+    fn copy(&self) -> Self {
+        let named = self.named.iter().map(|(name, policies)| (name.clone(), policies.as_ref().map(Policies::copy)));
+        Self { default: self.default.copy(), named: named.collect() }
+    }
+}
+
+impl PolicySelector for Tiers {
+    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
+        if !self.callers.is_empty()
+            && let Some(own) = key.and_then(|key| self.callers.get(key))
+        {
+            return own.clone();
+        }
+        let plans = self.plans.current();
+        match (self.name)(request).and_then(|name| plans.named.get(name)) {
+            Some(policies) => policies.clone(),
+            None => Some(plans.default.clone()),
+        }
+    }
+}
+
+impl fmt::Debug for Tiers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Plans { default, named } = &**self.plans.current();
+        let mut tiers = f.debug_struct("Tiers");
+        tiers.field("default", default).field("named", named).field("callers", &self.callers.len());
+        tiers.finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,111 @@
+//! Checks that are made and told, and reject nothing.
+
+use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use http::Response;
+use tokio::time::Instant;
+
+use crate::limit::Decision;
+use crate::store::{Answer, Error, Observers, event, instant};
+
+/// What policies that reject nothing have decided: in the extensions of a response.
+///
+/// It is there behind a layer in [dry run](crate::RateLimitLayer::dry_run), or with a
+/// [shadow](crate::RateLimitLayer::shadow).
+#[derive(Clone, Default)]
+pub struct DryRun {
+    decisions: Vec<Decision>,
+}
+
+impl DryRun {
+    /// The decisions, one for each such list of policies: of a layer's own policies first, then of its shadows in their
+    /// order. Those that no store could make are left out.
+    pub fn decisions(&self) -> &[Decision] {
+        &self.decisions
+    }
+
+    /// Whether the request would have passed.
+    pub fn is_allowed(&self) -> bool {
+        self.decisions.iter().all(Decision::is_allowed)
+    }
+}
+
+impl fmt::Debug for DryRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&self.decisions).finish()
+    }
+}
+
+/// The checks of one request that reject nothing, under way beside the inner call.
+pub(super) struct Shadows<D, Res> {
+    checks: Vec<Shadow<D>>,
+    /// Who is told, and when the store was asked.
+    observer: Option<(Observers, Instant)>,
+    /// The response, while it waits for the last check.
+    response: Option<Res>,
+}
+
+enum Shadow<D> {
+    Asked(Pin<Box<D>>),
+    Told(Option<Decision>),
+}
+
+impl<D, Res> Shadows<D, Res>
+where
+    D: Future<Output = Result<Decision, Error>>,
+{
+    /// Asked as these were answered.
+    pub(super) fn new(answers: Vec<Answer<D>>, observer: Option<(Observers, Instant)>) -> Self {
+        let checks = answers.into_iter().map(|answer| match answer {
+            Answer::Ready { answer } => Shadow::Told(tell(&observer, answer)),
+            Answer::Pending { future } => Shadow::Asked(Box::pin(future)),
+        });
+        Self { checks: checks.collect(), observer, response: None }
+    }
+
+    /// Polls the inner call with the checks. Ready when it has failed, or all are answered.
+    pub(super) fn poll_beside<F, E>(&mut self, call: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Result<Res, E>>
+    where
+        F: Future<Output = Result<Res, E>>,
+    {
+        let mut pending = false;
+        for check in &mut self.checks {
+            if let Shadow::Asked(future) = check {
+                match future.as_mut().poll(cx) {
+                    Poll::Ready(answer) => *check = Shadow::Told(tell(&self.observer, answer)),
+                    Poll::Pending => pending = true,
+                }
+            }
+        }
+        let response = match self.response.take() {
+            Some(response) => response,
+            None => ready!(call.poll(cx))?,
+        };
+        if pending {
+            self.response = Some(response);
+            return Poll::Pending;
+        }
+        Poll::Ready(Ok(response))
+    }
+
+    /// Puts what was decided into the response's extensions.
+    pub(super) fn annotate<B>(self, response: &mut Response<B>) {
+        let told = self.checks.into_iter().filter_map(|check| match check {
+            Shadow::Told(decision) => decision,
+            Shadow::Asked(_) => None,
+        });
+        response.extensions_mut().get_or_insert_default::<DryRun>().decisions.extend(told);
+    }
+}
+
+fn tell(observer: &Option<(Observers, Instant)>, answer: Result<Decision, Error>) -> Option<Decision> {
+    if let Some((observer, since)) = observer {
+        match &answer {
+            Ok(decision) => observer.0.decided(&event::Decided::new(decision, instant() - *since)),
+            Err(error) => observer.0.failed(&event::Failed::new(error)),
+        }
+    }
+    answer.ok()
+}

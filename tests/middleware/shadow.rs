@@ -1,0 +1,218 @@
+//! Policies that reject nothing: a layer in dry run, and shadows beside what is enforced.
+
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex};
+
+use futures_util::FutureExt;
+use http::{Request, Response};
+use tokio::sync::oneshot;
+use tower::{Layer, Service, service_fn};
+use tower_redis_ratelimit::{
+    DryRun, Global, HeaderKey, LocalStore, Observer, OnError, Policies, RateLimitLayer, Tier, Tiers, event, policies_fn,
+};
+
+use crate::support::*;
+
+fn dry<B>(response: &Response<B>) -> &DryRun {
+    response.extensions().get().expect("a dry run")
+}
+
+/// What would have been: the names of the policies that decided, and whether they allowed.
+fn would<B>(response: &Response<B>) -> Vec<(String, bool)> {
+    let dry = dry(response);
+    assert_eq!(dry.is_allowed(), dry.decisions().iter().all(|decision| decision.is_allowed()));
+    dry.decisions().iter().map(|decision| (decision.policy().name().to_owned(), decision.is_allowed())).collect()
+}
+
+#[tokio::test]
+async fn a_dry_run_charges_and_rejects_nothing() {
+    let service = limited(layer("2/h").dry_run());
+    for allowed in [true, true, false, false] {
+        let response = send(&service, request("alice")).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(would(&response), [("api".to_owned(), allowed)]);
+        assert!(decision(&response).is_none() && field(&response, "ratelimit").is_none(), "nothing is limited");
+        assert!(field(&response, "retry-after").is_none());
+        assert_eq!(response.extensions().get(), Some(&Seen(None)), "the handler sees no decision either");
+    }
+}
+
+#[tokio::test]
+async fn a_dry_run_lets_pass_what_has_no_key_or_no_answer() {
+    let response = send(&limited(layer("1/h").dry_run()), anonymous()).await;
+    assert_eq!(response.status(), 200);
+    assert!(response.extensions().get::<DryRun>().is_none(), "there is nobody to count");
+    let response =
+        send(&limited(layer_with(Broken, "1/h").on_error(OnError::Reject).dry_run()), request("alice")).await;
+    assert_eq!((response.status().as_u16(), would(&response)), (200, Vec::new()));
+}
+
+#[tokio::test]
+async fn a_shadow_stands_beside_what_is_enforced() {
+    let service = limited(layer("3/h").shadow(policy("tighter", "1/h")).shadow(policy("looser", "9/h")));
+    for (status, tighter) in [(200, true), (200, false), (200, false)] {
+        let response = send(&service, request("alice")).await;
+        assert_eq!(response.status(), status);
+        assert_eq!(would(&response), [("tighter".to_owned(), tighter), ("looser".to_owned(), true)]);
+        assert_eq!(decision(&response).unwrap().policy().name(), "api");
+        assert!(field(&response, "ratelimit-policy").unwrap().starts_with("\"api\""), "clients see what is enforced");
+        assert_eq!(response.headers().get_all("ratelimit-policy").iter().count(), 1);
+    }
+    for _ in 0..3 {
+        let denied = send(&service, request("alice")).await;
+        assert_eq!(denied.status(), 429);
+        assert!(denied.extensions().get::<DryRun>().is_none(), "a request that is rejected is not tried");
+    }
+}
+
+#[tokio::test]
+async fn rejected_requests_are_not_charged_to_a_shadow() {
+    let store = LocalStore::default();
+    let service = limited(layer_with(store.clone(), "1/h").shadow(policy("new", "5/h")));
+    for _ in 0..10 {
+        send(&service, request("alice")).await;
+    }
+    let peek = limited(layer_with(store, "9/h").cost(|_| 0).shadow(policy("new", "5/h")));
+    assert_eq!(dry(&send(&peek, request("alice")).await).decisions()[0].remaining(), 4);
+}
+
+#[tokio::test]
+async fn a_shadow_costs_what_the_request_costs() {
+    let service = limited(layer("100/h").shadow(policy("new", "10/h")).cost(by_header));
+    assert_eq!(dry(&send(&service, costing(7)).await).decisions()[0].remaining(), 3);
+}
+
+#[tokio::test]
+async fn in_a_dry_run_shadows_are_tried_too_and_what_is_skipped_is_not() {
+    let service =
+        limited(layer("2/h").shadow(policy("other", "1/h")).skip(|request| request.uri.path() == "/health").dry_run());
+    let response = send(&service, request("alice")).await;
+    assert_eq!(would(&response), [("api".to_owned(), true), ("other".to_owned(), true)]);
+    let response = send(&service, request("alice")).await;
+    assert_eq!(would(&response), [("api".to_owned(), true), ("other".to_owned(), false)]);
+    let mut health = request("alice");
+    *health.uri_mut() = "/health".parse().unwrap();
+    assert!(send(&service, health).await.extensions().get::<DryRun>().is_none());
+}
+
+/// A new plan is tried on those whom no plan limits yet.
+#[tokio::test]
+async fn a_shadow_may_try_what_is_exempt_until_now() {
+    let tiers = Tiers::new(policy("free", "1/h")).exempt("internal");
+    let tried = Policies::from(policy("internal", "1/h"));
+    let tried = policies_fn(move |request| {
+        request.extensions.get::<Tier>().filter(|tier| tier.0 == "internal").map(|_| tried.clone())
+    });
+    let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER), tiers).shadow(tried);
+    let service = limited(layer);
+    for allowed in [true, false] {
+        let mut internal = request("robot");
+        internal.extensions_mut().insert(Tier::new("internal"));
+        let response = send(&service, internal).await;
+        assert_eq!(would(&response), [("internal".to_owned(), allowed)]);
+        assert!(decision(&response).is_none());
+    }
+    assert_eq!(would(&send(&service, request("alice")).await), [], "no policies of the shadow's are for her");
+}
+
+#[tokio::test]
+async fn layers_around_each_other_add_up() {
+    let outer = RateLimitLayer::new(LocalStore::default(), Global, policy("outer", "1/h")).dry_run();
+    let service = outer.layer(limited(layer("1/h").dry_run()));
+    assert_eq!(would(&send(&service, request("a")).await), [("api".to_owned(), true), ("outer".to_owned(), true)]);
+    assert_eq!(would(&send(&service, request("b")).await), [("api".to_owned(), true), ("outer".to_owned(), false)]);
+}
+
+/// The names of the policies that an observer was told of.
+#[derive(Clone, Default)]
+struct Told(Arc<Mutex<Vec<(String, bool)>>>);
+
+impl Observer for Told {
+    fn decided(&self, decided: &event::Decided<'_>) {
+        let told = (decided.decision.policy().name().to_owned(), decided.decision.is_allowed());
+        self.0.lock().unwrap().push(told);
+    }
+}
+
+#[tokio::test]
+async fn an_observer_is_told_of_what_would_have_been() {
+    let told = Told::default();
+    let service = limited(layer("5/h").shadow(policy("new", "1/h")).observer(told.clone()));
+    for _ in 0..2 {
+        send(&service, request("alice")).await;
+    }
+    let expected = [("api", true), ("new", true), ("api", true), ("new", false)];
+    assert_eq!(*told.0.lock().unwrap(), expected.map(|(name, allowed)| (name.to_owned(), allowed)));
+}
+
+/// The check goes beside the inner call, whichever ends first.
+#[tokio::test]
+async fn the_inner_call_does_not_wait_for_a_shadow() {
+    let (store, mut questions) = asking();
+    let (calls, mut called) = tokio::sync::mpsc::unbounded_channel();
+    let inner = service_fn(move |_: Request<String>| {
+        let (answer, response) = oneshot::channel::<Response<String>>();
+        calls.send(answer).unwrap();
+        async move { Ok::<_, Infallible>(response.await.unwrap()) }
+    });
+    let mut service = layer_with(store, "1/h").dry_run().layer(inner);
+    for check_first in [true, false] {
+        let mut response = Box::pin(service.call(request("alice")));
+        let question = questions.try_recv().expect("asked at once");
+        let call = called.try_recv().expect("called at once");
+        if check_first {
+            question.deny();
+            assert!(response.as_mut().now_or_never().is_none());
+            call.send(Response::new(String::new())).unwrap();
+        } else {
+            call.send(Response::new(String::new())).unwrap();
+            assert!(response.as_mut().now_or_never().is_none(), "the check is not answered");
+            question.deny();
+        }
+        let response = response.now_or_never().expect("both are there").unwrap();
+        assert_eq!(would(&response), [("api".to_owned(), false)]);
+    }
+    // A request that is dropped asks no more.
+    let dropped = service.call(request("alice"));
+    let question = questions.try_recv().unwrap();
+    drop(dropped);
+    assert!(question.is_abandoned());
+}
+
+/// Where the enforced check has to be waited for, the shadow is asked when the request has passed.
+#[tokio::test]
+async fn a_shadow_is_asked_after_a_yes_that_came_late() {
+    let (store, mut questions) = asking();
+    let mut service = layer_with(store, "1/h").shadow(policy("new", "1/h")).layer(service_fn(hello::<String>));
+    for allowed in [true, false] {
+        let mut response = Box::pin(service.call(request("alice")));
+        let enforced = questions.try_recv().unwrap();
+        assert_eq!(enforced.check.policies()[0].name(), "api");
+        assert!(response.as_mut().now_or_never().is_none());
+        assert!(questions.try_recv().is_err(), "the request has not passed yet");
+        if !allowed {
+            enforced.deny();
+            assert_eq!(response.now_or_never().unwrap().unwrap().status(), 429);
+            assert!(questions.try_recv().is_err());
+            continue;
+        }
+        enforced.allow();
+        assert!(response.as_mut().now_or_never().is_none());
+        let tried = questions.try_recv().unwrap();
+        assert_eq!(tried.check.policies()[0].name(), "new");
+        tried.deny();
+        let response = response.now_or_never().unwrap().unwrap();
+        assert_eq!(response.status(), 200);
+        assert_eq!(would(&response), [("new".to_owned(), false)]);
+        assert!(decision(&response).unwrap().is_allowed());
+    }
+}
+
+#[tokio::test]
+async fn a_failed_inner_call_is_told_at_once() {
+    let (store, mut questions) = asking();
+    let inner = service_fn(|_: Request<String>| async { Err::<Response<String>, _>("broken") });
+    let response = layer_with(store, "1/h").dry_run().layer(inner).call(request("alice")).now_or_never();
+    assert_eq!(response.expect("an error").unwrap_err(), "broken");
+    assert!(questions.try_recv().unwrap().is_abandoned());
+}
