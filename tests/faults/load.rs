@@ -1,10 +1,10 @@
 //! Four instances of a service with 64 requests under way each, and what became of these requests.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -18,7 +18,7 @@ const INSTANCES: usize = 4;
 pub const TASKS: usize = 64;
 pub const DEADLINE: Duration = Duration::from_millis(100);
 /// Between two requests of a task, so that the load is not the outage.
-const PAUSE: Duration = Duration::from_millis(2);
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// What a caller's limit is for. Under none of them does anything flow back while a test runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -154,6 +154,9 @@ pub struct Sums {
     /// For each caller what Redis granted it, and what the instances did.
     pub redis: [AtomicU64; CALLERS.len()],
     pub local: [AtomicU64; CALLERS.len()],
+    /// When the machine let a task wait for half a deadline, in slots as long as a deadline, and for how long: checks may
+    /// have been late by that, whatever the crate does.
+    stalls: Mutex<HashMap<u64, Duration>>,
     /// How long requests took before the fault, and once the breaker was open; in microseconds.
     healthy: Mutex<Vec<u64>>,
     open: Mutex<Vec<u64>>,
@@ -223,7 +226,7 @@ impl Load {
                     } else if !tight.load(SeqCst) {
                         healthy.push(took);
                     }
-                    sleep(PAUSE).await;
+                    sums.pause().await;
                 }
                 sums.healthy.lock().unwrap().append(&mut healthy);
                 sums.open.lock().unwrap().append(&mut open);
@@ -256,6 +259,27 @@ impl Load {
 }
 
 impl Sums {
+    async fn pause(&self) {
+        let since = Instant::now();
+        sleep(PAUSE).await;
+        let late = since.elapsed() - PAUSE;
+        if late > DEADLINE / 2 {
+            let slot = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() / DEADLINE.as_millis();
+            let mut stalls = self.stalls.lock().unwrap();
+            let longest = stalls.entry(slot as u64).or_default();
+            *longest = late.max(*longest);
+        }
+    }
+
+    /// How many times the machine stalled, each for about a deadline.
+    pub fn stalls(&self) -> u64 {
+        self.stalls.lock().unwrap().len() as u64
+    }
+
+    pub fn longest_stall(&self) -> Duration {
+        self.stalls.lock().unwrap().values().max().copied().unwrap_or_default()
+    }
+
     /// The 99th percentiles before the fault and once the breaker was open, if requests came then.
     pub fn p99(&self) -> (Option<Duration>, Option<Duration>) {
         let of = |times: &Mutex<Vec<u64>>| {
