@@ -71,6 +71,22 @@ fn what_is_no_extractor_is_answered_with_the_extractors() {
 }
 
 #[test]
+fn what_gives_no_policies_is_answered_with_what_does() {
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), Global, \"50/s\");",
+        &[
+            "`&str` gives no policies for a request",
+            "`Policy::new(name, strategy, quota)?`",
+            "`policies_fn(|request| ..)`",
+        ],
+        "let policies = Policies::from(policy);
+         RateLimitLayer::new(LocalStore::default(), Global, policies_fn(move |request| {
+             (request.uri.path() != \"/health\").then(|| policies.clone())
+         }));",
+    );
+}
+
+#[test]
 fn a_body_that_the_default_cannot_make_is_answered_with_how_to_make_it() {
     let answers = |reject: &str| {
         format!(
