@@ -40,7 +40,7 @@ impl Observer for Second {
             (true, _) => &self.local,
         };
         count.fetch_add(1, Relaxed);
-        self.longest.fetch_max(event.took.as_micros() as u64, Relaxed);
+        self.longest.fetch_max(event.elapsed.as_micros() as u64, Relaxed);
     }
 
     fn failed(&self, _: &event::Failed<'_>) {

@@ -8,7 +8,7 @@ use tokio::sync::{Mutex as Turn, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use crate::limit::{Check, Decision, Key, Outcome, Policies};
-use crate::store::{Answer, Error, ErrorKind, Store, instant, lock};
+use crate::store::{Answer, Error, ErrorKind, Observer, Store, instant, lock};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
 ///
@@ -49,6 +49,14 @@ impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         Self { store, policies: policies.into(), turns: Arc::default() }
+    }
+
+    /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if that has
+    /// no observer yet. Not of the decisions: whoever asks gets these. Defaults to nobody.
+    #[must_use]
+    pub fn observer(self, observer: impl Observer) -> Self {
+        self.store.observe(&(Arc::new(observer) as Arc<dyn Observer>));
+        self
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].

@@ -33,6 +33,17 @@ pub enum Outcome {
     NeverFits,
 }
 
+impl Outcome {
+    /// Its name in lower case, as a label of a metric: `allowed`, `denied` or `never_fits`.
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Self::Allowed => "allowed",
+            Self::Denied { .. } => "denied",
+            Self::NeverFits => "never_fits",
+        }
+    }
+}
+
 /// Where a decision was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]

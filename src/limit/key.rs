@@ -123,6 +123,25 @@ impl Key {
         key
     }
 
+    /// The key in clear, for a log that may name callers; `Debug` redacts it.
+    ///
+    /// It reads as it stands in Redis: `user-42`, `ip:192.0.2.7`, the parts of a tuple with commas between. What is hashed
+    /// there is a `~` and 32 hexadecimal digits: every [`secret`](Self::secret), and a key that is too long or not
+    /// printable. Nobody can read these back, but whoever has the secret or the long key can make the same digits of it.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::Key;
+    ///
+    /// let key = Key::new("user-42");
+    /// assert_eq!(key.reveal(), "user-42");
+    /// assert!(!format!("{key:?}").contains("user"));
+    /// assert_eq!(Key::secret("sk-live-1").reveal().len(), 33);
+    /// ```
+    pub fn reveal(&self) -> &str {
+        // All of its bytes are ASCII.
+        str::from_utf8(self.as_bytes()).unwrap_or_default()
+    }
+
     /// The bytes as they stand in a Redis key.
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..usize::from(self.len)]
@@ -326,6 +345,7 @@ mod tests {
             prop_assert!(safe);
             prop_assert!(!key.as_bytes().is_empty());
             prop_assert!(key != Key::GLOBAL);
+            prop_assert_eq!(key.reveal().as_bytes(), key.as_bytes());
         }
     }
 }

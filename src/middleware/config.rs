@@ -4,15 +4,15 @@ use std::sync::Arc;
 use http::Response;
 use http::header::RETRY_AFTER;
 use http::request::Parts;
-use tokio::time::Instant;
 
 use super::annotation::Annotation;
+use super::asked::Asked;
 use super::headers::retry_after_field;
 use super::select::Selector;
 use super::shadow::Shadows;
 use super::{KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::store::{Error, Observers, Store, event, instant};
+use crate::store::{Error, Observer, Store};
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R> {
@@ -31,7 +31,7 @@ pub(super) struct Config<S, K, R> {
     pub(super) on_missing_key: OnMissingKey,
     /// Whether responses have the header fields.
     pub(super) fields: bool,
-    pub(super) observer: Option<Observers>,
+    pub(super) observer: Option<Arc<dyn Observer>>,
 }
 
 /// What a request costs under its policies.
@@ -79,9 +79,9 @@ pub(super) enum Admission<B> {
 }
 
 impl<S, K, R> Config<S, K, R> {
-    /// Now, if an observer is told how long a decision took.
-    pub(super) fn now(&self) -> Option<Instant> {
-        self.observer.as_ref().map(|_| instant())
+    /// What is told of a check for this caller that is asked now, if there is an observer.
+    pub(super) fn asked(&self, key: &Key) -> Option<Asked> {
+        self.observer.as_ref().map(|_| Asked::now(*key))
     }
 
     /// Finds out who asks, and under which policies.
@@ -124,8 +124,8 @@ impl<S, K, R> Config<S, K, R> {
         let key = self.extractor.extract(request).ok()?;
         let all = own.into_iter().chain(&self.shadows).filter_map(|selector| selector.policies(request, Some(&key)));
         let ask = |policies| self.store.check(self.check(key, &policies, request));
-        let since = self.now();
-        Some(Box::new(Shadows::new(all.map(ask).collect(), self.observer.clone().zip(since))))
+        let asked = self.observer.clone().zip(self.asked(&key));
+        Some(Box::new(Shadows::new(all.map(ask).collect(), asked)))
     }
 
     fn skips(&self, request: &Parts) -> bool {
@@ -136,17 +136,17 @@ impl<S, K, R> Config<S, K, R> {
         Check::take(key, policies, self.cost.as_ref().map_or(1, |cost| cost(request, policies)))
     }
 
-    /// What becomes of a request by the store's answer, which was asked for at `since`.
+    /// What becomes of a request by the store's answer.
     pub(super) fn admit<B>(
         &self,
         request: &Parts,
         answer: Result<Decision, Error>,
-        since: Option<Instant>,
+        asked: Option<Asked>,
     ) -> Admission<B>
     where
         R: Reject<B>,
     {
-        self.tell(&answer, since);
+        self.tell(&answer, asked);
         match answer {
             Ok(decision) if decision.is_allowed() => {
                 Admission::Pass(Some(Annotation { decision, fields: self.fields }))
@@ -179,12 +179,9 @@ impl<S, K, R> Config<S, K, R> {
         }
     }
 
-    fn tell(&self, answer: &Result<Decision, Error>, since: Option<Instant>) {
-        if let (Some(observer), Some(since)) = (&self.observer, since) {
-            match answer {
-                Ok(decision) => observer.0.decided(&event::Decided::new(decision, instant() - since)),
-                Err(error) => observer.0.failed(&event::Failed::new(error)),
-            }
+    fn tell(&self, answer: &Result<Decision, Error>, asked: Option<Asked>) {
+        if let (Some(observer), Some(asked)) = (&self.observer, asked) {
+            asked.tell(&**observer, answer, false);
         }
     }
 

@@ -7,10 +7,10 @@ use std::task::{Context, Poll, ready};
 use http::request::Parts;
 use http::{Request, Response};
 use pin_project_lite::pin_project;
-use tokio::time::Instant;
 use tower_service::Service;
 
 use super::annotation::Annotation;
+use super::asked::Asked;
 use super::config::{Admission, Config};
 use super::shadow::Shadows;
 use super::{KeyExtractor, Reject};
@@ -58,8 +58,8 @@ struct Call<T, S, K, R, ReqBody> {
     inner: T,
     parts: Parts,
     body: ReqBody,
-    /// When the store was asked, if an observer is told.
-    since: Option<Instant>,
+    /// If there is an observer.
+    asked: Option<Asked>,
 }
 
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
@@ -73,9 +73,9 @@ where
         inner: T,
         parts: Parts,
         body: ReqBody,
-        since: Option<Instant>,
+        asked: Option<Asked>,
     ) -> Self {
-        Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, since }) } }
+        Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, asked }) } }
     }
 
     pub(super) fn calling(
@@ -120,10 +120,10 @@ where
                 StateProj::Deciding { decision, call: waiting } => {
                     let answer = ready!(decision.poll(cx));
                     // It is there: only this arm takes it, and leaves this state at once.
-                    let Some(Call { config, mut inner, parts, body, since }) = waiting.take() else {
+                    let Some(Call { config, mut inner, parts, body, asked }) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    match config.admit(&parts, answer, since) {
+                    match config.admit(&parts, answer, asked) {
                         Admission::Pass(annotation) => {
                             let shadows = config.shadows(&parts);
                             let response = call(&mut inner, parts, body, annotation.as_ref());

@@ -10,7 +10,7 @@ use super::copies::Copies;
 use super::select::Selector;
 use super::{HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection};
 use crate::limit::Policies;
-use crate::store::{Observer, Observers, Store};
+use crate::store::{Observer, Store};
 
 /// Limits the rate of requests to the services that it wraps: one check per request, and the inner service is called only
 /// after a yes.
@@ -190,10 +190,18 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
         self.change(|config| config.fields = headers)
     }
 
-    /// Sets who is told of every decision, and of what no store could decide. Defaults to nobody.
+    /// Sets who is told of every decision, and of what no store could decide; and of what happens in the store, if that has
+    /// no observer yet. Defaults to nobody. See [`Observer`].
     #[must_use]
-    pub fn observer(self, observer: impl Observer) -> Self {
-        self.change(|config| config.observer = Some(Observers(Arc::new(observer))))
+    pub fn observer(self, observer: impl Observer) -> Self
+    where
+        S: Store,
+    {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.change(|config| {
+            config.store.observe(&observer);
+            config.observer = Some(observer);
+        })
     }
 
     fn change(self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {

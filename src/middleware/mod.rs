@@ -1,6 +1,7 @@
 //! The middleware: tower's and HTTP's side. [`RateLimitLayer`] tells the story.
 
 mod annotation;
+mod asked;
 mod config;
 mod copies;
 mod extract;

@@ -37,12 +37,12 @@ where
         let (parts, body) = request.into_parts();
         let admission = match config.start(&parts) {
             Start::Ask(check) => {
-                let since = config.now();
+                let asked = config.asked(check.key());
                 match config.store.check(check) {
-                    Answer::Ready { answer } => config.admit(&parts, answer, since),
+                    Answer::Ready { answer } => config.admit(&parts, answer, asked),
                     Answer::Pending { future } => {
                         let config = Arc::clone(config);
-                        return ResponseFuture::deciding(config, future, self.take_ready(), parts, body, since);
+                        return ResponseFuture::deciding(config, future, self.take_ready(), parts, body, asked);
                     }
                 }
             }

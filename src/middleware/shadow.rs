@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use http::Response;
-use tokio::time::Instant;
 
+use super::asked::Asked;
 use crate::limit::Decision;
-use crate::store::{Answer, Error, Observers, event, instant};
+use crate::store::{Answer, Error, Observer};
 
 /// What policies that reject nothing have decided: in the extensions of a response.
 ///
@@ -41,8 +42,8 @@ impl fmt::Debug for DryRun {
 /// The checks of one request that reject nothing, under way beside the inner call.
 pub(super) struct Shadows<D, Res> {
     checks: Vec<Shadow<D>>,
-    /// Who is told, and when the store was asked.
-    observer: Option<(Observers, Instant)>,
+    /// Who is told of their answers.
+    observer: Option<(Arc<dyn Observer>, Asked)>,
     /// The response, while it waits for the last check.
     response: Option<Res>,
 }
@@ -57,7 +58,7 @@ where
     D: Future<Output = Result<Decision, Error>>,
 {
     /// Asked as these were answered.
-    pub(super) fn new(answers: Vec<Answer<D>>, observer: Option<(Observers, Instant)>) -> Self {
+    pub(super) fn new(answers: Vec<Answer<D>>, observer: Option<(Arc<dyn Observer>, Asked)>) -> Self {
         let checks = answers.into_iter().map(|answer| match answer {
             Answer::Ready { answer } => Shadow::Told(tell(&observer, answer)),
             Answer::Pending { future } => Shadow::Asked(Box::pin(future)),
@@ -100,12 +101,9 @@ where
     }
 }
 
-fn tell(observer: &Option<(Observers, Instant)>, answer: Result<Decision, Error>) -> Option<Decision> {
-    if let Some((observer, since)) = observer {
-        match &answer {
-            Ok(decision) => observer.0.decided(&event::Decided::new(decision, instant() - *since)),
-            Err(error) => observer.0.failed(&event::Failed::new(error)),
-        }
+fn tell(observer: &Option<(Arc<dyn Observer>, Asked)>, answer: Result<Decision, Error>) -> Option<Decision> {
+    if let Some((observer, asked)) = observer {
+        asked.tell(&**observer, &answer, true);
     }
     answer.ok()
 }

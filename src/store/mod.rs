@@ -18,7 +18,7 @@ mod seed;
 mod shards;
 
 use std::future::Future;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder};
 pub use answer::Answer;
@@ -34,7 +34,6 @@ pub use observer::TracingObserver;
 pub use observer::{Observer, event};
 
 pub(crate) use clock::instant;
-pub(crate) use observer::Observers;
 
 use crate::limit::{Check, Decision, Key};
 
@@ -52,7 +51,8 @@ use crate::limit::{Check, Decision, Key};
 /// an [`Error`] tells whether a check was [sent](Error::unsent). This one asks another store, but for some callers:
 ///
 /// ```
-/// use tower_redis_ratelimit::{Answer, Check, Decision, Key, Source, Store, Verdict};
+/// use std::sync::Arc;
+/// use tower_redis_ratelimit::{Answer, Check, Decision, Key, Observer, Source, Store, Verdict};
 ///
 /// /// Never denies these callers.
 /// #[derive(Clone)]
@@ -71,6 +71,10 @@ use crate::limit::{Check, Decision, Key};
 ///
 ///     fn follow(&self, key: &Key, decision: &Decision) {
 ///         self.0.follow(key, decision);
+///     }
+///
+///     fn observe(&self, observer: &Arc<dyn Observer>) {
+///         self.0.observe(observer);
 ///     }
 /// }
 /// # fn is_store(_: impl Store) {}
@@ -95,6 +99,12 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// [`Fallback`](crate::Fallback) tells its second store what the first one decides. Defaults to doing nothing.
     fn follow(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
+    }
+
+    /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the store.
+    /// One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing nothing.
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let _ = observer;
     }
 }
 

@@ -3,33 +3,145 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tower_redis_ratelimit::{Observer, RedisStore, event};
+use tokio::time::advance;
+use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Observer, RedisStore, RedisStoreBuilder, event};
 
-use crate::support::{layer, layer_with, limited, request, send};
+use crate::support::{Broken, asking, layer, layer_with, limited, policy, request, send};
+
+/// A Redis where nobody listens: to be refused is all that it may wait for.
+fn nowhere() -> RedisStoreBuilder {
+    RedisStore::builder("redis://127.0.0.1:1/").timeout(LONG)
+}
+
+/// The same with a fallback.
+fn fallback() -> Fallback<RedisStore, LocalStore> {
+    Fallback::new(nowhere().connect_lazy().unwrap(), LocalStore::default()).deadline(LONG)
+}
+
+const LONG: Duration = Duration::from_secs(20);
 
 #[derive(Clone, Default)]
 struct Notes(Arc<Mutex<Vec<String>>>);
 
-impl Observer for Notes {
-    fn decided(&self, event: &event::Decided<'_>) {
-        assert!(event.took < Duration::from_secs(60));
-        self.0.lock().unwrap().push(format!("{:?} {}", event.decision.source(), event.decision.is_allowed()));
+impl Notes {
+    fn add(&self, note: impl Into<String>) {
+        self.0.lock().unwrap().push(note.into());
     }
 
-    fn failed(&self, event: &event::Failed<'_>) {
-        self.0.lock().unwrap().push(format!("{:?}", event.error.kind()));
+    /// What was noted since the last time.
+    fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap())
     }
 }
 
-#[tokio::test]
-async fn a_layer_tells_every_decision_and_failure() {
+impl Observer for Notes {
+    fn decided(&self, event: &event::Decided<'_>) {
+        let event::Decided { key, decision, elapsed, dry_run, .. } = event;
+        let (policy, outcome) = (decision.policies()[0].name(), decision.outcome().as_str());
+        assert!(!dry_run);
+        self.add(format!("{} {policy} {outcome} {:?} {elapsed:?}", key.reveal(), decision.source()));
+    }
+
+    fn failed(&self, event: &event::Failed<'_>) {
+        self.add(format!("{} failed: {:?}", event.key.unwrap().reveal(), event.error.kind()));
+    }
+
+    fn degraded(&self, _: &event::Degraded<'_>) {
+        self.add("degraded");
+    }
+
+    fn sends(&self, _: &event::Sends) {
+        self.add("sends");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_tells_every_decision_and_failure_with_its_caller() {
     let notes = Notes::default();
     let service = limited(layer("1/h").observer((notes.clone(), ())));
     send(&service, request("alice")).await;
     send(&service, request("alice")).await;
-    let nobody_listens = RedisStore::connect_lazy("redis://127.0.0.1:1/").unwrap();
-    send(&limited(layer_with(nobody_listens, "1/h").observer(notes.clone())), request("alice")).await;
-    assert_eq!(*notes.0.lock().unwrap(), ["Local true", "Local false", "Unreachable"]);
+    assert_eq!(notes.take(), ["alice api allowed Local 0ns", "alice api denied Local 0ns"]);
+    send(&limited(layer_with(Broken, "1/h").observer(notes.clone())), request("bob")).await;
+    assert_eq!(notes.take(), ["bob failed: Configuration"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_answered_later_is_told_with_its_caller_and_the_time_that_it_took() {
+    let notes = Notes::default();
+    let (store, mut questions) = asking();
+    let service = limited(layer_with(store, "1/h").observer(notes.clone()));
+    let (alice, ()) = tokio::join!(send(&service, request("alice")), async {
+        let question = questions.recv().await.unwrap();
+        advance(Duration::from_millis(50)).await;
+        question.allow();
+    });
+    let (bob, ()) = tokio::join!(send(&service, request("bob")), async { questions.recv().await.unwrap().fail() });
+    assert_eq!((alice.status().as_u16(), bob.status().as_u16()), (200, 503));
+    assert_eq!(notes.take(), ["alice api allowed Local 50ms", "bob failed: Configuration"]);
+}
+
+#[tokio::test]
+async fn an_event_names_its_caller_on_demand_only() {
+    /// Notes whole events.
+    struct Events(Notes);
+
+    impl Observer for Events {
+        fn decided(&self, event: &event::Decided<'_>) {
+            self.0.add(format!("{event:?} {event:#?}"));
+        }
+
+        fn failed(&self, event: &event::Failed<'_>) {
+            self.0.add(format!("{event:?} {event:#?}"));
+        }
+    }
+
+    let notes = Notes::default();
+    send(&limited(layer("1/h").observer(Events(notes.clone()))), request("alice")).await;
+    send(&limited(layer_with(Broken, "1/h").observer(Events(notes.clone()))), request("alice")).await;
+    for event in notes.take() {
+        assert!(event.contains("key: ") && event.contains("Key(#") && !event.contains("alice"), "{event}");
+    }
+}
+
+#[tokio::test]
+async fn one_call_attaches_an_observer_to_the_layer_the_fallback_and_its_stores() {
+    let notes = Notes::default();
+    let store = fallback();
+    let service = limited(layer_with(store.clone(), "9/h").observer(notes.clone()));
+    while !store.is_degraded() {
+        send(&service, request("alice")).await;
+    }
+    let told = notes.take();
+    assert_eq!(told[..2], ["sends", "alice failed: Unreachable"]);
+    assert!(told[2].starts_with("alice api allowed Local"), "{told:?}");
+    assert_eq!(told.iter().filter(|note| *note == "degraded").count(), 1);
+}
+
+#[tokio::test]
+async fn a_limiter_attaches_an_observer_to_its_store() {
+    let notes = Notes::default();
+    let limiter = Limiter::new(fallback(), policy("mails", "9/h")).observer(notes.clone());
+    let _ = limiter.take(Key::new("alice"), 1).await.unwrap();
+    assert_eq!(notes.take(), ["sends", "alice failed: Unreachable"]);
+}
+
+#[tokio::test]
+async fn a_store_keeps_the_observer_that_it_has() {
+    let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
+    let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
+    // The settings that come after it do not lose it.
+    let store = Fallback::new(redis, LocalStore::default()).observer(of_fallback.clone()).deadline(LONG);
+    send(&limited(layer_with(store, "9/h").observer(of_first.clone())), request("alice")).await;
+    assert_eq!((of_redis.take(), of_fallback.take()), (vec!["sends".into()], vec!["alice failed: Unreachable".into()]));
+    assert_eq!(of_first.take().len(), 1, "the decision");
+
+    // That of the first layer over it, if it was given none.
+    let store = fallback();
+    let _first = layer_with(store.clone(), "9/h").observer(of_first.clone());
+    send(&limited(layer_with(store, "9/h").observer(of_second.clone())), request("alice")).await;
+    assert_eq!(of_first.take(), ["sends", "alice failed: Unreachable"]);
+    assert_eq!(of_second.take().len(), 1, "the decision");
 }
 
 #[cfg(feature = "metrics")]

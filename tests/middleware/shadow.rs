@@ -123,14 +123,14 @@ async fn layers_around_each_other_add_up() {
     assert_eq!(would(&send(&service, request("b")).await), [("api".to_owned(), true), ("outer".to_owned(), false)]);
 }
 
-/// The names of the policies that an observer was told of.
-#[derive(Clone, Default)]
-struct Told(Arc<Mutex<Vec<(String, bool)>>>);
+/// What an observer was told: policy, caller, whether it was allowed, and whether it was a dry run.
+#[derive(Clone, Debug, Default)]
+struct Told(Arc<Mutex<Vec<(String, String, bool, bool)>>>);
 
 impl Observer for Told {
-    fn decided(&self, decided: &event::Decided<'_>) {
-        let told = (decided.decision.policy().name().to_owned(), decided.decision.is_allowed());
-        self.0.lock().unwrap().push(told);
+    fn decided(&self, event: &event::Decided<'_>) {
+        let (policy, key) = (event.decision.policy().name().to_owned(), event.key.reveal().to_owned());
+        self.0.lock().unwrap().push((policy, key, event.decision.is_allowed(), event.dry_run));
     }
 }
 
@@ -141,8 +141,9 @@ async fn an_observer_is_told_of_what_would_have_been() {
     for _ in 0..2 {
         send(&service, request("alice")).await;
     }
-    let expected = [("api", true), ("new", true), ("api", true), ("new", false)];
-    assert_eq!(*told.0.lock().unwrap(), expected.map(|(name, allowed)| (name.to_owned(), allowed)));
+    let expected = [("api", true, false), ("new", true, true), ("api", true, false), ("new", false, true)];
+    let expected = expected.map(|(name, allowed, dry)| (name.to_owned(), "alice".to_owned(), allowed, dry));
+    assert_eq!(*told.0.lock().unwrap(), expected);
 }
 
 /// The check goes beside the inner call, whichever ends first.

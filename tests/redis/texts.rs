@@ -42,7 +42,7 @@ fn texts(error: &Error) -> Vec<String> {
     let subscriber =
         tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(move || writer.clone()).finish();
     tracing::subscriber::with_default(subscriber, || {
-        TracingObserver.failed(&event::Failed::new(error));
+        TracingObserver.failed(&event::Failed::new(None, error));
         TracingObserver.degraded(&event::Degraded::new(error));
     });
     texts.extend([format!("{error:?}"), format!("{error:#?}")]);

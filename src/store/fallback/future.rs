@@ -70,7 +70,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         return Poll::Ready(Ok(decision));
                     }
                     Poll::Ready(Err(error)) => {
-                        shared.failed(&error, *asked);
+                        shared.failed(check, &error, *asked);
                         (check.clone(), !error.is_unsent())
                     }
                     Poll::Pending => {
@@ -82,7 +82,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
                         }
-                        shared.failed(&Error::new(ErrorKind::Timeout), *asked);
+                        shared.failed(check, &Error::new(ErrorKind::Timeout), *asked);
                         (check.clone(), true)
                     }
                 },

@@ -17,7 +17,7 @@ mod tests;
 
 use std::fmt;
 use std::num::NonZeroU32;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub use self::future::FallbackFuture;
@@ -25,7 +25,6 @@ pub use self::share::Share;
 
 use self::future::State;
 use self::shared::{Reply, Shared};
-use super::observer::Observers;
 use super::{Answer, LocalStore, Observer, Store};
 use crate::limit::Check;
 
@@ -75,7 +74,7 @@ struct Settings {
     deadline: Duration,
     failures: NonZeroU32,
     share: Share,
-    observer: Observers,
+    observer: OnceLock<Arc<dyn Observer>>,
 }
 
 impl<P: Store, F: Store> Fallback<P, F> {
@@ -90,7 +89,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
             deadline: Self::DEFAULT_DEADLINE,
             failures: Self::DEFAULT_FAILURES,
             share: Share::Fixed(NonZeroU32::MIN),
-            observer: Observers::default(),
+            observer: OnceLock::new(),
         };
         Self::build(primary, fallback, settings)
     }
@@ -124,10 +123,13 @@ impl<P: Store, F: Store> Fallback<P, F> {
         self.with(|settings| settings.share = share)
     }
 
-    /// Sets who is told of failures and changes. Defaults to nobody.
+    /// Sets who is told of failures and changes, here and in both stores as far as they have no observer yet. Defaults to
+    /// the [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to nobody.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
-        self.with(|settings| settings.observer = Observers(Arc::new(observer)))
+        let store = self.with(|settings| settings.observer = OnceLock::new());
+        store.observe(&(Arc::new(observer) as Arc<dyn Observer>));
+        store
     }
 
     /// The same stores with other settings, and a closed breaker.
@@ -169,6 +171,13 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
             Answer::Ready { answer } => Answer::ready(answer),
             Answer::Pending { future } => self.pending(State::Fallback { answer: future, check, sent }),
         }
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        let Shared { primary, fallback, settings, .. } = &*self.shared;
+        settings.observer.get_or_init(|| Arc::clone(observer));
+        primary.observe(observer);
+        fallback.observe(observer);
     }
 }
 

@@ -59,7 +59,7 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 
     pub(super) fn observer(&self) -> &dyn Observer {
-        &*self.settings.observer.0
+        self.settings.observer.get().map_or(&(), |observer| &**observer)
     }
 
     /// Asks the primary store, if that may be asked.
@@ -78,7 +78,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             Answer::Ready { answer } => {
                 match &answer {
                     Ok(decision) => self.succeeded(check, decision, asked),
-                    Err(error) => self.failed(error, asked),
+                    Err(error) => self.failed(check, error, asked),
                 }
                 Reply::Answer(answer)
             }
@@ -114,8 +114,8 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 
     /// The primary store could not decide a check, or has not by its deadline.
-    pub(super) fn failed(self: &Arc<Self>, error: &Error, asked: Asked) {
-        self.observer().failed(&event::Failed::new(error));
+    pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &Error, asked: Asked) {
+        self.observer().failed(&event::Failed::new(Some(check.key()), error));
         // A full queue is of our own making: what waits in it tells whether the primary store answers.
         if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.pass);

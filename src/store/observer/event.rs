@@ -4,23 +4,27 @@
 
 use std::time::Duration;
 
-use crate::limit::Decision;
+use crate::limit::{Decision, Key};
 use crate::store::Error;
 
 /// A layer got a decision.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Decided<'a> {
-    /// The decision.
+    /// Who asked. `Debug` redacts it; [`Key::reveal`] reads it.
+    pub key: &'a Key,
+    /// The decision, with the [policies](Decision::policies) that it was made on.
     pub decision: &'a Decision,
     /// How long after the layer had asked.
-    pub took: Duration,
+    pub elapsed: Duration,
+    /// Whether the layer only tries the policies out: a denial rejected nothing.
+    pub dry_run: bool,
 }
 
 impl<'a> Decided<'a> {
-    /// This decision after this time.
-    pub const fn new(decision: &'a Decision, took: Duration) -> Self {
-        Self { decision, took }
+    /// This caller's decision after this time, in earnest.
+    pub const fn new(key: &'a Key, decision: &'a Decision, elapsed: Duration) -> Self {
+        Self { key, decision, elapsed, dry_run: false }
     }
 }
 
@@ -28,14 +32,17 @@ impl<'a> Decided<'a> {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Failed<'a> {
+    /// Who asked; `None` if it was the store itself, such as when it announces the instance. `Debug` redacts the key;
+    /// [`Key::reveal`] reads it.
+    pub key: Option<&'a Key>,
     /// Why.
     pub error: &'a Error,
 }
 
 impl<'a> Failed<'a> {
-    /// With this error.
-    pub const fn new(error: &'a Error) -> Self {
-        Self { error }
+    /// This caller's check, with this error.
+    pub const fn new(key: Option<&'a Key>, error: &'a Error) -> Self {
+        Self { key, error }
     }
 }
 

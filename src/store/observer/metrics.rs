@@ -1,7 +1,6 @@
 use metrics::{counter, gauge, histogram};
 
 use super::{Observer, event};
-use crate::limit::Outcome;
 
 /// Tells the recorder of the `metrics` crate.
 ///
@@ -28,16 +27,12 @@ use crate::limit::Outcome;
 pub struct MetricsObserver;
 
 impl Observer for MetricsObserver {
-    fn decided(&self, &event::Decided { decision, took }: &event::Decided<'_>) {
-        let outcome = match decision.outcome() {
-            Outcome::Allowed => "allowed",
-            Outcome::Denied { .. } => "denied",
-            Outcome::NeverFits => "never_fits",
-        };
-        let (policy, source) = (decision.policy().name().to_owned(), decision.source().as_str());
+    fn decided(&self, &event::Decided { decision, elapsed, .. }: &event::Decided<'_>) {
+        let policy = decision.policy().name().to_owned();
+        let (outcome, source) = (decision.outcome().as_str(), decision.source().as_str());
         counter!("ratelimit_decisions_total", "policy" => policy, "outcome" => outcome, "source" => source)
             .increment(1);
-        histogram!("ratelimit_check_seconds").record(took);
+        histogram!("ratelimit_check_seconds").record(elapsed);
     }
 
     fn failed(&self, event: &event::Failed<'_>) {

@@ -16,9 +16,12 @@ pub use self::tracing::TracingObserver;
 
 /// Is told what happens, for logs, metrics and health checks.
 ///
-/// Give it to whatever it is to hear of: a [`RateLimitLayer`](crate::RateLimitLayer::observer), a
-/// [`Fallback`](crate::Fallback::observer), a [`RedisStore`](crate::RedisStoreBuilder::observer). A pair of observers
-/// is one. With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
+/// With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
+///
+/// One call is enough: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) tells it of the layer's decisions, of
+/// the layer's [`Fallback`](crate::Fallback), and of both stores in that. A store that has an observer of its own keeps it:
+/// that of [its builder](crate::RedisStoreBuilder::observer), or of the first layer over it. So where several layers share
+/// a store, the first one's observer hears of the store. A pair of observers is one.
 ///
 /// Every method does nothing unless it is written. They are called on the request path or a task of the store's:
 /// they must not block.
@@ -112,16 +115,7 @@ impl<O: Observer + ?Sized> Observer for Arc<O> {
     tells!(self: (**self));
 }
 
-#[derive(Clone)]
-pub(crate) struct Observers(pub(crate) Arc<dyn Observer>);
-
-impl Default for Observers {
-    fn default() -> Self {
-        Self(Arc::new(()))
-    }
-}
-
-impl fmt::Debug for Observers {
+impl fmt::Debug for dyn Observer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Observer")
     }

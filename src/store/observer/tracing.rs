@@ -17,18 +17,18 @@ use super::{Observer, event};
 pub struct TracingObserver;
 
 impl Observer for TracingObserver {
-    fn decided(&self, &event::Decided { decision, took }: &event::Decided<'_>) {
+    fn decided(&self, &event::Decided { decision, elapsed, .. }: &event::Decided<'_>) {
         trace!(
             policy = decision.policy().name(),
             allowed = decision.is_allowed(),
             remaining = decision.remaining(),
             source = ?decision.source(),
-            ?took,
+            ?elapsed,
             "rate limit decided"
         );
     }
 
-    fn failed(&self, &event::Failed { error }: &event::Failed<'_>) {
+    fn failed(&self, &event::Failed { error, .. }: &event::Failed<'_>) {
         debug!(kind = ?error.kind(), error = error as &dyn std::error::Error, "rate limit check failed");
     }
 

@@ -85,10 +85,10 @@ impl Lane {
         for job in jobs.iter() {
             batch.push(&self.lanes.prefix, &job.check);
         }
-        if let Some(observer) = &self.lanes.observer
+        if let Some(observer) = self.lanes.observer.get()
             && !jobs.is_empty()
         {
-            observer.0.sends(&event::Sends::new(jobs.len(), waiting));
+            observer.sends(&event::Sends::new(jobs.len(), waiting));
         }
         true
     }

@@ -8,7 +8,7 @@
 
 use std::fmt;
 use std::sync::atomic::AtomicI64;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -20,14 +20,14 @@ use super::queue::Full;
 use super::runtimes::{Queues, no_runtime};
 use super::transport::Transport;
 use crate::limit::{Check, Decision, Source, Verdicts};
-use crate::store::{Answer, Error, ErrorKind, Observers, event, lock};
+use crate::store::{Answer, Error, ErrorKind, Observer, event, lock};
 
 pub(super) struct Lanes {
     pub(super) transport: Transport,
     pub(super) prefix: Box<str>,
     pub(super) limits: Limits,
     pub(super) denials: Denials,
-    pub(super) observer: Option<Observers>,
+    pub(super) observer: OnceLock<Arc<dyn Observer>>,
     /// A test's own time; 0 for Redis's.
     pub(super) now: Arc<AtomicI64>,
     pub(super) queues: Mutex<Queues>,
@@ -95,8 +95,8 @@ impl Lanes {
 
     /// Tells of a failure that no check was answered with.
     pub(super) fn failed(&self, error: &Error) {
-        if let Some(observer) = &self.observer {
-            observer.0.failed(&event::Failed::new(error));
+        if let Some(observer) = self.observer.get() {
+            observer.failed(&event::Failed::new(None, error));
         }
     }
 

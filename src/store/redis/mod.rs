@@ -19,8 +19,8 @@ mod transport;
 mod wire;
 
 use std::num::NonZeroUsize;
-use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use redis::{IntoConnectionInfo, RedisError};
@@ -30,7 +30,7 @@ pub use future::RedisFuture;
 use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
 use self::transport::Transport;
-use super::{Answer, Error, Instances, Observer, Observers, Store};
+use super::{Answer, Error, Instances, Observer, Store};
 use crate::limit::{Check, ConfigError, is_name};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
@@ -107,7 +107,7 @@ impl RedisStore {
             queue: 10_000,
             batch: 128,
             denials: 10_000,
-            observer: None,
+            observer: OnceLock::new(),
             now: Arc::default(),
         }
     }
@@ -118,6 +118,10 @@ impl Store for RedisStore {
 
     fn check(&self, check: Check) -> Answer<RedisFuture> {
         self.lanes.check(check)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.lanes.observer.get_or_init(|| Arc::clone(observer));
     }
 }
 
@@ -151,7 +155,7 @@ pub struct RedisStoreBuilder {
     queue: usize,
     batch: usize,
     denials: usize,
-    observer: Option<Observers>,
+    observer: OnceLock<Arc<dyn Observer>>,
     /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
     now: Arc<AtomicI64>,
 }
@@ -204,9 +208,10 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Sets who is told of the calls that are sent. Defaults to nobody.
+    /// Sets who is told of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the first
+    /// layer over the store, and otherwise to nobody.
     pub fn observer(mut self, observer: impl Observer) -> Self {
-        self.observer = Some(Observers(Arc::new(observer)));
+        self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
         self
     }
 
