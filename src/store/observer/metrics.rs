@@ -1,60 +1,174 @@
-use metrics::{counter, gauge, histogram};
+use std::sync::Arc;
+
+use metrics::{SharedString, Unit, counter, describe_counter, describe_gauge, describe_histogram, gauge, histogram};
 
 use super::{Observer, event};
 
 /// Tells the recorder of the `metrics` crate.
 ///
-/// | metric | kind | labels |
+/// | metric | kind | labels besides `store` |
 /// |---|---|---|
-/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` (`allowed`, `denied`, `never_fits`), `source` ([`Source::as_str`](crate::Source::as_str)) |
+/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` ([`Outcome::as_str`](crate::Outcome::as_str)), `source` ([`Source::as_str`](crate::Source::as_str)), `dry_run` |
 /// | `ratelimit_check_seconds` | histogram | |
-/// | `ratelimit_failures_total` | counter | `kind` |
+/// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::ErrorKind::as_str)) |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_settled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
 ///
-/// ```
-/// use tower_redis_ratelimit::{Fallback, LocalStore, MetricsObserver, RedisStore};
+/// The label `store` is the name of the observer: [`named`](Self::named), one for each [`Fallback`](crate::Fallback). No label
+/// has a caller's key: there would be as many series as callers.
 ///
-/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store = Fallback::new(redis, LocalStore::default()).observer(MetricsObserver);
-/// # let _ = store;
-/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// The names end as OpenMetrics wants it (`_total`, `_seconds`), so that an exporter that sees to that itself leaves them as
+/// they are.
+///
+/// # Metrics for Prometheus
+///
 /// ```
-#[derive(Debug, Clone, Copy, Default)]
-pub struct MetricsObserver;
+/// use axum::{Router, routing::get};
+/// use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
+/// use tower_redis_ratelimit::{Fallback, Global, LocalStore, MetricsObserver, Policy, Quota, RateLimitLayer};
+/// use tower_redis_ratelimit::{RedisStore, Strategy};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// // First of all: what is made before is not described, and its gauges are missing until they change.
+/// let recorder = PrometheusBuilder::new()
+///     // Without buckets it exports quantiles, which cannot be added up over instances.
+///     .set_buckets_for_metric(Matcher::Full("ratelimit_check_seconds".into()), &[0.0001, 0.001, 0.01, 0.1])?
+///     .install_recorder()?;
+///
+/// let store = Fallback::new(RedisStore::connect_lazy("redis://127.0.0.1/")?, LocalStore::default());
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let limits = RateLimitLayer::new(store, Global, policy).observer(MetricsObserver::new());
+/// let app: Router = Router::new()
+///     .route("/", get(|| async { "hello" }))
+///     .layer(limits)
+///     // Behind the layer, so that it is not limited.
+///     .route("/metrics", get(move || async move { recorder.render() }));
+/// # let _ = app;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// ```text
+/// # HELP ratelimit_degraded Whether the fallback decides, because the primary store has failed too often.
+/// # TYPE ratelimit_degraded gauge
+/// ratelimit_degraded{store="default"} 0
+/// ```
+///
+/// Ask for denials a second with `rate(ratelimit_decisions_total{outcome!="allowed",dry_run="false"}[5m])`, and be woken by
+/// `ratelimit_degraded == 1`.
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct MetricsObserver {
+    store: SharedString,
+}
+
+impl MetricsObserver {
+    /// One with the label `store="default"`.
+    pub fn new() -> Self {
+        Self::named("default")
+    }
+
+    /// One with this label `store`, for a process that has several stores. Stores of one name would share their gauges.
+    ///
+    /// It describes the metrics to the recorder, and makes those that need no other label: so install the recorder first.
+    pub fn named(store: &str) -> Self {
+        let store = SharedString::from(Arc::<str>::from(store));
+        describe();
+        for name in ["ratelimit_degraded", "ratelimit_queue_checks"] {
+            // There may be one of this name already, which keeps its value.
+            gauge!(name, "store" => store.clone()).increment(0.0);
+        }
+        for name in ["ratelimit_settled_total", "ratelimit_dropped_total"] {
+            counter!(name, "store" => store.clone()).increment(0);
+        }
+        Self { store }
+    }
+
+    fn store(&self) -> SharedString {
+        self.store.clone()
+    }
+}
+
+impl Default for MetricsObserver {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 impl Observer for MetricsObserver {
-    fn decided(&self, &event::Decided { decision, elapsed, .. }: &event::Decided<'_>) {
-        let policy = decision.policy().name().to_owned();
-        let (outcome, source) = (decision.outcome().as_str(), decision.source().as_str());
-        counter!("ratelimit_decisions_total", "policy" => policy, "outcome" => outcome, "source" => source)
-            .increment(1);
-        histogram!("ratelimit_check_seconds").record(elapsed);
+    fn decided(&self, &event::Decided { decision, elapsed, dry_run, .. }: &event::Decided<'_>) {
+        counter!(
+            "ratelimit_decisions_total",
+            "store" => self.store(),
+            "policy" => decision.policy().name().to_owned(),
+            "outcome" => decision.outcome().as_str(),
+            "source" => decision.source().as_str(),
+            "dry_run" => if dry_run { "true" } else { "false" },
+        )
+        .increment(1);
+        histogram!("ratelimit_check_seconds", "store" => self.store()).record(elapsed);
     }
 
     fn failed(&self, event: &event::Failed<'_>) {
-        counter!("ratelimit_failures_total", "kind" => event.error.kind().as_str()).increment(1);
+        let kind = event.error.kind().as_str();
+        counter!("ratelimit_failures_total", "store" => self.store(), "kind" => kind).increment(1);
     }
 
     fn degraded(&self, _: &event::Degraded<'_>) {
-        gauge!("ratelimit_degraded").set(1);
+        gauge!("ratelimit_degraded", "store" => self.store()).set(1);
     }
 
     fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
-        gauge!("ratelimit_degraded").set(0);
-        histogram!("ratelimit_outage_seconds").record(after);
+        gauge!("ratelimit_degraded", "store" => self.store()).set(0);
+        histogram!("ratelimit_outage_seconds", "store" => self.store()).record(after);
     }
 
     fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
-        counter!("ratelimit_settled_total").increment(charged);
-        counter!("ratelimit_dropped_total").increment(dropped);
+        counter!("ratelimit_settled_total", "store" => self.store()).increment(charged);
+        counter!("ratelimit_dropped_total", "store" => self.store()).increment(dropped);
     }
 
     fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
-        histogram!("ratelimit_batch_checks").record(checks as f64);
-        gauge!("ratelimit_queue_checks").set(waiting as f64);
+        histogram!("ratelimit_batch_checks", "store" => self.store()).record(checks as f64);
+        gauge!("ratelimit_queue_checks", "store" => self.store()).set(waiting as f64);
     }
+}
+
+fn describe() {
+    describe_counter!(
+        "ratelimit_decisions_total",
+        Unit::Count,
+        "Requests decided, by the policy that decided, the outcome, and where it was decided. A dry run rejects nothing."
+    );
+    describe_histogram!("ratelimit_check_seconds", Unit::Seconds, "How long a request waited for its decision.");
+    describe_counter!(
+        "ratelimit_failures_total",
+        Unit::Count,
+        "Checks that a store could not decide, by the kind of the error. A fallback may have decided them."
+    );
+    describe_gauge!(
+        "ratelimit_degraded",
+        Unit::Count,
+        "Whether the fallback decides, because the primary store has failed too often."
+    );
+    describe_histogram!("ratelimit_outage_seconds", Unit::Seconds, "How long the fallback decided, of each outage.");
+    describe_counter!(
+        "ratelimit_settled_total",
+        Unit::Count,
+        "Cost that the fallback granted and that was charged to the primary store afterwards."
+    );
+    describe_counter!(
+        "ratelimit_dropped_total",
+        Unit::Count,
+        "Cost that the fallback granted and that could not be charged to the primary store."
+    );
+    describe_histogram!("ratelimit_batch_checks", Unit::Count, "Checks decided by one script call in Redis.");
+    describe_gauge!(
+        "ratelimit_queue_checks",
+        Unit::Count,
+        "Checks that waited when a script call was last sent to Redis."
+    );
 }

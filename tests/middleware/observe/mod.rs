@@ -1,5 +1,8 @@
 //! What an observer is told, and what becomes of it in metrics and logs.
 
+#[cfg(feature = "metrics")]
+mod prometheus;
+
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -142,45 +145,6 @@ async fn a_store_keeps_the_observer_that_it_has() {
     send(&limited(layer_with(store, "9/h").observer(of_second.clone())), request("alice")).await;
     assert_eq!(of_first.take(), ["sends", "alice failed: Unreachable"]);
     assert_eq!(of_second.take().len(), 1, "the decision");
-}
-
-#[cfg(feature = "metrics")]
-#[tokio::test]
-async fn metrics_count_by_policy_outcome_and_source() {
-    use std::collections::BTreeMap;
-
-    use metrics_util::debugging::{DebugValue, DebuggingRecorder};
-    use tower_redis_ratelimit::{Fallback, LocalStore, MetricsObserver};
-
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let _guard = metrics::set_default_local_recorder(&recorder);
-
-    let redis = RedisStore::builder("redis://127.0.0.1:1/").observer(MetricsObserver).connect_lazy().unwrap();
-    let store = Fallback::new(redis, LocalStore::default()).observer(MetricsObserver);
-    let service = limited(layer_with(store, "3/h").observer(MetricsObserver));
-    for _ in 0..5 {
-        send(&service, request("alice")).await;
-    }
-    let metrics: BTreeMap<String, DebugValue> = snapshotter
-        .snapshot()
-        .into_vec()
-        .into_iter()
-        .map(|(key, _, _, value)| {
-            let labels: Vec<&str> = key.key().labels().map(|label| label.value()).collect();
-            (format!("{} {}", key.key().name(), labels.join(" ")).trim().to_owned(), value)
-        })
-        .collect();
-    let counter = |name: &str| match &metrics[name] {
-        DebugValue::Counter(count) => *count,
-        other => panic!("{name} is {other:?}"),
-    };
-    assert_eq!(counter("ratelimit_decisions_total api allowed local"), 3);
-    assert_eq!(counter("ratelimit_decisions_total api denied local"), 2);
-    assert_eq!(counter("ratelimit_failures_total unreachable"), 3);
-    assert_eq!(metrics["ratelimit_degraded"], DebugValue::Gauge(1.0.into()));
-    assert!(matches!(&metrics["ratelimit_check_seconds"], DebugValue::Histogram(times) if times.len() == 5));
-    assert!(metrics.contains_key("ratelimit_batch_checks") && metrics.contains_key("ratelimit_queue_checks"));
 }
 
 #[cfg(feature = "tracing")]
