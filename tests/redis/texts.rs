@@ -42,8 +42,9 @@ fn texts(error: &Error) -> Vec<String> {
     let subscriber =
         tracing_subscriber::fmt().with_max_level(tracing::Level::TRACE).with_writer(move || writer.clone()).finish();
     tracing::subscriber::with_default(subscriber, || {
-        TracingObserver.failed(&event::Failed::new(None, error));
-        TracingObserver.degraded(&event::Degraded::new(error));
+        let observer = TracingObserver::new();
+        observer.failed(&event::Failed::new(None, error));
+        observer.degraded(&event::Degraded::new(error));
     });
     texts.extend([format!("{error:?}"), format!("{error:#?}")]);
     texts.push(String::from_utf8(log.0.lock().unwrap().clone()).unwrap());

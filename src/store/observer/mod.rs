@@ -4,6 +4,8 @@ pub mod event;
 #[cfg(feature = "metrics")]
 mod metrics;
 #[cfg(feature = "tracing")]
+mod throttle;
+#[cfg(feature = "tracing")]
 mod tracing;
 
 use std::fmt;

@@ -1,41 +1,174 @@
-use tracing::{debug, info, trace, warn};
+use std::error::Error as StdError;
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
 
+use tracing::{Span, info, trace, warn};
+
+use super::throttle::{Throttle, Told};
 use super::{Observer, event};
+use crate::limit::{Key, Policy};
+use crate::store::{Error, ErrorKind};
 
-/// Tells `tracing`: a degraded store as a warning, a recovery and a settlement as information, failures for debugging,
-/// and decisions as traces. No key is ever told.
+/// Tells `tracing` who was limited, and when the limits are no longer shared.
+///
+/// | what | level | how often |
+/// |---|---|---|
+/// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | at once, then once a minute for each caller and policy |
+/// | a failed check: `kind`, `error`, `failed` | warn | at once, then once a minute for each kind |
+/// | a [`Fallback`](crate::Fallback) decides locally | warn | each time |
+/// | it shares its counts again, or has charged what it granted | info | each time |
+/// | every decision, failure and call, in full | trace | each time |
+///
+/// # Who was limited, in the log
 ///
 /// ```
-/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, TracingObserver};
+/// use tower_redis_ratelimit::{Fallback, HeaderKey, LocalStore, Policy, Quota, RateLimitLayer, RedisStore};
+/// use tower_redis_ratelimit::{Strategy, TracingObserver};
 ///
-/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
-/// let store = Fallback::new(redis, LocalStore::default()).observer(TracingObserver);
-/// # let _ = store;
+/// let store = Fallback::new(RedisStore::connect_lazy("redis://127.0.0.1/")?, LocalStore::default());
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let layer = RateLimitLayer::new(store, HeaderKey::new("x-user").readable(), policy)
+///     .observer(TracingObserver::new().reveal_keys());
+/// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
-#[derive(Debug, Clone, Copy, Default)]
-pub struct TracingObserver;
+///
+/// ```text
+/// INFO rate limit exceeded policy="api" caller="user-42" denied=1 dry_run=false
+/// INFO rate limit exceeded policy="api" caller="user-42" denied=5811 dry_run=false
+/// ```
+///
+/// `denied` is how many of the caller's requests were denied since the line before. No task writes these lines: a count
+/// is told by the first decision after its minute, of whichever caller, or when the last clone of the observer is dropped.
+/// Without [`reveal_keys`](Self::reveal_keys) a caller is shown as a few digits of a hash, such as `Key(#a1b2c3)`, the same
+/// ones each time. The first line is in the span of its request, a count in none.
+///
+/// While more callers are denied within a minute than [may be named](Self::callers), all others have one line together:
+/// `more callers exceeded a rate limit than are named`.
+///
+/// # In a request's span
+///
+/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or `never_fits`; one that a
+/// [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a log of requests has it:
+///
+/// ```
+/// use axum::{Router, body::Body, routing::get};
+/// use http::Request;
+/// use tower_http::trace::TraceLayer;
+/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy, TracingObserver};
+/// use tracing::{field, info_span};
+///
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let limits = RateLimitLayer::new(LocalStore::default(), Global, policy).observer(TracingObserver::new());
+/// let requests = TraceLayer::new_for_http().make_span_with(|request: &Request<Body>| {
+///     info_span!("request", method = %request.method(), path = request.uri().path(), rate_limit = field::Empty)
+/// });
+/// // The last one is the outermost: the span is there when the limits are asked.
+/// let app: Router = Router::new().route("/", get(|| async { "hello" })).layer(limits).layer(requests);
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[derive(Clone)]
+#[must_use]
+pub struct TracingObserver {
+    log: Arc<Log>,
+    reveal_keys: bool,
+}
+
+/// What is told once a minute.
+struct Log {
+    /// By the caller, the policy, and whether it is a dry run.
+    denials: Throttle<(Key, u64, bool), Denied>,
+    failures: Throttle<ErrorKind, Error>,
+}
+
+#[derive(Clone)]
+struct Denied {
+    policy: Policy,
+    caller: String,
+    dry_run: bool,
+}
+
+impl TracingObserver {
+    /// How many callers are named, unless set otherwise.
+    pub const DEFAULT_CALLERS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(999);
+
+    /// Shows callers as a few digits of a hash.
+    pub fn new() -> Self {
+        Self { log: Log::new(Self::DEFAULT_CALLERS), reveal_keys: false }
+    }
+
+    /// Names callers by their [keys in clear](Key::reveal), which may be addresses or names of users. A secret stays hashed.
+    /// Defaults to no.
+    pub fn reveal_keys(self) -> Self {
+        Self { reveal_keys: true, ..self }
+    }
+
+    /// Sets how many callers may be named in a minute; one that is denied by two policies counts twice. It bounds the lines,
+    /// and the memory to about 400 bytes each. Defaults to [1,000](Self::DEFAULT_CALLERS). Clones from before keep their counts.
+    pub fn callers(self, max: NonZeroUsize) -> Self {
+        Self { log: Log::new(max), ..self }
+    }
+
+    fn shown(&self, key: &Key) -> String {
+        if self.reveal_keys { key.reveal().to_owned() } else { format!("{key:?}") }
+    }
+}
+
+impl Default for TracingObserver {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Shows no caller, whether or not the log does.
+impl fmt::Debug for TracingObserver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TracingObserver").field("reveal_keys", &self.reveal_keys).finish_non_exhaustive()
+    }
+}
 
 impl Observer for TracingObserver {
-    fn decided(&self, &event::Decided { decision, elapsed, .. }: &event::Decided<'_>) {
+    fn decided(&self, &event::Decided { key, decision, elapsed, dry_run }: &event::Decided<'_>) {
+        let (policy, outcome) = (decision.policy(), decision.outcome());
         trace!(
-            policy = decision.policy().name(),
+            policy = policy.name(),
+            caller = self.shown(key),
             allowed = decision.is_allowed(),
             remaining = decision.remaining(),
             source = ?decision.source(),
             ?elapsed,
+            dry_run,
             "rate limit decided"
         );
+        self.log.tell_ended();
+        if !decision.is_allowed() {
+            let (span, field) = (Span::current(), if dry_run { "rate_limit_dry_run" } else { "rate_limit" });
+            span.record(field, outcome.as_str());
+            let who = || Denied { policy: policy.clone(), caller: self.shown(key), dry_run };
+            if let Some(told) = self.log.denials.note((*key, policy.id(), dry_run), who) {
+                denied(&span, told);
+            }
+        }
     }
 
-    fn failed(&self, &event::Failed { error, .. }: &event::Failed<'_>) {
-        debug!(kind = ?error.kind(), error = error as &dyn std::error::Error, "rate limit check failed");
+    fn failed(&self, &event::Failed { key, error }: &event::Failed<'_>) {
+        trace!(
+            caller = key.map(|key| self.shown(key)),
+            kind = ?error.kind(),
+            error = error as &dyn StdError,
+            "rate limit check failed"
+        );
+        self.log.tell_ended();
+        if let Some(told) = self.log.failures.note(error.kind(), || error.clone()) {
+            failed(&Span::current(), told);
+        }
     }
 
     fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {
         warn!(
             kind = ?error.kind(),
-            error = error as &dyn std::error::Error,
+            error = error as &dyn StdError,
             "rate limits are local: the shared store has failed too often"
         );
     }
@@ -50,5 +183,40 @@ impl Observer for TracingObserver {
 
     fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
         trace!(checks, waiting, "rate limit checks sent");
+    }
+}
+
+impl Log {
+    fn new(callers: NonZeroUsize) -> Arc<Self> {
+        // There are fewer kinds than this.
+        Arc::new(Self { denials: Throttle::new(callers.get()), failures: Throttle::new(64) })
+    }
+
+    /// Outside of the span of the request that happens to come: these are others'.
+    fn tell_ended(&self) {
+        self.denials.ended().into_iter().for_each(|told| denied(&Span::none(), told));
+        self.failures.ended().into_iter().for_each(|told| failed(&Span::none(), told));
+    }
+}
+
+impl Drop for Log {
+    fn drop(&mut self) {
+        self.denials.rest().into_iter().for_each(|told| denied(&Span::none(), told));
+        self.failures.rest().into_iter().for_each(|told| failed(&Span::none(), told));
+    }
+}
+
+fn denied(span: &Span, (who, denied): Told<Denied>) {
+    match who {
+        Some(Denied { policy, caller, dry_run }) => {
+            info!(parent: span, policy = policy.name(), caller, denied, dry_run, "rate limit exceeded");
+        }
+        None => info!(parent: span, denied, "more callers exceeded a rate limit than are named"),
+    }
+}
+
+fn failed(span: &Span, (error, failed): Told<Error>) {
+    if let Some(error) = error {
+        warn!(parent: span, kind = ?error.kind(), error = &error as &dyn StdError, failed, "rate limit checks failed");
     }
 }

@@ -1,5 +1,7 @@
 //! What an observer is told, and what becomes of it in metrics and logs.
 
+#[cfg(feature = "tracing")]
+mod log;
 #[cfg(feature = "metrics")]
 mod prometheus;
 
@@ -145,48 +147,4 @@ async fn a_store_keeps_the_observer_that_it_has() {
     send(&limited(layer_with(store, "9/h").observer(of_second.clone())), request("alice")).await;
     assert_eq!(of_first.take(), ["sends", "alice failed: Unreachable"]);
     assert_eq!(of_second.take().len(), 1, "the decision");
-}
-
-#[cfg(feature = "tracing")]
-#[tokio::test]
-async fn tracing_warns_of_an_outage_and_names_no_caller() {
-    use std::io;
-
-    use tower_redis_ratelimit::{Error, ErrorKind, TracingObserver};
-
-    /// Collects what is logged.
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<u8>>>);
-
-    impl io::Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-            self.0.lock().unwrap().extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> io::Result<()> {
-            Ok(())
-        }
-    }
-
-    let lines = Lines::default();
-    let writer = lines.clone();
-    let subscriber = tracing_subscriber::fmt()
-        .with_max_level(tracing_subscriber::filter::LevelFilter::TRACE)
-        .with_writer(move || writer.clone())
-        .with_ansi(false)
-        .finish();
-    let _guard = tracing::subscriber::set_default(subscriber);
-    let observer = TracingObserver;
-    observer.degraded(&event::Degraded::new(&Error::new(ErrorKind::Timeout)));
-    observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
-    observer.settled(&event::Settled::new(7, 1));
-    send(&limited(layer("1/h").observer(TracingObserver)), request("alice")).await;
-
-    let text = String::from_utf8(lines.0.lock().unwrap().clone()).unwrap();
-    for part in ["WARN", "rate limits are local", "did not answer in time", "after=3s", "charged=7 dropped=1"] {
-        assert!(text.contains(part), "{part} is missing in {text}");
-    }
-    assert!(text.contains("policy=\"api\" allowed=true remaining=0 source=Local"), "{text}");
-    assert!(!text.contains("alice"), "{text}");
 }

@@ -1,0 +1,209 @@
+//! What is told once a minute, with how often it happened.
+
+use std::collections::HashMap;
+use std::collections::VecDeque;
+use std::collections::hash_map::Entry;
+use std::hash::Hash;
+use std::mem;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use smallvec::SmallVec;
+use tokio::time::Instant;
+
+use crate::store::{instant, lock};
+
+/// How long a subject is not told again.
+const WINDOW: Duration = Duration::from_secs(60);
+
+/// Tells each subject at once and then once a minute, with how often it came.
+///
+/// There is no task: call [`ended`](Self::ended) before each [`note`](Self::note) and now and then. It tells a few
+/// subjects at most, so that no call takes long. A subject that did not come for a minute is forgotten. At most `max` are
+/// remembered; while there are so many, all others together are one subject.
+pub(super) struct Throttle<K, S> {
+    windows: Mutex<Windows<K, S>>,
+    start: Instant,
+    /// When the first window ends, in microseconds after `start`. [`u64::MAX`] if there is none.
+    first_end: AtomicU64,
+}
+
+struct Windows<K, S> {
+    /// By the key of the subject; `None` for all others.
+    open: HashMap<Option<K>, Window<S>>,
+    /// In the order in which they end.
+    ends: VecDeque<(Instant, Option<K>)>,
+    max: usize,
+}
+
+struct Window<S> {
+    /// None for all others.
+    subject: Option<S>,
+    /// How often it came since it was told.
+    count: u64,
+}
+
+/// A subject, `None` for all others, and how often it came since it was last told.
+pub(super) type Told<S> = (Option<S>, u64);
+
+impl<K: Copy + Eq + Hash, S: Clone> Throttle<K, S> {
+    pub(super) fn new(max: usize) -> Self {
+        let windows = Windows { open: HashMap::new(), ends: VecDeque::new(), max };
+        Self { windows: Mutex::new(windows), start: instant(), first_end: AtomicU64::new(u64::MAX) }
+    }
+
+    /// Counts one. Tells a subject that is new.
+    pub(super) fn note(&self, key: K, subject: impl FnOnce() -> S) -> Option<Told<S>> {
+        let mut windows = lock(&self.windows);
+        let told = windows.note(key, subject);
+        if told.is_some() {
+            self.set_first_end(&windows);
+        }
+        told
+    }
+
+    /// What has been counted for a minute.
+    pub(super) fn ended(&self) -> SmallVec<[Told<S>; 2]> {
+        let first_end = self.first_end.load(Relaxed);
+        if first_end == u64::MAX {
+            return SmallVec::new();
+        }
+        let now = instant();
+        if now < self.start + Duration::from_micros(first_end) {
+            return SmallVec::new();
+        }
+        let mut windows = lock(&self.windows);
+        let due = windows.ended(now);
+        self.set_first_end(&windows);
+        due
+    }
+
+    /// What has been counted until now.
+    pub(super) fn rest(&self) -> Vec<Told<S>> {
+        let open = mem::take(&mut lock(&self.windows).open);
+        open.into_values().filter(|window| window.count > 0).map(|window| (window.subject, window.count)).collect()
+    }
+
+    fn set_first_end(&self, windows: &Windows<K, S>) {
+        let end = windows.ends.front().map_or(u64::MAX, |(end, _)| (*end - self.start).as_micros() as u64);
+        self.first_end.store(end, Relaxed);
+    }
+}
+
+impl<K: Copy + Eq + Hash, S: Clone> Windows<K, S> {
+    fn note(&mut self, key: K, subject: impl FnOnce() -> S) -> Option<Told<S>> {
+        let named = self.open.len() - usize::from(self.open.contains_key(&None));
+        let key = Some(key).filter(|key| named < self.max || self.open.contains_key(&Some(*key)));
+        match self.open.entry(key) {
+            Entry::Occupied(mut window) => {
+                window.get_mut().count += 1;
+                None
+            }
+            Entry::Vacant(place) => {
+                let subject = key.map(|_| subject());
+                place.insert(Window { subject: subject.clone(), count: 0 });
+                self.ends.push_back((instant() + WINDOW, key));
+                Some((subject, 1))
+            }
+        }
+    }
+
+    /// Tells what was counted in windows that have ended, two at most. A subject that is told has a new window.
+    fn ended(&mut self, now: Instant) -> SmallVec<[Told<S>; 2]> {
+        let mut due = SmallVec::new();
+        for _ in 0..2 {
+            let Some(&(end, key)) = self.ends.front() else { break };
+            if end > now {
+                break;
+            }
+            self.ends.pop_front();
+            match self.open.entry(key) {
+                Entry::Occupied(mut window) if window.get().count > 0 => {
+                    let Window { subject, count } = window.get_mut();
+                    due.push((subject.clone(), mem::take(count)));
+                    self.ends.push_back((now + WINDOW, key));
+                }
+                Entry::Occupied(window) => drop(window.remove()),
+                Entry::Vacant(_) => {}
+            }
+        }
+        due
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::advance;
+
+    use super::*;
+
+    impl<K, S> Throttle<K, S> {
+        fn remembered(&self) -> [usize; 2] {
+            let windows = lock(&self.windows);
+            [windows.open.len(), windows.ends.len()]
+        }
+    }
+
+    /// What one that comes now has told.
+    fn note(throttle: &Throttle<u32, u32>, key: u32) -> Vec<Told<u32>> {
+        throttle.ended().into_iter().chain(throttle.note(key, || key)).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_subject_is_told_at_once_and_then_once_a_minute_with_its_count() {
+        let throttle = Throttle::new(10);
+        let mut lines = vec![];
+        for second in 0..=300 {
+            lines.extend(note(&throttle, 1).into_iter().map(|line| (second, line)));
+            assert_eq!(note(&throttle, 1), []);
+            advance(Duration::from_secs(1)).await;
+        }
+        // Two a second: the first at once, and each minute what came in it.
+        let minutes = [(60, 119), (120, 120), (180, 120), (240, 120), (300, 120)];
+        let expected: Vec<_> = [(0, 1)].into_iter().chain(minutes).map(|(at, count)| (at, (Some(1), count))).collect();
+        assert_eq!(lines, expected);
+        assert_eq!(throttle.rest(), [(Some(1), 2)]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_came_of_one_is_told_when_another_comes_and_when_nobody_does() {
+        let throttle = Throttle::new(10);
+        for (key, count) in [(1, 3), (2, 1), (3, 5)] {
+            (0..count).for_each(|_| drop(note(&throttle, key)));
+        }
+        assert_eq!(throttle.ended().into_vec(), []);
+        advance(WINDOW).await;
+        assert_eq!(note(&throttle, 4), [(Some(1), 2), (Some(4), 1)]);
+        assert_eq!(throttle.ended().into_vec(), [(Some(3), 4)]);
+        // One that was quiet is forgotten, and told at once when it comes back.
+        assert_eq!(note(&throttle, 2), [(Some(2), 1)]);
+        advance(WINDOW).await;
+        while throttle.remembered() != [0, 0] {
+            assert_eq!(throttle.ended().into_vec(), []);
+        }
+        assert_eq!((throttle.first_end.load(Relaxed), throttle.rest()), (u64::MAX, vec![]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn too_many_subjects_are_told_as_one_and_take_no_memory() {
+        let throttle = Throttle::new(3);
+        let mut lines = vec![];
+        for round in 0..10 {
+            for key in 0..1_000 {
+                lines.extend(note(&throttle, key));
+            }
+            if round == 0 {
+                assert_eq!(lines, [(Some(0), 1), (Some(1), 1), (Some(2), 1), (None, 1)]);
+            }
+            assert_eq!(throttle.remembered(), [4, 4]);
+            advance(Duration::from_secs(6)).await;
+        }
+        assert_eq!(lines.len(), 4, "once a minute");
+        let counted: Vec<_> = (0..4).flat_map(|_| throttle.ended()).collect();
+        assert_eq!(counted, [(Some(0), 9), (Some(1), 9), (Some(2), 9), (None, 997 * 10 - 1)]);
+        // Quiet ones make room.
+        advance(WINDOW).await;
+        assert_eq!(note(&throttle, 500), [(Some(500), 1)]);
+    }
+}

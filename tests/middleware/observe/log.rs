@@ -1,0 +1,204 @@
+//! What the log tells.
+
+use std::io;
+use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::Request;
+use tokio::time::advance;
+use tower::{Layer, ServiceExt};
+use tower_http::trace::TraceLayer;
+use tower_redis_ratelimit::{
+    Check, Error, ErrorKind, Key, LocalStore, MockStore, Observer, Store, TracingObserver, event,
+};
+use tracing::subscriber::DefaultGuard;
+use tracing::{Level, field, info_span};
+
+use crate::support::{Asking, Broken, asking, layer, layer_with, limited, policy, request, send};
+
+/// Collects what this thread logs.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Lines {
+    fn collect(level: Level) -> (Self, DefaultGuard) {
+        let lines = Self::default();
+        let writer = lines.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(level)
+            .with_writer(move || writer.clone())
+            .with_ansi(false)
+            .with_target(false)
+            .without_time()
+            .finish();
+        (lines, tracing::subscriber::set_default(subscriber))
+    }
+
+    /// What was logged since the last time.
+    fn take(&self) -> Vec<String> {
+        let bytes = std::mem::take(&mut *self.0.lock().unwrap());
+        String::from_utf8(bytes).unwrap().lines().map(|line| line.trim().to_owned()).collect()
+    }
+}
+
+impl io::Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn exceeded(caller: &str, denied: u64) -> String {
+    format!("INFO rate limit exceeded policy=\"api\" caller=\"{caller}\" denied={denied} dry_run=false")
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_log_names_who_was_limited_once_a_minute() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let service = limited(layer("1/h").observer(TracingObserver::new().reveal_keys()));
+    for _ in 0..100 {
+        send(&service, request("alice")).await;
+    }
+    send(&service, request("bob")).await;
+    send(&service, request("bob")).await;
+    assert_eq!(lines.take(), [exceeded("alice", 1), exceeded("bob", 1)]);
+    advance(Duration::from_secs(60)).await;
+    // Whichever decision comes next tells what was counted: it may be another caller's, that passes.
+    send(&service, request("carol")).await;
+    assert_eq!(lines.take(), [exceeded("alice", 98)]);
+    send(&service, request("bob")).await;
+    assert_eq!(lines.take(), [exceeded("bob", 1)], "it was quiet, and is told at once");
+    send(&service, request("alice")).await;
+    assert_eq!(lines.take(), [""; 0]);
+    drop(service);
+    assert_eq!(lines.take(), [exceeded("alice", 1)], "the rest");
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_policy_and_a_dry_run_have_lines_of_their_own() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let observer = TracingObserver::new().reveal_keys();
+    let key = Key::new("alice");
+    for (name, dry_run) in [("api", false), ("api", true), ("login", false), ("api", true)] {
+        let check = Check::take(key, &policy(name, "1/h").into(), 2);
+        let decision = LocalStore::default().check(check).await.unwrap();
+        let mut event = event::Decided::new(&key, &decision, Duration::ZERO);
+        event.dry_run = dry_run;
+        observer.clone().decided(&event);
+    }
+    let login = exceeded("alice", 1).replace("api", "login");
+    assert_eq!(lines.take(), [exceeded("alice", 1), exceeded("alice", 1).replace("false", "true"), login]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_callers_than_may_be_named_have_one_line() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let store = MockStore::new();
+    store.deny(Duration::from_secs(1));
+    let observer = TracingObserver::new().reveal_keys().callers(NonZeroUsize::MIN);
+    let service = limited(layer_with(store, "1/h").observer(observer));
+    for i in 0..1_000 {
+        send(&service, request(&i.to_string())).await;
+    }
+    let more = |denied: u64| format!("INFO more callers exceeded a rate limit than are named denied={denied}");
+    assert_eq!(lines.take(), [exceeded("0", 1), more(1)]);
+    advance(Duration::from_secs(60)).await;
+    send(&service, request("1000")).await;
+    assert_eq!(lines.take(), [more(998), exceeded("1000", 1)]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let observer = TracingObserver::new();
+    let (timeout, refused) = (Error::new(ErrorKind::Timeout), Error::new(ErrorKind::Refused));
+    let key = Key::new("alice");
+    for _ in 0..100 {
+        observer.failed(&event::Failed::new(Some(&key), &timeout));
+    }
+    observer.failed(&event::Failed::new(None, &refused));
+    let told = lines.take();
+    assert!(told[0].starts_with("WARN rate limit checks failed kind=Timeout error="), "{told:?}");
+    assert!(told[0].ends_with("failed=1") && told[1].contains("kind=Refused") && told.len() == 2, "{told:?}");
+    advance(Duration::from_secs(60)).await;
+    // Without another failure the next decision tells them.
+    send(&limited(layer("9/h").observer(observer.clone())), request("alice")).await;
+    let told = lines.take();
+    assert!(told[0].contains("kind=Timeout") && told[0].ends_with("failed=99") && told.len() == 1, "{told:?}");
+
+    for _ in 0..2 {
+        observer.degraded(&event::Degraded::new(&timeout));
+        observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
+        observer.settled(&event::Settled::new(7, 1));
+    }
+    let told = lines.take();
+    assert_eq!(told.len(), 6, "{told:?}");
+    for (line, part) in told.iter().zip([
+        "WARN rate limits are local",
+        "INFO rate limits are shared again after=3s",
+        "charged=7 dropped=1",
+    ]) {
+        assert!(line.contains(part), "{part} is missing in {line}");
+    }
+}
+
+#[tokio::test]
+async fn nobody_is_named_unless_asked_for() {
+    let (lines, _guard) = Lines::collect(Level::TRACE);
+    let observer = TracingObserver::new();
+    let service = limited(layer("1/h").observer(observer.clone()));
+    send(&service, request("alice")).await;
+    send(&service, request("alice")).await;
+    send(&limited(layer_with(Broken, "1/h").observer(observer)), request("alice")).await;
+    let text = lines.take().join("\n");
+    assert!(text.contains("rate limit decided policy=\"api\" caller=\"Key(#"), "{text}");
+    assert!(text.contains("rate limit exceeded policy=\"api\" caller=\"Key(#"), "{text}");
+    assert!(text.contains("rate limit check failed caller=\"Key(#"), "{text}");
+    assert!(!text.contains("alice"), "{text}");
+}
+
+#[tokio::test]
+async fn a_denial_is_in_the_span_of_its_request() {
+    let (lines, _guard) = Lines::collect(Level::DEBUG);
+    let (store, mut questions): (Asking, _) = asking();
+    let service = TraceLayer::new_for_http()
+        .make_span_with(|request: &Request<String>| {
+            info_span!("request", path = request.uri().path(), rate_limit = field::Empty)
+        })
+        .on_request(())
+        .layer(limited(layer_with(store, "1/h").observer(TracingObserver::new())));
+    let answered = async || {
+        let response = service.clone().oneshot(request("alice")).await.unwrap();
+        assert!(matches!(response.status().as_u16(), 200 | 429));
+        lines.take().into_iter().find(|line| line.contains("finished processing request")).unwrap()
+    };
+    let (allowed, ()) = tokio::join!(answered(), async { questions.recv().await.unwrap().allow() });
+    assert!(allowed.contains("request{path=\"/books\"}"), "{allowed}");
+    let (denied, ()) = tokio::join!(answered(), async { questions.recv().await.unwrap().deny() });
+    assert!(denied.contains("request{path=\"/books\" rate_limit=\"denied\"}"), "{denied}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_count_is_in_no_span_of_another_caller() {
+    let (lines, _guard) = Lines::collect(Level::INFO);
+    let observer = TracingObserver::new().reveal_keys();
+    let alice = Key::new("alice");
+    let check = Check::take(alice, &policy("api", "1/h").into(), 2);
+    let decision = LocalStore::default().check(check).await.unwrap();
+    let told = |path: &str, key: &Key| {
+        let event = event::Decided::new(key, &decision, Duration::ZERO);
+        info_span!("request", path).in_scope(|| observer.decided(&event));
+        lines.take()
+    };
+    assert_eq!(told("/a", &alice), [exceeded("alice", 1).replace("INFO", "INFO request{path=\"/a\"}:")]);
+    assert_eq!(told("/a", &alice), [""; 0]);
+    advance(Duration::from_secs(60)).await;
+    let bob = exceeded("bob", 1).replace("INFO", "INFO request{path=\"/b\"}:");
+    assert_eq!(told("/b", &Key::new("bob")), [exceeded("alice", 1), bob]);
+    assert!(!format!("{observer:?}").contains("alice"));
+}
