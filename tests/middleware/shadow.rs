@@ -125,7 +125,9 @@ async fn layers_around_each_other_add_up() {
 
 /// What an observer was told: policy, caller, whether it was allowed, and whether it was a dry run.
 #[derive(Clone, Debug, Default)]
-struct Told(Arc<Mutex<Vec<(String, String, bool, bool)>>>);
+struct Told(Arc<Mutex<Vec<Line>>>);
+
+type Line = (String, String, bool, bool);
 
 impl Observer for Told {
     fn decided(&self, event: &event::Decided<'_>) {
