@@ -95,10 +95,11 @@ impl Grants {
         }
     }
 
-    /// Notes again a step that was not done. It comes before what has been noted since.
+    /// Notes again a step that was not done, if there is room. It comes before what has been noted since.
     pub(super) fn put_back(&self, step: Step, now: i64) {
         let (key, policies) = (step.key, step.policies.clone());
-        self.caller(&key).change(&policies, |notes| notes.put_back(step, now));
+        let (id, mode, cost) = (step.id, step.mode, step.cost);
+        self.caller(&key).change(&policies, id.as_ref(), mode, cost, |notes| notes.put_back(step, now));
     }
 
     /// Takes out all that is to be done. It is being settled from then on, until it is [`settled`](Self::settled).
@@ -159,19 +160,26 @@ impl Caller<'_> {
         }
         let mode = if matches!(mode, Mode::GiveBack | Mode::Reset) { mode } else { Mode::Charge };
         let (cost, now) = (u64::from(cost), now());
-        let noted =
-            self.shard.notes.get(self.key).and_then(|lists| lists.iter().find(|notes| notes.is_under(policies)));
-        let more = noted.is_none() || id.is_some_and(|id| !noted.is_some_and(|notes| notes.has_id(id)));
-        if more && self.shard.len >= self.grants.max {
-            self.shard.dropped += if mode == Mode::Charge { cost } else { 0 };
-        } else {
-            self.change(policies, |notes| notes.add(mode, id.copied(), cost, now, sent));
-        }
+        self.change(policies, id, mode, cost, |notes| notes.add(mode, id.copied(), cost, now, sent));
         true
     }
 
-    fn change(&mut self, policies: &Policies, change: impl FnOnce(&mut Notes)) {
-        let Shard { notes, len, .. } = &mut *self.shard;
+    /// Changes the notes under some policies, or drops what would be beyond the bound.
+    fn change(
+        &mut self,
+        policies: &Policies,
+        id: Option<&Key>,
+        mode: Mode,
+        cost: u64,
+        change: impl FnOnce(&mut Notes),
+    ) {
+        let Shard { notes, len, dropped, .. } = &mut *self.shard;
+        let noted = notes.get(self.key).and_then(|lists| lists.iter().find(|notes| notes.is_under(policies)));
+        let more = noted.is_none() || id.is_some_and(|id| !noted.is_some_and(|notes| notes.has_id(id)));
+        if more && *len >= self.grants.max {
+            *dropped += if mode == Mode::Charge { cost } else { 0 };
+            return;
+        }
         let lists = notes.entry(*self.key).or_insert_with(|| {
             self.grants.callers.fetch_add(1, Ordering::AcqRel);
             SmallVec::new()

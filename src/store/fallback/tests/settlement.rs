@@ -1,5 +1,6 @@
 //! What was granted, given back and forgotten in place of the primary store is told to it, once.
 
+use super::super::grants::Grants;
 use super::*;
 use crate::limit::Align;
 
@@ -231,4 +232,28 @@ async fn a_debt_is_charged_though_no_part_has_room_for_it() {
     assert_eq!(ask(&store, Check::charge(ann(), &policies, 40)).await.granted(), 40);
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 40);
+}
+
+/// Notes that were taken out to be settled are put back beside those that have come since.
+#[test]
+fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
+    let (grants, local) = (Grants::new(160), LocalStore::default());
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let mut callers = (0..).map(|i: u32| Key::new(i.to_string()));
+    let (mut granted, mut dropped) = (0, 0);
+    for _ in 0..10 {
+        let taken = grants.take(0);
+        for key in callers.by_ref().take(400) {
+            let check = Check::take(key, &policies, 1);
+            let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
+            assert!(grants.caller(&key).note(&check, false, &answer.unwrap(), || 0));
+            granted += 1;
+        }
+        dropped += taken.dropped;
+        taken.steps.into_iter().for_each(|step| grants.put_back(step, 0));
+        grants.settled(taken.number);
+    }
+    let taken = grants.take(0);
+    assert!(taken.steps.len() <= 160, "{} callers are held of at most 160", taken.steps.len());
+    assert_eq!(taken.steps.len() as u64 + dropped + taken.dropped, granted, "what is lost is told");
 }
