@@ -160,7 +160,10 @@ impl Caller<'_> {
         }
         let mode = if matches!(mode, Mode::GiveBack | Mode::Reset) { mode } else { Mode::Charge };
         let (cost, now) = (u64::from(cost), now());
-        self.change(policies, id, mode, cost, |notes| notes.add(mode, id.copied(), cost, now, sent));
+        self.change(policies, id, mode, cost, |notes| {
+            notes.go_under(policies);
+            notes.add(mode, id.copied(), cost, now, sent);
+        });
         true
     }
 

@@ -78,6 +78,13 @@ impl Notes {
         self.policies.id() == policies.id()
     }
 
+    /// Counts by the quotas of this list from now on, which is of the same counts: a quota may have changed meanwhile.
+    pub(super) fn go_under(&mut self, policies: &Policies) {
+        if !self.policies.is(policies) {
+            self.policies = policies.clone();
+        }
+    }
+
     pub(super) fn has_id(&self, id: &Key) -> bool {
         self.before.contains_key(id) || self.after.contains_key(id)
     }

@@ -257,3 +257,25 @@ fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
     assert!(taken.steps.len() <= 160, "{} callers are held of at most 160", taken.steps.len());
     assert_eq!(taken.steps.len() as u64 + dropped + taken.dropped, granted, "what is lost is told");
 }
+
+/// Notes of one name are under the quota that was asked last, as the counts of the stores are.
+#[tokio::test(start_paused = true)]
+async fn what_is_granted_under_a_quota_that_was_raised_in_an_outage_is_charged() {
+    for &strategy in Strategy::ALL {
+        for id in [None, Some("payment-7")] {
+            let (store, primary, _) = pair(1);
+            let (low, high) = (policies(strategy, "10/100d"), policies(strategy, "1000/100d"));
+            open(&store, &primary).await;
+            assert!(ask(&store, take(&low, 10)).await.is_allowed());
+            for _ in 0..5 {
+                assert!(ask(&store, take(&high, 100)).await.is_allowed());
+            }
+            if let Some(id) = id {
+                assert!(ask(&store, take(&high, 1).with_id(id)).await.is_allowed());
+            }
+            close(&store, &primary).await;
+            let (used, granted) = (primary.used(&high).await, 510 + u32::from(id.is_some()));
+            assert!((granted..=granted + 1).contains(&used), "{strategy:?}: {used} charged of {granted}");
+        }
+    }
+}
