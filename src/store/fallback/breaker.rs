@@ -10,7 +10,8 @@
 //!
 //! A failure counts if its check was asked when the one before was known: the one that begins a doubt, and then those of
 //! trials. So all checks of one call count once, and so do all that were under way when the primary store fell silent. Only
-//! these wait for the deadline then, and the trials after them, one after the other.
+//! these wait for the deadline then, and the trials after them, one after the other. A trial that is heard of only after
+//! the next one was let through tells as much as what was under way before it.
 
 use std::time::Duration;
 
@@ -33,8 +34,10 @@ const OPEN: u8 = 2;
 struct Row {
     /// Those that count.
     failures: u32,
-    /// Until when to wait for the check that was let through, if there is one.
-    trial_until: Option<i64>,
+    /// The check that was let through, if there is one, and until when to wait for it.
+    trial: Option<(u64, i64)>,
+    /// How many trials there have ever been: each has a number.
+    trials: u64,
     opened_at: Option<i64>,
 }
 
@@ -43,8 +46,8 @@ struct Row {
 pub(super) enum Pass {
     /// As any other.
     Free,
-    /// No other is let through until this one has an answer.
-    Trial,
+    /// No other is let through until this one has an answer. By its number.
+    Trial(u64),
     /// Of the task that looks after the primary store, which asks without being let through. It tells as much as a trial.
     Probe,
 }
@@ -81,12 +84,13 @@ impl Breaker {
             return Some(Pass::Free);
         }
         let now = now();
-        if row.trial_until.is_some_and(|until| now < until) {
+        if row.trial.is_some_and(|(_, until)| now < until) {
             return None;
         }
         let patience = i64::try_from(patience.as_micros()).unwrap_or(i64::MAX);
-        row.trial_until = Some(now.saturating_add(patience));
-        Some(Pass::Trial)
+        row.trials += 1;
+        row.trial = Some((row.trials, now.saturating_add(patience)));
+        Some(Pass::Trial(row.trials))
     }
 
     /// The primary store has answered. In doubt only a trial tells how it is: what was under way before may have been
@@ -94,8 +98,8 @@ impl Breaker {
     pub(super) fn succeeded(&self, pass: Pass) {
         if pass != Pass::Free && self.state.load(Ordering::Acquire) == DOUBTFUL {
             let mut row = lock(&self.row);
-            if row.opened_at.is_none() {
-                self.set(&mut row, Row::default());
+            if row.opened_at.is_none() && row.heeds(pass) {
+                self.end(&mut row);
             }
         }
     }
@@ -107,12 +111,10 @@ impl Breaker {
         if row.opened_at.is_some() {
             return false;
         }
-        if pass == Pass::Trial {
-            row.trial_until = None;
-        }
-        if pass != Pass::Free || row.failures == 0 {
+        if row.heeds(pass) || row.failures == 0 {
             row.failures = row.failures.saturating_add(1);
         }
+        row.frees(pass);
         let opens = lasting || row.failures >= self.threshold;
         row.opened_at = opens.then_some(now);
         self.state.store(if opens { OPEN } else { DOUBTFUL }, Ordering::Release);
@@ -121,8 +123,8 @@ impl Breaker {
 
     /// A check was answered or failed in a way that says nothing of the primary store.
     pub(super) fn learned_nothing(&self, pass: Pass) {
-        if pass == Pass::Trial {
-            lock(&self.row).trial_until = None;
+        if pass != Pass::Free {
+            lock(&self.row).frees(pass);
         }
     }
 
@@ -130,12 +132,12 @@ impl Breaker {
     pub(super) fn close(&self, now: i64) -> Option<Duration> {
         let mut row = lock(&self.row);
         let opened_at = row.opened_at;
-        self.set(&mut row, Row::default());
+        self.end(&mut row);
         opened_at.map(|opened_at| Duration::from_micros(u64::try_from(now - opened_at).unwrap_or(0)))
     }
 
-    fn set(&self, row: &mut Row, sound: Row) {
-        *row = sound;
+    fn end(&self, row: &mut Row) {
+        *row = Row { trials: row.trials, ..Row::default() };
         self.state.store(SOUND, Ordering::Release);
     }
 
@@ -144,5 +146,23 @@ impl Breaker {
     pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
         let delay = Self::FIRST_DELAY.saturating_mul(1 << probes.min(10)).min(Self::LONGEST_DELAY);
         delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)
+    }
+}
+
+impl Row {
+    /// Whether a check tells how the primary store is in this doubt.
+    fn heeds(&self, pass: Pass) -> bool {
+        match pass {
+            Pass::Free => false,
+            Pass::Trial(number) => self.trial.is_some_and(|(trial, _)| trial == number),
+            Pass::Probe => true,
+        }
+    }
+
+    /// Lets another trial through after this one.
+    fn frees(&mut self, pass: Pass) {
+        if pass != Pass::Probe && self.heeds(pass) {
+            self.trial = None;
+        }
     }
 }

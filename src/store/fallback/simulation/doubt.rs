@@ -5,6 +5,8 @@
 pub(super) struct Doubt {
     /// The failure that began it, and those of trials since.
     failures: u32,
+    /// The request that was sent last, since it began. What is sent before and fails later does not count.
+    trial: Option<usize>,
     /// Until when a probe may fail.
     probed_until: u64,
     /// Whether a probe was under way when the last doubt ended. If it fails, it begins another, which is not seen here. Only
@@ -15,10 +17,10 @@ pub(super) struct Doubt {
 }
 
 impl Doubt {
-    /// Whether a request that is sent now is a trial.
-    pub(super) fn is_begun(&mut self, now: u64) -> bool {
+    /// A request is sent.
+    pub(super) fn sends(&mut self, now: u64, request: usize) {
         self.passes(now);
-        self.failures > 0
+        self.trial = (self.failures > 0).then_some(request);
     }
 
     pub(super) fn probes(&mut self, now: u64, deadline: u64) {
@@ -27,9 +29,9 @@ impl Doubt {
     }
 
     /// A request has failed, in a way that `counts` or not. How many failures that makes, as far as is known.
-    pub(super) fn fails(&mut self, now: u64, trial: bool, counts: bool) -> u32 {
+    pub(super) fn fails(&mut self, now: u64, request: usize, counts: bool) -> u32 {
         self.passes(now);
-        self.failures += u32::from(counts && (trial || self.failures == 0));
+        self.failures += u32::from(counts && (self.trial == Some(request) || self.failures == 0));
         if self.unsure || self.probed.is_some() { 0 } else { self.failures }
     }
 
@@ -45,8 +47,8 @@ impl Doubt {
     }
 
     /// A request was answered that was sent at a time.
-    pub(super) fn answers(&mut self, sent: u64, trial: bool) {
-        if trial || self.unsure {
+    pub(super) fn answers(&mut self, sent: u64, request: usize) {
+        if self.trial == Some(request) || self.unsure {
             *self = Self { unsure: sent <= self.probed_until, probed_until: self.probed_until, ..Self::default() };
         }
     }

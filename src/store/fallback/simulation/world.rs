@@ -52,7 +52,6 @@ struct Ask {
     /// Whether the primary store was asked, and whether it said that nothing was sent.
     asked: bool,
     unsent: bool,
-    trial: bool,
     ran: Ran,
 }
 
@@ -131,23 +130,14 @@ impl State {
         let (ask, check) = (self.asks.len(), check.clone());
         self.say(Some(caller), || format!("i{instance} #{ask:<4} {}", shown(&check)));
         let since = self.now();
-        self.asks.push(Ask {
-            instance,
-            caller,
-            check,
-            since,
-            asked: false,
-            unsent: false,
-            trial: false,
-            ran: Ran::default(),
-        });
+        self.asks.push(Ask { instance, caller, check, since, asked: false, unsent: false, ran: Ran::default() });
         ask
     }
 
     /// A client's request is answered.
     pub(super) fn told(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, Error>) {
         let now = self.now();
-        let Ask { instance, caller, ref check, since, trial, ran, .. } = self.asks[ask];
+        let Ask { instance, caller, ref check, since, ran, .. } = self.asks[ask];
         let check = check.clone();
         self.say(Some(caller), || format!("i{instance} #{ask:<4} answered: {}", answered(answer)));
         let latest = (since + self.plan.deadline).max(polled);
@@ -161,7 +151,7 @@ impl State {
             Err(error) => return self.breaks(Rule::Failed, Some(caller), format!("#{ask} failed: {error}")),
         };
         if decision.source() == Source::Redis && !degraded {
-            self.doubts[instance].answers(since, trial);
+            self.doubts[instance].answers(since, ask);
         }
         // An id is answered as it was before, when the part may have been another.
         let other = check.id().is_some() && self.ledger.changed;
@@ -231,7 +221,7 @@ impl State {
         };
         if let Some(ask) = ask {
             self.calls[instance] = Some((now, fate.clone()));
-            self.asks[ask].trial = self.doubts[instance].is_begun(now);
+            self.doubts[instance].sends(now, ask);
         } else if caller.is_none() {
             self.doubts[instance].probes(now, self.plan.deadline);
         }
@@ -375,9 +365,8 @@ impl State {
         let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else { return };
         let counts = !error.is_of_check() && error.kind() != ErrorKind::QueueFull;
         let now = self.now();
-        let failures = self.doubts[instance].fails(now, self.asks[ask].trial, counts);
-        // As many again may be of what was polled too late to be seen.
-        if failures > 2 * self.plan.failures {
+        let failures = self.doubts[instance].fails(now, ask, counts);
+        if failures > self.plan.failures {
             let problem = format!("i{instance} has sent one request after another, of which {failures} failed");
             self.breaks(Rule::Silence, None, problem);
         }

@@ -4,9 +4,19 @@ use std::time::Duration;
 
 use super::super::breaker::{Breaker, Pass};
 
+const PATIENCE: Duration = Duration::from_micros(100);
+
+/// The next check is let through as a trial.
+fn trial(breaker: &Breaker, now: i64) -> Pass {
+    let pass = breaker.admit(|| now, PATIENCE).expect("one is let through");
+    assert!(matches!(pass, Pass::Trial(_)), "{pass:?}");
+    pass
+}
+
 /// A failure, and those of two trials.
 fn fail(breaker: &Breaker) -> [bool; 3] {
-    [(Pass::Free, 10), (Pass::Trial, 20), (Pass::Trial, 30)].map(|(pass, now)| breaker.failed(pass, false, now))
+    let begins = breaker.failed(Pass::Free, false, 10);
+    [begins, breaker.failed(trial(breaker, 20), false, 20), breaker.failed(trial(breaker, 30), false, 30)]
 }
 
 #[test]
@@ -14,7 +24,7 @@ fn opens_once_at_the_threshold_and_closes_once() {
     let breaker = Breaker::new(3);
     assert_eq!(fail(&breaker), [false, false, true]);
     assert!(breaker.is_open());
-    assert!(!breaker.failed(Pass::Trial, false, 40), "it is open already");
+    assert!(!breaker.failed(Pass::Probe, false, 40), "it is open already");
     assert_eq!(breaker.close(1_000_030), Some(Duration::from_secs(1)));
     assert!(breaker.is_sound());
     assert_eq!(breaker.close(1_000_040), None);
@@ -25,7 +35,7 @@ fn a_success_starts_the_count_again() {
     let breaker = Breaker::new(4);
     for _ in 0..10 {
         assert_eq!(fail(&breaker), [false; 3]);
-        breaker.succeeded(Pass::Trial);
+        breaker.succeeded(trial(&breaker, 40));
         assert!(breaker.is_sound());
     }
 }
@@ -42,7 +52,7 @@ fn failures_before_a_recovery_do_not_count_after_it() {
 fn what_was_under_way_counts_once() {
     let breaker = Breaker::new(2);
     assert!((0..100).all(|now| !breaker.failed(Pass::Free, false, now)));
-    assert!(breaker.failed(Pass::Trial, false, 100));
+    assert!(breaker.failed(trial(&breaker, 100), false, 100));
     assert!(Breaker::new(1).failed(Pass::Free, false, 0));
     assert!(Breaker::new(3).failed(Pass::Free, true, 0), "a lasting one needs no other");
 }
@@ -50,29 +60,51 @@ fn what_was_under_way_counts_once() {
 #[test]
 fn in_doubt_one_check_at_a_time_is_let_through() {
     let breaker = Breaker::new(3);
-    let admit = |now: i64| breaker.admit(|| now, Duration::from_micros(100));
+    let admit = |now: i64| breaker.admit(|| now, PATIENCE);
     assert_eq!(admit(0), Some(Pass::Free));
     breaker.failed(Pass::Free, false, 0);
-    assert_eq!([admit(0), admit(99), admit(100)], [Some(Pass::Trial), None, Some(Pass::Trial)]);
+    let _gone = trial(&breaker, 0);
+    assert_eq!(admit(99), None);
+    let second = trial(&breaker, 100);
     // One that was under way before says nothing of the trial.
     breaker.failed(Pass::Free, false, 110);
     assert_eq!(admit(110), None);
-    breaker.failed(Pass::Trial, false, 120);
-    assert_eq!([admit(120), admit(120)], [Some(Pass::Trial), None]);
-    breaker.learned_nothing(Pass::Trial);
+    breaker.failed(second, false, 120);
+    let third = trial(&breaker, 120);
+    assert_eq!(admit(120), None);
+    breaker.learned_nothing(third);
     breaker.succeeded(Pass::Free);
-    assert_eq!(admit(130), Some(Pass::Trial));
-    breaker.succeeded(Pass::Trial);
+    breaker.succeeded(trial(&breaker, 130));
     assert_eq!([admit(140), admit(140)], [Some(Pass::Free); 2]);
+}
+
+/// Its future was not polled until the next one was let through, of the same doubt or of another.
+#[test]
+fn a_trial_that_is_heard_of_late_frees_the_place_of_no_other_and_ends_no_doubt() {
+    for another in [false, true] {
+        let breaker = Breaker::new(2);
+        breaker.failed(Pass::Free, false, 0);
+        let late = trial(&breaker, 0);
+        if another {
+            breaker.succeeded(trial(&breaker, 100));
+            breaker.failed(Pass::Free, false, 150);
+        }
+        let next = trial(&breaker, 200);
+        assert!(!breaker.failed(late, false, 210));
+        breaker.learned_nothing(late);
+        breaker.succeeded(late);
+        assert_eq!(breaker.admit(|| 220, PATIENCE), None, "the next one is still waited for");
+        assert!(breaker.failed(next, false, 230));
+    }
 }
 
 /// A check is still under way when the probe fails.
 #[test]
 fn a_probe_that_fails_lets_no_second_trial_through() {
     let breaker = Breaker::new(5);
-    let admit = |now: i64| breaker.admit(|| now, Duration::from_micros(100));
+    let admit = |now: i64| breaker.admit(|| now, PATIENCE);
     breaker.failed(Pass::Free, false, 0);
-    assert_eq!(admit(0), Some(Pass::Trial));
+    trial(&breaker, 0);
     assert!(!breaker.failed(Pass::Probe, false, 10));
     assert_eq!(admit(20), None);
     assert!((0..2).all(|now| !breaker.failed(Pass::Probe, false, now)));
