@@ -8,7 +8,8 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{
-    Check, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Share, Source, Store, Strategy, event,
+    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, Policy, RedisStore, Share, Source, Store,
+    Strategy, event,
 };
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
@@ -277,4 +278,85 @@ async fn one_refused_policy_does_not_degrade_the_others() {
     server.restart();
     until("it has recovered", async || !store.is_degraded()).await;
     assert_eq!(take(&gcra).await.unwrap().source(), Source::Redis);
+}
+
+/// How Redis is made to refuse what writes, what it then tells, and how it is made to take it again.
+const REFUSALS: [(&str, ErrorKind, &str); 3] = [
+    ("CONFIG SET maxmemory 1", ErrorKind::OutOfMemory, "CONFIG SET maxmemory 0"),
+    ("CONFIG SET min-replicas-to-write 1", ErrorKind::Refused, "CONFIG SET min-replicas-to-write 0"),
+    ("REPLICAOF 127.0.0.1 1", ErrorKind::ReadOnly, "REPLICAOF NO ONE"),
+];
+
+/// Also under several policies, with an id, and where a log takes several commands.
+#[tokio::test]
+async fn a_check_that_redis_may_not_write_is_known_not_to_be_charged() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(5)).connect().await.unwrap();
+    let named = |name, strategy| Policy::new(name, strategy, "100/100d".parse().unwrap()).unwrap();
+    let lists = STRATEGIES.map(|strategy| {
+        Policies::new([named("one", strategy), named("log", Strategy::SlidingLog), named("two", Strategy::Gcra)])
+    });
+    let lists: Vec<_> = lists.into_iter().map(Result::unwrap).chain([policy(Strategy::Gcra, "100/100d")]).collect();
+    let used = async |list: &Policies| {
+        let peek = store.check(Check::peek(Key::new("ann"), list, 1)).await.unwrap();
+        peek.each().map(|each| each.capacity() - each.remaining()).collect::<Vec<_>>()
+    };
+    for list in &lists {
+        for cost in [2, 3] {
+            assert!(store.check(Check::take(Key::new("ann"), list, cost)).await.unwrap().is_allowed());
+        }
+    }
+    for (refuse, kind, mend) in REFUSALS {
+        let _: String = server.command(refuse).await;
+        for list in &lists {
+            let key = Key::new("ann");
+            let charges = [
+                Check::take(key, list, 1),
+                Check::take(key, list, 1).with_id("payment-7"),
+                Check::charge(key, list, 1),
+            ];
+            let refused = |error: Error| {
+                assert_eq!((error.kind(), error.is_unsent()), (kind, true), "{refuse}: {list:?}: {error:?}");
+            };
+            let before = used(list).await;
+            for answer in join_all(charges.map(|check| store.check(check))).await {
+                refused(answer.unwrap_err());
+            }
+            assert_eq!(used(list).await, before, "{refuse}: {list:?}");
+            for cost in [1, 3] {
+                let before = used(list).await;
+                match store.check(Check::give_back(key, list, cost)).await {
+                    // Without memory Redis still shortens a list. A script that has begun to write may go on.
+                    Ok(_) if kind == ErrorKind::OutOfMemory => {}
+                    Ok(decision) => panic!("{refuse}: {decision:?}"),
+                    Err(error) => {
+                        refused(error);
+                        assert_eq!(used(list).await, before, "{refuse}: {list:?}");
+                    }
+                }
+            }
+        }
+        let _: String = server.command(mend).await;
+    }
+}
+
+#[tokio::test]
+async fn what_is_granted_where_redis_may_not_write_is_settled() {
+    for (refuse, kind, mend) in REFUSALS {
+        let server = RedisServer::start();
+        let notes = Notes::default();
+        let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
+        let policies = policy(Strategy::Gcra, "100/100d");
+        let take = || store.check(Check::take(Key::new("ann"), &policies, 1));
+        assert_eq!(take().await.unwrap().source(), Source::Redis);
+        let _: String = server.command(refuse).await;
+        for _ in 0..5 {
+            assert_eq!(take().await.unwrap().source(), Source::Local);
+        }
+        assert_eq!(notes.0.degraded.lock().unwrap().as_slice(), [kind]);
+        let _: String = server.command(mend).await;
+        until("it has recovered", async || !store.is_degraded()).await;
+        let left = take().await.unwrap();
+        assert_eq!((left.source(), left.remaining()), (Source::Redis, 100 - 1 - 5 - 1), "{refuse}");
+    }
 }

@@ -177,9 +177,10 @@ fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
     match problem {
         0.. => Ok(Verdicts { granted, each }),
         REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
-        NO_WRITES => Err(Error::new(ErrorKind::Refused)),
-        OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory)),
-        READ_ONLY => Err(Error::new(ErrorKind::ReadOnly)),
+        // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
+        NO_WRITES => Err(Error::new(ErrorKind::Refused).unsent()),
+        OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory).unsent()),
+        READ_ONLY => Err(Error::new(ErrorKind::ReadOnly).unsent()),
         NO_PERMISSION => Err(Error::new(ErrorKind::Permission).of_check()),
         _ => Err(protocol()),
     }
