@@ -18,6 +18,7 @@ mod seed;
 mod shards;
 
 use std::future::Future;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder};
@@ -94,6 +95,17 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Decides one check.
     fn check(&self, check: Check) -> Answer<Self::Future>;
+
+    /// Takes a check back whose answer nobody waits for any longer: a [`Fallback`](crate::Fallback) does so at its deadline.
+    /// Returns whether it is certain that the check was not sent, and will not be. The fallback then charges later what it
+    /// granted instead, as after an error that is [unsent](Error::unsent).
+    ///
+    /// The future is then dropped, and not polled again. Defaults to `false`: not known. A store that asks another one should
+    /// pass this on.
+    fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
+        let _ = (self, future);
+        false
+    }
 
     /// Learns what another store decided on this caller, so as to go on from there if that store fails: a
     /// [`Fallback`](crate::Fallback) tells its second store what the first one decides. Defaults to doing nothing.

@@ -1,6 +1,6 @@
 //! Redis goes away and comes back: no check fails, and counting goes on.
 
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -211,6 +211,28 @@ async fn instances_share_what_was_left_and_settle_it() {
         assert_eq!((left.source(), left.remaining()), (Source::Redis, 40 - granted), "{strategy:?}");
     });
     join_all(all).await;
+}
+
+/// One check is sent, and the others wait behind it for longer than anybody does for them.
+#[tokio::test]
+async fn what_was_never_sent_by_the_deadline_is_settled() {
+    let server = RedisServer::start();
+    let notes = Notes::default();
+    let one = NonZeroUsize::MIN;
+    let redis = RedisStore::builder(server.url()).connections(one).batch(one).timeout(Duration::from_secs(20));
+    let redis = redis.connect().await.unwrap();
+    let store = Fallback::new(redis.clone(), LocalStore::default()).observer(notes.clone());
+    let store = store.deadline(Duration::from_millis(300));
+    let policies = policy(Strategy::Gcra, "100/100d");
+    server.freeze();
+    for decision in join_all((0..10).map(|_| store.check(Check::take(Key::new("ann"), &policies, 1)))).await {
+        assert_eq!(decision.unwrap().source(), Source::Local);
+    }
+    server.thaw();
+    let settled = || notes.0.settled.lock().unwrap().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
+    until("nine are settled", async || settled() == (9, 0)).await;
+    let left = redis.check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
+    assert_eq!((left.source(), left.remaining()), (Source::Redis, 100 - 10), "the one that was sent is charged too");
 }
 
 /// With `Share::Alive` the parts follow how many instances there are.

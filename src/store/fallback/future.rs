@@ -63,7 +63,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                     this.state.set(State::Done);
                     return Poll::Ready(answer);
                 }
-                StateProj::Primary { answer, mut deadline, asked, at, check } => match answer.poll(cx) {
+                StateProj::Primary { mut answer, mut deadline, asked, at, check } => match answer.as_mut().poll(cx) {
                     Poll::Ready(Ok(decision)) => {
                         shared.succeeded(check, &decision, *asked);
                         this.state.set(State::Done);
@@ -83,7 +83,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                             ready!(deadline.poll(cx));
                         }
                         shared.failed(check, &Error::new(ErrorKind::Timeout), *asked);
-                        (check.clone(), true)
+                        (check.clone(), !shared.primary.withdraw(answer))
                     }
                 },
             };

@@ -30,8 +30,9 @@ use crate::limit::Check;
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
-/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that the primary store
-///   did not answer is never sent to it again, unless it has an [id](Check::with_id), by which it is charged once.
+/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that was sent to the primary
+///   store and not answered is never sent again, unless it has an [id](Check::with_id), by which it is charged once. One
+///   that still waits to be sent is [withdrawn](Store::withdraw).
 /// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
 ///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an

@@ -2,6 +2,7 @@
 
 use std::hash::BuildHasher;
 use std::num::NonZeroU32;
+use std::pin::pin;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use super::breaker::{Breaker, Pass};
 use super::shared::Shared;
 use crate::limit::{Check, Decision};
 use crate::store::seed::RandomState;
-use crate::store::{Error, ErrorKind, Store, event};
+use crate::store::{Answer, Error, ErrorKind, Store, event};
 
 impl<P: Store, F: Store> Shared<P, F> {
     /// Starts the task that looks after the primary store on the present runtime, if no task does so.
@@ -46,8 +47,14 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     /// What the primary store decides on a check of ours, by the deadline.
     pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, Error> {
-        let answer = timeout(self.settings.deadline, self.primary.check(check)).await;
-        answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout)))
+        let mut answer = match self.primary.check(check) {
+            Answer::Ready { answer } => return answer,
+            Answer::Pending { future } => pin!(future),
+        };
+        timeout(self.settings.deadline, answer.as_mut()).await.unwrap_or_else(|_| {
+            let error = Error::new(ErrorKind::Timeout);
+            Err(if self.primary.withdraw(answer) { error.unsent() } else { error })
+        })
     }
 
     /// Has the primary store decide a check.

@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::runtimes::no_runtime;
+use super::runtimes::{Place, no_runtime};
 use crate::limit::{Check, Decision};
 use crate::store::clock::instant;
 use crate::store::{Error, polled_after_completion};
@@ -29,12 +29,14 @@ pub(super) struct Job {
 pub struct RedisFuture {
     /// None once it has been told.
     answer: Option<oneshot::Receiver<Result<Decision, Error>>>,
+    /// Where its check was put.
+    pub(super) place: Place,
 }
 
 impl Job {
     pub(super) fn new(check: Check) -> (Self, RedisFuture) {
         let (answer, receiver) = oneshot::channel();
-        (Self { check, since: instant(), answer }, RedisFuture { answer: Some(receiver) })
+        (Self { check, since: instant(), answer }, RedisFuture { answer: Some(receiver), place: Place::default() })
     }
 
     /// Whether the caller has dropped the future.
@@ -49,6 +51,13 @@ impl Job {
 
     pub(super) fn fail(self, error: Error) {
         self.answer(|_| Err(error));
+    }
+}
+
+impl RedisFuture {
+    /// Nobody waits for the answer any longer: a lane that takes the check drops it.
+    pub(super) fn abandon(&mut self) {
+        self.answer = None;
     }
 }
 

@@ -57,8 +57,9 @@ impl Lanes {
     fn enqueue(self: &Arc<Self>, check: Check) -> Result<RedisFuture, Error> {
         let runtime = Handle::try_current().map_err(|_| no_runtime())?;
         let node = self.transport.node(check.key().as_bytes());
-        let (job, future) = Job::new(check);
+        let (job, mut future) = Job::new(check);
         let lane = self.with_queue(&runtime, node, |queue, spare| {
+            future.place = queue.next_place();
             let start = queue.queue.push(job)?;
             Ok(start.then(|| (Arc::clone(&queue.pool), spare.pop().unwrap_or_default())))
         });
@@ -67,6 +68,17 @@ impl Lanes {
             runtime.spawn(Lane::new(self, pool, work).run());
         }
         Ok(future)
+    }
+
+    /// Takes back a check that still waits in its queue. `false` if it does not.
+    pub(super) fn withdraw(&self, future: &mut RedisFuture) -> bool {
+        // Under the lock, so that no lane takes it between these two.
+        let queues = self.queues();
+        let waits = queues.have(future.place);
+        if waits {
+            future.abandon();
+        }
+        waits
     }
 
     /// Decides a check that reads and writes as any other.

@@ -19,6 +19,7 @@ mod transport;
 mod wire;
 
 use std::num::NonZeroUsize;
+use std::pin::Pin;
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -122,6 +123,10 @@ impl Store for RedisStore {
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.lanes.observer.get_or_init(|| Arc::clone(observer));
+    }
+
+    fn withdraw(&self, future: Pin<&mut RedisFuture>) -> bool {
+        self.lanes.withdraw(future.get_mut())
     }
 }
 

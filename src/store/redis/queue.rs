@@ -11,6 +11,8 @@ use std::mem;
 pub(super) struct Queue<J> {
     jobs: VecDeque<J>,
     max_jobs: usize,
+    /// How many jobs have left it. As they are numbered in their order, it is the number of the oldest that waits.
+    left: u64,
     /// How many run, or are about to.
     lanes: usize,
     max_lanes: usize,
@@ -22,7 +24,7 @@ pub(super) struct Full;
 
 impl<J> Queue<J> {
     pub(super) fn new(max_jobs: usize, max_lanes: usize) -> Self {
-        Self { jobs: VecDeque::new(), max_jobs, lanes: 0, max_lanes }
+        Self { jobs: VecDeque::new(), max_jobs, left: 0, lanes: 0, max_lanes }
     }
 
     /// Adds a job. Returns whether the caller must start a lane, which is counted already.
@@ -40,6 +42,16 @@ impl<J> Queue<J> {
         Ok(start)
     }
 
+    /// The number of the job that is pushed next.
+    pub(super) fn next_number(&self) -> u64 {
+        self.left + self.jobs.len() as u64
+    }
+
+    /// Whether the job of this number still waits: no lane has it.
+    pub(super) fn has(&self, number: u64) -> bool {
+        (self.left..self.next_number()).contains(&number)
+    }
+
     /// Moves the oldest jobs to a lane, at most `max`. Returns how many still wait.
     ///
     /// `None` if there was no job: the lane is counted no longer, and must end.
@@ -50,11 +62,13 @@ impl<J> Queue<J> {
         }
         let count = self.jobs.len().min(max);
         to.extend(self.jobs.drain(..count));
+        self.left += count as u64;
         Some(self.jobs.len())
     }
 
     /// Moves all jobs to a lane, to fail with those that it has sent.
     pub(super) fn take_all(&mut self, to: &mut Vec<J>) {
+        self.left = self.next_number();
         to.extend(self.jobs.drain(..));
     }
 
@@ -63,7 +77,11 @@ impl<J> Queue<J> {
     #[must_use]
     pub(super) fn leave(&mut self) -> VecDeque<J> {
         self.lanes -= 1;
-        if self.lanes == 0 { mem::take(&mut self.jobs) } else { VecDeque::new() }
+        if self.lanes > 0 {
+            return VecDeque::new();
+        }
+        self.left = self.next_number();
+        mem::take(&mut self.jobs)
     }
 
     /// What waits in a queue that has no lanes any more.
@@ -74,7 +92,7 @@ impl<J> Queue<J> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
     use loom::sync::{Arc, Mutex};
     use loom::thread;
@@ -160,6 +178,39 @@ mod tests {
             let queue = model.queue.lock().unwrap();
             assert!(queue.jobs.is_empty(), "no job is left behind");
             assert_eq!(queue.lanes, 0, "lanes that are counted and run no more");
+        });
+    }
+
+    /// Either its caller takes a job back, or a lane has it.
+    #[test]
+    fn a_job_that_is_taken_back_is_not_sent() {
+        loom::model(|| {
+            let model = Model::new(10, 1);
+            let withdrawn = Arc::new([false; 2].map(AtomicBool::new));
+            let numbers = [0, 1].map(|job| {
+                let mut queue = model.queue.lock().unwrap();
+                let number = queue.next_number();
+                assert!(queue.push(job).is_ok() && queue.has(number) && !queue.has(number + 1));
+                number
+            });
+            let (lane, gone) = (Arc::clone(&model), Arc::clone(&withdrawn));
+            let lane = thread::spawn(move || {
+                let mut jobs = vec![];
+                while lane.queue.lock().unwrap().take(1, &mut jobs).is_some() {
+                    lane.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));
+                }
+            });
+            for (job, number) in numbers.into_iter().enumerate() {
+                let queue = model.queue.lock().unwrap();
+                if queue.has(number) {
+                    withdrawn[job].store(true, Relaxed);
+                }
+            }
+            lane.join().unwrap();
+            for (job, withdrawn) in withdrawn.iter().enumerate() {
+                let sent = model.answers[job].load(Relaxed) == 1;
+                assert!(sent != withdrawn.load(Relaxed), "sent and taken back, or neither");
+            }
         });
     }
 

@@ -19,6 +19,8 @@ use crate::store::{Error, ErrorKind};
 pub(super) struct Queues {
     /// Mostly one.
     pub(super) each: Vec<NodeQueue>,
+    /// How many were ever made: each has a number.
+    made: u64,
     /// What lanes that have ended worked with.
     pub(super) spare: Vec<Work>,
 }
@@ -26,6 +28,7 @@ pub(super) struct Queues {
 /// What waits for one node on one runtime, and the connections to send it by.
 #[derive(Debug)]
 pub(super) struct NodeQueue {
+    number: u64,
     runtime: runtime::Id,
     node: Node,
     /// Also tells this queue from others: that of a runtime that is ending may be made anew while its lanes still end.
@@ -33,6 +36,13 @@ pub(super) struct NodeQueue {
     pub(super) queue: Queue<Job>,
     /// Dropped with the store: ends the queue's [`Watch`].
     _store: oneshot::Sender<Infallible>,
+}
+
+/// Where a job was put: the numbers of a queue, and of the job in it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Place {
+    queue: u64,
+    job: u64,
 }
 
 /// A task on a queue's runtime, dropped when that ends: it takes the queue away.
@@ -52,13 +62,14 @@ impl Lanes {
     ) -> T {
         let (result, watch) = {
             let mut queues = self.queues();
-            let Queues { each, spare } = &mut *queues;
+            let Queues { each, made, spare } = &mut *queues;
             let mut watch = None;
             let id = runtime.id();
             let found = each.iter().position(|queue| queue.runtime == id && queue.node == node);
             let index = found.unwrap_or_else(|| {
-                let (queue, made) = self.make_queue(id, node);
-                watch = Some(made);
+                *made += 1;
+                let (queue, its_watch) = self.make_queue(*made, id, node);
+                watch = Some(its_watch);
                 each.push(queue);
                 each.len() - 1
             });
@@ -71,16 +82,28 @@ impl Lanes {
         result
     }
 
-    fn make_queue(self: &Arc<Self>, runtime: runtime::Id, node: Node) -> (NodeQueue, Watch) {
+    fn make_queue(self: &Arc<Self>, number: u64, runtime: runtime::Id, node: Node) -> (NodeQueue, Watch) {
         let (_store, store) = oneshot::channel();
         let limits = self.limits;
         let pool = Arc::new(Pool::new(self.transport.clone(), node, limits.lanes, limits.timeout));
         let watch = Watch { lanes: Arc::downgrade(self), pool: Arc::downgrade(&pool), store };
-        (NodeQueue { runtime, node, pool, queue: Queue::new(limits.queue, limits.lanes), _store }, watch)
+        (NodeQueue { number, runtime, node, pool, queue: Queue::new(limits.queue, limits.lanes), _store }, watch)
+    }
+}
+
+impl NodeQueue {
+    /// The place of the job that is pushed next.
+    pub(super) fn next_place(&self) -> Place {
+        Place { queue: self.number, job: self.queue.next_number() }
     }
 }
 
 impl Queues {
+    /// Whether the job at this place still waits: no lane has it.
+    pub(super) fn have(&self, place: Place) -> bool {
+        self.each.iter().any(|queue| queue.number == place.queue && queue.queue.has(place.job))
+    }
+
     /// The queue that has this pool. None if its runtime has ended.
     pub(super) fn of(&mut self, pool: &Arc<Pool>) -> Option<&mut Queue<Job>> {
         let queue = self.each.iter_mut().find(|queue| Arc::ptr_eq(&queue.pool, pool));

@@ -53,7 +53,15 @@ impl Store for Primary {
         }
         let (told, answer) = oneshot::channel();
         tokio::spawn(serve(self.world.clone(), request, check, fate, told));
-        Answer::pending(Waiting(answer))
+        Answer::pending(Waiting { request, answer })
+    }
+
+    fn withdraw(&self, mut future: Pin<&mut Waiting>) -> bool {
+        let withdrawn = self.world.state().withdraws(future.request);
+        if withdrawn {
+            future.answer.close();
+        }
+        withdrawn
     }
 }
 
@@ -70,6 +78,7 @@ async fn serve(
         world.state().withdrawn(request);
         return;
     }
+    world.state().sends(request);
     wait(fate.sent).await;
     let decision = if fate.runs { Some(world.state().runs(request, check)) } else { None };
     wait(fate.back).await;
@@ -99,13 +108,16 @@ async fn wait(millis: u64) {
     }
 }
 
-pub(super) struct Waiting(oneshot::Receiver<Result<Decision, Error>>);
+pub(super) struct Waiting {
+    request: usize,
+    answer: oneshot::Receiver<Result<Decision, Error>>,
+}
 
 impl Future for Waiting {
     type Output = Result<Decision, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.0).poll(cx).map(Result::unwrap)
+        Pin::new(&mut self.answer).poll(cx).map(Result::unwrap)
     }
 }
 

@@ -64,6 +64,7 @@ struct Request {
     /// None if it was no client that asked.
     ask: Option<usize>,
     settled: Option<Settled>,
+    sent: bool,
     ran: bool,
 }
 
@@ -234,7 +235,7 @@ impl State {
         if let Some(settled) = &settled {
             self.ledger.settles(&self.plan, now, settled);
         }
-        self.requests.push(Request { instance, caller, ask, settled, ran: false });
+        self.requests.push(Request { instance, caller, ask, settled, sent: false, ran: false });
         (request, fate)
     }
 
@@ -292,6 +293,29 @@ impl State {
         }
     }
 
+    /// A request leaves the queue.
+    pub(super) fn sends(&mut self, request: usize) {
+        self.requests[request].sent = true;
+    }
+
+    /// An instance takes a request back, if it is still in the queue.
+    pub(super) fn withdraws(&mut self, request: usize) -> bool {
+        let Request { instance, caller, ask, sent, .. } = self.requests[request];
+        if sent {
+            return false;
+        }
+        if let Some(ask) = ask {
+            self.asks[ask].unsent = true;
+        }
+        let now = self.now();
+        if let Some(settled) = self.requests[request].settled.take() {
+            self.ledger.failed(now, &settled, true);
+        }
+        let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
+        self.say(caller, || format!("i{instance} {whose:<5} is taken back, not sent"));
+        true
+    }
+
     /// A request runs.
     pub(super) fn runs(&mut self, request: usize, check: Check) -> Decision {
         let Request { instance, caller, ask, settled, .. } = self.requests[request];
@@ -318,7 +342,7 @@ impl State {
 
     /// A request is answered, if anybody still waits.
     pub(super) fn answers(&mut self, request: usize, error: Option<&Error>) {
-        let Request { instance, caller, ask, settled, ran } = self.requests[request];
+        let Request { instance, caller, ask, settled, ran, .. } = self.requests[request];
         let Some(error) = error else {
             if caller.is_none() {
                 let now = self.now();
@@ -340,7 +364,7 @@ impl State {
 
     /// A request was not answered.
     pub(super) fn lost(&mut self, request: usize) {
-        let Request { instance, caller, ask, settled, ran } = self.requests[request];
+        let Request { instance, caller, ask, settled, ran, .. } = self.requests[request];
         let now = self.now();
         if let (Some(settled), false) = (settled, ran) {
             self.ledger.failed(now, &settled, false);
