@@ -1,7 +1,6 @@
 //! What the fallback did while the primary store could not decide, until the primary store is told of it.
 
 use std::collections::{HashMap, HashSet};
-use std::hash::BuildHasher;
 
 use smallvec::SmallVec;
 
@@ -9,13 +8,15 @@ use super::notes::{Notes, Step};
 use super::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::seed::RandomState;
+use crate::store::shards::Shards;
+
+const SHARDS: usize = 16;
 
 /// What is noted of each caller: a bounded number of callers and ids. And which answers of the primary store know of it
 /// all, so that the fallback may go on from them.
 #[derive(Debug)]
 pub(super) struct Grants {
-    shards: [Mutex<Shard>; 16],
-    hasher: RandomState,
+    shards: Shards<Mutex<Shard>>,
     /// How much a shard may hold.
     max: usize,
     /// How many callers are held.
@@ -58,9 +59,9 @@ pub(super) struct Taken {
 
 impl Grants {
     pub(super) fn new(max: usize) -> Self {
-        let shards = std::array::from_fn(|_| Mutex::new(Shard::default()));
+        let shards = Shards::new(SHARDS, |_| Mutex::new(Shard::default()));
         let (callers, settlements, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
-        Self { shards, hasher: RandomState::new(), max: max.div_ceil(16), callers, settlements, epoch }
+        Self { shards, max: max.div_ceil(SHARDS), callers, settlements, epoch }
     }
 
     /// Whether nothing is noted.
@@ -106,7 +107,7 @@ impl Grants {
     pub(super) fn take(&self, now: i64) -> Taken {
         let number = self.settlements.fetch_add(1, Ordering::Relaxed);
         let (mut steps, mut dropped) = (vec![], 0);
-        for shard in &self.shards {
+        for shard in self.shards.iter() {
             let mut shard = lock(shard);
             let notes = std::mem::take(&mut shard.notes);
             if !notes.is_empty() {
@@ -128,13 +129,13 @@ impl Grants {
     pub(super) fn settled(&self, number: u64) {
         // First the epoch: what was asked before must not be followed once these callers may be again.
         self.end_epoch();
-        for shard in &self.shards {
+        for shard in self.shards.iter() {
             lock(shard).settling.retain(|(other, _)| *other != number);
         }
     }
 
     fn shard(&self, key: &Key) -> MutexGuard<'_, Shard> {
-        lock(&self.shards[self.hasher.hash_one(key) as usize % self.shards.len()])
+        lock(self.shards.of(key).0)
     }
 }
 

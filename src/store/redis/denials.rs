@@ -13,13 +13,13 @@ use smallvec::{SmallVec, smallvec};
 use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
 use crate::store::clock::Clock;
-use crate::store::digest::{Digest, Digester};
+use crate::store::digest::Digest;
+use crate::store::shards::Shards;
 
 #[derive(Debug)]
 pub(super) struct Denials {
     /// Read by all at once: a flood is mostly on one key.
-    shards: [RwLock<Shard>; 16],
-    digester: Digester,
+    shards: Shards<RwLock<Shard>>,
     clock: Clock,
     /// How many callers are held: while there are none, no check looks further.
     held: AtomicUsize,
@@ -67,6 +67,7 @@ struct Question<'a> {
     needs: u32,
 }
 
+const SHARDS: usize = 16;
 /// The most denials of one caller.
 const MAX_OF_ONE: usize = 64;
 /// Enough to stay while some thousand other callers are denied. A caller that has so many writes no more hits, which
@@ -79,15 +80,9 @@ const NEVER_FITS: (i64, i64) = (1_000_000, 60_000_000);
 impl Denials {
     /// Holds at most about so many denials; 0 for none.
     pub(super) fn new(max: usize) -> Self {
-        let max = max.div_ceil(16);
+        let max = max.div_ceil(SHARDS);
         let shard = |_| RwLock::new(Shard { callers: BoundedMap::new(max), denials: 0, forgot: i64::MIN });
-        Self {
-            shards: std::array::from_fn(shard),
-            digester: Digester::new(),
-            clock: Clock::new(),
-            held: AtomicUsize::new(0),
-            max,
-        }
+        Self { shards: Shards::new(SHARDS, shard), clock: Clock::new(), held: AtomicUsize::new(0), max }
     }
 
     /// The time to give to [`learn`](Self::learn).
@@ -101,7 +96,7 @@ impl Denials {
             return None;
         }
         let question = Question::of(check)?;
-        let (shard, caller) = self.shard(check.key());
+        let (shard, caller) = self.shards.of(check.key());
         let shard = shard.read().unwrap_or_else(PoisonError::into_inner);
         let caller = &shard.callers.get(caller)?.value;
         let now = self.clock.micros();
@@ -153,7 +148,7 @@ impl Denials {
 
     /// Changes what is known of a caller.
     fn change(&self, key: &Key, change: impl FnOnce(&mut Shard, Digest, i64)) {
-        let (shard, caller) = self.shard(key);
+        let (shard, caller) = self.shards.of(key);
         let mut shard = shard.write().unwrap_or_else(PoisonError::into_inner);
         let before = shard.callers.len();
         change(&mut shard, caller, self.clock.micros());
@@ -161,12 +156,6 @@ impl Denials {
         if after != before {
             self.held.fetch_add(after.wrapping_sub(before), Relaxed);
         }
-    }
-
-    /// The shard of a caller, and the caller's digest.
-    fn shard(&self, key: &Key) -> (&RwLock<Shard>, Digest) {
-        let caller = self.digester.digest(key);
-        (&self.shards[caller.part(self.shards.len())], caller)
     }
 }
 
@@ -372,7 +361,7 @@ mod tests {
         for i in 0..1_000 {
             deny(&denials, &take(1).with_id(i.to_string()));
         }
-        let caller = denials.shard(&Key::GLOBAL);
+        let caller = denials.shards.of(&Key::GLOBAL);
         let shard = caller.0.read().unwrap();
         let plain = &shard.callers.get(caller.1).unwrap().value.denials;
         assert_eq!(plain.iter().filter(|denial| denial.id.is_none()).count(), MAX_OF_ONE);
