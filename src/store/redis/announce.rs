@@ -1,21 +1,19 @@
 //! Announcing an instance, and counting those that are alive.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Duration;
 
-use redis::{Cmd, Script};
+use redis::Cmd;
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
 use super::errors::error_of;
 use super::lanes::Lanes;
+use super::lua::Lua;
 use super::runtimes::no_runtime;
 use crate::store::{Error, ErrorKind};
 
-const SCRIPT: &str = include_str!("../../../lua/announce.lua");
-
-/// The SHA-1 by which EVALSHA names the script.
-static HASH: LazyLock<String> = LazyLock::new(|| Script::new(SCRIPT).get_hash().to_owned());
+static SCRIPT: Lua = Lua::new(include_str!("../../../lua/announce.lua"));
 
 impl Lanes {
     /// Says that the instance of this name is alive for so long. Returns how many are.
@@ -32,7 +30,7 @@ impl Lanes {
         let mut failures = pool.failures();
         let call = async {
             let mut connection = pool.checkout(&mut failures).await?;
-            let reply = connection.run(&command("EVALSHA", &HASH), || command("EVAL", SCRIPT)).await;
+            let reply = connection.run(&SCRIPT, command).await;
             let count = reply.and_then(|reply| Ok(redis::from_redis_value(reply)?));
             count.map_err(|error| error_of(&error))
         };

@@ -14,7 +14,7 @@ use super::future::Job;
 use super::lanes::Lanes;
 use super::pool::Pool;
 use super::runtimes::no_runtime;
-use super::script;
+use super::script::{self, SCRIPT};
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind, event};
 
@@ -111,7 +111,7 @@ impl Lane {
         let now = self.lanes.now.load(Ordering::Relaxed);
         let mut connection = self.pool.checkout(&mut self.failures).await?;
         self.sent = true;
-        let result = connection.run(&batch.by_hash(now), || batch.by_source(now)).await;
+        let result = connection.run(&SCRIPT, |name, script| batch.command(name, script, now)).await;
         if result.as_ref().is_ok_and(script::is_read_only) {
             connection.give_up();
         }

@@ -8,6 +8,7 @@ mod future;
 mod instances;
 mod lane;
 mod lanes;
+mod lua;
 mod pool;
 mod queue;
 mod runtimes;

@@ -16,6 +16,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::errors::error_of;
+use super::lua::Lua;
 use super::transport::{Node, Transport};
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind as Kind};
@@ -72,9 +73,13 @@ impl Connection {
 
     /// Runs a script by its hash, and by its text if Redis does not know the hash: then it has run nothing, so that
     /// nothing is charged twice.
-    pub(super) async fn run(&mut self, by_hash: &Cmd, by_text: impl FnOnce() -> Cmd) -> Result<Value, RedisError> {
-        match self.call(by_hash).await {
-            Err(error) if error.kind() == ServerErrorKind::NoScript.into() => self.call(&by_text()).await,
+    ///
+    /// `command` makes the call of the script by a command's name and what stands for the script there.
+    pub(super) async fn run(&mut self, script: &Lua, command: impl Fn(&str, &str) -> Cmd) -> Result<Value, RedisError> {
+        match self.call(&command("EVALSHA", script.hash())).await {
+            Err(error) if error.kind() == ServerErrorKind::NoScript.into() => {
+                self.call(&command("EVAL", script.text)).await
+            }
             result => result,
         }
     }

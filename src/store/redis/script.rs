@@ -2,17 +2,16 @@
 //!
 //! `lua/call.lua` has the contract of both.
 
-use std::sync::LazyLock;
-
 use redis::{Cmd, Value};
 
 use super::batch::Batch;
-use super::wire::{self, SCRIPT};
+use super::lua::Lua;
+use super::wire;
 use crate::limit::{Check, Key, Policy, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
-/// The SHA-1 by which EVALSHA names the script.
-static HASH: LazyLock<String> = LazyLock::new(|| redis::Script::new(SCRIPT).get_hash().to_owned());
+/// It decides the checks of a batch.
+pub(super) static SCRIPT: Lua = Lua::new(wire::SCRIPT);
 
 impl Batch {
     /// Writes the Redis keys of an entry.
@@ -53,17 +52,8 @@ impl Batch {
         }
     }
 
-    /// EVALSHA with this batch. `now` is 0 for Redis's own time.
-    pub(super) fn by_hash(&self, now: i64) -> Cmd {
-        self.command("EVALSHA", &HASH, now)
-    }
-
-    /// EVAL with this batch, which also loads the script.
-    pub(super) fn by_source(&self, now: i64) -> Cmd {
-        self.command("EVAL", SCRIPT, now)
-    }
-
-    fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
+    /// The call of the script with this batch. `now` is 0 for Redis's own time.
+    pub(super) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
         let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
         cmd.arg(name).arg(script).arg(self.ends.len());
         let mut start = 0;
@@ -261,12 +251,12 @@ mod tests {
             vec![2, 1, 1],
             vec![1, 1, 1],
         ];
-        assert_eq!(arguments(&batch.by_hash(0)), (keys.map(str::to_owned).to_vec(), expected));
+        assert_eq!(arguments(&batch.command("EVALSHA", "", 0)), (keys.map(str::to_owned).to_vec(), expected));
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
         let expected = vec![vec![1, 1, 7], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
-        assert_eq!(arguments(&batch.by_hash(7)), (vec!["rl:{eve}:api:g".to_owned()], expected));
+        assert_eq!(arguments(&batch.command("EVALSHA", "", 7)), (vec!["rl:{eve}:api:g".to_owned()], expected));
     }
 
     #[test]
@@ -279,7 +269,7 @@ mod tests {
         }
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
-        let (keys, packed) = arguments(&batch.by_hash(0));
+        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0));
         let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
         assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
         // Two of ann's first, bob's, and then in the order in which they came.
@@ -297,7 +287,7 @@ mod tests {
     fn an_id_has_a_key_of_its_own() {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).with_id("17"));
-        let (keys, packed) = arguments(&batch.by_hash(0));
+        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0));
         assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
     }
