@@ -35,13 +35,13 @@ pub struct Error {
 pub enum ErrorKind {
     /// The store was set up wrongly; the text is that of a [`ConfigError`].
     Configuration,
-    /// Redis could not be reached, or the connection broke.
+    /// The server could not be reached, or the connection broke.
     Unreachable,
     /// No TLS connection could be made: the certificate is not trusted, or the server does not speak TLS.
     Tls,
     /// There was no answer in time. Whether the check was charged is not known.
     Timeout,
-    /// Redis refused the password, or wants one.
+    /// The server refused the password, or wants one.
     Authentication,
     /// The Redis user may not do what the limiter needs.
     Permission,
@@ -51,11 +51,11 @@ pub enum ErrorKind {
     ReadOnly,
     /// Redis has reached `maxmemory` and may evict nothing.
     OutOfMemory,
-    /// Redis is loading its data set, or is waiting for its master.
+    /// The server is loading its data, or is waiting for its master.
     NotReady,
     /// Redis is a node of a Redis Cluster, which decides only a part of the checks. A store is for a single Redis.
     Cluster,
-    /// Redis refused for another reason.
+    /// The server refused for another reason.
     Refused,
     /// As many checks as the store may hold are waiting already.
     QueueFull,
@@ -141,15 +141,15 @@ impl ErrorKind {
     const fn advice(self) -> &'static str {
         match self {
             Self::Configuration => "the store is set up wrongly: correct what it is built with",
-            Self::Unreachable => "Redis cannot be reached: check the URL, and that the server runs",
+            Self::Unreachable => "the server cannot be reached: check the URL, and that the server runs",
             Self::Tls => {
-                "no TLS connection to Redis can be made: check that the URL's port speaks TLS, and that this machine \
+                "no TLS connection to the server can be made: check that the URL's port speaks TLS, and that this machine \
                  trusts the server's certificate for the URL's host; a Redis that asks for client certificates needs \
                  `tls-auth-clients no`"
             }
-            Self::Timeout => "Redis did not answer in time: check its load and the network, or allow more time",
+            Self::Timeout => "the server did not answer in time: check its load and the network, or allow more time",
             Self::Authentication => {
-                "Redis refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
+                "the server refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
             }
             Self::Permission => {
                 "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
@@ -164,14 +164,14 @@ impl ErrorKind {
             Self::OutOfMemory => {
                 "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
             }
-            Self::NotReady => "Redis is still loading its data: wait until it is ready",
+            Self::NotReady => "the server is still loading its data: wait until it is ready",
             Self::Cluster => {
                 "the server is a node of a Redis Cluster, which this store does not support: point the URL at a \
                  single Redis"
             }
-            Self::Refused => "Redis refused: see the cause, or Redis's log if there is none",
+            Self::Refused => "the server refused: see the cause, or the server's log if there is none",
             Self::QueueFull => {
-                "too many checks are waiting for Redis: allow a longer queue, or limit the requests in flight"
+                "too many checks are waiting to be sent: allow a longer queue, or limit the requests in flight"
             }
             Self::NoRuntime => "there is no tokio runtime to run on: call this from a task of a running one",
         }
@@ -250,6 +250,21 @@ mod tests {
         }
         // The last one, so that a kind beyond it is missed.
         assert!(matches!(KINDS[KINDS.len() - 1], ErrorKind::NoRuntime));
+    }
+
+    /// A store outside of this crate may be of another server.
+    #[test]
+    fn what_befalls_any_server_is_not_told_of_redis() {
+        let of_redis = KINDS.into_iter().filter(|kind| Error::new(*kind).to_string().contains("Redis"));
+        let known = [
+            ErrorKind::Tls,
+            ErrorKind::Permission,
+            ErrorKind::Protocol,
+            ErrorKind::ReadOnly,
+            ErrorKind::OutOfMemory,
+            ErrorKind::Cluster,
+        ];
+        assert_eq!(of_redis.collect::<Vec<_>>(), known);
     }
 
     /// What is wrong, a colon, and then what to do.
