@@ -18,9 +18,9 @@ pub use limit::{
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    DryRun, Global, HeaderKey, HttpReject, KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp,
-    PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Tier, Tiers, key_fn,
-    policies_fn,
+    DryRun, Global, HeaderKey, Headers, HttpReject, KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp,
+    PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Tier, Tiers, Trio,
+    key_fn, policies_fn,
 };
 #[cfg(feature = "metrics")]
 pub use store::MetricsObserver;

@@ -1,14 +1,14 @@
 use http::Response;
 use http::request::Parts;
 
-use super::headers;
+use super::Headers;
 use crate::limit::Decision;
 
 /// A decision, for the request that passes by it, and for the response.
 pub(super) struct Annotation {
     pub(super) decision: Decision,
-    /// Whether the response gets the header fields.
-    pub(super) fields: bool,
+    /// The header fields that the response gets.
+    pub(super) headers: Headers,
 }
 
 impl Annotation {
@@ -19,11 +19,10 @@ impl Annotation {
 
     /// Puts the decision into the response's extensions, and adds its header fields.
     pub(super) fn annotate_response<B>(self, response: &mut Response<B>) {
-        if self.fields {
-            headers::append(response.headers_mut(), &self.decision);
-        }
+        let within = response.extensions().get().map(Decision::is_allowed);
+        self.headers.append_around(&self.decision, response.headers_mut(), within == Some(false));
         // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
-        if response.extensions().get::<Decision>().is_none() {
+        if within.is_none() {
             response.extensions_mut().insert(self.decision);
         }
     }

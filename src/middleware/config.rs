@@ -2,15 +2,13 @@ use std::fmt;
 use std::sync::Arc;
 
 use http::Response;
-use http::header::RETRY_AFTER;
 use http::request::Parts;
 
 use super::annotation::Annotation;
 use super::asked::Asked;
-use super::headers::retry_after_field;
 use super::select::Selector;
 use super::shadow::Shadows;
-use super::{KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
+use super::{Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Error, Observer, Store};
 
@@ -29,8 +27,8 @@ pub(super) struct Config<S, K, R> {
     pub(super) cost: Option<Cost>,
     pub(super) on_error: OnError,
     pub(super) on_missing_key: OnMissingKey,
-    /// Whether responses have the header fields.
-    pub(super) fields: bool,
+    /// The header fields of responses.
+    pub(super) headers: Headers,
     pub(super) observer: Option<Arc<dyn Observer>>,
 }
 
@@ -149,14 +147,11 @@ impl<S, K, R> Config<S, K, R> {
         self.tell(&answer, asked);
         match answer {
             Ok(decision) if decision.is_allowed() => {
-                Admission::Pass(Some(Annotation { decision, fields: self.fields }))
+                Admission::Pass(Some(Annotation { decision, headers: self.headers }))
             }
             Ok(decision) => {
                 let mut response = self.reject.reject(Rejection::new(Reason::Denied(&decision), request));
-                if let Some(wait) = decision.retry_after() {
-                    response.headers_mut().entry(RETRY_AFTER).or_insert_with(|| retry_after_field(wait));
-                }
-                Annotation { decision, fields: self.fields }.annotate_response(&mut response);
+                Annotation { decision, headers: self.headers }.annotate_response(&mut response);
                 Admission::Reject(response)
             }
             Err(error) => match self.on_error {
@@ -187,22 +182,19 @@ impl<S, K, R> Config<S, K, R> {
 
     /// The same settings with another rejection.
     pub(super) fn with_reject<R2>(self, reject: R2) -> Config<S, K, R2> {
-        let Self { store, extractor, policies, shadows, dry_run, skip, reject: _, .. } = self;
-        let Self { cost, on_error, on_missing_key, fields, observer, .. } = self;
-        let reject = Arc::new(reject);
         Config {
-            store,
-            extractor,
-            policies,
-            shadows,
-            dry_run,
-            skip,
-            reject,
-            cost,
-            on_error,
-            on_missing_key,
-            fields,
-            observer,
+            store: self.store,
+            extractor: self.extractor,
+            policies: self.policies,
+            shadows: self.shadows,
+            dry_run: self.dry_run,
+            skip: self.skip,
+            reject: Arc::new(reject),
+            cost: self.cost,
+            on_error: self.on_error,
+            on_missing_key: self.on_missing_key,
+            headers: self.headers,
+            observer: self.observer,
         }
     }
 }
@@ -221,7 +213,7 @@ impl<S: Clone, K, R> Config<S, K, R> {
             cost: self.cost.clone(),
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,
-            fields: self.fields,
+            headers: self.headers,
             observer: self.observer.clone(),
         }
     }

@@ -8,7 +8,7 @@ use tower_layer::Layer;
 use super::config::{Config, OnError, OnMissingKey};
 use super::copies::Copies;
 use super::select::Selector;
-use super::{HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection};
+use super::{Headers, HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection};
 use crate::limit::Policies;
 use crate::store::{Observer, Store};
 
@@ -52,7 +52,7 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
             cost: None,
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
-            fields: true,
+            headers: Headers::default(),
             observer: None,
         })
     }
@@ -184,10 +184,24 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
         self.change(|config| config.on_missing_key = on_missing_key)
     }
 
-    /// Sets whether responses carry the `RateLimit` and `RateLimit-Policy` fields. Defaults to `true`.
+    /// Sets which header fields tell clients of a decision. Defaults to [`Headers::DRAFT`]: `RateLimit` and
+    /// `RateLimit-Policy`.
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// use tower_redis_ratelimit::{Headers, Trio};
+    ///
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+    /// // Also `X-RateLimit-Limit`, `X-RateLimit-Remaining`, and `X-RateLimit-Reset` as a Unix time.
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT.and(Trio::GitHub));
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
-    pub fn headers(self, headers: bool) -> Self {
-        self.change(|config| config.fields = headers)
+    pub fn headers(self, headers: Headers) -> Self {
+        self.change(|config| config.headers = headers)
     }
 
     /// Sets who is told of every decision, and of what no store could decide; and of what happens in the store, if that has

@@ -16,6 +16,7 @@ mod shadow;
 pub use config::{OnError, OnMissingKey};
 pub use extract::{Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
 pub use future::ResponseFuture;
+pub use headers::{Headers, Trio};
 pub use layer::RateLimitLayer;
 pub use reject::{HttpReject, Reason, Reject, Rejection};
 pub use select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};

@@ -13,9 +13,8 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    #[allow(clippy::disallowed_methods, reason = "the one place that reads the wall clock")]
     pub(super) fn new() -> Self {
-        let wall = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let wall = unix_time();
         #[cfg(test)]
         let wall = super::seed::Seed::wall().unwrap_or(wall);
         Self { wall: micros(wall), start: instant() }
@@ -36,4 +35,10 @@ fn micros(duration: Duration) -> i64 {
 #[allow(clippy::disallowed_methods, reason = "the stores read the time here")]
 pub(crate) fn instant() -> Instant {
     Instant::now()
+}
+
+/// The time since the Unix epoch, by the wall clock: it may go back, and tests cannot pause it.
+#[allow(clippy::disallowed_methods, reason = "the one place that reads the wall clock")]
+pub(crate) fn unix_time() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
 }

@@ -34,7 +34,7 @@ pub use observer::MetricsObserver;
 pub use observer::TracingObserver;
 pub use observer::{Observer, event};
 
-pub(crate) use clock::instant;
+pub(crate) use clock::{instant, unix_time};
 
 use crate::limit::{Check, Decision, Key};
 

@@ -6,7 +6,7 @@ use axum::routing::get;
 use axum::{Extension, Router};
 use http::{Request, Response};
 use tower::{Layer, Service, ServiceBuilder, service_fn};
-use tower_redis_ratelimit::{Decision, Global, LocalStore, OnMissingKey, RateLimitLayer};
+use tower_redis_ratelimit::{Decision, Global, Headers, LocalStore, OnMissingKey, RateLimitLayer};
 
 use crate::support::*;
 
@@ -93,7 +93,7 @@ async fn layers_with_stores_of_their_own_count_apart() {
 #[tokio::test]
 async fn settings_made_on_a_clone_leave_the_first_layer_as_it_was() {
     let first = layer("2/h");
-    let quiet = first.clone().headers(false);
+    let quiet = first.clone().headers(Headers::NONE);
     let told = send(&limited(first.clone()), request("alice")).await;
     assert!(field(&told, "ratelimit").is_some());
     let untold = send(&limited(quiet), request("alice")).await;

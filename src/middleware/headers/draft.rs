@@ -1,4 +1,4 @@
-//! The header fields of a decision: `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11.
+//! `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11.
 //!
 //! The draft still changes; this is the one place that knows its syntax.
 
@@ -23,7 +23,7 @@ pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
 }
 
 /// The quota of the policy that decided, as in `50/s burst 100`.
-pub(super) fn quota(decision: &Decision) -> &str {
+pub(in crate::middleware) fn quota(decision: &Decision) -> &str {
     let texts = decision.policies().derived(Texts::new);
     texts.and_then(|texts| texts.quotas.get(decision.decider())).map_or("", String::as_str)
 }
@@ -133,13 +133,18 @@ fn seconds(micros: u64) -> u64 {
 }
 
 /// How many seconds a client is told to wait.
-pub(super) fn retry_after(wait: Duration) -> u64 {
+pub(in crate::middleware) fn retry_after(wait: Duration) -> u64 {
     seconds(wait.as_micros() as u64)
 }
 
-/// The value of `Retry-After`. (`HeaderValue::from` a number allocates twice.)
+/// The value of `Retry-After`.
 pub(super) fn retry_after_field(wait: Duration) -> HeaderValue {
-    value(itoa::Buffer::new().format(retry_after(wait)).as_bytes())
+    number(retry_after(wait))
+}
+
+/// A number as the value of a field. (`HeaderValue::from` allocates twice.)
+pub(super) fn number(number: u64) -> HeaderValue {
+    value(itoa::Buffer::new().format(number).as_bytes())
 }
 
 #[cfg(test)]

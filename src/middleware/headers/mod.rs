@@ -1,0 +1,93 @@
+//! The header fields of a decision.
+
+mod draft;
+mod trio;
+
+use http::HeaderMap;
+use http::header::RETRY_AFTER;
+
+pub(super) use draft::{quota, retry_after};
+pub use trio::Trio;
+
+use crate::limit::Decision;
+
+/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`Trio`] for old clients,
+/// both or none.
+///
+/// | setting | fields |
+/// |---|---|
+/// | `Headers::DRAFT`, the default | `RateLimit` and `RateLimit-Policy` |
+/// | `Headers::DRAFT.and(Trio::GitHub)` | these, and `X-RateLimit-Limit`, `-Remaining` and `-Reset` |
+/// | `Headers::NONE.and(Trio::GitHub)` | only the three |
+/// | `Headers::NONE` | none |
+///
+/// A denial has `Retry-After` with any of them.
+///
+/// A [layer](crate::RateLimitLayer::headers) adds the fields to every response of its own accord. To a response that no layer
+/// has counted, [`append`](Self::append) adds them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Headers {
+    draft: bool,
+    trio: Option<Trio>,
+}
+
+impl Headers {
+    /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11.
+    pub const DRAFT: Self = Self { draft: true, trio: None };
+
+    /// None.
+    pub const NONE: Self = Self { draft: false, trio: None };
+
+    /// The same and three older fields. A response has one trio: this one takes the place of another.
+    #[must_use]
+    pub const fn and(self, trio: Trio) -> Self {
+        Self { trio: Some(trio), ..self }
+    }
+
+    /// Adds the fields of a decision to a response, and `Retry-After` if it is a denial for now.
+    ///
+    /// It is for a response that no layer has counted, such as that of a handler with a [`Limiter`](crate::Limiter):
+    ///
+    /// ```
+    /// use axum::http::StatusCode;
+    /// use axum::response::{IntoResponse, Response};
+    /// use tower_redis_ratelimit::{Error, Headers, Key, Limiter, LocalStore, Trio};
+    ///
+    /// async fn search(limiter: &Limiter<LocalStore>, user: Key, words: u32) -> Result<Response, Error> {
+    ///     let decision = limiter.take(user, words).await?;
+    ///     let mut response = match decision.is_allowed() {
+    ///         true => "found it".into_response(),
+    ///         false => (StatusCode::TOO_MANY_REQUESTS, "not so fast").into_response(),
+    ///     };
+    ///     Headers::DRAFT.and(Trio::GitHub).append(&decision, response.headers_mut());
+    ///     Ok(response)
+    /// }
+    /// ```
+    ///
+    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. A trio speaks of one
+    /// policy: that of the [decision](Decision::policy), unless one is there that has less remaining. A `Retry-After` that is
+    /// there stays.
+    pub fn append(self, decision: &Decision, headers: &mut HeaderMap) {
+        self.append_around(decision, headers, false);
+    }
+
+    /// The same. A trio that tells of a denial within stays.
+    pub(super) fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
+        if self.draft {
+            draft::append(headers, decision);
+        }
+        if let Some(trio) = self.trio {
+            trio.set(headers, decision, denied_within);
+        }
+        if let Some(wait) = decision.retry_after() {
+            headers.entry(RETRY_AFTER).or_insert_with(|| draft::retry_after_field(wait));
+        }
+    }
+}
+
+/// [`DRAFT`](Self::DRAFT).
+impl Default for Headers {
+    fn default() -> Self {
+        Self::DRAFT
+    }
+}
