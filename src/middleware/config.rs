@@ -6,6 +6,7 @@ use http::request::Parts;
 
 use super::annotation::Annotation;
 use super::asked::Asked;
+use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
 use super::shadow::Shadows;
 use super::{Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
@@ -30,6 +31,8 @@ pub(super) struct Config<S, K, R> {
     /// The header fields of responses.
     pub(super) headers: Headers,
     pub(super) observer: Option<Arc<dyn Observer>>,
+    /// One for all copies.
+    pub(super) misconfiguration: Arc<Misconfiguration>,
 }
 
 /// What a request costs under its policies.
@@ -168,6 +171,9 @@ impl<S, K, R> Config<S, K, R> {
     where
         R: Reject<B>,
     {
+        if missing.is_misconfigured() {
+            self.misconfiguration.tell(&missing, self.observer.as_deref());
+        }
         match self.on_missing_key {
             OnMissingKey::Allow if missing.is_absent() => Admission::Pass(None),
             _ => Admission::Reject(self.reject.reject(Rejection::new(Reason::MissingKey(&missing), request))),
@@ -195,6 +201,7 @@ impl<S, K, R> Config<S, K, R> {
             on_missing_key: self.on_missing_key,
             headers: self.headers,
             observer: self.observer,
+            misconfiguration: self.misconfiguration,
         }
     }
 }
@@ -215,6 +222,7 @@ impl<S: Clone, K, R> Config<S, K, R> {
             on_missing_key: self.on_missing_key,
             headers: self.headers,
             observer: self.observer.clone(),
+            misconfiguration: Arc::clone(&self.misconfiguration),
         }
     }
 }

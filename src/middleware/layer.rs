@@ -48,12 +48,13 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
             shadows: Vec::new(),
             dry_run: false,
             skip: None,
-            reject: Arc::new(HttpReject),
+            reject: Arc::new(HttpReject::new()),
             cost: None,
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
             headers: Headers::default(),
             observer: None,
+            misconfiguration: Arc::default(),
         })
     }
 }
@@ -204,8 +205,9 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
         self.change(|config| config.headers = headers)
     }
 
-    /// Sets who is told of every decision, and of what no store could decide; and of what happens in the store, if that has
-    /// no observer yet. Defaults to nobody. See [`Observer`].
+    /// Sets who is told of every decision, of what no store could decide, and of a server that is misconfigured; and of what
+    /// happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a misconfigured server
+    /// the log is told, with the feature `tracing`.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where
@@ -224,7 +226,9 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
         Self::with(config)
     }
 
-    fn with(config: Config<S, K, R>) -> Self {
+    fn with(mut config: Config<S, K, R>) -> Self {
+        // Another layer tells by itself.
+        config.misconfiguration = Arc::default();
         Self { config: Copies::new(|| config.copy()) }
     }
 }

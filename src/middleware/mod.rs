@@ -8,6 +8,7 @@ mod extract;
 mod future;
 mod headers;
 mod layer;
+mod misconfiguration;
 mod reject;
 mod select;
 mod service;

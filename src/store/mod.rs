@@ -32,6 +32,8 @@ pub use mock::MockStore;
 pub use observer::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use observer::TracingObserver;
+#[cfg(feature = "tracing")]
+pub(crate) use observer::log_misconfigured;
 pub use observer::{Observer, event};
 
 pub(crate) use clock::{instant, unix_time};

@@ -98,8 +98,8 @@ fn a_body_that_the_default_cannot_make_is_answered_with_how_to_make_it() {
         &answers(""),
         &[
             "HttpReject` cannot answer a rejected request with the body `bool`",
-            "`.reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| ..))`",
+            "`.reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| ..))`",
         ],
-        &answers(".reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| text.is_empty()))"),
+        &answers(".reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.is_empty()))"),
     );
 }

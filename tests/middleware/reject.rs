@@ -51,7 +51,7 @@ async fn a_request_without_a_key_is_the_clients_mistake() {
     let expected = json!({
         "type": "about:blank",
         "title": "Bad Request",
-        "detail": "the request lacks the header that it is counted by",
+        "detail": "the header x-user is missing",
     });
     assert_eq!(problem(response).await, expected);
 }
@@ -62,9 +62,12 @@ async fn a_server_that_notes_no_address_is_the_servers_mistake() {
     let response = send(&limited(layer), request("alice")).await;
     assert_eq!(response.status(), 500);
     assert_eq!(field(&response, "retry-after"), None);
-    let problem = problem(response).await;
-    assert_eq!(problem["title"], "Internal Server Error");
-    assert!(problem["detail"].as_str().unwrap().contains("into_make_service_with_connect_info"), "says what to do");
+    let expected = json!({
+        "type": "about:blank",
+        "title": "Internal Server Error",
+        "detail": "The server is not set up to count the request.",
+    });
+    assert_eq!(problem(response).await, expected, "nothing of how it is set up");
 }
 
 #[tokio::test]
@@ -101,6 +104,66 @@ async fn the_problem_is_json_whatever_an_extractor_says_is_missing() {
     assert_eq!(problem(response).await["detail"], ODD);
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_a_denied_client_reads_can_be_set() {
+    const ODD: &str = "Ask \"us\" for more:\n\\sales";
+    for (reject, content_type, expected) in [
+        (HttpReject::new().json("{\"error\":\"slow\"}"), "application/json", "{\"error\":\"slow\"}"),
+        (HttpReject::new().body("text/html".parse().unwrap(), "<b>slow</b>"), "text/html", "<b>slow</b>"),
+        (HttpReject::new().detail(ODD).json("{}".to_owned()), "application/json", "{}"),
+        (HttpReject::new().json("{}").detail(ODD), "application/problem+json", ""),
+    ] {
+        let service = limited(layer("1/h").reject(reject.clone()));
+        assert_eq!(send(&service, request("alice")).await.body(), "hello");
+        let denied = send(&service, request("alice")).await;
+        assert_eq!(denied.status(), 429);
+        let fields = ["content-type", "cache-control", "retry-after", "ratelimit"].map(|name| field(&denied, name));
+        assert_eq!(fields, [content_type, "no-store", "3600", "\"api\";r=0;t=3600"].map(Some));
+        if expected.is_empty() {
+            let expected = json!({
+                "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
+                "title": "Too Many Requests",
+                "detail": ODD,
+                "violated-policies": ["api"],
+            });
+            assert_eq!(json(denied).await, expected);
+        } else {
+            assert_eq!(denied.body(), expected);
+        }
+
+        // The rest says what it always says.
+        let missing = problem(send(&service, anonymous()).await).await;
+        assert_eq!(missing["detail"], "the header x-user is missing");
+        let broken = limited(layer_with(Broken, "1/h").reject(reject));
+        let unavailable = problem(send(&broken, request("alice")).await).await;
+        assert_eq!(unavailable["detail"], "The request could not be counted.");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rejection_is_a_sentence_for_the_client() {
+    fn sentence<S: Store, K: KeyExtractor>(
+        layer: RateLimitLayer<S, K>,
+    ) -> RateLimitLayer<S, K, impl Fn(Rejection<'_>) -> Response<String>> {
+        layer.reject_with(|rejection| Response::new(rejection.to_string()))
+    }
+    let service = limited(sentence(layer("1/h").cost(|request| if request.uri.path() == "/all" { 2 } else { 1 })));
+    let at_fault = limited(sentence(RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))));
+    let broken = limited(sentence(layer_with(Broken, "1/h")));
+    let mut all = request("alice");
+    *all.uri_mut() = "/all".parse().unwrap();
+    send(&service, request("alice")).await;
+    for (response, expected) in [
+        (send(&service, request("alice")).await, "The quota of 1/h is used up. Try again in 3600 s."),
+        (send(&service, all).await, "The request costs more than the 1 that ever pass at once."),
+        (send(&service, anonymous()).await, "the header x-user is missing"),
+        (send(&at_fault, anonymous()).await, "The server is not set up to count the request."),
+        (send(&broken, request("alice")).await, "The request could not be counted."),
+    ] {
+        assert_eq!(response.body(), expected);
+    }
+}
+
 /// Every kind of response of a service with this type of body.
 async fn fits<B>()
 where
@@ -128,6 +191,8 @@ where
         assert_eq!(response.status(), status);
         assert!(problem(response).await["title"].is_string());
     }
+    let own: Response<B> = answer(&layer.reject(HttpReject::new().json("{}")), Some("alice")).await;
+    assert_eq!(text(own).await, "{}");
 }
 
 #[tokio::test]
@@ -140,7 +205,8 @@ async fn the_usual_bodies_fit() {
 #[tokio::test]
 async fn a_body_that_is_made_otherwise_is_one_step_away() {
     type Boxed = BoxBody<Bytes, Infallible>;
-    let layer = layer("1/h").reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| text.boxed()));
+    let layer =
+        layer("1/h").reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.boxed()));
     let hello = |_: Request<String>| async { Ok::<_, Infallible>(Response::new(Boxed::default())) };
     let service = layer.layer(service_fn(hello));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
@@ -165,7 +231,7 @@ async fn a_closure_is_told_why_and_its_response_is_the_answer() {
     let denied = send(&service, request("alice")).await;
     assert_eq!(field(&denied, "retry-after"), Some("3600"), "the layer adds it");
     assert_eq!(denied.body(), "denied by api");
-    let missing = "missing: the request lacks the header that it is counted by";
+    let missing = "missing: the header x-user is missing";
     assert_eq!(send(&service, anonymous()).await.body(), missing);
     let unavailable = send(&broken, request("alice")).await;
     assert_eq!(unavailable.body(), "unavailable: Configuration");
@@ -180,7 +246,7 @@ fn by_content_type<S: Store>(
         Some(kind) if kind == "application/grpc" => {
             Response::builder().header("grpc-status", "8").body(rejection.status().to_string()).unwrap()
         }
-        _ => HttpReject.reject(rejection),
+        _ => HttpReject::new().reject(rejection),
     })
 }
 
@@ -260,7 +326,6 @@ async fn a_header_that_comes_twice_is_rejected_even_if_one_that_is_missing_is_no
     twice.headers_mut().append(USER, "mallory".parse().unwrap());
     let response = send(&service, twice).await;
     assert_eq!(response.status(), 400);
-    let detail = problem(response).await["detail"].to_string();
-    assert!(detail.contains("more than once"), "{detail}");
+    assert_eq!(problem(response).await["detail"], "the header x-user is there more than once");
     assert_eq!(send(&service, anonymous()).await.status(), 200);
 }

@@ -8,7 +8,8 @@ use crate::limit::Key;
 ///
 /// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
 ///
-/// A request that has the header more than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of
+/// A request without the header is one [without a key](crate::OnMissingKey), which is told the name of the header: "the
+/// header x-api-key is missing". One that has the header more than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of
 /// the values may be of the client's choice, beside one that a proxy has added: to count by it, or by all of them, would
 /// give the client a new key whenever it likes.
 ///
@@ -61,10 +62,11 @@ impl KeyExtractor for HeaderKey {
         let mut values = request.headers.get_all(name).iter();
         let first = values.next().map(|value| value.as_bytes());
         if values.next().is_some() {
-            return Err(MissingKey::malformed("the request has the header that it is counted by more than once"));
+            return Err(MissingKey::malformed(format!("the header {name} is there more than once")));
         }
         match first {
-            None | Some([]) => Err(MissingKey::new("the request lacks the header that it is counted by")),
+            None => Err(MissingKey::header(name)),
+            Some([]) => Err(MissingKey::new(format!("the header {name} is empty"))),
             Some(value) if self.secret => Ok(Key::secret(value)),
             Some(value) => Ok(Key::new(value)),
         }
@@ -87,8 +89,22 @@ mod tests {
         let parts = request(b"alice");
         assert_eq!(HeaderKey::new(USER).extract(&parts), Ok(Key::secret("alice")));
         assert_eq!(HeaderKey::new(USER).readable().extract(&parts), Ok(Key::new("alice")));
-        assert!(HeaderKey::new(http::header::AUTHORIZATION).extract(&parts).is_err());
-        assert!(HeaderKey::new(USER).extract(&request(b"")).is_err(), "an empty value tells nobody apart");
+    }
+
+    #[test]
+    fn a_request_without_the_header_is_told_which() {
+        let problem = |name, parts| HeaderKey::new(name).extract(parts).unwrap_err();
+        let parts = request(b"");
+        for (name, expected) in [
+            ("X-API-Key", "the header x-api-key is missing"),
+            ("authorization", "the header authorization is missing"),
+            // An empty value tells nobody apart.
+            ("x-user", "the header x-user is empty"),
+        ] {
+            let problem = problem(name, &parts);
+            assert_eq!(problem.to_string(), expected);
+            assert!(problem.is_absent());
+        }
     }
 
     #[test]
@@ -98,7 +114,7 @@ mod tests {
             let parts = request.body(()).unwrap().into_parts().0;
             for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
                 let problem = extractor.extract(&parts).unwrap_err();
-                assert!(problem.to_string().contains("more than once"), "{first:?}, {second:?}: {problem}");
+                assert_eq!(problem.to_string(), "the header x-user is there more than once", "{first:?}, {second:?}");
                 assert!(!problem.is_absent() && !problem.is_misconfigured());
             }
         }

@@ -1,17 +1,36 @@
+use std::fmt::{self, Write as _};
+
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Response};
 
 use super::{Reason, Reject, Rejection};
-use crate::limit::{Decision, Outcome};
-use crate::middleware::headers::{quota, retry_after};
+use crate::limit::Decision;
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
-/// - No key: 400, or 500 if the server is set up so that there can be none.
+/// - No key: 400, which says what is missing, or 500 if the server is set up so that there can be none, which does not say
+///   why: that is [for the log](crate::Observer::misconfigured).
 /// - Nothing could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`. What was the
 ///   matter is not told.
+///
+/// What a denied client reads can be set; everything else stays as it is:
+///
+/// ```
+/// use tower_redis_ratelimit::{Global, HttpReject, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
+///     .reject(HttpReject::new().json(r#"{"error":"rate_limited"}"#));
+/// # let _: axum::Router = axum::Router::new().layer(layer);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// For a body that depends on the request or on the decision, [`reject_with`](crate::RateLimitLayer::reject_with) takes a
+/// closure from a [`Rejection`].
 ///
 /// It makes every body that is `From<String>`, as axum's and hyper's are. For any other, make the body from the text:
 ///
@@ -23,83 +42,114 @@ use crate::middleware::headers::{quota, retry_after};
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
 /// // With tonic: `.map(|text: String| tonic::body::Body::new(text))`. Empty: `.map(|_: String| Default::default())`.
 /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
-///     .reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| text.boxed()));
+///     .reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.boxed()));
 /// # let _ = layer;
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone, Copy, Default)]
-pub struct HttpReject;
+#[derive(Debug, Clone, Default)]
+pub struct HttpReject {
+    denied: Denied,
+}
+
+/// The body of a denial.
+#[derive(Debug, Clone, Default)]
+enum Denied {
+    /// A problem with the quota and the wait.
+    #[default]
+    Problem,
+    /// A problem with this detail, which is escaped.
+    Detail(String),
+    /// This text of this type.
+    Body(HeaderValue, String),
+}
+
+impl HttpReject {
+    /// Rejects as [above](Self).
+    pub const fn new() -> Self {
+        Self { denied: Denied::Problem }
+    }
+
+    /// Sets the `detail` of the problem of a denial. Defaults to the quota and the wait, such as "The quota of 50/s is used
+    /// up. Try again in 1 s."
+    #[must_use]
+    pub fn detail(self, detail: &str) -> Self {
+        let mut escaped = String::new();
+        // A `String` takes every text.
+        let _ = Escaped(&mut escaped).write_str(detail);
+        Self { denied: Denied::Detail(escaped) }
+    }
+
+    /// Sets the whole body of a denial to a JSON text, with `Content-Type: application/json`. It is sent as it is, and takes
+    /// the place of the [`detail`](Self::detail).
+    #[must_use]
+    pub fn json(self, json: impl Into<String>) -> Self {
+        self.body(HeaderValue::from_static("application/json"), json)
+    }
+
+    /// Sets the whole body of a denial, and its type, such as `text/html`. It is sent as it is, and takes the place of the
+    /// [`detail`](Self::detail).
+    #[must_use]
+    pub fn body(self, content_type: HeaderValue, body: impl Into<String>) -> Self {
+        Self { denied: Denied::Body(content_type, body.into()) }
+    }
+
+    fn denied(&self, decision: &Decision, rejection: &Rejection<'_>) -> (HeaderValue, String) {
+        let mut body = match &self.denied {
+            Denied::Body(content_type, body) => return (content_type.clone(), body.clone()),
+            Denied::Detail(_) | Denied::Problem => {
+                open_problem("https://iana.org/assignments/http-problem-types#quota-exceeded", "Too Many Requests")
+            }
+        };
+        match &self.denied {
+            Denied::Detail(detail) => body.push_str(detail),
+            // It has no character that JSON would escape.
+            _ => drop(rejection.tell(&mut body)),
+        }
+        body.push_str("\",\"violated-policies\":[");
+        let violated = decision.verdicts().filter(|(_, verdict)| !verdict.is_allowed());
+        for (i, (policy, _)) in violated.enumerate() {
+            // Names have no character that JSON would escape.
+            body.push_str(if i > 0 { ",\"" } else { "\"" });
+            body.push_str(policy.name());
+            body.push('"');
+        }
+        body.push_str("]}\n");
+        (PROBLEM, body)
+    }
+}
+
+const PROBLEM: HeaderValue = HeaderValue::from_static("application/problem+json");
 
 #[diagnostic::do_not_recommend]
 impl<B: From<String>> Reject<B> for HttpReject {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
-        let status = rejection.status();
-        let title = status.canonical_reason().unwrap_or_default();
-        let (retry_after, body) = match rejection.reason() {
-            // The layer tells when to retry.
-            Reason::Denied(decision) => (None, denied(decision)),
-            Reason::MissingKey(missing) => (None, problem("about:blank", title, &missing.to_string())),
-            Reason::Unavailable(_) => (
-                Some(HeaderValue::from_static("1")),
-                problem(
-                    "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity",
-                    title,
-                    "The request could not be counted.",
-                ),
-            ),
+        let (content_type, body) = match rejection.reason() {
+            Reason::Denied(decision) => self.denied(decision, &rejection),
+            Reason::MissingKey(_) => (PROBLEM, problem("about:blank", &rejection)),
+            Reason::Unavailable(_) => {
+                let kind = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
+                (PROBLEM, problem(kind, &rejection))
+            }
         };
         let mut response = Response::new(B::from(body));
-        *response.status_mut() = status;
+        *response.status_mut() = rejection.status();
         let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        headers.insert(CONTENT_TYPE, content_type);
         // RFC 6585: a 429 is not to be stored by a cache.
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        if let Some(retry_after) = retry_after {
-            headers.insert(RETRY_AFTER, retry_after);
+        // To a denial the layer adds when to retry.
+        if let Reason::Unavailable(_) = rejection.reason() {
+            headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
         }
         response
     }
 }
 
-/// Without formatting macros, which would take longer than the decision: a flood of denials is when time is short.
-fn denied(decision: &Decision) -> String {
-    let mut body = open_problem("https://iana.org/assignments/http-problem-types#quota-exceeded", "Too Many Requests");
-    match decision.outcome() {
-        Outcome::NeverFits => {
-            body.push_str("The request costs more than the ");
-            body.push_str(itoa::Buffer::new().format(decision.capacity()));
-            body.push_str(" that ever pass at once.");
-        }
-        _ => {
-            body.push_str("The quota of ");
-            body.push_str(quota(decision));
-            body.push_str(" is used up. Try again in ");
-            body.push_str(itoa::Buffer::new().format(decision.retry_after().map_or(1, retry_after)));
-            body.push_str(" s.");
-        }
-    }
-    body.push_str("\",\"violated-policies\":[");
-    let violated = decision.verdicts().filter(|(_, verdict)| !verdict.is_allowed());
-    for (i, (policy, _)) in violated.enumerate() {
-        // Names have no character that JSON would escape.
-        body.push_str(if i > 0 { ",\"" } else { "\"" });
-        body.push_str(policy.name());
-        body.push('"');
-    }
-    body.push_str("]}\n");
-    body
-}
-
-fn problem(kind: &str, title: &str, detail: &str) -> String {
-    let mut body = open_problem(kind, title);
-    for c in detail.chars() {
-        match c {
-            '"' | '\\' => body.extend(['\\', c]),
-            c if c.is_control() => body.push_str(&format!("\\u{:04x}", c as u32)),
-            c => body.push(c),
-        }
-    }
+fn problem(kind: &str, rejection: &Rejection<'_>) -> String {
+    let mut body = open_problem(kind, rejection.status().canonical_reason().unwrap_or_default());
+    // A `String` takes every text.
+    let _ = rejection.tell(&mut Escaped(&mut body));
     body.push_str("\"}\n");
     body
 }
@@ -111,4 +161,20 @@ fn open_problem(kind: &str, title: &str) -> String {
         body.push_str(text);
     }
     body
+}
+
+/// Writes text as it stands in a string of JSON.
+struct Escaped<'a>(&'a mut String);
+
+impl fmt::Write for Escaped<'_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for c in text.chars() {
+            match c {
+                '"' | '\\' => self.0.extend(['\\', c]),
+                c if c.is_control() => write!(self.0, "\\u{:04x}", c as u32)?,
+                c => self.0.push(c),
+            }
+        }
+        Ok(())
+    }
 }

@@ -10,28 +10,25 @@ use ::http::{Response, StatusCode};
 pub use self::http::HttpReject;
 
 use super::MissingKey;
+use super::headers::{quota, retry_after};
 use crate::limit::Decision;
 use crate::store::Error;
 
 /// A request that does not pass, and why.
 ///
+/// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It tells nothing of what
+/// went wrong in the server.
+///
 /// ```
 /// use axum::Json;
 /// use axum::response::IntoResponse;
 /// use serde_json::json;
-/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Reason, Strategy};
+/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-/// // JSON for a denial, plain text for the rest.
 /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).reject_with(|rejection| {
-///     match rejection.reason() {
-///         Reason::Denied(decision) => {
-///             let body = json!({ "policy": decision.policy().name(), "wait": decision.retry_after() });
-///             (rejection.status(), Json(body)).into_response()
-///         }
-///         _ => (rejection.status(), "not counted").into_response(),
-///     }
+///     (rejection.status(), Json(json!({ "error": rejection.to_string() }))).into_response()
 /// });
 /// # let _: axum::Router = axum::Router::new().layer(layer);
 /// # Ok(())
@@ -49,7 +46,8 @@ pub struct Rejection<'a> {
 pub enum Reason<'a> {
     /// It was denied, for now or for ever.
     Denied(&'a Decision),
-    /// It has nothing that it could be counted by.
+    /// It has nothing that it could be counted by. What a [misconfigured](MissingKey::is_misconfigured) server says of this
+    /// is for the log: a client is not to know how it is set up.
     MissingKey(&'a MissingKey),
     /// No store could decide. The error is for the log: it may name what a client is not to know.
     Unavailable(&'a Error),
@@ -82,6 +80,41 @@ impl<'a> Rejection<'a> {
     }
 }
 
+impl Rejection<'_> {
+    /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: a flood of
+    /// denials is when time is short.
+    fn tell(&self, to: &mut impl fmt::Write) -> fmt::Result {
+        match self.reason {
+            Reason::Denied(decision) => match decision.retry_after() {
+                Some(wait) => {
+                    to.write_str("The quota of ")?;
+                    to.write_str(quota(decision))?;
+                    to.write_str(" is used up. Try again in ")?;
+                    to.write_str(itoa::Buffer::new().format(retry_after(wait)))?;
+                    to.write_str(" s.")
+                }
+                None => {
+                    to.write_str("The request costs more than the ")?;
+                    to.write_str(itoa::Buffer::new().format(decision.capacity()))?;
+                    to.write_str(" that ever pass at once.")
+                }
+            },
+            Reason::MissingKey(missing) if missing.is_misconfigured() => {
+                to.write_str("The server is not set up to count the request.")
+            }
+            Reason::MissingKey(missing) => write!(to, "{missing}"),
+            Reason::Unavailable(_) => to.write_str("The request could not be counted."),
+        }
+    }
+}
+
+/// The sentence for the client.
+impl fmt::Display for Rejection<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.tell(f)
+    }
+}
+
 /// Leaves out the request, whose headers carry secrets.
 impl fmt::Debug for Rejection<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -107,7 +140,7 @@ impl fmt::Debug for Rejection<'_> {
 ///     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
 ///         match rejection.request().headers.get(CONTENT_TYPE) {
 ///             Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => resource_exhausted(),
-///             _ => HttpReject.reject(rejection),
+///             _ => HttpReject::new().reject(rejection),
 ///         }
 ///     }
 /// }
@@ -125,7 +158,7 @@ impl fmt::Debug for Rejection<'_> {
     message = "`{Self}` cannot answer a rejected request with the body `{B}`",
     label = "not a `Reject<{B}>`",
     note = "`HttpReject`, the default, makes bodies that are `From<String>`",
-    note = "any other body: `.reject_with(|rejection| HttpReject.reject(rejection).map(|text: String| ..))`",
+    note = "any other body: `.reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| ..))`",
     note = "a response of your own: `.reject_with(|rejection| ..)`, where the closure returns an `http::Response<{B}>`"
 )]
 pub trait Reject<B> {

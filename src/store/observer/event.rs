@@ -46,6 +46,21 @@ impl<'a> Failed<'a> {
     }
 }
 
+/// The server is set up so that a layer can count no request.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Misconfigured<'a> {
+    /// What is wrong, and how to set it up.
+    pub problem: &'a str,
+}
+
+impl<'a> Misconfigured<'a> {
+    /// With this problem.
+    pub const fn new(problem: &'a str) -> Self {
+        Self { problem }
+    }
+}
+
 /// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from here on the fallback decides.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]

@@ -15,6 +15,8 @@ use std::sync::Arc;
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use self::tracing::TracingObserver;
+#[cfg(feature = "tracing")]
+pub(crate) use self::tracing::misconfigured as log_misconfigured;
 
 /// Is told what happens, for logs, metrics and health checks.
 ///
@@ -55,6 +57,12 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
+    /// A layer finds that the server is set up so that it cannot count any request, and rejects it. Told once a minute at
+    /// most by each layer. A layer without an observer tells the log, with the feature `tracing`.
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        let _ = event;
+    }
+
     /// The primary store of a [`Fallback`](crate::Fallback) has failed too often: from here on the fallback decides.
     fn degraded(&self, event: &event::Degraded<'_>) {
         let _ = event;
@@ -88,6 +96,10 @@ macro_rules! tells {
 
         fn failed(&$self, event: &event::Failed<'_>) {
             $($observer.failed(event);)+
+        }
+
+        fn misconfigured(&$self, event: &event::Misconfigured<'_>) {
+            $($observer.misconfigured(event);)+
         }
 
         fn degraded(&$self, event: &event::Degraded<'_>) {

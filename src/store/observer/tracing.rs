@@ -3,7 +3,7 @@ use std::fmt;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use tracing::{Span, info, trace, warn};
+use tracing::{Span, error, info, trace, warn};
 
 use super::throttle::{Throttle, Told};
 use super::{Observer, event};
@@ -16,6 +16,7 @@ use crate::store::{Error, ErrorKind};
 /// |---|---|---|
 /// | a denial: `policy`, `caller`, `denied`, `dry_run` | info | at once, then once a minute for each caller and policy |
 /// | a failed check: `kind`, `error`, `failed` | warn | at once, then once a minute for each kind |
+/// | the server is [misconfigured](Observer::misconfigured) | error | once a minute by each layer |
 /// | a [`Fallback`](crate::Fallback) decides locally | warn | each time |
 /// | it shares its counts again, or has charged what it granted | info | each time |
 /// | every decision, failure and call, in full | trace | each time |
@@ -128,6 +129,11 @@ impl fmt::Debug for TracingObserver {
     }
 }
 
+/// Also told where nobody observes, or nobody would know why all requests are rejected.
+pub(crate) fn misconfigured(&event::Misconfigured { problem }: &event::Misconfigured<'_>) {
+    error!(problem, "the server is set up so that requests cannot be counted");
+}
+
 impl Observer for TracingObserver {
     fn decided(&self, &event::Decided { key, decision, elapsed, dry_run }: &event::Decided<'_>) {
         let (policy, outcome) = (decision.policy(), decision.outcome());
@@ -163,6 +169,10 @@ impl Observer for TracingObserver {
         if let Some(told) = self.log.failures.note(error.kind(), || error.clone()) {
             failed(&Span::current(), told);
         }
+    }
+
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        misconfigured(event);
     }
 
     fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {

@@ -10,12 +10,13 @@ use tokio::time::advance;
 use tower::{Layer, ServiceExt};
 use tower_http::trace::TraceLayer;
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Key, LocalStore, MockStore, Observer, Store, TracingObserver, event,
+    Check, Error, ErrorKind, Key, LocalStore, MockStore, Observer, PeerIp, RateLimitLayer, Store, TracingObserver,
+    event,
 };
 use tracing::subscriber::DefaultGuard;
 use tracing::{Level, field, info_span};
 
-use crate::support::{Asking, Broken, asking, layer, layer_with, limited, policy, request, send};
+use crate::support::{Asking, Broken, anonymous, asking, layer, layer_with, limited, policy, request, send};
 
 /// Collects what this thread logs.
 #[derive(Clone, Default)]
@@ -201,4 +202,17 @@ async fn a_count_is_in_no_span_of_another_caller() {
     let bob = exceeded("bob", 1).replace("INFO", "INFO request{path=\"/b\"}:");
     assert_eq!(told("/b", &Key::new("bob")), [exceeded("alice", 1), bob]);
     assert!(!format!("{observer:?}").contains("alice"));
+}
+
+/// Also by a layer that has no observer.
+#[tokio::test]
+async fn a_misconfigured_server_is_an_error_in_the_log() {
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
+    for layer in [layer.clone(), layer.observer(TracingObserver::new())] {
+        let (lines, _guard) = Lines::collect(Level::INFO);
+        send(&limited(layer), anonymous()).await;
+        let told = lines.take();
+        assert!(told[0].starts_with("ERROR the server is set up so that"), "{told:?}");
+        assert!(told[0].contains("into_make_service_with_connect_info") && told.len() == 1, "{told:?}");
+    }
 }

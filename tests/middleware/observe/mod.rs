@@ -9,9 +9,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::advance;
-use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Observer, RedisStore, RedisStoreBuilder, event};
+use tower_redis_ratelimit::{
+    Fallback, Key, Limiter, LocalStore, Observer, OnMissingKey, PeerIp, RateLimitLayer, RedisStore, RedisStoreBuilder,
+    event,
+};
 
-use crate::support::{Broken, asking, layer, layer_with, limited, policy, request, send};
+use crate::support::{Broken, anonymous, asking, layer, layer_with, limited, policy, request, send};
 
 /// A Redis where nobody listens: to be refused is all that it may wait for.
 fn nowhere() -> RedisStoreBuilder {
@@ -49,6 +52,10 @@ impl Observer for Notes {
 
     fn failed(&self, event: &event::Failed<'_>) {
         self.add(format!("{} failed: {:?}", event.key.unwrap().reveal(), event.error.kind()));
+    }
+
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.add(event.problem);
     }
 
     fn degraded(&self, _: &event::Degraded<'_>) {
@@ -147,4 +154,40 @@ async fn a_store_keeps_the_observer_that_it_has() {
     send(&limited(layer_with(store, "9/h").observer(of_second.clone())), request("alice")).await;
     assert_eq!(of_first.take(), ["sends", "alice failed: Unreachable"]);
     assert_eq!(of_second.take().len(), 1, "the decision");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_misconfigured_server_is_told_once_a_minute_by_each_layer() {
+    let notes = Notes::default();
+    let layer = || RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h")).observer(notes.clone());
+    let service = limited(layer().on_missing_key(OnMissingKey::Allow));
+    let mut told = 0;
+    for (wait, expected) in [(0, 1), (0, 1), (59, 1), (1, 2), (59, 2), (600, 3), (0, 3)] {
+        advance(Duration::from_secs(wait)).await;
+        assert_eq!(send(&service, anonymous()).await.status(), 500);
+        let problems = notes.take();
+        told += problems.len();
+        assert_eq!(told, expected, "after {wait} s");
+        assert!(problems.iter().all(|problem| problem.contains("into_make_service_with_connect_info")), "{problems:?}");
+    }
+    send(&limited(layer()), anonymous()).await;
+    assert_eq!(notes.take().len(), 1, "another layer");
+    let client = limited(crate::support::layer("1/h").observer(notes.clone()));
+    assert_eq!(send(&client, anonymous()).await.status(), 400);
+    assert_eq!(notes.take().len(), 0, "a client's mistake is none of the server's");
+}
+
+/// Wherever a request happens to be handled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_misconfigured_server_is_told_once_by_all_threads() {
+    let notes = Notes::default();
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h")).observer(notes.clone());
+    let service = axum::Router::<()>::new().layer(layer);
+    let calls = (0..64).map(|_| {
+        let service = service.clone();
+        tokio::spawn(async move { send(&service, anonymous()).await.status().as_u16() })
+    });
+    let all: Vec<u16> = futures_util::future::try_join_all(calls).await.unwrap();
+    assert_eq!(all, [500; 64]);
+    assert_eq!(notes.take().len(), 1);
 }
