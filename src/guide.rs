@@ -1,10 +1,15 @@
-//! The pages of `docs/`: which strategy to choose, what happens when Redis goes away, how fast it is.
+//! The pages of `docs/`: which strategy to choose, what clients are told, what happens when Redis goes away, how fast it is.
 
 /// Which strategy fits which limit, and what it is called elsewhere.
 ///
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}
+
+/// What clients are told: header fields, in the new and the old forms, and bodies.
+///
+#[doc = include_str!("../docs/answers.md")]
+pub mod answers {}
 
 /// Every fault that we know of: what is promised, and what was measured.
 ///

@@ -7,8 +7,8 @@ use http::{HeaderMap, Response, StatusCode};
 use tokio::time::advance;
 use tower::Layer;
 use tower_redis_ratelimit::{
-    Decision, Global, Headers, Key, Limiter, LocalStore, OnError, OnMissingKey, Outcome, Policies, RateLimitLayer,
-    Rejection, Source, Trio,
+    Align, Decision, Global, Headers, Key, Limiter, LocalStore, OnError, OnMissingKey, Outcome, Policies, Policy,
+    RateLimitLayer, Rejection, Source, Strategy, Trio,
 };
 
 use crate::support::*;
@@ -249,4 +249,38 @@ async fn anybody_can_write_the_fields_of_a_decision() {
     Headers::NONE.and(Trio::XSeconds).append(&roomy, &mut headers);
     assert_eq!(headers["x-ratelimit-remaining"], "8");
     assert_eq!(headers["x-ratelimit-reset"], "7");
+}
+
+/// One line of the picture: a request at this second, and how long what remains must do.
+fn line(second: usize, response: &Response<String>) -> String {
+    let told = field(response, "ratelimit").unwrap().split_once(';').unwrap().1;
+    let number = |name: &str| told.split(';').find_map(|part| part.strip_prefix(name)).unwrap();
+    let (remaining, seconds) = (number("r="), number("t=").parse::<usize>().unwrap());
+    // 5 s are two columns.
+    let (start, width) = (" ".repeat(second * 2 / 5), seconds * 2 / 5 - 1);
+    let bar = format!(" {remaining} ");
+    format!("{second:>3} s   {}   {told:<10}   {start}|{bar:-^width$}|", response.status().as_u16())
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_picture_of_the_guide_is_true() {
+    let mut picture = String::new();
+    for (title, strategy, seconds) in [
+        ("Gcra, 3/m", Strategy::Gcra, &[0, 0, 0, 10, 20, 60][..]),
+        ("FixedWindow, 3/m", Strategy::FixedWindow(Align::FirstHit), &[0, 15, 30, 45, 60]),
+    ] {
+        let policy = Policy::new("api", strategy, "3/m".parse().unwrap()).unwrap();
+        let service = limited(RateLimitLayer::new(LocalStore::default(), Global, policy));
+        let axis = "0 s     20 s    40 s    60 s    80 s    100 s   120 s";
+        picture += &format!("{title:<27}{axis}\n");
+        let mut now = 0;
+        for &second in seconds {
+            advance(Duration::from_secs(second as u64 - now)).await;
+            now = second as u64;
+            picture += &line(second, &send(&service, request("alice")).await);
+            picture += "\n";
+        }
+    }
+    let guide = include_str!("../../docs/answers.md");
+    assert!(guide.contains(&picture), "the guide must have this picture:\n{picture}");
 }

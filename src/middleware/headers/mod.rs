@@ -21,7 +21,7 @@ use crate::limit::Decision;
 /// | `Headers::NONE.and(Trio::GitHub)` | only the three |
 /// | `Headers::NONE` | none |
 ///
-/// A denial has `Retry-After` with any of them.
+/// A denial has `Retry-After` with any of them. What the fields say is explained in [the guide](crate::guide::answers).
 ///
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response of its own accord. To a response that no layer
 /// has counted, [`append`](Self::append) adds them.
