@@ -242,6 +242,12 @@ async fn anybody_can_write_the_fields_of_a_decision() {
     Headers::NONE.and(Trio::XSeconds).append(&denied, response.headers_mut());
     assert_eq!(field(&response, "retry-after"), Some("7"));
 
+    // A denial tells, though what is there has less remaining.
+    let never = limiter.take(Key::new("bob"), 3).now_or_never().unwrap().unwrap();
+    let mut response = append(Headers::NONE.and(Trio::XSeconds), &allowed);
+    Headers::NONE.and(Trio::XSeconds).append(&never, response.headers_mut());
+    assert_eq!(trio(&response, "x-ratelimit"), ["2", "2", "0"].map(Some));
+
     // What is no number is not ours.
     let mut headers = HeaderMap::new();
     headers.insert("x-ratelimit-remaining", "0, 10;w=1".parse().unwrap());

@@ -64,9 +64,8 @@ impl Headers {
     /// }
     /// ```
     ///
-    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. A trio speaks of one
-    /// policy: that of the [decision](Decision::policy), unless one is there that has less remaining. A `Retry-After` that is
-    /// there stays.
+    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. Of two trios the
+    /// [tighter](Trio) one stays, and so does a `Retry-After` that is there.
     pub fn append(self, decision: &Decision, headers: &mut HeaderMap) {
         self.append_around(decision, headers, false);
     }
