@@ -122,7 +122,8 @@ impl<S, K, R> Config<S, K, R> {
         if own.is_none() && self.shadows.is_empty() || self.skips(request) {
             return None;
         }
-        let key = self.extractor.extract(request).ok()?;
+        let key = self.extractor.extract(request);
+        let key = key.inspect_err(|missing| self.misconfiguration.tell(missing, self.observer.as_deref())).ok()?;
         let all = own.into_iter().chain(&self.shadows).filter_map(|selector| selector.policies(request, Some(&key)));
         let ask = |policies| self.store.check(self.check(key, &policies, request));
         let asked = self.observer.clone().zip(self.asked(&key));
@@ -171,9 +172,7 @@ impl<S, K, R> Config<S, K, R> {
     where
         R: Reject<B>,
     {
-        if missing.is_misconfigured() {
-            self.misconfiguration.tell(&missing, self.observer.as_deref());
-        }
+        self.misconfiguration.tell(&missing, self.observer.as_deref());
         match self.on_missing_key {
             OnMissingKey::Allow if missing.is_absent() => Admission::Pass(None),
             _ => Admission::Reject(self.reject.reject(Rejection::new(Reason::MissingKey(&missing), request))),

@@ -15,8 +15,9 @@ pub(super) struct Misconfiguration {
 const PAUSE: Duration = Duration::from_secs(60);
 
 impl Misconfiguration {
+    /// Tells of a missing key, if the server is at fault.
     pub(super) fn tell(&self, missing: &MissingKey, observer: Option<&dyn Observer>) {
-        if self.is_due() {
+        if missing.is_misconfigured() && self.is_due() {
             let problem = missing.to_string();
             let event = event::Misconfigured::new(&problem);
             match observer {

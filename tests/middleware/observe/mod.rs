@@ -172,6 +172,8 @@ async fn a_misconfigured_server_is_told_once_a_minute_by_each_layer() {
     }
     send(&limited(layer()), anonymous()).await;
     assert_eq!(notes.take().len(), 1, "another layer");
+    assert_eq!(send(&limited(layer().dry_run()), anonymous()).await.status(), 200);
+    assert_eq!(notes.take().len(), 1, "a dry run, which counts nothing either");
     let client = limited(crate::support::layer("1/h").observer(notes.clone()));
     assert_eq!(send(&client, anonymous()).await.status(), 400);
     assert_eq!(notes.take().len(), 0, "a client's mistake is none of the server's");
