@@ -18,10 +18,12 @@ pub use limit::{
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    DryRun, Global, HeaderKey, Headers, HttpReject, KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp,
-    PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Tier, Tiers, Trio,
-    key_fn, policies_fn,
+    ClientIp, ClientIpBuilder, DryRun, Global, HeaderKey, Headers, HttpReject, KeyExtractor, Live, MissingKey, OnError,
+    OnMissingKey, PeerIp, PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes,
+    Tier, Tiers, Trio, key_fn, policies_fn,
 };
+#[cfg(feature = "axum")]
+pub use middleware::{MatchedEndpoint, MatchedRoute};
 #[cfg(feature = "metrics")]
 pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]

@@ -53,6 +53,17 @@ pub enum ConfigError {
         /// What is wrong with it.
         problem: String,
     },
+    /// Text that names no proxies to [trust](crate::ClientIpBuilder::trust), or all addresses.
+    TrustedNetwork {
+        /// The text as it was given.
+        text: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// Text that is no name of a header.
+    HeaderName(String),
+    /// An IPv6 prefix of 0 bits, or of more than 128.
+    Ipv6Prefix(u8),
     /// A Redis URL that cannot be read. The URL itself is left out, since it may hold a password.
     RedisUrl(String),
     /// A Redis URL that asks for TLS, in a build without it.
@@ -104,6 +115,17 @@ impl fmt::Display for ConfigError {
                 "the route {pattern:?} cannot be used ({problem}): write it like `/users/{{id}}` or `/files/{{*path}}`, \
                  and each once"
             ),
+            Self::TrustedNetwork { text, problem } => write!(
+                f,
+                "{text:?} cannot be trusted: {problem}; write the proxies' network like `203.0.113.0/24`, an address, \
+                 `private`, `loopback` or `unix`, or trust a number of hops"
+            ),
+            Self::HeaderName(name) => {
+                write!(f, "{name:?} is no name of a header: use letters, digits and `-`, such as `x-real-ip`")
+            }
+            Self::Ipv6Prefix(bits) => {
+                write!(f, "an IPv6 prefix of {bits} bits: it must be from 1 to 128, such as 64, which one host owns")
+            }
             Self::RedisUrl(problem) => {
                 write!(f, "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`")
             }
@@ -139,6 +161,9 @@ mod tests {
             TooManyPolicies(100),
             DuplicatePolicy(name()),
             Route { pattern: name(), problem: name() },
+            TrustedNetwork { text: name(), problem: "it is none" },
+            HeaderName(name()),
+            Ipv6Prefix(0),
             RedisUrl(name()),
             NoTls,
         ];

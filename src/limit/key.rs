@@ -53,6 +53,13 @@ impl Key {
     /// The one key of everybody: a limit for the whole service.
     pub const GLOBAL: Self = Self::reserved(b"*");
 
+    /// The key of all peers on unix sockets: they have no address.
+    pub(crate) const UNIX: Self = Self::reserved(b"ip:unix");
+
+    /// The key of all requests that match no route.
+    #[cfg(feature = "axum")]
+    pub(crate) const NO_ROUTE: Self = Self::reserved(b"route:none");
+
     /// The key by which a store tries whether another store decides again.
     pub(crate) const PROBE: Self = Self::reserved(b"~probe");
 
@@ -78,10 +85,18 @@ impl Key {
     /// (`64:ff9b::/96`, RFC 6052) and 6to4 (`2002::/16`, RFC 3056). They stand in Redis as `ip:192.0.2.7` and
     /// `ip:2001:0db8:0001:0002::/64`.
     pub fn ip(address: IpAddr) -> Self {
+        Self::network(address, 64)
+    }
+
+    /// As [`ip`](Self::ip), but the first so many bits of an IPv6 address, up to 128. Another length is another key.
+    ///
+    /// A network of more than 64 bits stands in Redis as `ip:20010db8000100020000000000000001/128`: with colons it would not
+    /// fit.
+    pub(crate) fn network(address: IpAddr, ipv6_prefix: u8) -> Self {
+        let mut key = Self::reserved(ADDRESS);
         match unwrapped(address) {
             IpAddr::V4(v4) => {
                 // Each octet with its point and padding, over the padding of the one before.
-                let mut key = Self::reserved(ADDRESS);
                 let mut end = ADDRESS.len();
                 for octet in v4.octets() {
                     key.bytes[end..end + 4].copy_from_slice(&OCTETS[usize::from(octet)]);
@@ -89,18 +104,27 @@ impl Key {
                 }
                 key.bytes[end - 1] = 0;
                 key.len = end as u8 - 1;
-                key
             }
             IpAddr::V6(v6) => {
-                let mut key = Self::reserved(ADDRESS);
-                for group in v6.octets()[..8].chunks_exact(2) {
-                    key.push_hex(group);
+                let prefix = ipv6_prefix.min(128);
+                let mask = u128::MAX.checked_shl(128 - u32::from(prefix)).unwrap_or(0);
+                let octets = (v6.to_bits() & mask).to_be_bytes();
+                if prefix <= 64 {
+                    for group in octets[..8].chunks_exact(2) {
+                        key.push_hex(group);
+                        key.push(b":");
+                    }
                     key.push(b":");
+                } else {
+                    key.push_hex(&octets);
                 }
-                key.push(b":/64");
-                key
+                // The octets' texts end in a point.
+                key.push(b"/");
+                let [digits @ .., _] = OCTETS[usize::from(prefix)];
+                key.push(&digits[..1 + usize::from(prefix >= 10) + usize::from(prefix >= 100)]);
             }
         }
+        key
     }
 
     /// One key of several: `("a", "bc")` and `("ab", "c")` stay apart, and one of a single part is not that part.
@@ -258,6 +282,20 @@ mod tests {
         assert_eq!(text(key("2001:db8:1:2::1")), "ip:2001:0db8:0001:0002::/64");
         assert_eq!(key("2001:db8:1:2::1"), key("2001:db8:1:2:ffff:ffff:ffff:ffff"));
         assert_ne!(key("2001:db8:1:2::1"), key("2001:db8:1:3::1"));
+    }
+
+    #[test]
+    fn a_network_of_ipv6_has_as_many_bits_as_one_likes() {
+        let key = |prefix| text(Key::network("2001:db8:1234:5678:9abc:def0:1234:5678".parse().unwrap(), prefix));
+        assert_eq!(key(1), "ip:0000:0000:0000:0000::/1");
+        assert_eq!(key(48), "ip:2001:0db8:1234:0000::/48");
+        assert_eq!(key(56), "ip:2001:0db8:1234:5600::/56");
+        assert_eq!(key(64), "ip:2001:0db8:1234:5678::/64");
+        assert_eq!(key(65), "ip:20010db8123456788000000000000000/65");
+        assert_eq!(key(128), "ip:20010db8123456789abcdef012345678/128");
+        assert_eq!((key(0), key(255)), ("ip:0000:0000:0000:0000::/0".to_owned(), key(128)));
+        let v4 = |prefix| Key::network("192.0.2.7".parse().unwrap(), prefix);
+        assert_eq!(v4(1), v4(128), "the prefix is of IPv6");
     }
 
     #[test]

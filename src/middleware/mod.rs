@@ -15,7 +15,9 @@ mod service;
 mod shadow;
 
 pub use config::{OnError, OnMissingKey};
-pub use extract::{Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
+pub use extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
+#[cfg(feature = "axum")]
+pub use extract::{MatchedEndpoint, MatchedRoute};
 pub use future::ResponseFuture;
 pub use headers::{Headers, Trio};
 pub use layer::RateLimitLayer;

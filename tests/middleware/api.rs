@@ -10,10 +10,10 @@ use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, Service};
 use tower_redis_ratelimit::{
-    Check, ConfigError, Decision, Error, ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, Headers, HttpReject,
-    Key, KeyExtractor, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit,
-    RateLimitLayer, Reason, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, ResponseFuture, Strategy,
-    Trio,
+    Check, ClientIp, ClientIpBuilder, ConfigError, Decision, DryRun, Error, ErrorKind, Fallback, FallbackFuture,
+    Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, Live, LocalStore, MissingKey, OnError, OnMissingKey,
+    PeerIp, Policies, Policy, Quota, RateLimit, RateLimitLayer, Reason, RedisFuture, RedisStore, RedisStoreBuilder,
+    Reject, Rejection, ResponseFuture, Strategy, Tier, Tiers, Trio,
 };
 
 use crate::support::*;
@@ -65,6 +65,7 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
     shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>)>();
     shared::<(Decision, Key, Check, Policy, Policies, Quota, Strategy)>();
     shared::<(Error, ErrorKind, ConfigError, MissingKey, Rejection<'static>, Reason<'static>)>();
+    shared::<(ClientIp, ClientIpBuilder, DryRun, Tier, Tiers, Live<Tiers>, Live<Policy>, Live<Policies>)>();
     shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey, Headers, Trio)>();
 }
 

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
 
 mod api;
+mod client_ip;
 mod compose;
 mod cost;
 mod fields;
@@ -10,6 +11,8 @@ mod messages;
 mod observe;
 mod policies;
 mod reject;
+#[cfg(feature = "axum")]
+mod routes;
 mod select;
 mod service;
 mod shadow;

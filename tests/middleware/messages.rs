@@ -65,7 +65,7 @@ fn what_is_no_store_is_answered_with_the_stores() {
 fn what_is_no_extractor_is_answered_with_the_extractors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), \"x-api-key\", policy);",
-        &["`&str` finds no key in a request", "`PeerIp`, `HeaderKey`, `Global`", "`key_fn(|request| ..)`"],
+        &["`&str` finds no key in a request", "`PeerIp`, `ClientIp`, `HeaderKey`, `Global`", "`key_fn(|request| ..)`"],
         "RateLimitLayer::new(LocalStore::default(), key_fn(|request| Some(Key::new(request.uri.path()))), policy);",
     );
 }
@@ -83,6 +83,15 @@ fn what_gives_no_policies_is_answered_with_what_does() {
          RateLimitLayer::new(LocalStore::default(), Global, policies_fn(move |request| {
              (request.uri.path() != \"/health\").then(|| policies.clone())
          }));",
+    );
+}
+
+#[test]
+fn a_client_address_without_anybody_trusted_is_answered_with_how_to_say_it() {
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), ClientIp::x_forwarded_for(), policy);",
+        &["`ClientIpBuilder` finds no key in a request", "`ClientIp::x_forwarded_for().trust([\"private\"])?`"],
+        "RateLimitLayer::new(LocalStore::default(), ClientIp::x_forwarded_for().trust([\"private\"])?, policy);",
     );
 }
 

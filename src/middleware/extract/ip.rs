@@ -1,53 +1,42 @@
-use std::net::{IpAddr, SocketAddr};
-
 use http::request::Parts;
 
+use super::peer::{self, Peer};
 use super::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
 /// Counts by the address that the connection came from; IPv6 by its /64 network.
 ///
 /// The address is that of the nearest peer: behind a load balancer it is the balancer's, and everybody is counted
-/// together. No header is trusted.
+/// together. No header is trusted: [`ClientIp`](crate::ClientIp) reads the header that your proxies write. Its
+/// [`peer()`](crate::ClientIp::peer) counts as this does, by an IPv6 prefix that can be set.
 ///
-/// It is read from the request's extensions, from the first of these that is there:
-/// 1. an [`IpAddr`], which your application puts there if it knows better,
-/// 2. a [`SocketAddr`],
+/// The address is read from the request's extensions, from the first of these that is there:
+/// 1. an [`IpAddr`](std::net::IpAddr), which your application puts there if it knows better,
+/// 2. a [`SocketAddr`](std::net::SocketAddr),
 /// 3. with the feature `axum`, axum's `ConnectInfo<SocketAddr>`, which
-///    `into_make_service_with_connect_info::<SocketAddr>()` puts there, or its `MockConnectInfo`.
+///    `into_make_service_with_connect_info::<SocketAddr>()` puts there, or its `MockConnectInfo`,
+/// 4. with the feature `tonic`, tonic's `TcpConnectInfo`, which its server puts there, also beside the `TlsConnectInfo` of a
+///    connection with TLS.
+///
+/// Peers on unix sockets have no address, and are counted together. They are known by a
+/// `tokio::net::unix::SocketAddr`, alone or in axum's `ConnectInfo`, and by tonic's `UdsConnectInfo`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PeerIp;
 
 impl KeyExtractor for PeerIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        let extensions = &request.extensions;
-        let address = extensions.get::<IpAddr>().copied();
-        let address = address.or_else(|| extensions.get().map(SocketAddr::ip));
-        // Last, so that the feature adds an address where there was none, and changes none.
-        address.or_else(|| connect_info(request)).map(Key::ip).ok_or(MissingKey::misconfigured(
-            "the server did not note the address of the peer; \
-             with axum, serve `app.into_make_service_with_connect_info::<SocketAddr>()` and enable the feature `axum`",
-        ))
+        match peer::explicit(request).map_or_else(|| Peer::of(request), Peer::Address) {
+            Peer::Address(address) => Ok(Key::ip(address)),
+            Peer::Unix => Ok(Key::UNIX),
+            Peer::Unknown => Err(peer::unknown()),
+        }
     }
-}
-
-/// The address as axum's own extractor finds it.
-#[cfg(feature = "axum")]
-fn connect_info(request: &Parts) -> Option<IpAddr> {
-    use axum::extract::connect_info::{ConnectInfo, MockConnectInfo};
-
-    let real = request.extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| address);
-    let mock = || request.extensions.get::<MockConnectInfo<SocketAddr>>().map(|MockConnectInfo(address)| address);
-    real.or_else(mock).map(SocketAddr::ip)
-}
-
-#[cfg(not(feature = "axum"))]
-fn connect_info(_: &Parts) -> Option<IpAddr> {
-    None
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
+
     use super::*;
     use http::Request;
 

@@ -1,22 +1,29 @@
 //! From a request to the key that it is counted by.
 
+mod client_ip;
 mod header;
 mod ip;
 mod missing;
+mod peer;
+#[cfg(feature = "axum")]
+mod route;
 
 use std::sync::Arc;
 
 use http::request::Parts;
 
+pub use client_ip::{ClientIp, ClientIpBuilder};
 pub use header::HeaderKey;
 pub use ip::PeerIp;
 pub use missing::MissingKey;
+#[cfg(feature = "axum")]
+pub use route::{MatchedEndpoint, MatchedRoute};
 
 use crate::limit::Key;
 
 /// Finds who a request is from.
 ///
-/// [`PeerIp`], [`HeaderKey`] and [`Global`] do, and closures given to [`key_fn`]. A tuple of extractors counts each
+/// [`PeerIp`], [`ClientIp`], [`HeaderKey`] and [`Global`] do, with the feature `axum` also `MatchedRoute` and `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each
 /// combination by itself: `(PeerIp, HeaderKey::new("x-api-key"))` every pair of an address and an API key.
 ///
 /// ```
@@ -36,7 +43,9 @@ use crate::limit::Key;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` finds no key in a request",
     label = "not a `KeyExtractor`",
-    note = "extractors are `PeerIp`, `HeaderKey`, `Global`, and tuples of extractors",
+    note = "extractors are `PeerIp`, `ClientIp`, `HeaderKey`, `Global`, with the feature `axum` `MatchedRoute` and \
+            `MatchedEndpoint`, and tuples of extractors",
+    note = "of `ClientIp`, say who is trusted: `ClientIp::x_forwarded_for().trust([\"private\"])?`",
     note = "a closure: `key_fn(|request| ..)`, which is given `&http::request::Parts` and returns an `Option<Key>`"
 )]
 pub trait KeyExtractor {

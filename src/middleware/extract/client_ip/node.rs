@@ -1,0 +1,51 @@
+//! The address in one entry of a header.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// Reads an address as proxies write it: alone, with a port, an IPv6 one in brackets or with a zone. `None` is what tells no
+/// address, such as `unknown`, or no host's, such as `0.0.0.0`.
+///
+/// An IPv4-mapped address is given as the IPv4 one.
+pub(super) fn address(node: &[u8]) -> Option<IpAddr> {
+    let node = str::from_utf8(node.trim_ascii()).ok()?;
+    let address = match node.strip_prefix('[') {
+        Some(bracketed) => {
+            let (address, port) = bracketed.split_once(']')?;
+            if !port.is_empty() && !is_port(port.strip_prefix(':')?) {
+                return None;
+            }
+            v6(address)?.to_canonical()
+        }
+        // Without brackets, what looks like a port is the last group.
+        None => match v6(node) {
+            Some(address) => address.to_canonical(),
+            None => v4(node)?.into(),
+        },
+    };
+    (!address.is_unspecified()).then_some(address)
+}
+
+fn v4(text: &str) -> Option<Ipv4Addr> {
+    match text.split_once(':') {
+        Some((address, port)) if is_port(port) => address.parse().ok(),
+        Some(_) => None,
+        None => text.parse().ok(),
+    }
+}
+
+/// Its zone is only of use on the machine that wrote it.
+fn v6(text: &str) -> Option<Ipv6Addr> {
+    match text.split_once('%') {
+        Some((_, zone)) if zone.is_empty() || !zone.bytes().all(|b| b.is_ascii_graphic()) => None,
+        Some((address, _)) => address.parse().ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// A port of RFC 7239: up to five digits, or an obfuscated one such as `_web`.
+fn is_port(text: &str) -> bool {
+    match text.strip_prefix('_') {
+        Some(name) => !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b)),
+        None => (1..=5).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit()),
+    }
+}

@@ -1,0 +1,103 @@
+//! Which hops are proxies that are believed.
+
+use std::fmt;
+use std::net::IpAddr;
+use std::num::NonZeroU8;
+use std::str::FromStr;
+
+use ipnet::{IpNet, Ipv4Net};
+
+use super::super::peer::Peer;
+use crate::limit::ConfigError;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Trust {
+    /// Those that one of these names.
+    Networks(Vec<Trusted>),
+    /// So many, starting with the peer, wherever they are.
+    Hops(NonZeroU8),
+}
+
+impl Trust {
+    /// Whether this hop is believed, to which so many lead from the peer.
+    pub(super) fn covers(&self, hop: Peer, hops: usize) -> bool {
+        match self {
+            Self::Networks(trusted) => trusted.iter().any(|trusted| trusted.covers(hop)),
+            Self::Hops(trusted) => hops < usize::from(trusted.get()),
+        }
+    }
+
+    /// Whether the setting says that there are peers on unix sockets.
+    pub(super) fn names_unix(&self) -> bool {
+        matches!(self, Self::Networks(trusted) if trusted.contains(&Trusted::Unix))
+    }
+}
+
+/// Proxies that are believed, as they are named in a setting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trusted {
+    Private,
+    Loopback,
+    Unix,
+    Network(IpNet),
+}
+
+impl Trusted {
+    fn covers(self, hop: Peer) -> bool {
+        let Peer::Address(address) = hop else { return self == Self::Unix && hop == Peer::Unix };
+        // Not those that stand for an IPv4 address by a tunnel or a translator: whether 2002:0a00:0001:: is 10.0.0.1 depends on
+        // who routes it.
+        let address = address.to_canonical();
+        match self {
+            Self::Private => {
+                let is_private = match address {
+                    IpAddr::V4(v4) => v4.is_private(),
+                    IpAddr::V6(v6) => v6.is_unique_local(),
+                };
+                is_private || address.is_loopback()
+            }
+            Self::Loopback => address.is_loopback(),
+            Self::Unix => false,
+            Self::Network(network) => network.contains(&address),
+        }
+    }
+}
+
+impl FromStr for Trusted {
+    type Err = ConfigError;
+
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let problem = |problem| ConfigError::TrustedNetwork { text: text.to_owned(), problem };
+        let network = match text {
+            "private" => return Ok(Self::Private),
+            "loopback" => return Ok(Self::Loopback),
+            "unix" => return Ok(Self::Unix),
+            _ => text.parse().or_else(|_| text.parse().map(|address: IpAddr| address.into())),
+        };
+        let network =
+            unmapped(network.map_err(|_| problem("it is none of the words, and neither a network nor an address"))?);
+        if network.prefix_len() == 0 {
+            return Err(problem("it covers every address, so that clients were believed too"));
+        }
+        Ok(Self::Network(network))
+    }
+}
+
+/// A network of IPv4-mapped addresses as that of the IPv4 ones, as which they are compared.
+fn unmapped(network: IpNet) -> IpNet {
+    let IpNet::V6(v6) = network else { return network.trunc() };
+    let v4 = v6.network().to_ipv4_mapped().zip(v6.prefix_len().checked_sub(96));
+    v4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok()).map_or(network.trunc(), IpNet::V4)
+}
+
+/// As it is written in a setting.
+impl fmt::Display for Trusted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Private => f.write_str("private"),
+            Self::Loopback => f.write_str("loopback"),
+            Self::Unix => f.write_str("unix"),
+            Self::Network(network) => network.fmt(f),
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! Who is at the other end of the connection, as the server has noted it in the request's extensions.
+
+use std::net::{IpAddr, SocketAddr};
+
+use http::request::Parts;
+
+use super::MissingKey;
+
+/// Who is at the other end of the connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Peer {
+    Address(IpAddr),
+    /// A process of this machine. It has no address.
+    Unix,
+    /// The server noted nothing, or nothing that we know.
+    Unknown,
+}
+
+impl Peer {
+    /// Of the connection, whatever the application knows better.
+    pub(super) fn of(request: &Parts) -> Self {
+        let noted = request.extensions.get().map(|address: &SocketAddr| Self::Address(address.ip()));
+        // Then the features, so that they add an address where there was none, and change none.
+        noted.or_else(|| axum(request)).or_else(|| tonic(request)).or_else(|| unix(request)).unwrap_or(Self::Unknown)
+    }
+}
+
+/// The address that the application has put there, which wins over all others.
+pub(super) fn explicit(request: &Parts) -> Option<IpAddr> {
+    request.extensions.get().copied()
+}
+
+/// The server noted nothing.
+pub(super) fn unknown() -> MissingKey {
+    MissingKey::misconfigured(
+        "the server did not note the address of the peer; \
+         with axum, serve `app.into_make_service_with_connect_info::<SocketAddr>()` and enable the feature `axum`; \
+         with tonic, enable the feature `tonic`",
+    )
+}
+
+/// The address as axum's own extractor finds it.
+#[cfg(feature = "axum")]
+fn axum(request: &Parts) -> Option<Peer> {
+    use axum::extract::connect_info::{ConnectInfo, MockConnectInfo};
+
+    let extensions = &request.extensions;
+    let real = extensions.get::<ConnectInfo<SocketAddr>>().map(|ConnectInfo(address)| address);
+    let mock = || extensions.get::<MockConnectInfo<SocketAddr>>().map(|MockConnectInfo(address)| address);
+    real.or_else(mock).map(|address| Peer::Address(address.ip()))
+}
+
+#[cfg(not(feature = "axum"))]
+fn axum(_: &Parts) -> Option<Peer> {
+    None
+}
+
+/// The address that tonic's server notes, with its TLS or without.
+#[cfg(feature = "tonic")]
+fn tonic(request: &Parts) -> Option<Peer> {
+    let info = request.extensions.get::<tonic::transport::server::TcpConnectInfo>()?;
+    info.remote_addr().map(|address| Peer::Address(address.ip()))
+}
+
+#[cfg(not(feature = "tonic"))]
+fn tonic(_: &Parts) -> Option<Peer> {
+    None
+}
+
+/// A peer on a unix socket.
+#[cfg(unix)]
+fn unix(request: &Parts) -> Option<Peer> {
+    use tokio::net::unix::SocketAddr;
+
+    let extensions = &request.extensions;
+    let is_unix = extensions.get::<SocketAddr>().is_some();
+    #[cfg(feature = "axum")]
+    let is_unix = is_unix || extensions.get::<axum::extract::ConnectInfo<SocketAddr>>().is_some();
+    #[cfg(feature = "tonic")]
+    let is_unix = is_unix || extensions.get::<tonic::transport::server::UdsConnectInfo>().is_some();
+    is_unix.then_some(Peer::Unix)
+}
+
+#[cfg(not(unix))]
+fn unix(_: &Parts) -> Option<Peer> {
+    None
+}

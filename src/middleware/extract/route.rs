@@ -1,0 +1,77 @@
+//! By axum's route templates.
+
+use axum::extract::MatchedPath;
+use http::Method;
+use http::request::Parts;
+
+use super::{KeyExtractor, MissingKey};
+use crate::limit::Key;
+
+/// Counts by the template of the route that axum has matched, such as `/users/{id}`, for all ids together.
+///
+/// ```
+/// use axum::{Router, routing::get};
+/// use tower_redis_ratelimit::{LocalStore, MatchedRoute, PeerIp, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// // Each address has 100 requests a minute to each route.
+/// let policy = Policy::new("route", Strategy::Gcra, Quota::per_minute(100))?;
+/// let layer = RateLimitLayer::new(LocalStore::default(), (PeerIp, MatchedRoute), policy);
+/// let app: Router = Router::new()
+///     .route("/users/{id}", get(|| async { "user" }))
+///     .route("/orders/{id}", get(|| async { "order" }))
+///     .layer(layer);
+/// # let _ = app;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Requests that match no route share one key, whatever their path: clients cannot make keys. Those are
+/// - what a `fallback` answers, also that of a nested router,
+/// - what a service answers that stands there by `nest_service` or `fallback_service`, for axum tells no route of it; give each
+///   of these a layer of its own,
+/// - all requests, if the layer is not on the `Router` (or on one nested in it, or on a route), but around it: there, routes
+///   are matched only after the layer has decided.
+///
+/// A route of a nested router is the whole one, such as `/api/users/{id}`. A method that a route does not have (405) counts
+/// for that route. Templates with parameters stand hashed in Redis.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MatchedRoute;
+
+impl KeyExtractor for MatchedRoute {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        Ok(template(request).map_or(Key::NO_ROUTE, Key::new))
+    }
+}
+
+/// Counts by method and [`MatchedRoute`], such as `POST /users/{id}`.
+///
+/// `HEAD` counts as `GET`, whose handlers answer it. All methods that HTTP and `PATCH` (RFC 5789) do not define count as
+/// one, and requests that match no route share one key for all methods: clients cannot make keys by either.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct MatchedEndpoint;
+
+impl KeyExtractor for MatchedEndpoint {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        let endpoint = |template| Key::tuple(&[Key::new(method(&request.method)), Key::new(template)]);
+        Ok(template(request).map_or(Key::NO_ROUTE, endpoint))
+    }
+}
+
+fn template(request: &Parts) -> Option<&str> {
+    request.extensions.get().map(MatchedPath::as_str)
+}
+
+fn method(method: &Method) -> &'static str {
+    match *method {
+        Method::GET | Method::HEAD => "GET",
+        Method::POST => "POST",
+        Method::PUT => "PUT",
+        Method::PATCH => "PATCH",
+        Method::DELETE => "DELETE",
+        Method::OPTIONS => "OPTIONS",
+        Method::TRACE => "TRACE",
+        Method::CONNECT => "CONNECT",
+        _ => "OTHER",
+    }
+}
