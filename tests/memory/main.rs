@@ -1,4 +1,5 @@
-//! What the stores cost this process: few bytes for each caller, and few for each check that waits for Redis.
+//! What the stores cost this process: few bytes for each caller, and few for each check that waits for Redis. To find who a
+//! caller is costs none.
 //!
 //! Counted is what each thread asks of the allocator, so that tests do not meet.
 
@@ -8,20 +9,37 @@
 mod support;
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use allocation_counter::measure;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
+use http::Request;
 use tokio::runtime;
 use tokio::task::yield_now;
 use tokio::time::timeout;
 use tower_redis_ratelimit::{
-    Answer, Check, ErrorKind, Key, LocalStore, RedisFuture, RedisStore, Source, Store, Strategy,
+    Answer, Check, ClientIp, ErrorKind, Key, KeyExtractor, LocalStore, RedisFuture, RedisStore, Source, Store, Strategy,
 };
 
 use crate::support::{RedisServer, STRATEGIES, policy};
+
+/// Where the client is by far not the last entry, in every form.
+#[test]
+fn a_client_behind_proxies_is_found_without_the_allocator() {
+    let list = "6.6.6.6, [2001:db8::7]:4711, 10.0.0.3, fd00::2%eth0, ::ffff:10.0.0.1";
+    let elements = r#"for=6.6.6.6, for="[2001:db8::\7]:4711";host="a, b", for=10.0.0.3;proto=https, FOR="[fd00::2]""#;
+    for (header, line) in [("x-forwarded-for", list), ("forwarded", elements), ("x-real-ip", "[2001:db8::7]:4711")] {
+        let client = ClientIp::header(header).trust(["203.0.113.0/24", "2001:db8:1::/48", "private"]).unwrap();
+        let peer = SocketAddr::from(([10, 0, 0, 1], 4711));
+        let request = Request::builder().extension(peer).header(header, line).body(()).unwrap().into_parts().0;
+        let mut key = None;
+        assert_eq!(measure(|| key = client.extract(&request).ok()).count_total, 0, "{header}");
+        assert_eq!(key, Some(Key::ip("2001:db8::7".parse().unwrap())), "{header}");
+    }
+}
 
 /// What stands for a key: its hash of 128 bits.
 const KEY: i64 = size_of::<u128>() as i64;

@@ -133,6 +133,15 @@ async fn a_layer_in_a_nested_router_sees_the_whole_route() {
 }
 
 #[tokio::test]
+async fn a_layer_on_a_route_sees_it() {
+    let on_route = |extractor| {
+        let layer = RateLimitLayer::new(LocalStore::default(), key_fn(extractor), policy("api", "1000/h"));
+        Router::new().route("/users/{id}", get(ok).layer(layer))
+    };
+    assert_eq!(keys(MatchedRoute, &["GET /users/7"], on_route).await, [Key::new("/users/{id}")]);
+}
+
+#[tokio::test]
 async fn around_a_router_no_route_is_known() {
     let around = |extractor| {
         let layer = RateLimitLayer::new(LocalStore::default(), key_fn(extractor), policy("api", "1000/h"));

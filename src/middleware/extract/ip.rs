@@ -54,8 +54,33 @@ mod tests {
         assert_eq!(PeerIp.extract(&with(axum::extract::ConnectInfo(socket))), expected);
         #[cfg(feature = "axum")]
         assert_eq!(PeerIp.extract(&with(axum::extract::connect_info::MockConnectInfo(socket))), expected);
+        #[cfg(feature = "tonic")]
+        {
+            let tcp = |remote_addr| tonic::transport::server::TcpConnectInfo { local_addr: None, remote_addr };
+            assert_eq!(PeerIp.extract(&with(tcp(Some(socket)))), expected);
+            assert!(PeerIp.extract(&with(tcp(None))).unwrap_err().is_misconfigured());
+        }
         let missing = PeerIp.extract(&with(())).unwrap_err();
         assert!(missing.to_string().contains("into_make_service_with_connect_info"));
+    }
+
+    #[cfg(unix)]
+    #[tokio::test]
+    async fn peers_on_unix_sockets_are_counted_together() {
+        let (socket, _other) = tokio::net::UnixStream::pair().unwrap();
+        let address = socket.peer_addr().unwrap();
+        assert_eq!(PeerIp.extract(&with(address.clone())), Ok(Key::UNIX));
+        #[cfg(feature = "axum")]
+        assert_eq!(PeerIp.extract(&with(axum::extract::ConnectInfo(address.clone()))), Ok(Key::UNIX));
+        #[cfg(feature = "tonic")]
+        {
+            let noted = tonic::transport::server::Connected::connect_info(&socket);
+            assert_eq!(PeerIp.extract(&with(noted)), Ok(Key::UNIX));
+        }
+        let mut request = with(address);
+        let known: SocketAddr = "192.0.2.7:1".parse().unwrap();
+        request.extensions.insert(known);
+        assert_eq!(PeerIp.extract(&request), Ok(Key::ip(known.ip())), "an address tells more");
     }
 
     #[test]
