@@ -18,10 +18,10 @@ use crate::limit::Key;
 /// What a client can spell in many ways is no good key, for each spelling is counted by itself:
 /// - `Authorization`: `Bearer x`, `bearer x` and `Bearer  x` are one credential and three values. Count by the user whom
 ///   your authentication has found.
-/// - `X-Forwarded-For`, `Forwarded` and the like, **never**: proxies append to what the client has sent, so the value as a whole is
-///   of the client's choice, and each request may have a new key. [`ClientIp`](crate::ClientIp) reads the part that your
-///   proxies wrote. Headers with one address, such as `X-Real-IP`, are for it too: here `192.0.2.7` and `192.0.2.7:4711` were
-///   two callers, every IPv6 address were one, and a request that came around the proxy would choose its own.
+/// - `X-Forwarded-For` and `Forwarded`, **never**: proxies append to what the client has sent, so the client chooses the value
+///   as a whole, and can have a new key for every request. [`ClientIp`](crate::ClientIp) reads the part that your proxies wrote.
+///   It is for headers with one address too, such as `X-Real-IP`: here, a client that gets around the proxy chooses its key, and
+///   each address of an IPv6 network has a count of its own.
 /// - `Cookie`: clients may send it in several lines, and it holds more than the session.
 ///
 /// ```

@@ -68,9 +68,9 @@ use crate::limit::{ConfigError, Key};
 ///
 /// # Who the peer is
 ///
-/// [`PeerIp`](crate::PeerIp) tells where the address of the connection is read from. An [`IpAddr`] that your
-/// application has put into the request's extensions wins here too, and then no header counts. So does no header that comes
-/// from a peer who is not trusted, and no header but the one that was chosen.
+/// The address of the connection is read where [`PeerIp`](crate::PeerIp) reads it. An [`IpAddr`] that your application has put
+/// into the request's extensions wins here too: then no header counts. Nor does one from a peer who is not trusted, or any but
+/// the one that you chose.
 ///
 /// Peers on unix sockets have no address. One whose header does not tell another is counted together with all others of them.
 #[derive(Debug, Clone, PartialEq, Eq)]

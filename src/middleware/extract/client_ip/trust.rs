@@ -1,6 +1,5 @@
 //! Which hops are proxies that are believed.
 
-use std::fmt;
 use std::net::IpAddr;
 use std::num::NonZeroU8;
 use std::str::FromStr;
@@ -88,16 +87,4 @@ fn unmapped(network: IpNet) -> IpNet {
     let IpNet::V6(v6) = network else { return network.trunc() };
     let v4 = v6.network().to_ipv4_mapped().zip(v6.prefix_len().checked_sub(96));
     v4.and_then(|(address, prefix)| Ipv4Net::new(address, prefix).ok()).map_or(network.trunc(), IpNet::V4)
-}
-
-/// As it is written in a setting.
-impl fmt::Display for Trusted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Private => f.write_str("private"),
-            Self::Loopback => f.write_str("loopback"),
-            Self::Unix => f.write_str("unix"),
-            Self::Network(network) => network.fmt(f),
-        }
-    }
 }
