@@ -36,6 +36,13 @@ pub enum ConfigError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// Text that is no strategy.
+    StrategySyntax {
+        /// The text as it was given.
+        text: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
     /// A policy name that is empty, too long, or has a character that keys and headers cannot carry.
     PolicyName(String),
     /// A key prefix that is empty, too long, or has a character that keys cannot carry.
@@ -97,6 +104,12 @@ impl fmt::Display for ConfigError {
             Self::QuotaSyntax { text, problem } => {
                 write!(f, "{text:?} is no quota: {problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`")
             }
+            Self::StrategySyntax { text, problem } => write!(
+                f,
+                "{text:?} is no strategy: {problem}; write `gcra`, `token-bucket`, `token-bucket(interval)`, \
+                 `leaky-bucket`, `fixed-window`, `fixed-window(clock+22h)`, `fixed-window(first-hit)`, `sliding-log`, \
+                 `sliding-window(10 cells)` or `sliding-counter`"
+            ),
             Self::PolicyName(name) => {
                 write!(f, "{name:?} is no policy name: use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`")
             }
@@ -155,6 +168,7 @@ mod tests {
             Cells(0),
             LogTooLong(100_001),
             QuotaSyntax { text: name(), problem: "it has no slash" },
+            StrategySyntax { text: name(), problem: "it has no name" },
             PolicyName(name()),
             Prefix(name()),
             NoPolicy,

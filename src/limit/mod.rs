@@ -5,6 +5,7 @@
 mod check;
 mod decided;
 mod decision;
+mod duration;
 mod error;
 #[cfg(test)]
 mod golden;

@@ -2,7 +2,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::ConfigError;
+use super::{ConfigError, duration};
 
 /// How much: a limit per period, and the most that may come at once.
 ///
@@ -13,7 +13,19 @@ use super::ConfigError;
 /// cannot work (a limit of 0, a period of 0), so that none ever reaches a decision; [`is_valid`](Self::is_valid) tells so
 /// of a constant when it is compiled.
 ///
-/// As text it reads `100/s`, `10/60s`, `1000/h burst 50`; the units are `us`, `ms`, `s`, `m`, `h` and `d`.
+/// # As text
+///
+/// `100/s`, `10/min`, `5 per 15m`, `1000 per hour burst 50`:
+///
+/// ```text
+/// quota  = limit ( "/" | " per " ) period [ " burst " number ]
+/// period = unit | number unit | number " " unit
+/// unit   = d day days | h hour hours | m min minute minutes | s sec second seconds | ms | us | ns
+/// ```
+///
+/// Numbers are whole and in decimal digits. What could be read in two ways is refused: a period without a unit (`10/60`),
+/// units in capitals (`10/M`), months and years, digits in groups (`1,000/h`). It is written in the shortest of these
+/// forms, such as `10/m` or `5/15m`.
 ///
 /// ```
 /// use std::time::Duration;
@@ -100,18 +112,12 @@ impl Quota {
     }
 }
 
-/// Units of a period, longest first, in microseconds.
-const UNITS: [(&str, u128); 6] =
-    [("d", 86_400_000_000), ("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)];
-
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/", self.limit)?;
-        let micros = self.period.as_micros();
-        match UNITS.iter().find(|(_, unit)| micros >= *unit && micros.is_multiple_of(*unit)) {
-            Some((name, unit)) if micros == *unit => f.write_str(name)?,
-            Some((name, unit)) => write!(f, "{}{name}", micros / unit)?,
-            None => f.write_str("0s")?,
+        match duration::measure(self.period) {
+            (1, unit) => f.write_str(unit)?,
+            (count, unit) => write!(f, "{count}{unit}")?,
         }
         match self.burst {
             Some(burst) => write!(f, " burst {burst}"),
@@ -130,24 +136,16 @@ impl FromStr for Quota {
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let wrong = |problem| ConfigError::QuotaSyntax { text: text.chars().take(80).collect(), problem };
 
-        let (limit, rest) = text.trim().split_once('/').ok_or_else(|| wrong("there is no `/`"))?;
+        let (limit, rest) = split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
         let limit = whole(limit).ok_or_else(|| wrong("the limit is no whole number up to 4294967295"))?;
 
-        let mut words = rest.split_whitespace();
+        let mut words = rest.split_whitespace().peekable();
         let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
-        let unit_at = period.find(|c: char| !c.is_ascii_digit()).ok_or_else(|| wrong("the period has no unit"))?;
-        let (count, unit) = period.split_at(unit_at);
-        let count = match count {
-            "" => 1,
-            digits => digits.parse::<u64>().map_err(|_| wrong("the period is too long"))?,
+        let period = match duration::split(period) {
+            (count, "") => duration::times(count, words.next_if(|word| *word != "burst").unwrap_or_default()),
+            (count, unit) => duration::times(count, unit),
         };
-        let (_, unit) = UNITS
-            .iter()
-            .find(|(name, _)| *name == unit)
-            .ok_or_else(|| wrong("the period's unit is none of us, ms, s, m, h, d"))?;
-        let micros = u64::try_from(u128::from(count) * unit).map_err(|_| wrong("the period is too long"))?;
-
-        let mut quota = Self::per(limit, Duration::from_micros(micros));
+        let mut quota = Self::per(limit, period.map_err(wrong)?);
         match words.next() {
             None => {}
             Some("burst") => {
@@ -164,8 +162,21 @@ impl FromStr for Quota {
     }
 }
 
+/// The limit, and what follows it.
+fn split_rate(text: &str) -> Option<(&str, &str)> {
+    let (limit, rest) = match text.split_once('/') {
+        Some(parts) => parts,
+        None => {
+            let (limit, rest) = text.split_once("per")?;
+            let apart = limit.ends_with(char::is_whitespace) && rest.starts_with(char::is_whitespace);
+            apart.then_some((limit, rest))?
+        }
+    };
+    Some((limit.trim_end(), rest))
+}
+
 /// Digits only: `u32::from_str` would take a sign too.
-fn whole(digits: &str) -> Option<u32> {
+pub(super) fn whole(digits: &str) -> Option<u32> {
     digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok()).flatten()
 }
 
@@ -207,6 +218,17 @@ mod tests {
         assert_eq!(" 10/60s ".parse(), Ok(Quota::per_minute(10)));
         assert_eq!("1000/h burst 50".parse(), Ok(Quota::per_hour(1000).burst(50)));
         assert_eq!("7/250ms".parse(), Ok(Quota::per(7, Duration::from_millis(250))));
+        let five = Quota::per(5, Duration::from_secs(900));
+        for text in ["5/15m", "5 / 15 min", "5 per 15m", "5  per\t15 minutes", "5 per 900 seconds"] {
+            assert_eq!(text.parse(), Ok(five), "{text}");
+        }
+        for text in ["10/m", "10/min", "10 per minute", "10/1m", "10 per 1 minute", "10 per 60 sec"] {
+            assert_eq!(text.parse(), Ok(Quota::per_minute(10)), "{text}");
+        }
+        assert_eq!("1000 per hour burst 50".parse(), Ok(Quota::per_hour(1000).burst(50)));
+        assert_eq!("1000 per 1 hour  burst  50".parse(), Ok(Quota::per_hour(1000).burst(50)));
+        assert_eq!("1 per 30 days".parse(), Ok(Quota::per(1, Duration::from_secs(30 * 86_400))));
+        assert_eq!(five.to_string(), "5/15m");
         assert_eq!(Quota::per_minute(10).to_string(), "10/m");
         assert_eq!(Quota::per(10, Duration::from_secs(90)).to_string(), "10/90s");
     }
@@ -224,15 +246,34 @@ mod tests {
     #[test]
     fn errors_name_what_was_wrong() {
         for (text, part) in [
-            ("", "no `/`"),
+            ("", "no `/` and no `per`"),
+            ("10", "no `/` and no `per`"),
+            ("10 s", "no `/` and no `per`"),
+            ("10per s", "no `/` and no `per`"),
+            ("10 percent", "no `/` and no `per`"),
+            ("per second", "no `/` and no `per`"),
             ("ten/s", "the limit is no whole number"),
             ("+5/s", "the limit is no whole number"),
             ("5000000000/s", "the limit is no whole number"),
             ("10/", "the period is missing"),
-            ("10/60", "the period has no unit"),
-            ("10/60x", "none of us, ms, s, m, h, d"),
+            ("1,000/h", "the limit is no whole number"),
+            ("1.5/s", "the limit is no whole number"),
+            ("1e3/s", "the limit is no whole number"),
+            ("10/60", "the duration has no unit"),
+            ("10/60 burst 5", "the duration has no unit"),
+            ("10 per burst", "none of ns, us, ms, s, m, h, d"),
+            ("10/60x", "none of ns, us, ms, s, m, h, d"),
+            ("10/M", "none of ns, us, ms, s, m, h, d"),
+            ("10/month", "count it in days, such as `30d`"),
+            ("10/year", "count it in days, such as `30d`"),
+            ("10/1h30m", "no whole number with one unit"),
+            ("10/0.5s", "no whole number with one unit"),
+            ("10/s/m", "none of ns, us, ms, s, m, h, d"),
+            ("10/1500ns", "a whole number of microseconds"),
             ("10/99999999999999999999s", "too long"),
             ("10/s bust 5", "only `burst` may follow"),
+            ("10/s, burst 5", "none of ns, us, ms, s, m, h, d"),
+            ("10/s burst=5", "only `burst` may follow"),
             ("10/s burst", "the burst is no whole number"),
             ("10/s burst 5 6", "more text"),
             ("0/s", "limit is 0"),

@@ -31,6 +31,7 @@ mod sliding_window;
 mod state;
 #[cfg(test)]
 mod tests;
+mod text;
 mod token_bucket;
 mod twin;
 #[cfg(test)]
@@ -49,7 +50,30 @@ pub(crate) use twin::Followed;
 ///
 /// The page `docs/choosing.md` of this crate compares them: a table, a picture of each, and what other systems call
 /// them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+///
+/// # As text
+///
+/// | text | is |
+/// |---|---|
+/// | `gcra` | [`Gcra`](Self::Gcra), the default |
+/// | `token-bucket`, `token-bucket(interval)` | [`TokenBucket`](Self::TokenBucket), refilled greedily or by the interval |
+/// | `leaky-bucket` | [`LeakyBucket`](Self::LeakyBucket) |
+/// | `fixed-window`, `fixed-window(clock+22h)` | [`FixedWindow`](Self::FixedWindow) on the clock, with this offset |
+/// | `fixed-window(first-hit)` | [`FixedWindow`](Self::FixedWindow) from a caller's first charge on |
+/// | `sliding-log` | [`SlidingLog`](Self::SlidingLog) |
+/// | `sliding-window(60 cells)` | [`SlidingWindow`](Self::SlidingWindow); 10 cells if it does not say |
+/// | `sliding-counter` | [`SlidingCounter`](Self::SlidingCounter) |
+///
+/// `fixed-window(clock)` and `token-bucket(greedy)` name the default. A number alone, as in `sliding-window(60)`, is
+/// refused: it could as well be seconds.
+///
+/// ```
+/// use tower_redis_ratelimit::Strategy;
+///
+/// assert_eq!("sliding-window(60 cells)".parse(), Ok(Strategy::SlidingWindow { cells: 60 }));
+/// assert_eq!(Strategy::default().to_string(), "gcra");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum Strategy {
     /// A counter that starts again at every window. Up to twice the limit can pass around the border of two
@@ -85,6 +109,7 @@ pub enum Strategy {
     /// burst at once, and from then on one per `period / limit`.
     ///
     /// As redis-cell's `CL.THROTTLE` and redis_rate since v9.
+    #[default]
     Gcra,
 }
 

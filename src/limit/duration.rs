@@ -1,0 +1,126 @@
+//! Durations as text: a whole number and one unit, such as `250ms` or `15 minutes`.
+
+use std::fmt;
+use std::time::Duration;
+
+/// Longest first: the name that is written, the words that are read too, and the length in nanoseconds.
+const UNITS: [(&str, &[&str], u128); 7] = [
+    ("d", &["day", "days"], 86_400_000_000_000),
+    ("h", &["hour", "hours"], 3_600_000_000_000),
+    ("m", &["min", "minute", "minutes"], 60_000_000_000),
+    ("s", &["sec", "second", "seconds"], 1_000_000_000),
+    ("ms", &[], 1_000_000),
+    ("us", &[], 1_000),
+    ("ns", &[], 1),
+];
+
+/// Reads a number and a unit, with or without a space between.
+///
+/// # Errors
+///
+/// What is wrong.
+pub(super) fn parse(text: &str) -> Result<Duration, &'static str> {
+    match split(text.trim()) {
+        ("", _) => Err("it does not begin with a whole number"),
+        (count, unit) => times(count, unit.trim_start()),
+    }
+}
+
+/// The digits that the text begins with, and the rest.
+pub(super) fn split(text: &str) -> (&str, &str) {
+    text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()))
+}
+
+/// So many of a unit; one if `count` is empty.
+///
+/// # Errors
+///
+/// What is wrong.
+pub(super) fn times(count: &str, unit: &str) -> Result<Duration, &'static str> {
+    const TOO_LONG: &str = "the duration is too long";
+    let (_, _, nanos) = UNITS
+        .into_iter()
+        .find(|(name, words, _)| unit == *name || words.contains(&unit))
+        .ok_or_else(|| no_unit(unit))?;
+    let count: u128 = if count.is_empty() { 1 } else { count.parse().map_err(|_| TOO_LONG)? };
+    let nanos = count.checked_mul(nanos).ok_or(TOO_LONG)?;
+    let seconds = u64::try_from(nanos / 1_000_000_000).map_err(|_| TOO_LONG)?;
+    Ok(Duration::new(seconds, (nanos % 1_000_000_000) as u32))
+}
+
+fn no_unit(unit: &str) -> &'static str {
+    if unit.is_empty() {
+        "the duration has no unit"
+    } else if unit.contains(|c: char| c.is_ascii_digit()) {
+        "the duration is no whole number with one unit"
+    } else if unit.starts_with("mo") || unit.starts_with('y') {
+        "a month or a year has no fixed length, so count it in days, such as `30d`"
+    } else {
+        "the duration's unit is none of ns, us, ms, s, m, h, d"
+    }
+}
+
+/// How many of the largest unit that measures it without a rest.
+pub(super) fn measure(duration: Duration) -> (u128, &'static str) {
+    let nanos = duration.as_nanos();
+    let unit = UNITS.into_iter().find(|(_, _, unit)| nanos >= *unit && nanos.is_multiple_of(*unit));
+    unit.map_or((0, "s"), |(name, _, unit)| (nanos / unit, name))
+}
+
+/// A duration as text that [`parse`] reads.
+pub(super) struct Text(pub(super) Duration);
+
+impl fmt::Display for Text {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (count, unit) = measure(self.0);
+        write!(f, "{count}{unit}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn text_forms() {
+        for (text, duration) in [
+            ("250ms", Duration::from_millis(250)),
+            (" 15 minutes ", Duration::from_secs(900)),
+            ("1h", Duration::from_secs(3_600)),
+            ("0s", Duration::ZERO),
+            ("18446744073709551615s", Duration::from_secs(u64::MAX)),
+        ] {
+            assert_eq!(parse(text), Ok(duration), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_duration_is_refused() {
+        for (text, problem) in [
+            ("", "begin with a whole number"),
+            ("s", "begin with a whole number"),
+            ("-5s", "begin with a whole number"),
+            ("250", "no unit"),
+            ("1.5s", "no whole number with one unit"),
+            ("1h30m", "no whole number with one unit"),
+            ("5x", "none of ns, us, ms, s, m, h, d"),
+            ("5M", "none of ns, us, ms, s, m, h, d"),
+            ("1month", "count it in days"),
+            ("18446744073709551616s", "too long"),
+            ("340282366920938463463374607431768211456ns", "too long"),
+            ("340282366920938463463374607431768211455d", "too long"),
+        ] {
+            let told = parse(text).unwrap_err();
+            assert!(told.contains(problem), "{text:?} gave {told:?}, which lacks {problem:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn every_duration_is_read_as_it_is_written(secs in any::<u64>(), nanos in 0u32..1_000_000_000, whole: bool) {
+            let duration = Duration::new(secs, if whole { 0 } else { nanos });
+            prop_assert_eq!(parse(&Text(duration).to_string()), Ok(duration));
+        }
+    }
+}

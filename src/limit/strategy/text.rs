@@ -1,0 +1,178 @@
+//! Strategies as text.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use super::{Align, Refill, Strategy};
+use crate::limit::{ConfigError, duration, quota};
+
+/// Into how many cells `sliding-window` cuts a period if it does not say.
+const CELLS: u16 = 10;
+
+impl fmt::Display for Strategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::FixedWindow(Align::Clock { offset: Duration::ZERO }) => f.write_str("fixed-window"),
+            Self::FixedWindow(Align::Clock { offset }) => {
+                write!(f, "fixed-window(clock+{})", duration::Text(offset))
+            }
+            Self::FixedWindow(Align::FirstHit) => f.write_str("fixed-window(first-hit)"),
+            Self::SlidingLog => f.write_str("sliding-log"),
+            Self::SlidingWindow { cells } => write!(f, "sliding-window({cells} cells)"),
+            Self::SlidingCounter => f.write_str("sliding-counter"),
+            Self::TokenBucket(Refill::Greedy) => f.write_str("token-bucket"),
+            Self::TokenBucket(Refill::Interval) => f.write_str("token-bucket(interval)"),
+            Self::LeakyBucket => f.write_str("leaky-bucket"),
+            Self::Gcra => f.write_str("gcra"),
+        }
+    }
+}
+
+impl FromStr for Strategy {
+    type Err = ConfigError;
+
+    /// # Errors
+    ///
+    /// [`ConfigError::StrategySyntax`] for text of another form, [`ConfigError::Cells`] for a sliding window of too few or
+    /// too many cells.
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        let wrong = |problem| ConfigError::StrategySyntax { text: text.chars().take(80).collect(), problem };
+        let (name, parameter) = match text.trim().split_once('(') {
+            None => (text.trim(), None),
+            Some((name, rest)) => {
+                let parameter = rest.strip_suffix(')').ok_or_else(|| wrong("there is no `)` at its end"))?;
+                (name.trim_end(), Some(parameter.trim()))
+            }
+        };
+        match (name, parameter) {
+            ("fixed-window", None) => Ok(Self::FixedWindow(Align::default())),
+            ("fixed-window", Some(align)) => read_align(align).map(Self::FixedWindow).map_err(wrong),
+            ("sliding-window", None) => Ok(Self::SlidingWindow { cells: CELLS }),
+            ("sliding-window", Some(cells)) => match read_cells(cells).map_err(wrong)? {
+                cells @ 1..=1000 => Ok(Self::SlidingWindow { cells }),
+                cells => Err(ConfigError::Cells(cells)),
+            },
+            ("token-bucket", None | Some("greedy")) => Ok(Self::TokenBucket(Refill::Greedy)),
+            ("token-bucket", Some("interval")) => Ok(Self::TokenBucket(Refill::Interval)),
+            ("token-bucket", Some(_)) => Err(wrong("its refill is neither `greedy` nor `interval`")),
+            ("sliding-log", None) => Ok(Self::SlidingLog),
+            ("sliding-counter", None) => Ok(Self::SlidingCounter),
+            ("leaky-bucket", None) => Ok(Self::LeakyBucket),
+            ("gcra", None) => Ok(Self::Gcra),
+            ("sliding-log" | "sliding-counter" | "leaky-bucket" | "gcra", Some(_)) => {
+                Err(wrong("this strategy has no parameter"))
+            }
+            _ => Err(wrong("there is none of this name")),
+        }
+    }
+}
+
+fn read_align(text: &str) -> Result<Align, &'static str> {
+    match text.split_once('+') {
+        None if text == "first-hit" => Ok(Align::FirstHit),
+        None if text == "clock" => Ok(Align::default()),
+        Some((clock, offset)) if clock.trim_end() == "clock" => {
+            duration::parse(offset).map(|offset| Align::Clock { offset })
+        }
+        _ => Err("its alignment is none of `clock`, `clock+22h` and `first-hit`"),
+    }
+}
+
+/// A number alone could as well be seconds.
+fn read_cells(text: &str) -> Result<u16, &'static str> {
+    let (digits, unit) = duration::split(text);
+    let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
+    let cells = cells.ok_or("its parameter is no number of cells, such as `10 cells`")?;
+    // One that does not fit is too large in any case.
+    Ok(u16::try_from(cells).unwrap_or(u16::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::{prop_assert_eq, proptest};
+    use proptest::strategy::Strategy as Generate;
+
+    fn any_strategy() -> impl Generate<Value = Strategy> {
+        let offset = (0..u64::MAX, 0u32..1_000_000_000, 0u32..3);
+        (proptest::sample::select(Strategy::ALL), offset, 1u16..=1000).prop_map(|(strategy, offset, cells)| {
+            let (secs, nanos, kind) = offset;
+            let offset =
+                [Duration::from_secs(secs), Duration::from_secs(secs % 30 * 3_600), Duration::new(secs, nanos)];
+            match strategy {
+                Strategy::FixedWindow(Align::Clock { .. }) => {
+                    Strategy::FixedWindow(Align::Clock { offset: offset[kind as usize] })
+                }
+                Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells },
+                other => other,
+            }
+        })
+    }
+
+    #[test]
+    fn text_forms() {
+        let utc_plus_2 = Strategy::FixedWindow(Align::Clock { offset: Duration::from_secs(22 * 3_600) });
+        for (text, strategy, canonical) in [
+            ("gcra", Strategy::Gcra, "gcra"),
+            (" leaky-bucket ", Strategy::LeakyBucket, "leaky-bucket"),
+            ("fixed-window", Strategy::FixedWindow(Align::default()), "fixed-window"),
+            ("fixed-window(clock)", Strategy::FixedWindow(Align::default()), "fixed-window"),
+            ("fixed-window( clock + 22 hours )", utc_plus_2, "fixed-window(clock+22h)"),
+            ("fixed-window(first-hit)", Strategy::FixedWindow(Align::FirstHit), "fixed-window(first-hit)"),
+            ("sliding-window", Strategy::SlidingWindow { cells: 10 }, "sliding-window(10 cells)"),
+            ("sliding-window (60cells)", Strategy::SlidingWindow { cells: 60 }, "sliding-window(60 cells)"),
+            ("sliding-window(1 cell)", Strategy::SlidingWindow { cells: 1 }, "sliding-window(1 cells)"),
+            ("token-bucket(greedy)", Strategy::TokenBucket(Refill::Greedy), "token-bucket"),
+            ("token-bucket(interval)", Strategy::TokenBucket(Refill::Interval), "token-bucket(interval)"),
+        ] {
+            assert_eq!(text.parse(), Ok(strategy), "{text}");
+            assert_eq!(strategy.to_string(), canonical);
+        }
+    }
+
+    #[test]
+    fn every_strategy_is_read_as_it_is_written() {
+        for strategy in Strategy::ALL {
+            assert_eq!(strategy.to_string().parse(), Ok(*strategy));
+        }
+    }
+
+    #[test]
+    fn errors_name_what_was_wrong() {
+        for (text, part) in [
+            ("", "none of this name"),
+            ("GCRA", "none of this name"),
+            ("fixed_window", "none of this name"),
+            ("gcra(2)", "has no parameter"),
+            ("gcra()", "has no parameter"),
+            ("gcra(", "no `)`"),
+            ("token-bucket(interval) x", "no `)`"),
+            ("token-bucket(eager)", "neither `greedy` nor `interval`"),
+            ("fixed-window(60)", "none of `clock`, `clock+22h` and `first-hit`"),
+            ("fixed-window(clock-2h)", "none of `clock`, `clock+22h` and `first-hit`"),
+            ("fixed-window(clock+2)", "the duration has no unit"),
+            ("sliding-window(60)", "no number of cells, such as `10 cells`"),
+            ("sliding-window(60s)", "no number of cells, such as `10 cells`"),
+            ("sliding-window()", "no number of cells, such as `10 cells`"),
+            ("sliding-window(0 cells)", "0 cells: cut it into 1 to 1000"),
+            ("sliding-window(1001 cells)", "1001 cells: cut it into 1 to 1000"),
+            ("sliding-window(100000 cells)", "cut it into 1 to 1000"),
+        ] {
+            let error = text.parse::<Strategy>().unwrap_err().to_string();
+            assert!(error.contains(part), "{text:?} gave {error:?}, which lacks {part:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn display_parses_back(strategy in any_strategy()) {
+            prop_assert_eq!(strategy.to_string().parse(), Ok(strategy));
+        }
+
+        #[test]
+        fn any_text_is_a_strategy_or_an_error(text in "\\PC{0,40}|(fixed|sliding)-window\\(\\PC{0,20}\\)") {
+            let _ = text.parse::<Strategy>();
+        }
+    }
+}
