@@ -29,8 +29,8 @@ pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use store::TracingObserver;
 pub use store::{
-    Answer, Error, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore, Observer, RedisFuture,
-    RedisStore, RedisStoreBuilder, Share, Store, event,
+    Answer, AnyStore, AnyStoreFuture, Error, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore,
+    Observer, RedisFuture, RedisStore, RedisStoreBuilder, Share, ShareConfig, Store, StoreConfig, StoreKind, event,
 };
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.

@@ -43,6 +43,22 @@ pub enum ConfigError {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// Text that is no duration.
+    DurationSyntax {
+        /// The text as it was given.
+        text: String,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// Text that is none of the values that there are.
+    Choice {
+        /// What the value is of.
+        what: &'static str,
+        /// The text as it was given.
+        text: String,
+        /// The values that there are.
+        choices: &'static str,
+    },
     /// A policy name that is empty, too long, or has a character that keys and headers cannot carry.
     PolicyName(String),
     /// A key prefix that is empty, too long, or has a character that keys cannot carry.
@@ -77,6 +93,12 @@ pub enum ConfigError {
     NoTls,
 }
 
+impl ConfigError {
+    pub(crate) fn choice(what: &'static str, text: &str, choices: &'static str) -> Self {
+        Self::Choice { what, text: text.chars().take(80).collect(), choices }
+    }
+}
+
 impl fmt::Display for ConfigError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -93,13 +115,13 @@ impl fmt::Display for ConfigError {
             Self::BurstOfWindow { burst, limit } => write!(
                 f,
                 "a burst of {burst} on a window of {limit}: a window's burst is its limit, so leave the burst out, \
-                 or choose a strategy that has one, such as Strategy::Gcra"
+                 or choose a strategy that has one, such as GCRA"
             ),
             Self::Cells(cells) => write!(f, "a sliding window of {cells} cells: cut it into 1 to 1000"),
             Self::LogTooLong(limit) => write!(
                 f,
                 "a limit of {limit} for a sliding log, which keeps every charge: it must be at most 100000, \
-                 or choose Strategy::SlidingWindow"
+                 or choose a sliding window"
             ),
             Self::QuotaSyntax { text, problem } => {
                 write!(f, "{text:?} is no quota: {problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`")
@@ -110,6 +132,10 @@ impl fmt::Display for ConfigError {
                  `leaky-bucket`, `fixed-window`, `fixed-window(clock+22h)`, `fixed-window(first-hit)`, `sliding-log`, \
                  `sliding-window(10 cells)` or `sliding-counter`"
             ),
+            Self::DurationSyntax { text, problem } => {
+                write!(f, "{text:?} is no duration: {problem}; write it like `250ms`, `2s` or `15m`")
+            }
+            Self::Choice { what, text, choices } => write!(f, "{text:?} is no {what}: write {choices}"),
             Self::PolicyName(name) => {
                 write!(f, "{name:?} is no policy name: use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`")
             }
@@ -169,6 +195,8 @@ mod tests {
             LogTooLong(100_001),
             QuotaSyntax { text: name(), problem: "it has no slash" },
             StrategySyntax { text: name(), problem: "it has no name" },
+            DurationSyntax { text: name(), problem: "it has no unit" },
+            Choice { what: "color", text: name(), choices: "`red` or `blue`" },
             PolicyName(name()),
             Prefix(name()),
             NoPolicy,

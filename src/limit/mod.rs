@@ -7,6 +7,8 @@ mod decided;
 mod decision;
 mod duration;
 mod error;
+#[cfg(feature = "serde")]
+pub(crate) mod formats;
 #[cfg(test)]
 mod golden;
 mod key;
@@ -16,6 +18,7 @@ mod policy;
 mod quota;
 mod strategy;
 mod verdict;
+mod words;
 
 pub use check::Check;
 pub use decision::{Decision, Outcome, Source};
@@ -31,3 +34,4 @@ pub use verdict::Verdict;
 pub(crate) use policy::is_name;
 pub(crate) use strategy::{Followed, State};
 pub(crate) use verdict::Verdicts;
+pub(crate) use words::words;

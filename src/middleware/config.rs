@@ -41,7 +41,7 @@ pub(super) type Cost = Arc<dyn Fn(&Parts, &Policies) -> u32 + Send + Sync>;
 /// Whether a request is let through at once.
 pub(super) type Skip = Arc<dyn Fn(&Parts) -> bool + Send + Sync>;
 
-/// What becomes of a request that the store could not decide.
+/// What becomes of a request that the store could not decide. As text: `reject` or `allow`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnError {
@@ -52,7 +52,7 @@ pub enum OnError {
     Allow,
 }
 
-/// What becomes of a request that has nothing that could be its key.
+/// What becomes of a request that has nothing that could be its key. As text: `reject` or `allow`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnMissingKey {

@@ -2,6 +2,7 @@
 
 mod annotation;
 mod asked;
+mod choices;
 mod config;
 mod copies;
 mod extract;

@@ -1,11 +1,13 @@
 //! Who remembers: stores of the callers' counts.
 //!
 //! [`RedisStore`] keeps one count for all instances, [`LocalStore`] one for this process, and [`Fallback`] is a store
-//! made of two: the second answers while the first cannot.
+//! made of two: the second answers while the first cannot. [`AnyStore`] is any of these, by its settings.
 
 mod answer;
+mod any;
 mod bounded_map;
 mod clock;
+mod config;
 mod digest;
 mod error;
 mod fallback;
@@ -23,6 +25,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder};
 pub use answer::Answer;
+pub use any::{AnyStore, AnyStoreFuture};
+pub use config::{ShareConfig, StoreConfig, StoreKind};
 pub use error::{Error, ErrorKind};
 pub use fallback::{Fallback, FallbackFuture, Share};
 pub use instances::Instances;
@@ -89,7 +93,7 @@ use crate::limit::{Check, Decision, Key};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no store of counts",
     label = "not a `Store`",
-    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`"
+    note = "stores are `RedisStore`, `LocalStore`, `Fallback::new(redis, local)`, and `AnyStore`, which is any of these"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
     /// Resolves to an answer that is not there at once.

@@ -1,0 +1,46 @@
+//! Choices as text: one word for each.
+
+/// Gives an enum of plain variants a text form, by a word for each variant.
+macro_rules! words {
+    ($type:ident, $what:literal, $choices:literal: $($variant:ident = $word:literal),+ $(,)?) => {
+        impl std::fmt::Display for $type {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(match self {
+                    $(Self::$variant => $word,)+
+                })
+            }
+        }
+
+        impl std::str::FromStr for $type {
+            type Err = $crate::limit::ConfigError;
+
+            /// # Errors
+            ///
+            /// [`ConfigError::Choice`](crate::ConfigError::Choice) for any other word.
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                match text.trim() {
+                    $($word => Ok(Self::$variant),)+
+                    _ => Err($crate::limit::ConfigError::choice($what, text, $choices)),
+                }
+            }
+        }
+
+        #[cfg(feature = "serde")]
+        impl $crate::limit::formats::Setting for $type {
+            const EXPECTED: &'static str = $choices;
+
+            fn read(text: &str) -> Result<Self, $crate::limit::ConfigError> {
+                text.parse()
+            }
+
+            fn write<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        #[cfg(feature = "serde")]
+        $crate::limit::formats::setting!($type);
+    };
+}
+
+pub(crate) use words;

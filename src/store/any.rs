@@ -1,0 +1,176 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use pin_project_lite::pin_project;
+
+use super::{Answer, Error, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store, StoreConfig};
+use crate::limit::{Check, Decision, Key};
+
+/// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
+///
+/// Redis where there is a `REDIS_URL`, as in production, and this process elsewhere:
+///
+/// ```
+/// use tower_redis_ratelimit::AnyStore;
+///
+/// let store = AnyStore::from_env("REDIS_URL")?;
+/// # let _ = store;
+/// # Ok::<(), tower_redis_ratelimit::Error>(())
+/// ```
+///
+/// By all of its settings, which a file may hold: see [`StoreConfig`]. And from a store:
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::{AnyStore, Fallback, LocalStore, RedisStore};
+///
+/// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
+/// let store: AnyStore = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_millis(50)).into();
+/// # let _ = store;
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+///
+/// It adds no allocation to a check. Clones share the counts.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum AnyStore {
+    /// In Redis, and in this process while Redis cannot decide.
+    Fallback(Fallback<RedisStore, LocalStore>),
+    /// In Redis.
+    Redis(RedisStore),
+    /// In this process.
+    Local(LocalStore),
+}
+
+impl AnyStore {
+    /// The store of these settings. Redis is not connected to before the first check, so that a service starts while
+    /// Redis is down.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for settings that [`RedisStore::connect_lazy`] refuses,
+    /// or that need a URL and have none; [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) for
+    /// [`ShareConfig::Alive`](crate::ShareConfig::Alive) outside of a tokio runtime.
+    pub fn from_config(config: &StoreConfig) -> Result<Self, Error> {
+        config.store()
+    }
+
+    /// In Redis with a local fallback if this environment variable is set, to the URL of Redis; else local. The other
+    /// settings are the defaults.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL. A variable that is empty is a wrong URL:
+    /// a secret that got lost must not part the counts of the instances.
+    pub fn from_env(variable: &str) -> Result<Self, Error> {
+        Self::from_config(&StoreConfig::from_env(variable)?)
+    }
+
+    /// In this process, with the defaults.
+    pub fn local() -> Self {
+        LocalStore::default().into()
+    }
+
+    /// Whether Redis should decide, but the fallback does: for health checks. See [`Fallback::is_degraded`].
+    pub fn is_degraded(&self) -> bool {
+        match self {
+            Self::Fallback(store) => store.is_degraded(),
+            Self::Redis(_) | Self::Local(_) => false,
+        }
+    }
+}
+
+impl From<Fallback<RedisStore, LocalStore>> for AnyStore {
+    fn from(store: Fallback<RedisStore, LocalStore>) -> Self {
+        Self::Fallback(store)
+    }
+}
+
+impl From<RedisStore> for AnyStore {
+    fn from(store: RedisStore) -> Self {
+        Self::Redis(store)
+    }
+}
+
+impl From<LocalStore> for AnyStore {
+    fn from(store: LocalStore) -> Self {
+        Self::Local(store)
+    }
+}
+
+impl Store for AnyStore {
+    type Future = AnyStoreFuture;
+
+    fn check(&self, check: Check) -> Answer<AnyStoreFuture> {
+        match self {
+            Self::Fallback(store) => wrap(store.check(check), |future| State::Fallback { future }),
+            Self::Redis(store) => wrap(store.check(check), |future| State::Redis { future }),
+            Self::Local(store) => wrap(store.check(check), |future| State::Local { future }),
+        }
+    }
+
+    fn follow(&self, key: &Key, decision: &Decision) {
+        match self {
+            Self::Fallback(store) => store.follow(key, decision),
+            Self::Redis(store) => store.follow(key, decision),
+            Self::Local(store) => store.follow(key, decision),
+        }
+    }
+}
+
+fn wrap<F>(answer: Answer<F>, state: impl FnOnce(F) -> State) -> Answer<AnyStoreFuture> {
+    match answer {
+        Answer::Ready { answer } => Answer::ready(answer),
+        Answer::Pending { future } => Answer::pending(AnyStoreFuture { state: state(future) }),
+    }
+}
+
+pin_project! {
+    /// Resolves to the answer of an [`AnyStore`].
+    ///
+    /// # Panics
+    ///
+    /// If it is polled after it has answered.
+    pub struct AnyStoreFuture {
+        #[pin]
+        state: State,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State {
+        Fallback {
+            #[pin]
+            future: FallbackFuture<RedisStore, LocalStore>,
+        },
+        Redis {
+            #[pin]
+            future: RedisFuture,
+        },
+        Local {
+            #[pin]
+            future: <LocalStore as Store>::Future,
+        },
+    }
+}
+
+impl Future for AnyStoreFuture {
+    type Output = Result<Decision, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project().state.project() {
+            StateProj::Fallback { future } => future.poll(cx),
+            StateProj::Redis { future } => future.poll(cx),
+            StateProj::Local { future } => future.poll(cx),
+        }
+    }
+}
+
+impl fmt::Debug for AnyStoreFuture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AnyStoreFuture").finish_non_exhaustive()
+    }
+}

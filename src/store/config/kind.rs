@@ -1,0 +1,98 @@
+use std::fmt;
+use std::num::NonZeroU32;
+use std::str::FromStr;
+
+use crate::limit::{ConfigError, words};
+use crate::store::{Error, RedisStore, Share};
+
+/// Which store an [`AnyStore`](crate::AnyStore) is.
+///
+/// As text: `auto`, `fallback`, `redis`, `local`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum StoreKind {
+    /// As [`Fallback`](Self::Fallback) if there is a URL, and else as [`Local`](Self::Local).
+    #[default]
+    Auto,
+    /// A [`RedisStore`] with a [`LocalStore`](crate::LocalStore) as its [`Fallback`](crate::Fallback). It needs a URL.
+    Fallback,
+    /// A [`RedisStore`]. It needs a URL.
+    Redis,
+    /// A [`LocalStore`](crate::LocalStore), whether there is a URL or not.
+    Local,
+}
+
+words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
+    Auto = "auto", Fallback = "fallback", Redis = "redis", Local = "local");
+
+/// Which [`Share`] the fallback of an [`AnyStore`](crate::AnyStore) has.
+///
+/// As text: a number such as `4`, or `alive`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ShareConfig {
+    /// [`Share::Fixed`]: there are so many instances.
+    Fixed(NonZeroU32),
+    /// [`Share::Alive`], with what [`RedisStore::announce`] counts. It needs a tokio runtime when the store is made.
+    Alive,
+}
+
+impl ShareConfig {
+    const CHOICES: &str = "a number of instances such as `4`, or `alive`";
+
+    pub(super) fn of(self, redis: &RedisStore) -> Result<Share, Error> {
+        match self {
+            Self::Fixed(instances) => Ok(Share::Fixed(instances)),
+            Self::Alive => redis.announce().map(Share::Alive),
+        }
+    }
+}
+
+impl fmt::Display for ShareConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(instances) => write!(f, "{instances}"),
+            Self::Alive => f.write_str("alive"),
+        }
+    }
+}
+
+impl FromStr for ShareConfig {
+    type Err = ConfigError;
+
+    /// # Errors
+    ///
+    /// [`ConfigError::Choice`] for other text.
+    fn from_str(text: &str) -> Result<Self, ConfigError> {
+        match text.trim() {
+            "alive" => Ok(Self::Alive),
+            number => number.parse().map(Self::Fixed).map_err(|_| ConfigError::choice("share", text, Self::CHOICES)),
+        }
+    }
+}
+
+#[cfg(feature = "serde")]
+mod formats {
+    use serde::{Serialize, Serializer};
+
+    use super::{ConfigError, ShareConfig};
+    use crate::limit::formats::{Setting, setting};
+
+    setting!(ShareConfig);
+
+    impl Setting for ShareConfig {
+        const EXPECTED: &'static str = Self::CHOICES;
+        const NUMBER: bool = true;
+
+        fn read(text: &str) -> Result<Self, ConfigError> {
+            text.parse()
+        }
+
+        fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+            match self {
+                Self::Fixed(instances) => instances.serialize(serializer),
+                Self::Alive => serializer.collect_str(self),
+            }
+        }
+    }
+}

@@ -1,0 +1,222 @@
+#[cfg(feature = "serde")]
+mod formats;
+mod kind;
+#[cfg(test)]
+mod tests;
+
+use std::env::{self, VarError};
+use std::fmt;
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::time::Duration;
+
+use ::redis::IntoConnectionInfo;
+
+pub use kind::{ShareConfig, StoreKind};
+
+use super::redis::RedisStoreBuilder;
+use super::{AnyStore, Error, Fallback, LocalStore, RedisStore};
+use crate::limit::ConfigError;
+
+/// The settings of an [`AnyStore`], as plain data.
+///
+/// They are those of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same defaults. Those that the
+/// [`kind`](Self::kind) has no use for are ignored.
+///
+/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text; a setting that is
+/// left out has its default, and one that there is not is an error. Durations are a whole number and a unit (`us`, `ms`, `s`,
+/// `m`, `h` or `d`):
+///
+/// ```
+/// # #[cfg(feature = "serde")] {
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::{AnyStore, Policies, StoreConfig};
+///
+/// #[derive(serde::Deserialize)]
+/// struct Settings {
+///     store: StoreConfig,
+///     policies: Policies,
+/// }
+///
+/// let settings: Settings = toml::from_str(
+///     r#"
+///     [store]
+///     url = "redis://127.0.0.1/"
+///     prefix = "shop"
+///     deadline = "50ms"
+///     share = 4
+///
+///     [[policies]]
+///     name = "burst"
+///     quota = "10/s burst 20"
+///
+///     [[policies]]
+///     name = "daily"
+///     strategy = "fixed-window(clock+22h)"
+///     quota = "10000 per day"
+///     "#,
+/// )?;
+/// assert_eq!(settings.store.deadline, Duration::from_millis(50));
+/// let store = AnyStore::from_config(&settings.store)?;
+/// # let _ = (store, settings.policies);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// `Debug` shows the server's address and no password. What is serialized has the URL as it is. An error of `toml` shows the
+/// line that is wrong: write the URL on a line of its own.
+///
+/// In code, change what is to differ from the default:
+///
+/// ```
+/// use tower_redis_ratelimit::{AnyStore, StoreConfig};
+///
+/// let mut config = StoreConfig::default();
+/// config.url = Some("redis://127.0.0.1/".to_owned());
+/// config.prefix = "shop".to_owned();
+/// let store = AnyStore::from_config(&config)?;
+/// # let _ = store;
+/// # Ok::<(), tower_redis_ratelimit::Error>(())
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StoreConfig {
+    /// Which store it is. Defaults to [`StoreKind::Auto`].
+    pub kind: StoreKind,
+    /// The URL of Redis, as [`RedisStore::connect`] takes it. Defaults to none.
+    pub url: Option<String>,
+    /// See [`RedisStoreBuilder::prefix`]. Defaults to `rl`.
+    pub prefix: String,
+    /// See [`RedisStoreBuilder::connections`]. Defaults to 2.
+    pub connections: NonZeroUsize,
+    /// See [`RedisStoreBuilder::timeout`]. Defaults to 250 ms.
+    pub timeout: Duration,
+    /// See [`RedisStoreBuilder::queue`]. Defaults to 10,000.
+    pub queue: NonZeroUsize,
+    /// See [`RedisStoreBuilder::batch`]. Defaults to 128.
+    pub batch: NonZeroUsize,
+    /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
+    pub denials: usize,
+    /// See [`Fallback::deadline`]. Defaults to 100 ms.
+    pub deadline: Duration,
+    /// See [`Fallback::failures`]. Defaults to 3.
+    pub failures: NonZeroU32,
+    /// See [`Fallback::share`]. Defaults to 1.
+    pub share: ShareConfig,
+    /// How many keys a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
+    pub local_keys: NonZeroUsize,
+}
+
+impl Default for StoreConfig {
+    fn default() -> Self {
+        const fn number(number: usize) -> NonZeroUsize {
+            NonZeroUsize::MIN.saturating_add(number - 1)
+        }
+        type Both = Fallback<RedisStore, LocalStore>;
+        Self {
+            kind: StoreKind::Auto,
+            url: None,
+            prefix: "rl".to_owned(),
+            connections: number(2),
+            timeout: Duration::from_millis(250),
+            queue: number(10_000),
+            batch: number(128),
+            denials: 10_000,
+            deadline: Both::DEFAULT_DEADLINE,
+            failures: Both::DEFAULT_FAILURES,
+            share: ShareConfig::Fixed(NonZeroU32::MIN),
+            local_keys: LocalStore::DEFAULT_KEYS,
+        }
+    }
+}
+
+impl StoreConfig {
+    /// The defaults, with the URL that is in this environment variable, if there is one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::RedisUrl`] for a variable that is empty or not Unicode. Unset it for no URL.
+    pub fn from_env(variable: &str) -> Result<Self, ConfigError> {
+        Self::of_variable(variable, env::var(variable))
+    }
+
+    fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
+        let wrong = |what: &str| Err(ConfigError::RedisUrl(format!("{name} is {what} (unset it for no Redis)")));
+        match value {
+            Ok(url) if url.trim().is_empty() => wrong("empty"),
+            Ok(url) => Ok(Self { url: Some(url), ..Self::default() }),
+            Err(VarError::NotPresent) => Ok(Self::default()),
+            Err(VarError::NotUnicode(_)) => wrong("not Unicode"),
+        }
+    }
+
+    pub(super) fn store(&self) -> Result<AnyStore, Error> {
+        Ok(match (self.kind, &self.url) {
+            (StoreKind::Local, _) | (StoreKind::Auto, None) => AnyStore::Local(self.local()),
+            (StoreKind::Redis, Some(url)) => AnyStore::Redis(self.redis(url).connect_lazy()?),
+            (StoreKind::Auto | StoreKind::Fallback, Some(url)) => {
+                AnyStore::Fallback(self.fallback(self.redis(url).connect_lazy()?)?)
+            }
+            (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
+                let problem = format!("there is none, which a store of the kind `{kind}` needs");
+                return Err(ConfigError::RedisUrl(problem).into());
+            }
+        })
+    }
+
+    fn redis(&self, url: &str) -> RedisStoreBuilder {
+        RedisStore::builder(url)
+            .prefix(&self.prefix)
+            .connections(self.connections)
+            .timeout(self.timeout)
+            .queue(self.queue)
+            .batch(self.batch)
+            .denials(self.denials)
+    }
+
+    fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, Error> {
+        let share = self.share.of(&redis)?;
+        Ok(Fallback::new(redis, self.local()).deadline(self.deadline).failures(self.failures).share(share))
+    }
+
+    fn local(&self) -> LocalStore {
+        LocalStore::with_capacity(self.local_keys)
+    }
+}
+
+/// Shows no password.
+impl fmt::Debug for StoreConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            kind,
+            url,
+            prefix,
+            connections,
+            timeout,
+            queue,
+            batch,
+            denials,
+            deadline,
+            failures,
+            share,
+            local_keys,
+        } = self;
+        let address = |url: &String| match url.as_str().into_connection_info() {
+            Ok(info) => info.addr().to_string(),
+            Err(_) => "unreadable".to_owned(),
+        };
+        f.debug_struct("StoreConfig")
+            .field("kind", kind)
+            .field("url", &url.as_ref().map(address))
+            .field("prefix", prefix)
+            .field("connections", connections)
+            .field("timeout", timeout)
+            .field("queue", queue)
+            .field("batch", batch)
+            .field("denials", denials)
+            .field("deadline", deadline)
+            .field("failures", failures)
+            .field("share", share)
+            .field("local_keys", local_keys)
+            .finish()
+    }
+}

@@ -1,0 +1,178 @@
+use std::ffi::OsString;
+
+use super::*;
+use crate::limit::ConfigError::RedisUrl;
+use crate::store::Share;
+
+const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
+
+/// Everything is other than the default.
+fn other() -> StoreConfig {
+    let number = |number| NonZeroUsize::new(number).unwrap();
+    StoreConfig {
+        kind: StoreKind::Fallback,
+        url: Some(URL.to_owned()),
+        prefix: "shop".to_owned(),
+        connections: number(3),
+        timeout: Duration::from_millis(500),
+        queue: number(4),
+        batch: number(5),
+        denials: 6,
+        deadline: Duration::from_millis(50),
+        failures: NonZeroU32::new(7).unwrap(),
+        share: ShareConfig::Fixed(NonZeroU32::new(8).unwrap()),
+        local_keys: number(9_000),
+    }
+}
+
+fn builder() -> RedisStoreBuilder {
+    RedisStore::builder(URL)
+}
+
+/// The settings of a fallback, by its text.
+fn settings(store: &Fallback<RedisStore, LocalStore>) -> String {
+    let text = format!("{store:#?}");
+    text.split_once("settings: ").unwrap().1.to_owned()
+}
+
+/// The names of the fields of a struct that begins the text, which its own braces end.
+fn fields(text: &str) -> Vec<&str> {
+    let mut lines = text.lines().skip(1);
+    let first = lines.clone().next().unwrap();
+    let indent = first.len() - first.trim_start().len();
+    lines
+        .by_ref()
+        .map_while(|line| line.split_at_checked(indent).filter(|(spaces, _)| spaces.trim().is_empty()))
+        .filter_map(|(_, line)| line.split_once(": ").map(|(name, _)| name))
+        .filter(|name| !name.starts_with(' '))
+        .collect()
+}
+
+#[test]
+fn defaults_are_those_of_the_stores() {
+    let config = StoreConfig::default();
+    assert_eq!(format!("{:?}", config.redis(URL)), format!("{:?}", builder()));
+    let redis = || builder().connect_lazy().unwrap();
+    let fallback = Fallback::new(redis(), LocalStore::default());
+    assert_eq!(settings(&config.fallback(redis()).unwrap()), settings(&fallback));
+    assert_eq!(config.local_keys, LocalStore::DEFAULT_KEYS);
+}
+
+#[test]
+fn every_setting_reaches_its_store() {
+    let config = other();
+    let redis = builder()
+        .prefix("shop")
+        .connections(config.connections)
+        .timeout(Duration::from_millis(500))
+        .queue(config.queue)
+        .batch(config.batch)
+        .denials(6);
+    assert_eq!(format!("{:?}", config.redis(URL)), format!("{redis:?}"));
+    let redis = || builder().connect_lazy().unwrap();
+    let fallback = Fallback::new(redis(), LocalStore::default())
+        .deadline(Duration::from_millis(50))
+        .failures(config.failures)
+        .share(Share::Fixed(NonZeroU32::new(8).unwrap()));
+    assert_eq!(settings(&config.fallback(redis()).unwrap()), settings(&fallback));
+}
+
+/// A setting that a builder gains must be one of ours too.
+#[test]
+fn the_stores_have_no_other_settings() {
+    let text = format!("{:#?}", builder());
+    let ours = ["prefix", "connections", "timeout", "queue", "batch", "denials"];
+    assert_eq!(fields(&text), [&["url"], &ours[..], &["observer", "now"]].concat());
+    let fallback = Fallback::new(builder().connect_lazy().unwrap(), LocalStore::default());
+    assert_eq!(fields(&settings(&fallback)), ["deadline", "failures", "share", "observer"]);
+}
+
+#[tokio::test]
+async fn the_local_store_has_its_capacity() {
+    use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
+    use crate::store::Store;
+    let policies: Policies = Policy::new("api", Strategy::Gcra, Quota::per_day(1)).unwrap().into();
+    let config = StoreConfig { local_keys: NonZeroUsize::new(50).unwrap(), ..StoreConfig::default() };
+    let AnyStore::Local(store) = AnyStore::from_config(&config).unwrap() else { panic!("no URL, but not local") };
+    for caller in 0..500 {
+        let _ = store.check(Check::take(Key::new(caller.to_string()), &policies, 1)).await.unwrap();
+    }
+    assert_eq!(store.len(), 50);
+    let config = StoreConfig { url: Some(URL.to_owned()), ..config };
+    let AnyStore::Fallback(store) = AnyStore::from_config(&config).unwrap() else { panic!("a URL, but no fallback") };
+    assert!(format!("{store:?}").contains("fallback: LocalStore"), "{store:?}");
+    assert_eq!(format!("{:?}", config.local()), "LocalStore { keys: 0, .. }");
+}
+
+#[test]
+fn the_kind_and_the_url_choose_the_store() {
+    let store = |kind, url: Option<&str>| {
+        AnyStore::from_config(&StoreConfig { kind, url: url.map(str::to_owned), ..StoreConfig::default() })
+    };
+    for (kind, url) in [(StoreKind::Auto, None), (StoreKind::Local, None), (StoreKind::Local, Some(URL))] {
+        assert!(matches!(store(kind, url), Ok(AnyStore::Local(_))), "{kind} {url:?}");
+    }
+    for kind in [StoreKind::Auto, StoreKind::Fallback] {
+        assert!(matches!(store(kind, Some(URL)), Ok(AnyStore::Fallback(_))), "{kind}");
+    }
+    assert!(matches!(store(StoreKind::Redis, Some(URL)), Ok(AnyStore::Redis(_))));
+    for kind in [StoreKind::Redis, StoreKind::Fallback] {
+        assert_eq!(
+            store(kind, None).unwrap_err().to_string(),
+            format!(
+                "the store is set up wrongly: the Redis URL cannot be used: there is none, which a store of the kind \
+                 `{kind}` needs; write it like `redis://:password@host:6379/0`"
+            )
+        );
+    }
+}
+
+#[test]
+fn what_a_builder_refuses_is_refused() {
+    let refused = |config: StoreConfig| AnyStore::from_config(&config).unwrap_err();
+    let zero = refused(StoreConfig { timeout: Duration::ZERO, ..other() });
+    assert!(zero.to_string().contains("the time-out of a RedisStore, in nanoseconds, is 0"), "{zero}");
+    let prefix = refused(StoreConfig { prefix: "{shop}".to_owned(), ..other() });
+    assert!(prefix.to_string().contains("\"{shop}\" is no key prefix: use"), "{prefix}");
+    let url = refused(StoreConfig { url: Some("http://user:hunter2@host/".to_owned()), ..other() });
+    assert!(url.to_string().contains("write it like `redis://"), "{url}");
+    assert!(!format!("{url} {url:?}").contains("hunter2"), "{url:?}");
+    let alone = refused(StoreConfig { share: ShareConfig::Alive, ..other() });
+    assert_eq!(alone.kind(), crate::store::ErrorKind::NoRuntime, "{alone}");
+}
+
+#[tokio::test]
+async fn those_that_are_alive_can_share() {
+    let AnyStore::Fallback(store) =
+        AnyStore::from_config(&StoreConfig { share: ShareConfig::Alive, ..other() }).unwrap()
+    else {
+        panic!("no fallback")
+    };
+    assert!(settings(&store).contains("Instances(1 alive)"), "{store:?}");
+}
+
+#[test]
+fn debug_shows_the_address_and_no_password() {
+    let text = format!("{:?}", other());
+    assert!(text.contains(r#"url: Some("127.0.0.1:6380")"#) && !text.contains("hunter2"), "{text}");
+    let text = format!("{:?}", StoreConfig { url: Some("hunter2".to_owned()), ..other() });
+    assert!(text.contains(r#"url: Some("unreadable")"#) && !text.contains("hunter2"), "{text}");
+    let fields = fields(&format!("{:#?}", other())).len();
+    assert_eq!(fields, 12, "every setting is shown");
+}
+
+#[test]
+fn a_variable_has_the_url_or_is_unset() {
+    let of = |value| StoreConfig::of_variable("REDIS_URL", value);
+    assert_eq!(of(Ok(URL.to_owned())).unwrap().url.as_deref(), Some(URL));
+    assert_eq!(of(Err(VarError::NotPresent)), Ok(StoreConfig::default()));
+    for (value, problem) in [
+        (Ok(" ".to_owned()), "REDIS_URL is empty (unset it for no Redis)"),
+        (Err(VarError::NotUnicode(OsString::new())), "REDIS_URL is not Unicode (unset it for no Redis)"),
+    ] {
+        assert_eq!(of(value), Err(RedisUrl(problem.to_owned())));
+    }
+    assert!(matches!(AnyStore::from_env("A_VARIABLE_THAT_NOBODY_SETS"), Ok(AnyStore::Local(_))));
+    let error = AnyStore::from_env("PATH").unwrap_err();
+    assert!(error.to_string().contains("the Redis URL cannot be used"), "{error}");
+}

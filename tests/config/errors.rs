@@ -1,0 +1,172 @@
+//! What is refused, and what it says: the field, the value, and what to write instead.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tower_redis_ratelimit::{OnError, OnMissingKey, Policies, Policy, StoreConfig};
+
+fn error<T: DeserializeOwned>(value: &Value) -> String {
+    match serde_json::from_value::<T>(value.clone()) {
+        Ok(_) => panic!("{value} is taken"),
+        Err(error) => error.to_string(),
+    }
+}
+
+const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `denials`, `deadline`, `failures`, \
+                      `share`, `local_keys`, `url`";
+
+#[test]
+fn of_a_store() {
+    let unknown = format!("unknown field `conections`, expected one of {FIELDS}");
+    for (value, text) in [
+        (json!({ "conections": 2 }), unknown.as_str()),
+        (json!({ "timeout": 250 }), "invalid type: integer `250`, expected a duration such as `250ms` as `timeout`"),
+        (
+            json!({ "timeout": "250" }),
+            "timeout: \"250\" is no duration: the duration has no unit; write it like `250ms`, `2s` or `15m`",
+        ),
+        (
+            json!({ "deadline": "1.5s" }),
+            "deadline: \"1.5s\" is no duration: the duration is no whole number with one unit; \
+             write it like `250ms`, `2s` or `15m`",
+        ),
+        (json!({ "connections": 0 }), "connections: \"0\" is no number that fits: write a whole number from 1 on"),
+        (json!({ "queue": -1 }), "queue: \"-1\" is no number that fits: write a whole number from 1 on"),
+        (json!({ "batch": "two" }), "batch: \"two\" is no number that fits: write a whole number from 1 on"),
+        (json!({ "local_keys": null }), "invalid type: null, expected a whole number from 1 on as `local_keys`"),
+        (
+            json!({ "denials": 1.5 }),
+            "invalid type: floating point `1.5`, expected a whole number from 0 on as `denials`",
+        ),
+        (
+            json!({ "failures": "4294967296" }),
+            "failures: \"4294967296\" is no number that fits: write a whole number from 1 to 4294967295",
+        ),
+        (json!({ "share": 0 }), "share: \"0\" is no share: write a number of instances such as `4`, or `alive`"),
+        (json!({ "share": "all" }), "share: \"all\" is no share: write a number of instances such as `4`, or `alive`"),
+        (
+            json!({ "kind": "memory" }),
+            "kind: \"memory\" is no kind of store: write `auto`, `fallback`, `redis` or `local`",
+        ),
+        (json!({ "prefix": 1 }), "invalid type: integer `1`, expected text as `prefix`"),
+        (json!({ "url": ["hunter2"] }), "invalid type: sequence, expected a string"),
+    ] {
+        assert_eq!(error::<StoreConfig>(&value), text);
+    }
+    for (text, name) in [(r#"{ "batch": 1, "batch": 2 }"#, "batch"), (r#"{ "url": "a", "url": "a" }"#, "url")] {
+        let error = serde_json::from_str::<StoreConfig>(text).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("duplicate field `{name}` at line 1")), "{error}");
+    }
+}
+
+#[test]
+fn of_a_policy() {
+    for (value, text) in [
+        (json!({ "name": "api" }), "missing field `quota`"),
+        (json!({ "quota": "10/s" }), "missing field `name`"),
+        (
+            json!({ "name": "api", "quota": "10/s", "burst": 5 }),
+            "unknown field `burst`, expected one of `name`, `strategy`, `quota`",
+        ),
+        (
+            json!({ "name": "a b", "quota": "10/s" }),
+            "\"a b\" is no policy name: use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`",
+        ),
+        (
+            json!({ "name": "api", "quota": 10 }),
+            "invalid type: integer `10`, expected a quota such as `100/s burst 200`",
+        ),
+        (
+            json!({ "name": "api", "quota": "10/60" }),
+            "\"10/60\" is no quota: the duration has no unit; write it like `100/s`, `10/60s` or `1000/h burst 50`",
+        ),
+        (json!({ "name": "api", "quota": "0/s" }), "a quota's limit is 0: it must be at least 1"),
+        (
+            json!({ "name": "api", "quota": "10/s", "strategy": "gcar" }),
+            "\"gcar\" is no strategy: there is none of this name; write `gcra`, `token-bucket`, \
+             `token-bucket(interval)`, `leaky-bucket`, `fixed-window`, `fixed-window(clock+22h)`, \
+             `fixed-window(first-hit)`, `sliding-log`, `sliding-window(10 cells)` or `sliding-counter`",
+        ),
+        (
+            json!({ "name": "api", "quota": "10/s", "strategy": "sliding-window(0 cells)" }),
+            "a sliding window of 0 cells: cut it into 1 to 1000",
+        ),
+        (
+            json!({ "name": "api", "quota": "5/s burst 6", "strategy": "fixed-window" }),
+            "policy \"api\": a burst of 6 on a window of 5: a window's burst is its limit, so leave the burst out, \
+             or choose a strategy that has one, such as GCRA",
+        ),
+        (
+            json!({ "name": "log", "quota": "100001/s", "strategy": "sliding-log" }),
+            "policy \"log\": a limit of 100001 for a sliding log, which keeps every charge: it must be at most 100000, \
+             or choose a sliding window",
+        ),
+    ] {
+        assert_eq!(error::<Policy>(&value), text);
+        assert_eq!(error::<Policies>(&value), text);
+        assert_eq!(error::<Policies>(&json!([{ "name": "good", "quota": "1/s" }, value])), text);
+    }
+}
+
+#[test]
+fn of_a_list() {
+    let policy = json!({ "name": "api", "quota": "5/s" });
+    for (value, text) in [
+        (json!([]), "no policy given: a check needs at least one"),
+        (
+            json!([policy, policy]),
+            "two policies are named \"api\": give each a name of its own, since it is part of the key",
+        ),
+        (
+            json!("10/s"),
+            "invalid type: string \"10/s\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`, \
+             or a list of policies",
+        ),
+        (
+            json!(["10/s"]),
+            "invalid type: string \"10/s\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`",
+        ),
+    ] {
+        assert_eq!(error::<Policies>(&value), text);
+    }
+}
+
+#[test]
+fn of_a_choice() {
+    let text = "\"pass\" is no answer to an error: write `reject` or `allow`";
+    assert_eq!(error::<OnError>(&json!("pass")), text);
+    let text = "\"Reject\" is no answer to a missing key: write `reject` or `allow`";
+    assert_eq!(error::<OnMissingKey>(&json!("Reject")), text);
+}
+
+#[derive(Debug, Deserialize)]
+struct File {
+    #[serde(default)]
+    #[allow(dead_code, reason = "it is only read from files that are wrong")]
+    store: StoreConfig,
+    #[serde(default)]
+    #[allow(dead_code, reason = "it is only read from files that are wrong")]
+    policies: Option<Policies>,
+}
+
+/// Formats that know lines tell the one that is wrong, and none beside it, such as that of the URL.
+#[test]
+fn tell_the_line() {
+    let url = "url = \"redis://:hunter2@host/\"\n";
+    for (text, line, column) in [
+        (format!("[store]\n{url}timeout = \"250\"\n"), 3, 11),
+        (format!("[store]\n{url}conections = 2\n"), 3, 1),
+        (format!("[store]\n{url}[[policies]]\nname = \"api\"\nquota = \"5/M\"\n"), 5, 9),
+        (format!("[store]\n{url}[policies]\nname = \"api\"\nquotas = \"5/m\"\n"), 5, 1),
+    ] {
+        let error = toml::from_str::<File>(&text).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("TOML parse error at line {line}, column {column}\n")), "{error}");
+        assert!(!error.contains("hunter2"), "{error}");
+    }
+    let error = yaml_serde::from_str::<File>("policies:\n- { name: api, quota: 1/s }\n- { name: log, quota: 5/M }\n");
+    let error = error.unwrap_err().to_string();
+    assert!(
+        error.starts_with("policies") && error.contains("\"5/M\" is no quota") && error.contains("line 3"),
+        "{error}"
+    );
+}

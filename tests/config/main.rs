@@ -1,0 +1,8 @@
+//! Settings as text, in files and in the environment, with the feature `serde`.
+
+#![cfg(feature = "serde")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod errors;
+mod read;
+mod round_trips;

@@ -1,0 +1,212 @@
+//! What is read, from every format.
+
+use std::collections::HashMap;
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::time::Duration;
+
+use config::{Config, Environment};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use tower_redis_ratelimit::{
+    Align, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig, StoreKind, Strategy,
+};
+
+/// What a service might have.
+#[derive(Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Service {
+    store: StoreConfig,
+    policies: Policies,
+    #[serde(default)]
+    on_error: OnError,
+    #[serde(default)]
+    on_missing_key: OnMissingKey,
+}
+
+fn expected() -> Service {
+    let mut store = StoreConfig::default();
+    store.kind = StoreKind::Fallback;
+    store.url = Some("redis://:hunter2@10.0.0.7/".to_owned());
+    store.prefix = "shop".to_owned();
+    store.connections = NonZeroUsize::new(4).unwrap();
+    store.timeout = Duration::from_secs(2);
+    store.queue = NonZeroUsize::new(50_000).unwrap();
+    store.batch = NonZeroUsize::new(64).unwrap();
+    store.denials = 0;
+    store.deadline = Duration::from_millis(50);
+    store.failures = NonZeroU32::new(5).unwrap();
+    store.share = ShareConfig::Fixed(NonZeroU32::new(3).unwrap());
+    store.local_keys = NonZeroUsize::new(1_000_000).unwrap();
+    let midnight = Align::Clock { offset: Duration::from_secs(22 * 3_600) };
+    let policies = Policies::new([
+        Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),
+        Policy::new("daily", Strategy::FixedWindow(midnight), Quota::per_day(10_000)).unwrap(),
+    ]);
+    Service { store, policies: policies.unwrap(), on_error: OnError::Allow, on_missing_key: OnMissingKey::Reject }
+}
+
+#[test]
+fn toml() {
+    let text = r#"
+        on_error = "allow"
+
+        [store]
+        kind = "fallback"
+        url = "redis://:hunter2@10.0.0.7/"
+        prefix = "shop"
+        connections = 4
+        timeout = "2s"
+        queue = 50_000
+        batch = 64
+        denials = 0
+        deadline = "50ms"
+        failures = 5
+        share = 3
+        local_keys = 1_000_000
+
+        [[policies]]
+        name = "burst"
+        quota = "100/s burst 200"
+
+        [[policies]]
+        name = "daily"
+        strategy = "fixed-window(clock+22h)"
+        quota = "10000 per day"
+    "#;
+    assert_eq!(toml::from_str::<Service>(text).unwrap(), expected());
+}
+
+/// Numbers as text too, as everything is in the environment.
+#[test]
+fn yaml() {
+    let text = r#"
+        on_error: allow
+        on_missing_key: reject
+        store:
+          kind: fallback
+          url: redis://:hunter2@10.0.0.7/
+          prefix: shop
+          connections: "4"
+          timeout: 2s
+          queue: "50000"
+          batch: "64"
+          denials: "0"
+          deadline: 50 ms
+          failures: "5"
+          share: "3"
+          local_keys: "1000000"
+        policies:
+          - name: burst
+            quota: 100/s burst 200
+          - { name: daily, strategy: fixed-window(clock + 22h), quota: 10000/d }
+    "#;
+    assert_eq!(yaml_serde::from_str::<Service>(text).unwrap(), expected());
+}
+
+#[test]
+fn json() {
+    let text = r#"{
+        "on_error": "allow",
+        "store": {
+            "kind": "fallback", "url": "redis://:hunter2@10.0.0.7/", "prefix": "shop", "connections": 4, "timeout": "2s",
+            "queue": 50000, "batch": 64, "denials": 0, "deadline": "50ms", "failures": 5, "share": 3,
+            "local_keys": 1000000
+        },
+        "policies": [
+            { "name": "burst", "strategy": "gcra", "quota": "100/s burst 200" },
+            { "name": "daily", "strategy": "fixed-window(clock+22h)", "quota": "10000/day" }
+        ]
+    }"#;
+    assert_eq!(serde_json::from_str::<Service>(text).unwrap(), expected());
+    let value: serde_json::Value = serde_json::from_str(text).unwrap();
+    assert_eq!(serde_json::from_value::<Service>(value).unwrap(), expected());
+}
+
+/// What these environment variables give.
+fn environment<T: DeserializeOwned>(variables: &[(&str, &str)], numbers: bool) -> Result<T, config::ConfigError> {
+    let variables: HashMap<String, String> =
+        variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+    let source = Environment::with_prefix("APP").prefix_separator("_").separator("__").try_parsing(numbers);
+    Config::builder().add_source(source.source(Some(variables))).build()?.try_deserialize()
+}
+
+#[test]
+fn environment_variables() {
+    let variables = [
+        ("APP_ON_ERROR", "allow"),
+        ("APP_STORE__KIND", "fallback"),
+        ("APP_STORE__URL", "redis://:hunter2@10.0.0.7/"),
+        ("APP_STORE__PREFIX", "shop"),
+        ("APP_STORE__CONNECTIONS", "4"),
+        ("APP_STORE__TIMEOUT", "2s"),
+        ("APP_STORE__QUEUE", "50000"),
+        ("APP_STORE__BATCH", "64"),
+        ("APP_STORE__DENIALS", "0"),
+        ("APP_STORE__DEADLINE", "50ms"),
+        ("APP_STORE__FAILURES", "5"),
+        ("APP_STORE__SHARE", "3"),
+        ("APP_STORE__LOCAL_KEYS", "1000000"),
+        ("APP_POLICIES__NAME", "api"),
+        ("APP_POLICIES__STRATEGY", "sliding-window(60 cells)"),
+        ("APP_POLICIES__QUOTA", "5 per 15m"),
+    ];
+    let sliding = Strategy::SlidingWindow { cells: 60 };
+    let policy = Policy::new("api", sliding, Quota::per(5, Duration::from_secs(900))).unwrap();
+    for numbers in [false, true] {
+        let service: Service = environment(&variables, numbers).unwrap();
+        assert_eq!(service, Service { policies: policy.clone().into(), ..expected() });
+    }
+}
+
+#[test]
+fn what_is_left_out_has_its_default() {
+    assert_eq!(toml::from_str::<StoreConfig>("").unwrap(), StoreConfig::default());
+    assert_eq!(serde_json::from_str::<StoreConfig>(r#"{ "url": null }"#).unwrap(), StoreConfig::default());
+    let policy: Policy = toml::from_str(
+        r#"name = "api"
+        quota = "10/s""#,
+    )
+    .unwrap();
+    assert_eq!(policy.strategy(), Strategy::Gcra);
+}
+
+#[test]
+fn a_policy_alone_is_a_list() {
+    #[derive(Deserialize)]
+    struct File {
+        policies: Policies,
+    }
+    let api: Policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(10)).unwrap().into();
+    let file: File = toml::from_str(r#"policies = { name = "api", quota = "10/min" }"#).unwrap();
+    assert_eq!(file.policies, api);
+    let file: File = yaml_serde::from_str("policies: { name: api, quota: 10/min }").unwrap();
+    assert_eq!(file.policies, api);
+    let file: File = environment(&[("APP_POLICIES__NAME", "api"), ("APP_POLICIES__QUOTA", "10/min")], false).unwrap();
+    assert_eq!(file.policies, api);
+}
+
+#[test]
+fn a_share_may_be_those_that_are_alive() {
+    for share in ["alive", " alive "] {
+        let store: StoreConfig = serde_json::from_value(serde_json::json!({ "share": share })).unwrap();
+        assert_eq!(store.share, ShareConfig::Alive);
+    }
+}
+
+/// A struct may be flattened into another, where the names of its fields are not known before.
+#[test]
+fn a_policy_may_be_flattened() {
+    #[derive(Deserialize)]
+    struct Route {
+        path: String,
+        #[serde(flatten)]
+        policy: Policy,
+    }
+    let route: Route = toml::from_str(
+        r#"path = "/search"
+        name = "search"
+        quota = "5/s""#,
+    )
+    .unwrap();
+    assert_eq!((route.path.as_str(), route.policy.name()), ("/search", "search"));
+}

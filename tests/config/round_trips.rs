@@ -1,0 +1,165 @@
+//! What is written and read again is the same.
+
+use std::fmt::Debug;
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::time::Duration;
+
+use proptest::option;
+use proptest::prelude::{Just, any, prop_assert_eq, prop_oneof, proptest};
+use proptest::sample::select;
+use proptest::strategy::Strategy as Generate;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tower_redis_ratelimit::{
+    Align, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig, StoreKind, Strategy,
+};
+
+/// TOML has tables only at its top.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct File<T> {
+    value: T,
+}
+
+fn there_and_back<T: Serialize + DeserializeOwned>(value: T) -> [File<T>; 3] {
+    let file = File { value };
+    [
+        toml::from_str(&toml::to_string(&file).unwrap()).unwrap(),
+        yaml_serde::from_str(&yaml_serde::to_string(&file).unwrap()).unwrap(),
+        serde_json::from_str(&serde_json::to_string(&file).unwrap()).unwrap(),
+    ]
+}
+
+fn assert_same<T: Serialize + DeserializeOwned + Clone + PartialEq + Debug>(value: T) {
+    for read in there_and_back(value.clone()) {
+        assert_eq!(read.value, value);
+    }
+}
+
+fn quotas() -> impl Generate<Value = Quota> {
+    let periods =
+        prop_oneof![1u64..31_000_000_000_000, select(&[1_000_000, 60_000_000, 900_000_000, 86_400_000_000][..])];
+    (1u32.., periods, option::of(1u32..)).prop_filter_map("a quota that can work", |(limit, period, burst)| {
+        let quota = Quota::per(limit, Duration::from_micros(period));
+        let quota = burst.map_or(quota, |burst| quota.burst(burst));
+        quota.is_valid().then_some(quota)
+    })
+}
+
+fn strategies() -> impl Generate<Value = Strategy> {
+    let offset = (any::<u64>(), 0u32..1_000_000_000).prop_map(|(secs, nanos)| Duration::new(secs, nanos));
+    (select(Strategy::ALL), offset, 1u16..=1000).prop_map(|(strategy, offset, cells)| match strategy {
+        Strategy::FixedWindow(Align::Clock { .. }) => Strategy::FixedWindow(Align::Clock { offset }),
+        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells },
+        other => other,
+    })
+}
+
+fn policies() -> impl Generate<Value = Policies> {
+    let policy = ("[a-zA-Z0-9._/-]{1,60}", strategies(), quotas());
+    proptest::collection::vec(policy, 1..5).prop_filter_map("policies that can work", |policies| {
+        let policies = policies.into_iter().enumerate();
+        // The number makes the name unique.
+        let policies = policies.map(|(i, (name, strategy, quota))| Policy::new(&format!("{i}{name}"), strategy, quota));
+        Policies::new(policies.collect::<Result<Vec<_>, _>>().ok()?).ok()
+    })
+}
+
+fn stores() -> impl Generate<Value = StoreConfig> {
+    // TOML's integers have 63 bits.
+    let size = || (1..=i64::MAX as usize).prop_filter_map("not zero", NonZeroUsize::new);
+    let time = || (any::<u64>(), 0u32..1_000_000_000).prop_map(|(secs, nanos)| Duration::new(secs, nanos));
+    let kind = select(&[StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local][..]);
+    let instances = || (1u32..).prop_filter_map("not zero", NonZeroU32::new);
+    let share = prop_oneof![Just(ShareConfig::Alive), instances().prop_map(ShareConfig::Fixed)];
+    let text = (option::of("\\PC{0,20}"), "\\PC{0,20}");
+    let sizes = (size(), size(), size(), size(), 0..=i64::MAX as usize);
+    (kind, text, sizes, time(), time(), instances(), share).prop_map(
+        |(kind, (url, prefix), sizes, timeout, deadline, failures, share)| {
+            let mut store = StoreConfig::default();
+            (store.kind, store.url, store.prefix, store.share) = (kind, url, prefix, share);
+            (store.connections, store.queue, store.batch, store.local_keys, store.denials) = sizes;
+            (store.timeout, store.deadline, store.failures) = (timeout, deadline, failures);
+            store
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn quotas_are_read_as_they_are_written(quota in quotas()) {
+        for read in there_and_back(quota) {
+            prop_assert_eq!(read.value, quota);
+        }
+    }
+
+    #[test]
+    fn strategies_are_read_as_they_are_written(strategy in strategies()) {
+        for read in there_and_back(strategy) {
+            prop_assert_eq!(read.value, strategy);
+        }
+    }
+
+    #[test]
+    fn policies_are_read_as_they_are_written(policies in policies()) {
+        for read in there_and_back(policies.clone()) {
+            prop_assert_eq!(&read.value, &policies);
+        }
+        for read in there_and_back(policies[0].clone()) {
+            prop_assert_eq!(&read.value, &policies[0]);
+        }
+    }
+
+    #[test]
+    fn stores_are_read_as_they_are_written(store in stores()) {
+        for read in there_and_back(store.clone()) {
+            prop_assert_eq!(&read.value, &store);
+        }
+    }
+}
+
+#[test]
+fn choices_are_read_as_they_are_written() {
+    [StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local].into_iter().for_each(assert_same);
+    [OnError::Reject, OnError::Allow].into_iter().for_each(assert_same);
+    [OnMissingKey::Reject, OnMissingKey::Allow].into_iter().for_each(assert_same);
+    [ShareConfig::Alive, ShareConfig::Fixed(NonZeroU32::MAX)].into_iter().for_each(assert_same);
+    assert_same(StoreConfig::default());
+    Strategy::ALL.iter().copied().for_each(assert_same);
+}
+
+/// A file that this crate writes is one that a person would.
+#[test]
+fn what_is_written_reads_well() {
+    let policies = Policies::new([
+        Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),
+        Policy::new("login", Strategy::SlidingLog, Quota::per(5, Duration::from_secs(900))).unwrap(),
+    ]);
+    assert_eq!(
+        toml::to_string(&File { value: policies.unwrap() }).unwrap(),
+        r#"[[value]]
+name = "burst"
+strategy = "gcra"
+quota = "100/s burst 200"
+
+[[value]]
+name = "login"
+strategy = "sliding-log"
+quota = "5/15m"
+"#
+    );
+    assert_eq!(
+        toml::to_string(&StoreConfig::default()).unwrap(),
+        r#"kind = "auto"
+prefix = "rl"
+connections = 2
+timeout = "250ms"
+queue = 10000
+batch = 128
+denials = 10000
+deadline = "100ms"
+failures = 3
+share = 1
+local_keys = 100000
+"#
+    );
+}
