@@ -1,7 +1,7 @@
 //! `cargo run --example axum`
 //!
 //! An axum service behind a rate limit, 10 requests a minute for each client address. Settings by the environment:
-//! `PORT` (3000), `RATE_LIMIT` (`10/60s`), and `REDIS_URL` to share the count among instances:
+//! `PORT` (3000), `RATE_LIMIT` (`10/min`), and `REDIS_URL` to share the count among instances:
 //!
 //! ```sh
 //! REDIS_URL=redis://127.0.0.1/ PORT=3001 cargo run --example axum
@@ -12,31 +12,21 @@ use std::error::Error;
 use std::net::SocketAddr;
 
 use axum::{Router, routing::get};
-use tower_redis_ratelimit::{
-    Fallback, LocalStore, Observer, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Store, Strategy, event,
-};
+use tower_redis_ratelimit::{AnyStore, Observer, PeerIp, Policy, Quota, RateLimitLayer, Strategy, event};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = setting("PORT", "3000")?;
-    let quota: Quota = setting("RATE_LIMIT", "10/60s")?;
+    let quota: Quota = setting("RATE_LIMIT", "10/min")?;
     let policy = Policy::new("example", Strategy::Gcra, quota)?;
+    let store = AnyStore::from_env("REDIS_URL")?;
+    let counted = match store {
+        AnyStore::Local(_) => "counted in this process; set REDIS_URL to share the count",
+        _ => "counted in Redis, for all instances",
+    };
 
-    match env::var("REDIS_URL") {
-        Ok(url) => {
-            let store = Fallback::new(RedisStore::connect_lazy(url)?, LocalStore::default()).observer(Log);
-            serve(port, store, policy, "counted in Redis, for all instances").await
-        }
-        Err(_) => {
-            serve(port, LocalStore::default(), policy, "counted in this process; set REDIS_URL to share the count")
-                .await
-        }
-    }
-}
-
-async fn serve(port: u16, store: impl Store, policy: Policy, counted: &str) -> Result<(), Box<dyn Error>> {
-    let quota = policy.quota();
-    let app = Router::new().route("/", get(|| async { "Hello!\n" })).layer(RateLimitLayer::new(store, PeerIp, policy));
+    let layer = RateLimitLayer::new(store, PeerIp, policy).observer(Log);
+    let app = Router::new().route("/", get(|| async { "Hello!\n" })).layer(layer);
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     println!("{quota} per address, {counted}. Try: curl -i localhost:{}/", listener.local_addr()?.port());

@@ -22,6 +22,29 @@ use super::{ConfigError, Policy, Quota, Strategy};
 /// assert!(policies.iter().map(Policy::name).eq(["burst", "daily"]));
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
+///
+/// With the feature `serde`, from a file:
+///
+/// ```
+/// # #[cfg(feature = "serde")] {
+/// use std::collections::HashMap;
+/// use tower_redis_ratelimit::Policies;
+///
+/// let routes: HashMap<String, Policies> = toml::from_str(
+///     r#"
+///     search = { name = "search", quota = "5 per 10s" }
+///     login = [
+///         { name = "login", quota = "5 per 15m", strategy = "sliding-log" },
+///         { name = "login-daily", quota = "50/d" },
+///     ]
+///     "#,
+/// )?;
+/// assert_eq!(routes["login"][1].quota().to_string(), "50/d");
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// In the environment there is one policy, by a variable for each of `name`, `strategy` and `quota`.
 #[derive(Clone)]
 pub struct Policies(Arc<List>);
 

@@ -15,6 +15,9 @@ use super::{ConfigError, Quota, Strategy};
 /// other, such as one per minute and one per hour, need names of their own: a charge by the shorter forgets what only the
 /// longer would still count, and one by the longer counts in the shorter. A clone is the same policy.
 ///
+/// With the feature `serde` it is a table of text: `{ name = "api", strategy = "gcra", quota = "100/s burst 200" }`. Without
+/// a strategy it is [`Strategy::Gcra`]. [`Policies`](super::Policies) are a list of these, or one.
+///
 /// ```
 /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
 ///

@@ -25,7 +25,7 @@ use super::{ConfigError, duration};
 ///
 /// Numbers are whole and in decimal digits. What could be read in two ways is refused: a period without a unit (`10/60`),
 /// units in capitals (`10/M`), months and years, digits in groups (`1,000/h`). It is written in the shortest of these
-/// forms, such as `10/m` or `5/15m`.
+/// forms, such as `10/m` or `5/15m`. With the feature `serde` it is read and written so.
 ///
 /// ```
 /// use std::time::Duration;

@@ -159,6 +159,20 @@ fn environment_variables() {
 }
 
 #[test]
+fn a_wrong_variable_is_named() {
+    for (variable, value, texts) in [
+        ("APP_STORE__TIMEOUT", "250", ["timeout: \"250\" is no duration", "write it like `250ms`"]),
+        ("APP_STORE__CONECTIONS", "2", ["unknown field `conections`", "expected one of `kind`"]),
+        ("APP_POLICIES__QUOTA", "10/60", ["\"10/60\" is no quota", "write it like `100/s`"]),
+        ("APP_POLICIES__BURST", "5", ["unknown field `burst`", "expected one of `name`"]),
+    ] {
+        let variables = [("APP_STORE__KIND", "local"), ("APP_POLICIES__NAME", "api"), (variable, value)];
+        let error = environment::<Service>(&variables, false).unwrap_err().to_string();
+        assert!(texts.iter().all(|text| error.contains(text)), "{variable}: {error}");
+    }
+}
+
+#[test]
 fn what_is_left_out_has_its_default() {
     assert_eq!(toml::from_str::<StoreConfig>("").unwrap(), StoreConfig::default());
     assert_eq!(serde_json::from_str::<StoreConfig>(r#"{ "url": null }"#).unwrap(), StoreConfig::default());

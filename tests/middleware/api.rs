@@ -10,10 +10,11 @@ use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, Service};
 use tower_redis_ratelimit::{
-    Check, ClientIp, ClientIpBuilder, ConfigError, Decision, DryRun, Error, ErrorKind, Fallback, FallbackFuture,
-    Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, Live, LocalStore, MissingKey, OnError, OnMissingKey,
-    PeerIp, Policies, Policy, Quota, RateLimit, RateLimitLayer, Reason, RedisFuture, RedisStore, RedisStoreBuilder,
-    Reject, Rejection, ResponseFuture, Strategy, Tier, Tiers, Trio,
+    AnyStore, AnyStoreFuture, Check, ClientIp, ClientIpBuilder, ConfigError, Decision, DryRun, Error, ErrorKind,
+    Fallback, FallbackFuture, Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, Live, LocalStore, MissingKey,
+    OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit, RateLimitLayer, Reason, RedisFuture, RedisStore,
+    RedisStoreBuilder, Reject, Rejection, ResponseFuture, ShareConfig, StoreConfig, StoreKind, Strategy, Tier, Tiers,
+    Trio,
 };
 
 use crate::support::*;
@@ -62,7 +63,8 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
     shared::<RateLimitLayer<RedisStore, HeaderKey>>();
     shared::<RateLimitLayer<Fallback<RedisStore, LocalStore>, (PeerIp, HeaderKey), HttpReject>>();
     shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject>>();
-    shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>)>();
+    shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>, AnyStore)>();
+    shared::<(StoreConfig, StoreKind, ShareConfig)>();
     shared::<(Decision, Key, Check, Policy, Policies, Quota, Strategy)>();
     shared::<(Error, ErrorKind, ConfigError, MissingKey, Rejection<'static>, Reason<'static>)>();
     shared::<(ClientIp, ClientIpBuilder, DryRun, Tier, Tiers, Live<Tiers>, Live<Policy>, Live<Policies>)>();
@@ -75,7 +77,7 @@ fn futures_can_be_spawned_and_shown() {
     spawnable::<ResponseFuture<Hello, LocalStore, HeaderKey, HttpReject, String>>();
     spawnable::<ResponseFuture<Hello, RedisStore, Global, HttpReject, axum::body::Body>>();
     spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, PeerIp, HttpReject, String>>();
-    spawnable::<(RedisFuture, FallbackFuture<RedisStore, LocalStore>, RedisStoreBuilder)>();
+    spawnable::<(RedisFuture, FallbackFuture<RedisStore, LocalStore>, AnyStoreFuture, RedisStoreBuilder)>();
 }
 
 #[test]

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{
-    Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, Policy, RedisStore, Source, Store, Strategy,
+    AnyStore, Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, Policy, RedisStore, Source, Store,
+    StoreConfig, StoreKind, Strategy,
 };
 
 use crate::outside::{WINDOWS, Windows};
@@ -27,6 +28,27 @@ async fn fallback() {
     let redis = RedisStore::connect(server.url()).await.unwrap();
     let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
     keeps_the_contract(store, Source::Redis).await;
+}
+
+#[tokio::test]
+async fn any_local() {
+    keeps_the_contract(AnyStore::local(), Source::Local).await;
+}
+
+#[tokio::test]
+async fn any_redis() {
+    let server = RedisServer::start();
+    let mut config = StoreConfig::default();
+    (config.kind, config.url) = (StoreKind::Redis, Some(server.url()));
+    keeps_the_contract(AnyStore::from_config(&config).unwrap(), Source::Redis).await;
+}
+
+#[tokio::test]
+async fn any_fallback() {
+    let server = RedisServer::start();
+    let mut config = StoreConfig::default();
+    (config.url, config.deadline) = (Some(server.url()), Duration::from_secs(60));
+    keeps_the_contract(AnyStore::from_config(&config).unwrap(), Source::Redis).await;
 }
 
 #[tokio::test(start_paused = true)]

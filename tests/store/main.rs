@@ -6,6 +6,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod any;
 mod contract;
 mod limiter;
 mod local;

@@ -65,7 +65,7 @@ pub(crate) use twin::Followed;
 /// | `sliding-counter` | [`SlidingCounter`](Self::SlidingCounter) |
 ///
 /// `fixed-window(clock)` and `token-bucket(greedy)` name the default. A number alone, as in `sliding-window(60)`, is
-/// refused: it could as well be seconds.
+/// refused: it could as well be seconds. With the feature `serde` it is read and written so.
 ///
 /// ```
 /// use tower_redis_ratelimit::Strategy;

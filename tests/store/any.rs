@@ -1,0 +1,86 @@
+//! The store that settings choose.
+
+use std::time::Duration;
+
+use allocation_counter::measure;
+use futures_util::FutureExt;
+use tokio::runtime;
+use tower_redis_ratelimit::{
+    AnyStore, Check, ErrorKind, Fallback, Key, LocalStore, RedisStore, Source, Store, StoreConfig, StoreKind, Strategy,
+};
+
+use crate::support::{RedisServer, policy, until};
+
+const NOBODY: &str = "redis://127.0.0.1:1/";
+
+fn redis() -> RedisStore {
+    RedisStore::connect_lazy(NOBODY).unwrap()
+}
+
+fn config(kind: StoreKind, url: String) -> StoreConfig {
+    let mut config = StoreConfig::default();
+    (config.kind, config.url) = (kind, Some(url));
+    config
+}
+
+#[tokio::test]
+async fn instances_share_the_count_of_one_redis() {
+    let server = RedisServer::start();
+    let policies = policy(Strategy::Gcra, "10/d");
+    let mut left = vec![];
+    for kind in [StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local] {
+        let mut config = config(kind, server.url());
+        config.deadline = Duration::from_secs(60);
+        let store = AnyStore::from_config(&config).unwrap();
+        let decision = store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
+        left.push((decision.source(), decision.remaining()));
+    }
+    assert_eq!(left, [(Source::Redis, 9), (Source::Redis, 8), (Source::Redis, 7), (Source::Local, 9)]);
+}
+
+#[tokio::test]
+async fn only_a_fallback_is_degraded() {
+    let policies = policy(Strategy::Gcra, "1000/d");
+    let ask = async |store: &AnyStore| store.check(Check::take(Key::new("ann"), &policies, 1)).await;
+    let (fallback, redis, local) =
+        (AnyStore::from(Fallback::new(redis(), LocalStore::default())), AnyStore::from(redis()), AnyStore::local());
+    assert!(!fallback.is_degraded());
+    until("the fallback is degraded", async || {
+        assert_eq!(ask(&fallback).await.unwrap().source(), Source::Local);
+        fallback.is_degraded()
+    })
+    .await;
+    for _ in 0..5 {
+        assert_eq!(ask(&redis).await.unwrap_err().kind(), ErrorKind::Unreachable);
+        assert_eq!(ask(&local).await.unwrap().source(), Source::Local);
+    }
+    assert!(!redis.is_degraded() && !local.is_degraded());
+}
+
+#[test]
+fn it_follows_where_its_store_does() {
+    let policies = policy(Strategy::Gcra, "10/100d");
+    let take = |cost| Check::take(Key::new("ann"), &policies, cost);
+    let decision = LocalStore::default().check(take(6)).now_or_never().unwrap().unwrap();
+    let store = AnyStore::local();
+    store.follow(&Key::new("ann"), &decision);
+    assert_eq!(store.check(take(0)).now_or_never().unwrap().unwrap().remaining(), 4);
+}
+
+/// The runtime never runs, so that the tasks of a store allocate nothing meanwhile.
+#[test]
+fn it_allocates_nothing_of_its_own() {
+    fn allocations(store: &impl Store) -> u64 {
+        let policies = policy(Strategy::Gcra, "1000/d");
+        let ask = || drop(store.check(Check::take(Key::new("ann"), &policies, 1)));
+        ask();
+        measure(|| (0..100).for_each(|_| ask())).count_total
+    }
+    let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let _guard = runtime.enter();
+    let fallback = || Fallback::new(redis(), LocalStore::default());
+    let alone = [allocations(&redis()), allocations(&fallback()), allocations(&LocalStore::default())];
+    let any = [redis().into(), fallback().into(), AnyStore::local()].map(|store| allocations(&store));
+    assert_eq!(any, alone);
+    assert!(alone[0] >= 100 && alone[2] == 0, "what is counted: {alone:?}");
+}
