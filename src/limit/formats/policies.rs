@@ -4,7 +4,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 
-use crate::limit::{Policies, Policy, Quota, Strategy};
+use crate::limit::{ConfigError, Policies, Policy, Quota, Strategy};
 
 /// How a policy is written.
 #[derive(serde::Serialize, serde::Deserialize)]
@@ -26,19 +26,11 @@ impl Serialize for Policy {
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let Table { name, strategy, quota } = Table::deserialize(deserializer)?;
-        Self::new(&name, strategy, quota).map_err(|error| D::Error::custom(OfPolicy(&name, error)))
-    }
-}
-
-/// Tells which policy is wrong: the place that a format tells may be the whole list.
-struct OfPolicy<'a>(&'a str, crate::limit::ConfigError);
-
-impl fmt::Display for OfPolicy<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.1 {
-            error @ crate::limit::ConfigError::PolicyName(_) => write!(f, "{error}"),
-            error => write!(f, "policy {:?}: {error}", self.0),
-        }
+        Self::new(&name, strategy, quota).map_err(|error| match error {
+            ConfigError::PolicyName(_) => D::Error::custom(error),
+            // The place that a format tells may be that of the whole list.
+            _ => D::Error::custom(format_args!("policy {name:?}: {error}")),
+        })
     }
 }
 

@@ -62,8 +62,9 @@ use crate::limit::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// `Debug` shows the server's address and no password. What is serialized has the URL as it is. An error of `toml` shows the
-/// line that is wrong: write the URL on a line of its own.
+/// `Debug` shows the server's address and no password. What is serialized has the URL as it is. Where the URL has a password,
+/// mind what the format shows: an error of `toml` shows the line that is wrong, and its `Debug` the whole file, as a `main` does
+/// that returns it. A URL from the environment stays out of both: see [`from_env`](Self::from_env).
 ///
 /// In code, change what is to differ from the default:
 ///
