@@ -166,7 +166,13 @@ fn a_wrong_variable_is_named() {
         ("APP_POLICIES__QUOTA", "10/60", ["\"10/60\" is no quota", "write it like `100/s`"]),
         ("APP_POLICIES__BURST", "5", ["unknown field `burst`", "expected one of `name`"]),
     ] {
-        let variables = [("APP_STORE__KIND", "local"), ("APP_POLICIES__NAME", "api"), (variable, value)];
+        // The last of two with one name counts. Variables have no order, so that only one may be wrong.
+        let variables = [
+            ("APP_STORE__KIND", "local"),
+            ("APP_POLICIES__NAME", "api"),
+            ("APP_POLICIES__QUOTA", "10/min"),
+            (variable, value),
+        ];
         let error = environment::<Service>(&variables, false).unwrap_err().to_string();
         assert!(texts.iter().all(|text| error.contains(text)), "{variable}: {error}");
     }
