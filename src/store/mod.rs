@@ -93,7 +93,7 @@ use crate::limit::{Check, Decision, Key};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no store of counts",
     label = "not a `Store`",
-    note = "stores are `RedisStore`, `LocalStore`, `Fallback::new(redis, local)`, and `AnyStore`, which is any of these"
+    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
     /// Resolves to an answer that is not there at once.
