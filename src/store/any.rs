@@ -1,11 +1,14 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::{Answer, Error, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store, StoreConfig};
+use super::{
+    Answer, Error, Fallback, FallbackFuture, LocalStore, Observer, RedisFuture, RedisStore, Store, StoreConfig,
+};
 use crate::limit::{Check, Decision, Key};
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
@@ -116,6 +119,24 @@ impl Store for AnyStore {
             Self::Fallback(store) => store.follow(key, decision),
             Self::Redis(store) => store.follow(key, decision),
             Self::Local(store) => store.follow(key, decision),
+        }
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        match self {
+            Self::Fallback(store) => store.observe(observer),
+            Self::Redis(store) => store.observe(observer),
+            Self::Local(store) => store.observe(observer),
+        }
+    }
+
+    fn withdraw(&self, future: Pin<&mut AnyStoreFuture>) -> bool {
+        match (self, future.project().state.project()) {
+            (Self::Fallback(store), StateProj::Fallback { future }) => store.withdraw(future),
+            (Self::Redis(store), StateProj::Redis { future }) => store.withdraw(future),
+            (Self::Local(store), StateProj::Local { future }) => store.withdraw(future),
+            // Of another store.
+            _ => false,
         }
     }
 }

@@ -1,12 +1,16 @@
 //! The store that settings choose.
 
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use allocation_counter::measure;
 use futures_util::FutureExt;
 use tokio::runtime;
 use tower_redis_ratelimit::{
-    AnyStore, Check, ErrorKind, Fallback, Key, LocalStore, RedisStore, Source, Store, StoreConfig, StoreKind, Strategy,
+    Answer, AnyStore, Check, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Source, Store, StoreConfig,
+    StoreKind, Strategy, event,
 };
 
 use crate::support::{RedisServer, policy, until};
@@ -65,6 +69,43 @@ fn it_follows_where_its_store_does() {
     let store = AnyStore::local();
     store.follow(&Key::new("ann"), &decision);
     assert_eq!(store.check(take(0)).now_or_never().unwrap().unwrap().remaining(), 4);
+}
+
+/// As that of a layer over it does.
+#[tokio::test]
+async fn its_store_tells_its_observer() {
+    #[derive(Default)]
+    struct Count(AtomicU32);
+
+    impl Observer for Count {
+        fn failed(&self, _: &event::Failed<'_>) {
+            self.0.fetch_add(1, Relaxed);
+        }
+
+        fn sends(&self, _: &event::Sends) {
+            self.0.fetch_add(1, Relaxed);
+        }
+    }
+
+    let server = RedisServer::start();
+    let policies = policy(Strategy::Gcra, "10/d");
+    let redis = AnyStore::from_config(&config(StoreKind::Redis, server.url())).unwrap();
+    for store in [redis, Fallback::new(self::redis(), LocalStore::default()).into()] {
+        let count = Arc::new(Count::default());
+        store.observe(&(Arc::clone(&count) as Arc<dyn Observer>));
+        let _ = store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
+        assert!(count.0.load(Relaxed) > 0, "{store:?}");
+    }
+}
+
+/// As a [`Fallback`] around it does at its deadline.
+#[tokio::test]
+async fn its_store_takes_back_what_was_not_sent() {
+    let (store, policies) = (AnyStore::from(redis()), policy(Strategy::Gcra, "10/d"));
+    let Answer::Pending { future } = store.check(Check::take(Key::new("ann"), &policies, 1)) else {
+        panic!("no answer yet")
+    };
+    assert!(store.withdraw(pin!(future)), "nothing has run that could send it");
 }
 
 /// The runtime never runs, so that the tasks of a store allocate nothing meanwhile.
