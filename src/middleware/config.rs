@@ -11,7 +11,7 @@ use super::select::Selector;
 use super::shadow::Shadows;
 use super::{Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::store::{Error, Observer, Store};
+use crate::store::{Answer, Error, Observer, Store};
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R> {
@@ -63,12 +63,12 @@ pub enum OnMissingKey {
     Allow,
 }
 
-/// How a request begins.
-pub(super) enum Start<B> {
-    /// The store decides.
-    Ask(Check),
-    /// It needs no decision.
-    Done(Admission<B>),
+/// What is known of a request at once.
+pub(super) enum Start<D, B> {
+    /// What becomes of it.
+    Decided(Admission<B>),
+    /// That the store has been asked.
+    Deciding(D, Option<Asked>),
 }
 
 /// What becomes of a request.
@@ -85,14 +85,16 @@ impl<S, K, R> Config<S, K, R> {
         self.observer.as_ref().map(|_| Asked::now(*key))
     }
 
-    /// Finds out who asks, and under which policies.
-    pub(super) fn start<B>(&self, request: &Parts) -> Start<B>
+    /// Finds out who asks, and under which policies, and asks the store.
+    #[inline]
+    pub(super) fn start<B>(&self, request: &Parts) -> Start<S::Future, B>
     where
+        S: Store,
         K: KeyExtractor,
         R: Reject<B>,
     {
         if self.dry_run || self.skips(request) {
-            return Start::Done(Admission::Pass(None));
+            return Start::Decided(Admission::Pass(None));
         }
         let key = self.extractor.extract(request);
         let found;
@@ -103,27 +105,42 @@ impl<S, K, R> Config<S, K, R> {
                     found = policies;
                     &found
                 }
-                None => return Start::Done(Admission::Pass(None)),
+                None => return Start::Decided(Admission::Pass(None)),
             },
         };
-        match key {
-            Ok(key) => Start::Ask(self.check(key, policies, request)),
-            Err(missing) => Start::Done(self.admit_without_key(request, missing)),
+        let key = match key {
+            Ok(key) => key,
+            Err(missing) => return Start::Decided(self.admit_without_key(request, missing)),
+        };
+        let asked = self.asked(&key);
+        match self.store.check(self.check(key, policies, request)) {
+            Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked)),
+            Answer::Pending { future } => Start::Deciding(future, asked),
         }
     }
 
     /// The checks that reject nothing, for a request that passes.
+    #[inline]
     pub(super) fn shadows<Res>(&self, request: &Parts) -> Option<Box<Shadows<S::Future, Res>>>
     where
         S: Store,
         K: KeyExtractor,
     {
-        let own = self.dry_run.then_some(&self.policies);
-        if own.is_none() && self.shadows.is_empty() || self.skips(request) {
+        // Most layers have none.
+        if self.dry_run || !self.shadows.is_empty() { self.ask_shadows(request) } else { None }
+    }
+
+    fn ask_shadows<Res>(&self, request: &Parts) -> Option<Box<Shadows<S::Future, Res>>>
+    where
+        S: Store,
+        K: KeyExtractor,
+    {
+        if self.skips(request) {
             return None;
         }
         let key = self.extractor.extract(request);
         let key = key.inspect_err(|missing| self.misconfiguration.tell(missing, self.observer.as_deref())).ok()?;
+        let own = self.dry_run.then_some(&self.policies);
         let all = own.into_iter().chain(&self.shadows).filter_map(|selector| selector.policies(request, Some(&key)));
         let ask = |policies| self.store.check(self.check(key, &policies, request));
         let asked = self.observer.clone().zip(self.asked(&key));

@@ -9,7 +9,7 @@ use tower_service::Service;
 use super::config::{Admission, Config, Start};
 use super::copies::Copies;
 use super::{KeyExtractor, Reject, ResponseFuture};
-use crate::store::{Answer, Store};
+use crate::store::Store;
 
 /// The service that a [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, then calls the inner service.
 pub struct RateLimit<T, S, K, R> {
@@ -35,27 +35,18 @@ where
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
         let config = self.config.current();
         let (parts, body) = request.into_parts();
-        let admission = match config.start(&parts) {
-            Start::Ask(check) => {
-                let asked = config.asked(check.key());
-                match config.store.check(check) {
-                    Answer::Ready { answer } => config.admit(&parts, answer, asked),
-                    Answer::Pending { future } => {
-                        let config = Arc::clone(config);
-                        return ResponseFuture::deciding(config, future, self.take_ready(), parts, body, asked);
-                    }
-                }
-            }
-            Start::Done(admission) => admission,
-        };
-        match admission {
-            Admission::Pass(annotation) => {
+        match config.start(&parts) {
+            Start::Decided(Admission::Pass(annotation)) => {
                 let shadows = config.shadows(&parts);
                 ResponseFuture::calling(&mut self.inner, parts, body, annotation, shadows)
             }
-            Admission::Reject(response) => {
+            Start::Decided(Admission::Reject(response)) => {
                 drop(self.take_ready());
                 ResponseFuture::rejected(response)
+            }
+            Start::Deciding(future, asked) => {
+                let config = Arc::clone(config);
+                ResponseFuture::deciding(config, future, self.take_ready(), parts, body, asked)
             }
         }
     }

@@ -71,6 +71,7 @@ impl Headers {
     }
 
     /// The same. A trio that tells of a denial within stays.
+    #[inline]
     pub(super) fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {
             draft::append(headers, decision);
