@@ -79,7 +79,9 @@ impl Headers {
         if let Some(trio) = self.trio {
             trio.set(headers, decision, denied_within);
         }
-        if let Some(wait) = decision.retry_after() {
+        if !decision.is_allowed()
+            && let Some(wait) = decision.retry_after()
+        {
             headers.entry(RETRY_AFTER).or_insert_with(|| draft::retry_after_field(wait));
         }
     }
