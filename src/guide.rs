@@ -1,4 +1,11 @@
-//! The pages of `docs/`: which strategy to choose, what clients are told, what happens when Redis goes away, how fast it is.
+//! The pages of `docs/`: everyday limits, which strategy to choose, what clients are told, what happens when Redis goes away,
+//! how fast it is.
+
+/// Everyday limits, each as a program that shows what happens.
+///
+/// [answers]: crate::guide::answers
+#[doc = include_str!("../docs/recipes.md")]
+pub mod recipes {}
 
 /// Which strategy fits which limit, and what it is called elsewhere.
 ///

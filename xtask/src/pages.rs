@@ -6,8 +6,15 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 6] =
-    ["README.md", "CONTRIBUTING.md", "docs/answers.md", "docs/choosing.md", "docs/faults.md", "docs/performance.md"];
+const PAGES: [&str; 7] = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/answers.md",
+    "docs/choosing.md",
+    "docs/faults.md",
+    "docs/performance.md",
+    "docs/recipes.md",
+];
 
 /// Where the documentation of the library will be, and where `cargo doc` has put it.
 const DOCS: (&str, &str) = ("https://docs.rs/tower-redis-ratelimit/latest/", "target/doc/");
