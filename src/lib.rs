@@ -1,7 +1,9 @@
 // Of two definitions of a link the first one holds: here, README's links lead to the guides of this version.
+//! [answers]: guide::answers
 //! [choosing]: guide::choosing
 //! [faults]: guide::faults
 //! [performance]: guide::performance
+//! [recipes]: guide::recipes
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
