@@ -28,12 +28,12 @@ use crate::limit::{ConfigError, Key, Policies};
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// With the feature `axum`, a request that axum has [matched](axum::extract::MatchedPath) is looked up by its route's
+/// With the feature `axum`, a request that axum has matched (its `MatchedPath`) is looked up by its route's
 /// template, that of a nested router in full: `/users/{id}`, not `/users/7`. So it is with `Router::layer`, where no
 /// rewriting of paths leads around a limit. Any other request is looked up by its path as it was sent, not decoded: in a
 /// layer around the whole router, and on its fallback.
 ///
-/// To count each route by itself under one policy, put the route into the key: see [`MatchedRoute`](crate::MatchedRoute).
+/// To count each route by itself under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
     all: Router<Selector>,
     methods: HashMap<Method, Router<Selector>>,
