@@ -121,7 +121,7 @@ impl<S, K, R> Config<S, K, R> {
 
     /// The checks that reject nothing, for a request that passes.
     #[inline]
-    pub(super) fn shadows<Res>(&self, request: &Parts) -> Option<Box<Shadows<S::Future, Res>>>
+    pub(super) fn shadows(&self, request: &Parts) -> Option<Box<Shadows<S::Future>>>
     where
         S: Store,
         K: KeyExtractor,
@@ -130,7 +130,7 @@ impl<S, K, R> Config<S, K, R> {
         if self.dry_run || !self.shadows.is_empty() { self.ask_shadows(request) } else { None }
     }
 
-    fn ask_shadows<Res>(&self, request: &Parts) -> Option<Box<Shadows<S::Future, Res>>>
+    fn ask_shadows(&self, request: &Parts) -> Option<Box<Shadows<S::Future>>>
     where
         S: Store,
         K: KeyExtractor,

@@ -43,11 +43,14 @@ pin_project! {
             // None for a request that nobody counted.
             annotation: Option<Annotation>,
             // None if there are none, as with most layers.
-            shadows: Option<Box<Shadows<D, Res>>>,
+            shadows: Option<Box<Shadows<D>>>,
         },
-        Rejected {
+        // The inner future is gone: it may hold a permit, such as `ConcurrencyLimit`'s.
+        Answered {
             // None once it has been given.
             response: Option<Res>,
+            // None if the response waits for none.
+            shadows: Option<Box<Shadows<D>>>,
         },
     }
 }
@@ -83,13 +86,13 @@ where
         parts: Parts,
         body: ReqBody,
         annotation: Option<Annotation>,
-        shadows: Option<Box<Shadows<S::Future, T::Response>>>,
+        shadows: Option<Box<Shadows<S::Future>>>,
     ) -> Self {
         Self { state: State::Calling { response: call(inner, parts, body, annotation.as_ref()), annotation, shadows } }
     }
 
     pub(super) fn rejected(response: T::Response) -> Self {
-        Self { state: State::Rejected { response: Some(response) } }
+        Self { state: State::Answered { response: Some(response), shadows: None } }
     }
 }
 
@@ -129,24 +132,30 @@ where
                             let response = call(&mut inner, parts, body, annotation.as_ref());
                             State::Calling { response, annotation, shadows }
                         }
-                        Admission::Reject(response) => State::Rejected { response: Some(response) },
+                        Admission::Reject(response) => State::Answered { response: Some(response), shadows: None },
                     }
                 }
                 StateProj::Calling { response, annotation, shadows } => {
-                    let mut response = match shadows {
-                        None => ready!(response.poll(cx))?,
-                        Some(shadows) => ready!(shadows.poll_beside(response, cx))?,
-                    };
+                    if let Some(shadows) = shadows {
+                        let _ = shadows.poll(cx);
+                    }
+                    let mut response = ready!(response.poll(cx))?;
                     if let Some(annotation) = annotation.take() {
                         annotation.annotate_response(&mut response);
                     }
+                    match shadows.take() {
+                        None => return Poll::Ready(Ok(response)),
+                        shadows => State::Answered { response: Some(response), shadows },
+                    }
+                }
+                StateProj::Answered { response, shadows } => {
+                    if let Some(shadows) = shadows {
+                        ready!(shadows.poll(cx));
+                    }
+                    let mut response = response.take().unwrap_or_else(|| polled_after_completion("ResponseFuture"));
                     if let Some(shadows) = shadows.take() {
                         shadows.annotate(&mut response);
                     }
-                    return Poll::Ready(Ok(response));
-                }
-                StateProj::Rejected { response } => {
-                    let response = response.take().unwrap_or_else(|| polled_after_completion("ResponseFuture"));
                     return Poll::Ready(Ok(response));
                 }
             };

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use http::Response;
 
@@ -27,7 +27,7 @@ impl DryRun {
         &self.decisions
     }
 
-    /// Whether the request would have passed.
+    /// Whether all of them allow the request.
     pub fn is_allowed(&self) -> bool {
         self.decisions.iter().all(Decision::is_allowed)
     }
@@ -40,12 +40,10 @@ impl fmt::Debug for DryRun {
 }
 
 /// The checks of one request that reject nothing, under way beside the inner call.
-pub(super) struct Shadows<D, Res> {
+pub(super) struct Shadows<D> {
     checks: Vec<Shadow<D>>,
     /// Who is told of their answers.
     observer: Option<(Arc<dyn Observer>, Asked)>,
-    /// The response, while it waits for the last check.
-    response: Option<Res>,
 }
 
 enum Shadow<D> {
@@ -53,42 +51,31 @@ enum Shadow<D> {
     Told(Option<Decision>),
 }
 
-impl<D, Res> Shadows<D, Res>
+impl<D> Shadows<D>
 where
     D: Future<Output = Result<Decision, Error>>,
 {
-    /// Asked as these were answered.
+    /// Those that the store has been asked, with what it answered at once.
     pub(super) fn new(answers: Vec<Answer<D>>, observer: Option<(Arc<dyn Observer>, Asked)>) -> Self {
         let checks = answers.into_iter().map(|answer| match answer {
             Answer::Ready { answer } => Shadow::Told(tell(&observer, answer)),
             Answer::Pending { future } => Shadow::Asked(Box::pin(future)),
         });
-        Self { checks: checks.collect(), observer, response: None }
+        Self { checks: checks.collect(), observer }
     }
 
-    /// Polls the inner call with the checks. Ready when it has failed, or all are answered.
-    pub(super) fn poll_beside<F, E>(&mut self, call: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Result<Res, E>>
-    where
-        F: Future<Output = Result<Res, E>>,
-    {
-        let mut pending = false;
+    /// Ready when all are answered.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut all = Poll::Ready(());
         for check in &mut self.checks {
             if let Shadow::Asked(future) = check {
                 match future.as_mut().poll(cx) {
                     Poll::Ready(answer) => *check = Shadow::Told(tell(&self.observer, answer)),
-                    Poll::Pending => pending = true,
+                    Poll::Pending => all = Poll::Pending,
                 }
             }
         }
-        let response = match self.response.take() {
-            Some(response) => response,
-            None => ready!(call.poll(cx))?,
-        };
-        if pending {
-            self.response = Some(response);
-            return Poll::Pending;
-        }
-        Poll::Ready(Ok(response))
+        all
     }
 
     /// Puts what was decided into the response's extensions.

@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex};
 use futures_util::FutureExt;
 use http::{Request, Response};
 use tokio::sync::oneshot;
-use tower::{Layer, Service, service_fn};
+use tower::limit::ConcurrencyLimit;
+use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
     DryRun, Global, HeaderKey, LocalStore, Observer, OnError, Policies, RateLimitLayer, Tier, Tiers, event, policies_fn,
 };
@@ -180,6 +181,18 @@ async fn the_inner_call_does_not_wait_for_a_shadow() {
     let question = questions.try_recv().unwrap();
     drop(dropped);
     assert!(question.is_abandoned());
+}
+
+/// An inner call that is done holds nothing that others wait for, even if its response waits for a shadow.
+#[tokio::test]
+async fn the_inner_future_is_dropped_before_a_late_check() {
+    let (store, mut questions) = asking();
+    let mut service = layer_with(store, "1/h").dry_run().layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
+    let mut response = Box::pin(service.ready().await.unwrap().call(request("alice")));
+    assert!(response.as_mut().now_or_never().is_none(), "the check is not answered");
+    assert!(service.ready().now_or_never().is_some(), "a call that is done holds its permit");
+    questions.try_recv().unwrap().deny();
+    assert_eq!(would(&response.now_or_never().unwrap().unwrap()), [("api".to_owned(), false)]);
 }
 
 /// Where the enforced check has to be waited for, the shadow is asked when the request has passed.
