@@ -60,6 +60,10 @@ impl Key {
     #[cfg(feature = "axum")]
     pub(crate) const NO_ROUTE: Self = Self::reserved(b"route:none");
 
+    /// In a tuple with a caller's key, the key of policies that are tried on the caller. So short that the tuple of a hashed
+    /// key needs no hash of its own.
+    pub(crate) const SHADOW: Self = Self::reserved(b"~try");
+
     /// The key by which a store tries whether another store decides again.
     pub(crate) const PROBE: Self = Self::reserved(b"~probe");
 
@@ -362,6 +366,8 @@ mod tests {
         let (a, b, c) = (Key::new("a"), Key::new("b"), Key::new("c"));
         assert_ne!(Key::tuple(&[Key::tuple(&[a, b]), c]), Key::tuple(&[a, Key::tuple(&[b, c])]));
         assert_eq!(text(Key::tuple(&[])).len(), 33, "never empty");
+        let secret = Key::secret("k");
+        assert_eq!(text(Key::tuple(&[secret, Key::SHADOW])), format!("{},~try", text(secret)));
     }
 
     #[test]

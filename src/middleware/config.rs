@@ -140,11 +140,16 @@ impl<S, K, R> Config<S, K, R> {
         }
         let key = self.extractor.extract(request);
         let key = key.inspect_err(|missing| self.misconfiguration.tell(missing, self.observer.as_deref())).ok()?;
-        let own = self.dry_run.then_some(&self.policies);
-        let all = own.into_iter().chain(&self.shadows).filter_map(|selector| selector.policies(request, Some(&key)));
-        let ask = |policies| self.store.check(self.check(key, &policies, request));
+        // What is enforced later goes on from what a dry run has counted. A shadow counts apart: it may have a policy of a
+        // name that is enforced, which it must not charge.
+        let own = self.dry_run.then_some((key, &self.policies));
+        let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
+        let ask = |(counted_by, selector): (Key, &Selector)| {
+            let policies = selector.policies(request, Some(&key))?;
+            Some(self.store.check(self.check(counted_by, &policies, request)))
+        };
         let asked = self.observer.clone().zip(self.asked(&key));
-        Some(Box::new(Shadows::new(all.map(ask).collect(), asked)))
+        Some(Box::new(Shadows::new(own.into_iter().chain(shadows).filter_map(ask).collect(), asked)))
     }
 
     fn skips(&self, request: &Parts) -> bool {

@@ -153,15 +153,14 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     /// alone. May be called again for more.
     ///
     /// Only requests that pass are decided and charged under them, each list of policies by itself, at what the request
-    /// [costs](Self::cost). Their names must differ from those that are enforced on the same callers, or both are one
-    /// count.
+    /// [costs](Self::cost). What they count is apart from all that is enforced, also from a policy of the same name. Policies
+    /// of several shadows need names that differ, or they are one count.
     ///
     /// ```
     /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_second(limit));
-    /// let layer =
-    ///     RateLimitLayer::new(LocalStore::default(), Global, policy("api", 50)?).shadow(policy("api-tighter", 20)?);
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", 50)?).shadow(policy("api", 20)?);
     /// # let _ = layer;
     /// # Ok(())
     /// # }

@@ -66,6 +66,23 @@ async fn a_shadow_stands_beside_what_is_enforced() {
     }
 }
 
+/// The same limit with another number is what one tries first.
+#[tokio::test]
+async fn a_shadow_of_the_same_name_takes_nothing_from_what_is_enforced() {
+    let store = LocalStore::default();
+    let service = limited(layer_with(store.clone(), "3/h").shadow(policy("api", "2/h")));
+    for (remaining, tried) in [(2, true), (1, true), (0, false)] {
+        let response = send(&service, request("alice")).await;
+        assert_eq!((response.status().as_u16(), decision(&response).unwrap().remaining()), (200, remaining));
+        assert_eq!(would(&response), [("api".to_owned(), tried)]);
+    }
+    assert_eq!(send(&service, request("alice")).await.status(), 429);
+    // But what a dry run has counted is there when its policies are enforced.
+    let bob = |layer: RateLimitLayer<_, _>| async { send(&limited(layer), request("bob")).await };
+    bob(layer_with(store.clone(), "3/h").dry_run()).await;
+    assert_eq!(decision(&bob(layer_with(store, "3/h")).await).unwrap().remaining(), 1);
+}
+
 #[tokio::test]
 async fn rejected_requests_are_not_charged_to_a_shadow() {
     let store = LocalStore::default();
