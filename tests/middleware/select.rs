@@ -408,6 +408,15 @@ mod with_axum {
         assert_told(&app, &[("/api/items/7", "item"), ("/api/more", "api"), ("/api/nowhere", "api")]).await;
     }
 
+    /// In a pattern `{{` stands for a brace. A template is a pattern, and is looked up as if it were a path.
+    #[tokio::test]
+    async fn a_template_with_braces_of_its_own_fits_the_same_pattern() {
+        let pattern = "/{{x}}/{id}";
+        let routes = Routes::new(policy("default", "99/m")).route(pattern, policy("braces", "99/m")).unwrap();
+        let app = Router::new().route(pattern, get(|| async { "braces" })).layer(by(routes));
+        assert_told(&app, &[("/{x}/7", "braces"), ("/x/7", "default")]).await;
+    }
+
     /// What rewrites a path on its way to the router leads to the route's own policies.
     #[tokio::test]
     async fn a_rewritten_path_is_counted_as_the_route_that_it_leads_to() {

@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
 
@@ -95,7 +96,7 @@ fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySel
 
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-        let path = path(request);
+        let path = &*path(request);
         let found = self.of_method(&request.method, path).or_else(|| Some(self.all.at(path).ok()?.value));
         found.unwrap_or(&self.default).policies(request, key)
     }
@@ -103,19 +104,24 @@ impl PolicySelector for Routes {
 
 /// What patterns are compared with.
 #[cfg(feature = "axum")]
-fn path(request: &Parts) -> &str {
+fn path(request: &Parts) -> Cow<'_, str> {
     use axum::extract::{MatchedPath, OriginalUri};
 
     if let Some(matched) = request.extensions.get::<MatchedPath>() {
-        return matched.as_str();
+        let template = matched.as_str();
+        // A brace that is none of a parameter is written twice in a template, but not in the path that fits it.
+        return match template.as_bytes().windows(2).any(|two| two == b"{{" || two == b"}}") {
+            true => template.replace("{{", "{").replace("}}", "}").into(),
+            false => template.into(),
+        };
     }
     // A nested router cuts what it stands under from the path.
-    request.extensions.get::<OriginalUri>().map_or(&request.uri, |OriginalUri(uri)| uri).path()
+    request.extensions.get::<OriginalUri>().map_or(&request.uri, |OriginalUri(uri)| uri).path().into()
 }
 
 #[cfg(not(feature = "axum"))]
-fn path(request: &Parts) -> &str {
-    request.uri.path()
+fn path(request: &Parts) -> Cow<'_, str> {
+    request.uri.path().into()
 }
 
 impl fmt::Debug for Routes {
