@@ -54,7 +54,7 @@ impl AnyStore {
     /// # Errors
     ///
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for settings that [`RedisStore::connect_lazy`] refuses,
-    /// or that need a URL and have none; [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) for
+    /// that need a URL and have none, or that give a fallback a deadline of 0; [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) for
     /// [`ShareConfig::Alive`](crate::ShareConfig::Alive) outside of a tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, Error> {
         config.store()

@@ -97,7 +97,7 @@ pub struct StoreConfig {
     pub batch: NonZeroUsize,
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     pub denials: usize,
-    /// See [`Fallback::deadline`]. Defaults to 100 ms.
+    /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`].
     pub deadline: Duration,
     /// See [`Fallback::failures`]. Defaults to 3.
     pub failures: NonZeroU32,
@@ -175,6 +175,10 @@ impl StoreConfig {
     }
 
     fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, Error> {
+        // All answers of Redis would be late: every instance would count for itself, though Redis is well.
+        if self.deadline.is_zero() {
+            return Err(ConfigError::Zero("the deadline of a Fallback, in nanoseconds,").into());
+        }
         let share = self.share.of(&redis)?;
         Ok(Fallback::new(redis, self.local()).deadline(self.deadline).failures(self.failures).share(share))
     }

@@ -128,10 +128,12 @@ fn the_kind_and_the_url_choose_the_store() {
 }
 
 #[test]
-fn what_a_builder_refuses_is_refused() {
+fn what_cannot_work_is_refused() {
     let refused = |config: StoreConfig| AnyStore::from_config(&config).unwrap_err();
     let zero = refused(StoreConfig { timeout: Duration::ZERO, ..other() });
     assert!(zero.to_string().contains("the time-out of a RedisStore, in nanoseconds, is 0"), "{zero}");
+    let zero = refused(StoreConfig { deadline: Duration::ZERO, ..other() });
+    assert!(zero.to_string().contains("the deadline of a Fallback, in nanoseconds, is 0"), "{zero}");
     let prefix = refused(StoreConfig { prefix: "{shop}".to_owned(), ..other() });
     assert!(prefix.to_string().contains("\"{shop}\" is no key prefix: use"), "{prefix}");
     let url = refused(StoreConfig { url: Some("http://user:hunter2@host/".to_owned()), ..other() });
