@@ -23,22 +23,31 @@ use crate::limit::Key;
 
 /// Finds who a request is from.
 ///
-/// [`PeerIp`], [`ClientIp`], [`HeaderKey`] and [`Global`] do, with the feature `axum` also `MatchedRoute` and `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each
-/// combination by itself: `(PeerIp, HeaderKey::new("x-api-key"))` every pair of an address and an API key.
+/// [`PeerIp`], [`ClientIp`], [`HeaderKey`] and [`Global`] do, with the feature `axum` also `MatchedRoute` and
+/// `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each combination by itself:
+/// `(PeerIp, HeaderKey::new("x-api-key"))` every pair of an address and an API key.
+///
+/// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path, and the host too;
+/// it does not choose what your authentication finds out:
 ///
 /// ```
 /// use http::request::Parts;
 /// use tower_redis_ratelimit::{Key, KeyExtractor, MissingKey};
 ///
-/// struct ByHost;
+/// /// In the extensions of each request that is authenticated.
+/// #[derive(Clone)]
+/// struct Tenant(String);
 ///
-/// impl KeyExtractor for ByHost {
+/// struct ByTenant;
+///
+/// impl KeyExtractor for ByTenant {
 ///     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-///         request.uri.host().map(Key::new).ok_or(MissingKey::new("the request names no host"))
+///         let tenant = request.extensions.get().map(|Tenant(name)| Key::new(name));
+///         tenant.ok_or(MissingKey::new("the request names no tenant"))
 ///     }
 /// }
 /// # fn is_extractor(_: impl KeyExtractor) {}
-/// # is_extractor(ByHost);
+/// # is_extractor(ByTenant);
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` finds no key in a request",
@@ -67,9 +76,13 @@ pub trait KeyExtractor {
 /// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy, key_fn};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// /// In the extensions of each request that is authenticated.
+/// #[derive(Clone)]
+/// struct User(String);
+///
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-/// let by_path = key_fn(|request| Some(Key::new(request.uri.path())));
-/// let layer = RateLimitLayer::new(LocalStore::default(), by_path, policy);
+/// let by_user = key_fn(|request| request.extensions.get().map(|User(name)| Key::new(name)));
+/// let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy);
 /// # let _ = layer;
 /// # Ok(())
 /// # }
