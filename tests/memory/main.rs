@@ -1,5 +1,5 @@
 //! What the stores cost this process: few bytes for each caller, and few for each check that waits for Redis. To find who a
-//! caller is costs none.
+//! caller is costs none, and a log names a bounded number.
 //!
 //! Counted is what each thread asks of the allocator, so that tests do not meet.
 
@@ -38,6 +38,29 @@ fn a_client_behind_proxies_is_found_without_the_allocator() {
         let mut key = None;
         assert_eq!(measure(|| key = client.extract(&request).ok()).count_total, 0, "{header}");
         assert_eq!(key, Some(Key::ip("2001:db8::7".parse().unwrap())), "{header}");
+    }
+}
+
+/// More callers than may be named, with the longest keys.
+#[cfg(feature = "tracing")]
+#[test]
+fn a_log_of_denied_callers_costs_at_most_400_bytes_for_each_that_is_named() {
+    use tower_redis_ratelimit::{Decision, Observer, TracingObserver, event};
+
+    let policies = policy(Strategy::Gcra, "1/h");
+    let store = LocalStore::default();
+    let take = || store.check(Check::take(Key::GLOBAL, &policies, 1)).now_or_never().unwrap().unwrap();
+    let [_, denied]: [Decision; 2] = [take(), take()];
+    for max in [100, 900, 1_800] {
+        let observer = TracingObserver::new().reveal_keys().callers(NonZeroUsize::new(max).unwrap());
+        let log = measure(|| {
+            for caller in 0..50_000 {
+                let key = Key::new(format!("{caller:039}"));
+                observer.decided(&event::Decided::new(&key, &denied, Duration::ZERO));
+            }
+        });
+        let each = log.bytes_current as f64 / max as f64;
+        assert!((100.0..=400.0).contains(&each), "{each:.0} bytes for each of {max}");
     }
 }
 
