@@ -80,7 +80,7 @@ pub(super) enum Admission<B> {
 }
 
 impl<S, K, R> Config<S, K, R> {
-    /// What is told of a check for this caller that is asked now, if there is an observer.
+    /// Notes who asks, and that it is now, if there is an observer to be told.
     pub(super) fn asked(&self, key: &Key) -> Option<Asked> {
         self.observer.as_ref().map(|_| Asked::now(*key))
     }

@@ -226,7 +226,7 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     }
 
     fn with(mut config: Config<S, K, R>) -> Self {
-        // Another layer tells by itself.
+        // Whatever the layer has told that this one is made from.
         config.misconfiguration = Arc::default();
         Self { config: Copies::new(|| config.copy()) }
     }

@@ -55,7 +55,7 @@ impl<D> Shadows<D>
 where
     D: Future<Output = Result<Decision, Error>>,
 {
-    /// Those that the store has been asked, with what it answered at once.
+    /// With the store's first answers, some of which are still to come.
     pub(super) fn new(answers: Vec<Answer<D>>, observer: Option<(Arc<dyn Observer>, Asked)>) -> Self {
         let checks = answers.into_iter().map(|answer| match answer {
             Answer::Ready { answer } => Shadow::Told(tell(&observer, answer)),

@@ -21,7 +21,7 @@ pub(crate) trait Setting: Sized {
     fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error>;
 }
 
-/// A setting of this name, which errors then tell. Or, with an empty name, one that stands alone.
+/// Reads a setting of this name, for errors to tell. The name is empty if the setting stands alone.
 pub(crate) struct Field<T>(pub(crate) &'static str, PhantomData<T>);
 
 impl<T> Field<T> {

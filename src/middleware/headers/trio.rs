@@ -77,7 +77,7 @@ impl Trio {
     }
 }
 
-/// The number in a field. One that is no number is of a form that is none of ours.
+/// The number in a field. `None` also for other text, which no trio of ours has.
 fn told(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }

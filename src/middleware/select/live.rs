@@ -27,12 +27,13 @@ use crate::limit::{Key, Policies};
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// A [`tokio::sync::watch::Receiver`] is such a selector too.
+/// A [`tokio::sync::watch::Receiver`] is such a selector too, best one of [`Policies`]: a [`Policy`](crate::Policy) is made
+/// into a list for each request there.
 pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
 
 struct Held<P> {
     selector: P,
-    /// Made once, so that what is kept with them is.
+    /// Asked for once: a list keeps what is made of it, such as the text of a header field.
     fixed: Option<Policies>,
 }
 

@@ -53,6 +53,8 @@ pub trait PolicySelector: Send + Sync + 'static {
     ///
     /// `key` is `None` for a request that has no key. To find policies for it does not let it pass: the layer's
     /// [`OnMissingKey`](crate::OnMissingKey) says what becomes of it.
+    ///
+    /// It is called for every request, and must not block.
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies>;
 
     /// The policies of all requests, if they are the same whatever the request: then nobody is asked for each.
@@ -145,7 +147,8 @@ impl<P: PolicySelector + ?Sized> PolicySelector for Arc<P> {
     }
 }
 
-/// What the channel holds when the request comes.
+/// What the channel holds when the request comes. The selector must not send to the channel, which is locked while it is
+/// asked.
 impl<P: PolicySelector> PolicySelector for watch::Receiver<P> {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
         self.borrow().policies(request, key)
@@ -167,7 +170,7 @@ impl Selector {
         }
     }
 
-    /// The same, with policies whose count of references is their own.
+    /// The same, with an `Arc` of its own around fixed policies. See [`Copies`](crate::middleware::copies::Copies).
     pub(super) fn copy(&self) -> Self {
         match self {
             Self::Fixed(policies) => Self::Fixed(policies.copy()),

@@ -22,8 +22,8 @@ use crate::limit::ConfigError;
 /// They are those of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same defaults. Those that the
 /// [`kind`](Self::kind) has no use for are ignored.
 ///
-/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text; a setting that is
-/// left out has its default, and one that there is not is an error. Durations are a whole number and a unit (`us`, `ms`, `s`,
+/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. One that is left
+/// out has its default, and a name that is none of a setting is an error. Durations are a whole number and a unit (`us`, `ms`, `s`,
 /// `m`, `h` or `d`):
 ///
 /// ```

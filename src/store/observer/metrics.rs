@@ -18,7 +18,9 @@ use super::{Observer, event};
 /// | `ratelimit_queue_checks` | gauge | |
 ///
 /// The label `store` is the name of the observer: [`named`](Self::named), one for each [`Fallback`](crate::Fallback). No label
-/// has a caller's key: there would be as many series as callers.
+/// has a caller's key: there would be as many series as callers. There are as many as names of policies, so do not give each
+/// caller's policy a name of its own. Those of [`Tiers::callers`](crate::Tiers::callers) may all have one name, and are
+/// counted apart by their keys.
 ///
 /// The names end as OpenMetrics wants it (`_total`, `_seconds`), so that an exporter that sees to that itself leaves them as
 /// they are.

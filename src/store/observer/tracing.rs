@@ -129,7 +129,7 @@ impl fmt::Debug for TracingObserver {
     }
 }
 
-/// Also told where nobody observes, or nobody would know why all requests are rejected.
+/// A layer without an observer calls it too, or nobody would know why all requests are rejected.
 pub(crate) fn misconfigured(&event::Misconfigured { problem }: &event::Misconfigured<'_>) {
     error!(problem, "the server is set up so that requests cannot be counted");
 }
@@ -202,7 +202,7 @@ impl Log {
         Arc::new(Self { denials: Throttle::new(callers.get()), failures: Throttle::new(64) })
     }
 
-    /// Outside of the span of the request that happens to come: these are others'.
+    /// In no span: what is told here is of other requests than the current one.
     fn tell_ended(&self) {
         self.denials.ended().into_iter().for_each(|told| denied(&Span::none(), told));
         self.failures.ended().into_iter().for_each(|told| failed(&Span::none(), told));
