@@ -94,9 +94,12 @@ impl Key {
 
     /// As [`ip`](Self::ip), but the first so many bits of an IPv6 address, up to 128. Another length is another key.
     ///
+    /// It is the key that a [`ClientIp`](crate::ClientIp) of that [`ipv6_prefix`](crate::ClientIp::ipv6_prefix) makes, for
+    /// [policies of single callers](crate::Tiers::caller) and for a [`Limiter`](crate::Limiter).
+    ///
     /// A network of more than 64 bits stands in Redis as `ip:20010db8000100020000000000000001/128`: with colons it would not
     /// fit.
-    pub(crate) fn network(address: IpAddr, ipv6_prefix: u8) -> Self {
+    pub fn network(address: IpAddr, ipv6_prefix: u8) -> Self {
         let mut key = Self::reserved(ADDRESS);
         match unwrapped(address) {
             IpAddr::V4(v4) => {

@@ -1,5 +1,6 @@
 //! Which policies a request is decided under.
 
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use axum::{Router, routing::get};
@@ -7,8 +8,8 @@ use http::request::Parts;
 use http::{HeaderName, Method, Request, Response};
 use tokio::sync::watch;
 use tower_redis_ratelimit::{
-    ConfigError, Global, HeaderKey, Key, KeyExtractor, Live, LocalStore, MissingKey, OnMissingKey, Policies, Policy,
-    PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier, Tiers, policies_fn,
+    ClientIp, ConfigError, Global, HeaderKey, Key, KeyExtractor, Live, LocalStore, MissingKey, OnMissingKey, Policies,
+    Policy, PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier, Tiers, policies_fn,
 };
 
 use crate::support::*;
@@ -200,6 +201,27 @@ async fn an_override_is_found_by_the_secret_that_the_extractor_makes_of_it() {
     let mut request = anonymous();
     request.headers_mut().insert(API_KEY, "k-17".parse().unwrap());
     assert_eq!(told(&send(&limited(layer), request).await), "\"large\";q=9");
+}
+
+/// The docs of `Key::network`: whatever the length of the prefix that clients are counted by.
+#[tokio::test]
+async fn an_override_is_found_by_the_network_that_the_extractor_makes_of_it() {
+    let address = |text: &str| text.parse::<IpAddr>().unwrap();
+    for (bits, named, same, other) in [
+        (56, "2001:db8:1:200::", "2001:db8:1:2ff::7", "2001:db8:1:300::7"),
+        (128, "2001:db8::7", "2001:db8::7", "2001:db8::8"),
+        (56, "192.0.2.7", "::ffff:192.0.2.7", "192.0.2.8"),
+    ] {
+        let own = Key::network(address(named), bits);
+        let tiers = Tiers::new(policy("free", "9/m")).caller(own, policy("large", "99/m"));
+        let client = ClientIp::peer().ipv6_prefix(bits).unwrap();
+        let service = limited(RateLimitLayer::new(LocalStore::default(), client, tiers));
+        for (from, expected) in [(same, "\"large\";q=99"), (other, "\"free\";q=9")] {
+            let mut request = anonymous();
+            request.extensions_mut().insert(address(from));
+            assert_eq!(told(&send(&service, request).await), expected, "{from}/{bits}");
+        }
+    }
 }
 
 #[tokio::test(start_paused = true)]
