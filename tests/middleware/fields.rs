@@ -211,6 +211,18 @@ async fn a_denial_within_fills_the_trio_though_more_remains() {
     assert_eq!((response.status().as_u16(), trio(&response, "x-ratelimit")), (429, ["2", "2", "0"].map(Some)));
 }
 
+/// 99 remaining would be a lie on a denial.
+#[tokio::test]
+async fn a_denial_within_that_has_no_trio_gets_none_of_another_policy() {
+    for within in [Headers::NONE, Headers::DRAFT, Headers::NONE.and(Trio::Draft6)] {
+        let outer = layer("100/h").headers(Headers::NONE.and(Trio::XSeconds));
+        let service = outer.layer(limited(layer("1/h").headers(within)));
+        assert_eq!(trio(&send(&service, request("alice")).await, "x-ratelimit")[1], Some("99"));
+        let denied = send(&service, request("alice")).await;
+        assert_eq!((denied.status().as_u16(), trio(&denied, "x-ratelimit")), (429, [None; 3]), "{within:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn anybody_can_write_the_fields_of_a_decision() {
     let limiter = Limiter::new(LocalStore::default(), policy("words", "2/m"));

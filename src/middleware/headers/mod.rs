@@ -70,14 +70,16 @@ impl Headers {
         self.append_around(decision, headers, false);
     }
 
-    /// The same. A trio that tells of a denial within stays.
+    /// The same. No trio is added to a denial by a layer within: it would tell how much of another policy remains.
     #[inline]
     pub(super) fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {
             draft::append(headers, decision);
         }
-        if let Some(trio) = self.trio {
-            trio.set(headers, decision, denied_within);
+        if let Some(trio) = self.trio
+            && !denied_within
+        {
+            trio.set(headers, decision);
         }
         if !decision.is_allowed()
             && let Some(wait) = decision.retry_after()

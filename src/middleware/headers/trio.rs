@@ -24,8 +24,9 @@ use crate::store::unix_time;
 /// - `Reset` is [when nothing is charged any more](Decision::reset_after). For a quota that refills little by little, part of
 ///   it is there before: `Retry-After` tells a denied client when.
 ///
-/// The tightest policy tells: of several, the one that [decided](Decision::policy). Where layers wrap each other, a denial;
-/// else the layer with the least remaining, and of two with as much, the one whose reset is later.
+/// The tightest policy tells: of several, the one that [decided](Decision::policy). Where layers wrap each other, the layer that
+/// denied, so that there is no trio if that one adds none; else the layer with the least remaining, and of two with as much,
+/// the one whose reset is later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Trio {
@@ -56,7 +57,7 @@ impl Trio {
     }
 
     /// Sets the fields, unless those that are there are tighter.
-    pub(super) fn set(self, headers: &mut HeaderMap, decision: &Decision, denied_within: bool) {
+    pub(super) fn set(self, headers: &mut HeaderMap, decision: &Decision) {
         let reset = decision.reset_after();
         let reset = match self {
             Self::GitHub => unix_time().saturating_add(reset),
@@ -67,7 +68,7 @@ impl Trio {
         let names = self.names();
         if let (Some(there), Some(until)) = (told(headers, &names[1]), told(headers, &names[2])) {
             let tighter = there < remaining || there == remaining && until >= reset;
-            if denied_within || tighter && decision.is_allowed() {
+            if tighter && decision.is_allowed() {
                 return;
             }
         }
