@@ -145,7 +145,7 @@ fn describe() {
         Unit::Count,
         "Requests decided, by the policy that decided, the outcome, and where it was decided. A dry run rejects nothing."
     );
-    describe_histogram!("ratelimit_check_seconds", Unit::Seconds, "How long a request waited for its decision.");
+    describe_histogram!("ratelimit_check_seconds", Unit::Seconds, "How long a decision took.");
     describe_counter!(
         "ratelimit_failures_total",
         Unit::Count,

@@ -5,16 +5,21 @@ mod log;
 #[cfg(feature = "metrics")]
 mod prometheus;
 
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use tokio::time::advance;
+use tower::limit::ConcurrencyLimit;
+use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
     Fallback, Key, Limiter, LocalStore, Observer, OnMissingKey, PeerIp, RateLimitLayer, RedisStore, RedisStoreBuilder,
     event,
 };
 
-use crate::support::{Broken, anonymous, asking, layer, layer_with, limited, policy, request, send};
+use crate::support::{Broken, anonymous, asking, hello, layer, layer_with, limited, policy, request, send};
 
 /// A Redis where nobody listens: to be refused is all that it may wait for.
 fn nowhere() -> RedisStoreBuilder {
@@ -192,4 +197,27 @@ async fn a_misconfigured_server_is_told_once_by_all_threads() {
     let all: Vec<u16> = futures_util::future::try_join_all(calls).await.unwrap();
     assert_eq!(all, [500; 64]);
     assert_eq!(notes.take().len(), 1);
+}
+
+/// Panics when it is told of the first decision.
+struct Panics(AtomicBool);
+
+impl Observer for Panics {
+    fn decided(&self, _: &event::Decided<'_>) {
+        assert!(self.0.swap(true, Relaxed), "the first one");
+    }
+}
+
+#[tokio::test]
+async fn an_observer_that_panics_fails_no_request_but_its_own() {
+    let (store, mut questions) = asking();
+    let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
+    let mut service = layer_with(store, "9/h").observer(Panics(AtomicBool::new(false))).layer(inner);
+    for panics in [true, false] {
+        let mut response = Box::pin(service.ready().now_or_never().expect("a place").unwrap().call(request("alice")));
+        assert!(response.as_mut().now_or_never().is_none());
+        questions.try_recv().unwrap().allow();
+        let response = AssertUnwindSafe(response.as_mut()).catch_unwind().await;
+        assert_eq!(response.is_err(), panics);
+    }
 }
