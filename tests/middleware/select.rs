@@ -439,6 +439,16 @@ mod with_axum {
         assert_told(&app, &[("/{x}/7", "braces"), ("/x/7", "default")]).await;
     }
 
+    /// What axum tells there. If it tells more one day, the docs of `Routes` need not warn.
+    #[tokio::test]
+    async fn a_layer_on_a_router_within_a_service_sees_no_whole_templates() {
+        let limited = || nested().layer(by(routes()));
+        let service = MapRequest::new(Router::new().nest("/api", limited()), |request: Request<_>| request);
+        assert_told(&Router::new().route_service("/{*rest}", service), &[("/api/items/7", "default")]).await;
+        let app = Router::new().nest("/api", Router::new().fallback_service(limited()));
+        assert_told(&app, &[("/api/items/7", "default")]).await;
+    }
+
     /// What rewrites a path on its way to the router leads to the route's own policies.
     #[tokio::test]
     async fn a_rewritten_path_is_counted_as_the_route_that_it_leads_to() {

@@ -34,6 +34,9 @@ use crate::limit::{ConfigError, Key, Policies};
 /// rewriting of paths leads around a limit. Any other request is looked up by its path as it was sent, not decoded: in a
 /// layer around the whole router, and on its fallback.
 ///
+/// Put the layer on the outermost router, or on one that is nested in it. Of a router that stands in a `route_service`, or in
+/// the fallback of a nested router, axum does not tell whole templates, and patterns for whole paths do not fit them.
+///
 /// To count each route by itself under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
     all: Router<Selector>,
