@@ -57,7 +57,7 @@ impl Key {
     pub(crate) const UNIX: Self = Self::reserved(b"ip:unix");
 
     /// The key of all requests that match no route.
-    #[cfg(feature = "axum")]
+    #[cfg(any(feature = "axum", feature = "serde"))]
     pub(crate) const NO_ROUTE: Self = Self::reserved(b"route:none");
 
     /// In a tuple with a caller's key, the key of policies that are tried on the caller. So short that the tuple of a hashed
@@ -186,6 +186,18 @@ impl Key {
             key.len += 1;
         }
         key
+    }
+
+    /// A hashed key of these digits.
+    #[cfg(feature = "serde")]
+    pub(super) fn of_digits(digits: &str) -> Option<Self> {
+        let lower_hex = |b: u8| matches!(b, b'0'..=b'9' | b'a'..=b'f');
+        if digits.len() != 32 || !digits.bytes().all(lower_hex) {
+            return None;
+        }
+        let mut key = Self::reserved(&[HASHED]);
+        key.push(digits.as_bytes());
+        Some(key)
     }
 
     fn hashed(hash: Sha256) -> Self {

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tower_redis_ratelimit::{OnError, OnMissingKey, Policies, Policy, StoreConfig};
+use tower_redis_ratelimit::{Headers, OnError, OnMissingKey, Policies, Policy, StoreConfig};
 
 fn error<T: DeserializeOwned>(value: &Value) -> String {
     match serde_json::from_value::<T>(value.clone()) {
@@ -137,6 +137,22 @@ fn of_a_choice() {
     assert_eq!(error::<OnError>(&json!("pass")), text);
     let text = "\"Reject\" is no answer to a missing key: write `reject` or `allow`";
     assert_eq!(error::<OnMissingKey>(&json!("Reject")), text);
+}
+
+#[test]
+fn of_header_fields() {
+    let forms = "`draft`, `github`, `x-seconds` or `draft-6`";
+    let two = "two of `github`, `x-seconds` and `draft-6` are there: a response has one trio, so leave one out";
+    for (value, text) in [
+        (json!(["draft", "gitlab"]), format!("\"gitlab\" is no form of header fields: write {forms}")),
+        (json!("draft; github"), format!("\"draft; github\" is no form of header fields: write {forms}")),
+        (json!(["github", "x-seconds"]), two.to_owned()),
+        (json!("draft-6, github"), two.to_owned()),
+        (json!([6]), format!("invalid type: integer `6`, expected {forms}")),
+        (json!(true), format!("invalid type: boolean `true`, expected a list, each {forms}")),
+    ] {
+        assert_eq!(error::<Headers>(&value), text);
+    }
 }
 
 #[derive(Debug, Deserialize)]

@@ -8,7 +8,8 @@ use config::{Config, Environment};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tower_redis_ratelimit::{
-    Align, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig, StoreKind, Strategy,
+    Align, ClientIp, Headers, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig, StoreKind,
+    Strategy, Trio,
 };
 
 /// What a service might have.
@@ -156,6 +157,30 @@ fn environment_variables() {
         let service: Service = environment(&variables, numbers).unwrap();
         assert_eq!(service, Service { policies: policy.clone().into(), ..expected() });
     }
+}
+
+/// Lists and tables too.
+#[test]
+fn environment_variables_of_a_layer() {
+    #[derive(Debug, PartialEq, Deserialize)]
+    struct Layer {
+        client_ip: ClientIp,
+        headers: Headers,
+    }
+    let trust = ["private", "203.0.113.0/24"];
+    let client_ip = ClientIp::x_forwarded_for().trust(trust).unwrap().ipv6_prefix(56).unwrap();
+    let variables = [
+        ("APP_CLIENT_IP__HEADER", "x-forwarded-for"),
+        ("APP_CLIENT_IP__TRUST", "private, 203.0.113.0/24"),
+        ("APP_CLIENT_IP__IPV6_PREFIX", "56"),
+        ("APP_HEADERS", "draft, github"),
+    ];
+    for numbers in [false, true] {
+        let layer: Layer = environment(&variables, numbers).unwrap();
+        assert_eq!(layer, Layer { client_ip: client_ip.clone(), headers: Headers::DRAFT.and(Trio::GitHub) });
+    }
+    let layer: Layer = environment(&[("APP_CLIENT_IP", "peer"), ("APP_HEADERS", "")], false).unwrap();
+    assert_eq!(layer, Layer { client_ip: ClientIp::peer(), headers: Headers::NONE });
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! What is written and read again is the same.
 
+use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::net::IpAddr;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::time::Duration;
 
@@ -11,7 +13,8 @@ use proptest::strategy::Strategy as Generate;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tower_redis_ratelimit::{
-    Align, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig, StoreKind, Strategy,
+    Align, ClientIp, Headers, Key, KeyExtractor, OnError, OnMissingKey, Policies, Policy, PolicySelector, Quota,
+    ShareConfig, StoreConfig, StoreKind, Strategy, Tier, Tiers, Trio,
 };
 
 /// TOML has tables only at its top.
@@ -84,7 +87,82 @@ fn stores() -> impl Generate<Value = StoreConfig> {
     )
 }
 
+/// Of every kind that there is.
+fn keys() -> impl Generate<Value = Key> {
+    let address = (any::<IpAddr>(), 1u8..=128).prop_map(|(address, bits)| {
+        let request = http::Request::builder().extension(address).body(()).unwrap().into_parts().0;
+        ClientIp::peer().ipv6_prefix(bits).unwrap().extract(&request).unwrap()
+    });
+    let one = prop_oneof![
+        any::<Vec<u8>>().prop_map(Key::new),
+        "\\PC{0,45}".prop_map(Key::new),
+        "[!-~]{1,39}".prop_map(Key::new),
+        "\\PC{0,9}".prop_map(Key::secret),
+        address,
+        Just(Key::GLOBAL),
+    ];
+    prop_oneof![4 => one.clone(), 1 => proptest::collection::vec(one, 0..4).prop_map(|parts| Key::tuple(&parts))]
+}
+
+/// None is exempt.
+type Choices<K> = BTreeMap<K, Option<Policies>>;
+
+fn tiers(default: Policies, named: &Choices<String>, callers: &[(Key, Option<Policies>)]) -> Tiers {
+    let tiers = named.iter().fold(Tiers::new(default), |tiers, (name, policies)| match policies {
+        Some(policies) => tiers.tier(name.as_str(), policies.clone()),
+        None => tiers.exempt(name.as_str()),
+    });
+    callers.iter().fold(tiers, |tiers, (key, policies)| match policies {
+        Some(policies) => tiers.caller(*key, policies.clone()),
+        None => tiers.exempt_caller(*key),
+    })
+}
+
+fn clients() -> impl Generate<Value = ClientIp> {
+    let network = prop_oneof![
+        select(&["private", "loopback", "unix"][..]).prop_map(str::to_owned),
+        (any::<[u8; 4]>(), 1u8..=32).prop_map(|(v4, bits)| format!("{}/{bits}", IpAddr::from(v4))),
+        (any::<[u8; 16]>(), 1u8..=128).prop_map(|(v6, bits)| format!("{}/{bits}", IpAddr::from(v6))),
+        any::<IpAddr>().prop_map(|address| address.to_string()),
+    ];
+    let trust = prop_oneof![proptest::collection::vec(network, 1..5).prop_map(Ok), (1u8..).prop_map(Err),];
+    let header = select(&["X-Forwarded-For", "forwarded", "x-real-ip"][..]);
+    (option::of((header, trust)), 1u8..=128).prop_filter_map("networks of some addresses", |(forwarding, bits)| {
+        let client = match forwarding {
+            None => ClientIp::peer(),
+            Some((header, Ok(networks))) => ClientIp::header(header).trust(networks).ok()?,
+            Some((header, Err(hops))) => ClientIp::header(header).hops(hops).ok()?,
+        };
+        client.ipv6_prefix(bits).ok()
+    })
+}
+
 proptest! {
+    #[test]
+    fn tiers_are_read_as_they_are_written(
+        default in policies(),
+        named in proptest::collection::btree_map("\\PC{0,9}", option::of(policies()), 0..4),
+        callers in proptest::collection::vec((keys(), option::of(policies())), 0..6),
+    ) {
+        let tiers = tiers(default, &named, &callers);
+        for read in there_and_back(tiers.clone()) {
+            let plans = named.keys().cloned().chain(["of nobody".to_owned()]);
+            for plan in plans {
+                let request = http::Request::builder().extension(Tier::new(plan)).body(()).unwrap().into_parts().0;
+                for key in callers.iter().map(|(key, _)| Some(key)).chain([None]) {
+                    prop_assert_eq!(read.value.policies(&request, key), tiers.policies(&request, key));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn clients_are_read_as_they_are_written(client in clients()) {
+        for read in there_and_back(client.clone()) {
+            prop_assert_eq!(&read.value, &client);
+        }
+    }
+
     #[test]
     fn quotas_are_read_as_they_are_written(quota in quotas()) {
         for read in there_and_back(quota) {
@@ -124,6 +202,10 @@ fn choices_are_read_as_they_are_written() {
     [OnMissingKey::Reject, OnMissingKey::Allow].into_iter().for_each(assert_same);
     [ShareConfig::Alive, ShareConfig::Fixed(NonZeroU32::MAX)].into_iter().for_each(assert_same);
     assert_same(StoreConfig::default());
+    for headers in [Headers::DRAFT, Headers::NONE] {
+        assert_same(headers);
+        [Trio::GitHub, Trio::XSeconds, Trio::Draft6].into_iter().for_each(|trio| assert_same(headers.and(trio)));
+    }
     Strategy::ALL.iter().copied().for_each(assert_same);
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::num::{NonZeroU32, NonZeroUsize};
+use std::num::{NonZeroU8, NonZeroU32, NonZeroUsize};
 use std::time::Duration;
 
 use serde::de::{DeserializeSeed, Deserializer, Error, Unexpected, Visitor};
@@ -71,6 +71,15 @@ impl<T: Setting> Visitor<'_> for Field<T> {
 
     fn visit_i64<E: Error>(self, number: i64) -> Result<T, E> {
         self.read_number(number, Unexpected::Signed(number))
+    }
+}
+
+/// A setting as it is written.
+pub(crate) struct Written<'a, T>(pub(crate) &'a T);
+
+impl<T: Setting> Serialize for Written<'_, T> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.write(serializer)
     }
 }
 
@@ -167,5 +176,6 @@ macro_rules! numbers {
 numbers! {
     usize, "a whole number from 0 on";
     NonZeroUsize, "a whole number from 1 on";
+    NonZeroU8, "a whole number from 1 to 255";
     NonZeroU32, "a whole number from 1 to 4294967295";
 }

@@ -1,6 +1,8 @@
 //! The header fields of a decision.
 
 mod draft;
+#[cfg(feature = "serde")]
+mod formats;
 mod trio;
 
 use http::HeaderMap;
@@ -22,6 +24,9 @@ use crate::limit::Decision;
 /// | `Headers::NONE` | none |
 ///
 /// A denial has `Retry-After` with any of them. What the fields say is explained in [the guide](crate::guide::answers).
+///
+/// With the feature `serde` it is a list, such as `["draft", "github"]`, of `draft` and one of `github`, `x-seconds` and
+/// `draft-6`. In an environment variable it is one text: `draft, github`. What is empty is none.
 ///
 /// A [layer](crate::RateLimitLayer::headers) adds the fields to every response of its own accord. To a response that no layer
 /// has counted, [`append`](Self::append) adds them.

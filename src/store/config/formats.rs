@@ -6,16 +6,7 @@ use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error, MapAccess, Vi
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
 use super::StoreConfig;
-use crate::limit::formats::{Field, Setting};
-
-/// A setting as it is written.
-struct Written<'a, T>(&'a T);
-
-impl<T: Setting> Serialize for Written<'_, T> {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        self.0.write(serializer)
-    }
-}
+use crate::limit::formats::{Field, Written};
 
 /// The name of a setting. It is checked where it is read, so that a format can tell the line.
 struct Name;

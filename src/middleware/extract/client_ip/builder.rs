@@ -3,7 +3,7 @@ use std::num::NonZeroU8;
 use http::HeaderName;
 
 use super::ClientIp;
-use super::trust::Trust;
+use super::trust::{Trust, Trusted};
 use crate::limit::ConfigError;
 
 /// A [`ClientIp`] of which only the header is known. It lacks who is believed to write that.
@@ -34,8 +34,12 @@ impl ClientIpBuilder {
     /// [`ConfigError::TrustedNetwork`] for another text, and for a network of all addresses, such as `0.0.0.0/0`;
     /// [`ConfigError::Zero`] for no network; [`ConfigError::HeaderName`] if the header's name is none.
     pub fn trust<T: AsRef<str>>(self, proxies: impl IntoIterator<Item = T>) -> Result<ClientIp, ConfigError> {
-        let header = self.header?;
-        let trusted = proxies.into_iter().map(|proxies| proxies.as_ref().parse()).collect::<Result<Vec<_>, _>>()?;
+        let trusted = proxies.into_iter().map(|proxies| proxies.as_ref().parse()).collect::<Result<Vec<_>, _>>();
+        self.trusting(trusted)
+    }
+
+    pub(super) fn trusting(self, trusted: Result<Vec<Trusted>, ConfigError>) -> Result<ClientIp, ConfigError> {
+        let (header, trusted) = (self.header?, trusted?);
         if trusted.is_empty() {
             return Err(ConfigError::Zero("the number of trusted networks"));
         }

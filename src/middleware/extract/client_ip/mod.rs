@@ -1,4 +1,6 @@
 mod builder;
+#[cfg(feature = "serde")]
+mod formats;
 mod forwarded;
 mod node;
 mod trust;
@@ -73,6 +75,30 @@ use crate::limit::{ConfigError, Key};
 /// the one that you chose.
 ///
 /// Peers on unix sockets have no address. One whose header does not tell another is counted together with all others of them.
+///
+/// # From a file
+///
+/// With the feature `serde` it is a table: a `header`, and who writes it, by `trust` or `hops`. Without a header it is
+/// [the peer](Self::peer), which may also be written as `"peer"`. `ipv6_prefix` is 64 unless it is there.
+///
+/// ```
+/// # #[cfg(feature = "serde")] {
+/// use std::collections::HashMap;
+/// use tower_redis_ratelimit::ClientIp;
+///
+/// let clients: HashMap<String, ClientIp> = toml::from_str(
+///     r#"
+///     cloud = { header = "x-forwarded-for", trust = ["private", "203.0.113.0/24"] }
+///     hosted = { header = "forwarded", hops = 2, ipv6_prefix = 56 }
+///     laptop = "peer"
+///     "#,
+/// )?;
+/// assert_eq!(clients["hosted"], ClientIp::forwarded().hops(2)?.ipv6_prefix(56)?);
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// In an environment variable, `trust` is one text: `private, 203.0.113.0/24`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientIp {
     forwarding: Option<Forwarding>,

@@ -1,5 +1,6 @@
 //! Which hops are proxies that are believed.
 
+use std::fmt;
 use std::net::IpAddr;
 use std::num::NonZeroU8;
 use std::str::FromStr;
@@ -79,6 +80,18 @@ impl FromStr for Trusted {
             return Err(problem("it covers every address, so that clients were believed too"));
         }
         Ok(Self::Network(network))
+    }
+}
+
+impl fmt::Display for Trusted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Private => f.write_str("private"),
+            Self::Loopback => f.write_str("loopback"),
+            Self::Unix => f.write_str("unix"),
+            Self::Network(network) if network.prefix_len() == network.max_prefix_len() => network.addr().fmt(f),
+            Self::Network(network) => network.fmt(f),
+        }
     }
 }
 

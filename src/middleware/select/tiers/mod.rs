@@ -1,3 +1,6 @@
+#[cfg(feature = "serde")]
+mod formats;
+
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
@@ -30,6 +33,53 @@ use crate::middleware::copies::Copies;
 ///
 /// A count belongs to the name of its policy. Who changes from `free` to `pro` above starts anew, since the policies have
 /// two names; give them one name, and what was used in one plan counts in the other.
+///
+/// # From a file
+///
+/// With the feature `serde` it is a table. A plan or a caller has a policy, a list of policies, or the word `exempt`:
+///
+/// ```
+/// # #[cfg(feature = "serde")] {
+/// use tower_redis_ratelimit::Tiers;
+///
+/// #[derive(serde::Deserialize)]
+/// struct Settings {
+///     limits: Tiers,
+/// }
+///
+/// let settings: Settings = toml::from_str(
+///     r#"
+///     [limits]
+///     default = { name = "free", quota = "60/min" }
+///
+///     [limits.tiers]
+///     pro = [{ name = "pro", quota = "6000/min" }, { name = "pro-daily", quota = "1000000/d" }]
+///     internal = "exempt"
+///
+///     [limits.callers]
+///     tenant-7 = { name = "large", quota = "100000/min" }
+///     "ip:192.0.2.7" = { name = "office", quota = "600/min" }
+///     "~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c" = "exempt"
+///     "#,
+/// )?;
+/// # let _ = settings.limits;
+/// # }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// A caller is written as it stands in Redis and in a log that [names callers](Key::reveal), so that it can be copied from
+/// there, or as what its key is made of:
+///
+/// | text | is the key |
+/// |---|---|
+/// | `tenant-7` | [`Key::new`] of that text |
+/// | `ip:192.0.2.7`, `ip:2001:db8::/64` | [`Key::ip`], or that of a [`ClientIp`](crate::ClientIp) with this prefix |
+/// | `secret:sk-live-1` | [`Key::secret`] of what follows the colon. It is written again as the next form |
+/// | `~` and 32 hexadecimal digits | one that is hashed: a secret, or a long key |
+/// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of what the commas part |
+/// | `*` | [`Key::GLOBAL`] |
+///
+/// How [plans are named](Self::named_by) is code, and is not written: call `named_by` again on what is read.
 #[derive(Clone)]
 pub struct Tiers {
     name: Arc<Name>,
@@ -61,11 +111,14 @@ struct Plans {
 impl Tiers {
     /// Policies for requests of no plan that is listed.
     pub fn new(default: impl Into<Policies>) -> Self {
-        let plans = Plans { default: default.into(), named: HashMap::new() };
+        Self::of(Plans { default: default.into(), named: HashMap::new() }, HashMap::new())
+    }
+
+    fn of(plans: Plans, callers: HashMap<Key, Option<Policies>>) -> Self {
         Self {
             name: Arc::new(|request| request.extensions.get::<Tier>().map(|Tier(name)| &**name)),
             plans: Copies::new(|| plans.copy()),
-            callers: Arc::default(),
+            callers: Arc::new(callers),
         }
     }
 

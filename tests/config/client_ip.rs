@@ -1,0 +1,112 @@
+//! Where the address of the client is read, from a file.
+
+use serde_json::{Value, json};
+use tower_redis_ratelimit::{ClientIp, ConfigError};
+
+fn read(value: &Value) -> Result<ClientIp, String> {
+    serde_json::from_value(value.clone()).map_err(|error| error.to_string())
+}
+
+#[test]
+fn every_kind_is_what_code_would_make() -> Result<(), ConfigError> {
+    let xff = || ClientIp::x_forwarded_for();
+    for (value, expected) in [
+        (json!("peer"), ClientIp::peer()),
+        (json!({}), ClientIp::peer()),
+        (json!({ "ipv6_prefix": 56 }), ClientIp::peer().ipv6_prefix(56)?),
+        (json!({ "header": "X-Forwarded-For", "trust": ["private"] }), xff().trust(["private"])?),
+        (json!({ "header": "x-forwarded-for", "trust": "private" }), xff().trust(["private"])?),
+        (
+            json!({ "header": "x-forwarded-for", "trust": "loopback, 203.0.113.0/24" }),
+            xff().trust(["loopback", "203.0.113.0/24"])?,
+        ),
+        (
+            json!({ "header": "forwarded", "hops": 2, "ipv6_prefix": 56 }),
+            ClientIp::forwarded().hops(2)?.ipv6_prefix(56)?,
+        ),
+        (json!({ "header": "forwarded", "hops": "2", "ipv6_prefix": "56" }), {
+            ClientIp::forwarded().hops(2)?.ipv6_prefix(56)?
+        }),
+        (
+            json!({ "header": "cf-connecting-ip", "trust": ["2400:cb00::/32", "192.0.2.7", "unix"] }),
+            ClientIp::header("cf-connecting-ip").trust(["2400:cb00::/32", "192.0.2.7", "unix"])?,
+        ),
+    ] {
+        assert_eq!(read(&value).as_ref(), Ok(&expected), "{value}");
+        let text = toml::to_string(&json!({ "client": value })).unwrap();
+        assert_eq!(toml::from_str::<toml::Table>(&text).unwrap()["client"].clone().try_into(), Ok(expected), "{text}");
+    }
+    Ok(())
+}
+
+#[test]
+fn errors() {
+    let choices =
+        "`peer`, or a header and who writes it, such as `{ header = \"x-forwarded-for\", trust = [\"private\"] }`";
+    let trusted = "write the proxies' network like `203.0.113.0/24`, an address, `private`, `loopback` or `unix`, \
+                   or trust a number of hops";
+    let no_header =
+        "there is no header that the trusted proxies write: add it, such as `header = \"x-forwarded-for\"`".to_owned();
+    for (value, text) in [
+        (json!("x-real-ip"), format!("\"x-real-ip\" is no client address: write {choices}")),
+        (json!(["peer"]), format!("invalid type: sequence, expected {choices}")),
+        (
+            json!({ "header": "forwarded", "hop": 2 }),
+            "unknown field `hop`, expected one of `header`, `trust`, `hops`, `ipv6_prefix`".to_owned(),
+        ),
+        (
+            json!({ "header": "x-real-ip" }),
+            "nobody is trusted to write \"x-real-ip\": say who does, by `trust = [\"private\"]` or by `hops = 1`"
+                .to_owned(),
+        ),
+        (json!({ "trust": ["private"] }), no_header.clone()),
+        (json!({ "hops": 1, "ipv6_prefix": 56 }), no_header),
+        (
+            json!({ "header": "forwarded", "hops": 2, "trust": ["private"] }),
+            "`trust` and `hops` are both there: leave one out".to_owned(),
+        ),
+        (
+            json!({ "header": "x real ip", "hops": 1 }),
+            "\"x real ip\" is no name of a header: use letters, digits and `-`, such as `x-real-ip`".to_owned(),
+        ),
+        (
+            json!({ "header": "forwarded", "trust": ["privat"] }),
+            format!(
+                "\"privat\" cannot be trusted: it is none of the words, and neither a network nor an address; {trusted}"
+            ),
+        ),
+        (
+            json!({ "header": "forwarded", "trust": ["private", "0.0.0.0/0"] }),
+            format!(
+                "\"0.0.0.0/0\" cannot be trusted: it covers every address, so that clients were believed too; {trusted}"
+            ),
+        ),
+        (
+            json!({ "header": "forwarded", "trust": [] }),
+            "the number of trusted networks is 0: it must be at least 1".to_owned(),
+        ),
+        (
+            json!({ "header": "forwarded", "trust": [1] }),
+            "invalid type: integer `1`, expected a network such as `203.0.113.0/24`, an address, `private`, `loopback` \
+             or `unix`"
+                .to_owned(),
+        ),
+        (
+            json!({ "header": "forwarded", "hops": 0 }),
+            "hops: \"0\" is no number that fits: write a whole number from 1 to 255".to_owned(),
+        ),
+        (
+            json!({ "header": "forwarded", "hops": 1, "ipv6_prefix": 129 }),
+            "ipv6_prefix: \"129\" is no IPv6 prefix: write a whole number from 1 to 128, such as `64`".to_owned(),
+        ),
+    ] {
+        assert_eq!(read(&value).unwrap_err(), text, "{value}");
+    }
+}
+
+#[test]
+fn lines_are_told() {
+    let file = "[client]\nheader = \"x-forwarded-for\"\ntrust = [\n    \"private\",\n    \"10.0.0.0/33\",\n]\n";
+    let error = toml::from_str::<std::collections::HashMap<String, ClientIp>>(file).unwrap_err().to_string();
+    assert!(error.starts_with("TOML parse error at line 5, column 5\n"), "{error}");
+}

@@ -1,0 +1,245 @@
+//! Tiers: who is under which policies, from a file.
+
+use http::Request;
+use http::request::Parts;
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tower_redis_ratelimit::{Key, Policies, Policy, PolicySelector, Quota, Tier, Tiers};
+
+fn request(tier: &'static str) -> Parts {
+    Request::builder().extension(Tier::new(tier)).body(()).unwrap().into_parts().0
+}
+
+/// The names of the policies of a caller in a plan; nothing for one that is exempt.
+fn names(tiers: &Tiers, tier: &'static str, caller: Key) -> String {
+    let policies = tiers.policies(&request(tier), Some(&caller));
+    policies.iter().flatten().map(Policy::name).collect::<Vec<_>>().join(" ")
+}
+
+fn read<T: DeserializeOwned>(value: Value) -> Result<T, String> {
+    serde_json::from_value(value).map_err(|error| error.to_string())
+}
+
+fn policy(name: &str) -> Policy {
+    Policy::new(name, Default::default(), Quota::per_minute(10)).unwrap()
+}
+
+const FILE: &str = r#"
+    default = { name = "free", quota = "60/min" }
+
+    [tiers]
+    pro = [{ name = "pro", quota = "6000/min" }, { name = "daily", quota = "100000/d", strategy = "fixed-window" }]
+    internal = "exempt"
+
+    [callers]
+    tenant-7 = { name = "large", quota = "100000/min" }
+    "secret:sk-live-1" = { name = "partner", quota = "600/min" }
+    "ip:192.0.2.7" = "exempt"
+"#;
+
+#[test]
+fn toml() {
+    let tiers: Tiers = toml::from_str(FILE).unwrap();
+    let nobody = Key::new("nobody");
+    assert_eq!(names(&tiers, "pro", nobody), "pro daily");
+    assert_eq!(names(&tiers, "internal", nobody), "");
+    assert_eq!(names(&tiers, "unknown", nobody), "free");
+    assert_eq!(names(&tiers, "pro", Key::new("tenant-7")), "large");
+    assert_eq!(names(&tiers, "pro", Key::secret("sk-live-1")), "partner");
+    assert_eq!(names(&tiers, "pro", Key::ip("192.0.2.7".parse().unwrap())), "");
+    assert_eq!(names(&tiers, "unknown", Key::new("sk-live-1")), "free", "a secret is not what is spelled like it");
+}
+
+#[test]
+fn yaml_and_json() {
+    let yaml = "
+        default: [{ name: free, quota: 60/min }]
+        tiers:
+          pro: { name: pro, quota: 6000/min }
+        callers:
+          7: { name: seven, quota: 7/s }
+          ip:2001:db8::7: exempt";
+    let json = r#"{
+        "default": { "name": "free", "quota": "60/min" },
+        "tiers": { "pro": [{ "name": "pro", "quota": "6000/min" }] },
+        "callers": { "7": { "name": "seven", "quota": "7/s" }, "ip:2001:db8::7": "exempt" }
+    }"#;
+    for tiers in [yaml_serde::from_str::<Tiers>(yaml).unwrap(), serde_json::from_str(json).unwrap()] {
+        assert_eq!(names(&tiers, "free", Key::new("nobody")), "free");
+        assert_eq!(names(&tiers, "pro", Key::new("nobody")), "pro");
+        assert_eq!(names(&tiers, "pro", Key::new("7")), "seven");
+        assert_eq!(names(&tiers, "pro", Key::ip("2001:db8::ffff".parse().unwrap())), "", "the same /64");
+    }
+}
+
+#[test]
+fn how_plans_are_named_is_code() {
+    let tiers: Tiers = toml::from_str(FILE).unwrap();
+    let tiers = tiers.named_by(|request| request.headers.get("plan")?.to_str().ok());
+    let request = Request::builder().header("plan", "internal").body(()).unwrap().into_parts().0;
+    assert_eq!(tiers.policies(&request, None), None);
+}
+
+/// Every kind of key, as it stands in Redis and as people write it.
+#[test]
+fn callers_are_found_by_their_keys() {
+    let ip = |address: &str| Key::ip(address.parse().unwrap());
+    let long = "a long name that does not fit into a key in Redis";
+    let hashed = Key::new(long);
+    for (text, key) in [
+        ("tenant-7", Key::new("tenant-7")),
+        (" tenant-7", Key::new(" tenant-7")),
+        ("caf\u{e9}", Key::new("caf\u{e9}")),
+        ("urn:user:7", Key::new("urn:user:7")),
+        (long, hashed),
+        (hashed.reveal(), hashed),
+        ("secret:sk-live-1", Key::secret("sk-live-1")),
+        ("secret:one, two", Key::secret("one, two")),
+        (Key::secret("sk-live-1").reveal(), Key::secret("sk-live-1")),
+        ("ip:192.0.2.7", ip("192.0.2.7")),
+        ("ip:::ffff:192.0.2.7", ip("192.0.2.7")),
+        ("ip:2001:db8::7", ip("2001:db8::")),
+        ("ip:2001:db8::/64", ip("2001:db8::")),
+        ("ip:2001:0db8:0000:0000::/64", ip("2001:db8::")),
+        ("tenant-7,ip:192.0.2.7", Key::tuple(&[Key::new("tenant-7"), ip("192.0.2.7")])),
+        ("a,secret:b", Key::tuple(&[Key::new("a"), Key::secret("b")])),
+        ("*", Key::GLOBAL),
+    ] {
+        let text = json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
+        let tiers: Tiers = read(text.clone()).unwrap();
+        assert_eq!(tiers.policies(&request("free"), Some(&key)), None, "{text}");
+        assert!(tiers.policies(&request("free"), Some(&Key::new("another"))).is_some(), "{text}");
+    }
+}
+
+#[test]
+fn errors() {
+    let free = json!({ "name": "free", "quota": "60/min" });
+    let caller = |text: &str| json!({ "default": free, "callers": { text: "exempt" } });
+    let no_caller = |text: &str| {
+        format!(
+            "{text:?} is no caller: write a caller's key as it is, `ip:192.0.2.7`, `secret:` and an API key, \
+             or `~` and 32 digits as in Redis"
+        )
+    };
+    for (value, text) in [
+        (json!({}), "missing field `default`".to_owned()),
+        (
+            json!({ "default": free, "plans": {} }),
+            "unknown field `plans`, expected one of `default`, `tiers`, `callers`".to_owned(),
+        ),
+        (
+            json!({ "default": "exempt" }),
+            "invalid type: string \"exempt\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`, \
+             or a list of policies"
+                .to_owned(),
+        ),
+        (
+            json!({ "default": free, "tiers": { "pro": "exmept" } }),
+            "\"exmept\" is no policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+             or a list of policies"
+                .to_owned(),
+        ),
+        (
+            json!({ "default": free, "tiers": { "pro": 60 } }),
+            "invalid type: integer `60`, expected `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+             or a list of policies"
+                .to_owned(),
+        ),
+        (
+            json!({ "default": free, "tiers": { "pro": { "name": "pro", "quota": "60" } } }),
+            "\"60\" is no quota: there is no `/` and no `per`; write it like `100/s`, `10/60s` or `1000/h burst 50`"
+                .to_owned(),
+        ),
+        (
+            json!({ "default": free, "tiers": { "pro": [free, free] } }),
+            "two policies are named \"free\": give each a name of its own, since it is part of the key".to_owned(),
+        ),
+        (json!({ "default": free, "tiers": ["pro"] }), "invalid type: sequence, expected a table of tiers".to_owned()),
+        (json!({ "default": free, "callers": 7 }), "invalid type: integer `7`, expected a table of callers".to_owned()),
+        (caller(""), no_caller("")),
+        (caller("secret:"), no_caller("secret:")),
+        (caller("ip:tenant-7"), no_caller("ip:tenant-7")),
+        (caller("ip:192.0.2.0/24"), no_caller("ip:192.0.2.0/24")),
+        (caller("ip:2001:db8::/0"), no_caller("ip:2001:db8::/0")),
+        (caller("ip:2001:db8::/129"), no_caller("ip:2001:db8::/129")),
+        (caller("~8c3ba5a8"), no_caller("~8c3ba5a8")),
+        (caller("~8C3BA5A8F35D8B6E55C7E9BA2D0BBF3C"), no_caller("~8C3BA5A8F35D8B6E55C7E9BA2D0BBF3C")),
+        (caller("tenant-7,"), no_caller("tenant-7,")),
+    ] {
+        assert_eq!(read::<Tiers>(value).unwrap_err(), text);
+    }
+}
+
+/// A format may allow it, and two texts may be one caller. A secret is not told.
+#[test]
+fn what_is_there_twice_is_refused() {
+    let secret = Key::secret("sk-live-1");
+    for (tables, text) in [
+        (r#""tiers": { "pro": "exempt", "pro": "exempt" }"#.to_owned(), "the tier \"pro\" is there twice".to_owned()),
+        (
+            r#""callers": { "ip:2001:db8::1": "exempt", "ip:2001:db8::2": "exempt" }"#.to_owned(),
+            "the caller \"ip:2001:0db8:0000:0000::/64\" is there twice".to_owned(),
+        ),
+        (
+            format!(r#""callers": {{ "secret:sk-live-1": "exempt", {:?}: "exempt" }}"#, secret.reveal()),
+            format!("the caller {:?} is there twice", secret.reveal()),
+        ),
+    ] {
+        let file = format!(r#"{{ "default": {{ "name": "free", "quota": "1/s" }}, {tables} }}"#);
+        let error = serde_json::from_str::<Tiers>(&file).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{text}: write it once at line 1")), "{error}");
+        assert!(!error.contains("sk-live"), "{error}");
+    }
+}
+
+#[test]
+fn lines_are_told() {
+    for (wrong, line, column) in [
+        ("pro = \"exmept\"", 3, 7),
+        ("pro = { name = \"pro\", quota = \"5/M\" }", 3, 31),
+        ("[callers]\n\"ip:x\" = \"exempt\"", 4, 1),
+    ] {
+        let file = format!("default = {{ name = \"free\", quota = \"60/min\" }}\n[tiers]\n{wrong}\n");
+        let error = toml::from_str::<Tiers>(&file).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("TOML parse error at line {line}, column {column}\n")), "{error}");
+    }
+}
+
+#[test]
+fn what_is_written_reads_well() {
+    let tiers = Tiers::new(policy("free"))
+        .tier("pro", Policies::new([policy("pro"), policy("daily")]).unwrap())
+        .exempt("internal")
+        .exempt_caller(Key::ip("192.0.2.7".parse().unwrap()))
+        .caller(Key::new("tenant-7"), policy("large"));
+    assert_eq!(
+        toml::to_string(&tiers).unwrap(),
+        r#"[[default]]
+name = "free"
+strategy = "gcra"
+quota = "10/m"
+
+[tiers]
+internal = "exempt"
+
+[[tiers.pro]]
+name = "pro"
+strategy = "gcra"
+quota = "10/m"
+
+[[tiers.pro]]
+name = "daily"
+strategy = "gcra"
+quota = "10/m"
+
+[callers]
+"ip:192.0.2.7" = "exempt"
+
+[[callers.tenant-7]]
+name = "large"
+strategy = "gcra"
+quota = "10/m"
+"#
+    );
+}
