@@ -1,0 +1,156 @@
+//! `cargo run --example gateway`
+//!
+//! A service with plans, limits of single callers, addresses behind proxies, a costly route, a limit that is only tried,
+//! a log and metrics. Its settings are in `examples/gateway.toml`, or in the file that is named behind `--`. Limits hold
+//! within a second after that file has changed. It needs no Redis: the file may name one.
+
+use std::collections::HashMap;
+use std::error::Error;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use std::{env, fs, process, thread};
+
+use axum::extract::{Request, State};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::{Router, response::Response, routing::get};
+use http::request::Parts;
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
+use serde::Deserialize;
+use tower_redis_ratelimit::{
+    AnyStore, ClientIp, Key, KeyExtractor, Live, MetricsObserver, MissingKey, Policies, RateLimitLayer, StoreConfig,
+    Tier, Tiers, TracingObserver,
+};
+
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/gateway.toml");
+
+/// What is in the file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Settings {
+    listen: SocketAddr,
+    client_ip: ClientIp,
+    store: StoreConfig,
+    limits: Tiers,
+    trial: Policies,
+    /// By API key.
+    users: HashMap<String, User>,
+}
+
+#[derive(Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct User {
+    name: String,
+    plan: String,
+}
+
+#[tokio::main]
+async fn main() {
+    if let Err(error) = run(env::args().nth(1).unwrap_or_else(|| FILE.to_owned())).await {
+        eprintln!("{error}");
+        process::exit(1);
+    }
+}
+
+async fn run(file: String) -> Result<(), Box<dyn Error>> {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    let buckets = Matcher::Suffix("_seconds".to_owned());
+    let metrics = PrometheusBuilder::new().set_buckets_for_metric(buckets, &[0.001, 0.01, 0.1, 1.0])?;
+    let metrics = metrics.install_recorder()?;
+
+    let text = read(&file);
+    let settings = text.clone().and_then(|text| parse(&text)).map_err(|error| format!("{file}: {error}"))?;
+    let (limits, trial) = (Live::new(settings.limits), Live::new(settings.trial));
+    let layer =
+        RateLimitLayer::new(AnyStore::from_config(&settings.store)?, Caller(settings.client_ip), limits.clone())
+            .skip(|request| matches!(request.uri.path(), "/health" | "/metrics"))
+            .cost(|request| if request.uri.path() == "/report" { 10 } else { 1 })
+            .shadow(trial.clone())
+            .observer((TracingObserver::new().reveal_keys(), MetricsObserver::new()));
+
+    let upkeep = metrics.clone();
+    let app = Router::new()
+        .route("/", get(|| async { "Hello!\n" }))
+        .route("/report", get(|| async { "A long report\n" }))
+        .route("/health", get(|| async { "well\n" }))
+        .route("/metrics", get(async move || metrics.render()))
+        .layer(layer)
+        // The last one is the outermost: the limits know the user.
+        .layer(from_fn_with_state(Arc::new(settings.users), authenticate));
+
+    thread::spawn(move || {
+        let mut known = text;
+        loop {
+            thread::sleep(Duration::from_secs(1));
+            upkeep.run_upkeep();
+            reload(&file, &mut known, &limits, &trial);
+        }
+    });
+    let listener = tokio::net::TcpListener::bind(settings.listen).await?;
+    help(listener.local_addr()?);
+    axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
+    Ok(())
+}
+
+/// Notes who has sent the API key, and under which plan. An unknown key is like none: who guesses is counted by address.
+async fn authenticate(State(users): State<Arc<HashMap<String, User>>>, mut request: Request, next: Next) -> Response {
+    let api_key = request.headers().get("x-api-key").and_then(|value| value.to_str().ok());
+    if let Some(user) = api_key.and_then(|api_key| users.get(api_key)) {
+        request.extensions_mut().insert(Tier::new(user.plan.clone()));
+        request.extensions_mut().insert(user.clone());
+    }
+    next.run(request).await
+}
+
+/// Counts users by their names, and all others by their addresses.
+struct Caller(ClientIp);
+
+impl KeyExtractor for Caller {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        match request.extensions.get::<User>() {
+            Some(user) => Ok(Key::new(&user.name)),
+            None => self.0.extract(request),
+        }
+    }
+}
+
+/// Puts the limits in place that the file has now. If something is wrong with it, all stays as it is.
+fn reload(file: &str, known: &mut Result<String, String>, limits: &Live<Tiers>, trial: &Live<Policies>) {
+    let text = read(file);
+    if text == *known {
+        return;
+    }
+    match text.clone().and_then(|text| parse(&text)) {
+        Ok(settings) => {
+            limits.store(settings.limits);
+            trial.store(settings.trial);
+            tracing::info!("new limits from {file}");
+        }
+        Err(error) => tracing::error!("the old limits stay: {file}: {error}"),
+    }
+    *known = text;
+}
+
+fn read(file: &str) -> Result<String, String> {
+    fs::read_to_string(file).map_err(|error| error.to_string())
+}
+
+fn parse(text: &str) -> Result<Settings, String> {
+    toml::from_str(text).map_err(|error| error.to_string())
+}
+
+fn help(at: SocketAddr) {
+    println!(
+        "\
+Try these, more than once:
+curl -i {at}/                                        # by address
+curl -i -H 'x-forwarded-for: 192.0.2.7' {at}/        # another address, told by a trusted proxy
+curl -i -H 'x-api-key: key-of-alice' {at}/           # the plan `free`
+curl -i -H 'x-api-key: key-of-alice' {at}/report     # which costs 10
+curl -i -H 'x-api-key: key-of-bob' {at}/             # the plan `pro`
+curl -i -H 'x-api-key: key-of-carol' {at}/           # `free`, but with a limit of her own
+curl -i -H 'x-api-key: key-of-monitor' {at}/         # exempt
+curl -i {at}/health                                  # never counted
+curl -s {at}/metrics"
+    );
+}
