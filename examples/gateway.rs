@@ -1,8 +1,8 @@
 //! `cargo run --example gateway`
 //!
 //! A service with plans, limits of single callers, addresses behind proxies, a costly route, a limit that is only tried,
-//! a log and metrics. Its settings are in `examples/gateway.toml`, or in the file that is named behind `--`. Limits hold
-//! within a second after that file has changed. It needs no Redis: the file may name one.
+//! a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example gateway -- FILE`.
+//! Limits that are changed there hold within a second. It needs no Redis, but the file may name one.
 
 use std::collections::HashMap;
 use std::error::Error;
