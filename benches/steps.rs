@@ -5,7 +5,9 @@
 #![allow(missing_docs, clippy::panic, reason = "a benchmark fails by panicking")]
 #![allow(
     dead_code,
+    unexpected_cfgs,
     unused_imports,
+    unused_macros,
     unreachable_pub,
     reason = "the ring is made for the crate; this needs a part of it"
 )]
