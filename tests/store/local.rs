@@ -164,14 +164,19 @@ async fn newcomers_do_not_eat_exhausted_callers_one_by_one() {
         for i in 0..20 * KEYS {
             take(format!("new-{i}"), 1);
         }
-        // Who asks again while some others come is counted there, but for the first few times.
-        let mut granted = 0;
-        for i in 0..3_000 {
-            take(format!("passing-{i}"), 1);
-            if i % 20 == 0 {
-                granted += take("stays".to_owned(), 1);
+        // Who asks again while some others come is counted there, but for the first few times. How many those are is a matter
+        // of chance: four on average, and now and then forty. So it is tried with some.
+        let mut granted = [0; 7];
+        for (who, granted) in granted.iter_mut().enumerate() {
+            for i in 0..3_000 {
+                take(format!("passing-{i}"), 1);
+                if i % 20 == 0 {
+                    *granted += take(format!("stays-{who}"), 1);
+                }
             }
         }
+        granted.sort_unstable();
+        let granted = granted[granted.len() / 2];
         let after = known();
         if after < before * 8 / 10 || granted > 130 {
             freed.push(format!("{strategy:?}: {after} of {before} are denied, and one was granted {granted} of 100"));
