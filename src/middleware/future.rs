@@ -15,6 +15,7 @@ use super::config::{Admission, Config};
 use super::shadow::Shadows;
 use super::{KeyExtractor, Reject};
 use crate::store::{Store, polled_after_completion};
+use crate::turns::{Permit, Refusal, Turn, Wanted};
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
@@ -37,6 +38,10 @@ pin_project! {
             // None once the decision is there.
             call: Option<C>,
         },
+        Waiting {
+            // None once the turn has come.
+            waiting: Option<Box<Waiting<C>>>,
+        },
         Calling {
             #[pin]
             response: F,
@@ -56,13 +61,23 @@ pin_project! {
 }
 
 /// What waits for the decision: the ready service, and the request.
-struct Call<T, S, K, R, ReqBody> {
-    config: Arc<Config<S, K, R>>,
-    inner: T,
-    parts: Parts,
-    body: ReqBody,
+pub(super) struct Call<T, S, K, R, ReqBody> {
+    pub(super) config: Arc<Config<S, K, R>>,
+    pub(super) inner: T,
+    pub(super) parts: Parts,
+    pub(super) body: ReqBody,
     /// If there is an observer.
-    asked: Option<Asked>,
+    pub(super) asked: Option<Asked>,
+    /// What it waits for if it is denied and may wait.
+    pub(super) wanted: Option<Box<Wanted>>,
+}
+
+/// What waits for its turn: the request, and a service that is not ready.
+struct Waiting<C> {
+    turn: Box<Turn>,
+    /// While the service is not ready.
+    permit: Option<Permit>,
+    call: C,
 }
 
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
@@ -70,15 +85,12 @@ where
     T: Service<Request<ReqBody>>,
     S: Store,
 {
-    pub(super) fn deciding(
-        config: Arc<Config<S, K, R>>,
-        decision: S::Future,
-        inner: T,
-        parts: Parts,
-        body: ReqBody,
-        asked: Option<Asked>,
-    ) -> Self {
-        Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, asked }) } }
+    pub(super) fn deciding(decision: S::Future, call: Call<T, S, K, R, ReqBody>) -> Self {
+        Self { state: State::Deciding { decision, call: Some(call) } }
+    }
+
+    pub(super) fn waiting(turn: Box<Turn>, call: Call<T, S, K, R, ReqBody>) -> Self {
+        Self { state: State::waiting(turn, call) }
     }
 
     pub(super) fn calling(
@@ -96,6 +108,52 @@ where
     }
 }
 
+impl<F, Res, D, C> State<F, Res, D, C> {
+    fn waiting(turn: Box<Turn>, call: C) -> Self {
+        Self::Waiting { waiting: Some(Box::new(Waiting { turn, permit: None, call })) }
+    }
+}
+
+impl<T, S, K, R, B> Waiting<Call<T, S, K, R, B>>
+where
+    T: Service<Request<B>>,
+{
+    /// Waits for the turn, and then for the service to be ready; if that fails, with its error.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Result<(), Refusal>, T::Error>> {
+        if self.permit.is_none() {
+            match ready!(Pin::new(&mut self.turn).poll(cx)) {
+                Ok(permit) => self.permit = Some(permit),
+                Err(refusal) => return Poll::Ready(Ok(Err(refusal))),
+            }
+        }
+        self.call.inner.poll_ready(cx).map_ok(Ok)
+    }
+}
+
+impl<T, S, K, R, ReqBody, ResBody> Call<T, S, K, R, ReqBody>
+where
+    T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
+    S: Store,
+    K: KeyExtractor,
+{
+    /// What follows from what becomes of the request.
+    fn go_on(mut self, admission: Admission<ResBody>) -> State<T::Future, T::Response, S::Future, Self> {
+        match admission {
+            Admission::Pass(annotation) => {
+                let shadows = self.config.shadows(&self.parts);
+                let response = call(&mut self.inner, self.parts, self.body, annotation.as_ref());
+                State::Calling { response, annotation, shadows }
+            }
+            Admission::Wait(turn, asked) => {
+                // The ready one may hold a permit that others wait for.
+                let inner = self.inner.clone();
+                State::waiting(turn, Self { inner, asked, ..self })
+            }
+            Admission::Reject(response) => State::Answered { response: Some(response), shadows: None },
+        }
+    }
+}
+
 /// Calls the service, which finds the decision in the request's extensions.
 fn call<T, B>(inner: &mut T, mut parts: Parts, body: B, annotation: Option<&Annotation>) -> T::Future
 where
@@ -109,7 +167,7 @@ where
 
 impl<T, S, K, R, ReqBody, ResBody> Future for ResponseFuture<T, S, K, R, ReqBody>
 where
-    T: Service<Request<ReqBody>, Response = Response<ResBody>>,
+    T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     S: Store,
     K: KeyExtractor,
     R: Reject<ResBody>,
@@ -123,17 +181,30 @@ where
                 StateProj::Deciding { decision, call: waiting } => {
                     let answer = ready!(decision.poll(cx));
                     // It is there: only this arm takes it, and leaves this state at once.
-                    let Some(Call { config, mut inner, parts, body, asked }) = waiting.take() else {
+                    let Some(mut call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    match config.admit(&parts, answer, asked) {
-                        Admission::Pass(annotation) => {
-                            let shadows = config.shadows(&parts);
-                            let response = call(&mut inner, parts, body, annotation.as_ref());
-                            State::Calling { response, annotation, shadows }
-                        }
-                        Admission::Reject(response) => State::Answered { response: Some(response), shadows: None },
-                    }
+                    let (asked, wanted) = (call.asked.take(), call.wanted.take());
+                    let admission = call.config.admit(&call.parts, answer, asked, wanted);
+                    call.go_on(admission)
+                }
+                StateProj::Waiting { waiting: place } => {
+                    let refusal = match place {
+                        Some(waiting) => ready!(waiting.poll(cx))?.err(),
+                        None => None,
+                    };
+                    // It is there: only this arm takes it, and leaves this state at once.
+                    let Some((permit, mut call)) = place.take().map(|waiting| (waiting.permit, waiting.call)) else {
+                        polled_after_completion("ResponseFuture");
+                    };
+                    let asked = call.asked.take();
+                    let answer = match (refusal, permit) {
+                        (Some(refusal), _) => refusal.into_answer(),
+                        (None, Some(permit)) => Ok(permit.spend()),
+                        (None, None) => polled_after_completion("ResponseFuture"),
+                    };
+                    let admission = call.config.conclude(&call.parts, answer, asked);
+                    call.go_on(admission)
                 }
                 StateProj::Calling { response, annotation, shadows } => {
                     if let Some(shadows) = shadows {

@@ -14,6 +14,7 @@ mod reject;
 mod select;
 mod service;
 mod shadow;
+mod wait;
 
 pub use config::{OnError, OnMissingKey};
 pub use extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
@@ -26,3 +27,4 @@ pub use reject::{HttpReject, Reason, Reject, Rejection};
 pub use select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
 pub use service::RateLimit;
 pub use shadow::DryRun;
+pub use wait::Wait;

@@ -17,3 +17,4 @@ mod select;
 mod service;
 mod shadow;
 mod support;
+mod wait;

@@ -11,7 +11,7 @@ use crate::twins::twins;
 
 /// A state at a moment.
 fn look(state: &State, params: &Params, now: i64) -> Look {
-    state.look(params, &Ask { mode: Mode::Peek, cost: 0, now })
+    state.look(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, now })
 }
 
 /// All that was granted, and what the definition says of one more.

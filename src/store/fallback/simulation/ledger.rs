@@ -205,7 +205,7 @@ impl Ledger {
             }
         }
         match mode {
-            Mode::Take | Mode::UpTo | Mode::Charge => sums.charged += granted,
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => sums.charged += granted,
             Mode::GiveBack => sums.given_back += granted,
             Mode::Reset => sums.resets += 1,
             Mode::Peek => {}
@@ -249,7 +249,7 @@ impl Ledger {
         }
         match mode {
             _ if again => {}
-            Mode::Take | Mode::UpTo | Mode::Charge => {
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {
                 account.since += granted;
                 match unasked {
                     true if granted > 0 => {
@@ -401,7 +401,7 @@ impl Ledger {
                 let account = &mut self.accounts[caller][instance];
                 (account.reset, account.before, account.resets) = (false, 0, account.resets.saturating_sub(1));
             }
-            Mode::Take | Mode::UpTo | Mode::Peek => {}
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => {}
         }
     }
 
@@ -418,7 +418,7 @@ impl Ledger {
             }
             // It may have had more to give back than the instance.
             Mode::GiveBack => self.sums[caller].given_back += charged,
-            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Reset => {}
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset => {}
         }
         self.landed(caller, instance);
     }

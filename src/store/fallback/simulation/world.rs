@@ -446,6 +446,7 @@ fn shown(check: &Check) -> String {
     let id = id.unwrap_or_default();
     match check.mode() {
         Mode::Take => format!("take {cost} of {key}{id}"),
+        Mode::TakeAhead => format!("take {cost} of {key} ahead"),
         Mode::UpTo => format!("take up to {cost} of {key}{id}"),
         Mode::Peek => format!("peek {cost} of {key}{id}"),
         Mode::Charge => format!("charge {cost} to {key}{id}"),
@@ -458,6 +459,7 @@ fn verdict(decision: &Decision) -> String {
     let left = format!("{} left of {}", decision.remaining(), decision.capacity());
     match decision.outcome() {
         Outcome::Allowed => format!("{} granted, {left}", decision.granted()),
+        Outcome::Later { due_in } => format!("{} granted, due in {due_in:?}, {left}", decision.granted()),
         Outcome::Denied { retry_after } => format!("denied for {retry_after:?}, {left}"),
         Outcome::NeverFits => format!("never fits, {left}"),
     }
