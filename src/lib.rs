@@ -23,7 +23,7 @@ pub use limiter::Limiter;
 pub use middleware::{
     ClientIp, ClientIpBuilder, DryRun, Global, HeaderKey, Headers, HttpReject, KeyExtractor, Live, MissingKey, OnError,
     OnMissingKey, PeerIp, PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes,
-    Tier, Tiers, Trio, Wait, key_fn, policies_fn,
+    Throttle, ThrottleLayer, Tier, Tiers, Trio, Wait, key_fn, policies_fn,
 };
 #[cfg(feature = "axum")]
 pub use middleware::{MatchedEndpoint, MatchedRoute};

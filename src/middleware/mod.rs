@@ -14,6 +14,7 @@ mod reject;
 mod select;
 mod service;
 mod shadow;
+mod throttle;
 mod wait;
 
 pub use config::{OnError, OnMissingKey};
@@ -27,4 +28,5 @@ pub use reject::{HttpReject, Reason, Reject, Rejection};
 pub use select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
 pub use service::RateLimit;
 pub use shadow::DryRun;
+pub use throttle::{Throttle, ThrottleLayer};
 pub use wait::Wait;

@@ -73,8 +73,9 @@ impl Clerk {
                 self.with_line(|line| line.learn(&decision, due_at, ask.count));
                 let room = decision.remaining();
                 let decision = decision.due(ask.cost);
-                let permit =
-                    |decision| Permit::new(&self.shared, self.place, &self.runtime, decision, ask.cost, asked_at);
+                let permit = |decision| {
+                    Permit::new(&self.shared, self.place, &self.runtime, decision, ask.cost, asked_at, due_at)
+                };
                 // Kept as permits while they are not due: they go back if nobody waits any more, or this runtime ends.
                 let permits: Vec<_> = (0..ask.count).map(|_| permit(decision.clone())).collect();
                 if !due_in.is_zero() {

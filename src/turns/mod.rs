@@ -33,7 +33,7 @@ pub(crate) use turn::Turn;
 use self::clerk::Clerk;
 use self::line::{Line, Waiter};
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::store::{Error, ErrorKind, Store, instant, lock};
+use crate::store::{Error, ErrorKind, Observer, Store, instant, lock};
 
 /// Who waits for a turn, of all callers. Clones share the lines.
 #[derive(Clone)]
@@ -52,11 +52,16 @@ struct Shared {
 /// A store whose type does not matter: whoever waits has the time for a box.
 trait AnyStore: Send + Sync {
     fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+    fn observe(&self, observer: &Arc<dyn Observer>);
 }
 
 impl<S: Store> AnyStore for S {
     fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>> {
         Box::pin(self.check(check))
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        Store::observe(self, observer);
     }
 }
 
@@ -131,6 +136,18 @@ impl Turns {
             })
     }
 
+    /// Hands the observer on to the store.
+    pub(crate) fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.shared.store.observe(observer);
+    }
+
+    /// Charges without asking, on a task.
+    pub(crate) fn charge(&self, key: Key, policies: &Policies, cost: u32) {
+        if let Ok(runtime) = Handle::try_current() {
+            self.shared.tell(&runtime, Check::charge(key, policies, cost));
+        }
+    }
+
     /// Waits for a permit. `denied` is what the store has just said, if it was asked.
     ///
     /// # Errors
@@ -173,6 +190,14 @@ impl Turns {
 }
 
 impl Shared {
+    /// Has the store count, on a task: nobody waits for it, or is left to be told of a failure.
+    fn tell(self: &Arc<Self>, runtime: &Handle, check: Check) {
+        if check.cost() > 0 {
+            let shared = Arc::clone(self);
+            runtime.spawn(async move { shared.store.ask(check).await.map(drop) });
+        }
+    }
+
     /// Calls `act` with the line of this number, if it is still there.
     fn with_line<T>(&self, place: &Place, number: u64, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
         let lines = &mut *lock(&self.lines);

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::time::Instant;
@@ -7,6 +8,9 @@ use tokio::time::Instant;
 use super::{Place, Shared};
 use crate::limit::{Check, Decision};
 use crate::store::instant;
+
+/// For how long after it was due a permit may be used that the count has forgotten.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A permit that is due: charged, and to be used once.
 ///
@@ -24,7 +28,9 @@ struct Held {
     runtime: Handle,
     cost: u32,
     /// When the count has forgotten it at the earliest.
-    fresh_until: Option<Instant>,
+    counted_until: Instant,
+    /// Until when it may be used as it is.
+    good_until: Instant,
 }
 
 impl Permit {
@@ -35,16 +41,23 @@ impl Permit {
         decision: Decision,
         cost: u32,
         taken_at: Instant,
+        due_at: Instant,
     ) -> Self {
-        let fresh_until = taken_at.checked_add(decision.reset_after());
+        let counted_until = taken_at + decision.reset_after();
+        let good_until = counted_until.max(due_at + PATIENCE);
         let (shared, runtime) = (Arc::clone(shared), runtime.clone());
-        Self { decision, held: Some(Held { shared, place, runtime, cost, fresh_until }) }
+        Self { decision, held: Some(Held { shared, place, runtime, cost, counted_until, good_until }) }
     }
 
-    /// Uses it. One that was held so long that the count has forgotten it is charged again.
+    /// What was decided on it.
+    pub(crate) fn decision(&self) -> &Decision {
+        &self.decision
+    }
+
+    /// Uses it. One that was held for too long is charged again.
     pub(crate) fn spend(mut self) -> Decision {
-        if let Some(held) = self.held.take().filter(|held| !held.is_fresh()) {
-            held.tell_store(Check::charge(held.place.key, self.decision.policies(), held.cost));
+        if let Some(held) = self.held.take().filter(|held| !held.is_good()) {
+            held.shared.tell(&held.runtime, Check::charge(held.place.key, self.decision.policies(), held.cost));
         }
         self.decision.clone()
     }
@@ -52,13 +65,14 @@ impl Permit {
     /// Hands it on to whoever is first in the line, or gives it back to the store, if that still counts it.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
-            if !held.is_fresh() {
-                // What has flowed back is another's by now.
-                return;
-            }
             let policies = self.decision.policies();
-            let Some(waiter) = held.shared.pop(&held.place, policies, held.cost) else {
-                return held.tell_store(Check::give_back(held.place.key, policies, held.cost));
+            let next = held.is_good().then(|| held.shared.pop(&held.place, policies, held.cost)).flatten();
+            let Some(waiter) = next else {
+                // What has flowed back is another's by now.
+                if instant() < held.counted_until {
+                    held.shared.tell(&held.runtime, Check::give_back(held.place.key, policies, held.cost));
+                }
+                return;
             };
             match waiter.tell(Ok(Self { decision: self.decision.clone(), held: Some(held) })) {
                 Some(permit) => self = permit,
@@ -69,16 +83,9 @@ impl Permit {
 }
 
 impl Held {
-    fn is_fresh(&self) -> bool {
-        self.fresh_until.is_none_or(|until| instant() < until)
-    }
-
-    /// Has the store count, on a task: nobody waits for it, or is left to be told of a failure.
-    fn tell_store(&self, check: Check) {
-        if self.cost > 0 {
-            let shared = Arc::clone(&self.shared);
-            self.runtime.spawn(async move { shared.store.ask(check).await.map(drop) });
-        }
+    /// Whether it may be used as it is: the count knows it still, or it was due just now.
+    fn is_good(&self) -> bool {
+        instant() < self.good_until
     }
 }
 

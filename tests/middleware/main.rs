@@ -17,4 +17,5 @@ mod select;
 mod service;
 mod shadow;
 mod support;
+mod throttle;
 mod wait;
