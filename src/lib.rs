@@ -21,9 +21,10 @@ pub use limit::{
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    ClientIp, ClientIpBuilder, DryRun, Global, HeaderKey, Headers, HttpReject, KeyExtractor, Live, MissingKey, OnError,
-    OnMissingKey, PeerIp, PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes,
-    Throttle, ThrottleLayer, Tier, Tiers, Trio, Wait, key_fn, policies_fn,
+    CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Global, HeaderKey, Headers, HttpReject,
+    KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp, PolicySelector, RateLimit, RateLimitLayer,
+    RateLimited, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers, Trio, Wait,
+    key_fn, policies_fn,
 };
 #[cfg(feature = "axum")]
 pub use middleware::{MatchedEndpoint, MatchedRoute};

@@ -1,7 +1,9 @@
-//! The middleware: tower's and HTTP's side. [`RateLimitLayer`] tells the story.
+//! The middleware: tower's and HTTP's side. [`RateLimitLayer`] tells the story, and [`CallLimitLayer`] that of requests
+//! that are not HTTP's.
 
 mod annotation;
 mod asked;
+mod call;
 mod choices;
 mod config;
 mod copies;
@@ -17,6 +19,7 @@ mod shadow;
 mod throttle;
 mod wait;
 
+pub use call::{CallFuture, CallLimit, CallLimitLayer, RateLimited};
 pub use config::{OnError, OnMissingKey};
 pub use extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
 #[cfg(feature = "axum")]

@@ -87,6 +87,27 @@ fn what_gives_no_policies_is_answered_with_what_does() {
 }
 
 #[test]
+fn what_does_not_go_with_requests_of_another_type_is_answered_with_a_closure_that_does() {
+    fixes(
+        "CallLimitLayer::<_, _, String>::new(LocalStore::default(), PeerIp, policy);",
+        &[
+            "not a `KeyExtractor` for `std::string::String`",
+            "a closure with the type of its argument, as in `|job: &Job| ..`",
+        ],
+        "CallLimitLayer::new(LocalStore::default(), |job: &String| Some(Key::new(job)), policy);",
+    );
+    fixes(
+        "CallLimitLayer::<_, _, String>::new(LocalStore::default(), Global, \"50/s\");",
+        &[
+            "not a `PolicySelector` for `std::string::String`",
+            "a closure with the type of its argument, as in `|job: &Job| ..`",
+        ],
+        "let policies = Policies::from(policy);
+         CallLimitLayer::new(LocalStore::default(), Global, move |_: &String| policies.clone());",
+    );
+}
+
+#[test]
 fn a_client_address_without_anybody_trusted_is_answered_with_how_to_say_it() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), ClientIp::x_forwarded_for(), policy);",
