@@ -33,6 +33,9 @@ use crate::store::{Observer, Store};
 ///
 /// A denied request is answered by a [`Reject`](crate::Reject), not with an error, which would close the connection. Put
 /// the layer behind authentication if its key is a user, and before it if its key is an address.
+///
+/// A [`CallLimitLayer`](crate::CallLimitLayer) is for services whose requests are not HTTP's, and for clients that want an
+/// error instead of a response.
 pub struct RateLimitLayer<S, K, R = HttpReject> {
     config: Copies<Config<S, K, R>>,
 }

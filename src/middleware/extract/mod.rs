@@ -27,6 +27,9 @@ use crate::limit::Key;
 /// `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each combination by itself:
 /// `(PeerIp, HeaderKey::new("x-api-key"))` every pair of an address and an API key.
 ///
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
+/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
+///
 /// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path, and the host too;
 /// it does not choose what your authentication finds out:
 ///
@@ -44,6 +47,17 @@ use crate::limit::Key;
 ///     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
 ///         let tenant = request.extensions.get().map(|Tenant(name)| Key::new(name));
 ///         tenant.ok_or(MissingKey::new("the request names no tenant"))
+///     }
+/// }
+///
+/// /// A request that is not HTTP's.
+/// struct Job {
+///     tenant: Tenant,
+/// }
+///
+/// impl KeyExtractor<Job> for ByTenant {
+///     fn extract(&self, job: &Job) -> Result<Key, MissingKey> {
+///         Ok(Key::new(&job.tenant.0))
 ///     }
 /// }
 /// # fn is_extractor(_: impl KeyExtractor) {}

@@ -21,6 +21,10 @@ use crate::limit::{Key, Policies, Policy};
 /// and path, closures given to [`policies_fn`] by whatever they like. [`Live`] and a [`watch::Receiver`] hold one of
 /// these, which is replaced while the service runs. An `Option` of one that is `None` limits nothing.
 ///
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
+/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for
+/// HTTP.
+///
 /// ```
 /// use http::request::Parts;
 /// use tower_redis_ratelimit::{Key, Policies, PolicySelector};
