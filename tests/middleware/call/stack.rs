@@ -10,10 +10,13 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::time::{Sleep, sleep};
+use tower::balance::p2c::Balance;
+use tower::discover::{Discover, ServiceList};
+use tower::load::{CompleteOnResponse, PendingRequests};
 use tower::load_shed::error::Overloaded;
 use tower::retry::Policy;
 use tower::timeout::error::Elapsed;
-use tower::{BoxError, Service, ServiceBuilder, ServiceExt};
+use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_redis_ratelimit::{CallLimitLayer, Global, LocalStore, RateLimited};
 
 use super::{job, layer, layer_with, limited, print};
@@ -137,6 +140,32 @@ async fn what_is_overloaded_is_shed_on_either_side() {
     assert!(service.clone().oneshot(2).await.unwrap_err().is::<Overloaded>());
     limited(service.oneshot(3).await);
     drop(first);
+}
+
+#[tokio::test]
+async fn a_balance_goes_on_when_a_call_is_denied_inside_of_it_or_outside() {
+    fn balance<S, E>(
+        service: S,
+    ) -> Balance<impl Discover<Key = usize, Service = PendingRequests<S>, Error = Infallible>, u32>
+    where
+        S: Service<u32, Error = E> + Clone,
+        E: Into<BoxError>,
+    {
+        let endpoints =
+            [service.clone(), service].map(|each| PendingRequests::new(each, CompleteOnResponse::default()));
+        Balance::new(ServiceList::new(endpoints))
+    }
+
+    let mut inside = balance(numbers().layer(service_fn(echo)));
+    let mut outside = ServiceBuilder::new().layer(numbers()).buffer(1).service(balance(service_fn(echo)));
+    for number in [1, 2] {
+        assert_eq!(inside.ready().await.unwrap().call(number).await.unwrap(), number);
+        assert_eq!(outside.ready().await.unwrap().call(number).await.unwrap(), number);
+    }
+    for number in [3, 4] {
+        limited(inside.ready().await.unwrap().call(number).await);
+        limited(outside.ready().await.unwrap().call(number).await);
+    }
 }
 
 #[tokio::test]
