@@ -87,6 +87,15 @@ fn what_gives_no_policies_is_answered_with_what_does() {
 }
 
 #[test]
+fn what_is_live_and_gives_no_policies_is_answered_like_what_is_not() {
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), Global, Live::new(\"50/s\"));",
+        &["Live<&str>` gives no policies for a request", "`Policy::new(name, strategy, quota)?`"],
+        "RateLimitLayer::new(LocalStore::default(), Global, Live::new(policy));",
+    );
+}
+
+#[test]
 fn what_does_not_go_with_requests_of_another_type_is_answered_with_a_closure_that_does() {
     fixes(
         "CallLimitLayer::<_, _, String>::new(LocalStore::default(), PeerIp, policy);",
