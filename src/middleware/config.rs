@@ -9,11 +9,11 @@ use super::asked::Asked;
 use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
 use super::shadow::Shadows;
-use super::wait::Waiting;
+use super::wait::{InLine, Waiting};
 use super::{Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Answer, Error, Observer, Store};
-use crate::turns::{Turn, Wanted};
+use crate::turns::Wanted;
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R> {
@@ -80,7 +80,7 @@ pub(super) enum Admission<B> {
     /// It passes: by this decision, or uncounted.
     Pass(Option<Annotation>),
     /// It waits for its turn.
-    Wait(Box<Turn>, Option<Asked>),
+    Wait(Box<InLine>, Option<Asked>),
     /// It is answered with this.
     Reject(Response<B>),
 }
@@ -205,9 +205,9 @@ impl<S, K, R> Config<S, K, R> {
     where
         R: Reject<B>,
     {
-        match wait.turns.join(wanted, denied) {
-            Ok(turn) => Admission::Wait(Box::new(turn), asked),
-            Err(refusal) => self.conclude(request, refusal.into_answer(), asked),
+        match wait.line_up(wanted, denied) {
+            Ok(place) => Admission::Wait(place, asked),
+            Err(answer) => self.conclude(request, answer, asked),
         }
     }
 

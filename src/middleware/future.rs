@@ -13,9 +13,10 @@ use super::annotation::Annotation;
 use super::asked::Asked;
 use super::config::{Admission, Config};
 use super::shadow::Shadows;
+use super::wait::InLine;
 use super::{KeyExtractor, Reject};
 use crate::store::{Store, polled_after_completion};
-use crate::turns::{Permit, Refusal, Turn, Wanted};
+use crate::turns::Wanted;
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
@@ -39,8 +40,9 @@ pin_project! {
             call: Option<C>,
         },
         Waiting {
-            // None once the turn has come.
-            waiting: Option<Box<Waiting<C>>>,
+            place: Box<InLine>,
+            // With a service that is not ready. None once the turn has come.
+            call: Option<C>,
         },
         Calling {
             #[pin]
@@ -72,14 +74,6 @@ pub(super) struct Call<T, S, K, R, ReqBody> {
     pub(super) wanted: Option<Box<Wanted>>,
 }
 
-/// What waits for its turn: the request, and a service that is not ready.
-struct Waiting<C> {
-    turn: Box<Turn>,
-    /// While the service is not ready.
-    permit: Option<Permit>,
-    call: C,
-}
-
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
 where
     T: Service<Request<ReqBody>>,
@@ -89,8 +83,8 @@ where
         Self { state: State::Deciding { decision, call: Some(call) } }
     }
 
-    pub(super) fn waiting(turn: Box<Turn>, call: Call<T, S, K, R, ReqBody>) -> Self {
-        Self { state: State::waiting(turn, call) }
+    pub(super) fn waiting(place: Box<InLine>, call: Call<T, S, K, R, ReqBody>) -> Self {
+        Self { state: State::Waiting { place, call: Some(call) } }
     }
 
     pub(super) fn calling(
@@ -108,28 +102,6 @@ where
     }
 }
 
-impl<F, Res, D, C> State<F, Res, D, C> {
-    fn waiting(turn: Box<Turn>, call: C) -> Self {
-        Self::Waiting { waiting: Some(Box::new(Waiting { turn, permit: None, call })) }
-    }
-}
-
-impl<T, S, K, R, B> Waiting<Call<T, S, K, R, B>>
-where
-    T: Service<Request<B>>,
-{
-    /// Waits for the turn, and then for the service to be ready; if that fails, with its error.
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Result<(), Refusal>, T::Error>> {
-        if self.permit.is_none() {
-            match ready!(Pin::new(&mut self.turn).poll(cx)) {
-                Ok(permit) => self.permit = Some(permit),
-                Err(refusal) => return Poll::Ready(Ok(Err(refusal))),
-            }
-        }
-        self.call.inner.poll_ready(cx).map_ok(Ok)
-    }
-}
-
 impl<T, S, K, R, ReqBody, ResBody> Call<T, S, K, R, ReqBody>
 where
     T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
@@ -144,10 +116,10 @@ where
                 let response = call(&mut self.inner, self.parts, self.body, annotation.as_ref());
                 State::Calling { response, annotation, shadows }
             }
-            Admission::Wait(turn, asked) => {
+            Admission::Wait(place, asked) => {
                 // The ready one may hold a permit that others wait for.
                 let inner = self.inner.clone();
-                State::waiting(turn, Self { inner, asked, ..self })
+                State::Waiting { place, call: Some(Self { inner, asked, ..self }) }
             }
             Admission::Reject(response) => State::Answered { response: Some(response), shadows: None },
         }
@@ -188,22 +160,16 @@ where
                     let admission = call.config.admit(&call.parts, answer, asked, wanted);
                     call.go_on(admission)
                 }
-                StateProj::Waiting { waiting: place } => {
-                    let refusal = match place {
-                        Some(waiting) => ready!(waiting.poll(cx))?.err(),
-                        None => None,
+                StateProj::Waiting { place, call: waiting } => {
+                    let answer = match waiting {
+                        Some(call) => ready!(place.poll(cx, |cx| call.inner.poll_ready(cx)))?,
+                        None => polled_after_completion("ResponseFuture"),
                     };
                     // It is there: only this arm takes it, and leaves this state at once.
-                    let Some((permit, mut call)) = place.take().map(|waiting| (waiting.permit, waiting.call)) else {
+                    let Some(mut call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    let asked = call.asked.take();
-                    let answer = match (refusal, permit) {
-                        (Some(refusal), _) => refusal.into_answer(),
-                        (None, Some(permit)) => Ok(permit.spend()),
-                        (None, None) => polled_after_completion("ResponseFuture"),
-                    };
-                    let admission = call.config.conclude(&call.parts, answer, asked);
+                    let admission = call.config.conclude(&call.parts, answer, call.asked.take());
                     call.go_on(admission)
                 }
                 StateProj::Calling { response, annotation, shadows } => {

@@ -45,11 +45,11 @@ where
                 drop(self.take_ready());
                 ResponseFuture::rejected(response)
             }
-            Start::Decided(Admission::Wait(turn, asked)) => {
+            Start::Decided(Admission::Wait(place, asked)) => {
                 let config = Arc::clone(config);
                 drop(self.take_ready());
                 let inner = self.inner.clone();
-                ResponseFuture::waiting(turn, Call { config, inner, parts, body, asked, wanted: None })
+                ResponseFuture::waiting(place, Call { config, inner, parts, body, asked, wanted: None })
             }
             Start::Deciding(future, asked, wanted) => {
                 let config = Arc::clone(config);

@@ -1,9 +1,12 @@
+use std::future::Future;
 use std::num::NonZeroUsize;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use crate::limit::{Check, Key, Policies};
-use crate::store::{Store, instant};
-use crate::turns::{Bounds, Turns, Wanted};
+use crate::limit::{Check, Decision, Key, Policies};
+use crate::store::{Error, Store, instant, polled_after_completion};
+use crate::turns::{Bounds, Permit, Turn, Turns, Wanted};
 
 /// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
 /// with the default bounds.
@@ -62,7 +65,15 @@ impl From<Duration> for Wait {
 #[derive(Debug, Clone)]
 pub(super) struct Waiting {
     max: Duration,
-    pub(super) turns: Turns,
+    turns: Turns,
+}
+
+/// A request's place in the line.
+#[derive(Debug)]
+pub(super) struct InLine {
+    turn: Turn,
+    /// While the service is not ready.
+    permit: Option<Permit>,
 }
 
 impl Waiting {
@@ -82,6 +93,44 @@ impl Waiting {
             policies: check.policies().clone(),
             cost: check.cost(),
             deadline: instant().checked_add(self.max),
+        }
+    }
+    /// Has a request wait for its turn, if it can come in time. Otherwise the store's answer: `denied` is what it has just
+    /// said, if it was asked.
+    pub(super) fn line_up(
+        &self,
+        wanted: Wanted,
+        denied: Option<Decision>,
+    ) -> Result<Box<InLine>, Result<Decision, Error>> {
+        match self.turns.join(wanted, denied) {
+            Ok(turn) => Ok(Box::new(InLine { turn, permit: None })),
+            Err(refusal) => Err(refusal.into_answer()),
+        }
+    }
+}
+
+impl InLine {
+    /// Waits for the turn, and then for the service to be ready. The answer, as of a store that was asked; or the error of a
+    /// service that fails.
+    ///
+    /// # Panics
+    ///
+    /// If it is polled after it has answered.
+    pub(super) fn poll<E>(
+        &mut self,
+        cx: &mut Context<'_>,
+        poll_ready: impl FnOnce(&mut Context<'_>) -> Poll<Result<(), E>>,
+    ) -> Poll<Result<Result<Decision, Error>, E>> {
+        if self.permit.is_none() {
+            match ready!(Pin::new(&mut self.turn).poll(cx)) {
+                Ok(permit) => self.permit = Some(permit),
+                Err(refusal) => return Poll::Ready(Ok(refusal.into_answer())),
+            }
+        }
+        ready!(poll_ready(cx))?;
+        match self.permit.take() {
+            Some(permit) => Poll::Ready(Ok(Ok(permit.spend()))),
+            None => polled_after_completion("InLine"),
         }
     }
 }

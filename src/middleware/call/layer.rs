@@ -7,7 +7,8 @@ use super::CallLimit;
 use super::config::Config;
 use crate::limit::Policies;
 use crate::middleware::select::Selector;
-use crate::middleware::{KeyExtractor, OnError, OnMissingKey, PolicySelector};
+use crate::middleware::wait::Waiting;
+use crate::middleware::{KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
 use crate::store::{Observer, Store};
 
 /// Limits the rate of calls of any tower service, whatever its requests are: jobs of a queue, commands, requests of a
@@ -74,6 +75,7 @@ impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
             policies: Selector::new(policies),
             skip: None,
             cost: None,
+            wait: None,
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
             observer: None,
@@ -94,6 +96,16 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     #[must_use]
     pub fn cost_under(self, cost: impl Fn(&R, &Policies) -> u32 + Send + Sync + 'static) -> Self {
         self.change(|config| config.cost = Some(Arc::new(cost)))
+    }
+
+    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
+    /// says. Defaults to no wait. See [`RateLimitLayer::wait`](crate::RateLimitLayer::wait).
+    #[must_use]
+    pub fn wait(self, wait: impl Into<Wait>) -> Self
+    where
+        S: Store,
+    {
+        self.change(|config| config.wait = Some(Waiting::new(config.store.clone(), wait.into())))
     }
 
     /// Sets which requests pass at once, uncounted. They need no key. Defaults to none.

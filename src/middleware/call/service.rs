@@ -5,7 +5,8 @@ use std::task::{Context, Poll};
 
 use tower_service::Service;
 
-use super::config::{Config, Start};
+use super::config::{Admission, Config, Start};
+use super::future::Call;
 use super::{BoxError, CallFuture};
 use crate::middleware::KeyExtractor;
 use crate::store::Store;
@@ -33,13 +34,19 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         match self.config.start(&request) {
-            Start::Decided(Ok(())) => CallFuture::calling(self.inner.call(request)),
-            Start::Decided(Err(error)) => {
+            Start::Decided(Admission::Pass) => CallFuture::calling(self.inner.call(request)),
+            Start::Decided(Admission::Wait(place, asked)) => {
+                drop(self.take_ready());
+                let (config, inner) = (Arc::clone(&self.config), self.inner.clone());
+                CallFuture::waiting(place, Call { config, inner, request, asked, wanted: None })
+            }
+            Start::Decided(Admission::Fail(error)) => {
                 drop(self.take_ready());
                 CallFuture::failed(error)
             }
-            Start::Deciding(decision, asked) => {
-                CallFuture::deciding(Arc::clone(&self.config), decision, self.take_ready(), request, asked)
+            Start::Deciding(decision, asked, wanted) => {
+                let (config, inner) = (Arc::clone(&self.config), self.take_ready());
+                CallFuture::deciding(decision, Call { config, inner, request, asked, wanted })
             }
         }
     }

@@ -5,8 +5,9 @@ use tower_layer::Layer;
 
 use super::Throttle;
 use super::service::Settings;
-use crate::limit::{Key, Policies};
-use crate::middleware::OnError;
+use crate::limit::Key;
+use crate::middleware::select::Selector;
+use crate::middleware::{OnError, PolicySelector};
 use crate::store::{Observer, Store};
 use crate::turns::{Bounds, Turns};
 
@@ -64,10 +65,12 @@ pub struct ThrottleLayer {
 }
 
 impl ThrottleLayer {
-    /// Takes permits from `store`, on the count of `key`, under one policy or several.
-    pub fn new(store: impl Store, key: Key, policies: impl Into<Policies>) -> Self {
+    /// Takes permits from `store`, on the count of `key`, under the policies that `policies` gives: a
+    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::Live) ones. Without any, every
+    /// call goes on.
+    pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let turns = Turns::new(store, Bounds::NONE);
-        let policies = policies.into();
+        let policies = Selector::new(policies);
         Self { settings: Settings { turns, key, policies, on_error: OnError::default(), observer: None } }
     }
 

@@ -10,8 +10,9 @@ use tokio::time::{Sleep, sleep};
 use tower_service::Service;
 
 use crate::limit::{Key, Policies};
-use crate::middleware::OnError;
 use crate::middleware::asked::Asked;
+use crate::middleware::select::Selector;
+use crate::middleware::{OnError, PolicySelector};
 use crate::store::Observer;
 use crate::turns::{Permit, Refusal, Turn, Turns, Wanted};
 
@@ -26,7 +27,7 @@ pub struct Throttle<T> {
 pub(super) struct Settings {
     pub(super) turns: Turns,
     pub(super) key: Key,
-    pub(super) policies: Policies,
+    pub(super) policies: Selector<()>,
     pub(super) on_error: OnError,
     pub(super) observer: Option<Arc<dyn Observer>>,
 }
@@ -36,7 +37,7 @@ enum State {
     Waiting(Turn, Option<Asked>),
     /// The store could not decide: until it is asked again.
     Pausing(Pin<Box<Sleep>>),
-    /// None if the store could not decide and that is allowed.
+    /// None if nothing limits it, or if the store could not decide and that is allowed.
     Ready(Option<Permit>),
 }
 
@@ -44,12 +45,24 @@ enum State {
 const PAUSE: Duration = Duration::from_millis(250);
 
 impl Settings {
+    fn policies(&self) -> Option<Policies> {
+        self.policies.policies(&(), Some(&self.key))
+    }
+
     fn line_up(&self) -> State {
+        let Some(policies) = self.policies() else { return State::Ready(None) };
         let asked = self.observer.as_ref().map(|_| Asked::now(self.key));
-        let wanted = Wanted { key: self.key, policies: self.policies.clone(), cost: 1, deadline: None };
+        let wanted = Wanted { key: self.key, policies, cost: 1, deadline: None };
         match self.turns.join(wanted, None) {
             Ok(turn) => State::Waiting(turn, asked),
             Err(refusal) => self.refused(refusal, asked),
+        }
+    }
+
+    /// Charges a call that has not waited.
+    fn charge(&self) {
+        if let Some(policies) = self.policies() {
+            self.turns.charge(self.key, &policies, 1);
         }
     }
 
@@ -126,7 +139,7 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
     fn call(&mut self, request: R) -> T::Future {
         match mem::replace(&mut self.state, State::Idle) {
             State::Ready(permit) => drop(permit.map(Permit::spend)),
-            _ => self.settings.turns.charge(self.settings.key, &self.settings.policies, 1),
+            _ => self.settings.charge(),
         }
         self.inner.call(request)
     }
