@@ -26,6 +26,8 @@ pub use middleware::{
     RateLimited, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers, Trio, Wait,
     key_fn, policies_fn,
 };
+#[cfg(feature = "tonic")]
+pub use middleware::{GrpcOr, GrpcReject};
 #[cfg(feature = "axum")]
 pub use middleware::{MatchedEndpoint, MatchedRoute};
 #[cfg(feature = "metrics")]

@@ -60,7 +60,7 @@ pub enum OnError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnMissingKey {
-    /// It is rejected: over HTTP with 400.
+    /// It is rejected: over HTTP with 400, or 401 if the extractor has a [challenge](MissingKey::unauthenticated).
     #[default]
     Reject,
     /// It passes, uncounted.
@@ -248,7 +248,11 @@ impl<S, K, R> Config<S, K, R> {
         self.misconfiguration.tell(&missing, self.observer.as_deref());
         match self.on_missing_key {
             OnMissingKey::Allow if missing.is_absent() => Admission::Pass(None),
-            _ => Admission::Reject(self.reject.reject(Rejection::new(Reason::MissingKey(&missing), request))),
+            _ => {
+                let mut response = self.reject.reject(Rejection::new(Reason::MissingKey(&missing), request));
+                missing.annotate(&mut response);
+                Admission::Reject(response)
+            }
         }
     }
 

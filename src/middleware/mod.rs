@@ -27,6 +27,8 @@ pub use extract::{MatchedEndpoint, MatchedRoute};
 pub use future::ResponseFuture;
 pub use headers::{Headers, Trio};
 pub use layer::RateLimitLayer;
+#[cfg(feature = "tonic")]
+pub use reject::{GrpcOr, GrpcReject};
 pub use reject::{HttpReject, Reason, Reject, Rejection};
 pub use select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
 pub use service::RateLimit;

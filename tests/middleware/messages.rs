@@ -142,3 +142,28 @@ fn a_body_that_the_default_cannot_make_is_answered_with_how_to_make_it() {
         &answers(".reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.is_empty()))"),
     );
 }
+
+/// A tonic server's body is one of those that are `Default`, and not made from text.
+#[test]
+fn a_grpc_body_is_answered_with_the_reject_for_grpc() {
+    let answers = |reject: &str| {
+        format!(
+            "#[derive(Default)]
+             struct Body;
+             fn answers<S, K, R: Reject<Body>>(_: RateLimitLayer<S, K, R>) {{}}
+             answers(RateLimitLayer::new(LocalStore::default(), Global, policy){reject});"
+        )
+    };
+    fixes(
+        &answers(""),
+        &[
+            "HttpReject` cannot answer a rejected request with the body `Body`",
+            "gRPC, as of a tonic server: `.reject(GrpcReject::new())`",
+            "with the feature `tonic`",
+        ],
+        &answers(match cfg!(feature = "tonic") {
+            true => ".reject(GrpcReject::new())",
+            false => ".reject_with(|rejection| HttpReject::new().reject(rejection).map(|_: String| Body))",
+        }),
+    );
+}

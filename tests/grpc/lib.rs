@@ -1,0 +1,12 @@
+//! gRPC: real servers and clients of tonic, over memory with a clock that the tests control, or over sockets.
+
+#![cfg(test)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
+
+mod both;
+mod client;
+mod frames;
+mod peers;
+mod server;
+mod streams;
+mod support;
