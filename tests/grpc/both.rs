@@ -1,9 +1,10 @@
 //! One service for gRPC and HTTP: each client is answered in its own protocol.
 
-use axum::{Router, body::Body, routing::get};
+use axum::body::{Body, to_bytes};
+use axum::{Router, routing::get};
 use http::{Request, Response};
 use tonic::Code;
-use tower::ServiceExt;
+use tower::{Layer, ServiceExt};
 use tower_redis_ratelimit::{GrpcOr, GrpcReject, HeaderKey, HttpReject, RateLimitLayer, Store};
 
 use crate::support::*;
@@ -86,4 +87,26 @@ async fn http_clients_without_a_key_get_the_challenge() {
     assert_eq!((response.status().as_u16(), told(&response, "www-authenticate")), (401, Some("ApiKey")));
     let response = send(&both, "application/grpc", None).await;
     assert_eq!((told(&response, "grpc-status"), told(&response, "www-authenticate")), (Some("16"), None));
+}
+
+/// tonic-web makes gRPC of gRPC-Web within itself, so that a layer there answers both.
+#[tokio::test]
+async fn grpc_web_is_answered_within_the_layer_that_translates() {
+    let inner = app(layer(policy("api", "1/h")));
+    let service = tonic_web::GrpcWebLayer::new().layer(inner);
+    let call = || {
+        let request = Request::post("http://web/grpc.health.v1.Health/Check")
+            .header("content-type", "application/grpc-web")
+            .header("x-user", "alice")
+            .body(Body::from(vec![0; 5]))
+            .unwrap();
+        service.clone().oneshot(request)
+    };
+    let granted = call().await.unwrap();
+    assert_eq!(granted.status(), 200);
+    assert!(!granted.headers().contains_key("grpc-status"), "it is in the body");
+    let denied = call().await.unwrap();
+    let fields = ["content-type", "grpc-status", "grpc-retry-pushback-ms"].map(|name| &denied.headers()[name]);
+    assert_eq!(fields, ["application/grpc-web+proto", "8", "3600000"]);
+    assert!(to_bytes(Body::new(denied.into_body()), 1_000).await.unwrap().is_empty());
 }
