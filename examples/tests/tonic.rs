@@ -3,6 +3,7 @@
 //! Cargo builds examples before the tests of their package, unless it is told to build one test only.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 use std::env;
 use std::env::consts::EXE_SUFFIX;

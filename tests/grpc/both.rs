@@ -90,7 +90,7 @@ async fn http_clients_without_a_key_get_the_challenge() {
 }
 
 /// tonic-web makes gRPC of gRPC-Web within itself, so that a layer there answers both.
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn grpc_web_is_answered_within_the_layer_that_translates() {
     let inner = app(layer(policy("api", "1/h")));
     let service = tonic_web::GrpcWebLayer::new().layer(inner);

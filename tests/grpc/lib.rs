@@ -2,6 +2,7 @@
 
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
 mod both;
 mod client;

@@ -144,21 +144,21 @@ impl fmt::Debug for Rejection<'_> {
 /// One of your own sees the request:
 ///
 /// ```
-/// use http::{HeaderValue, Response, header::LOCATION};
+/// use http::{HeaderValue, Response, header::ACCEPT};
 /// use tower_redis_ratelimit::{HttpReject, Reject, Rejection};
 ///
-/// /// Sends browsers to a page, and tells other clients what they need to know.
+/// /// Shows browsers a page, and tells other clients what they need to know.
 /// struct ByAccept;
 ///
 /// impl<B: From<String>> Reject<B> for ByAccept {
 ///     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
-///         let mut response = HttpReject::new().reject(rejection);
-///         let accept = rejection.request().headers.get("accept");
-///         if accept.is_some_and(|accept| accept.as_bytes().starts_with(b"text/html")) {
-///             *response.status_mut() = http::StatusCode::SEE_OTHER;
-///             response.headers_mut().insert(LOCATION, HeaderValue::from_static("/slow-down"));
+///         let page = HeaderValue::from_static("text/html");
+///         match rejection.request().headers.get(ACCEPT) {
+///             Some(accept) if accept.as_bytes().starts_with(b"text/html") => {
+///                 HttpReject::new().body(page, "<h1>Not so fast</h1>").reject(rejection)
+///             }
+///             _ => HttpReject::new().reject(rejection),
 ///         }
-///         response
 ///     }
 /// }
 /// # fn is_reject(_: impl Reject<String>) {}
