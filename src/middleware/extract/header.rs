@@ -9,9 +9,9 @@ use crate::limit::Key;
 /// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
 ///
 /// A request without the header is one [without a key](crate::OnMissingKey), which is told the name of the header: "the
-/// header x-api-key is missing"; with a [`challenge`](Self::challenge) it is unauthenticated. One that has the header more than once is rejected, whatever
-/// [`OnMissingKey`](crate::OnMissingKey) says. One of the values may be of the client's choice, beside one that a proxy has
-/// added: to count by it, or by all of them, would give the client a new key whenever it likes.
+/// header x-api-key is missing". With a [`challenge`](Self::challenge) it is asked to authenticate. One that has the header more
+/// than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of the values may be of the client's choice,
+/// beside one that a proxy has added: to count by it, or by all of them, would give the client a new key whenever it likes.
 ///
 /// The header must be one that something in front has verified: a client that may send any value has a new count for each.
 ///
