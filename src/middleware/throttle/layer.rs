@@ -42,7 +42,7 @@ use crate::turns::{Bounds, Turns};
 ///   to the next one that waits in this process, and otherwise to the store.
 /// - A clone has a permit of its own. Clones, and all services of one layer, wait in one line, first come, first served.
 /// - Over several instances each takes at most one permit ahead of time, so they take turns. One call of the store makes a
-///   grant, or several. Let the burst be at least the number of instances, and at least what comes in 10 ms: with less they
+///   grant, or several; a sliding log or counter, which cannot owe, takes up to about three. Let the burst be at least the number of instances, and at least what comes in 10 ms: with less they
 ///   ask more often, and a part of the rate is not used.
 /// - The inner service is polled ready first, so that no permit is held for one that is not. It stays ready meanwhile: to
 ///   limit how many calls run at once, wrap the throttle in the limit.
