@@ -100,7 +100,8 @@ async fn what_it_needs_is_named() {
         {
             assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
             let cause = error.source().unwrap().to_string();
-            assert!(cause.contains(&format!("'{command}'")), "{cause}");
+            // Redis 6.2 has other quotation marks.
+            assert!(["'", "`"].iter().any(|mark| cause.contains(&format!("{mark}{command}{mark}"))), "{cause}");
         }
     }
     for command in ["TIME", "MGET", "SET"] {

@@ -1,6 +1,6 @@
 //! `cargo xtask compat`: the tests that talk to a server, with every version of it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
@@ -41,7 +41,7 @@ pub(crate) fn compat(only: &str) -> Result {
     let servers: Vec<_> = servers.into_iter().map(|server| Ok((server, server.find()?))).collect::<Result<Vec<_>>>()?;
     let programs = build()?;
 
-    let (mut table, mut notes, mut failures) = (Table::default(), BTreeSet::new(), vec![]);
+    let (mut table, mut notes, mut failures) = (Table::default(), BTreeMap::<_, Vec<_>>::new(), vec![]);
     for (server, (binary, version)) in &servers {
         for (program, label, filter) in &programs {
             let suite = Suite { program, filter, server, binary };
@@ -53,9 +53,9 @@ pub(crate) fn compat(only: &str) -> Result {
             let all = suite.list()?;
             let mut told = 0;
             for test in &all {
-                if let Some((_, why)) = server.lacks.iter().find(|(prefix, _)| test.starts_with(prefix)) {
+                if let Some(lack) = server.lacks.iter().find(|lack| lack.tests.contains(&test.as_str())) {
                     table.entry(row(test)).or_default().entry(server.name).or_default().left_out += 1;
-                    notes.insert(format!("{}: without `{test}`, since {why}", server.name));
+                    notes.entry(format!("`{label}::{test}`: {}", lack.what)).or_default().push(server.name);
                     told += 1;
                 }
             }
@@ -78,7 +78,9 @@ pub(crate) fn compat(only: &str) -> Result {
     let header: Vec<String> = servers.iter().map(|(server, (_, version))| with_patch(server.name, version)).collect();
     print(&header, &table, &servers.iter().map(|(server, _)| server.name).collect::<Vec<_>>());
     println!();
-    notes.iter().for_each(|note| println!("{note}"));
+    for (note, servers) in notes {
+        println!("not with {}: {note}", servers.join(", "));
+    }
     if failures.is_empty() { Ok(()) } else { Err(format!("\nfailed:\n{}", failures.join("\n"))) }
 }
 
@@ -140,8 +142,8 @@ impl Suite<'_> {
     /// Runs those that can be run with this server. Returns which of them passed.
     fn run(&self) -> Result<Vec<(String, bool)>> {
         let mut command = self.command();
-        for (prefix, _) in self.server.lacks {
-            command.args(["--skip", prefix]);
+        for test in self.server.lacks.iter().flat_map(|lack| lack.tests) {
+            command.args(["--skip", test]);
         }
         let text = output(&mut command)?;
         let results = text.lines().filter_map(|line| {
