@@ -1,12 +1,10 @@
-//! The middleware: its part of tower's contract against mocks, and what it tells over HTTP. No waiting, and
-//! no network, except for clients.
+//! The middleware: its part of tower's contract against mocks, and what it tells over HTTP. No network, no waiting.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
 
 mod api;
 mod call;
 mod client_ip;
-mod clients;
 mod compose;
 mod cost;
 mod fields;

@@ -1,4 +1,5 @@
-//! gRPC: real servers and clients of tonic, over memory with a clock that the tests control, or over sockets.
+//! Real servers and clients of other crates: gRPC by tonic, over memory with a clock that the tests control or over sockets;
+//! and clients of hyper, reqwest and tonic under a limit.
 
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
@@ -6,6 +7,7 @@
 
 mod both;
 mod client;
+mod clients;
 mod frames;
 mod peers;
 mod server;
