@@ -1,5 +1,7 @@
 //! Permits in `poll_ready`.
 
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
+
 use std::convert::Infallible;
 use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
