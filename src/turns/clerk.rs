@@ -1,3 +1,4 @@
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -164,7 +165,11 @@ fn retry_in(policy: &Policy, retry_after: Duration, within: Duration, several: b
         // Others have taken ahead as much as may be owed: there is room for more when a full count less is owed.
         return retry_after.saturating_sub(spacing.saturating_mul(quota.capacity())).max(TICK);
     }
-    // What comes free one by one is left to gather a little, so that a call gets several.
-    let pause = if several && policy.strategy().trickles() { spacing.min(quota.period() / 50) } else { Duration::ZERO };
-    retry_after + pause + TICK
+    if !several || !policy.strategy().trickles() {
+        return retry_after + TICK;
+    }
+    // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one instance
+    // would always come before the others.
+    let random = RandomState::new().hash_one(retry_after) as f64 / u64::MAX as f64;
+    retry_after + TICK + spacing.min(quota.period() / 50).mul_f64(2.0 * random)
 }

@@ -65,7 +65,7 @@ async fn instances_share_the_rate_without_a_herd() {
         (Strategy::FixedWindow(Default::default()), "50/s", 0.95, 1.02),
         (Strategy::SlidingWindow { cells: 10 }, "50/s", 0.9, 1.2),
         (Strategy::SlidingLog, "50/s", 0.92, 1.7),
-        (Strategy::SlidingCounter, "50/s", 0.9, 2.6),
+        (Strategy::SlidingCounter, "50/s", 0.9, 3.0),
     ] {
         let (_, store) = watched();
         let policies = policies(strategy, quota);
@@ -100,8 +100,13 @@ async fn instances_share_the_rate_without_a_herd() {
         }
         let asked = store.asked().len() as f64 / times.len() as f64;
         assert!(asked <= calls, "{strategy:?} {quota}: {asked} calls a grant");
-        let (least, most) = (each.iter().min().unwrap(), each.iter().max().unwrap());
-        assert!(*most <= 2 * *least + 2, "{strategy:?} {quota}: {least} to {most} calls of a task");
+        // The tasks of an instance stand in a line. Instances take turns where they take ahead; where they do not, it is
+        // chance who comes first when a window begins.
+        let takes_ahead = matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_));
+        for tasks in each.chunks(if takes_ahead { 150 } else { 50 }) {
+            let (least, most) = (tasks.iter().min().unwrap(), tasks.iter().max().unwrap());
+            assert!(most - least <= if takes_ahead { 3 } else { 1 }, "{strategy:?} {quota}: {tasks:?}");
+        }
     }
 }
 
