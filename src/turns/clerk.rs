@@ -1,4 +1,5 @@
 use std::hash::{BuildHasher, RandomState};
+use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,13 +28,13 @@ impl Clerk {
 
     pub(super) async fn run(self) {
         self.sit_out_denial().await;
-        let mut room = 0;
-        while let Some(ask) = self.next(room) {
+        let mut pace = Pace::default();
+        while let Some(ask) = self.next(pace.room) {
             let asked_at = instant();
             let within = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(asked_at));
             let check = Check::take_ahead(self.place.key, &ask.policies, ask.cost.saturating_mul(ask.count), within);
             match self.shared.store.ask(check).await {
-                Ok(decision) => room = self.act_on(decision, ask, asked_at, within).await,
+                Ok(decision) => self.act_on(decision, ask, asked_at, within, &mut pace).await,
                 Err(error) => self.fail(&error),
             }
         }
@@ -64,48 +65,42 @@ impl Clerk {
         }
     }
 
-    /// Does what the decision says. Returns for how much more there is room.
-    async fn act_on(&self, decision: Decision, ask: Ask, asked_at: Instant, within: Duration) -> u32 {
+    /// Does what the decision says.
+    async fn act_on(&self, decision: Decision, ask: Ask, asked_at: Instant, within: Duration, pace: &mut Pace) {
         let now = instant();
+        let room = mem::take(&mut pace.room);
         match decision.outcome() {
             Outcome::Allowed | Outcome::Later { .. } => {
                 let due_in = decision.due_in().unwrap_or_default();
                 let due_at = now + due_in;
                 self.with_line(|line| line.learn(&decision, due_at, ask.count));
-                let room = decision.remaining();
+                *pace = Pace { room: decision.remaining(), losses: 0 };
                 let decision = decision.due(ask.cost);
-                let permit = |decision| {
-                    Permit::new(&self.shared, self.place, &self.runtime, decision, ask.cost, asked_at, due_at)
-                };
+                let permit =
+                    |decision| Permit::new(&self.shared, self.place, &self.runtime, &ask, decision, asked_at, due_at);
                 // Kept as permits while they are not due: they go back if nobody waits any more, or this runtime ends.
                 let permits: Vec<_> = (0..ask.count).map(|_| permit(decision.clone())).collect();
                 if !due_in.is_zero() {
                     self.rest(due_at).await;
                 }
                 permits.into_iter().for_each(Permit::hand_on);
-                room
             }
             // There is less room than there was; if not less than it told, one is asked for.
-            Outcome::Denied { .. } if ask.count > 1 => match decision.remaining() / ask.cost.max(1) {
-                fewer if fewer < ask.count => decision.remaining(),
-                _ => 0,
-            },
+            Outcome::Denied { .. } if ask.count > 1 => {
+                pace.room = decision.remaining().min(room.saturating_sub(ask.cost))
+            }
             Outcome::Denied { retry_after } => {
                 let passes_at = now.checked_add(retry_after);
                 self.with_line(|line| line.learn(&decision, passes_at.unwrap_or(now), 0));
                 match passes_at {
                     Some(passes_at) if ask.deadline.is_none_or(|deadline| passes_at <= deadline) => {
                         let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
-                        self.rest(now + retry_in(decision.policy(), retry_after, within, several)).await;
+                        self.rest(now + pace.retry_in(decision.policy(), retry_after, within, several)).await;
                     }
                     _ => self.refuse(ask.first, decision),
                 }
-                0
             }
-            Outcome::NeverFits => {
-                self.refuse(ask.first, decision);
-                0
-            }
+            Outcome::NeverFits => self.refuse(ask.first, decision),
         }
     }
 
@@ -157,19 +152,40 @@ impl Drop for Clerk {
     }
 }
 
-/// When to ask again after a denial: what is wanted passes after `retry_after`.
-fn retry_in(policy: &Policy, retry_after: Duration, within: Duration, several: bool) -> Duration {
-    let quota = policy.quota();
-    let spacing = quota.period() / quota.limit().max(1);
-    if policy.strategy().has_burst() && retry_after <= within {
-        // Others have taken ahead as much as may be owed: there is room for more when a full count less is owed.
-        return retry_after.saturating_sub(spacing.saturating_mul(quota.capacity())).max(TICK);
+/// How much to ask for next, and when.
+#[derive(Debug, Default)]
+struct Pace {
+    /// For how much there was room after the last answer.
+    room: u32,
+    /// How often in a row others had taken ahead as much as may be owed.
+    losses: u32,
+}
+
+impl Pace {
+    /// When to ask again after a denial: what is wanted passes after `retry_after`.
+    fn retry_in(&mut self, policy: &Policy, retry_after: Duration, within: Duration, several: bool) -> Duration {
+        let quota = policy.quota();
+        let spacing = quota.period() / quota.limit().max(1);
+        if policy.strategy().has_burst() && retry_after <= within {
+            // There is room for more when a full count less is owed, and whoever is ahead takes it. Who comes again and again
+            // in vain stays away for longer, so that each turn is not asked for by all.
+            self.losses = (self.losses + 1).min(4);
+            let pause = spacing.saturating_mul(1 << self.losses).min(Duration::from_secs(1)).mul_f64(random());
+            return retry_after
+                .saturating_sub(spacing.saturating_mul(quota.capacity()))
+                .saturating_add(pause)
+                .max(TICK);
+        }
+        if !several || !policy.strategy().trickles() {
+            return retry_after + TICK;
+        }
+        // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
+        // instance would always come before the others.
+        retry_after + TICK + spacing.min(quota.period() / 50).mul_f64(2.0 * random())
     }
-    if !several || !policy.strategy().trickles() {
-        return retry_after + TICK;
-    }
-    // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one instance
-    // would always come before the others.
-    let random = RandomState::new().hash_one(retry_after) as f64 / u64::MAX as f64;
-    retry_after + TICK + spacing.min(quota.period() / 50).mul_f64(2.0 * random)
+}
+
+/// From 0 to 1.
+fn random() -> f64 {
+    RandomState::new().hash_one(0) as f64 / u64::MAX as f64
 }
