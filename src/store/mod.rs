@@ -23,7 +23,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder};
+pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder, Servers};
 pub use answer::Answer;
 pub use any::{AnyStore, AnyStoreFuture};
 pub use config::{ShareConfig, StoreConfig, StoreKind};

@@ -72,11 +72,11 @@ mod with_the_feature {
         }
     }
 
-    async fn connect(info: impl tower_redis_ratelimit::redis::IntoConnectionInfo) -> Result<RedisStore, Error> {
+    async fn connect(info: impl Into<tower_redis_ratelimit::Servers>) -> Result<RedisStore, Error> {
         RedisStore::builder(info).timeout(Duration::from_secs(20)).connect().await
     }
 
-    async fn assert_refused(info: impl tower_redis_ratelimit::redis::IntoConnectionInfo, cause: &str) {
+    async fn assert_refused(info: impl Into<tower_redis_ratelimit::Servers>, cause: &str) {
         let error = connect(info).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Tls, "{error:?}");
         assert!(error.to_string().contains("trusts the server's certificate"), "{error}");

@@ -36,10 +36,25 @@ impl<J> Queue<J> {
         if self.jobs.len() >= self.max_jobs {
             return Err(Full);
         }
+        Ok(self.put(job))
+    }
+
+    /// As [`push`](Self::push), of a job that was let into another queue already.
+    pub(super) fn put(&mut self, job: J) -> bool {
         self.jobs.push_back(job);
         let start = self.lanes < self.max_lanes;
         self.lanes += usize::from(start);
-        Ok(start)
+        start
+    }
+
+    /// What waits.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &J> {
+        self.jobs.iter()
+    }
+
+    /// Whether nothing waits, and no lane runs.
+    pub(super) fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && self.lanes == 0
     }
 
     /// The number of the job that is pushed next.
