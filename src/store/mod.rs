@@ -119,6 +119,18 @@ pub trait Store: Clone + Send + Sync + 'static {
         let _ = (key, decision);
     }
 
+    /// How many parts it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback) has a breaker
+    /// for each. Defaults to 1; must not change. A store that asks another one should pass this on, and [`part`](Self::part).
+    fn parts(&self) -> usize {
+        1
+    }
+
+    /// Which of its [parts](Self::parts) decides a caller's checks, from 0 on; for one caller always the same.
+    fn part(&self, key: &Key) -> usize {
+        let _ = key;
+        0
+    }
+
     /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the store.
     /// One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {

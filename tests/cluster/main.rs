@@ -7,5 +7,10 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod faults;
+#[path = "../faults/load.rs"]
+#[allow(dead_code, reason = "the faults of a single server use more of it")]
+mod load;
+mod moves;
 mod nodes;
 mod sound;

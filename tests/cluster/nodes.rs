@@ -122,7 +122,9 @@ impl Cluster {
         self.meet(&node).await;
         self.nodes.push(node);
         self.know_each_other().await;
-        self.nodes.len() - 1
+        let added = self.nodes.len() - 1;
+        until("it takes part", async || self.nodes[added].sees("cluster_state:ok").await).await;
+        added
     }
 
     pub fn url(&self) -> String {

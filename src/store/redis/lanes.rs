@@ -25,7 +25,7 @@ use super::lua::Lua;
 use super::queue::Full;
 use super::runtimes::{Queues, runtime};
 use super::transport::{Node, Transport};
-use crate::limit::{Check, Decision, Source, Verdicts};
+use crate::limit::{Check, Decision, Key, Source, Verdicts};
 use crate::store::{Answer, Error, ErrorKind, Observer, event, lock};
 
 pub(super) struct Lanes {
@@ -112,10 +112,12 @@ impl Lanes {
 
     /// Decides a check that reads and writes as any other; in a cluster, one on each master.
     pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
-        let Some(cluster) = self.transport.cluster() else { return self.check(Check::probe()).await.map(drop) };
+        let Some(cluster) = self.transport.cluster() else {
+            return self.check(Check::probe(Key::PROBE)).await.map(drop);
+        };
         self.refreshed().await?;
         let probes: Vec<_> =
-            cluster.bucket_of_each().into_iter().map(|bucket| self.enqueue(Check::probe(), bucket)).collect();
+            cluster.bucket_of_each().into_iter().map(|bucket| self.enqueue(Check::probe(Key::PROBE), bucket)).collect();
         for probe in probes {
             drop(probe?.await?);
         }

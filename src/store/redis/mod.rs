@@ -38,7 +38,7 @@ use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
 use self::transport::Transport;
 use super::{Answer, Error, Instances, Observer, Store};
-use crate::limit::{Check, ConfigError, is_name};
+use crate::limit::{Check, ConfigError, Key, is_name};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
@@ -147,6 +147,14 @@ impl Store for RedisStore {
 
     fn check(&self, check: Check) -> Answer<RedisFuture> {
         self.lanes.check(check)
+    }
+
+    fn parts(&self) -> usize {
+        self.lanes.transport.buckets()
+    }
+
+    fn part(&self, key: &Key) -> usize {
+        self.lanes.transport.bucket(key).into()
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -72,6 +72,13 @@ impl Transport {
         }
     }
 
+    pub(super) fn buckets(&self) -> usize {
+        match self {
+            Self::Server { .. } => 1,
+            Self::Cluster(cluster) => cluster.buckets(),
+        }
+    }
+
     /// The node that has the keys of this bucket.
     pub(super) fn node(&self, bucket: u16) -> Node {
         match self {

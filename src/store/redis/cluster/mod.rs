@@ -94,6 +94,10 @@ impl Cluster {
         self.seeds.iter().any(|seed| matches!(seed.addr(), ConnectionAddr::TcpTls { .. }))
     }
 
+    pub(super) fn buckets(&self) -> usize {
+        self.buckets.len()
+    }
+
     /// The bucket of a caller. It stands in the caller's keys, so all versions of this crate must agree on it.
     pub(super) fn bucket(&self, key: &Key) -> u16 {
         (SipHasher13::new().hash(key.as_bytes()) % self.buckets.len() as u64) as u16

@@ -70,7 +70,8 @@ impl Why {
 impl Refresher {
     /// The shortest time from one to the next; doubled while nothing new is heard.
     const GAP: Duration = Duration::from_millis(100);
-    const LONGEST_GAP: Duration = Duration::from_secs(1);
+    /// Short enough that a probe of a fallback finds the new master soon.
+    const LONGEST_GAP: Duration = Duration::from_millis(400);
     /// How many nodes are asked, one after the other.
     const ASKED: usize = 6;
     /// How often the marker is looked at.
