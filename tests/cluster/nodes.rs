@@ -32,10 +32,11 @@ impl Node {
             "1000",
             "--cluster-require-full-coverage",
             "no",
+            // A master that has given its last slot away stays one.
+            "--cluster-allow-replica-migration",
+            "no",
             "--repl-diskless-sync-delay",
             "0",
-            "--enable-debug-command",
-            "yes",
         ]);
         let id = server.command("CLUSTER MYID").await;
         let _: String = server.command(&format!("CLUSTER SET-CONFIG-EPOCH {}", number + 1)).await;
