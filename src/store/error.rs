@@ -155,7 +155,7 @@ impl ErrorKind {
             Self::Permission => {
                 "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
                  and, for SlidingLog, `+lrange +lindex +rpush +lset +ltrim +pexpireat`; for RedisStore::announce, \
-                 `+zremrangebyscore +zadd +zcard +pexpire`"
+                 `+zremrangebyscore +zadd +zcard +pexpire`; in a Redis Cluster, `+asking +cluster|slots` (`+cluster` before 7.0)"
             }
             Self::Protocol => {
                 "the server's reply is none that Redis gives to our script: check that the URL's host and port are \

@@ -42,7 +42,7 @@ struct Load {
 }
 
 impl Load {
-    fn start(store: &(impl Store + Sync), callers: &[Key], policies: &Policies) -> Self {
+    fn start(store: &impl Store, callers: &[Key], policies: &Policies) -> Self {
         let mut load = Self {
             tasks: JoinSet::new(),
             stop: Arc::default(),

@@ -31,7 +31,7 @@ pub struct Servers(Result<Kind, ConfigError>);
 
 #[derive(Clone)]
 pub(super) enum Kind {
-    Server(ConnectionInfo),
+    Server(Box<ConnectionInfo>),
     /// At least one.
     Cluster(Vec<ConnectionInfo>),
 }
@@ -51,7 +51,7 @@ impl Servers {
         let of_cluster = |scheme, rest| Self(nodes(scheme, rest).and_then(cluster_of_urls));
         match text.split_once("+cluster://") {
             Some((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), rest)) => of_cluster(scheme, rest),
-            _ => Self(text.into_connection_info().map(Kind::Server).map_err(url_error)),
+            _ => Self(text.into_connection_info().map(|server| Kind::Server(Box::new(server))).map_err(url_error)),
         }
     }
 }
@@ -106,14 +106,14 @@ impl From<&String> for Servers {
 
 impl From<ConnectionInfo> for Servers {
     fn from(server: ConnectionInfo) -> Self {
-        Self(Ok(Kind::Server(server)))
+        Self(Ok(Kind::Server(Box::new(server))))
     }
 }
 
 impl fmt::Debug for Servers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nodes = match &self.0 {
-            Ok(Kind::Server(server)) => std::slice::from_ref(server),
+            Ok(Kind::Server(server)) => std::slice::from_ref(&**server),
             Ok(Kind::Cluster(nodes)) => nodes,
             Err(_) => return f.write_str("unreadable"),
         };

@@ -17,7 +17,7 @@ use crate::limit::{ConfigError, Key};
 #[derive(Debug, Clone)]
 pub(super) enum Transport {
     /// One server, at one address.
-    Server { server: RedisConnectionManager, tls: bool },
+    Server { server: Arc<RedisConnectionManager>, tls: bool },
     /// Many masters.
     Cluster(Arc<Cluster>),
 }
@@ -44,7 +44,7 @@ impl Transport {
         Ok(match servers {
             Kind::Server(server) => {
                 let tls = matches!(server.addr(), ConnectionAddr::TcpTls { .. });
-                Self::Server { server: RedisConnectionManager::new(server).map_err(url_error)?, tls }
+                Self::Server { server: Arc::new(RedisConnectionManager::new(*server).map_err(url_error)?), tls }
             }
             Kind::Cluster(seeds) => Self::Cluster(Arc::new(Cluster::new(seeds, prefix, buckets))),
         })

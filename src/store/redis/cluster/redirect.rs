@@ -92,7 +92,8 @@ impl Lanes {
             Refusal::NotReady => self.refresh(Why::Lost(from)),
             Refusal::Other => {}
         }
-        let alone = jobs.len() == 1 || jobs.iter().any(|job| job.redirect.is_some());
+        // Whether it was of one caller alone.
+        let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
         let mut again = vec![];
         for mut job in jobs {
             let redirect = job.redirect.get_or_insert_default();
@@ -106,12 +107,13 @@ impl Lanes {
                 Refusal::NotReady => None,
                 _ if redirect.hops > MAX_HOPS && refusal != Refusal::TryAgain => None,
                 Refusal::Moved { node, .. } => Some(node),
+                // Each caller by itself is mostly on one node. Redis 6.2 says ASK too where only some of the keys are gone:
+                // there, a caller who is still here would be counted anew.
+                Refusal::Ask(_) | Refusal::TryAgain if !alone => Some(from),
                 Refusal::Ask(node) => {
                     redirect.ask = Some(node);
                     Some(node)
                 }
-                // Each caller by itself is mostly on one node.
-                Refusal::TryAgain if !alone => Some(from),
                 Refusal::TryAgain => {
                     redirect.hops = 0;
                     let since = *redirect.waits.get_or_insert_with(instant);

@@ -31,8 +31,8 @@ pub(super) struct Refresher {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The task that does so, by its number, and until when to wait for it: its runtime may have ended, or run nothing.
-    task: Option<(u64, Instant)>,
+    /// The task that does so.
+    task: Option<Planned>,
     tasks: u64,
     /// How often in a row nothing new was heard.
     idle: u32,
@@ -40,6 +40,14 @@ struct State {
     last: Option<Instant>,
     /// When the marker is to be looked at again.
     marked_until: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Planned {
+    number: u64,
+    at: Instant,
+    /// Until when to wait for it: its runtime may run nothing.
+    until: Instant,
 }
 
 /// Why the slots are asked for.
@@ -77,25 +85,37 @@ impl Refresher {
     /// How often the marker is looked at.
     const MARKER: Duration = Duration::from_secs(3_600);
 
-    /// Starts a task, unless there is one. When it should ask, and its number.
+    /// Plans a task, unless there is one that is as soon. When it should ask, and its number.
     fn start(&self, why: Why, timeout: Duration) -> Option<(Instant, u64)> {
         let mut state = lock(&self.state);
         let now = instant();
-        if state.task.is_some_and(|(_, until)| now < until) {
-            return None;
-        }
         let gap = Self::GAP.saturating_mul(1 << state.idle.min(10)).min(Self::LONGEST_GAP);
         let jitter = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
         let delay = why.delay().mul_f64((1.0 + jitter) / 2.0);
         let at = (now + delay).max(state.last.map_or(now, |last| last + gap.mul_f64((1.0 + jitter) / 2.0)));
+        if state.task.is_some_and(|task| now < task.until && task.at <= at) {
+            return None;
+        }
         state.tasks += 1;
-        state.task = Some((state.tasks, at + timeout.saturating_mul(2 * Self::ASKED as u32 + 2)));
+        let until = at + timeout.saturating_mul(2 * Self::ASKED as u32 + 2);
+        state.task = Some(Planned { number: state.tasks, at, until });
         Some((at, state.tasks))
+    }
+
+    /// Whether no other task has been planned in the place of this one.
+    fn is_current(&self, number: u64) -> bool {
+        lock(&self.state).task.is_some_and(|task| task.number == number)
+    }
+
+    /// Whether it has failed only just now.
+    fn has_just_failed(&self) -> Option<Error> {
+        let recent = lock(&self.state).last.is_some_and(|last| last.elapsed() < Self::LONGEST_GAP);
+        self.outcome.borrow().clone().filter(|_| recent)
     }
 
     fn end(&self, task: u64, news: Option<bool>) {
         let mut state = lock(&self.state);
-        if state.task.is_some_and(|(other, _)| other == task) {
+        if state.task.is_some_and(|other| other.number == task) {
             state.task = None;
         }
         if let Some(news) = news {
@@ -140,9 +160,9 @@ impl Lanes {
         let Some(cluster) = self.transport.cluster() else { return Ok(()) };
         let mut outcome = cluster.refresher.outcome.subscribe();
         outcome.mark_unchanged();
-        let last = outcome.borrow().clone();
+        let failed = cluster.refresher.has_just_failed();
         self.refresh(Why::Unknown);
-        if let Some(error) = last {
+        if let Some(error) = failed {
             return Err(error);
         }
         match timeout(self.limits.timeout, outcome.changed()).await {
@@ -170,7 +190,7 @@ struct Task {
 impl Task {
     async fn run(mut self, lanes: Weak<Lanes>, at: Instant, why: Why) {
         sleep_until(at).await;
-        let Some(lanes) = lanes.upgrade() else { return };
+        let Some(lanes) = lanes.upgrade().filter(|_| self.cluster.refresher.is_current(self.number)) else { return };
         let outcome = self.ask(&lanes, why).await;
         self.news.get_or_insert(false);
         let cluster = Arc::clone(&self.cluster);
