@@ -8,7 +8,7 @@ use tower_redis_ratelimit::{
     AnyStore, Check, ConfigError, ErrorKind, Key, RedisStore, Source, Store, StoreConfig, redis,
 };
 
-use crate::nodes::{Cluster, MASTERS};
+use crate::nodes::{Cluster, MASTERS, slot_of};
 use crate::support::{RedisServer, STRATEGIES, check, policy};
 
 const TASKS: usize = 64;
@@ -154,6 +154,37 @@ async fn another_number_of_buckets_is_refused() {
             assert!(node.server.command::<i64>(&format!("PTTL {key}")).await > 0, "{key}");
         }
     }
+}
+
+/// Also to ask the node to which a slot is being moved.
+#[tokio::test]
+async fn the_documented_permissions_are_enough() {
+    let cluster = Cluster::start(false).await;
+    let needed = "+evalsha +eval +time +mget +set +del +asking +cluster|slots";
+    for node in &cluster.nodes {
+        let _: String = node.server.command(&format!("ACL SETUSER app on >hunter2 ~rl:* {needed}")).await;
+    }
+    let url = cluster.url().replace("://", "://app:hunter2@");
+    let store = RedisStore::connect(url.as_str()).await.unwrap();
+    for decision in join_all((0..60).map(|i| store.check(check(&format!("caller-{i}"), "10/h")))).await {
+        assert!(decision.unwrap().is_allowed());
+    }
+    let (mut key, mut home) = (String::new(), 0);
+    for (i, node) in cluster.nodes.iter().enumerate() {
+        if let [found] = node.server.command::<Vec<String>>("KEYS *{caller-7}*").await.as_slice() {
+            (key, home) = (found.clone(), i);
+        }
+    }
+    let slot = slot_of(&cluster, &key).await;
+    let _: i64 = cluster.nodes[home].server.command(&format!("DEL {key}")).await;
+    cluster.begin_move(slot, home, (home + 1) % MASTERS).await;
+    assert_eq!(store.check(check("caller-7", "10/h")).await.unwrap().remaining(), 9);
+
+    for node in &cluster.nodes {
+        let _: String = node.server.command("ACL SETUSER app -cluster").await;
+    }
+    let error = RedisStore::connect(url).await.unwrap_err();
+    assert!(error.kind() == ErrorKind::Permission && error.to_string().contains("+cluster|slots"), "{error:?}");
 }
 
 /// Nodes may be known by their names, or as wherever they were asked.
