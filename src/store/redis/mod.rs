@@ -65,7 +65,7 @@ use crate::limit::{Check, ConfigError, Key, is_name};
 /// - While a slot is moved, its callers are asked one by one. One with several policies, whose keys are for a moment on two nodes,
 ///   may get an error of [`ErrorKind::NotReady`](crate::ErrorKind::NotReady): a fallback decides then, and settles it.
 /// - The Redis user needs `+asking +cluster|slots` besides (`+cluster` before Redis 7). With TLS, the certificates must be of
-///   what the nodes call themselves: see `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
+///   what the nodes call themselves: see `tls-cluster`, `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
 ///
 /// # Runtimes
 ///
