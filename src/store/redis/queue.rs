@@ -204,6 +204,16 @@ mod tests {
         });
     }
 
+    #[test]
+    fn another_lane_starts_only_for_a_backlog() {
+        let mut queue = Queue::new(10, 2, 2);
+        let starts: Vec<bool> = (0..5).map(|job| queue.push(job).unwrap()).collect();
+        assert_eq!(starts, [true, false, true, false, false]);
+        let mut queue = Queue::new(10, 2, 0);
+        let starts: Vec<bool> = (0..3).map(|job| queue.push(job).unwrap()).collect();
+        assert_eq!(starts, [true, true, false]);
+    }
+
     /// Either its caller takes a job back, or a lane has it.
     #[test]
     fn a_job_that_is_taken_back_is_not_sent() {
