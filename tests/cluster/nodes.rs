@@ -4,7 +4,7 @@ use futures_util::future::join_all;
 use redis::{Value, cmd};
 use tower_redis_ratelimit::{RedisStore, RedisStoreBuilder, Servers, redis};
 
-use crate::support::{RedisServer, free_port, until};
+use crate::support::{RedisServer, until};
 
 pub const MASTERS: usize = 3;
 const SLOTS: usize = 16_384;
@@ -16,18 +16,14 @@ pub struct Cluster {
 
 pub struct Node {
     pub server: RedisServer,
-    bus: u16,
     pub id: String,
 }
 
 impl Node {
     async fn start(number: usize) -> Self {
-        let bus = free_port();
         let server = RedisServer::start_with(&[
             "--cluster-enabled",
             "yes",
-            "--cluster-port",
-            &bus.to_string(),
             "--cluster-node-timeout",
             "1000",
             "--cluster-require-full-coverage",
@@ -40,7 +36,7 @@ impl Node {
         ]);
         let id = server.command("CLUSTER MYID").await;
         let _: String = server.command(&format!("CLUSTER SET-CONFIG-EPOCH {}", number + 1)).await;
-        Self { server, bus, id }
+        Self { server, id }
     }
 
     pub async fn sees(&self, what: &str) -> bool {
@@ -60,8 +56,10 @@ impl Cluster {
         let count = if with_replicas { 2 * MASTERS } else { MASTERS };
         let nodes = join_all((0..count).map(Node::start)).await;
         for (i, node) in nodes.iter().enumerate().take(MASTERS) {
-            let (first, last) = (SLOTS * i / MASTERS, SLOTS * (i + 1) / MASTERS - 1);
-            let _: String = node.server.command(&format!("CLUSTER ADDSLOTSRANGE {first} {last}")).await;
+            // One by one: Redis 6.2 knows no ranges.
+            let slots: Vec<String> =
+                (SLOTS * i / MASTERS..SLOTS * (i + 1) / MASTERS).map(|slot| slot.to_string()).collect();
+            let _: String = node.server.command(&format!("CLUSTER ADDSLOTS {}", slots.join(" "))).await;
         }
         let cluster = Self { nodes };
         for node in &cluster.nodes[1..] {
@@ -101,7 +99,7 @@ impl Cluster {
 
     async fn meet(&self, node: &Node) {
         let first = &self.nodes[0].server;
-        let _: String = first.command(&format!("CLUSTER MEET 127.0.0.1 {} {}", node.server.port(), node.bus)).await;
+        let _: String = first.command(&format!("CLUSTER MEET 127.0.0.1 {}", node.server.port())).await;
     }
 
     async fn know_each_other(&self) {
