@@ -16,14 +16,14 @@ use std::env;
 use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::{Router, body::Body, routing::get};
 use http::{Request, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use tower::{Layer, Service, ServiceExt};
-use tower_redis_ratelimit::{AnyStore, Fallback, Key, Policy, Quota, Strategy, ThrottleLayer};
+use tower_redis_ratelimit::{AnyStore, Key, Policy, Quota, ShareConfig, StoreConfig, Strategy, ThrottleLayer};
 
 const TASKS: usize = 50;
 
@@ -32,14 +32,16 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let quota: Quota = setting("RATE", "50/s burst 5")?;
     let seconds: u64 = setting("SECONDS", "3")?;
     let instances: usize = setting("INSTANCES", "3")?;
-    let store = AnyStore::from_env("REDIS_URL")?;
+    // While Redis is away, each instance keeps to its part of the rate.
+    let mut config = StoreConfig::from_env("REDIS_URL")?;
+    config.share = ShareConfig::Alive;
+    let store = AnyStore::from_config(&config)?;
     let api = match env::var("API") {
         Ok(api) => api.parse()?,
         Err(_) => serve(setting("PORT", "0")?).await?,
     };
 
     let policy = Policy::new("the-api", Strategy::Gcra, quota)?;
-    let end = Instant::now() + Duration::from_secs(seconds);
     println!("{instances} instances with {TASKS} tasks each call {api}, {quota} in all");
     let mut made = vec![];
     for _ in 0..instances {
@@ -52,16 +54,19 @@ async fn main() -> Result<(), Box<dyn Error>> {
             tokio::spawn(call(client.clone(), api.clone(), Arc::clone(&calls)));
         }
     }
-    let mut before = 0;
+    let (mut before, mut clock) = (0, tokio::time::interval(Duration::from_secs(1)));
+    clock.tick().await;
     for second in 1..=seconds {
-        tokio::time::sleep_until((end - Duration::from_secs(seconds - second)).into()).await;
+        clock.tick().await;
         let each: Vec<usize> = made.iter().map(|calls| calls.load(Relaxed)).collect();
         let all = each.iter().sum::<usize>();
         println!("second {second}: {} calls, {all} in all, by instance {each:?}", all - before);
         before = all;
     }
-    if let AnyStore::Fallback(store) = &store {
-        println!("{}", if Fallback::is_degraded(store) { "Redis is away" } else { "counted in Redis" });
+    match store {
+        AnyStore::Local(_) => println!("counted in this process; set REDIS_URL to share the count"),
+        store if store.is_degraded() => println!("Redis is away: this instance counts its part"),
+        _ => println!("counted in Redis, for all processes"),
     }
     Ok(())
 }

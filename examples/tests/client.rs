@@ -6,7 +6,6 @@
 use std::env::consts::EXE_SUFFIX;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -18,7 +17,7 @@ const BURST: usize = 5;
 const SECONDS: usize = 4;
 
 fn client() -> Command {
-    let mut path = PathBuf::from(env::current_exe().unwrap());
+    let mut path = env::current_exe().unwrap();
     // From `deps` to `examples`.
     path.pop();
     path.pop();

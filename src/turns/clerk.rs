@@ -1,3 +1,5 @@
+use std::hash::{BuildHasher, RandomState};
+use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,13 +28,13 @@ impl Clerk {
 
     pub(super) async fn run(self) {
         self.sit_out_denial().await;
-        let mut room = 0;
-        while let Some(ask) = self.next(room) {
+        let mut pace = Pace::default();
+        while let Some(ask) = self.next(pace.room) {
             let asked_at = instant();
             let within = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(asked_at));
             let check = Check::take_ahead(self.place.key, &ask.policies, ask.cost.saturating_mul(ask.count), within);
             match self.shared.store.ask(check).await {
-                Ok(decision) => room = self.act_on(decision, ask, asked_at).await,
+                Ok(decision) => self.act_on(decision, ask, asked_at, &mut pace).await,
                 Err(error) => self.fail(&error),
             }
         }
@@ -60,50 +62,44 @@ impl Clerk {
         }
     }
 
-    /// Does what the decision says. Returns for how much more there is room.
-    async fn act_on(&self, decision: Decision, ask: Ask, asked_at: Instant) -> u32 {
+    /// Does what the decision says.
+    async fn act_on(&self, decision: Decision, ask: Ask, asked_at: Instant, pace: &mut Pace) {
         let now = instant();
+        let room = mem::take(&mut pace.room);
         match decision.outcome() {
             Outcome::Allowed | Outcome::Later { .. } => {
                 let due_at = now + decision.due_in().unwrap_or_default();
-                self.with_line(|line| line.learn(&decision, ask.cost, now, due_at, ask.count));
+                self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.count));
+                *pace = Pace { room: decision.remaining(), losses: 0 };
                 if !self.rest(due_at, &ask).await {
                     // Nobody may have it before it is due. What is asked for next is due the sooner.
                     let all = ask.cost.saturating_mul(ask.count);
                     let _ = self.shared.store.ask(Check::give_back(self.place.key, &ask.policies, all)).await;
-                    return 0;
+                    return;
                 }
-                let room = decision.remaining();
                 let decision = decision.due(ask.cost);
                 for _ in 0..ask.count {
                     let decision = decision.clone();
-                    Permit::new(&self.shared, self.place, &self.runtime, decision, ask.cost, asked_at, due_at)
-                        .hand_on();
+                    Permit::new(&self.shared, self.place, &self.runtime, &ask, decision, asked_at, due_at).hand_on();
                 }
                 self.with_line(Line::all_served);
-                room
             }
             // There is less room than there was; if not less than it told, one is asked for.
-            Outcome::Denied { .. } if ask.count > 1 => match decision.remaining() / ask.cost.max(1) {
-                fewer if fewer < ask.count => decision.remaining(),
-                _ => 0,
-            },
+            Outcome::Denied { .. } if ask.count > 1 => {
+                pace.room = decision.remaining().min(room.saturating_sub(ask.cost))
+            }
             Outcome::Denied { retry_after } => {
                 let passes_at = now.checked_add(retry_after);
-                self.with_line(|line| line.learn(&decision, ask.cost, now, passes_at.unwrap_or(now), 0));
+                self.with_line(|line| line.learn(&ask, &decision, now, passes_at.unwrap_or(now), 0));
                 match passes_at {
                     Some(passes_at) if ask.deadline.is_none_or(|deadline| passes_at <= deadline) => {
                         let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
-                        self.rest(now + retry_in(&decision, retry_after, several), &ask).await;
+                        self.rest(now + pace.retry_in(&decision, retry_after, several), &ask).await;
                     }
                     _ => self.refuse(ask.first, decision),
                 }
-                0
             }
-            Outcome::NeverFits => {
-                self.refuse(ask.first, decision);
-                0
-            }
+            Outcome::NeverFits => self.refuse(ask.first, decision),
         }
     }
 
@@ -157,28 +153,49 @@ fn can_owe(policies: &Policies) -> bool {
     policies.iter().all(|policy| policy.strategy().has_burst())
 }
 
-/// When to ask again after a denial of what would be in time.
-fn retry_in(decision: &Decision, retry_after: Duration, several: bool) -> Duration {
-    if can_owe(decision.policies()) {
-        // Others may have taken ahead as much as may be owed: there is room for more when a full count less is owed. Less
-        // than a full count is denied by a store that knows no debt, and what costs nothing.
-        let full = decision.verdicts().map(|(policy, verdict)| {
-            let wait = Duration::from_micros(u64::try_from(verdict.wait).unwrap_or_default());
-            wait.saturating_sub(full_debt(policy))
-        });
-        if let Some(wait) = full.max().filter(|wait| !wait.is_zero()) {
-            return wait.max(TICK);
+/// How much to ask for next, and when.
+#[derive(Debug, Default)]
+struct Pace {
+    /// For how much there was room after the last answer.
+    room: u32,
+    /// How often in a row others had taken ahead as much as may be owed.
+    losses: u32,
+}
+
+impl Pace {
+    /// When to ask again after a denial of what would be in time: it passes after `retry_after`.
+    fn retry_in(&mut self, decision: &Decision, retry_after: Duration, several: bool) -> Duration {
+        let policy = decision.policy();
+        let spacing = policy.quota().time_for(1);
+        if let Some(wait) = until_more_may_be_owed(decision) {
+            // Whoever is ahead takes it then. Who comes again and again in vain stays away for longer, so that each turn is
+            // not asked for by all.
+            self.losses = (self.losses + 1).min(4);
+            let pause = spacing.saturating_mul(1 << self.losses).min(Duration::from_secs(1)).mul_f64(random());
+            return wait.saturating_add(pause).max(TICK);
         }
+        if !several || !policy.strategy().trickles() {
+            return retry_after + TICK;
+        }
+        // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
+        // instance would always come before the others.
+        retry_after + TICK + spacing.min(policy.quota().period() / 50).mul_f64(2.0 * random())
     }
-    // What comes free one by one is left to gather a little, so that a call gets several.
-    let policy = decision.policy();
-    let period = policy.quota().period();
-    let pause = if several && policy.strategy().trickles() {
-        policy.quota().time_for(1).min(period / 50)
-    } else {
-        Duration::ZERO
-    };
-    retry_after + pause + TICK
+}
+
+/// From 0 to 1.
+fn random() -> f64 {
+    RandomState::new().hash_one(0) as f64 / u64::MAX as f64
+}
+
+/// When a full count less is owed, if others have taken ahead as much as may be owed. A denial for less than that is of a
+/// store that knows no debt, or of what costs nothing.
+fn until_more_may_be_owed(decision: &Decision) -> Option<Duration> {
+    let longer = decision.verdicts().map(|(policy, verdict)| {
+        let wait = Duration::from_micros(u64::try_from(verdict.wait).unwrap_or_default());
+        wait.saturating_sub(full_debt(policy))
+    });
+    longer.max().filter(|wait| can_owe(decision.policies()) && !wait.is_zero())
 }
 
 /// How long it takes to pay as much as may be owed; rounded up to microseconds, as the waits of decisions are.

@@ -30,7 +30,9 @@ pub(super) struct Line {
 struct Known {
     decision: Decision,
     at: Instant,
-    /// What each was to get that the store was asked for.
+    /// What the store was asked for: the decision may be on a part of these.
+    policies: Policies,
+    /// For each of those whom it was asked for.
     cost: u32,
 }
 
@@ -66,14 +68,15 @@ impl Waiter {
 }
 
 impl Line {
-    /// A line whose first caller has just been `denied` this cost, if it has asked.
-    pub(super) fn new(number: u64, denied: Option<Decision>, cost: u32, now: Instant) -> Self {
+    /// A line whose first caller has just been `denied` what it wants, if it has asked.
+    pub(super) fn new(number: u64, wanted: &Wanted, denied: Option<Decision>, now: Instant) -> Self {
+        let Wanted { policies, cost, .. } = wanted;
         let next_at = denied.as_ref().and_then(Decision::retry_after).and_then(|wait| now.checked_add(wait));
         Self {
             number,
             waiting: BTreeMap::new(),
             came: 0,
-            known: denied.map(|decision| Known { decision, at: now, cost }),
+            known: denied.map(|decision| Known { decision, at: now, policies: policies.clone(), cost: *cost }),
             next_at,
             served: 0,
             wake: Arc::new(Notify::new()),
@@ -117,7 +120,7 @@ impl Line {
         let (known, next_at) = (self.known.as_ref()?, self.next_at?);
         let policies = &wanted.policies;
         // What is counted by another quota, or by windows, tells too little.
-        let is_told = policies.is(known.decision.policies()) && policies.iter().all(|it| it.strategy().is_steady());
+        let is_told = policies.is(&known.policies) && policies.iter().all(|it| it.strategy().is_steady());
         if !is_told {
             return Some(next_at);
         }
@@ -221,9 +224,9 @@ impl Line {
         Some(Ask { first: *number, count, policies: policies.clone(), cost: *cost, deadline })
     }
 
-    /// Learns what the store has decided on this cost, and how many permits that gives and when.
-    pub(super) fn learn(&mut self, decision: &Decision, cost: u32, at: Instant, next_at: Instant, served: u32) {
-        self.known = Some(Known { decision: decision.clone(), at, cost });
+    /// Learns what the store has decided, and how many permits that gives and when.
+    pub(super) fn learn(&mut self, ask: &Ask, decision: &Decision, at: Instant, next_at: Instant, served: u32) {
+        self.known = Some(Known { decision: decision.clone(), at, policies: ask.policies.clone(), cost: ask.cost });
         self.next_at = Some(next_at);
         self.served = served as usize;
     }

@@ -163,7 +163,7 @@ impl Turns {
             let mut begun = None;
             let line = match lines.each.get_mut(&place) {
                 Some(line) => line,
-                None => begun.insert(Line::new(lines.made, denied, wanted.cost, instant())),
+                None => begun.insert(Line::new(lines.made, &wanted, denied, instant())),
             };
             let is_full = is_full || line.len() >= self.shared.bounds.each;
             if let Some(decision) = line.refusal(&wanted, is_full, instant()) {

@@ -5,8 +5,9 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
+use super::line::Ask;
 use super::{Place, Shared};
-use crate::limit::{Check, Decision};
+use crate::limit::{Check, Decision, Policies};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -26,6 +27,8 @@ struct Held {
     shared: Arc<Shared>,
     place: Place,
     runtime: Handle,
+    /// What was asked for: a decision may be on a part of these.
+    policies: Policies,
     cost: u32,
     /// When the count has forgotten it at the earliest.
     counted_until: Instant,
@@ -38,15 +41,16 @@ impl Permit {
         shared: &Arc<Shared>,
         place: Place,
         runtime: &Handle,
+        ask: &Ask,
         decision: Decision,
-        cost: u32,
         taken_at: Instant,
         due_at: Instant,
     ) -> Self {
         let counted_until = taken_at + decision.reset_after();
         let good_until = counted_until.max(due_at + PATIENCE);
         let (shared, runtime) = (Arc::clone(shared), runtime.clone());
-        Self { decision, held: Some(Held { shared, place, runtime, cost, counted_until, good_until }) }
+        let (policies, cost) = (ask.policies.clone(), ask.cost);
+        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, counted_until, good_until }) }
     }
 
     /// What was decided on it.
@@ -57,7 +61,7 @@ impl Permit {
     /// Uses it. One that was held for too long is charged again.
     pub(crate) fn spend(mut self) -> Decision {
         if let Some(held) = self.held.take().filter(|held| !held.is_good()) {
-            held.shared.tell(&held.runtime, Check::charge(held.place.key, self.decision.policies(), held.cost));
+            held.shared.tell(&held.runtime, Check::charge(held.place.key, &held.policies, held.cost));
         }
         self.decision.clone()
     }
@@ -65,12 +69,11 @@ impl Permit {
     /// Hands it on to whoever is first in the line, or gives it back to the store, if that still counts it.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
-            let policies = self.decision.policies();
-            let next = held.is_good().then(|| held.shared.pop(&held.place, policies, held.cost)).flatten();
+            let next = held.is_good().then(|| held.shared.pop(&held.place, &held.policies, held.cost)).flatten();
             let Some(waiter) = next else {
                 // What has flowed back is another's by now.
                 if instant() < held.counted_until {
-                    held.shared.tell(&held.runtime, Check::give_back(held.place.key, policies, held.cost));
+                    held.shared.tell(&held.runtime, Check::give_back(held.place.key, &held.policies, held.cost));
                 }
                 return;
             };

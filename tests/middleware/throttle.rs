@@ -1,7 +1,9 @@
 //! Permits in `poll_ready`.
 
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
+
 use std::convert::Infallible;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -18,8 +20,8 @@ use tower::retry::{Policy as RetryPolicy, Retry};
 use tower::timeout::Timeout;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Key, LocalStore, MockStore, Mode, Observer, OnError, Policies, Policy, Store, Strategy,
-    ThrottleLayer, event,
+    Check, Error, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, OnError, Policies, Policy, Share,
+    Store, Strategy, ThrottleLayer, event,
 };
 use tower_test::mock;
 
@@ -58,12 +60,14 @@ async fn instances_share_the_rate_without_a_herd() {
     for (strategy, quota, used, calls) in [
         (Strategy::Gcra, "50/s", 0.97, 1.02),
         (Strategy::Gcra, "50/s burst 3", 0.97, 1.02),
+        // Fewer than the instances may be ahead: they contend.
+        (Strategy::Gcra, "50/s burst 1", 0.95, 1.8),
         (Strategy::LeakyBucket, "50/s burst 10", 0.97, 1.02),
         (Strategy::TokenBucket(Default::default()), "50/s", 0.97, 1.02),
         (Strategy::FixedWindow(Default::default()), "50/s", 0.95, 1.02),
         (Strategy::SlidingWindow { cells: 10 }, "50/s", 0.9, 1.2),
         (Strategy::SlidingLog, "50/s", 0.92, 1.7),
-        (Strategy::SlidingCounter, "50/s", 0.9, 2.6),
+        (Strategy::SlidingCounter, "50/s", 0.9, 3.0),
     ] {
         let (_, store) = watched();
         let policies = policies(strategy, quota);
@@ -98,8 +102,14 @@ async fn instances_share_the_rate_without_a_herd() {
         }
         let asked = store.asked().len() as f64 / times.len() as f64;
         assert!(asked <= calls, "{strategy:?} {quota}: {asked} calls a grant");
-        let (least, most) = (each.iter().min().unwrap(), each.iter().max().unwrap());
-        assert!(*most <= 2 * *least + 2, "{strategy:?} {quota}: {least} to {most} calls of a task");
+        // The tasks of an instance stand in a line. Instances take turns where they take ahead; where they do not, it is
+        // chance who comes first when a window begins.
+        let takes_ahead = matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_));
+        let takes_turns = takes_ahead && burst >= 3;
+        for tasks in each.chunks(if takes_turns { 150 } else { 50 }) {
+            let (least, most) = (tasks.iter().min().unwrap(), tasks.iter().max().unwrap());
+            assert!(most - least <= if takes_turns { 3 } else { 1 }, "{strategy:?} {quota}: {tasks:?}");
+        }
     }
 }
 
@@ -321,6 +331,21 @@ async fn balanced_services_share_one_count() {
     drop(balance);
     settle().await;
     assert_eq!(charged(&local, &policies).await, 20);
+}
+
+/// While a fallback decides by this instance's part, turns come at that rate.
+#[tokio::test(start_paused = true)]
+async fn turns_come_at_the_rate_of_this_instance_in_an_outage() {
+    let redis = MockStore::new();
+    redis.fail(Error::new(ErrorKind::Unreachable));
+    let share = Share::Fixed(NonZeroU32::new(5).unwrap());
+    let store = Fallback::new(redis, LocalStore::default()).share(share);
+    let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "50/s burst 5"));
+    let start = Instant::now();
+    for _ in 0..21 {
+        layer.layer(service_fn(ok)).oneshot("").await.unwrap();
+    }
+    assert!((1.99..2.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

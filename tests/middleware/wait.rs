@@ -1,5 +1,7 @@
 //! Requests that wait for their turn.
 
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
+
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
