@@ -91,6 +91,12 @@ impl Quota {
         u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
     }
 
+    /// How much flows back in this time, where it does so little by little; rounded up.
+    pub(crate) fn units_in(&self, time: Duration) -> u32 {
+        let units = time.as_nanos().saturating_mul(self.limit.into()).div_ceil(self.period.as_nanos().max(1));
+        u32::try_from(units).unwrap_or(u32::MAX)
+    }
+
     /// Whether it can work: [`Policy::new`](super::Policy::new) refuses a limit, a burst or a period of zero, a period
     /// longer than 366 days, and a burst that takes more than ten years to refill.
     ///
