@@ -103,12 +103,14 @@ impl Clerk {
         }
     }
 
-    /// Rests until then, and meanwhile refuses those whose time is up. Returns at once, and `false`, if nobody waits or
-    /// the first wants something else than was asked for.
+    /// Rests until then, and meanwhile refuses those whose time is up. Returns at once, and `false`, if nobody waits, or if
+    /// the line has to be asked for again.
     async fn rest(&self, until: Instant, ask: &Ask) -> bool {
         while instant() < until {
             self.refuse_overdue();
-            let Some(wakes_at) = self.with_line(|line| line.rest(until, ask)).flatten() else { return false };
+            let Some(wakes_at) = self.with_line(|line| line.rest(until, ask, instant())).flatten() else {
+                return false;
+            };
             // Woken or not, it looks.
             let _ = timeout_at(wakes_at, self.wake.notified()).await;
         }

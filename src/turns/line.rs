@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
-use super::{Permit, Refusal, Wanted};
+use super::{Permit, Refusal, TICK, Wanted};
 use crate::limit::{Decision, Policies, Policy, Verdict};
 
 /// Those of one runtime who wait for one caller's count.
@@ -190,19 +190,20 @@ impl Line {
         late.iter().filter_map(|number| Some((self.waiting.remove(number)?, denial.clone()))).collect()
     }
 
-    /// When a clerk that rests until then has to look again, if the first still wants what was asked for.
-    pub(super) fn rest(&mut self, until: Instant, ask: &Ask) -> Option<Instant> {
+    /// When a clerk that rests until then has to look again. None if it has to ask again now: the first does not want what
+    /// was asked for, or somebody's time is up after the time for which the answer was.
+    pub(super) fn rest(&mut self, until: Instant, ask: &Ask, now: Instant) -> Option<Instant> {
         if !self.first_wants(&ask.policies, ask.cost) {
             self.next_at = None;
             self.served = 0;
             return None;
         }
+        let next_at = self.next_at.unwrap_or(now);
         let deadlines = self.waiting.values().filter_map(|waiter| waiter.wanted.deadline);
-        // The others are asked for in the end.
-        let late = deadlines.filter(|deadline| self.next_at.is_some_and(|next_at| *deadline < next_at)).min();
-        let wakes_at = late.map_or(until, |deadline| deadline.min(until));
+        let looks = deadlines.map(|deadline| if deadline < next_at { deadline } else { deadline.max(next_at + TICK) });
+        let wakes_at = looks.fold(until, Ord::min);
         self.wakes_at = Some(wakes_at);
-        Some(wakes_at)
+        Some(wakes_at).filter(|wakes_at| *wakes_at > now)
     }
 
     /// Notes that nobody who waits has a permit.

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use fastrand::Rng;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::time::{Instant, sleep};
@@ -213,4 +214,58 @@ async fn one_who_takes_the_place_of_another_is_told_in_time() {
     let start = Instant::now();
     assert!(!limiter.wait(ANN, 1, Duration::from_secs(5)).await.unwrap().is_allowed());
     assert!(start.elapsed() <= Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+/// Any costs, deadlines and quotas, and some who give up: each is told in time, no more passes than may, the store is not
+/// asked without need, and nothing is left.
+#[tokio::test(start_paused = true)]
+async fn whatever_they_want_each_is_told_in_time() {
+    for seed in 0..300 {
+        let mut rng = Rng::with_seed(seed);
+        let (_, store) = watched();
+        let strategy = Strategy::ALL[rng.usize(..Strategy::ALL.len())];
+        let quotas = [["10/s", "20/s"], ["100000/s", "100000/s"], ["1/d", "1/d"], ["5/s", "5/s"]][rng.usize(..4)];
+        let limiters = quotas.map(|quota| Limiter::new(store.clone(), policy(strategy, quota)));
+        let most = policy(strategy, quotas[1])[0].quota().limit();
+        let waits: Vec<_> = (0..rng.usize(1..60))
+            .map(|_| {
+                let limiter = limiters[usize::from(rng.u8(..4) == 0)].clone();
+                let cost = [0, 1, 1, 1, 2, most.min(5), most][rng.usize(..7)];
+                let at = Duration::from_micros(rng.u64(..2_000_000));
+                let max = [0, 1, 999, 50_000, 400_000, 3_000_000][rng.usize(..6)];
+                let max = Duration::from_micros(max);
+                let patience = if rng.u8(..4) == 0 { Duration::from_micros(rng.u64(..500_000)) } else { LONG };
+                tokio::spawn(async move {
+                    sleep(at).await;
+                    let start = Instant::now();
+                    let answer = tokio::time::timeout(patience, limiter.wait(ANN, cost, max)).await;
+                    let late = start.elapsed().saturating_sub(max.min(patience));
+                    assert!(late <= Duration::from_millis(30), "{cost} for {max:?}: {late:?} late, {answer:?}");
+                    let passed = answer.is_ok_and(|decision| decision.unwrap().is_allowed());
+                    passed.then(|| (Instant::now(), cost))
+                })
+            })
+            .collect();
+        let count = waits.len();
+        let mut passed: Vec<_> = join_all(waits).await.into_iter().filter_map(|wait| wait.expect("in time")).collect();
+        passed.sort();
+        let what = format!("seed {seed}: {strategy:?} {quotas:?}");
+        if quotas[0] == quotas[1] && matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket) {
+            for (i, (from, _)) in passed.iter().enumerate() {
+                for (at, _) in &passed[i..] {
+                    let costs: u32 = passed[i..].iter().take_while(|(time, _)| time <= at).map(|(_, cost)| cost).sum();
+                    let quota = policy(strategy, quotas[1])[0].quota();
+                    // Timers may be late by a millisecond.
+                    let may = f64::from(quota.capacity())
+                        + (*at - *from + Duration::from_millis(1)).as_secs_f64() / quota.period().as_secs_f64()
+                            * f64::from(quota.limit());
+                    assert!(f64::from(costs) <= may + 1.0, "{what}: {costs} of {may} in {:?}", *at - *from);
+                }
+            }
+        }
+        sleep(Duration::from_secs(10)).await;
+        let asked = store.asked().iter().filter(|check| check.mode() == Mode::TakeAhead).count();
+        assert!(asked <= 6 * count + 10, "{what}: {asked} calls for {count} waits");
+        assert!(limiters.iter().all(|it| format!("{it:?}").contains("Turns { waiting: 0, .. }")), "{what}");
+    }
 }
