@@ -66,7 +66,7 @@ async fn policies_that_cannot_all_owe_are_not_asked_all_the_time() {
 #[tokio::test(start_paused = true)]
 async fn a_cost_of_nothing_is_not_asked_for_all_the_time() {
     let (local, store) = watched();
-    let policies: Policies = policy(Strategy::Gcra, "1/s burst 10").into();
+    let policies = policy(Strategy::Gcra, "1/s burst 10");
     let _ = local.check(Check::charge(ANN, &policies, 15)).await.unwrap();
     assert_eq!(calls_of_a_wait(&store, policies, 0).await, 2);
 }
@@ -82,7 +82,7 @@ async fn a_full_debt_is_waited_for() {
         (Strategy::TokenBucket(Refill::Interval), "10/10s burst 25"),
     ] {
         let (local, store) = watched();
-        let policies: Policies = policy(strategy, quota).into();
+        let policies = policy(strategy, quota);
         let _ = local.check(Check::charge(ANN, &policies, 100)).await.unwrap();
         let at = local.check(Check::peek(ANN, &policies, 1)).await.unwrap().retry_after().unwrap();
         let start = Instant::now();
@@ -165,7 +165,7 @@ async fn nobody_is_refused_who_would_pass_in_time() {
 #[tokio::test(start_paused = true)]
 async fn the_wait_that_is_told_goes_by() {
     let (local, _) = watched();
-    let policies: Policies = policy(Strategy::FixedWindow(Align::FirstHit), "1/h").into();
+    let policies = policy(Strategy::FixedWindow(Align::FirstHit), "1/h");
     let limiter = Limiter::new(local.clone(), policies.clone());
     assert!(limiter.wait(ANN, 1, Duration::ZERO).await.unwrap().is_allowed());
     let long = tokio::spawn({
