@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +13,12 @@ pub(super) struct Line {
     number: u64,
     /// In the order in which they came.
     waiting: BTreeMap<u64, Waiter>,
+    /// By which each wants to have its turn.
+    deadlines: BTreeSet<(Instant, u64)>,
+    /// What all of them cost.
+    units: u64,
+    /// Whether some may want under other policies than others.
+    is_mixed: bool,
     came: u64,
     /// What was decided last.
     known: Option<Known>,
@@ -75,6 +81,9 @@ impl Line {
         Self {
             number,
             waiting: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
+            units: 0,
+            is_mixed: false,
             came: 0,
             known: denied.map(|decision| Known { decision, at: now, policies: policies.clone(), cost: *cost }),
             next_at,
@@ -124,28 +133,53 @@ impl Line {
         if !is_told {
             return Some(next_at);
         }
-        // Those who are served have theirs.
-        let before = self.waiting.values().skip(self.served).filter(|waiter| waiter.wanted.policies.is(policies));
-        let units = before.map(|waiter| u64::from(waiter.wanted.cost)).sum::<u64>() + u64::from(wanted.cost);
+        let units = self.units_before(policies) + u64::from(wanted.cost);
         let verdicts = known.decision.verdicts();
         verdicts.map(|(policy, verdict)| known.earliest(policy, verdict, units)).fold(Some(next_at), Ord::max)
     }
 
+    /// What those cost who wait under these policies, but for those who are served: they have theirs.
+    fn units_before(&self, policies: &Policies) -> u64 {
+        let alike = |waiter: &&Waiter| waiter.wanted.policies.is(policies);
+        let cost = |waiter: &Waiter| u64::from(waiter.wanted.cost);
+        match self.waiting.values().next() {
+            Some(first) if !self.is_mixed && alike(&first) => {
+                self.units - self.waiting.values().take(self.served).map(cost).sum::<u64>()
+            }
+            _ => self.waiting.values().skip(self.served).filter(alike).map(cost).sum(),
+        }
+    }
+
     /// Lines up at the end. Returns the number there.
     pub(super) fn push(&mut self, waiter: Waiter) -> u64 {
-        let deadline = waiter.wanted.deadline;
-        if deadline.is_some_and(|deadline| self.wakes_at.is_none_or(|wakes_at| deadline < wakes_at)) {
-            self.wake.notify_one();
-        }
         let number = self.came;
+        let Wanted { policies, cost, deadline, .. } = &waiter.wanted;
+        let last = self.waiting.values().next_back();
+        self.is_mixed = last.is_some_and(|last| self.is_mixed || !last.wanted.policies.is(policies));
+        self.units += u64::from(*cost);
+        if let Some(deadline) = *deadline {
+            self.deadlines.insert((deadline, number));
+            if self.wakes_at.is_none_or(|wakes_at| deadline < wakes_at) {
+                self.wake.notify_one();
+            }
+        }
         self.came += 1;
         self.waiting.insert(number, waiter);
         number
     }
 
+    fn remove(&mut self, number: u64) -> Option<Waiter> {
+        let waiter = self.waiting.remove(&number)?;
+        self.units -= u64::from(waiter.wanted.cost);
+        if let Some(deadline) = waiter.wanted.deadline {
+            self.deadlines.remove(&(deadline, number));
+        }
+        Some(waiter)
+    }
+
     /// Takes out the one who has this number.
     pub(super) fn leave(&mut self, number: u64) -> Option<Waiter> {
-        let left = self.waiting.remove(&number)?;
+        let left = self.remove(number)?;
         if self.waiting.first_key_value().is_none_or(|(first, _)| *first > number) {
             self.wake_unless_first_wants(&left.wanted.policies, left.wanted.cost);
         }
@@ -157,7 +191,8 @@ impl Line {
         if !self.first_wants(policies, cost) {
             return None;
         }
-        let (_, waiter) = self.waiting.pop_first()?;
+        let (first, _) = self.waiting.first_key_value()?;
+        let waiter = self.remove(*first)?;
         self.wake_unless_first_wants(policies, cost);
         Some(waiter)
     }
@@ -177,6 +212,8 @@ impl Line {
 
     /// Takes out all.
     pub(super) fn clear(&mut self) -> Vec<Waiter> {
+        self.deadlines.clear();
+        self.units = 0;
         std::mem::take(&mut self.waiting).into_values().collect()
     }
 
@@ -185,9 +222,8 @@ impl Line {
     pub(super) fn overdue(&mut self, now: Instant) -> Vec<(Waiter, Decision)> {
         let Some(next_at) = self.next_at.filter(|next_at| *next_at > now) else { return Vec::new() };
         let Some(denial) = self.denial(Some(next_at), now) else { return Vec::new() };
-        let is_late = |waiter: &Waiter| waiter.wanted.deadline.is_some_and(|deadline| deadline <= now);
-        let late: Vec<u64> = self.waiting.iter().filter(|(_, waiter)| is_late(waiter)).map(|(n, _)| *n).collect();
-        late.iter().filter_map(|number| Some((self.waiting.remove(number)?, denial.clone()))).collect()
+        let late: Vec<u64> = self.deadlines.range(..=(now, u64::MAX)).map(|(_, number)| *number).collect();
+        late.into_iter().filter_map(|number| Some((self.remove(number)?, denial.clone()))).collect()
     }
 
     /// When a clerk that rests until then has to look again. None if it has to ask again now: the first does not want what
@@ -199,9 +235,9 @@ impl Line {
             return None;
         }
         let next_at = self.next_at.unwrap_or(now);
-        let deadlines = self.waiting.values().filter_map(|waiter| waiter.wanted.deadline);
-        let looks = deadlines.map(|deadline| if deadline < next_at { deadline } else { deadline.max(next_at + TICK) });
-        let wakes_at = looks.fold(until, Ord::min);
+        let first = self.deadlines.first().map(|(deadline, _)| *deadline);
+        let looks_at = first.map(|first| if first < next_at { first } else { first.max(next_at + TICK) });
+        let wakes_at = looks_at.map_or(until, |looks_at| looks_at.min(until));
         self.wakes_at = Some(wakes_at);
         Some(wakes_at).filter(|wakes_at| *wakes_at > now)
     }
