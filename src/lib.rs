@@ -37,7 +37,8 @@ pub use store::MetricsObserver;
 pub use store::TracingObserver;
 pub use store::{
     Answer, AnyStore, AnyStoreFuture, Error, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore,
-    Observer, RedisFuture, RedisStore, RedisStoreBuilder, Share, ShareConfig, Store, StoreConfig, StoreKind, event,
+    Observer, RedisFuture, RedisStore, RedisStoreBuilder, Servers, Share, ShareConfig, Store, StoreConfig, StoreKind,
+    event,
 };
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.

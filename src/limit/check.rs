@@ -87,9 +87,9 @@ impl Check {
     }
 
     /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request can
-    /// name. It is always granted, so that it always writes.
-    pub(crate) fn probe() -> Self {
-        Self::new(Key::PROBE, &Policies::probe(), Mode::Take, 1)
+    /// name: [`Key::PROBE`] or a [`Key::probe`]. It is always granted, so that it always writes.
+    pub(crate) fn probe(key: Key) -> Self {
+        Self::new(key, &Policies::probe(), Mode::Take, 1)
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {

@@ -91,6 +91,19 @@ pub enum ConfigError {
     RedisUrl(String),
     /// A Redis URL that asks for TLS, in a build without it.
     NoTls,
+    /// A server that is no node of a Redis Cluster, in the place of one: its address.
+    NoCluster(String),
+    /// More than 1,024 buckets.
+    TooManyBuckets(usize),
+    /// Another number of buckets than other stores have in the same Redis Cluster under the same prefix.
+    Buckets {
+        /// The number of this store.
+        ours: usize,
+        /// The number of the others.
+        theirs: usize,
+        /// The prefix that they share.
+        prefix: String,
+    },
 }
 
 impl ConfigError {
@@ -171,6 +184,17 @@ impl fmt::Display for ConfigError {
             Self::NoTls => f.write_str(
                 "the Redis URL asks for TLS, which is not built in: turn on the feature `tls` of tower-redis-ratelimit",
             ),
+            Self::NoCluster(address) => write!(
+                f,
+                "the server {address} is no node of a Redis Cluster: write `redis://` instead of `redis+cluster://`, or connect \
+                 with `RedisStore::connect`"
+            ),
+            Self::TooManyBuckets(buckets) => write!(f, "{buckets} buckets: at most 1024 can be had"),
+            Self::Buckets { ours, theirs, prefix } => write!(
+                f,
+                "this store has {ours} buckets, and others have {theirs} under the prefix {prefix:?} in the same cluster, so that \
+                 neither would see the other's counts: give all the same number, or this one a prefix of its own"
+            ),
         }
     }
 }
@@ -208,6 +232,9 @@ mod tests {
             Ipv6Prefix(0),
             RedisUrl(name()),
             NoTls,
+            NoCluster(name()),
+            TooManyBuckets(2_000),
+            Buckets { ours: 32, theirs: 64, prefix: name() },
         ];
         for error in all {
             let text = error.to_string();

@@ -67,6 +67,13 @@ impl Key {
     /// The key by which a store tries whether another store decides again.
     pub(crate) const PROBE: Self = Self::reserved(b"~probe");
 
+    /// A key by which a store tries a part of another.
+    pub(crate) fn probe(number: usize) -> Self {
+        let mut key = Self::PROBE;
+        key.push(number.to_string().as_bytes());
+        key
+    }
+
     /// A key of the caller's own bytes, such as a user id.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
         let bytes = bytes.as_ref();

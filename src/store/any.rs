@@ -130,6 +130,22 @@ impl Store for AnyStore {
         }
     }
 
+    fn parts(&self) -> usize {
+        match self {
+            Self::Fallback(store) => store.parts(),
+            Self::Redis(store) => store.parts(),
+            Self::Local(store) => store.parts(),
+        }
+    }
+
+    fn part(&self, key: &Key) -> usize {
+        match self {
+            Self::Fallback(store) => store.part(key),
+            Self::Redis(store) => store.part(key),
+            Self::Local(store) => store.part(key),
+        }
+    }
+
     fn withdraw(&self, future: Pin<&mut AnyStoreFuture>) -> bool {
         match (self, future.project().state.project()) {
             (Self::Fallback(store), StateProj::Fallback { future }) => store.withdraw(future),

@@ -51,9 +51,10 @@ pub enum ErrorKind {
     ReadOnly,
     /// Redis has reached `maxmemory` and may evict nothing.
     OutOfMemory,
-    /// The server is loading its data, or is waiting for its master.
+    /// The server is loading its data, or is waiting for its master; or no node of a cluster decides a check just now.
     NotReady,
-    /// Redis is a node of a Redis Cluster, which decides only a part of the checks. A store is for a single Redis.
+    /// Redis is a node of a Redis Cluster, which decides only a part of the checks, and the store is set up for a single
+    /// Redis.
     Cluster,
     /// The server refused for another reason.
     Refused,
@@ -154,7 +155,7 @@ impl ErrorKind {
             Self::Permission => {
                 "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
                  and, for SlidingLog, `+lrange +lindex +rpush +lset +ltrim +pexpireat`; for RedisStore::announce, \
-                 `+zremrangebyscore +zadd +zcard +pexpire`"
+                 `+zremrangebyscore +zadd +zcard +pexpire`; in a Redis Cluster, `+asking +cluster|slots` (`+cluster` before 7.0)"
             }
             Self::Protocol => {
                 "the server's reply is none that Redis gives to our script: check that the URL's host and port are \
@@ -164,10 +165,12 @@ impl ErrorKind {
             Self::OutOfMemory => {
                 "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
             }
-            Self::NotReady => "the server is still loading its data: wait until it is ready",
+            Self::NotReady => {
+                "the server is loading its data, or a part of the cluster is down: wait until it is ready"
+            }
             Self::Cluster => {
-                "the server is a node of a Redis Cluster, which this store does not support: point the URL at a \
-                 single Redis"
+                "the server is a node of a Redis Cluster, and the store is for a single Redis: write `redis+cluster://` instead \
+                 of `redis://`"
             }
             Self::Refused => "the server refused: see the cause, or the server's log if there is none",
             Self::QueueFull => {

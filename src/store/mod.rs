@@ -23,7 +23,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder};
+pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder, Servers};
 pub use answer::Answer;
 pub use any::{AnyStore, AnyStoreFuture};
 pub use config::{ShareConfig, StoreConfig, StoreKind};
@@ -117,6 +117,18 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// [`Fallback`](crate::Fallback) tells its second store what the first one decides. Defaults to doing nothing.
     fn follow(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
+    }
+
+    /// How many parts it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback) has a breaker
+    /// for each. Defaults to 1; must not change. A store that asks another one should pass this on, and [`part`](Self::part).
+    fn parts(&self) -> usize {
+        1
+    }
+
+    /// Which of its [parts](Self::parts) decides a caller's checks, from 0 on; for one caller always the same.
+    fn part(&self, key: &Key) -> usize {
+        let _ = key;
+        0
     }
 
     /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the store.

@@ -12,8 +12,8 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
     }
 }
 
-const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `denials`, `deadline`, `failures`, \
-                      `share`, `local_keys`, `url`";
+const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `buckets`, `denials`, `deadline`, \
+                      `failures`, `share`, `local_keys`, `url`";
 
 #[test]
 fn of_a_store() {

@@ -75,12 +75,12 @@ fn stores() -> impl Generate<Value = StoreConfig> {
     let instances = || (1u32..).prop_filter_map("not zero", NonZeroU32::new);
     let share = prop_oneof![Just(ShareConfig::Alive), instances().prop_map(ShareConfig::Fixed)];
     let text = (option::of("\\PC{0,20}"), "\\PC{0,20}");
-    let sizes = (size(), size(), size(), size(), 0..=i64::MAX as usize);
+    let sizes = (size(), size(), size(), size(), size(), 0..=i64::MAX as usize);
     (kind, text, sizes, time(), time(), instances(), share).prop_map(
         |(kind, (url, prefix), sizes, timeout, deadline, failures, share)| {
             let mut store = StoreConfig::default();
             (store.kind, store.url, store.prefix, store.share) = (kind, url, prefix, share);
-            (store.connections, store.queue, store.batch, store.local_keys, store.denials) = sizes;
+            (store.connections, store.queue, store.batch, store.buckets, store.local_keys, store.denials) = sizes;
             (store.timeout, store.deadline, store.failures) = (timeout, deadline, failures);
             store
         },
@@ -237,6 +237,7 @@ connections = 2
 timeout = "250ms"
 queue = 10000
 batch = 128
+buckets = 16
 denials = 10000
 deadline = "100ms"
 failures = 3

@@ -26,7 +26,7 @@ async fn a_node_is_not_taken() {
         let server = node(slots.clone()).await;
         let error = RedisStore::connect(server.url()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Cluster, "{slots:?}: {error:?}");
-        assert!(error.to_string().contains("single Redis"), "{error}");
+        assert!(error.to_string().contains("redis+cluster://"), "{error}");
     }
 }
 

@@ -23,7 +23,7 @@ mod with_the_feature {
     use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
     use tempfile::TempDir;
     use tower_redis_ratelimit::redis::{Client, ConnectionInfo, TlsCertificates};
-    use tower_redis_ratelimit::{Error, ErrorKind, RedisStore, Store};
+    use tower_redis_ratelimit::{Error, ErrorKind, RedisStore, Servers, Store};
 
     use crate::support::{RedisServer, check, free_port, until};
 
@@ -38,6 +38,10 @@ mod with_the_feature {
 
     impl TlsServer {
         fn start(host: &str) -> Self {
+            Self::start_with(host, &[])
+        }
+
+        fn start_with(host: &str, more: &[&str]) -> Self {
             let mut params = CertificateParams::new([]).unwrap();
             params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
             let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
@@ -49,18 +53,22 @@ mod with_the_feature {
                 dir.path().join(name).to_str().unwrap().to_owned()
             };
             let port = free_port();
-            let server = RedisServer::start_with(&[
+            let (tls_port, certificate) = (port.to_string(), write("certificate", &certificate.pem()));
+            let (key, ca_file) = (write("key", &key.serialize_pem()), write("ca", &ca.pem()));
+            let own = [
                 "--tls-port",
-                &port.to_string(),
+                &tls_port,
                 "--tls-cert-file",
-                &write("certificate", &certificate.pem()),
+                &certificate,
                 "--tls-key-file",
-                &write("key", &key.serialize_pem()),
+                &key,
                 "--tls-ca-cert-file",
-                &write("ca", &ca.pem()),
+                &ca_file,
                 "--tls-auth-clients",
                 "no",
-            ]);
+            ];
+            let args: Vec<&str> = own.iter().copied().chain(more.iter().copied()).collect();
+            let server = RedisServer::start_with(&args);
             Self { server, port, ca: ca.pem(), _dir: dir }
         }
 
@@ -72,11 +80,11 @@ mod with_the_feature {
         }
     }
 
-    async fn connect(info: impl tower_redis_ratelimit::redis::IntoConnectionInfo) -> Result<RedisStore, Error> {
+    async fn connect(info: impl Into<Servers>) -> Result<RedisStore, Error> {
         RedisStore::builder(info).timeout(Duration::from_secs(20)).connect().await
     }
 
-    async fn assert_refused(info: impl tower_redis_ratelimit::redis::IntoConnectionInfo, cause: &str) {
+    async fn assert_refused(info: impl Into<Servers>, cause: &str) {
         let error = connect(info).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Tls, "{error:?}");
         assert!(error.to_string().contains("trusts the server's certificate"), "{error}");
@@ -85,6 +93,25 @@ mod with_the_feature {
     }
 
     /// Nobody has installed a crypto provider.
+    /// The nodes of a cluster tell of each other by the ports that speak TLS.
+    #[tokio::test]
+    async fn a_cluster_that_speaks_tls() {
+        let bus = free_port().to_string();
+        let cluster = ["--cluster-enabled", "yes", "--cluster-port", &bus, "--tls-cluster", "yes"];
+        let node = TlsServer::start_with("127.0.0.1", &cluster);
+        let _: String = node.server.command("CLUSTER ADDSLOTSRANGE 0 16383").await;
+        until("it serves its slots", async || {
+            node.server.command::<String>("CLUSTER INFO").await.contains("cluster_state:ok")
+        })
+        .await;
+        let store = connect(Servers::cluster([node.trusting(&node.ca)])).await.unwrap();
+        // Only the port that speaks TLS is left.
+        let _: String = node.server.command("CONFIG SET port 0").await;
+        assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+        let url = format!("rediss+cluster://127.0.0.1:{}", node.port);
+        assert_eq!(connect(url.as_str()).await.unwrap_err().kind(), ErrorKind::Tls);
+    }
+
     #[tokio::test]
     async fn a_private_ca_is_trusted() {
         let server = TlsServer::start("127.0.0.1");

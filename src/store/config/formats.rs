@@ -83,7 +83,7 @@ macro_rules! fields {
     };
 }
 
-fields!(kind, prefix, connections, timeout, queue, batch, denials, deadline, failures, share, local_keys; optional: url);
+fields!(kind, prefix, connections, timeout, queue, batch, buckets, denials, deadline, failures, share, local_keys; optional: url);
 
 impl<'de> Deserialize<'de> for StoreConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

@@ -9,12 +9,10 @@ use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::time::Duration;
 
-use ::redis::IntoConnectionInfo;
-
 pub use kind::{ShareConfig, StoreKind};
 
 use super::redis::RedisStoreBuilder;
-use super::{AnyStore, Error, Fallback, LocalStore, RedisStore};
+use super::{AnyStore, Error, Fallback, LocalStore, RedisStore, Servers};
 use crate::limit::ConfigError;
 
 /// The settings of an [`AnyStore`], as plain data.
@@ -95,6 +93,8 @@ pub struct StoreConfig {
     pub queue: NonZeroUsize,
     /// See [`RedisStoreBuilder::batch`]. Defaults to 128.
     pub batch: NonZeroUsize,
+    /// See [`RedisStoreBuilder::buckets`]. Defaults to 16.
+    pub buckets: NonZeroUsize,
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     pub denials: usize,
     /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`].
@@ -121,6 +121,7 @@ impl Default for StoreConfig {
             timeout: Duration::from_millis(250),
             queue: number(10_000),
             batch: number(128),
+            buckets: number(16),
             denials: 10_000,
             deadline: Both::DEFAULT_DEADLINE,
             failures: Both::DEFAULT_FAILURES,
@@ -171,6 +172,7 @@ impl StoreConfig {
             .timeout(self.timeout)
             .queue(self.queue)
             .batch(self.batch)
+            .buckets(self.buckets)
             .denials(self.denials)
     }
 
@@ -199,16 +201,14 @@ impl fmt::Debug for StoreConfig {
             timeout,
             queue,
             batch,
+            buckets,
             denials,
             deadline,
             failures,
             share,
             local_keys,
         } = self;
-        let address = |url: &String| match url.as_str().into_connection_info() {
-            Ok(info) => info.addr().to_string(),
-            Err(_) => "unreadable".to_owned(),
-        };
+        let address = |url: &String| format!("{:?}", Servers::from(url));
         f.debug_struct("StoreConfig")
             .field("kind", kind)
             .field("url", &url.as_ref().map(address))
@@ -217,6 +217,7 @@ impl fmt::Debug for StoreConfig {
             .field("timeout", timeout)
             .field("queue", queue)
             .field("batch", batch)
+            .field("buckets", buckets)
             .field("denials", denials)
             .field("deadline", deadline)
             .field("failures", failures)

@@ -17,6 +17,7 @@ fn other() -> StoreConfig {
         timeout: Duration::from_millis(500),
         queue: number(4),
         batch: number(5),
+        buckets: number(10),
         denials: 6,
         deadline: Duration::from_millis(50),
         failures: NonZeroU32::new(7).unwrap(),
@@ -67,6 +68,7 @@ fn every_setting_reaches_its_store() {
         .timeout(Duration::from_millis(500))
         .queue(config.queue)
         .batch(config.batch)
+        .buckets(config.buckets)
         .denials(6);
     assert_eq!(format!("{:?}", config.redis(URL)), format!("{redis:?}"));
     let redis = || builder().connect_lazy().unwrap();
@@ -81,8 +83,8 @@ fn every_setting_reaches_its_store() {
 #[test]
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
-    let ours = ["prefix", "connections", "timeout", "queue", "batch", "denials"];
-    assert_eq!(fields(&text), [&["url"], &ours[..], &["observer", "now"]].concat());
+    let ours = ["prefix", "connections", "timeout", "queue", "batch", "buckets", "denials"];
+    assert_eq!(fields(&text), [&["servers"], &ours[..], &["observer", "now"]].concat());
     let fallback = Fallback::new(builder().connect_lazy().unwrap(), LocalStore::default());
     assert_eq!(fields(&settings(&fallback)), ["deadline", "failures", "share", "observer"]);
 }
@@ -159,8 +161,11 @@ fn debug_shows_the_address_and_no_password() {
     assert!(text.contains(r#"url: Some("127.0.0.1:6380")"#) && !text.contains("hunter2"), "{text}");
     let text = format!("{:?}", StoreConfig { url: Some("hunter2".to_owned()), ..other() });
     assert!(text.contains(r#"url: Some("unreadable")"#) && !text.contains("hunter2"), "{text}");
+    let url = "redis+cluster://:hunter2@a:1,b:2".to_owned();
+    let text = format!("{:?}", StoreConfig { url: Some(url), ..other() });
+    assert!(text.contains(r#"url: Some("a:1,b:2")"#) && !text.contains("hunter2"), "{text}");
     let fields = fields(&format!("{:#?}", other())).len();
-    assert_eq!(fields, 12, "every setting is shown");
+    assert_eq!(fields, 13, "every setting is shown");
 }
 
 #[test]

@@ -58,6 +58,7 @@ pub(super) struct Taken {
 }
 
 impl Grants {
+    /// Holds about so many callers and ids.
     pub(super) fn new(max: usize) -> Self {
         let shards = Shards::new(SHARDS, |_| Mutex::new(Shard::default()));
         let (callers, settlements, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));

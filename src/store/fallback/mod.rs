@@ -26,7 +26,7 @@ pub use self::share::Share;
 use self::future::State;
 use self::shared::{Reply, Shared};
 use super::{Answer, LocalStore, Observer, Store};
-use crate::limit::Check;
+use crate::limit::{Check, Key};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -35,6 +35,8 @@ use crate::limit::Check;
 ///   that still waits to be sent is [withdrawn](Store::withdraw).
 /// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
 ///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again.
+///   Where the primary store has [parts](Store::parts), as a Redis Cluster has, there is a breaker for each: a master that is
+///   down degrades its callers only.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
 ///   outage is no second burst. It does not follow an answer that does not know of what the fallback has granted: one
 ///   that was asked for before the breaker opened, or before that was settled.
@@ -67,7 +69,8 @@ use crate::limit::Check;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 pub struct Fallback<P, F> {
-    shared: Arc<Shared<P, F>>,
+    /// One for each part of the primary store.
+    parts: Arc<[Arc<Shared<P, F>>]>,
 }
 
 #[derive(Debug, Clone)]
@@ -135,48 +138,76 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// The same stores with other settings, and a closed breaker.
     fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
-        let mut settings = self.shared.settings.clone();
+        let Shared { primary, fallback, settings, .. } = &*self.parts[0];
+        let mut settings = settings.clone();
         change(&mut settings);
-        Self::build(self.shared.primary.clone(), self.shared.fallback.clone(), settings)
-    }
-
-    fn pending(&self, state: State<P::Future, F::Future>) -> Answer<FallbackFuture<P, F>> {
-        Answer::pending(FallbackFuture { shared: Arc::clone(&self.shared), state })
+        Self::build(primary.clone(), fallback.clone(), settings)
     }
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
-        let shared = Shared::new(primary, fallback, settings, LocalStore::DEFAULT_KEYS.get());
-        Self { shared: Arc::new(shared) }
+        let (count, open) = (primary.parts().max(1), Arc::default());
+        let callers = LocalStore::DEFAULT_KEYS.get().div_ceil(count);
+        let probes = probes(&primary, count);
+        let part = |probe| {
+            let (primary, fallback) = (primary.clone(), fallback.clone());
+            Arc::new(Shared::new(primary, fallback, settings.clone(), callers, probe, Arc::clone(&open)))
+        };
+        Self { parts: probes.into_iter().map(part).collect() }
     }
 
-    /// Whether the fallback decides, because the primary store has failed too often: for health checks.
-    pub fn is_degraded(&self) -> bool {
-        self.shared.breaker.is_open()
+    /// What decides about a caller.
+    fn part(&self, key: &Key) -> &Arc<Shared<P, F>> {
+        match &*self.parts {
+            [one] => one,
+            parts => &parts[parts[0].primary.part(key) % parts.len()],
+        }
     }
+
+    /// Whether the fallback decides, because the primary store has failed too often: for health checks. Where that has
+    /// [parts](Store::parts), whether it decides for any of them.
+    pub fn is_degraded(&self) -> bool {
+        self.parts.iter().any(|part| part.breaker.is_open())
+    }
+}
+
+/// A caller in each part, by whom it is tried.
+fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
+    let mut probes = vec![None; count];
+    if count > 1 {
+        // Parts are about equally large, so that this is enough by far.
+        for number in 0..count.saturating_mul(64) {
+            let key = Key::probe(number);
+            probes[primary.part(&key) % count].get_or_insert(key);
+        }
+    }
+    probes.into_iter().map(|probe| probe.unwrap_or(Key::PROBE)).collect()
 }
 
 impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let shared = &self.shared;
+        let shared = self.part(check.key());
+        let pending = |state| Answer::pending(FallbackFuture { shared: Arc::clone(shared), state });
         let sent = match shared.ask(&check) {
             Reply::NotAsked => false,
             Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
             Reply::Answer(Err(error)) => !error.is_unsent(),
             Reply::Later(answer, asked, at) => {
-                return self.pending(State::Primary { answer, deadline: None, asked, at, check });
+                return pending(State::Primary { answer, deadline: None, asked, at, check });
             }
         };
         match shared.fall_back(&check, sent) {
             Answer::Ready { answer } => Answer::ready(answer),
-            Answer::Pending { future } => self.pending(State::Fallback { answer: future, check, sent }),
+            Answer::Pending { future } => pending(State::Fallback { answer: future, check, sent }),
         }
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        let Shared { primary, fallback, settings, .. } = &*self.shared;
-        settings.observer.get_or_init(|| Arc::clone(observer));
+        for part in &*self.parts {
+            part.settings.observer.get_or_init(|| Arc::clone(observer));
+        }
+        let Shared { primary, fallback, .. } = &*self.parts[0];
         primary.observe(observer);
         fallback.observe(observer);
     }
@@ -184,18 +215,19 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
 impl<P, F> Clone for Fallback<P, F> {
     fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared) }
+        Self { parts: Arc::clone(&self.parts) }
     }
 }
 
 impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shared { primary, fallback, settings, breaker, .. } = &*self.shared;
+        let Shared { primary, fallback, settings, .. } = &*self.parts[0];
+        let degraded = self.parts.iter().any(|part| part.breaker.is_open());
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)
             .field("settings", settings)
-            .field("degraded", &breaker.is_open())
+            .field("degraded", &degraded)
             .finish_non_exhaustive()
     }
 }

@@ -3,6 +3,7 @@
 use std::hash::BuildHasher;
 use std::num::NonZeroU32;
 use std::pin::pin;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -59,7 +60,7 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     /// Has the primary store decide a check.
     async fn ping(&self) -> Result<(), Error> {
-        self.asked_in_time(Check::probe()).await.map(drop)
+        self.asked_in_time(Check::probe(self.probe)).await.map(drop)
     }
 
     /// How long it takes all other instances to find out that the primary store is back, and to settle. `None` if there are
@@ -95,7 +96,10 @@ impl<P: Store, F: Store> Shared<P, F> {
                 return false;
             }
         }
-        if let Some(after) = self.breaker.close(self.clock.micros()) {
+        // Told of the last part that comes back.
+        if let Some(after) = self.breaker.close(self.clock.micros())
+            && self.open.fetch_sub(1, Ordering::AcqRel) == 1
+        {
             self.observer().recovered(&event::Recovered::new(after));
         }
         // What fails here, `tend` settles later.

@@ -1,6 +1,7 @@
 //! Who decides a check, and what is learned of it.
 
 use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use tokio::runtime::Id;
@@ -12,15 +13,20 @@ use super::grants::{Caller, Grants};
 use super::lease::Lease;
 use super::settlement::Sums;
 use super::share;
-use crate::limit::{Check, Decision, Mode, Source};
+use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::store::clock::{Clock, instant};
 use crate::store::{Answer, Error, ErrorKind, Observer, Store, event};
 
+/// One part of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
+    /// The caller by whom this part of the primary store is tried.
+    pub(super) probe: Key,
     pub(super) breaker: Breaker,
+    /// How many parts have an open breaker. For a moment one less, where one closes as soon as it has opened.
+    pub(super) open: Arc<AtomicI64>,
     /// Who looks after the primary store.
     pub(super) lease: Lease<Id>,
     pub(super) grants: Grants,
@@ -45,10 +51,19 @@ pub(super) enum Reply<F> {
 }
 
 impl<P: Store, F: Store> Shared<P, F> {
-    pub(super) fn new(primary: P, fallback: F, settings: Settings, callers: usize) -> Self {
+    pub(super) fn new(
+        primary: P,
+        fallback: F,
+        settings: Settings,
+        callers: usize,
+        probe: Key,
+        open: Arc<AtomicI64>,
+    ) -> Self {
         Self {
             primary,
             fallback,
+            probe,
+            open,
             breaker: Breaker::new(settings.failures.get()),
             settings,
             lease: Lease::new(),
@@ -128,7 +143,9 @@ impl<P: Store, F: Store> Shared<P, F> {
     pub(super) fn count(&self, error: &Error, pass: Pass) {
         if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
             self.grants.end_epoch();
-            self.observer().degraded(&event::Degraded::new(error));
+            if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
+                self.observer().degraded(&event::Degraded::new(error));
+            }
         }
     }
 

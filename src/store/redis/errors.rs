@@ -44,6 +44,11 @@ pub(super) fn error_of(error: &RedisError) -> Error {
     if was_not_run(kind, error) { told.unsent() } else { told }
 }
 
+/// A node of a cluster has said that nobody decides a check just now.
+pub(super) fn not_ready(error: &RedisError) -> Error {
+    Error::with_source(ErrorKind::NotReady, Cause::new(error)).unsent()
+}
+
 /// Whether a script call of a check that failed like this was not run, so that nothing was charged.
 ///
 /// Redis refuses a call with these errors before it runs the script. The commands inside the script may meet some of them

@@ -7,6 +7,7 @@ use std::task::{Context, Poll, ready};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
+use super::cluster::redirect::Redirect;
 use super::runtimes::{Place, no_runtime};
 use crate::limit::{Check, Decision};
 use crate::store::clock::instant;
@@ -17,6 +18,14 @@ use crate::store::{Error, polled_after_completion};
 pub(super) struct Job {
     pub(super) check: Check,
     pub(super) since: Instant,
+    /// Where it was put first.
+    pub(super) place: Place,
+    /// The bucket of its caller.
+    pub(super) bucket: u16,
+    /// Whether only checks of the same caller may share its call.
+    pub(super) alone: bool,
+    /// Whether and how a node has sent it elsewhere.
+    pub(super) redirect: Option<Box<Redirect>>,
     answer: oneshot::Sender<Result<Decision, Error>>,
 }
 
@@ -34,9 +43,21 @@ pub struct RedisFuture {
 }
 
 impl Job {
-    pub(super) fn new(check: Check) -> (Self, RedisFuture) {
+    pub(super) fn new(check: Check, bucket: u16) -> (Self, RedisFuture) {
         let (answer, receiver) = oneshot::channel();
-        (Self { check, since: instant(), answer }, RedisFuture { answer: Some(receiver), place: Place::default() })
+        let place = Place::default();
+        let job = Self { check, since: instant(), place, bucket, alone: false, redirect: None, answer };
+        (job, RedisFuture { answer: Some(receiver), place })
+    }
+
+    /// Checks of one group share a script call.
+    pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
+        (self.asks(), self.bucket, self.alone.then(|| self.check.key().as_bytes()))
+    }
+
+    /// Whether it asks a node for a slot that is being moved there.
+    pub(super) fn asks(&self) -> bool {
+        self.redirect.as_ref().is_some_and(|redirect| redirect.ask.is_some())
     }
 
     /// Whether the caller has dropped the future.

@@ -5,86 +5,79 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use redis::{RedisError, Value};
+use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
+use tokio::task::yield_now;
 use tokio::time::timeout;
 
-use super::batch::Batch;
+use super::calls::Calls;
 use super::errors::{error_of, no_tls};
 use super::future::Job;
 use super::lanes::Lanes;
 use super::pool::Pool;
 use super::runtimes::no_runtime;
 use super::script::{self, SCRIPT};
+use super::transport::Node;
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind, event};
 
 pub(super) struct Lane {
-    lanes: Arc<Lanes>,
+    pub(super) lanes: Arc<Lanes>,
+    node: Node,
     pool: Arc<Pool>,
     failures: watch::Receiver<Option<RedisError>>,
-    work: Work,
+    pub(super) work: Work,
     /// Whether the batch may have reached Redis.
     sent: bool,
     /// Whether the queue still counts it.
     counted: bool,
 }
 
-/// What a lane works with: the checks that it has taken, and the call that asks them.
+/// What a lane works with: the checks that it has taken, and the calls that ask them.
 #[derive(Debug, Default)]
 pub(super) struct Work {
-    jobs: Vec<Job>,
-    batch: Batch,
+    pub(super) jobs: Vec<Job>,
+    calls: Calls,
 }
+
+/// What Redis has said to each call.
+type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 
 impl Lane {
     /// A lane that the queue with this pool has counted already.
-    pub(super) fn new(lanes: &Arc<Lanes>, pool: Arc<Pool>, work: Work) -> Self {
+    pub(super) fn new(lanes: &Arc<Lanes>, node: Node, pool: Arc<Pool>, work: Work) -> Self {
         let failures = pool.failures();
-        Self { lanes: Arc::clone(lanes), pool, failures, work, sent: false, counted: true }
+        Self { lanes: Arc::clone(lanes), node, pool, failures, work, sent: false, counted: true }
     }
 
     pub(super) async fn run(mut self) {
+        if self.node == Node::NOWHERE {
+            return self.place().await;
+        }
         while self.take() {
             if self.work.jobs.is_empty() {
                 continue;
             }
             let sent_at = self.lanes.denials.now();
-            let answered = match self.call().await {
-                Ok(reply) => self.answer(reply, sent_at),
-                Err(error) => Err(error),
-            };
-            if let Err(error) = answered {
-                self.fail(&error);
+            match self.call().await {
+                Ok(replies) => self.answer(replies, sent_at),
+                Err(error) => self.fail(&error),
+            }
+            if self.lanes.transport.cluster().is_some() {
+                // Those who were answered may ask again, so that more of each bucket is there.
+                yield_now().await;
             }
         }
     }
 
-    /// Takes what waits, up to the bound of a batch, and drops what need not be sent. `false` if nothing waits: the lane
+    /// Takes what waits, up to the bound of a batch, and makes the calls that ask it. `false` if nothing waits: the lane
     /// must end.
     fn take(&mut self) -> bool {
-        let Work { jobs, batch } = &mut self.work;
-        batch.clear();
-        let max = self.lanes.limits.batch;
-        let waiting = {
-            let mut queues = self.lanes.queues();
-            let Some(queue) = queues.of(&self.pool) else { return false };
-            let Some(waiting) = queue.take(max, jobs) else {
-                // `fail` may have moved the whole queue into it.
-                jobs.shrink_to(max);
-                self.counted = false;
-                queues.spare.push(mem::take(&mut self.work));
-                return false;
-            };
-            waiting
-        };
-        let now = instant();
-        jobs.retain(|job| !job.is_abandoned());
-        for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.lanes.limits.timeout) {
-            job.fail(Error::new(ErrorKind::Timeout).unsent());
-        }
-        for job in jobs.iter() {
-            batch.push(&self.lanes.prefix, &job.check);
-        }
+        self.work.calls.clear();
+        let Some(waiting) = self.take_jobs(self.lanes.limits.batch) else { return false };
+        let Work { jobs, calls } = &mut self.work;
+        calls.make(jobs, &self.lanes);
+        self.lanes.keep_marker();
         if let Some(observer) = self.lanes.observer.get()
             && !jobs.is_empty()
         {
@@ -93,7 +86,35 @@ impl Lane {
         true
     }
 
-    async fn call(&mut self) -> Result<Value, Error> {
+    /// Takes what waits, and drops what need not be sent. Returns how many still wait, or `None` if the lane must end.
+    pub(super) fn take_jobs(&mut self, max: usize) -> Option<usize> {
+        let jobs = &mut self.work.jobs;
+        let waiting = {
+            let mut queues = self.lanes.queues();
+            let queue = queues.of(&self.pool)?;
+            let Some(waiting) = queue.take(max, jobs) else {
+                // `fail` may have moved the whole queue into it.
+                jobs.shrink_to(self.lanes.limits.batch);
+                self.counted = false;
+                queues.spare.push(mem::take(&mut self.work));
+                return None;
+            };
+            waiting
+        };
+        let now = instant();
+        jobs.retain(|job| !job.is_abandoned());
+        for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.lanes.limits.timeout) {
+            job.fail(Error::new(ErrorKind::Timeout).unsent());
+        }
+        Some(waiting)
+    }
+
+    /// What Redis has said to each call.
+    ///
+    /// # Errors
+    ///
+    /// What befalls all of them.
+    async fn call(&mut self) -> Result<Replies, Error> {
         self.sent = false;
         let result = match timeout(self.lanes.limits.timeout, self.attempt()).await {
             Ok(result) => result,
@@ -106,41 +127,67 @@ impl Lane {
         })
     }
 
-    async fn attempt(&mut self) -> Result<Value, Error> {
-        let batch = &self.work.batch;
+    async fn attempt(&mut self) -> Result<Replies, Error> {
+        let calls = self.work.calls.as_slice();
         let now = self.lanes.now.load(Ordering::Relaxed);
         let mut connection = self.pool.checkout(&mut self.failures).await?;
         self.sent = true;
-        let result = connection.run(&SCRIPT, |name, script| batch.command(name, script, now)).await;
-        if result.as_ref().is_ok_and(script::is_read_only) {
+        let replies: Result<Replies, RedisError> = match self.lanes.transport.cluster() {
+            None => connection
+                .run(&SCRIPT, |name, text| calls[0].batch.command(name, text, now))
+                .await
+                .map(|reply| smallvec![Ok(reply)]),
+            Some(_) => {
+                let asks: Vec<bool> = calls.iter().map(|call| call.asks).collect();
+                let command = |call: usize, name: &str, text: &str| calls[call].batch.command(name, text, now);
+                connection.run_each(&SCRIPT, &asks, command).await.map(Replies::from_vec)
+            }
+        };
+        let is_read_only = |reply: &Result<Value, _>| reply.as_ref().is_ok_and(script::is_read_only);
+        if replies.as_ref().is_ok_and(|replies| replies.iter().any(is_read_only)) {
             connection.give_up();
         }
-        result.map_err(|error| error_of(&error))
+        replies.map_err(|error| error_of(&error))
     }
 
-    /// Answers the batch by the reply to a call that was sent at this time.
-    fn answer(&mut self, reply: Value, sent_at: i64) -> Result<(), Error> {
-        let Work { jobs, batch } = &mut self.work;
-        let verdicts = batch.read(reply)?;
-        for (job, verdicts) in jobs.drain(..).zip(verdicts) {
-            job.answer(|check| self.lanes.decided(check, verdicts, sent_at));
+    /// Answers the checks of each call by the reply to it, which was sent at this time.
+    fn answer(&mut self, replies: Replies, sent_at: i64) {
+        let Work { jobs, calls } = &mut self.work;
+        let mut jobs = jobs.drain(..);
+        for (call, reply) in calls.as_slice().iter().zip(replies) {
+            let own = jobs.by_ref().take(call.jobs);
+            match reply.map(|reply| call.batch.read(reply)) {
+                Ok(Ok(verdicts)) => {
+                    for (job, verdicts) in own.zip(verdicts) {
+                        job.answer(|check| self.lanes.decided(check, verdicts, sent_at));
+                    }
+                }
+                Ok(Err(error)) => {
+                    for job in own {
+                        job.answer(|check| self.lanes.decided(check, Err(error.clone()), 0));
+                    }
+                }
+                Err(error) => self.lanes.redirect(own.collect(), &error, self.node),
+            }
         }
-        Ok(())
     }
 
     /// Answers the batch by an error; and if the connection is at fault, also all that waits, which would otherwise meet
     /// the same, one time-out after the other.
     fn fail(&mut self, error: &Error) {
         let jobs = &mut self.work.jobs;
-        for job in jobs.drain(..) {
-            job.answer(|check| self.lanes.decided(check, Err(error.clone()), 0));
+        let of_connection = error.is_of_connection();
+        if !(of_connection && error.is_unsent()) {
+            for job in jobs.drain(..) {
+                job.answer(|check| self.lanes.decided(check, Err(error.clone()), 0));
+            }
         }
-        if error.is_of_connection() {
+        if of_connection {
             if let Some(queue) = self.lanes.queues().of(&self.pool) {
                 queue.take_all(jobs);
             }
-            for job in jobs.drain(..) {
-                job.fail(error.clone().unsent());
+            for job in self.lanes.lost(jobs.drain(..), self.node) {
+                job.answer(|check| self.lanes.decided(check, Err(error.clone().unsent()), 0));
             }
         }
     }
@@ -290,8 +337,7 @@ mod tests {
     async fn a_connection_whose_ping_is_refused_is_alive() {
         let (url, connections) = answers("-LOADING Redis is loading the dataset in memory\r\n");
         let store = store(url, Duration::from_secs(20));
-        let pool =
-            Pool::new(store.lanes.transport.clone(), store.lanes.transport.node(b""), 1, Duration::from_secs(20));
+        let pool = Pool::new(store.lanes.transport.clone(), store.lanes.transport.node(0), 1, Duration::from_secs(20));
         for _ in 0..3 {
             drop(pool.checkout(&mut pool.failures()).await.unwrap());
             tokio::time::pause();
@@ -306,10 +352,10 @@ mod tests {
     async fn a_lane_leaves_the_queue_of_another_alone() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let (lanes, runtime) = (&store.lanes, Handle::current());
-        let pool = || lanes.with_queue(&runtime, lanes.transport.node(b""), |queue, _| Arc::clone(&queue.pool));
+        let pool = || lanes.with_queue(&runtime, lanes.transport.node(0), |queue, _| Arc::clone(&queue.pool));
         let former = pool();
         assert!(Arc::ptr_eq(&former, &pool()));
-        let lane = Lane::new(lanes, Arc::clone(&former), Work::default());
+        let lane = Lane::new(lanes, lanes.transport.node(0), Arc::clone(&former), Work::default());
         drop(mem::take(&mut lanes.queues().each));
         let newer = pool();
         drop(lane);

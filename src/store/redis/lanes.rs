@@ -11,15 +11,21 @@ use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
+use redis::{Cmd, Value};
 use tokio::runtime::Handle;
+use tokio::time::timeout;
 
+use super::cluster::Cluster;
+use super::cluster::redirect::Refusal;
 use super::denials::Denials;
+use super::errors::error_of;
 use super::future::{Job, RedisFuture};
 use super::lane::Lane;
+use super::lua::Lua;
 use super::queue::Full;
-use super::runtimes::{Queues, no_runtime};
-use super::transport::Transport;
-use crate::limit::{Check, Decision, Source, Verdicts};
+use super::runtimes::{Queues, runtime};
+use super::transport::{Node, Transport};
+use crate::limit::{Check, Decision, Key, Source, Verdicts};
 use crate::store::{Answer, Error, ErrorKind, Observer, event, lock};
 
 pub(super) struct Lanes {
@@ -41,49 +47,132 @@ pub(super) struct Limits {
     pub(super) timeout: Duration,
 }
 
+/// How many nodes may send us elsewhere.
+const MAX_HOPS: usize = 4;
+
 impl Lanes {
     /// Answers what is known, and puts any other check into the queue.
     pub(super) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
         if let Some(verdicts) = self.denials.verdicts(&check) {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
-        match self.enqueue(check) {
+        let bucket = self.transport.bucket(check.key());
+        match self.enqueue(check, bucket) {
             Ok(future) => Answer::pending(future),
             Err(error) => Answer::ready(Err(error.unsent())),
         }
     }
 
-    /// Puts a check into the queue, and starts a lane if another may run.
-    fn enqueue(self: &Arc<Self>, check: Check) -> Result<RedisFuture, Error> {
-        let runtime = Handle::try_current().map_err(|_| no_runtime())?;
-        let node = self.transport.node(check.key().as_bytes());
-        let (job, mut future) = Job::new(check);
+    /// Puts a check into the queue of its bucket's node, and starts a lane if another may run.
+    fn enqueue(self: &Arc<Self>, check: Check, bucket: u16) -> Result<RedisFuture, Error> {
+        let runtime = runtime()?;
+        if let Some(error) = self.transport.cluster().and_then(|cluster| cluster.refused()) {
+            return Err(error.clone());
+        }
+        let node = self.transport.node(bucket);
+        let (mut job, mut future) = Job::new(check, bucket);
         let lane = self.with_queue(&runtime, node, |queue, spare| {
-            future.place = queue.next_place();
+            job.place = queue.next_place();
+            future.place = job.place;
             let start = queue.queue.push(job)?;
             Ok(start.then(|| (Arc::clone(&queue.pool), spare.pop().unwrap_or_default())))
         });
         if let Some((pool, work)) = lane.map_err(|Full| Error::new(ErrorKind::QueueFull))? {
             // A runtime that has ended drops it at once: that answers the check.
-            runtime.spawn(Lane::new(self, pool, work).run());
+            runtime.spawn(Lane::new(self, node, pool, work).run());
         }
         Ok(future)
+    }
+
+    /// Puts checks that were not decided into the queues of these nodes, on this runtime.
+    pub(super) fn requeue(self: &Arc<Self>, jobs: Vec<(Node, Job)>) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        for (node, job) in jobs {
+            let lane = self.with_queue(&runtime, node, |queue, spare| {
+                let start = queue.queue.put(job);
+                start.then(|| (Arc::clone(&queue.pool), spare.pop().unwrap_or_default()))
+            });
+            if let Some((pool, work)) = lane {
+                runtime.spawn(Lane::new(self, node, pool, work).run());
+            }
+        }
     }
 
     /// Takes back a check that still waits in its queue. `false` if it does not.
     pub(super) fn withdraw(&self, future: &mut RedisFuture) -> bool {
         // Under the lock, so that no lane takes it between these two.
         let queues = self.queues();
-        let waits = queues.have(future.place);
+        let waits =
+            queues.have(future.place) || (self.transport.cluster().is_some() && queues.have_redirected(future.place));
         if waits {
             future.abandon();
         }
         waits
     }
 
-    /// Decides a check that reads and writes as any other.
+    /// Decides a check that reads and writes as any other; in a cluster, one on each master.
     pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
-        self.check(Check::probe()).await.map(drop)
+        let Some(cluster) = self.transport.cluster() else {
+            return self.check(Check::probe(Key::PROBE)).await.map(drop);
+        };
+        self.refreshed().await?;
+        let probes: Vec<_> =
+            cluster.bucket_of_each().into_iter().map(|bucket| self.enqueue(Check::probe(Key::PROBE), bucket)).collect();
+        for probe in probes {
+            drop(probe?.await?);
+        }
+        Ok(())
+    }
+
+    /// A key of no caller, and the node that has it.
+    ///
+    /// # Errors
+    ///
+    /// Why that is not known.
+    pub(super) async fn shared(self: &Arc<Self>, name: &str) -> Result<(Node, String), Error> {
+        let Some(cluster) = self.transport.cluster() else {
+            return Ok((self.transport.node(0), format!("{}:{name}", self.prefix)));
+        };
+        if cluster.shared_node() == Node::NOWHERE {
+            self.refreshed().await?;
+        }
+        Ok((cluster.shared_node(), Cluster::shared_key(&self.prefix, name)))
+    }
+
+    /// Calls a script with one key, that of no caller, on a node or wherever that sends us. The script may be run again.
+    pub(super) async fn run_at(
+        self: &Arc<Self>,
+        mut node: Node,
+        script: &Lua,
+        command: impl Fn(&str, &str) -> Cmd,
+    ) -> Result<Value, Error> {
+        let (runtime, mut asks) = (runtime()?, false);
+        let call = async {
+            for _ in 0..MAX_HOPS {
+                let pool = self.with_queue(&runtime, node, |queue, _| Arc::clone(&queue.pool));
+                let mut failures = pool.failures();
+                let mut connection = pool.checkout(&mut failures).await?;
+                let mut replies = connection.run_each(script, &[asks], |_, name, text| command(name, text)).await;
+                let reply = replies.as_mut().map(|replies| replies.pop());
+                let error = match reply {
+                    Ok(Some(Ok(reply))) => return Ok(reply),
+                    Ok(Some(Err(error))) => error,
+                    Ok(None) => return Err(Error::new(ErrorKind::Protocol)),
+                    Err(error) => return Err(error_of(error)),
+                };
+                let refusal = self.transport.cluster().map(|cluster| (cluster, cluster.refusal(&error, node)));
+                (node, asks) = match refusal {
+                    Some((cluster, Refusal::Moved { slot, node })) => {
+                        cluster.learn(slot, node);
+                        (node, false)
+                    }
+                    Some((_, Refusal::Ask(node))) => (node, true),
+                    _ => return Err(error_of(&error)),
+                };
+            }
+            Err(Error::new(ErrorKind::NotReady))
+        };
+        timeout(self.limits.timeout, call).await.map_err(|_| Error::new(ErrorKind::Timeout))?
     }
 
     /// The answer to a check by what Redis said to a call that was sent at this time.

@@ -11,7 +11,7 @@ use std::task::Poll;
 use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -86,6 +86,66 @@ impl Connection {
             }
             result => result,
         }
+    }
+
+    /// Runs a script once for each of these calls, in one round trip; those that are `true` are of a slot that is being moved
+    /// to this node. What the server has said to each is told in their order: one that it refused says nothing of the others.
+    /// As [`run`](Self::run) does, it sends again those of a script that the server does not know.
+    ///
+    /// `command` makes a call, by its number.
+    pub(super) async fn run_each(
+        &mut self,
+        script: &Lua,
+        calls: &[bool],
+        command: impl Fn(usize, &str, &str) -> Cmd,
+    ) -> Result<Vec<Result<Value, RedisError>>, RedisError> {
+        let all: Vec<usize> = (0..calls.len()).collect();
+        let mut replies = self.send_each(calls, &all, |call| command(call, "EVALSHA", script.hash())).await?;
+        let unknown = |reply: &Result<_, RedisError>| {
+            reply.as_ref().is_err_and(|error| error.kind() == ServerErrorKind::NoScript.into())
+        };
+        let unknown: Vec<usize> = all.into_iter().filter(|call| unknown(&replies[*call])).collect();
+        if !unknown.is_empty() {
+            // What the others said is known: a failure is of these alone.
+            let again = self.send_each(calls, &unknown, |call| command(call, "EVAL", script.text)).await;
+            match again {
+                Ok(again) => unknown.into_iter().zip(again).for_each(|(call, reply)| replies[call] = reply),
+                Err(error) => unknown.into_iter().for_each(|call| replies[call] = Err(error.clone())),
+            }
+        }
+        Ok(replies)
+    }
+
+    async fn send_each(
+        &mut self,
+        calls: &[bool],
+        these: &[usize],
+        command: impl Fn(usize) -> Cmd,
+    ) -> Result<Vec<Result<Value, RedisError>>, RedisError> {
+        let mut pipeline = Pipeline::with_capacity(these.len());
+        for &call in these {
+            if calls[call] {
+                pipeline.add_command(redis::cmd("ASKING"));
+            }
+            pipeline.add_command(command(call));
+        }
+        self.broken = true;
+        let replies = self.inner.send_packed_commands(&pipeline, 0, pipeline.len()).await?;
+        self.used = instant();
+        let mut all = replies.into_iter();
+        let mut replies = Vec::with_capacity(these.len());
+        for &call in these {
+            // That it may ask is not told apart: the next reply says what came of it.
+            let reply = if calls[call] { all.nth(1) } else { all.next() };
+            replies.push(match reply {
+                Some(Value::ServerError(error)) => Err(error.into()),
+                Some(reply) => Ok(reply),
+                None => return Err((ErrorKind::UnexpectedReturnType, "fewer replies than commands").into()),
+            });
+        }
+        let is_bad = |error: &RedisError| is_lasting(error) && !error.is_cluster_error();
+        self.broken = replies.iter().any(|reply| reply.as_ref().is_err_and(is_bad));
+        Ok(replies)
     }
 
     /// Has the pool make another connection, which may lead to another server.

@@ -39,7 +39,7 @@ pub(super) struct NodeQueue {
 }
 
 /// Where a job was put: the numbers of a queue, and of the job in it.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Place {
     queue: u64,
     job: u64,
@@ -85,9 +85,12 @@ impl Lanes {
     fn make_queue(self: &Arc<Self>, number: u64, runtime: runtime::Id, node: Node) -> (NodeQueue, Watch) {
         let (_store, store) = oneshot::channel();
         let limits = self.limits;
-        let pool = Arc::new(Pool::new(self.transport.clone(), node, limits.lanes, limits.timeout));
+        // A second call for a bucket is worth its cost only once there is enough for it.
+        let backlog = if self.transport.cluster().is_some() { limits.batch } else { 0 };
+        let max_lanes = if node == Node::NOWHERE { 1 } else { limits.lanes };
+        let pool = Arc::new(Pool::new(self.transport.clone(), node, max_lanes, limits.timeout));
         let watch = Watch { lanes: Arc::downgrade(self), pool: Arc::downgrade(&pool), store };
-        (NodeQueue { number, runtime, node, pool, queue: Queue::new(limits.queue, limits.lanes), _store }, watch)
+        (NodeQueue { number, runtime, node, pool, queue: Queue::new(limits.queue, max_lanes, backlog), _store }, watch)
     }
 }
 
@@ -102,6 +105,16 @@ impl Queues {
     /// Whether the job at this place still waits: no lane has it.
     pub(super) fn have(&self, place: Place) -> bool {
         self.each.iter().any(|queue| queue.number == place.queue && queue.queue.has(place.job))
+    }
+
+    /// Whether the job that was put at this place first waits somewhere, though a node has sent it elsewhere.
+    pub(super) fn have_redirected(&self, place: Place) -> bool {
+        self.each.iter().any(|queue| queue.queue.iter().any(|job| job.place == place))
+    }
+
+    /// Drops what leads to the nodes that are no longer any, as far as it is not in use.
+    pub(super) fn leave(&mut self, is_node: impl Fn(Node) -> bool) {
+        self.each.retain(|queue| is_node(queue.node) || !queue.queue.is_idle());
     }
 
     /// The queue that has this pool. None if its runtime has ended.
@@ -129,6 +142,15 @@ impl Drop for Watch {
             job.fail(no_runtime().unsent());
         }
     }
+}
+
+/// The runtime of this call.
+///
+/// # Errors
+///
+/// [`ErrorKind::NoRuntime`].
+pub(super) fn runtime() -> Result<Handle, Error> {
+    Handle::try_current().map_err(|_| no_runtime())
 }
 
 /// For what is asked where there is no runtime, or was asked on one that has ended. It says nothing of Redis.

@@ -1,0 +1,209 @@
+//! Redis Cluster: many masters, each of which has some of the 16,384 slots.
+//!
+//! All keys of a script call must be in one slot, so that checks of callers who are in slots of their own could not share a
+//! call. Therefore callers are put into a fixed number of *buckets*. The keys of a bucket have its hash tag, as in
+//! `rl:{17}:{ann}:api:g`, so a bucket is in one slot. What is in flight for a bucket is one script call, and the calls for all
+//! buckets of one master are one pipeline: see [`calls`](super::calls).
+//!
+//! The map of [`slots`] is asked of any node at the start, and again when a connection is lost or a slot has
+//! [moved](redirect): [`refresh`] does so off the request path. What has no node yet [waits](waiting) for the map. A call that a
+//! node refuses because it does not serve the slot is sent to the one that does; the server has said that it did not run it.
+//! No other call is sent twice.
+//!
+//! Two instances with other numbers of buckets would count the same callers under other keys. A [`marker`] in the cluster
+//! tells the number.
+
+pub(super) mod marker;
+pub(super) mod redirect;
+pub(super) mod refresh;
+mod slots;
+mod waiting;
+
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use redis::aio::MultiplexedConnection;
+use redis::{Client, ConnectionAddr, ConnectionInfo, RedisError};
+use siphasher::sip::SipHasher13;
+
+use self::refresh::Refresher;
+use self::slots::SlotMap;
+use super::transport::Node;
+use crate::limit::Key;
+use crate::store::clock::Clock;
+use crate::store::{Error, lock};
+
+/// The tag of keys that are of no bucket.
+const SHARED: &str = "rl";
+
+pub(super) struct Cluster {
+    /// The nodes that the application named.
+    seeds: Vec<ConnectionInfo>,
+    buckets: Box<[Bucket]>,
+    map: ArcSwap<SlotMap>,
+    /// The addresses of nodes, by their numbers. It only grows: a cluster hardly ever gains a node.
+    known: Mutex<Vec<Address>>,
+    refresher: Refresher,
+    /// Why no check may be sent: another number of buckets.
+    refused: OnceLock<Error>,
+    clock: Clock,
+}
+
+struct Bucket {
+    slot: u16,
+    /// What its keys begin with: `rl:{17}`.
+    prefix: Box<str>,
+    /// Until when its slot is taken for one that is being moved, in microseconds.
+    moves_until: AtomicI64,
+}
+
+/// Where a node is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Address {
+    host: Box<str>,
+    port: u16,
+}
+
+impl Cluster {
+    pub(super) const MAX_BUCKETS: usize = 1_024;
+    /// A slot that a node has said to be moving is taken for one for so long.
+    const MOVES: Duration = Duration::from_secs(1);
+
+    pub(super) fn new(seeds: Vec<ConnectionInfo>, prefix: &str, buckets: usize) -> Self {
+        let bucket = |tag: u32| Bucket {
+            slot: slots::slot(tag.to_string().as_bytes()),
+            prefix: format!("{prefix}:{{{tag}}}").into(),
+            moves_until: AtomicI64::new(i64::MIN),
+        };
+        Self {
+            seeds,
+            buckets: slots::tags(buckets).into_iter().map(bucket).collect(),
+            map: ArcSwap::from_pointee(SlotMap::empty()),
+            known: Mutex::default(),
+            refresher: Refresher::default(),
+            refused: OnceLock::new(),
+            clock: Clock::new(),
+        }
+    }
+
+    pub(super) fn is_tls(&self) -> bool {
+        self.seeds.iter().any(|seed| matches!(seed.addr(), ConnectionAddr::TcpTls { .. }))
+    }
+
+    pub(super) fn buckets(&self) -> usize {
+        self.buckets.len()
+    }
+
+    /// The bucket of a caller. It stands in the caller's keys, so all versions of this crate must agree on it.
+    pub(super) fn bucket(&self, key: &Key) -> u16 {
+        (SipHasher13::new().hash(key.as_bytes()) % self.buckets.len() as u64) as u16
+    }
+
+    /// What the keys of a bucket begin with.
+    pub(super) fn prefix(&self, bucket: u16) -> &str {
+        &self.buckets[usize::from(bucket)].prefix
+    }
+
+    /// The master of a bucket, or [`Node::NOWHERE`].
+    pub(super) fn node(&self, bucket: u16) -> Node {
+        self.map.load().owner(self.buckets[usize::from(bucket)].slot)
+    }
+
+    /// The master of the keys that are of no bucket.
+    pub(super) fn shared_node(&self) -> Node {
+        self.map.load().owner(slots::slot(SHARED.as_bytes()))
+    }
+
+    /// A key that is of no bucket.
+    pub(super) fn shared_key(prefix: &str, name: &str) -> String {
+        format!("{prefix}:{{{SHARED}}}:{name}")
+    }
+
+    /// A bucket of each master that has one.
+    pub(super) fn bucket_of_each(&self) -> Vec<u16> {
+        let mut buckets: Vec<u16> = (0..self.buckets.len() as u16).collect();
+        buckets.sort_by_key(|bucket| self.node(*bucket));
+        buckets.dedup_by_key(|bucket| self.node(*bucket));
+        buckets
+    }
+
+    /// Whether a bucket's slot is being moved. Then some of its keys are here and some are there, and a call that has both
+    /// is refused: its callers are asked one by one.
+    pub(super) fn moves(&self, bucket: u16) -> bool {
+        let until = self.buckets[usize::from(bucket)].moves_until.load(Relaxed);
+        until > i64::MIN && self.clock.micros() < until
+    }
+
+    fn notice_move(&self, bucket: u16) {
+        let until = self.clock.micros() + Self::MOVES.as_micros() as i64;
+        self.buckets[usize::from(bucket)].moves_until.store(until, Relaxed);
+    }
+
+    pub(super) fn refused(&self) -> Option<&Error> {
+        self.refused.get()
+    }
+
+    /// The number of the node at an address.
+    fn number(&self, address: &Address) -> Node {
+        let mut known = lock(&self.known);
+        let place = known.iter().position(|other| other == address).unwrap_or_else(|| {
+            known.push(address.clone());
+            known.len() - 1
+        });
+        Node::new(place as u32)
+    }
+
+    fn address(&self, node: Node) -> Option<Address> {
+        lock(&self.known).get(node.index()).cloned()
+    }
+
+    /// A new connection to a node.
+    pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, RedisError> {
+        match self.address(node) {
+            Some(address) => self.connect_to(&address).await,
+            None => Err(io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot").into()),
+        }
+    }
+
+    async fn connect_to(&self, address: &Address) -> Result<MultiplexedConnection, RedisError> {
+        let (host, port) = (address.host.to_string(), address.port);
+        // There is at least one.
+        let seed = self.seeds[0].clone();
+        let addr = match seed.addr() {
+            ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
+                ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
+            }
+            _ => ConnectionAddr::Tcp(host, port),
+        };
+        Client::open(seed.set_addr(addr))?.get_multiplexed_async_connection().await
+    }
+}
+
+impl Address {
+    fn new(host: &str, port: u16) -> Self {
+        Self { host: host.into(), port }
+    }
+
+    /// Of a server that the application named.
+    fn of(server: &ConnectionInfo) -> Option<Self> {
+        match server.addr() {
+            ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => Some(Self::new(host, *port)),
+            _ => None,
+        }
+    }
+
+    /// What a node at this address calls so. Without a host it means itself.
+    fn sibling(&self, host: &str, port: u16) -> Self {
+        Self::new(if host.is_empty() { &self.host } else { host }, port)
+    }
+}
+
+impl fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cluster").field("buckets", &self.buckets.len()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,19 @@
+//! A Redis Cluster of real servers: what holds on a single one holds there too, whatever becomes of its nodes and slots.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
+#![allow(unreachable_pub, reason = "helpers of this binary")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod faults;
+#[path = "../faults/load.rs"]
+#[allow(dead_code, reason = "the faults of a single server use more of it")]
+mod load;
+mod moves;
+mod nodes;
+#[path = "../faults/proxy.rs"]
+#[allow(dead_code, reason = "the faults of a single server use more of it")]
+mod proxy;
+mod sound;

@@ -1,0 +1,171 @@
+//! Slots move from node to node while their callers are asked for.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use tokio::task::JoinSet;
+use tower_redis_ratelimit::{Check, Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Store, Strategy};
+
+use crate::nodes::{Cluster, slot_of};
+use crate::support::{policy, until};
+
+const PATIENT: Duration = Duration::from_secs(20);
+const LIMIT: u32 = 10_000_000;
+const TASKS: usize = 32;
+
+/// Callers whose keys are in one slot, and that slot.
+async fn neighbours(cluster: &Cluster, store: &RedisStore, policies: &Policies) -> (u16, Vec<Key>) {
+    let mut slots: HashMap<u16, Vec<Key>> = HashMap::new();
+    for i in 0..200 {
+        let name = format!("caller-{i}");
+        let _ = store.check(Check::take(Key::new(&name), policies, 0)).await.unwrap();
+        let _ = store.check(Check::take(Key::new(&name), policies, 1)).await.unwrap();
+        let mut found = vec![];
+        for node in &cluster.nodes {
+            found.extend(node.server.command::<Vec<String>>(&format!("KEYS *{{{name}}}*")).await);
+        }
+        slots.entry(slot_of(cluster, &found[0]).await).or_default().push(Key::new(&name));
+        let _ = store.check(Check::reset(Key::new(&name), policies)).await.unwrap();
+    }
+    slots.into_iter().max_by_key(|(_, callers)| callers.len()).unwrap()
+}
+
+/// Tasks that ask for callers in turn, until they are stopped; what was granted to each.
+struct Load {
+    tasks: JoinSet<()>,
+    stop: Arc<AtomicBool>,
+    granted: Arc<Vec<AtomicU64>>,
+    /// In microseconds.
+    worst: Arc<AtomicU64>,
+}
+
+impl Load {
+    fn start(store: &impl Store, callers: &[Key], policies: &Policies) -> Self {
+        let mut load = Self {
+            tasks: JoinSet::new(),
+            stop: Arc::default(),
+            granted: Arc::new(callers.iter().map(|_| AtomicU64::new(0)).collect()),
+            worst: Arc::default(),
+        };
+        for task in 0..TASKS {
+            let (store, callers, policies) = (store.clone(), callers.to_vec(), policies.clone());
+            let (stop, granted, worst) = (Arc::clone(&load.stop), Arc::clone(&load.granted), Arc::clone(&load.worst));
+            load.tasks.spawn(async move {
+                for turn in task.. {
+                    if stop.load(SeqCst) {
+                        break;
+                    }
+                    let (caller, since) = (turn % callers.len(), Instant::now());
+                    let decision = store.check(Check::take(callers[caller], &policies, 1)).await.expect("a decision");
+                    worst.fetch_max(since.elapsed().as_micros() as u64, SeqCst);
+                    granted[caller].fetch_add(u64::from(decision.granted()), SeqCst);
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+            });
+        }
+        load
+    }
+
+    async fn stop(&mut self) -> Vec<u64> {
+        self.stop.store(true, SeqCst);
+        while let Some(task) = self.tasks.join_next().await {
+            task.expect("a task of the load");
+        }
+        self.granted.iter().map(|granted| granted.load(SeqCst)).collect()
+    }
+}
+
+async fn charged(store: &RedisStore, callers: &[Key], policies: &Policies) -> Vec<u64> {
+    let mut charged = vec![];
+    for caller in callers {
+        let left = store.check(Check::peek(*caller, policies, 1)).await.unwrap();
+        charged.push(u64::from(LIMIT - left.each().map(|each| each.remaining()).min().unwrap()));
+    }
+    charged
+}
+
+/// Not one check fails, and each is charged once: wherever its key is, also half-way, on a new node and after that has gone.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_check_is_charged_once_wherever_its_slot_is() {
+    let mut cluster = Cluster::start(false).await;
+    let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
+    let policies = policy(Strategy::FixedWindow(Default::default()), &format!("{LIMIT}/366d"));
+    let (slot, callers) = neighbours(&cluster, &store, &policies).await;
+    assert!(callers.len() >= 5);
+    let mut load = Load::start(&store, &callers, &policies);
+    let home = cluster.owner(slot).await;
+    let away = (home + 1) % 3;
+    for _ in 0..3 {
+        for (from, to) in [(home, away), (away, home)] {
+            cluster.begin_move(slot, from, to).await;
+            // Some keys are here and some there, for a while.
+            while cluster.move_keys(slot, from, to, 1).await > 0 {
+                let before: u64 = load.granted.iter().map(|granted| granted.load(SeqCst)).sum();
+                until("checks go on", async || {
+                    load.granted.iter().map(|granted| granted.load(SeqCst)).sum::<u64>() > before + 100
+                })
+                .await;
+            }
+            cluster.end_move(slot, from, to).await;
+        }
+    }
+    let new = cluster.add().await;
+    cluster.move_slot(slot, home, new).await;
+    let before = cluster.nodes[new].server.calls("evalsha").await;
+    until("the new node decides", async || cluster.nodes[new].server.calls("evalsha").await > before + 20).await;
+    cluster.move_slot(slot, new, home).await;
+    let gone = cluster.nodes.pop().unwrap();
+    for node in &cluster.nodes {
+        let _: String = node.server.command(&format!("CLUSTER FORGET {}", gone.id)).await;
+    }
+    drop(gone);
+    let before: u64 = load.granted.iter().map(|granted| granted.load(SeqCst)).sum();
+    until("checks go on without it", async || {
+        load.granted.iter().map(|granted| granted.load(SeqCst)).sum::<u64>() > before + 1_000
+    })
+    .await;
+    let granted = load.stop().await;
+    let mut moved = 0;
+    for node in &cluster.nodes {
+        let stats: String = node.server.command("INFO errorstats").await;
+        let line = stats.lines().find_map(|line| line.strip_prefix("errorstat_MOVED:count="));
+        moved += line.map_or(0, |count| count.trim().parse::<u64>().unwrap());
+    }
+    println!("{granted:?}, at worst {} us, {moved} sent elsewhere", load.worst.load(SeqCst));
+    // Each of 8 moves is learnt of by what is under way.
+    assert!(moved <= 8 * 2 * TASKS as u64, "{moved} calls were sent elsewhere");
+    assert_eq!(charged(&store, &callers, &policies).await, granted);
+}
+
+/// Where a caller's two keys are on two nodes, no node decides about it: the fallback does, and settles that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_caller_whose_keys_are_on_two_nodes_is_decided_all_the_same() {
+    let cluster = Cluster::start(false).await;
+    let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
+    let one = |name| Policy::new(name, Strategy::FixedWindow(Default::default()), Quota::per_day(LIMIT)).unwrap();
+    let policies = Policies::new([one("one"), one("two")]).unwrap();
+    let (slot, callers) = neighbours(&cluster, &store, &policies).await;
+    let fallback = Fallback::new(cluster.builder().connect().await.unwrap(), LocalStore::default())
+        .deadline(Duration::from_secs(2));
+    let mut load = Load::start(&fallback, &callers, &policies);
+    let home = cluster.owner(slot).await;
+    let away = (home + 1) % 3;
+    for (from, to) in [(home, away), (away, home)] {
+        cluster.begin_move(slot, from, to).await;
+        while cluster.move_keys(slot, from, to, 1).await > 0 {
+            let before: u64 = load.granted.iter().map(|granted| granted.load(SeqCst)).sum();
+            until("checks go on", async || {
+                load.granted.iter().map(|granted| granted.load(SeqCst)).sum::<u64>() > before + 100
+            })
+            .await;
+        }
+        cluster.end_move(slot, from, to).await;
+    }
+    let granted = load.stop().await;
+    let worst = Duration::from_micros(load.worst.load(SeqCst));
+    println!("{granted:?}, at worst {worst:?}");
+    assert!(!fallback.is_degraded() && worst < Duration::from_secs(2), "{worst:?}");
+    until("all is settled", async || charged(&store, &callers, &policies).await == granted).await;
+}

@@ -1,0 +1,212 @@
+//! A cluster of a test's own: three masters with a replica each, on free ports, gone with the test.
+
+use futures_util::future::join_all;
+use redis::{Value, cmd};
+use tower_redis_ratelimit::{RedisStore, RedisStoreBuilder, Servers, redis};
+
+use crate::support::{RedisServer, free_port, until};
+
+pub const MASTERS: usize = 3;
+const SLOTS: usize = 16_384;
+
+pub struct Cluster {
+    /// First the masters, then the replica of each, and then what was added.
+    pub nodes: Vec<Node>,
+}
+
+pub struct Node {
+    pub server: RedisServer,
+    bus: u16,
+    pub id: String,
+}
+
+impl Node {
+    async fn start(number: usize) -> Self {
+        let bus = free_port();
+        let server = RedisServer::start_with(&[
+            "--cluster-enabled",
+            "yes",
+            "--cluster-port",
+            &bus.to_string(),
+            "--cluster-node-timeout",
+            "1000",
+            "--cluster-require-full-coverage",
+            "no",
+            // A master that has given its last slot away stays one.
+            "--cluster-allow-replica-migration",
+            "no",
+            "--repl-diskless-sync-delay",
+            "0",
+        ]);
+        let id = server.command("CLUSTER MYID").await;
+        let _: String = server.command(&format!("CLUSTER SET-CONFIG-EPOCH {}", number + 1)).await;
+        Self { server, bus, id }
+    }
+
+    pub async fn sees(&self, what: &str) -> bool {
+        self.server.command::<String>("CLUSTER INFO").await.contains(what)
+    }
+
+    /// Whether it is a master that has slots.
+    pub async fn is_master(&self) -> bool {
+        let nodes: String = self.server.command("CLUSTER NODES").await;
+        nodes.lines().any(|line| line.contains("myself,master") && line.split(' ').count() > 8)
+    }
+}
+
+impl Cluster {
+    /// Three masters, with a replica each if these are needed.
+    pub async fn start(with_replicas: bool) -> Self {
+        let count = if with_replicas { 2 * MASTERS } else { MASTERS };
+        let nodes = join_all((0..count).map(Node::start)).await;
+        for (i, node) in nodes.iter().enumerate().take(MASTERS) {
+            let (first, last) = (SLOTS * i / MASTERS, SLOTS * (i + 1) / MASTERS - 1);
+            let _: String = node.server.command(&format!("CLUSTER ADDSLOTSRANGE {first} {last}")).await;
+        }
+        let cluster = Self { nodes };
+        for node in &cluster.nodes[1..] {
+            cluster.meet(node).await;
+        }
+        cluster.know_each_other().await;
+        for i in MASTERS..count {
+            let (node, master) = (&cluster.nodes[i], &cluster.nodes[i - MASTERS]);
+            until("a replica knows its master", async || {
+                redis::cmd("CLUSTER")
+                    .arg("REPLICATE")
+                    .arg(&master.id)
+                    .query_async::<()>(&mut node.server.connection().await)
+                    .await
+                    .is_ok()
+            })
+            .await;
+        }
+        for i in MASTERS..count {
+            let node = &cluster.nodes[i];
+            until("a replica follows its master", async || {
+                node.server.command::<String>("INFO replication").await.contains("master_link_status:up")
+            })
+            .await;
+        }
+        until("all nodes know all replicas", async || {
+            let maps = join_all(cluster.nodes.iter().map(|node| node.server.command::<String>("CLUSTER NODES"))).await;
+            maps.iter().all(|map| map.matches(" slave ").count() + map.matches(",slave ").count() == count - MASTERS)
+        })
+        .await;
+        until("the cluster is well", async || {
+            join_all(cluster.nodes.iter().map(|node| node.sees("cluster_state:ok"))).await.into_iter().all(|ok| ok)
+        })
+        .await;
+        cluster
+    }
+
+    async fn meet(&self, node: &Node) {
+        let first = &self.nodes[0].server;
+        let _: String = first.command(&format!("CLUSTER MEET 127.0.0.1 {} {}", node.server.port(), node.bus)).await;
+    }
+
+    async fn know_each_other(&self) {
+        let known = format!("cluster_known_nodes:{}", self.nodes.len());
+        until("all nodes know each other", async || {
+            join_all(self.nodes.iter().map(|node| node.sees(&known))).await.into_iter().all(|ok| ok)
+        })
+        .await;
+        until("no handshake is under way", async || {
+            let maps = join_all(self.nodes.iter().map(|node| node.server.command::<String>("CLUSTER NODES"))).await;
+            maps.iter().all(|map| !map.contains("handshake") && map.matches(" connected").count() == self.nodes.len())
+        })
+        .await;
+    }
+
+    /// One more master, without slots.
+    pub async fn add(&mut self) -> usize {
+        let node = Node::start(self.nodes.len()).await;
+        self.meet(&node).await;
+        self.nodes.push(node);
+        self.know_each_other().await;
+        let added = self.nodes.len() - 1;
+        until("it takes part", async || self.nodes[added].sees("cluster_state:ok").await).await;
+        added
+    }
+
+    pub fn url(&self) -> String {
+        let hosts: Vec<String> =
+            self.nodes.iter().take(MASTERS).map(|node| format!("127.0.0.1:{}", node.server.port())).collect();
+        format!("redis+cluster://{}", hosts.join(","))
+    }
+
+    pub fn servers(&self) -> Servers {
+        Servers::from(self.url())
+    }
+
+    pub fn builder(&self) -> RedisStoreBuilder {
+        RedisStore::builder(self.servers())
+    }
+
+    /// How often the masters have run a command.
+    pub async fn calls(&self, command: &str) -> u64 {
+        join_all(self.nodes.iter().take(MASTERS).map(|node| node.server.calls(command))).await.into_iter().sum()
+    }
+
+    /// The node that serves a slot, as that node itself says.
+    pub async fn owner(&self, slot: u16) -> usize {
+        for (i, node) in self.nodes.iter().enumerate() {
+            let Ok(Value::Array(ranges)) =
+                cmd("CLUSTER").arg("SLOTS").query_async::<Value>(&mut node.server.connection().await).await
+            else {
+                continue;
+            };
+            for range in ranges {
+                let Value::Array(parts) = range else { continue };
+                let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = parts.as_slice() else {
+                    continue;
+                };
+                if (*first..=*last).contains(&i64::from(slot))
+                    && master.get(1) == Some(&Value::Int(node.server.port().into()))
+                {
+                    return i;
+                }
+            }
+        }
+        panic!("nobody serves slot {slot}")
+    }
+
+    /// Begins to move a slot.
+    pub async fn begin_move(&self, slot: u16, from: usize, to: usize) {
+        let (from, to) = (&self.nodes[from], &self.nodes[to]);
+        let _: String = to.server.command(&format!("CLUSTER SETSLOT {slot} IMPORTING {}", from.id)).await;
+        let _: String = from.server.command(&format!("CLUSTER SETSLOT {slot} MIGRATING {}", to.id)).await;
+    }
+
+    /// Moves so many keys of the slot at most, each by itself. Returns how many there were.
+    pub async fn move_keys(&self, slot: u16, from: usize, to: usize, most: usize) -> usize {
+        let mut connection = self.nodes[from].server.connection().await;
+        let keys: Vec<Vec<u8>> =
+            cmd("CLUSTER").arg("GETKEYSINSLOT").arg(slot).arg(most).query_async(&mut connection).await.unwrap();
+        for key in &keys {
+            let mut migrate = cmd("MIGRATE");
+            migrate.arg("127.0.0.1").arg(self.nodes[to].server.port()).arg(key).arg(0).arg(5_000);
+            let _: String = migrate.query_async(&mut connection).await.unwrap();
+        }
+        keys.len()
+    }
+
+    /// Ends a move.
+    pub async fn end_move(&self, slot: u16, from: usize, to: usize) {
+        let id = &self.nodes[to].id;
+        for node in [to, from] {
+            let _: String = self.nodes[node].server.command(&format!("CLUSTER SETSLOT {slot} NODE {id}")).await;
+        }
+    }
+
+    /// Moves a slot with all of its keys.
+    pub async fn move_slot(&self, slot: u16, from: usize, to: usize) {
+        self.begin_move(slot, from, to).await;
+        while self.move_keys(slot, from, to, 10).await > 0 {}
+        self.end_move(slot, from, to).await;
+    }
+}
+
+/// The slot of a key, as Redis counts it.
+pub async fn slot_of(cluster: &Cluster, key: &str) -> u16 {
+    cluster.nodes[0].server.command(&format!("CLUSTER KEYSLOT {key}")).await
+}
