@@ -10,6 +10,8 @@
 //!
 //! **Nothing is lost.** A permit belongs to the line, not to who asked for it: whoever gives up leaves what he would have
 //! had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same way.
+//! Before it is due there is no permit yet: if whoever is first wants something else by then, the clerk gives back what it
+//! took, and asks again. Only a runtime that ends keeps what it has taken.
 
 mod clerk;
 mod line;
