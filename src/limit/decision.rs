@@ -164,12 +164,13 @@ impl Decision {
         (0..self.policies.iter().len()).map(|decider| Self { decider, ..self.clone() })
     }
 
-    /// The same as a denial for this time, or for longer if it says so itself.
-    pub(crate) fn denied_for(self, wait: Duration) -> Self {
-        let mut verdicts = self.verdicts;
+    /// The same as a denial for this time, so long after it was made.
+    pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
+        let micros = |time: u128| i64::try_from(time).unwrap_or(i64::MAX);
+        let mut verdicts = self.verdicts.later(micros(age.as_micros()));
         verdicts.granted = 0;
         if let Some(decider) = verdicts.each.get_mut(self.decider).filter(|decider| decider.wait != Verdict::NEVER) {
-            decider.wait = decider.wait.max(i64::try_from(wait.as_micros()).unwrap_or(i64::MAX)).max(1);
+            decider.wait = micros(wait.as_nanos().div_ceil(1_000)).max(1);
             decider.reset = decider.reset.max(decider.wait);
         }
         Self::new(self.policies, verdicts, self.source)

@@ -85,6 +85,18 @@ impl Quota {
         self.period
     }
 
+    /// How long so much takes to flow back, where it does so little by little; rounded down to nanoseconds.
+    pub(crate) fn time_for(&self, units: u64) -> Duration {
+        let nanos = self.period.as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
+        u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
+    }
+
+    /// How much flows back in this time, where it does so little by little; rounded up.
+    pub(crate) fn units_in(&self, time: Duration) -> u32 {
+        let units = time.as_nanos().saturating_mul(self.limit.into()).div_ceil(self.period.as_nanos().max(1));
+        u32::try_from(units).unwrap_or(u32::MAX)
+    }
+
     /// Whether it can work: [`Policy::new`](super::Policy::new) refuses a limit, a burst or a period of zero, a period
     /// longer than 366 days, and a burst that takes more than ten years to refill.
     ///

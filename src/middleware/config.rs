@@ -9,7 +9,7 @@ use super::asked::Asked;
 use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
 use super::shadow::Shadows;
-use super::wait::{InLine, Waiting};
+use super::wait::{InLine, Place, Waiting};
 use super::{Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Answer, Error, Observer, Store};
@@ -122,10 +122,10 @@ impl<S, K, R> Config<S, K, R> {
         let check = self.check(key, policies, request);
         let wanted = match &self.wait {
             None => None,
-            Some(wait) if wait.is_needed(&key, policies) => {
-                return Start::Decided(self.line_up(request, wait, wait.wanted(&check), None, asked));
-            }
-            Some(wait) => Some(Box::new(wait.wanted(&check))),
+            Some(wait) => match wait.line_up_behind(wait.wanted(&check)) {
+                Ok(place) => return Start::Decided(self.admit_to_line(request, place, asked)),
+                Err(wanted) => Some(Box::new(wanted)),
+            },
         };
         match self.store.check(check) {
             Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked, wanted)),
@@ -187,25 +187,18 @@ impl<S, K, R> Config<S, K, R> {
     {
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                self.line_up(request, wait, *wanted, Some(denied), asked)
+                self.admit_to_line(request, wait.line_up(*wanted, denied), asked)
             }
             (answer, ..) => self.conclude(request, answer, asked),
         }
     }
 
-    /// Has a request wait for its turn, if it can come in time.
-    fn line_up<B>(
-        &self,
-        request: &Parts,
-        wait: &Waiting,
-        wanted: Wanted,
-        denied: Option<Decision>,
-        asked: Option<Asked>,
-    ) -> Admission<B>
+    /// What becomes of a request that waits if it has a place.
+    fn admit_to_line<B>(&self, request: &Parts, place: Place, asked: Option<Asked>) -> Admission<B>
     where
         R: Reject<B>,
     {
-        match wait.line_up(wanted, denied) {
+        match place {
             Ok(place) => Admission::Wait(place, asked),
             Err(answer) => self.conclude(request, answer, asked),
         }

@@ -4,9 +4,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use crate::limit::{Check, Decision, Key, Policies};
+use crate::limit::{Check, Decision};
 use crate::store::{Error, Store, instant, polled_after_completion};
-use crate::turns::{Bounds, Permit, Turn, Turns, Wanted};
+use crate::turns::{Bounds, Permit, Refusal, Turn, Turns, Wanted};
 
 /// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
 /// with the default bounds.
@@ -81,11 +81,6 @@ impl Waiting {
         Self { max: wait.max, turns: Turns::new(store, wait.bounds) }
     }
 
-    /// Whether a request that comes now has to wait behind others.
-    pub(super) fn is_needed(&self, key: &Key, policies: &Policies) -> bool {
-        self.turns.is_waited_for(key, policies)
-    }
-
     /// What waits if this check is denied.
     pub(super) fn wanted(&self, check: &Check) -> Wanted {
         Wanted {
@@ -95,18 +90,23 @@ impl Waiting {
             deadline: instant().checked_add(self.max),
         }
     }
-    /// Has a request wait for its turn, if it can come in time. Otherwise the store's answer: `denied` is what it has just
-    /// said, if it was asked.
-    pub(super) fn line_up(
-        &self,
-        wanted: Wanted,
-        denied: Option<Decision>,
-    ) -> Result<Box<InLine>, Result<Decision, Error>> {
-        match self.turns.join(wanted, denied) {
-            Ok(turn) => Ok(Box::new(InLine { turn, permit: None })),
-            Err(refusal) => Err(refusal.into_answer()),
-        }
+
+    /// Has a request wait behind others, if there are any. Otherwise gives back what it wants.
+    pub(super) fn line_up_behind(&self, wanted: Wanted) -> Result<Place, Wanted> {
+        self.turns.join_others(wanted).map(placed)
     }
+
+    /// Has a request wait for its turn that the store has just `denied`.
+    pub(super) fn line_up(&self, wanted: Wanted, denied: Decision) -> Place {
+        placed(self.turns.join(wanted, Some(denied)))
+    }
+}
+
+/// A place in the line, or the store's answer if the turn cannot come in time.
+pub(super) type Place = Result<Box<InLine>, Result<Decision, Error>>;
+
+fn placed(turn: Result<Turn, Refusal>) -> Place {
+    turn.map(|turn| Box::new(InLine { turn, permit: None })).map_err(Refusal::into_answer)
 }
 
 impl InLine {

@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::line::{Ask, Line};
 use super::{Permit, Place, Refusal, Shared, TICK};
-use crate::limit::{Check, Decision, Outcome, Policy};
+use crate::limit::{Check, Decision, Outcome, Policies, Policy};
 use crate::store::{Error, instant};
 
 /// The task that serves a line until nobody waits in it.
@@ -34,7 +34,7 @@ impl Clerk {
             let within = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(asked_at));
             let check = Check::take_ahead(self.place.key, &ask.policies, ask.cost.saturating_mul(ask.count), within);
             match self.shared.store.ask(check).await {
-                Ok(decision) => self.act_on(decision, ask, asked_at, within, &mut pace).await,
+                Ok(decision) => self.act_on(decision, ask, asked_at, &mut pace).await,
                 Err(error) => self.fail(&error),
             }
         }
@@ -42,12 +42,9 @@ impl Clerk {
 
     /// A strategy that cannot owe is not asked before the denial is over that the line began with.
     async fn sit_out_denial(&self) {
-        let until = self.with_line(|line| {
-            let owes = line.ask(0).is_some_and(|ask| ask.policies.iter().all(|policy| policy.strategy().has_burst()));
-            line.denied_until().filter(|_| !owes)
-        });
-        if let Some(until) = until.flatten() {
-            self.rest(until + TICK).await;
+        let denied = self.with_line(|line| line.ask(0).zip(line.denied_until())).flatten();
+        if let Some((ask, until)) = denied.filter(|(ask, _)| !can_owe(&ask.policies)) {
+            self.rest(until + TICK, &ask).await;
         }
     }
 
@@ -66,24 +63,26 @@ impl Clerk {
     }
 
     /// Does what the decision says.
-    async fn act_on(&self, decision: Decision, ask: Ask, asked_at: Instant, within: Duration, pace: &mut Pace) {
+    async fn act_on(&self, decision: Decision, ask: Ask, asked_at: Instant, pace: &mut Pace) {
         let now = instant();
         let room = mem::take(&mut pace.room);
         match decision.outcome() {
             Outcome::Allowed | Outcome::Later { .. } => {
-                let due_in = decision.due_in().unwrap_or_default();
-                let due_at = now + due_in;
-                self.with_line(|line| line.learn(&decision, due_at, ask.count));
+                let due_at = now + decision.due_in().unwrap_or_default();
+                self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.count));
                 *pace = Pace { room: decision.remaining(), losses: 0 };
-                let decision = decision.due(ask.cost);
-                let permit =
-                    |decision| Permit::new(&self.shared, self.place, &self.runtime, &ask, decision, asked_at, due_at);
-                // Kept as permits while they are not due: they go back if nobody waits any more, or this runtime ends.
-                let permits: Vec<_> = (0..ask.count).map(|_| permit(decision.clone())).collect();
-                if !due_in.is_zero() {
-                    self.rest(due_at).await;
+                if !self.rest(due_at, &ask).await {
+                    // Nobody may have it before it is due. What is asked for next is due the sooner.
+                    let all = ask.cost.saturating_mul(ask.count);
+                    let _ = self.shared.store.ask(Check::give_back(self.place.key, &ask.policies, all)).await;
+                    return;
                 }
-                permits.into_iter().for_each(Permit::hand_on);
+                let decision = decision.due(ask.cost);
+                for _ in 0..ask.count {
+                    let decision = decision.clone();
+                    Permit::new(&self.shared, self.place, &self.runtime, &ask, decision, asked_at, due_at).hand_on();
+                }
+                self.with_line(Line::all_served);
             }
             // There is less room than there was; if not less than it told, one is asked for.
             Outcome::Denied { .. } if ask.count > 1 => {
@@ -91,11 +90,11 @@ impl Clerk {
             }
             Outcome::Denied { retry_after } => {
                 let passes_at = now.checked_add(retry_after);
-                self.with_line(|line| line.learn(&decision, passes_at.unwrap_or(now), 0));
+                self.with_line(|line| line.learn(&ask, &decision, now, passes_at.unwrap_or(now), 0));
                 match passes_at {
                     Some(passes_at) if ask.deadline.is_none_or(|deadline| passes_at <= deadline) => {
                         let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
-                        self.rest(now + pace.retry_in(decision.policy(), retry_after, within, several)).await;
+                        self.rest(now + pace.retry_in(&decision, retry_after, several), &ask).await;
                     }
                     _ => self.refuse(ask.first, decision),
                 }
@@ -104,19 +103,18 @@ impl Clerk {
         }
     }
 
-    /// Rests until then, or until nobody waits. Meanwhile refuses those whose time is up.
-    async fn rest(&self, until: Instant) {
+    /// Rests until then, and meanwhile refuses those whose time is up. Returns at once, and `false`, if nobody waits, or if
+    /// the line has to be asked for again.
+    async fn rest(&self, until: Instant, ask: &Ask) -> bool {
         while instant() < until {
             self.refuse_overdue();
-            let wakes_at = self.with_line(|line| {
-                let wakes_at = line.first_deadline().map_or(until, |deadline| deadline.min(until));
-                line.wakes_at = Some(wakes_at);
-                (line.len() > 0).then_some(wakes_at)
-            });
-            let Some(wakes_at) = wakes_at.flatten() else { return };
+            let Some(wakes_at) = self.with_line(|line| line.rest(until, ask, instant())).flatten() else {
+                return false;
+            };
             // Woken or not, it looks.
             let _ = timeout_at(wakes_at, self.wake.notified()).await;
         }
+        true
     }
 
     fn refuse_overdue(&self) {
@@ -152,6 +150,11 @@ impl Drop for Clerk {
     }
 }
 
+/// Whether what is taken ahead may be owed under these policies.
+fn can_owe(policies: &Policies) -> bool {
+    policies.iter().all(|policy| policy.strategy().has_burst())
+}
+
 /// How much to ask for next, and when.
 #[derive(Debug, Default)]
 struct Pace {
@@ -162,30 +165,48 @@ struct Pace {
 }
 
 impl Pace {
-    /// When to ask again after a denial: what is wanted passes after `retry_after`.
-    fn retry_in(&mut self, policy: &Policy, retry_after: Duration, within: Duration, several: bool) -> Duration {
-        let quota = policy.quota();
-        let spacing = quota.period() / quota.limit().max(1);
-        if policy.strategy().has_burst() && retry_after <= within {
-            // There is room for more when a full count less is owed, and whoever is ahead takes it. Who comes again and again
-            // in vain stays away for longer, so that each turn is not asked for by all.
+    /// When to ask again after a denial of what would be in time: it passes after `retry_after`.
+    fn retry_in(&mut self, decision: &Decision, retry_after: Duration, several: bool) -> Duration {
+        let policy = decision.policy();
+        let spacing = policy.quota().time_for(1);
+        if let Some(wait) = until_more_may_be_owed(decision) {
+            // Whoever is ahead takes it then. Who comes again and again in vain stays away for longer, so that each turn is
+            // not asked for by all.
             self.losses = (self.losses + 1).min(4);
             let pause = spacing.saturating_mul(1 << self.losses).min(Duration::from_secs(1)).mul_f64(random());
-            return retry_after
-                .saturating_sub(spacing.saturating_mul(quota.capacity()))
-                .saturating_add(pause)
-                .max(TICK);
+            return wait.saturating_add(pause).max(TICK);
         }
         if !several || !policy.strategy().trickles() {
             return retry_after + TICK;
         }
         // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
         // instance would always come before the others.
-        retry_after + TICK + spacing.min(quota.period() / 50).mul_f64(2.0 * random())
+        retry_after + TICK + spacing.min(policy.quota().period() / 50).mul_f64(2.0 * random())
     }
 }
 
 /// From 0 to 1.
 fn random() -> f64 {
     RandomState::new().hash_one(0) as f64 / u64::MAX as f64
+}
+
+/// When a full count less is owed, if others have taken ahead as much as may be owed. A denial for less than that is of a
+/// store that knows no debt, or of what costs nothing.
+fn until_more_may_be_owed(decision: &Decision) -> Option<Duration> {
+    let longer = decision.verdicts().map(|(policy, verdict)| {
+        let wait = Duration::from_micros(u64::try_from(verdict.wait).unwrap_or_default());
+        wait.saturating_sub(full_debt(policy))
+    });
+    longer.max().filter(|wait| can_owe(decision.policies()) && !wait.is_zero())
+}
+
+/// How long it takes to pay as much as may be owed; rounded up to microseconds, as the waits of decisions are.
+fn full_debt(policy: &Policy) -> Duration {
+    let quota = policy.quota();
+    if policy.strategy().is_steady() {
+        let nanos = quota.time_for(quota.capacity().into()).as_nanos();
+        u64::try_from(nanos.div_ceil(1_000)).map_or(Duration::MAX, Duration::from_micros)
+    } else {
+        quota.period().saturating_mul(quota.capacity() / quota.limit().max(1))
+    }
 }

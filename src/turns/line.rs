@@ -1,22 +1,28 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
-use super::{Permit, Refusal, Wanted};
-use crate::limit::{Decision, Policies, Policy};
+use super::{Permit, Refusal, TICK, Wanted};
+use crate::limit::{Decision, Policies, Policy, Verdict};
 
 /// Those of one runtime who wait for one caller's count.
 pub(super) struct Line {
     number: u64,
     /// In the order in which they came.
     waiting: BTreeMap<u64, Waiter>,
+    /// By which each wants to have its turn.
+    deadlines: BTreeSet<(Instant, u64)>,
+    /// What all of them cost.
+    units: u64,
+    /// Whether some may want under other policies than others.
+    is_mixed: bool,
     came: u64,
     /// What was decided last.
-    known: Option<Decision>,
-    /// No permit comes before that.
+    known: Option<Known>,
+    /// No permit comes before that, as far as is known.
     next_at: Option<Instant>,
     /// How many of those who wait have a permit that is due at `next_at`.
     served: usize,
@@ -24,6 +30,16 @@ pub(super) struct Line {
     pub(super) wake: Arc<Notify>,
     /// When the clerk looks at the line again by itself.
     pub(super) wakes_at: Option<Instant>,
+}
+
+/// A decision of the store.
+struct Known {
+    decision: Decision,
+    at: Instant,
+    /// What the store was asked for: the decision may be on a part of these.
+    policies: Policies,
+    /// For each of those whom it was asked for.
+    cost: u32,
 }
 
 pub(super) struct Waiter {
@@ -58,14 +74,18 @@ impl Waiter {
 }
 
 impl Line {
-    /// A line whose first caller has just been `denied`, if it has asked.
-    pub(super) fn new(number: u64, denied: Option<Decision>, now: Instant) -> Self {
+    /// A line whose first caller has just been `denied` what it wants, if it has asked.
+    pub(super) fn new(number: u64, wanted: &Wanted, denied: Option<Decision>, now: Instant) -> Self {
+        let Wanted { policies, cost, .. } = wanted;
         let next_at = denied.as_ref().and_then(Decision::retry_after).and_then(|wait| now.checked_add(wait));
         Self {
             number,
             waiting: BTreeMap::new(),
+            deadlines: BTreeSet::new(),
+            units: 0,
+            is_mixed: false,
             came: 0,
-            known: denied,
+            known: denied.map(|decision| Known { decision, at: now, policies: policies.clone(), cost: *cost }),
             next_at,
             served: 0,
             wake: Arc::new(Notify::new()),
@@ -83,12 +103,15 @@ impl Line {
 
     /// When a denial has to be over before it helps to ask again.
     pub(super) fn denied_until(&self) -> Option<Instant> {
-        self.next_at.filter(|_| self.known.as_ref().is_some_and(|known| known.retry_after().is_some()))
+        self.next_at.filter(|_| self.known.as_ref().is_some_and(|known| known.decision.retry_after().is_some()))
     }
 
-    /// Why one more may not join: too many wait, or it is certain that the turn would come too late.
+    /// Why one more may not join: too many wait, or the turn would come too late even if nobody left the line.
     pub(super) fn refusal(&self, wanted: &Wanted, is_full: bool, now: Instant) -> Option<Decision> {
-        let earliest = self.earliest(&wanted.policies);
+        if !is_full && wanted.deadline.is_none() {
+            return None;
+        }
+        let earliest = self.earliest(wanted);
         let is_late = wanted.deadline.zip(earliest).is_some_and(|(deadline, earliest)| earliest > deadline);
         // Before anything is known nobody is refused: there is nothing to tell.
         (is_full || is_late).then(|| self.denial(earliest, now)).flatten()
@@ -97,75 +120,131 @@ impl Line {
     /// What is known, as a denial until then.
     fn denial(&self, until: Option<Instant>, now: Instant) -> Option<Decision> {
         let wait = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
-        self.known.clone().map(|known| known.denied_for(wait))
+        let Known { decision, at, .. } = self.known.as_ref()?;
+        Some(decision.clone().denied_for(wait, now.saturating_duration_since(*at)))
     }
 
-    /// No turn of one who comes now is before that.
-    fn earliest(&self, policies: &Policies) -> Option<Instant> {
-        let next_at = self.next_at?;
-        let has_room = self.known.as_ref().is_some_and(|known| known.remaining() > 0);
-        if has_room || !policies.iter().all(|policy| policy.strategy().is_steady()) {
+    /// No turn of one who comes now is before that, if those before it stay.
+    fn earliest(&self, wanted: &Wanted) -> Option<Instant> {
+        let (known, next_at) = (self.known.as_ref()?, self.next_at?);
+        let policies = &wanted.policies;
+        // What is counted by another quota, or by windows, tells too little.
+        let is_told = policies.is(&known.policies) && policies.iter().all(|it| it.strategy().is_steady());
+        if !is_told {
             return Some(next_at);
         }
-        // A unit at a time flows back; those who are served have theirs.
-        let units: u64 = self.waiting.values().skip(self.served).map(|waiter| u64::from(waiter.wanted.cost)).sum();
-        let spacing = policies.iter().map(spacing).max().unwrap_or_default();
-        let wait = spacing.checked_mul(u32::try_from(units).unwrap_or(u32::MAX)).unwrap_or(Duration::MAX);
-        next_at.checked_add(wait).or(Some(next_at))
+        let units = self.units_before(policies) + u64::from(wanted.cost);
+        let verdicts = known.decision.verdicts();
+        verdicts.map(|(policy, verdict)| known.earliest(policy, verdict, units)).fold(Some(next_at), Ord::max)
+    }
+
+    /// What those cost who wait under these policies, but for those who are served: they have theirs.
+    fn units_before(&self, policies: &Policies) -> u64 {
+        let alike = |waiter: &&Waiter| waiter.wanted.policies.is(policies);
+        let cost = |waiter: &Waiter| u64::from(waiter.wanted.cost);
+        match self.waiting.values().next() {
+            Some(first) if !self.is_mixed && alike(&first) => {
+                self.units - self.waiting.values().take(self.served).map(cost).sum::<u64>()
+            }
+            _ => self.waiting.values().skip(self.served).filter(alike).map(cost).sum(),
+        }
     }
 
     /// Lines up at the end. Returns the number there.
     pub(super) fn push(&mut self, waiter: Waiter) -> u64 {
-        let deadline = waiter.wanted.deadline;
-        if deadline.is_some_and(|deadline| self.wakes_at.is_none_or(|wakes_at| deadline < wakes_at)) {
-            self.wake.notify_one();
-        }
         let number = self.came;
+        let Wanted { policies, cost, deadline, .. } = &waiter.wanted;
+        let last = self.waiting.values().next_back();
+        self.is_mixed = last.is_some_and(|last| self.is_mixed || !last.wanted.policies.is(policies));
+        self.units += u64::from(*cost);
+        if let Some(deadline) = *deadline {
+            self.deadlines.insert((deadline, number));
+            if self.wakes_at.is_none_or(|wakes_at| deadline < wakes_at) {
+                self.wake.notify_one();
+            }
+        }
         self.came += 1;
         self.waiting.insert(number, waiter);
         number
     }
 
-    /// Takes out the one who has this number.
-    pub(super) fn leave(&mut self, number: u64) -> Option<Waiter> {
-        let left = self.waiting.remove(&number);
-        if left.is_some() && self.waiting.is_empty() {
-            self.wake.notify_one();
-        }
-        left
-    }
-
-    /// Takes out the first, if a permit of this cost under these policies is what it wants.
-    pub(super) fn pop(&mut self, policies: &Policies, cost: u32) -> Option<Waiter> {
-        let first = self.waiting.first_entry()?;
-        let Wanted { policies: wanted, cost: wants, .. } = &first.get().wanted;
-        if *wants != cost || !wanted.is(policies) {
-            return None;
-        }
-        self.served = self.served.saturating_sub(1);
-        let waiter = first.remove();
-        if self.waiting.is_empty() {
-            self.wake.notify_one();
+    fn remove(&mut self, number: u64) -> Option<Waiter> {
+        let waiter = self.waiting.remove(&number)?;
+        self.units -= u64::from(waiter.wanted.cost);
+        if let Some(deadline) = waiter.wanted.deadline {
+            self.deadlines.remove(&(deadline, number));
         }
         Some(waiter)
     }
 
+    /// Takes out the one who has this number.
+    pub(super) fn leave(&mut self, number: u64) -> Option<Waiter> {
+        let left = self.remove(number)?;
+        if self.waiting.first_key_value().is_none_or(|(first, _)| *first > number) {
+            self.wake_unless_first_wants(&left.wanted.policies, left.wanted.cost);
+        }
+        Some(left)
+    }
+
+    /// Takes out the first, if a permit of this cost under these policies is what it wants.
+    pub(super) fn pop(&mut self, policies: &Policies, cost: u32) -> Option<Waiter> {
+        if !self.first_wants(policies, cost) {
+            return None;
+        }
+        let (first, _) = self.waiting.first_key_value()?;
+        let waiter = self.remove(*first)?;
+        self.wake_unless_first_wants(policies, cost);
+        Some(waiter)
+    }
+
+    /// Whether the first wants a permit of this cost under these policies.
+    fn first_wants(&self, policies: &Policies, cost: u32) -> bool {
+        let mut waiting = self.waiting.values();
+        waiting.next().is_some_and(|first| first.wanted.cost == cost && first.wanted.policies.is(policies))
+    }
+
+    /// The clerk rests for what the first wanted, which has left.
+    fn wake_unless_first_wants(&self, policies: &Policies, cost: u32) {
+        if !self.first_wants(policies, cost) {
+            self.wake.notify_one();
+        }
+    }
+
     /// Takes out all.
     pub(super) fn clear(&mut self) -> Vec<Waiter> {
+        self.deadlines.clear();
+        self.units = 0;
         std::mem::take(&mut self.waiting).into_values().collect()
     }
 
-    /// Takes out those whose time is up, with what they are told. Nobody is before anything is known.
+    /// Takes out those whose time is up, with what they are told. Nobody is before anything is known, or after the time
+    /// for which it was: then the store is asked.
     pub(super) fn overdue(&mut self, now: Instant) -> Vec<(Waiter, Decision)> {
-        let Some(denial) = self.denial(self.next_at, now) else { return Vec::new() };
-        let is_late = |waiter: &Waiter| waiter.wanted.deadline.is_some_and(|deadline| deadline <= now);
-        let late: Vec<u64> = self.waiting.iter().filter(|(_, waiter)| is_late(waiter)).map(|(n, _)| *n).collect();
-        late.iter().filter_map(|number| Some((self.waiting.remove(number)?, denial.clone()))).collect()
+        let Some(next_at) = self.next_at.filter(|next_at| *next_at > now) else { return Vec::new() };
+        let Some(denial) = self.denial(Some(next_at), now) else { return Vec::new() };
+        let late: Vec<u64> = self.deadlines.range(..=(now, u64::MAX)).map(|(_, number)| *number).collect();
+        late.into_iter().filter_map(|number| Some((self.remove(number)?, denial.clone()))).collect()
     }
 
-    /// The earliest deadline of those who wait.
-    pub(super) fn first_deadline(&self) -> Option<Instant> {
-        self.waiting.values().filter_map(|waiter| waiter.wanted.deadline).min()
+    /// When a clerk that rests until then has to look again. None if it has to ask again now: the first does not want what
+    /// was asked for, or somebody's time is up after the time for which the answer was.
+    pub(super) fn rest(&mut self, until: Instant, ask: &Ask, now: Instant) -> Option<Instant> {
+        if !self.first_wants(&ask.policies, ask.cost) {
+            self.next_at = None;
+            self.served = 0;
+            return None;
+        }
+        let next_at = self.next_at.unwrap_or(now);
+        let first = self.deadlines.first().map(|(deadline, _)| *deadline);
+        let looks_at = first.map(|first| if first < next_at { first } else { first.max(next_at + TICK) });
+        let wakes_at = looks_at.map_or(until, |looks_at| looks_at.min(until));
+        self.wakes_at = Some(wakes_at);
+        Some(wakes_at).filter(|wakes_at| *wakes_at > now)
+    }
+
+    /// Notes that nobody who waits has a permit.
+    pub(super) fn all_served(&mut self) {
+        self.served = 0;
     }
 
     /// What to ask for next, if the store has room for so much.
@@ -183,14 +262,24 @@ impl Line {
     }
 
     /// Learns what the store has decided, and how many permits that gives and when.
-    pub(super) fn learn(&mut self, decision: &Decision, next_at: Instant, served: u32) {
-        self.known = Some(decision.clone());
+    pub(super) fn learn(&mut self, ask: &Ask, decision: &Decision, at: Instant, next_at: Instant, served: u32) {
+        self.known = Some(Known { decision: decision.clone(), at, policies: ask.policies.clone(), cost: ask.cost });
         self.next_at = Some(next_at);
         self.served = served as usize;
     }
 }
 
-/// How long a unit takes to flow back.
-fn spacing(policy: &Policy) -> Duration {
-    policy.quota().period() / policy.quota().limit().max(1)
+impl Known {
+    /// When one policy lets so much pass at the earliest.
+    fn earliest(&self, policy: &Policy, verdict: &Verdict, units: u64) -> Option<Instant> {
+        let wait = Duration::from_micros(u64::try_from(verdict.wait).unwrap_or_default());
+        // So much has room, and when. What remains is rounded down.
+        let (room, from) = match verdict.wait {
+            0 => (verdict.remaining + 1, self.at),
+            _ if self.decision.granted() > 0 => (0, self.at + wait),
+            _ => (i64::from(self.cost), self.at + wait),
+        };
+        let missing = units.checked_sub(u64::try_from(room).unwrap_or_default())?;
+        from.checked_add(policy.quota().time_for(missing))
+    }
 }

@@ -10,6 +10,8 @@
 //!
 //! **Nothing is lost.** A permit belongs to the line, not to who asked for it: whoever gives up leaves what he would have
 //! had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same way.
+//! Before it is due there is no permit yet: if whoever is first wants something else by then, the clerk gives back what it
+//! took, and asks again. Only a runtime that ends keeps what it has taken.
 
 mod clerk;
 mod line;
@@ -127,13 +129,18 @@ impl Turns {
         Self { shared: Arc::new(Shared { store: Box::new(store), bounds, lines, count: AtomicUsize::new(0) }) }
     }
 
-    /// Whether somebody waits on this runtime, so that one who comes now has to wait too.
-    pub(crate) fn is_waited_for(&self, key: &Key, policies: &Policies) -> bool {
-        self.shared.count.load(Ordering::Acquire) > 0
-            && Handle::try_current().is_ok_and(|runtime| {
-                let place = Place { runtime: runtime.id(), key: *key, count: policies.id() };
-                lock(&self.shared.lines).each.contains_key(&place)
-            })
+    /// Waits behind those who wait on this runtime already, or gives back what is wanted if nobody does.
+    pub(crate) fn join_others(&self, wanted: Wanted) -> Result<Result<Turn, Refusal>, Wanted> {
+        if self.shared.count.load(Ordering::Acquire) == 0 {
+            return Err(wanted);
+        }
+        let Ok(runtime) = Handle::try_current() else { return Err(wanted) };
+        let place = Place::of(&runtime, &wanted);
+        let Lines { each, waiting, .. } = &mut *lock(&self.shared.lines);
+        match each.get_mut(&place) {
+            Some(line) => Ok(self.shared.line_up(line, waiting, place, wanted)),
+            None => Err(wanted),
+        }
     }
 
     /// Hands the observer on to the store.
@@ -156,40 +163,50 @@ impl Turns {
     pub(crate) fn join(&self, wanted: Wanted, denied: Option<Decision>) -> Result<Turn, Refusal> {
         let runtime = Handle::try_current()
             .map_err(|error| Refusal::Failed(Error::with_source(ErrorKind::NoRuntime, error).of_check()))?;
-        let place = Place { runtime: runtime.id(), key: wanted.key, count: wanted.policies.id() };
+        let place = Place::of(&runtime, &wanted);
         let (turn, clerk) = {
-            let lines = &mut *lock(&self.shared.lines);
-            let is_full = lines.waiting >= self.shared.bounds.all;
-            let mut begun = None;
-            let line = match lines.each.get_mut(&place) {
-                Some(line) => line,
-                None => begun.insert(Line::new(lines.made, denied, instant())),
-            };
-            let is_full = is_full || line.len() >= self.shared.bounds.each;
-            if let Some(decision) = line.refusal(&wanted, is_full, instant()) {
-                return Err(Refusal::Denied(decision));
+            let Lines { each, waiting, made } = &mut *lock(&self.shared.lines);
+            if let Some(line) = each.get_mut(&place) {
+                return self.shared.line_up(line, waiting, place, wanted);
             }
-            let (waiter, answer) = Waiter::new(wanted);
-            let turn = Turn::new(Arc::clone(&self.shared), place, line.number(), line.push(waiter), answer);
-            lines.waiting += 1;
-            let clerk = begun.map(|line| {
-                let clerk = Clerk::new(Arc::clone(&self.shared), place, &line, runtime.clone());
-                lines.made += 1;
-                lines.each.insert(place, line);
-                self.shared.count.fetch_add(1, Ordering::AcqRel);
-                clerk
-            });
+            let mut line = Line::new(*made, &wanted, denied, instant());
+            let turn = self.shared.line_up(&mut line, waiting, place, wanted)?;
+            let clerk = Clerk::new(Arc::clone(&self.shared), place, &line, runtime.clone());
+            *made += 1;
+            each.insert(place, line);
+            self.shared.count.fetch_add(1, Ordering::AcqRel);
             (turn, clerk)
         };
-        if let Some(clerk) = clerk {
-            // A runtime that has ended drops it at once: that answers who waits.
-            runtime.spawn(clerk.run());
-        }
+        // A runtime that has ended drops it at once: that answers who waits.
+        runtime.spawn(clerk.run());
         Ok(turn)
     }
 }
 
+impl Place {
+    fn of(runtime: &Handle, wanted: &Wanted) -> Self {
+        Self { runtime: runtime.id(), key: wanted.key, count: wanted.policies.id() }
+    }
+}
+
 impl Shared {
+    /// Lines up, if that is not too late and not too many wait.
+    fn line_up(
+        self: &Arc<Self>,
+        line: &mut Line,
+        waiting: &mut usize,
+        place: Place,
+        wanted: Wanted,
+    ) -> Result<Turn, Refusal> {
+        let is_full = *waiting >= self.bounds.all || line.len() >= self.bounds.each;
+        if let Some(decision) = line.refusal(&wanted, is_full, instant()) {
+            return Err(Refusal::Denied(decision));
+        }
+        let (waiter, answer) = Waiter::new(wanted);
+        *waiting += 1;
+        Ok(Turn::new(Arc::clone(self), place, line.number(), line.push(waiter), answer))
+    }
+
     /// Has the store count, on a task: nobody waits for it, or is left to be told of a failure.
     fn tell(self: &Arc<Self>, runtime: &Handle, check: Check) {
         if check.cost() > 0 {

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::line::Ask;
 use super::{Place, Shared};
-use crate::limit::{Check, Decision, Policies};
+use crate::limit::{Check, Decision, Key, Policies, Policy};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -30,10 +30,8 @@ struct Held {
     /// What was asked for: a decision may be on a part of these.
     policies: Policies,
     cost: u32,
-    /// When the count has forgotten it at the earliest.
-    counted_until: Instant,
-    /// Until when it may be used as it is.
-    good_until: Instant,
+    taken_at: Instant,
+    due_at: Instant,
 }
 
 impl Permit {
@@ -46,11 +44,9 @@ impl Permit {
         taken_at: Instant,
         due_at: Instant,
     ) -> Self {
-        let counted_until = taken_at + decision.reset_after();
-        let good_until = counted_until.max(due_at + PATIENCE);
         let (shared, runtime) = (Arc::clone(shared), runtime.clone());
         let (policies, cost) = (ask.policies.clone(), ask.cost);
-        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, counted_until, good_until }) }
+        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, taken_at, due_at }) }
     }
 
     /// What was decided on it.
@@ -58,23 +54,24 @@ impl Permit {
         &self.decision
     }
 
-    /// Uses it. One that was held for too long is charged again.
+    /// Uses it. Of one that was held for too long, what is counted no more is charged again.
     pub(crate) fn spend(mut self) -> Decision {
-        if let Some(held) = self.held.take().filter(|held| !held.is_good()) {
-            held.shared.tell(&held.runtime, Check::charge(held.place.key, &held.policies, held.cost));
+        if let Some(held) = self.held.take().filter(|held| !held.is_good(&self.decision)) {
+            held.tell(
+                Check::charge,
+                held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost - counted)),
+            );
         }
         self.decision.clone()
     }
 
-    /// Hands it on to whoever is first in the line, or gives it back to the store, if that still counts it.
+    /// Hands it on to whoever is first in the line, or gives what is still counted of it back to the store.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
-            let next = held.is_good().then(|| held.shared.pop(&held.place, &held.policies, held.cost)).flatten();
+            let is_good = held.is_good(&self.decision);
+            let next = is_good.then(|| held.shared.pop(&held.place, &held.policies, held.cost)).flatten();
             let Some(waiter) = next else {
-                // What has flowed back is another's by now.
-                if instant() < held.counted_until {
-                    held.shared.tell(&held.runtime, Check::give_back(held.place.key, &held.policies, held.cost));
-                }
+                held.tell(Check::give_back, held.counted(&self.decision));
                 return;
             };
             match waiter.tell(Ok(Self { decision: self.decision.clone(), held: Some(held) })) {
@@ -86,9 +83,31 @@ impl Permit {
 }
 
 impl Held {
-    /// Whether it may be used as it is: the count knows it still, or it was due just now.
-    fn is_good(&self) -> bool {
-        instant() < self.good_until
+    /// Whether it may be used as it is: it is counted still, or was due just now.
+    fn is_good(&self, decision: &Decision) -> bool {
+        instant() < self.due_at + PATIENCE || self.counted(decision).all(|(_, counted)| counted == self.cost)
+    }
+
+    /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is
+    /// another's by now.
+    fn counted(&self, decision: &Decision) -> impl Iterator<Item = (&Policy, u32)> {
+        let age = instant().saturating_duration_since(self.taken_at);
+        self.policies.iter().zip(decision.verdicts()).map(move |(policy, (decided, verdict))| {
+            let left = Duration::from_micros(u64::try_from(verdict.reset).unwrap_or_default()).saturating_sub(age);
+            let all = if left.is_zero() { 0 } else { self.cost };
+            let is_steady = decided.strategy().is_steady();
+            (policy, if is_steady { decided.quota().units_in(left).min(self.cost) } else { all })
+        })
+    }
+
+    /// Has the store count so much under each policy: in one check, if it is the same under all of them.
+    fn tell<'a>(&self, check: fn(Key, &Policies, u32) -> Check, costs: impl Iterator<Item = (&'a Policy, u32)>) {
+        let costs: Vec<_> = costs.collect();
+        let tell = |policies: &Policies, cost| self.shared.tell(&self.runtime, check(self.place.key, policies, cost));
+        match costs.as_slice() {
+            [(_, first), others @ ..] if others.iter().all(|(_, cost)| cost == first) => tell(&self.policies, *first),
+            costs => costs.iter().for_each(|(policy, cost)| tell(&Policies::from((*policy).clone()), *cost)),
+        }
     }
 }
 

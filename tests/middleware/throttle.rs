@@ -221,6 +221,33 @@ async fn a_permit_that_the_count_has_forgotten_is_charged_again() {
     }
 }
 
+/// Under a policy that has forgotten it a permit is charged again, or not given back; under the others it is as it was.
+#[tokio::test(start_paused = true)]
+async fn each_policy_is_told_what_it_has_forgotten() {
+    let (_, store) = watched();
+    let named = |name, quota: &str| Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
+    for least in ["7/s", "7000/s"] {
+        let policies = Policies::new([named("second", least), named("day", "20/d")]).unwrap();
+        for (used, mode) in [(true, Mode::Charge), (false, Mode::GiveBack)] {
+            let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone());
+            let mut service = layer.layer(service_fn(ok));
+            service.ready().await.unwrap();
+            let before = store.asked().len();
+            sleep(Duration::from_millis(1_500)).await;
+            if used {
+                service.call("").await.unwrap();
+            }
+            drop(service);
+            settle().await;
+            let told: Vec<_> = store.asked()[before..]
+                .iter()
+                .map(|check| (check.mode(), check.policies()[0].name().to_owned(), check.policies().iter().len()))
+                .collect();
+            assert_eq!(told, [(mode, if used { "second" } else { "day" }.to_owned(), 1)], "{least}");
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn no_permit_is_taken_for_a_service_that_is_not_ready() {
     let (local, _) = watched();

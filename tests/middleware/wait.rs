@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Check, Decision, Error, ErrorKind, Key, KeyExtractor, LocalStore, MockStore, OnError, Policies, Policy,
+    Check, Decision, Error, ErrorKind, Key, KeyExtractor, LocalStore, MockStore, Mode, OnError, Policies, Policy,
     RateLimitLayer, Store, Strategy, Wait, key_fn,
 };
 
@@ -244,4 +244,24 @@ async fn what_never_fits_does_not_wait() {
         .cost(|_| 2)
         .wait(Duration::from_secs(10));
     assert_eq!(send(&layer.layer(service_fn(ok)), "/a", 1).await, [(StatusCode::TOO_MANY_REQUESTS, Duration::ZERO)]);
+}
+
+/// What flows back while the inner service is not ready is another's by then.
+#[tokio::test(start_paused = true)]
+async fn only_what_is_still_counted_goes_back() {
+    let (local, store) = (LocalStore::default(), MockStore::new());
+    let asked = local.clone();
+    store.answer(move |check| asked.check(check.clone()).now_or_never().expect("it never waits"));
+    let policies: Policies = policy(Strategy::Gcra, "10/s").into();
+    let _ = local.check(Check::take(Key::new("/a"), &policies, 10)).await.unwrap();
+    let layer = RateLimitLayer::new(store.clone(), by_path(), policies).cost(|_| 10).wait(Duration::from_secs(10));
+    let (inner, mut handle) = tower_test::mock::pair::<Request<()>, Response<String>>();
+    let mut service = layer.layer(inner);
+    handle.allow(1);
+    let response = service.ready().await.unwrap().call(get("/a"));
+    handle.allow(0);
+    assert!(tokio::time::timeout(Duration::from_millis(1_500), response).await.is_err());
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    let back: Vec<u32> = store.asked().iter().filter(|it| it.mode() == Mode::GiveBack).map(Check::cost).collect();
+    assert_eq!(back, [5]);
 }

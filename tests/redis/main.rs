@@ -24,4 +24,5 @@ mod runtimes;
 #[cfg(feature = "tracing")]
 mod texts;
 mod tls;
+mod turns;
 mod work;

@@ -9,5 +9,6 @@ mod support;
 mod any;
 mod contract;
 mod limiter;
+mod lines;
 mod local;
 mod outside;

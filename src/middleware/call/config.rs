@@ -6,7 +6,7 @@ use crate::limit::{Check, Decision, Policies};
 use crate::middleware::asked::Asked;
 use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
-use crate::middleware::wait::{InLine, Waiting};
+use crate::middleware::wait::{InLine, Place, Waiting};
 use crate::middleware::{KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector};
 use crate::store::{Answer, Error, Observer, Store};
 use crate::turns::Wanted;
@@ -75,10 +75,10 @@ impl<S, K, R> Config<S, K, R> {
         let check = Check::take(key, &policies, cost);
         let wanted = match &self.wait {
             None => None,
-            Some(wait) if wait.is_needed(&key, &policies) => {
-                return Start::Decided(self.line_up(wait, wait.wanted(&check), None, asked));
-            }
-            Some(wait) => Some(Box::new(wait.wanted(&check))),
+            Some(wait) => match wait.line_up_behind(wait.wanted(&check)) {
+                Ok(place) => return Start::Decided(self.admit_to_line(place, asked)),
+                Err(wanted) => Some(Box::new(wanted)),
+            },
         };
         match self.store.check(check) {
             Answer::Ready { answer } => Start::Decided(self.admit(answer, asked, wanted)),
@@ -95,15 +95,15 @@ impl<S, K, R> Config<S, K, R> {
     ) -> Admission {
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                self.line_up(wait, *wanted, Some(denied), asked)
+                self.admit_to_line(wait.line_up(*wanted, denied), asked)
             }
             (answer, ..) => self.conclude(answer, asked),
         }
     }
 
-    /// Has a request wait for its turn, if it can come in time.
-    fn line_up(&self, wait: &Waiting, wanted: Wanted, denied: Option<Decision>, asked: Option<Asked>) -> Admission {
-        match wait.line_up(wanted, denied) {
+    /// What becomes of a request that waits if it has a place.
+    fn admit_to_line(&self, place: Place, asked: Option<Asked>) -> Admission {
+        match place {
             Ok(place) => Admission::Wait(place, asked),
             Err(answer) => self.conclude(answer, asked),
         }

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use http::Response;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
+use http::{Method, Response};
 use tonic::metadata::{MetadataMap, MetadataValue};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
@@ -93,7 +93,7 @@ impl GrpcReject {
 
     /// Answers gRPC requests by gRPC, and the others by another [`Reject`], such as [`HttpReject`](crate::HttpReject).
     ///
-    /// A gRPC request has the content type `application/grpc`, or `application/grpc+proto` and such. `application/grpc-web`
+    /// A gRPC request is a `POST` with the content type `application/grpc`, or `application/grpc+proto` and such. `application/grpc-web`
     /// is another protocol: put the layer within tonic-web's, which makes gRPC of its requests and translates the answers. In
     /// front of that, the other `Reject` answers.
     pub const fn or<R>(self, other: R) -> GrpcOr<R> {
@@ -121,9 +121,13 @@ impl<B: Default, R: Reject<B>> Reject<B> for GrpcOr<R> {
     }
 }
 
-/// Whether the content type is `application/grpc`, with a suffix or parameters.
+/// Whether it is a `POST` of the content type `application/grpc`, with a suffix or parameters. A cache might keep what
+/// answers another method with a 200, for all clients.
 fn is_grpc(request: &Parts) -> bool {
     const GRPC: &str = "application/grpc";
+    if request.method != Method::POST {
+        return false;
+    }
     let kind = request.headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().split_at_checked(GRPC.len()));
     kind.is_some_and(|(kind, rest)| {
         kind.eq_ignore_ascii_case(GRPC.as_bytes()) && matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'))
@@ -176,8 +180,10 @@ mod tests {
 
     #[test]
     fn grpc_is_told_by_the_content_type() {
-        let of =
-            |kind: &str| is_grpc(&Request::builder().header("content-type", kind).body(()).unwrap().into_parts().0);
+        let by = |method: Method, kind: &str| {
+            is_grpc(&Request::builder().method(method).header("content-type", kind).body(()).unwrap().into_parts().0)
+        };
+        let of = |kind: &str| by(Method::POST, kind);
         for kind in [
             "application/grpc",
             "application/grpc+proto",
@@ -203,6 +209,8 @@ mod tests {
             assert!(!of(kind), "{kind}");
         }
         assert!(!is_grpc(&Request::new(()).into_parts().0));
+        // A cache might keep the 200 of one.
+        assert!(!by(Method::GET, "application/grpc"));
     }
 
     #[test]

@@ -42,12 +42,15 @@ use crate::turns::{Bounds, Turns};
 ///   to the next one that waits in this process, and otherwise to the store.
 /// - A clone has a permit of its own. Clones, and all services of one layer, wait in one line, first come, first served.
 /// - Over several instances each takes at most one permit ahead of time, so they take turns. One call of the store makes a
-///   grant, or several; a sliding log or counter, which cannot owe, takes up to about three. Let the burst be at least the number of instances, and at least what comes in 10 ms: with less they
-///   ask more often, and a part of the rate is not used.
+///   grant, or several; a sliding log or counter, which cannot owe, takes up to about three calls. Let the burst be at least
+///   the number of instances, and at least what comes in 10 ms: with less they ask more often, and a part of the rate is not
+///   used.
 /// - The inner service is polled ready first, so that no permit is held for one that is not. It stays ready meanwhile: to
 ///   limit how many calls run at once, wrap the throttle in the limit.
 /// - A permit that is held for more than a second, and for so long that the count has forgotten it, is charged again by the
-///   call that uses it: services that are ready and idle save nothing up.
+///   call that uses it. So a service that is ready and idle saves up one call, which others pay for later: of a hundred idle
+///   ones a hundred calls may come at once, beside the burst.
+/// - A runtime that ends takes its permits with it: what they were charged is not given back.
 /// - A call without a permit, of a service that was not polled ready, is charged and goes on.
 ///
 /// Requests without a throttle on the same count are denied while permits are taken ahead: see

@@ -1,0 +1,271 @@
+//! Lines of those who wait: whatever they want, and whatever the store says.
+
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::FutureExt;
+use futures_util::future::join_all;
+use tokio::time::{Instant, sleep};
+use tower_redis_ratelimit::{
+    Align, Check, Key, Limiter, LocalStore, MockStore, Mode, Policies, Policy, Refill, Store, Strategy,
+};
+
+use crate::support::policy;
+
+const ANN: Key = Key::GLOBAL;
+const LONG: Duration = Duration::from_secs(3_600);
+
+fn named(name: &str, strategy: Strategy, quota: &str) -> Policy {
+    Policy::new(name, strategy, quota.parse().unwrap()).unwrap()
+}
+
+/// A local store, and what it was asked.
+fn watched() -> (LocalStore, MockStore) {
+    let (local, store) = (LocalStore::default(), MockStore::new());
+    let asked = local.clone();
+    store.answer(move |check| asked.check(check.clone()).now_or_never().expect("it never waits"));
+    (local, store)
+}
+
+/// How many calls the store gets until someone who waits has his turn.
+async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost: u32) -> usize {
+    let limiter = Limiter::new(store.clone(), policies);
+    let before = store.asked().len();
+    assert!(limiter.wait(ANN, cost, LONG).await.unwrap().is_allowed());
+    store.asked().len() - before
+}
+
+/// A store that knows no debt, whatever the strategy.
+#[tokio::test(start_paused = true)]
+async fn a_store_without_debts_is_not_asked_all_the_time() {
+    for strategy in [Strategy::Gcra, Strategy::TokenBucket(Refill::Interval), Strategy::SlidingLog] {
+        let store = MockStore::new();
+        store.deny(Duration::from_millis(500));
+        let again = async {
+            sleep(Duration::from_millis(400)).await;
+            store.allow();
+        };
+        let (calls, ()) = tokio::join!(calls_of_a_wait(&store, policy(strategy, "10/s"), 1), again);
+        assert_eq!(calls, 2, "{strategy:?}");
+    }
+}
+
+/// A list of policies of which one cannot owe is not asked as if it could.
+#[tokio::test(start_paused = true)]
+async fn policies_that_cannot_all_owe_are_not_asked_all_the_time() {
+    let (local, store) = watched();
+    let policies = Policies::new([
+        named("bucket", Strategy::Gcra, "10/m"),
+        named("window", Strategy::FixedWindow(Align::FirstHit), "1000/h"),
+    ])
+    .unwrap();
+    let _ = local.check(Check::take(ANN, &policies, 10)).await.unwrap();
+    assert_eq!(calls_of_a_wait(&store, policies, 5).await, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cost_of_nothing_is_not_asked_for_all_the_time() {
+    let (local, store) = watched();
+    let policies = policy(Strategy::Gcra, "1/s burst 10");
+    let _ = local.check(Check::charge(ANN, &policies, 15)).await.unwrap();
+    assert_eq!(calls_of_a_wait(&store, policies, 0).await, 2);
+}
+
+/// If as much is owed as may be, it is asked again when less is.
+#[tokio::test(start_paused = true)]
+async fn a_full_debt_is_waited_for() {
+    for (strategy, quota) in [
+        (Strategy::Gcra, "1/s burst 10"),
+        (Strategy::LeakyBucket, "1/s burst 10"),
+        (Strategy::TokenBucket(Refill::Greedy), "1/s burst 10"),
+        (Strategy::TokenBucket(Refill::Interval), "10/10s burst 10"),
+        (Strategy::TokenBucket(Refill::Interval), "10/10s burst 25"),
+    ] {
+        let (local, store) = watched();
+        let policies = policy(strategy, quota);
+        let _ = local.check(Check::charge(ANN, &policies, 100)).await.unwrap();
+        let at = local.check(Check::peek(ANN, &policies, 1)).await.unwrap().retry_after().unwrap();
+        let start = Instant::now();
+        let calls = calls_of_a_wait(&store, policies, 1).await;
+        assert!(calls <= 3, "{strategy:?} {quota}: {calls} calls");
+        let late = start.elapsed().checked_sub(at).expect("not before its time");
+        assert!(late <= Duration::from_millis(3), "{strategy:?} {quota}: {late:?} late");
+    }
+    // One owes all that it may, and is soon paid; another has a longer wait.
+    let (local, store) = watched();
+    let (deep, shallow) = (named("a", Strategy::Gcra, "1/s burst 100"), named("b", Strategy::Gcra, "1/s burst 5"));
+    let _ = local.check(Check::charge(ANN, &deep.clone().into(), 150)).await.unwrap();
+    let _ = local.check(Check::charge(ANN, &shallow.clone().into(), 10)).await.unwrap();
+    assert!(calls_of_a_wait(&store, Policies::new([deep, shallow]).unwrap(), 1).await <= 3);
+}
+
+/// There is room for all of them now.
+#[tokio::test(start_paused = true)]
+async fn a_wait_of_no_time_is_a_take() {
+    for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
+        let limiter = Limiter::new(LocalStore::default(), policy(strategy, "10/s"));
+        let waits = join_all((0..12).map(|_| limiter.wait(ANN, 1, Duration::ZERO))).await;
+        let allowed = waits.into_iter().filter(|decision| decision.as_ref().unwrap().is_allowed()).count();
+        assert_eq!(allowed, 10, "{strategy:?}");
+    }
+}
+
+/// What one policy is short of says nothing of the others.
+#[tokio::test(start_paused = true)]
+async fn only_a_policy_that_is_used_up_makes_the_line_long() {
+    let policies = Policies::new([
+        named("second", Strategy::Gcra, "10/s burst 1"),
+        named("hour", Strategy::Gcra, "100/h burst 100"),
+    ]);
+    let limiter = Limiter::new(LocalStore::default(), policies.unwrap());
+    let _ = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
+    let waits = (0..8).map(|i| {
+        let limiter = limiter.clone();
+        async move {
+            sleep(Duration::from_millis(i)).await;
+            limiter.wait(ANN, 1, Duration::from_secs(1)).await.unwrap()
+        }
+    });
+    for decision in join_all(waits).await {
+        assert!(decision.is_allowed(), "{decision:?}");
+    }
+}
+
+/// Whoever cannot have his turn in time is not counted by those behind him.
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_behind_one_who_is_too_late() {
+    let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 100"));
+    let _ = limiter.take(ANN, 100).await.unwrap();
+    let first = limiter.wait(ANN, 1, Duration::from_secs(5));
+    let later = async |cost, max| {
+        sleep(Duration::from_millis(10)).await;
+        limiter.wait(ANN, cost, Duration::from_secs(max)).await.unwrap()
+    };
+    let (first, large, small) = tokio::join!(first, later(100, 2), later(1, 10));
+    assert!(first.unwrap().is_allowed() && !large.is_allowed());
+    assert!(small.is_allowed(), "{small:?}");
+}
+
+/// All costs count in the line, but what the first wants only until it has it.
+#[tokio::test(start_paused = true)]
+async fn nobody_is_refused_who_would_pass_in_time() {
+    // All that is owed may be owed: the first, of 5, waits for its take.
+    let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 5"));
+    let _ = limiter.charge(ANN, 10).await.unwrap();
+    let first = limiter.wait(ANN, 5, LONG);
+    let second = async {
+        sleep(Duration::from_millis(10)).await;
+        limiter.wait(ANN, 1, Duration::from_millis(11_500)).await.unwrap()
+    };
+    let (first, second) = tokio::join!(first, second);
+    assert!(first.unwrap().is_allowed() && second.is_allowed(), "{second:?}");
+}
+
+/// What a denied client is told is never more than it is.
+#[tokio::test(start_paused = true)]
+async fn the_wait_that_is_told_goes_by() {
+    let (local, _) = watched();
+    let policies = policy(Strategy::FixedWindow(Align::FirstHit), "1/h");
+    let limiter = Limiter::new(local.clone(), policies.clone());
+    assert!(limiter.wait(ANN, 1, Duration::ZERO).await.unwrap().is_allowed());
+    let long = tokio::spawn({
+        let limiter = limiter.clone();
+        async move { limiter.wait(ANN, 1, LONG * 2).await }
+    });
+    sleep(LONG * 3 / 4).await;
+    let told = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
+    let real = local.check(Check::peek(ANN, &policies, 1)).await.unwrap();
+    assert!(told.retry_after().unwrap() <= real.retry_after().unwrap(), "{told:?} of {real:?}");
+    assert!(told.reset_after() <= real.reset_after(), "{told:?} of {real:?}");
+    long.abort();
+}
+
+/// Whoever leaves takes his cost with him: others need not wait for so much.
+#[tokio::test(start_paused = true)]
+async fn the_next_one_does_not_wait_for_the_cost_of_one_who_left() {
+    for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::TokenBucket(Refill::Interval)] {
+        let (_, store) = watched();
+        let limiter = Limiter::new(store.clone(), policy(strategy, "100/h"));
+        let _ = limiter.take(ANN, 90).await.unwrap();
+        let mut large = Box::pin(limiter.wait(ANN, 50, LONG * 2));
+        assert!(large.as_mut().now_or_never().is_none());
+        sleep(Duration::from_millis(10)).await;
+        let mut small = Box::pin(limiter.wait(ANN, 2, LONG * 2));
+        assert!(small.as_mut().now_or_never().is_none());
+        sleep(Duration::from_secs(1)).await;
+        drop(large);
+        let start = Instant::now();
+        assert!(small.await.unwrap().is_allowed());
+        assert!(start.elapsed() < Duration::from_millis(5), "{strategy:?}: {:?}", start.elapsed());
+        let charges = store.asked().iter().filter(|check| check.mode() == Mode::Charge).count();
+        assert_eq!(charges, 0);
+    }
+}
+
+/// Whoever comes just when the last one has left takes his place, and is told no in time.
+#[tokio::test(start_paused = true)]
+async fn one_who_takes_the_place_of_another_is_told_in_time() {
+    let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/h"));
+    let _ = limiter.take(ANN, 1).await.unwrap();
+    let mut first = Box::pin(limiter.wait(ANN, 1, LONG));
+    assert!(first.as_mut().now_or_never().is_none());
+    sleep(Duration::from_secs(1)).await;
+    drop(first);
+    let start = Instant::now();
+    assert!(!limiter.wait(ANN, 1, Duration::from_secs(5)).await.unwrap().is_allowed());
+    assert!(start.elapsed() <= Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+/// Any costs, deadlines and quotas, and some who give up: each is told in time, no more passes than may, the store is not
+/// asked without need, and nothing is left.
+#[tokio::test(start_paused = true)]
+async fn whatever_they_want_each_is_told_in_time() {
+    for seed in 0..300 {
+        let mut rng = Rng::with_seed(seed);
+        let (_, store) = watched();
+        let strategy = Strategy::ALL[rng.usize(..Strategy::ALL.len())];
+        let quotas = [["10/s", "20/s"], ["100000/s", "100000/s"], ["1/d", "1/d"], ["5/s", "5/s"]][rng.usize(..4)];
+        let limiters = quotas.map(|quota| Limiter::new(store.clone(), policy(strategy, quota)));
+        let most = policy(strategy, quotas[1])[0].quota().limit();
+        let waits: Vec<_> = (0..rng.usize(1..60))
+            .map(|_| {
+                let limiter = limiters[usize::from(rng.u8(..4) == 0)].clone();
+                let cost = [0, 1, 1, 1, 2, most.min(5), most][rng.usize(..7)];
+                let at = Duration::from_micros(rng.u64(..2_000_000));
+                let max = [0, 1, 999, 50_000, 400_000, 3_000_000][rng.usize(..6)];
+                let max = Duration::from_micros(max);
+                let patience = if rng.u8(..4) == 0 { Duration::from_micros(rng.u64(..500_000)) } else { LONG };
+                tokio::spawn(async move {
+                    sleep(at).await;
+                    let start = Instant::now();
+                    let answer = tokio::time::timeout(patience, limiter.wait(ANN, cost, max)).await;
+                    let late = start.elapsed().saturating_sub(max.min(patience));
+                    assert!(late <= Duration::from_millis(30), "{cost} for {max:?}: {late:?} late, {answer:?}");
+                    let passed = answer.is_ok_and(|decision| decision.unwrap().is_allowed());
+                    passed.then(|| (Instant::now(), cost))
+                })
+            })
+            .collect();
+        let count = waits.len();
+        let mut passed: Vec<_> = join_all(waits).await.into_iter().filter_map(|wait| wait.expect("in time")).collect();
+        passed.sort();
+        let what = format!("seed {seed}: {strategy:?} {quotas:?}");
+        if quotas[0] == quotas[1] && matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket) {
+            for (i, (from, _)) in passed.iter().enumerate() {
+                for (at, _) in &passed[i..] {
+                    let costs: u32 = passed[i..].iter().take_while(|(time, _)| time <= at).map(|(_, cost)| cost).sum();
+                    let quota = policy(strategy, quotas[1])[0].quota();
+                    // Timers may be late by a millisecond.
+                    let may = f64::from(quota.capacity())
+                        + (*at - *from + Duration::from_millis(1)).as_secs_f64() / quota.period().as_secs_f64()
+                            * f64::from(quota.limit());
+                    assert!(f64::from(costs) <= may + 1.0, "{what}: {costs} of {may} in {:?}", *at - *from);
+                }
+            }
+        }
+        sleep(Duration::from_secs(10)).await;
+        let asked = store.asked().iter().filter(|check| check.mode() == Mode::TakeAhead).count();
+        assert!(asked <= 6 * count + 10, "{what}: {asked} calls for {count} waits");
+        assert!(limiters.iter().all(|it| format!("{it:?}").contains("Turns { waiting: 0, .. }")), "{what}");
+    }
+}
