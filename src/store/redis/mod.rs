@@ -5,6 +5,7 @@ mod batch;
 mod calls;
 mod cluster;
 mod denials;
+mod dial;
 mod errors;
 mod future;
 mod instances;
@@ -15,6 +16,7 @@ mod pool;
 mod queue;
 mod runtimes;
 mod script;
+mod sentinel;
 mod servers;
 #[cfg(test)]
 mod tests;
@@ -36,6 +38,7 @@ pub use servers::Servers;
 use self::cluster::Cluster;
 use self::denials::Denials;
 use self::lanes::{Lanes, Limits};
+use self::tls::Tls;
 use self::transport::Transport;
 use super::{Answer, Error, Instances, Observer, Store};
 use crate::limit::{Check, ConfigError, Key, is_name};
@@ -69,8 +72,9 @@ pub struct RedisStore {
 impl RedisStore {
     /// Connects, and makes sure that Redis can run the script.
     ///
-    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`, `redis+cluster://host:6379,host:6380`, `rediss://` and
-    /// `rediss+cluster://` with the feature `tls`, `redis+unix:///path`; or a [`redis::ConnectionInfo`]. See [`Servers`].
+    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`, `redis+cluster://host:6379,host:6380`,
+    /// `redis+sentinel://host:26379,host:26380/mymaster`, each with `rediss` and the feature `tls`, `redis+unix:///path`; or a
+    /// [`redis::ConnectionInfo`]. See [`Servers`].
     ///
     /// # Errors
     ///
@@ -111,6 +115,39 @@ impl RedisStore {
         Self::connect_lazy(Servers::cluster(nodes))
     }
 
+    /// A store on the master that Redis Sentinel has elected, by the master's name and the URLs of all sentinels. It does not
+    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
+    ///
+    /// The sentinels are asked at once whenever a connection is made, and the server that they tell must say that it is a
+    /// master. Where they do not agree, it is the word of most of them, and else the latest. One that is dead or slow keeps
+    /// nobody waiting. Every quarter of a second one of them is asked again, so that after a failover connections to the
+    /// former master are given up, though it may still answer. While none answers, the master is the last that was known.
+    ///
+    /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its name as a
+    /// URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
+    /// [`builder`](Self::builder). A user of the master needs `+role` besides, to be told apart from a replica before it is used;
+    /// and one of the sentinels `+sentinel|master` (`+sentinel` before Redis 7).
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::sentinel("mymaster", ["redis://10.0.0.1:26379", "redis://10.0.0.2:26379"])?;
+    ///
+    /// let sentinels = ["redis://:secret@10.0.0.1:26379", "redis://:secret@10.0.0.2:26379"];
+    /// let store = RedisStore::sentinel("redis://limiter:password@mymaster/0", sentinels)?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is none.
+    pub fn sentinel<U: IntoConnectionInfo>(
+        master: &str,
+        sentinels: impl IntoIterator<Item = U>,
+    ) -> Result<Self, ConfigError> {
+        Self::connect_lazy(Servers::sentinel(master, sentinels))
+    }
+
     /// Announces this instance in Redis, and counts those that do so under the same key prefix: for
     /// [`Share::Alive`](crate::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for it.
     ///
@@ -129,6 +166,7 @@ impl RedisStore {
     pub fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
         RedisStoreBuilder {
             servers: servers.into(),
+            tls: Tls::default(),
             prefix: "rl".to_owned(),
             connections: 2,
             timeout: Duration::from_millis(250),
@@ -190,6 +228,7 @@ impl Store for RedisStore {
 #[must_use]
 pub struct RedisStoreBuilder {
     servers: Servers,
+    tls: Tls,
     prefix: String,
     connections: usize,
     timeout: Duration,
@@ -207,6 +246,46 @@ impl RedisStoreBuilder {
     /// prefix share their counts. Defaults to `rl`.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
+        self
+    }
+
+    /// Trusts the certificate authorities of these certificates, in PEM, and no others. Defaults to those that this machine
+    /// trusts, or with the feature `tls-webpki-roots` to Mozilla's.
+    ///
+    /// This and the two below are for every connection that speaks TLS: to a single server, to the nodes of a cluster, to
+    /// sentinels and their master.
+    ///
+    /// ```no_run
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// # fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let store = RedisStore::builder("rediss://10.0.0.1:6380/")
+    ///     .root_certificates(std::fs::read("ca.pem")?)
+    ///     .client_certificate(std::fs::read("client.pem")?, std::fs::read("client.key")?)
+    ///     .server_name("redis.internal")
+    ///     .connect_lazy()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[cfg(feature = "tls")]
+    pub fn root_certificates(mut self, pem: impl Into<Vec<u8>>) -> Self {
+        self.tls.root_certificates = Some(pem.into());
+        self
+    }
+
+    /// The certificate, with those between it and its authority, and the key that show who we are, in PEM: what a Redis with
+    /// `tls-auth-clients yes`, its default, wants. Defaults to none.
+    #[cfg(feature = "tls")]
+    pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
+        self.tls.client_certificate = Some((certificate.into(), key.into()));
+        self
+    }
+
+    /// For which name the servers' certificates must be, if not for the hosts in the URL: where servers are reached by address,
+    /// as the nodes of a cluster mostly are. Defaults to each server's host.
+    #[cfg(feature = "tls")]
+    pub fn server_name(mut self, name: impl Into<String>) -> Self {
+        self.tls.server_name = Some(name.into());
         self
     }
 
@@ -287,8 +366,9 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyBuckets`], and
-    /// [`ConfigError::Zero`] for a time-out of zero.
+    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyBuckets`],
+    /// [`ConfigError::Certificate`], [`ConfigError::ServerName`], [`ConfigError::TlsUnused`], and [`ConfigError::Zero`] for a
+    /// time-out of zero.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         if !is_name(&self.prefix, b"-_./:") {
             return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
@@ -299,10 +379,8 @@ impl RedisStoreBuilder {
         if self.buckets > Cluster::MAX_BUCKETS {
             return Err(ConfigError::TooManyBuckets(self.buckets));
         }
-        let transport = Transport::new(self.servers.into_kind()?, &self.prefix, self.buckets)?;
-        if transport.is_tls() {
-            tls::prepare()?;
-        }
+        let servers = self.servers.into_kind()?;
+        let transport = Transport::new(servers, &self.prefix, self.buckets, self.timeout, &self.tls)?;
         Ok(RedisStore {
             lanes: Arc::new(Lanes {
                 transport,
