@@ -19,5 +19,5 @@ mod memory;
 mod runtimes;
 #[cfg(feature = "tracing")]
 mod texts;
-mod tls;
+mod urls;
 mod work;

@@ -14,9 +14,12 @@ const SLACK: Duration = Duration::from_millis(900);
 /// The promise is a second, and it is printed; this is for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(10);
 
-/// How many failovers: `FAILOVERS=20` runs so many.
-fn count() -> usize {
-    std::env::var("FAILOVERS").map_or(4, |count| count.parse().expect("a number"))
+/// How many failovers one load goes through: before its ample callers have used up what they may.
+const IN_A_ROW: usize = 4;
+
+/// How many such loads there are, one after the other: `FAILOVERS=20` means five.
+fn loads() -> usize {
+    std::env::var("FAILOVERS").map_or(1, |count| count.parse::<usize>().expect("a number").div_ceil(IN_A_ROW))
 }
 
 /// Whether a connection of a store is open there.
@@ -28,6 +31,14 @@ async fn is_used(group: &Group, server: usize) -> bool {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failovers_in_a_row() {
     let mut group = Group::start().await;
+    for _ in 0..loads() {
+        survive(&mut group).await;
+        let master = group.master().await.expect("a master");
+        let _: String = group.servers[master].command("FLUSHALL").await;
+    }
+}
+
+async fn survive(group: &mut Group) {
     let mut load = Load::new(&group.url(), Setup::default());
     load.introduce().await;
     load.start();
@@ -37,7 +48,7 @@ async fn failovers_in_a_row() {
     .await;
     // Granted while the master changed: no more than that can be lost.
     let mut at_risk = [0; CALLERS.len()];
-    for failover in 0..count() {
+    for failover in 0..IN_A_ROW {
         let old = group.master().await.expect("a master");
         let kill = failover % 2 == 1;
         group.switches.lock().unwrap().clear();
@@ -56,7 +67,7 @@ async fn failovers_in_a_row() {
         until("a sentinel has switched", async || !group.switches.lock().unwrap().is_empty()).await;
         let before: Vec<u64> = load.instances.iter().map(|instance| instance.by_redis()).collect();
         if !kill {
-            until("the former master is left", async || !is_used(&group, old).await).await;
+            until("the former master is left", async || !is_used(group, old).await).await;
         }
         let left = Instant::now();
         until("all instances are back", async || {

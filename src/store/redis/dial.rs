@@ -24,6 +24,9 @@ pub(super) struct Dialer {
     connected: AtomicBool,
 }
 
+/// Redis-rs does not wait for longer than twice as long.
+const LONGEST_DOUBT: Duration = Duration::from_millis(500);
+
 impl Dialer {
     /// A dialer whose callers wait for so long.
     pub(super) fn new(timeout: Duration, server_name: ServerName) -> Self {
@@ -52,13 +55,15 @@ impl Dialer {
     async fn open_first(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, Error> {
         let mut opening = pin!(self.open(server));
         let opened = match server.addr() {
-            ConnectionAddr::TcpTls { host, port, .. } => match timeout(self.timeout / 2, opening.as_mut()).await {
-                Ok(opened) => opened,
-                Err(_) if self.hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply)).await => {
-                    return Err(no_tls());
+            ConnectionAddr::TcpTls { host, port, .. } => {
+                match timeout((self.timeout / 2).min(LONGEST_DOUBT), opening.as_mut()).await {
+                    Ok(opened) => opened,
+                    Err(_) if self.hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply)).await => {
+                        return Err(no_tls());
+                    }
+                    Err(_) => opening.await,
                 }
-                Err(_) => opening.await,
-            },
+            }
             ConnectionAddr::Tcp(host, port) => match opening.await {
                 // A greeting that says nothing, which only TLS answers: by an alert.
                 Err(error)

@@ -185,6 +185,7 @@ mod with {
                 | AlertDescription::CertificateExpired
                 | AlertDescription::CertificateUnknown
                 | AlertDescription::UnknownCA
+                | AlertDescription::DecryptError
                 | AlertDescription::AccessDenied,
             ) => ErrorKind::ClientCertificate,
             _ => ErrorKind::Tls,
