@@ -3,10 +3,12 @@
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use tower_redis_ratelimit::{RedisStore, Source, Store};
 
-use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, peek};
+use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, Sums, TASKS, peek};
 use crate::nodes::{Cluster, MASTERS};
+use crate::proxy::{Mode, Proxy};
 use crate::support::until;
 
 /// What a busy machine may add to a wait, beside a stall.
@@ -32,87 +34,169 @@ fn sum(counts: &[AtomicU64; CALLERS.len()], of: impl Fn(usize) -> bool) -> u64 {
     counts.iter().enumerate().filter(|(caller, _)| of(*caller)).map(|(_, count)| count.load(SeqCst)).sum()
 }
 
-enum Fault {
-    Killed,
-    Frozen,
+/// A cluster under load: who has used up a limit knows it.
+struct Scene {
+    cluster: Cluster,
+    load: Load,
+    /// For each caller, the master that has its keys.
+    masters: Vec<usize>,
 }
 
-async fn a_master_goes_away(fault: Fault) {
-    let mut cluster = Cluster::start(true).await;
-    let mut load = Load::new(&cluster.url(), Setup::default());
-    load.introduce().await;
-    let masters = masters(&cluster).await;
-    load.start();
-    until("the spent callers are spent", async || {
-        load.instances.iter().all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
-    })
-    .await;
-
-    // The master of an ample caller goes away.
-    let victim = masters[2];
-    let is_hit = |caller: usize| masters[caller] == victim;
-    match fault {
-        Fault::Killed => cluster.nodes[victim].server.kill(),
-        Fault::Frozen => cluster.nodes[victim].server.freeze(),
-    }
-    let gone = Instant::now();
-    until("the instances notice", async || load.instances.iter().all(|instance| instance.store.is_degraded())).await;
-    let local = sum(&load.sums.local, is_hit);
-    until("they go on", async || sum(&load.sums.local, is_hit) > local + 100).await;
-    let heir = &cluster.nodes[victim + MASTERS];
-    until("its replica takes over", async || heir.is_master().await && heir.sees("cluster_state:ok").await).await;
-    let (over, taken) = (Instant::now(), gone.elapsed());
-    until("all are back", async || load.instances.iter().all(|instance| !instance.store.is_degraded())).await;
-    let recovery = over.elapsed();
-    if matches!(fault, Fault::Frozen) {
-        tokio::time::sleep(Duration::from_secs(5).saturating_sub(gone.elapsed())).await;
-        cluster.nodes[victim].server.thaw();
-        until("it follows its heir", async || {
-            cluster.nodes[victim].server.command::<String>("INFO replication").await.contains("master_link_status:up")
+impl Scene {
+    async fn start(cluster: Cluster) -> Self {
+        let mut load = Load::new(&cluster.url(), Setup::default());
+        load.introduce().await;
+        let masters = masters(&cluster).await;
+        load.start();
+        until("the spent callers are spent", async || {
+            load.instances.iter().all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
         })
         .await;
+        Self { cluster, load, masters }
     }
-    let redis = sum(&load.sums.redis, is_hit);
-    until("the heir decides", async || sum(&load.sums.redis, is_hit) > redis + 100).await;
-    load.stop().await;
 
-    let sums = &load.sums;
-    let worst = Duration::from_micros(sums.worst.load(SeqCst));
-    let others = (sum(&sums.redis, |caller| !is_hit(caller)), sum(&sums.local, |caller| !is_hit(caller)));
-    println!(
-        "taken over after {taken:?}, back after {recovery:?}; {} requests, worst {worst:?}; of other masters {others:?}; {} stalls",
-        sums.requests.load(SeqCst),
-        sums.stalls(),
-    );
-    assert_eq!(sums.errors.load(SeqCst), 0);
-    assert!(worst < DEADLINE + SLACK + sums.longest_stall(), "{worst:?}");
-    assert!(recovery < RECOVERY, "{recovery:?}");
-    if sums.stalls() == 0 {
-        assert!(others.1 * 100 <= others.0, "the callers of other masters are degraded too: {others:?}");
+    /// The master of an ample caller.
+    fn victim(&self) -> usize {
+        self.masters[2]
     }
-    // Clients see what they charged, once all of it is settled.
-    let store = RedisStore::connect(cluster.url()).await.unwrap();
-    for (caller, (name, kind)) in CALLERS.into_iter().enumerate() {
-        let granted = sum(&sums.redis, |other| other == caller) + sum(&sums.local, |other| other == caller);
-        match kind {
-            Kind::Spent => assert!(granted <= kind.limit(), "{name}: {granted} of {}", kind.limit()),
-            Kind::Ample => {
-                let left = store.check(peek(caller)).await.unwrap().remaining();
-                let charged = kind.limit() - u64::from(left);
-                println!("{name}: {granted} granted, {charged} charged");
-                assert!(charged <= granted, "{name}: {granted} granted, {charged} charged");
+
+    fn hit(&self, counts: impl Fn(&Sums) -> &[AtomicU64; CALLERS.len()]) -> u64 {
+        sum(counts(&self.load.sums), |caller| self.masters[caller] == self.victim())
+    }
+
+    /// Waits until the callers of the victim are decided about by all instances alone.
+    async fn is_noticed(&self) {
+        let instances = &self.load.instances;
+        until("the instances notice", async || instances.iter().all(|instance| instance.store.is_degraded())).await;
+        let local = self.hit(|sums| &sums.local);
+        until("they go on", async || self.hit(|sums| &sums.local) > local + 100).await;
+    }
+
+    /// Waits until the cluster decides about all again. Returns how long that took.
+    async fn is_over(&self) -> Duration {
+        let since = Instant::now();
+        let instances = &self.load.instances;
+        until("all are back", async || instances.iter().all(|instance| !instance.store.is_degraded())).await;
+        let recovery = since.elapsed();
+        let redis = self.hit(|sums| &sums.redis);
+        until("the victim's callers are asked for", async || self.hit(|sums| &sums.redis) > redis + 100).await;
+        recovery
+    }
+
+    /// What is promised whatever happens.
+    async fn end(mut self, recovery: Duration) {
+        self.load.stop().await;
+        let sums = &self.load.sums;
+        let worst = Duration::from_micros(sums.worst.load(SeqCst));
+        let is_other = |caller: usize| self.masters[caller] != self.victim();
+        let others = (sum(&sums.redis, is_other), sum(&sums.local, is_other));
+        println!(
+            "back after {recovery:?}; {} requests, worst {worst:?}; of other masters {others:?}; {} stalls",
+            sums.requests.load(SeqCst),
+            sums.stalls(),
+        );
+        assert_eq!(sums.errors.load(SeqCst), 0);
+        assert!(worst < DEADLINE + SLACK + sums.longest_stall(), "{worst:?}");
+        assert!(recovery < RECOVERY, "{recovery:?}");
+        let excused = others.0 / 100 + sums.stalls() * 4 * TASKS as u64;
+        assert!(others.1 <= excused, "the callers of other masters are degraded too: {others:?}");
+
+        // Clients find what they were granted, once all of it is settled, and nothing twice.
+        let store = RedisStore::connect(self.cluster.url()).await.unwrap();
+        let unknown = self.load.told(|told| &told.failed) + self.load.told(|told| &told.dropped);
+        for (caller, (name, kind)) in CALLERS.into_iter().enumerate() {
+            let granted = sum(&sums.redis, |other| other == caller) + sum(&sums.local, |other| other == caller);
+            let charged = kind.limit() - u64::from(store.check(peek(caller)).await.unwrap().remaining());
+            println!("{name}: {granted} granted, {charged} charged, {unknown} not known");
+            match kind {
+                Kind::Spent => assert!(granted <= kind.limit(), "{name}: {granted} of {}", kind.limit()),
+                Kind::Ample => assert!(charged <= granted, "{name}: {granted} granted, {charged} charged"),
+                Kind::Tight => {}
             }
-            Kind::Tight => {}
         }
     }
 }
 
+/// A master is killed or frozen, and its replica takes over.
+async fn a_master_goes_away(is_killed: bool) {
+    let mut scene = Scene::start(Cluster::start(true).await).await;
+    let victim = scene.victim();
+    match is_killed {
+        true => scene.cluster.nodes[victim].server.kill(),
+        false => scene.cluster.nodes[victim].server.freeze(),
+    }
+    let gone = Instant::now();
+    scene.is_noticed().await;
+    let heir = &scene.cluster.nodes[victim + MASTERS];
+    until("its replica takes over", async || heir.is_master().await && heir.sees("cluster_state:ok").await).await;
+    println!("taken over after {:?}", gone.elapsed());
+    let recovery = scene.is_over().await;
+    if !is_killed {
+        // As long as the fault lasts.
+        tokio::time::sleep(Duration::from_secs(5).saturating_sub(gone.elapsed())).await;
+        let former = &scene.cluster.nodes[victim].server;
+        former.thaw();
+        until("it follows its heir", async || {
+            former.command::<String>("INFO replication").await.contains("master_link_status:up")
+        })
+        .await;
+    }
+    scene.end(recovery).await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_master_degrades_its_callers_only() {
-    a_master_goes_away(Fault::Killed).await;
+    a_master_goes_away(true).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_frozen_master_degrades_its_callers_only() {
-    a_master_goes_away(Fault::Frozen).await;
+    a_master_goes_away(false).await;
+}
+
+/// The path to one master fails, though the other nodes see it.
+async fn a_path_fails(mode: Mode) {
+    let mut cluster = Cluster::start(false).await;
+    let mut proxies = vec![];
+    for node in &mut cluster.nodes {
+        let proxy = Proxy::start(node.server.port(), Mode::Pass);
+        let url = proxy.url();
+        let port = url.trim_end_matches('/').rsplit(':').next().unwrap();
+        let _: String = node.server.command(&format!("CONFIG SET cluster-announce-port {port}")).await;
+        proxies.push((proxy, port.to_owned()));
+    }
+    until("the nodes know each other by the proxies", async || {
+        let maps = join_all(cluster.nodes.iter().map(|node| node.server.command::<String>("CLUSTER NODES"))).await;
+        maps.iter().all(|map| proxies.iter().all(|(_, port)| map.contains(&format!(":{port}@"))))
+    })
+    .await;
+    let scene = Scene::start(cluster).await;
+    let (proxy, _) = &proxies[scene.victim()];
+    proxy.set(mode);
+    let since = Instant::now();
+    scene.is_noticed().await;
+    // As long as the fault lasts.
+    tokio::time::sleep(Duration::from_millis(700).saturating_sub(since.elapsed())).await;
+    proxy.set(Mode::Pass);
+    let recovery = scene.is_over().await;
+    scene.end(recovery).await;
+}
+
+macro_rules! paths {
+    ($($test:ident: $mode:expr;)*) => {$(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $test() {
+            a_path_fails($mode).await;
+        }
+    )*};
+}
+
+paths! {
+    what_was_charged_and_not_answered_is_not_charged_again: Mode::Swallow;
+    a_connection_that_is_cut_in_a_reply_charges_once: Mode::Half;
+    a_black_hole_degrades_its_callers_only: Mode::BlackHole;
+    a_master_that_refuses_degrades_its_callers_only: Mode::Refuse;
+    a_master_that_loads_degrades_its_callers_only: Mode::Answer(b"-LOADING Redis is loading the dataset in memory\r\n");
+    a_part_that_is_down_degrades_its_callers_only: Mode::Answer(b"-CLUSTERDOWN Hash slot not served\r\n");
+    a_slow_master_degrades_its_callers_only: Mode::Delay(Duration::from_millis(500));
 }

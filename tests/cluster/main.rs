@@ -13,4 +13,7 @@ mod faults;
 mod load;
 mod moves;
 mod nodes;
+#[path = "../faults/proxy.rs"]
+#[allow(dead_code, reason = "the faults of a single server use more of it")]
+mod proxy;
 mod sound;

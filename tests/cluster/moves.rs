@@ -127,7 +127,15 @@ async fn every_check_is_charged_once_wherever_its_slot_is() {
     })
     .await;
     let granted = load.stop().await;
-    println!("{granted:?}, at worst {} us", load.worst.load(SeqCst));
+    let mut moved = 0;
+    for node in &cluster.nodes {
+        let stats: String = node.server.command("INFO errorstats").await;
+        let line = stats.lines().find_map(|line| line.strip_prefix("errorstat_MOVED:count="));
+        moved += line.map_or(0, |count| count.trim().parse::<u64>().unwrap());
+    }
+    println!("{granted:?}, at worst {} us, {moved} sent elsewhere", load.worst.load(SeqCst));
+    // Each of 8 moves is learnt of by what is under way.
+    assert!(moved <= 8 * 2 * TASKS as u64, "{moved} calls were sent elsewhere");
     assert_eq!(charged(&store, &callers, &policies).await, granted);
 }
 

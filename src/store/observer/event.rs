@@ -110,11 +110,11 @@ impl Settled {
     }
 }
 
-/// A [`RedisStore`](crate::RedisStore) sends a script call.
+/// A [`RedisStore`](crate::RedisStore) sends a script call; in a Redis Cluster, those of one round trip to a master.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Sends {
-    /// How many checks the call decides.
+    /// How many checks are decided.
     pub checks: usize,
     /// How many more wait in the queue.
     pub waiting: usize,

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use redis::{RedisError, Value};
 use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
+use tokio::task::yield_now;
 use tokio::time::timeout;
 
 use super::calls::Calls;
@@ -61,6 +62,10 @@ impl Lane {
             match self.call().await {
                 Ok(replies) => self.answer(replies, sent_at),
                 Err(error) => self.fail(&error),
+            }
+            if self.lanes.transport.cluster().is_some() {
+                // Those who were answered may ask again, so that more of each bucket is there.
+                yield_now().await;
             }
         }
     }

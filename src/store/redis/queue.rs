@@ -16,6 +16,8 @@ pub(super) struct Queue<J> {
     /// How many run, or are about to.
     lanes: usize,
     max_lanes: usize,
+    /// How many jobs must wait for another lane to be started beside one that runs.
+    backlog: usize,
 }
 
 /// A queue holds as many jobs as it may.
@@ -23,8 +25,8 @@ pub(super) struct Queue<J> {
 pub(super) struct Full;
 
 impl<J> Queue<J> {
-    pub(super) fn new(max_jobs: usize, max_lanes: usize) -> Self {
-        Self { jobs: VecDeque::new(), max_jobs, left: 0, lanes: 0, max_lanes }
+    pub(super) fn new(max_jobs: usize, max_lanes: usize, backlog: usize) -> Self {
+        Self { jobs: VecDeque::new(), max_jobs, left: 0, lanes: 0, max_lanes, backlog }
     }
 
     /// Adds a job. Returns whether the caller must start a lane, which is counted already.
@@ -42,7 +44,7 @@ impl<J> Queue<J> {
     /// As [`push`](Self::push), of a job that was let into another queue already.
     pub(super) fn put(&mut self, job: J) -> bool {
         self.jobs.push_back(job);
-        let start = self.lanes < self.max_lanes;
+        let start = self.lanes < self.max_lanes && (self.lanes == 0 || self.jobs.len() > self.backlog);
         self.lanes += usize::from(start);
         start
     }
@@ -135,8 +137,8 @@ mod tests {
     }
 
     impl Model {
-        fn new(max_jobs: usize, max_lanes: usize) -> Arc<Self> {
-            Arc::new(Self { queue: Mutex::new(Queue::new(max_jobs, max_lanes)), answers: Default::default() })
+        fn new(max_jobs: usize, max_lanes: usize, backlog: usize) -> Arc<Self> {
+            Arc::new(Self { queue: Mutex::new(Queue::new(max_jobs, max_lanes, backlog)), answers: Default::default() })
         }
 
         /// As a check and the lane that it may start, which runs at once here.
@@ -176,10 +178,16 @@ mod tests {
 
     /// Three threads push and run lanes, in every order in which at most two of them are interrupted.
     fn every_job_is_answered_once(max_jobs: usize, max_lanes: usize, fates: [Fate; JOBS]) {
+        for backlog in 0..=1 {
+            every_job_is_answered_once_with(backlog, max_jobs, max_lanes, fates);
+        }
+    }
+
+    fn every_job_is_answered_once_with(backlog: usize, max_jobs: usize, max_lanes: usize, fates: [Fate; JOBS]) {
         let mut scheduler = loom::model::Builder::new();
         scheduler.preemption_bound = Some(2);
         scheduler.check(move || {
-            let model = Model::new(max_jobs, max_lanes);
+            let model = Model::new(max_jobs, max_lanes, backlog);
             let threads = [1, 2].map(|job| {
                 let model = Arc::clone(&model);
                 thread::spawn(move || model.push(job, fates[job]))
@@ -196,11 +204,21 @@ mod tests {
         });
     }
 
+    #[test]
+    fn another_lane_starts_only_for_a_backlog() {
+        let mut queue = Queue::new(10, 2, 2);
+        let starts: Vec<bool> = (0..5).map(|job| queue.push(job).unwrap()).collect();
+        assert_eq!(starts, [true, false, true, false, false]);
+        let mut queue = Queue::new(10, 2, 0);
+        let starts: Vec<bool> = (0..3).map(|job| queue.push(job).unwrap()).collect();
+        assert_eq!(starts, [true, true, false]);
+    }
+
     /// Either its caller takes a job back, or a lane has it.
     #[test]
     fn a_job_that_is_taken_back_is_not_sent() {
         loom::model(|| {
-            let model = Model::new(10, 1);
+            let model = Model::new(10, 1, 0);
             let withdrawn = Arc::new([false; 2].map(AtomicBool::new));
             let numbers = [0, 1].map(|job| {
                 let mut queue = model.queue.lock().unwrap();

@@ -85,10 +85,12 @@ impl Lanes {
     fn make_queue(self: &Arc<Self>, number: u64, runtime: runtime::Id, node: Node) -> (NodeQueue, Watch) {
         let (_store, store) = oneshot::channel();
         let limits = self.limits;
+        // A second call for a bucket is worth its cost only once there is enough for it.
+        let backlog = if self.transport.cluster().is_some() { limits.batch } else { 0 };
         let max_lanes = if node == Node::NOWHERE { 1 } else { limits.lanes };
         let pool = Arc::new(Pool::new(self.transport.clone(), node, max_lanes, limits.timeout));
         let watch = Watch { lanes: Arc::downgrade(self), pool: Arc::downgrade(&pool), store };
-        (NodeQueue { number, runtime, node, pool, queue: Queue::new(limits.queue, max_lanes), _store }, watch)
+        (NodeQueue { number, runtime, node, pool, queue: Queue::new(limits.queue, max_lanes, backlog), _store }, watch)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod answers;
 mod breaker;
+mod parts;
 mod runtimes;
 mod settlement;
 mod states;

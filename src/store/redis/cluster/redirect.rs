@@ -153,13 +153,16 @@ impl Lanes {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
+
     use redis::{IntoConnectionInfo, parse_redis_value};
 
     use super::super::Address;
     use super::*;
-    use crate::store::ErrorKind;
     use crate::store::redis::dial::Dialer;
     use crate::store::redis::tls::ServerName;
+    use crate::store::{ErrorKind, RedisStore, Store};
+    use crate::support::{check, until};
 
     #[test]
     fn a_refusal_is_understood_or_none() {
@@ -201,5 +204,17 @@ mod tests {
         let error = parse_redis_value(b"-CLUSTERDOWN Hash slot not served\r\n").unwrap().extract_error().unwrap_err();
         let told = not_ready(&error);
         assert!(told.kind() == ErrorKind::NotReady && told.is_unsent());
+    }
+
+    /// As one that waits where it was put first: so a fallback may settle what it grants instead.
+    #[tokio::test]
+    async fn a_check_that_was_sent_elsewhere_can_be_taken_back() {
+        let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
+        let (job, mut future) = Job::new(check("ann", "10/s"), 0);
+        store.lanes.requeue(vec![(Node::NOWHERE, job)]);
+        assert!(store.withdraw(Pin::new(&mut future)));
+        let another = Job::new(check("ann", "10/s"), 0).1;
+        assert!(store.lanes.queues().have_redirected(another.place));
+        until("a lane has dropped it", async || !store.lanes.queues().have_redirected(another.place)).await;
     }
 }

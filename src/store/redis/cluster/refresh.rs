@@ -281,3 +281,60 @@ impl Cluster {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::advance;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(250);
+
+    #[tokio::test(start_paused = true)]
+    async fn one_task_is_enough_unless_another_is_more_urgent() {
+        let refresher = Refresher::default();
+        let now = instant();
+        let (later, first) = refresher.start(Why::Marker, TIMEOUT).unwrap();
+        assert!(later > now + Duration::from_secs(29));
+        assert!(refresher.start(Why::Marker, TIMEOUT).is_none_or(|(at, _)| at < later));
+        let (soon, second) = refresher.start(Why::Lost(Node::NOWHERE), TIMEOUT).unwrap();
+        assert!(soon <= now + Duration::from_millis(50));
+        assert!(!refresher.is_current(first) && refresher.is_current(second));
+        let (at_once, third) = refresher.start(Why::Unknown, TIMEOUT).unwrap();
+        assert_eq!(at_once, now);
+        for why in [Why::Unknown, Why::Lost(Node::NOWHERE), Why::Moved] {
+            assert!(refresher.start(why, TIMEOUT).is_none(), "{why:?}");
+        }
+        refresher.end(second, None);
+        assert!(refresher.is_current(third), "it was not that one");
+        refresher.end(third, Some(true));
+        assert!(refresher.start(Why::Unknown, TIMEOUT).is_some());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_less_there_is_to_hear_the_longer_it_waits() {
+        let refresher = Refresher::default();
+        let mut waits = vec![];
+        for news in [true, false, false, false, false, true, true] {
+            let (at, task) = refresher.start(Why::Unknown, TIMEOUT).unwrap();
+            waits.push((at - instant()).as_millis());
+            advance(at - instant()).await;
+            refresher.end(task, Some(news));
+        }
+        assert_eq!(waits[0], 0);
+        for (wait, longest) in waits[1..].iter().zip([100, 200, 400, 400, 400, 100]) {
+            assert!((longest / 2..=longest).contains(wait), "{waits:?}");
+        }
+    }
+
+    /// Its runtime may run nothing any more.
+    #[tokio::test(start_paused = true)]
+    async fn a_task_that_is_not_heard_of_is_not_waited_for() {
+        let refresher = Refresher::default();
+        assert!(refresher.start(Why::Unknown, TIMEOUT).is_some());
+        advance(TIMEOUT).await;
+        assert!(refresher.start(Why::Unknown, TIMEOUT).is_none());
+        advance(20 * TIMEOUT).await;
+        assert!(refresher.start(Why::Unknown, TIMEOUT).is_some());
+    }
+}

@@ -1,0 +1,113 @@
+//! A primary store of parts that fail each by itself.
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
+use super::*;
+
+#[derive(Clone, Default)]
+struct Parted([Primary; 3]);
+
+impl Store for Parted {
+    type Future = <Primary as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        self.0[self.part(check.key())].check(check)
+    }
+
+    fn parts(&self) -> usize {
+        self.0.len()
+    }
+
+    fn part(&self, key: &Key) -> usize {
+        usize::from(key.as_bytes()[key.as_bytes().len() - 1]) % 3
+    }
+}
+
+/// Notes outages.
+#[derive(Clone, Default)]
+struct Told(Arc<(AtomicUsize, AtomicUsize)>);
+
+impl Observer for Told {
+    fn degraded(&self, _: &event::Degraded<'_>) {
+        self.0.0.fetch_add(1, SeqCst);
+    }
+
+    fn recovered(&self, _: &event::Recovered) {
+        self.0.1.fetch_add(1, SeqCst);
+    }
+}
+
+impl Told {
+    fn told(&self) -> (usize, usize) {
+        (self.0.0.load(SeqCst), self.0.1.load(SeqCst))
+    }
+}
+
+fn away() -> Error {
+    unreachable().unsent()
+}
+
+/// Asks for the callers `0`, `1` and `2`, each of another part.
+async fn ask(store: &Fallback<Parted, LocalStore>) {
+    let policies = policies(Strategy::Gcra, "1000/d");
+    for caller in ["0", "1", "2"] {
+        assert!(store.check(Check::take(Key::new(caller), &policies, 1)).await.unwrap().is_allowed());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_part_that_fails_degrades_its_callers_only() {
+    let (primary, told) = (Parted::default(), Told::default());
+    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(told.clone());
+    ask(&store).await;
+    let part = |caller| primary.part(&Key::new(caller));
+    let asked = |part: usize| primary.0[part].asked();
+
+    primary.0[part("1")].set(Manner::Each(away));
+    while !store.is_degraded() {
+        ask(&store).await;
+        advance(Duration::from_millis(2)).await;
+    }
+    assert_eq!(told.told(), (1, 0));
+    let before = [0, 1, 2].map(asked);
+    for _ in 0..10 {
+        ask(&store).await;
+    }
+    let more: Vec<usize> = (0..3).map(|part| asked(part) - before[part]).collect();
+    assert_eq!(
+        (more[part("0")], more[part("1")], more[part("2")]),
+        (10, 0, 10),
+        "only the part that is out is not asked"
+    );
+
+    // Another one fails too: it is one outage.
+    primary.0[part("2")].set(Manner::Each(away));
+    let before = asked(part("2"));
+    for _ in 0..100 {
+        ask(&store).await;
+        advance(Duration::from_millis(2)).await;
+    }
+    assert!(asked(part("2")) - before < 10, "it is asked no longer");
+    assert_eq!(told.told(), (1, 0));
+    primary.0[part("1")].set(Manner::AtOnce);
+    sleep(Duration::from_secs(2)).await;
+    let before = asked(part("1"));
+    ask(&store).await;
+    assert_eq!(asked(part("1")) - before, 1, "it is back by itself");
+    assert!(store.is_degraded() && told.told() == (1, 0));
+    primary.0[part("2")].set(Manner::AtOnce);
+    sleep(Duration::from_secs(2)).await;
+    assert!(!store.is_degraded() && told.told() == (1, 1));
+
+    // What was granted meanwhile is settled in the part that was out.
+    let used = |caller: &'static str| {
+        let counts = primary.0[part(caller)].counts.clone();
+        async move {
+            let peek =
+                counts.check(Check::peek(Key::new(caller), &policies(Strategy::Gcra, "1000/d"), 0)).await.unwrap();
+            peek.capacity() - peek.remaining()
+        }
+    };
+    let (zero, one, two) = (used("0").await, used("1").await, used("2").await);
+    assert!(zero > 100 && zero == one && one == two, "{zero}, {one}, {two}");
+}
