@@ -201,7 +201,7 @@ mod without {
     use crate::store::ErrorKind;
 
     #[derive(Debug, Clone, Copy, Default)]
-    pub(in super::super) struct Tls;
+    pub(in super::super) struct Tls {}
 
     impl Tls {
         /// # Errors
@@ -213,12 +213,12 @@ mod without {
         }
 
         pub(in super::super) fn server_name(self) -> ServerName {
-            ServerName
+            ServerName {}
         }
     }
 
     #[derive(Debug, Clone, Copy, Default)]
-    pub(in super::super) struct ServerName;
+    pub(in super::super) struct ServerName {}
 
     impl ServerName {
         pub(in super::super) fn at(self, _server: &ConnectionInfo) -> Option<(Client, AsyncConnectionConfig)> {
