@@ -6,14 +6,16 @@
 --                          the Unix epoch, for tests
 --          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
---                          check's id (0: it has none), then its policies by their place above
+--                          check's id (0: it has none), or within which a take ahead has to be due, then its policies
+--                          by their place above
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
 --                          times each of these is asked: takes of one caller that ask the same share an entry, so that
 --                          no key comes twice in a run of takes
 -- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
 --          granted         what was charged or given back; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now
---          wait            0 if this policy let it pass; microseconds until it would; -1 for never
+--          wait            0 if this policy let it pass; microseconds until it would, or until what it took ahead is due;
+--                          -1 for never
 --          reset           microseconds until nothing is charged any more
 --
 -- A check may fail by itself. One that is denied, and a peek, write nothing; but a state of a time to come, which another

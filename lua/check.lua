@@ -1,6 +1,6 @@
 -- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
 
-local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET = 1, 2, 3, 4, 5, 6
+local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET, TAKE_AHEAD = 1, 2, 3, 4, 5, 6, 7
 
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local keep = 0
@@ -29,6 +29,9 @@ for i = 1, plan_count do
   local text = ARGV[1 + policy_count + i]
   local mode, cost, remember = decode(PLAN, text)
   local plan = { mode = mode, cost = cost, remember = remember }
+  if mode == TAKE_AHEAD then
+    plan.within, plan.remember = remember, 0
+  end
   for at = PLAN_LENGTH + 1, #text, NUMBER_LENGTH do
     plan[#plan + 1] = policies[(decode(NUMBER, text, at))]
   end
@@ -125,7 +128,7 @@ local check, check_once
 if not only_takes then
   -- The room that a policy must have to let the check pass.
   local function needs(mode, cost, capacity)
-    if mode == TAKE or mode == PEEK then
+    if mode == TAKE or mode == TAKE_AHEAD or mode == PEEK then
       return cost
     elseif mode == UP_TO then
       return min(cost, 1)
@@ -137,7 +140,7 @@ if not only_takes then
 
   -- What a policy would grant, if all let the check pass; what it has to give back, or to forget.
   local function grants(mode, cost, room, capacity)
-    if mode == TAKE then
+    if mode == TAKE or mode == TAKE_AHEAD then
       return cost
     elseif mode == UP_TO then
       return max(0, min(cost, room))
@@ -155,13 +158,21 @@ if not only_takes then
   -- fresh; what was granted of each.
   local a, b, c, dirty, rooms, resets, totals = {}, {}, {}, {}, {}, {}, {}
 
+  -- Whether a cost that there is no room for is due in time, within the debt that the policy bears.
+  local function is_due_in_time(plan, i)
+    local policy, cost = plan[i], plan.cost
+    return cost <= policy.capacity
+      and rooms[i] - cost >= -policy.capacity
+      and policy.strategy.wait(policy, KEYS[key_at + i], now, cost, a[i], b[i], c[i]) <= plan.within
+  end
+
   -- Asks once, of the states as they are. Returns the most that a policy grants.
   local function ask(plan)
     local mode, cost, count = plan.mode, plan.cost, #plan
     local granted = math.huge
     for i = 1, count do
       local capacity = plan[i].capacity
-      if rooms[i] < needs(mode, cost, capacity) then
+      if rooms[i] < needs(mode, cost, capacity) and not (mode == TAKE_AHEAD and is_due_in_time(plan, i)) then
         granted = 0
         break
       end
@@ -178,7 +189,7 @@ if not only_takes then
           wait = strategy.wait(policy, key, now, need, a[i], b[i], c[i])
         end
       end
-      if mode >= GIVE_BACK then
+      if mode == GIVE_BACK or mode == RESET then
         -- Each what it has.
         granted = grants(mode, cost, rooms[i], policy.capacity)
       end

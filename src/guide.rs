@@ -1,5 +1,5 @@
 //! The pages of `docs/`: everyday limits, which strategy to choose, what clients are told, what happens when Redis goes away,
-//! how fast it is.
+//! which servers there are, how fast it is.
 
 /// Everyday limits, each as a program that shows what happens.
 ///
@@ -20,8 +20,14 @@ pub mod answers {}
 
 /// Every fault that we know of: what is promised, and what was measured.
 ///
+/// [servers]: crate::guide::servers
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
+
+/// Which servers are tested, what the limiter needs of them, and what they do to the counts.
+///
+#[doc = include_str!("../docs/servers.md")]
+pub mod servers {}
 
 /// Decisions per second, beside what others do, and where the time goes.
 ///

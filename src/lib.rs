@@ -4,6 +4,7 @@
 //! [faults]: guide::faults
 //! [performance]: guide::performance
 //! [recipes]: guide::recipes
+//! [servers]: guide::servers
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -13,6 +14,7 @@ mod limit;
 mod limiter;
 mod middleware;
 mod store;
+mod turns;
 mod twins;
 
 pub use limit::{
@@ -20,10 +22,13 @@ pub use limit::{
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    ClientIp, ClientIpBuilder, DryRun, Global, HeaderKey, Headers, HttpReject, KeyExtractor, Live, MissingKey, OnError,
-    OnMissingKey, PeerIp, PolicySelector, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes,
-    Tier, Tiers, Trio, key_fn, policies_fn,
+    CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Global, HeaderKey, Headers, HttpReject,
+    KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp, PolicySelector, RateLimit, RateLimitLayer,
+    RateLimited, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers, Trio, Wait,
+    key_fn, policies_fn,
 };
+#[cfg(feature = "tonic")]
+pub use middleware::{GrpcOr, GrpcReject};
 #[cfg(feature = "axum")]
 pub use middleware::{MatchedEndpoint, MatchedRoute};
 #[cfg(feature = "metrics")]

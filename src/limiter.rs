@@ -1,14 +1,9 @@
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
-use tokio::sync::{Mutex as Turn, oneshot};
-use tokio::time::{Instant, sleep_until, timeout_at};
-
-use crate::limit::{Check, Decision, Key, Outcome, Policies};
-use crate::store::{Answer, Error, ErrorKind, Observer, Store, instant, lock};
+use crate::limit::{Check, Decision, Key, Policies};
+use crate::store::{Answer, Error, Observer, Store, instant};
+use crate::turns::{Bounds, Refusal, Turns, Wanted};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
 ///
@@ -34,21 +29,14 @@ use crate::store::{Answer, Error, ErrorKind, Observer, Store, instant, lock};
 pub struct Limiter<S> {
     store: S,
     policies: Policies,
-    turns: Arc<Mutex<HashMap<Key, Waiters>>>,
-}
-
-/// Those of this process who wait for one key.
-#[derive(Debug, Default)]
-struct Waiters {
-    /// Held by the one who asks; tokio's mutex is given in the order of asking.
-    turn: Arc<Turn<()>>,
-    count: usize,
+    turns: Turns,
 }
 
 impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
-        Self { store, policies: policies.into(), turns: Arc::default() }
+        let turns = Turns::new(store.clone(), Bounds::NONE);
+        Self { store, policies: policies.into(), turns }
     }
 
     /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if that has
@@ -102,97 +90,11 @@ impl<S: Store> Limiter<S> {
     /// Those of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, Error> {
         let deadline = instant().checked_add(max);
-        let waiting = Waiting::new(self, key);
-        let turn = waiting.turn.lock();
-        let _turn = match deadline {
-            None => turn.await,
-            Some(deadline) => match timeout_at(deadline, turn).await {
-                Ok(turn) => turn,
-                // Its turn has not come: to take now would be before those who came earlier.
-                Err(_) => return Ok(self.peek(key, cost).await?.denied()),
-            },
+        let wanted = Wanted { key, policies: self.policies.clone(), cost, deadline };
+        let permit = match self.turns.join(wanted, None) {
+            Ok(turn) => turn.await,
+            Err(refusal) => Err(refusal),
         };
-        loop {
-            let decision = self.attempt(key, cost).await?;
-            let Outcome::Denied { retry_after } = decision.outcome() else { return Ok(decision) };
-            match instant().checked_add(retry_after) {
-                Some(retry) if deadline.is_none_or(|deadline| retry <= deadline) => sleep_until(up(retry)).await,
-                _ => return Ok(decision),
-            }
-        }
-    }
-
-    /// One take, on a task of its own, so that it is answered even if nobody waits for it any more.
-    async fn attempt(&self, key: Key, cost: u32) -> Result<Decision, Error> {
-        let (answer, receiver) = oneshot::channel();
-        let limiter = self.clone();
-        let runtime = Handle::try_current().map_err(|error| Error::with_source(ErrorKind::NoRuntime, error))?;
-        runtime.clone().spawn(async move {
-            let decision = limiter.take(key, cost).await;
-            // If nobody waits any more, the delivery is dropped here.
-            let _ = answer.send(decision.map(|decision| Delivery { limiter, key, runtime, decision: Some(decision) }));
-        });
-        let delivery = receiver.await.unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime)))?;
-        delivery.accept().ok_or_else(|| Error::new(ErrorKind::NoRuntime))
-    }
-}
-
-/// A decision on its way to the one who waits for it. Dropped on the way, it gives back what was granted: the wait may
-/// be dropped when the decision has been sent and not yet received.
-struct Delivery<S: Store> {
-    limiter: Limiter<S>,
-    key: Key,
-    runtime: Handle,
-    /// None once it is accepted.
-    decision: Option<Decision>,
-}
-
-impl<S: Store> Delivery<S> {
-    fn accept(mut self) -> Option<Decision> {
-        self.decision.take()
-    }
-}
-
-impl<S: Store> Drop for Delivery<S> {
-    fn drop(&mut self) {
-        if let Some(granted) = self.decision.take().map(|decision| decision.granted()).filter(|granted| *granted > 0) {
-            let (limiter, key) = (self.limiter.clone(), self.key);
-            // Nobody is left to be told of a failure.
-            self.runtime.spawn(async move { limiter.give_back(key, granted).await.map(drop) });
-        }
-    }
-}
-
-/// Tokio's timers have milliseconds; a retry a little too early would be denied for the rest.
-fn up(retry: Instant) -> Instant {
-    retry + Duration::from_millis(1)
-}
-
-/// One who waits; gone from the map when dropped.
-struct Waiting<'a> {
-    turns: &'a Mutex<HashMap<Key, Waiters>>,
-    key: Key,
-    turn: Arc<Turn<()>>,
-}
-
-impl<'a> Waiting<'a> {
-    fn new<S>(limiter: &'a Limiter<S>, key: Key) -> Self {
-        let turns = &*limiter.turns;
-        let mut map = lock(turns);
-        let waiters = map.entry(key).or_default();
-        waiters.count += 1;
-        let turn = Arc::clone(&waiters.turn);
-        Self { turns, key, turn }
-    }
-}
-
-impl Drop for Waiting<'_> {
-    fn drop(&mut self) {
-        if let Entry::Occupied(mut waiters) = lock(self.turns).entry(self.key) {
-            waiters.get_mut().count -= 1;
-            if waiters.get().count == 0 {
-                waiters.remove();
-            }
-        }
+        permit.map_or_else(Refusal::into_answer, |permit| Ok(permit.spend()))
     }
 }

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use smallvec::{SmallVec, smallvec};
 
 use super::strategy::{Ask, State};
@@ -22,13 +24,39 @@ pub struct Check {
     mode: Mode,
     cost: u32,
     /// Boxed, since few checks have one.
-    id: Option<Box<Key>>,
+    rare: Option<Box<Rare>>,
 }
+
+/// What few checks have.
+#[derive(Debug, Clone)]
+enum Rare {
+    Id(Key),
+    /// Within how many microseconds a take ahead has to be due.
+    Within(i64),
+}
+
+/// The longest time within which a take ahead has to be due, in microseconds: 142 years.
+const LONGEST: u128 = 1 << 52;
 
 impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
+    }
+
+    /// Takes `cost` all or nothing, ahead of time if it must: what does not pass now is charged as a debt that is due as
+    /// soon as it would have passed. If that is at most `within` from now, the outcome is
+    /// [`Later`](crate::Outcome::Later); whoever asked waits so long, and then goes on. Others are denied meanwhile as if
+    /// it had been taken, so that each who asks like this has a turn of its own, over all instances.
+    ///
+    /// The debt is bounded as that of a [`charge`](Self::charge). Only the strategies that refill little by little can owe
+    /// what is due later; under any other this is a [`take`](Self::take), also in a [`Store`](crate::Store) that knows no
+    /// debt.
+    pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
+        let owes = policies.iter().all(|policy| policy.strategy().has_burst());
+        let within = if owes { within.as_micros().min(LONGEST) as i64 } else { 0 };
+        let rare = Some(Box::new(Rare::Within(within)));
+        Self { rare, ..Self::new(key, policies, Mode::TakeAhead, cost) }
     }
 
     /// Takes as much of `cost` as there is room for; [`Decision::granted`] tells how much that was.
@@ -65,7 +93,7 @@ impl Check {
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
-        Self { key, policies: policies.clone(), mode, cost, id: None }
+        Self { key, policies: policies.clone(), mode, cost, rare: None }
     }
 
     /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this id
@@ -74,16 +102,18 @@ impl Check {
     ///
     /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one who sends the
     /// same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys, and beyond
-    /// that forgets the oldest of a few.
+    /// that forgets the oldest of a few. A [take ahead](Self::take_ahead) has no id, and this leaves it as it is.
     #[must_use]
-    pub fn with_id(mut self, id: impl AsRef<[u8]>) -> Self {
-        self.id = Some(Box::new(Key::new(id)));
-        self
+    pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
+        self.with_id_key(Some(Key::new(id)))
     }
 
     /// The same check with the id of another.
     pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
-        Self { id: id.map(Box::new), ..self }
+        match self.mode {
+            Mode::TakeAhead => self,
+            _ => Self { rare: id.map(|id| Box::new(Rare::Id(id))), ..self },
+        }
     }
 
     /// Who is asking.
@@ -108,7 +138,18 @@ impl Check {
 
     /// By what it is charged once, if it has an [id](Self::with_id).
     pub fn id(&self) -> Option<&Key> {
-        self.id.as_deref()
+        match self.rare.as_deref() {
+            Some(Rare::Id(id)) => Some(id),
+            _ => None,
+        }
+    }
+
+    /// Within how many microseconds it has to be due: 0 for now.
+    pub(crate) fn within(&self) -> i64 {
+        match self.rare.as_deref() {
+            Some(Rare::Within(within)) => *within,
+            _ => 0,
+        }
     }
 
     /// The same check under other policies.
@@ -120,7 +161,7 @@ impl Check {
     ///
     /// A state changes only if something is charged, given back or forgotten, or if the clock has gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
-        let ask = Ask { mode: self.mode, cost: i64::from(self.cost), now };
+        let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts { granted, each: SmallVec::from_buf([verdict]) };
@@ -150,6 +191,6 @@ impl Check {
 impl Mode {
     /// Counts on the state of one policy, and tells how much was charged, given back or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        state.decide(policy.params(), &Ask { mode: self, cost, now }, i64::MAX).1
+        state.decide(policy.params(), &Ask { mode: self, cost, within: 0, now }, i64::MAX).1
     }
 }

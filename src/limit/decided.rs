@@ -35,7 +35,7 @@ impl Check {
         let told: Vec<Verdict> = self.policies().iter().map(verdict).collect();
         let granted = match self.mode() {
             _ if !told.iter().all(Verdict::is_allowed) => 0,
-            Mode::Take => self.cost(),
+            Mode::Take | Mode::TakeAhead => self.cost(),
             Mode::UpTo | Mode::Charge | Mode::GiveBack => granted.min(self.cost()),
             Mode::Peek => 0,
             Mode::Reset => granted,
@@ -78,8 +78,10 @@ impl Verdict {
     fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
         let capacity = i64::from(policy.quota().capacity());
         let max = match check.mode() {
-            Mode::Take | Mode::UpTo | Mode::Charge if self.is_allowed() => capacity - granted,
-            Mode::Take | Mode::Peek if !self.is_allowed() => capacity.min(i64::from(check.cost()) - 1),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if self.is_allowed() => capacity - granted,
+            Mode::Take | Mode::TakeAhead | Mode::Peek if !self.is_allowed() => {
+                capacity.min(i64::from(check.cost()) - 1)
+            }
             Mode::UpTo | Mode::Charge => 0,
             _ => capacity,
         };

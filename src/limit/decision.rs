@@ -24,6 +24,11 @@ pub struct Decision {
 pub enum Outcome {
     /// It passed, and was charged.
     Allowed,
+    /// It was charged, and passes later: [taken ahead](crate::Check::take_ahead).
+    Later {
+        /// How long to wait before going on; to the microsecond, rounded up.
+        due_in: Duration,
+    },
     /// It did not pass, and nothing was charged.
     Denied {
         /// When the same check would pass, if nobody else takes anything until then; to the microsecond, rounded up.
@@ -34,10 +39,11 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// Its name in lower case, as a label of a metric: `allowed`, `denied` or `never_fits`.
+    /// Its name in lower case, as a label of a metric: `allowed`, `later`, `denied` or `never_fits`.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Self::Allowed => "allowed",
+            Self::Later { .. } => "later",
             Self::Denied { .. } => "denied",
             Self::NeverFits => "never_fits",
         }
@@ -92,11 +98,13 @@ impl Decision {
         match self.verdict().wait {
             0 => Outcome::Allowed,
             Verdict::NEVER => Outcome::NeverFits,
+            // Only what is taken ahead is charged and has to wait.
+            wait if self.verdicts.granted > 0 => Outcome::Later { due_in: micros(wait) },
             wait => Outcome::Denied { retry_after: micros(wait) },
         }
     }
 
-    /// Whether the check passed.
+    /// Whether the check passed, and not only later.
     pub fn is_allowed(&self) -> bool {
         self.verdict().is_allowed()
     }
@@ -120,7 +128,7 @@ impl Decision {
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome() {
             Outcome::Denied { retry_after } => Some(retry_after),
-            Outcome::Allowed | Outcome::NeverFits => None,
+            Outcome::Allowed | Outcome::Later { .. } | Outcome::NeverFits => None,
         }
     }
 
@@ -156,14 +164,31 @@ impl Decision {
         (0..self.policies.iter().len()).map(|decider| Self { decider, ..self.clone() })
     }
 
-    /// The same as a denial: of one that would pass, for the shortest wait.
-    pub(crate) fn denied(self) -> Self {
-        if !self.is_allowed() {
-            return self;
-        }
+    /// The same as a denial for this time, or for longer if it says so itself.
+    pub(crate) fn denied_for(self, wait: Duration) -> Self {
         let mut verdicts = self.verdicts;
-        if let Some(decider) = verdicts.each.get_mut(self.decider) {
-            decider.wait = 1;
+        verdicts.granted = 0;
+        if let Some(decider) = verdicts.each.get_mut(self.decider).filter(|decider| decider.wait != Verdict::NEVER) {
+            decider.wait = decider.wait.max(i64::try_from(wait.as_micros()).unwrap_or(i64::MAX)).max(1);
+            decider.reset = decider.reset.max(decider.wait);
+        }
+        Self::new(self.policies, verdicts, self.source)
+    }
+
+    /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).
+    pub fn due_in(&self) -> Option<Duration> {
+        match self.outcome() {
+            Outcome::Later { due_in } => Some(due_in),
+            Outcome::Allowed | Outcome::Denied { .. } | Outcome::NeverFits => None,
+        }
+    }
+
+    /// The same when what was taken ahead is due: as one of those that share it, at so much each.
+    pub(crate) fn due(self, cost: u32) -> Self {
+        let mut verdicts = self.verdicts;
+        verdicts.granted = i64::from(cost);
+        for verdict in &mut verdicts.each {
+            verdict.wait = 0;
         }
         Self::new(self.policies, verdicts, self.source)
     }

@@ -4,6 +4,8 @@
 pub enum Mode {
     /// All of it or nothing.
     Take,
+    /// All of it or nothing: now, or as a debt that is due later.
+    TakeAhead,
     /// As much of it as there is room for, down to one.
     UpTo,
     /// Says whether a take would pass, and charges nothing.
@@ -17,10 +19,10 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// The room that a policy must have to let the check pass.
+    /// The room that a policy must have to let the check pass, or for [`TakeAhead`](Self::TakeAhead) to let it pass now.
     pub(super) fn needs(self, cost: i64, capacity: i64) -> i64 {
         match self {
-            Self::Take | Self::Peek => cost,
+            Self::Take | Self::TakeAhead | Self::Peek => cost,
             Self::UpTo => cost.min(1),
             Self::Charge => cost.min(1) - capacity,
             // However deep in debt: a quota may have been lowered.
@@ -31,7 +33,7 @@ impl Mode {
     /// What a policy that lets the check pass would charge; what it would give back, or forget.
     pub(super) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
         match self {
-            Self::Take => cost,
+            Self::Take | Self::TakeAhead => cost,
             Self::UpTo => cost.min(room).max(0),
             Self::Peek => 0,
             Self::Charge => cost.min(room + capacity).max(0),

@@ -9,9 +9,11 @@ use super::asked::Asked;
 use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
 use super::shadow::Shadows;
+use super::wait::{InLine, Waiting};
 use super::{Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Answer, Error, Observer, Store};
+use crate::turns::Wanted;
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R> {
@@ -26,6 +28,8 @@ pub(super) struct Config<S, K, R> {
     pub(super) skip: Option<Skip>,
     pub(super) reject: Arc<R>,
     pub(super) cost: Option<Cost>,
+    /// For how long requests wait that would be denied, if they do.
+    pub(super) wait: Option<Waiting>,
     pub(super) on_error: OnError,
     pub(super) on_missing_key: OnMissingKey,
     /// The header fields of responses.
@@ -56,7 +60,7 @@ pub enum OnError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnMissingKey {
-    /// It is rejected: over HTTP with 400.
+    /// It is rejected: over HTTP with 400, or 401 if the extractor has a [challenge](MissingKey::unauthenticated).
     #[default]
     Reject,
     /// It passes, uncounted.
@@ -67,14 +71,16 @@ pub enum OnMissingKey {
 pub(super) enum Start<D, B> {
     /// What becomes of it.
     Decided(Admission<B>),
-    /// That the store has been asked.
-    Deciding(D, Option<Asked>),
+    /// That the store has been asked; and what waits if it says no.
+    Deciding(D, Option<Asked>, Option<Box<Wanted>>),
 }
 
 /// What becomes of a request.
 pub(super) enum Admission<B> {
     /// It passes: by this decision, or uncounted.
     Pass(Option<Annotation>),
+    /// It waits for its turn.
+    Wait(Box<InLine>, Option<Asked>),
     /// It is answered with this.
     Reject(Response<B>),
 }
@@ -113,9 +119,17 @@ impl<S, K, R> Config<S, K, R> {
             Err(missing) => return Start::Decided(self.admit_without_key(request, missing)),
         };
         let asked = self.asked(&key);
-        match self.store.check(self.check(key, policies, request)) {
-            Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked)),
-            Answer::Pending { future } => Start::Deciding(future, asked),
+        let check = self.check(key, policies, request);
+        let wanted = match &self.wait {
+            None => None,
+            Some(wait) if wait.is_needed(&key, policies) => {
+                return Start::Decided(self.line_up(request, wait, wait.wanted(&check), None, asked));
+            }
+            Some(wait) => Some(Box::new(wait.wanted(&check))),
+        };
+        match self.store.check(check) {
+            Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked, wanted)),
+            Answer::Pending { future } => Start::Deciding(future, asked, wanted),
         }
     }
 
@@ -166,6 +180,43 @@ impl<S, K, R> Config<S, K, R> {
         request: &Parts,
         answer: Result<Decision, Error>,
         asked: Option<Asked>,
+        wanted: Option<Box<Wanted>>,
+    ) -> Admission<B>
+    where
+        R: Reject<B>,
+    {
+        match (answer, &self.wait, wanted) {
+            (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
+                self.line_up(request, wait, *wanted, Some(denied), asked)
+            }
+            (answer, ..) => self.conclude(request, answer, asked),
+        }
+    }
+
+    /// Has a request wait for its turn, if it can come in time.
+    fn line_up<B>(
+        &self,
+        request: &Parts,
+        wait: &Waiting,
+        wanted: Wanted,
+        denied: Option<Decision>,
+        asked: Option<Asked>,
+    ) -> Admission<B>
+    where
+        R: Reject<B>,
+    {
+        match wait.line_up(wanted, denied) {
+            Ok(place) => Admission::Wait(place, asked),
+            Err(answer) => self.conclude(request, answer, asked),
+        }
+    }
+
+    /// What becomes of a request that does not wait any more.
+    pub(super) fn conclude<B>(
+        &self,
+        request: &Parts,
+        answer: Result<Decision, Error>,
+        asked: Option<Asked>,
     ) -> Admission<B>
     where
         R: Reject<B>,
@@ -197,7 +248,11 @@ impl<S, K, R> Config<S, K, R> {
         self.misconfiguration.tell(&missing, self.observer.as_deref());
         match self.on_missing_key {
             OnMissingKey::Allow if missing.is_absent() => Admission::Pass(None),
-            _ => Admission::Reject(self.reject.reject(Rejection::new(Reason::MissingKey(&missing), request))),
+            _ => {
+                let mut response = self.reject.reject(Rejection::new(Reason::MissingKey(&missing), request));
+                missing.annotate(&mut response);
+                Admission::Reject(response)
+            }
         }
     }
 
@@ -218,6 +273,7 @@ impl<S, K, R> Config<S, K, R> {
             skip: self.skip,
             reject: Arc::new(reject),
             cost: self.cost,
+            wait: self.wait,
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,
             headers: self.headers,
@@ -239,6 +295,7 @@ impl<S: Clone, K, R> Config<S, K, R> {
             skip: self.skip.clone(),
             reject: Arc::clone(&self.reject),
             cost: self.cost.clone(),
+            wait: self.wait.clone(),
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,
             headers: self.headers,

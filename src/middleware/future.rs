@@ -13,8 +13,10 @@ use super::annotation::Annotation;
 use super::asked::Asked;
 use super::config::{Admission, Config};
 use super::shadow::Shadows;
+use super::wait::InLine;
 use super::{KeyExtractor, Reject};
 use crate::store::{Store, polled_after_completion};
+use crate::turns::Wanted;
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
@@ -37,6 +39,11 @@ pin_project! {
             // None once the decision is there.
             call: Option<C>,
         },
+        Waiting {
+            place: Box<InLine>,
+            // With a service that is not ready. None once the turn has come.
+            call: Option<C>,
+        },
         Calling {
             #[pin]
             response: F,
@@ -56,13 +63,15 @@ pin_project! {
 }
 
 /// What waits for the decision: the ready service, and the request.
-struct Call<T, S, K, R, ReqBody> {
-    config: Arc<Config<S, K, R>>,
-    inner: T,
-    parts: Parts,
-    body: ReqBody,
+pub(super) struct Call<T, S, K, R, ReqBody> {
+    pub(super) config: Arc<Config<S, K, R>>,
+    pub(super) inner: T,
+    pub(super) parts: Parts,
+    pub(super) body: ReqBody,
     /// If there is an observer.
-    asked: Option<Asked>,
+    pub(super) asked: Option<Asked>,
+    /// What it waits for if it is denied and may wait.
+    pub(super) wanted: Option<Box<Wanted>>,
 }
 
 impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
@@ -70,15 +79,12 @@ where
     T: Service<Request<ReqBody>>,
     S: Store,
 {
-    pub(super) fn deciding(
-        config: Arc<Config<S, K, R>>,
-        decision: S::Future,
-        inner: T,
-        parts: Parts,
-        body: ReqBody,
-        asked: Option<Asked>,
-    ) -> Self {
-        Self { state: State::Deciding { decision, call: Some(Call { config, inner, parts, body, asked }) } }
+    pub(super) fn deciding(decision: S::Future, call: Call<T, S, K, R, ReqBody>) -> Self {
+        Self { state: State::Deciding { decision, call: Some(call) } }
+    }
+
+    pub(super) fn waiting(place: Box<InLine>, call: Call<T, S, K, R, ReqBody>) -> Self {
+        Self { state: State::Waiting { place, call: Some(call) } }
     }
 
     pub(super) fn calling(
@@ -96,6 +102,30 @@ where
     }
 }
 
+impl<T, S, K, R, ReqBody, ResBody> Call<T, S, K, R, ReqBody>
+where
+    T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
+    S: Store,
+    K: KeyExtractor,
+{
+    /// What follows from what becomes of the request.
+    fn go_on(mut self, admission: Admission<ResBody>) -> State<T::Future, T::Response, S::Future, Self> {
+        match admission {
+            Admission::Pass(annotation) => {
+                let shadows = self.config.shadows(&self.parts);
+                let response = call(&mut self.inner, self.parts, self.body, annotation.as_ref());
+                State::Calling { response, annotation, shadows }
+            }
+            Admission::Wait(place, asked) => {
+                // The ready one may hold a permit that others wait for.
+                let inner = self.inner.clone();
+                State::Waiting { place, call: Some(Self { inner, asked, ..self }) }
+            }
+            Admission::Reject(response) => State::Answered { response: Some(response), shadows: None },
+        }
+    }
+}
+
 /// Calls the service, which finds the decision in the request's extensions.
 fn call<T, B>(inner: &mut T, mut parts: Parts, body: B, annotation: Option<&Annotation>) -> T::Future
 where
@@ -109,7 +139,7 @@ where
 
 impl<T, S, K, R, ReqBody, ResBody> Future for ResponseFuture<T, S, K, R, ReqBody>
 where
-    T: Service<Request<ReqBody>, Response = Response<ResBody>>,
+    T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     S: Store,
     K: KeyExtractor,
     R: Reject<ResBody>,
@@ -123,17 +153,24 @@ where
                 StateProj::Deciding { decision, call: waiting } => {
                     let answer = ready!(decision.poll(cx));
                     // It is there: only this arm takes it, and leaves this state at once.
-                    let Some(Call { config, mut inner, parts, body, asked }) = waiting.take() else {
+                    let Some(mut call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    match config.admit(&parts, answer, asked) {
-                        Admission::Pass(annotation) => {
-                            let shadows = config.shadows(&parts);
-                            let response = call(&mut inner, parts, body, annotation.as_ref());
-                            State::Calling { response, annotation, shadows }
-                        }
-                        Admission::Reject(response) => State::Answered { response: Some(response), shadows: None },
-                    }
+                    let (asked, wanted) = (call.asked.take(), call.wanted.take());
+                    let admission = call.config.admit(&call.parts, answer, asked, wanted);
+                    call.go_on(admission)
+                }
+                StateProj::Waiting { place, call: waiting } => {
+                    let answer = match waiting {
+                        Some(call) => ready!(place.poll(cx, |cx| call.inner.poll_ready(cx)))?,
+                        None => polled_after_completion("ResponseFuture"),
+                    };
+                    // It is there: only this arm takes it, and leaves this state at once.
+                    let Some(mut call) = waiting.take() else {
+                        polled_after_completion("ResponseFuture");
+                    };
+                    let admission = call.config.conclude(&call.parts, answer, call.asked.take());
+                    call.go_on(admission)
                 }
                 StateProj::Calling { response, annotation, shadows } => {
                     if let Some(shadows) = shadows {

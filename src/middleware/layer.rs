@@ -8,7 +8,8 @@ use tower_layer::Layer;
 use super::config::{Config, OnError, OnMissingKey};
 use super::copies::Copies;
 use super::select::Selector;
-use super::{Headers, HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection};
+use super::wait::Waiting;
+use super::{Headers, HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection, Wait};
 use crate::limit::Policies;
 use crate::store::{Observer, Store};
 
@@ -32,6 +33,9 @@ use crate::store::{Observer, Store};
 ///
 /// A denied request is answered by a [`Reject`](crate::Reject), not with an error, which would close the connection. Put
 /// the layer behind authentication if its key is a user, and before it if its key is an address.
+///
+/// A [`CallLimitLayer`](crate::CallLimitLayer) is for services whose requests are not HTTP's, and for clients that want an
+/// error instead of a response.
 pub struct RateLimitLayer<S, K, R = HttpReject> {
     config: Copies<Config<S, K, R>>,
 }
@@ -50,6 +54,7 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
             skip: None,
             reject: Arc::new(HttpReject::new()),
             cost: None,
+            wait: None,
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
             headers: Headers::default(),
@@ -118,6 +123,34 @@ impl<S: Clone, K, R> RateLimitLayer<S, K, R> {
     #[must_use]
     pub fn cost_under(self, cost: impl Fn(&Parts, &Policies) -> u32 + Send + Sync + 'static) -> Self {
         self.change(|config| config.cost = Some(Arc::new(cost)))
+    }
+
+    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
+    /// says. Defaults to no wait.
+    ///
+    /// The requests of a caller take turns in the order in which they came to this process, and each instance takes at most
+    /// one permit ahead, so that the instances take turns too. A request is denied as soon as it is known that its turn
+    /// would come too late. One that is dropped leaves its turn to the next.
+    ///
+    /// The inner service is not kept ready meanwhile: it is polled ready when the turn has come.
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// use std::time::Duration;
+    ///
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).wait(Duration::from_secs(2));
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn wait(self, wait: impl Into<Wait>) -> Self
+    where
+        S: Store,
+    {
+        self.change(|config| config.wait = Some(Waiting::new(config.store.clone(), wait.into())))
     }
 
     /// Sets which requests pass at once, uncounted and without header fields, such as health checks. They need no key.

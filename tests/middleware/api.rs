@@ -69,6 +69,8 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
     shared::<(Error, ErrorKind, ConfigError, MissingKey, Rejection<'static>, Reason<'static>)>();
     shared::<(ClientIp, ClientIpBuilder, DryRun, Tier, Tiers, Live<Tiers>, Live<Policy>, Live<Policies>)>();
     shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey, Headers, Trio)>();
+    #[cfg(feature = "tonic")]
+    shared::<(tower_redis_ratelimit::GrpcReject, tower_redis_ratelimit::GrpcOr<HttpReject>)>();
 }
 
 #[test]

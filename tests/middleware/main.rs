@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
 
 mod api;
+mod call;
 mod client_ip;
 mod compose;
 mod cost;
@@ -17,3 +18,5 @@ mod select;
 mod service;
 mod shadow;
 mod support;
+mod throttle;
+mod wait;

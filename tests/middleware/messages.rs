@@ -87,6 +87,36 @@ fn what_gives_no_policies_is_answered_with_what_does() {
 }
 
 #[test]
+fn what_is_live_and_gives_no_policies_is_answered_like_what_is_not() {
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), Global, Live::new(\"50/s\"));",
+        &["Live<&str>` gives no policies for a request", "`Policy::new(name, strategy, quota)?`"],
+        "RateLimitLayer::new(LocalStore::default(), Global, Live::new(policy));",
+    );
+}
+
+#[test]
+fn what_does_not_go_with_requests_of_another_type_is_answered_with_a_closure_that_does() {
+    fixes(
+        "CallLimitLayer::<_, _, String>::new(LocalStore::default(), PeerIp, policy);",
+        &[
+            "not a `KeyExtractor` for `std::string::String`",
+            "a closure with the type of its argument, as in `|job: &Job| ..`",
+        ],
+        "CallLimitLayer::new(LocalStore::default(), |job: &String| Some(Key::new(job)), policy);",
+    );
+    fixes(
+        "CallLimitLayer::<_, _, String>::new(LocalStore::default(), Global, \"50/s\");",
+        &[
+            "not a `PolicySelector` for `std::string::String`",
+            "a closure with the type of its argument, as in `|job: &Job| ..`",
+        ],
+        "let policies = Policies::from(policy);
+         CallLimitLayer::new(LocalStore::default(), Global, move |_: &String| policies.clone());",
+    );
+}
+
+#[test]
 fn a_client_address_without_anybody_trusted_is_answered_with_how_to_say_it() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), ClientIp::x_forwarded_for(), policy);",
@@ -110,5 +140,30 @@ fn a_body_that_the_default_cannot_make_is_answered_with_how_to_make_it() {
             "`.reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| ..))`",
         ],
         &answers(".reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.is_empty()))"),
+    );
+}
+
+/// A tonic server's body is one of those that are `Default`, and not made from text.
+#[test]
+fn a_grpc_body_is_answered_with_the_reject_for_grpc() {
+    let answers = |reject: &str| {
+        format!(
+            "#[derive(Default)]
+             struct Body;
+             fn answers<S, K, R: Reject<Body>>(_: RateLimitLayer<S, K, R>) {{}}
+             answers(RateLimitLayer::new(LocalStore::default(), Global, policy){reject});"
+        )
+    };
+    fixes(
+        &answers(""),
+        &[
+            "HttpReject` cannot answer a rejected request with the body `Body`",
+            "gRPC, as of a tonic server: `.reject(GrpcReject::new())`",
+            "with the feature `tonic`",
+        ],
+        &answers(match cfg!(feature = "tonic") {
+            true => ".reject(GrpcReject::new())",
+            false => ".reject_with(|rejection| HttpReject::new().reject(rejection).map(|_: String| Body))",
+        }),
     );
 }

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 
 use axum::body::{Body, Bytes, HttpBody};
 use http::request::Parts;
-use http::{Request, Response};
+use http::{HeaderValue, Request, Response};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
 use serde_json::{Value, json};
@@ -54,6 +54,71 @@ async fn a_request_without_a_key_is_the_clients_mistake() {
         "detail": "the header x-user is missing",
     });
     assert_eq!(problem(response).await, expected);
+}
+
+/// RFC 9110 has a server send a challenge with each 401, whoever made the response.
+#[tokio::test]
+async fn a_request_of_nobody_is_challenged() {
+    let by_api_key = || {
+        let key = HeaderKey::new("x-api-key").challenge(HeaderValue::from_static("ApiKey realm=\"books\""));
+        RateLimitLayer::new(LocalStore::default(), key, policy("api", "1/h"))
+    };
+    let response = send(&limited(by_api_key()), anonymous()).await;
+    assert_eq!((response.status().as_u16(), field(&response, "retry-after")), (401, None));
+    assert_eq!(field(&response, "www-authenticate"), Some("ApiKey realm=\"books\""));
+    let expected = json!({
+        "type": "about:blank",
+        "title": "Unauthorized",
+        "detail": "the header x-api-key is missing",
+    });
+    assert_eq!(problem(response).await, expected);
+
+    // A response of one's own has the challenge too, unless it has another, or is no 401.
+    for (status, own, expected) in
+        [(401, None, Some("ApiKey realm=\"books\"")), (401, Some("Bearer"), Some("Bearer")), (403, None, None)]
+    {
+        let layer = by_api_key().reject_with(|rejection| {
+            assert_eq!(rejection.status(), 401);
+            let mut response = Response::builder().status(status);
+            if let Some(own) = own {
+                response = response.header("www-authenticate", own);
+            }
+            response.body(String::new()).unwrap()
+        });
+        let response = send(&limited(layer), anonymous()).await;
+        let fields: Vec<_> = response.headers().get_all("www-authenticate").iter().collect();
+        assert_eq!(fields, Vec::from_iter(expected), "{status}");
+    }
+
+    // It is the client that decides whether it has a key, so the layer may let it pass. Whose header is wrong is not asked
+    // for another.
+    let optional = limited(by_api_key().on_missing_key(OnMissingKey::Allow));
+    assert_eq!(send(&optional, anonymous()).await.status(), 200);
+    let mut twice = anonymous();
+    for value in ["one", "two"] {
+        twice.headers_mut().append("x-api-key", value.parse().unwrap());
+    }
+    let response = send(&optional, twice).await;
+    assert_eq!((response.status().as_u16(), field(&response, "www-authenticate")), (400, None));
+}
+
+#[tokio::test]
+async fn an_extractor_of_ones_own_challenges_too() {
+    let nobody = |missing: fn() -> MissingKey| {
+        struct Nobody(fn() -> MissingKey);
+
+        impl KeyExtractor for Nobody {
+            fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
+                Err((self.0)())
+            }
+        }
+
+        limited(RateLimitLayer::new(LocalStore::default(), Nobody(missing), policy("api", "1/h")))
+    };
+    let missing = || MissingKey::unauthenticated("no access token", HeaderValue::from_static("Bearer"));
+    let response = send(&nobody(missing), anonymous()).await;
+    assert_eq!((response.status().as_u16(), field(&response, "www-authenticate")), (401, Some("Bearer")));
+    assert_eq!(problem(response).await["detail"], "no access token");
 }
 
 #[tokio::test]

@@ -1,14 +1,17 @@
 //! A node of a Redis Cluster is no single Redis: it says so, instead of deciding a part of the checks.
 
+use std::ops::Range;
+
 use tower_redis_ratelimit::{ErrorKind, Fallback, LocalStore, RedisStore, Store};
 
 use crate::support::{RedisServer, check, until};
 
 /// A node that serves these slots, and knows of no other.
-async fn node(slots: &str) -> RedisServer {
+async fn node(slots: Range<u16>) -> RedisServer {
     let server = RedisServer::start_with(&["--cluster-enabled", "yes", "--cluster-require-full-coverage", "no"]);
     if !slots.is_empty() {
-        let _: String = server.command(&format!("CLUSTER ADDSLOTSRANGE {slots}")).await;
+        let slots: Vec<String> = slots.map(|slot| slot.to_string()).collect();
+        let _: String = server.command(&format!("CLUSTER ADDSLOTS {}", slots.join(" "))).await;
         until("the node serves its slots", async || {
             server.command::<String>("CLUSTER INFO").await.contains("cluster_state:ok")
         })
@@ -19,10 +22,10 @@ async fn node(slots: &str) -> RedisServer {
 
 #[tokio::test]
 async fn a_node_is_not_taken() {
-    for slots in ["0 16383", "0 8191", ""] {
-        let server = node(slots).await;
+    for slots in [0..16384, 0..8192, 0..0] {
+        let server = node(slots.clone()).await;
         let error = RedisStore::connect(server.url()).await.unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Cluster, "{slots}: {error:?}");
+        assert_eq!(error.kind(), ErrorKind::Cluster, "{slots:?}: {error:?}");
         assert!(error.to_string().contains("redis+cluster://"), "{error}");
     }
 }
@@ -30,7 +33,7 @@ async fn a_node_is_not_taken() {
 /// Callers of a slot that another node serves are refused one by one.
 #[tokio::test]
 async fn the_callers_of_another_node_are_told() {
-    let (one, other) = (node("0 8191").await, node("8192 16383").await);
+    let (one, other) = (node(0..8192).await, node(8192..16384).await);
     let _: String = one.command(&format!("CLUSTER MEET 127.0.0.1 {}", other.port())).await;
     until("they know each other", async || {
         one.command::<String>("CLUSTER INFO").await.contains("cluster_slots_ok:16384")
@@ -50,7 +53,7 @@ async fn the_callers_of_another_node_are_told() {
 /// The probe of a `Fallback` notices it too: a lone check is decided, and most batches are not.
 #[tokio::test]
 async fn a_fallback_stays_degraded() {
-    let server = node("0 16383").await;
+    let server = node(0..16384).await;
     let store = Fallback::new(RedisStore::connect_lazy(server.url()).unwrap(), LocalStore::default());
     until("a batch has failed often enough", async || {
         let checks = (0..20).map(|i| store.check(check(&format!("caller-{i}"), "10/s")));

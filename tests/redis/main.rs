@@ -10,12 +10,16 @@ mod batches;
 mod cluster;
 mod connect;
 mod denials;
+mod eviction;
 mod exact;
 mod fallback;
+mod forbidden;
 #[cfg(feature = "axum")]
 mod http;
 mod keys;
 mod memory;
+mod paths;
+mod proxy;
 mod runtimes;
 #[cfg(feature = "tracing")]
 mod texts;

@@ -37,6 +37,9 @@ async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
 async fn a_caller_of_a_constant_strategy_costs_at_most_112_bytes() {
     let server = RedisServer::start();
     let store = store(&server).await;
+    // Without jemalloc, Redis 6.2 takes larger blocks.
+    let jemalloc = server.command::<String>("INFO memory").await.contains("mem_allocator:jemalloc");
+    let most = if jemalloc { 112 } else { 120 };
     let grows = |strategy: &Strategy| matches!(strategy, Strategy::SlidingLog | Strategy::SlidingWindow { .. });
     for strategy in STRATEGIES.into_iter().filter(|strategy| !grows(strategy)) {
         for quota in ["3/h", "1000/d", "999983/30d", "4294967295/366d"] {
@@ -49,7 +52,7 @@ async fn a_caller_of_a_constant_strategy_costs_at_most_112_bytes() {
             let _ = charge(u32::MAX).await.unwrap();
             let key = only_key(&server).await;
             let bytes = bytes_of(&server, &key).await;
-            assert!(bytes <= 112, "{strategy:?} of {quota}: {bytes} bytes");
+            assert!(bytes <= most, "{strategy:?} of {quota}: {bytes} bytes");
             let _: String = server.command("FLUSHALL").await;
         }
     }

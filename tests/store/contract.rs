@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{
-    AnyStore, Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, Policy, RedisStore, Source, Store,
+    AnyStore, Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, Policy, RedisStore, Refill, Source, Store,
     StoreConfig, StoreKind, Strategy,
 };
 
@@ -57,13 +57,15 @@ async fn outside() {
 }
 
 async fn keeps_the_contract(store: impl Store, source: Source) {
+    let owes = source != WINDOWS;
     for (i, strategy) in STRATEGIES.into_iter().enumerate() {
         // Long enough that nothing flows back during the test: 10 per 100 days.
-        let caller = Caller { store: &store, policies: policy(strategy, "10/100d"), strategy, i };
+        let caller = Caller { store: &store, policies: policy(strategy, "10/100d"), strategy, i, owes };
         caller.takes_all_or_nothing(source).await;
         caller.grants_a_part().await;
         caller.peeks_without_charging().await;
         caller.goes_into_bounded_debt().await;
+        caller.takes_ahead().await;
         caller.gives_back().await;
         caller.forgets_one_caller().await;
         caller.gives_back_to_each_policy().await;
@@ -79,6 +81,8 @@ struct Caller<'a, S> {
     strategy: Strategy,
     /// Tells the keys of strategies with the same letter apart.
     i: usize,
+    /// Whether the store knows debts that are due later.
+    owes: bool,
 }
 
 impl<S: Store> Caller<'_, S> {
@@ -143,6 +147,39 @@ impl<S: Store> Caller<'_, S> {
         let denied = self.ask("debt", Check::charge, 1).await;
         assert!(denied.granted() == 0 && denied.retry_after().is_some(), "{denied:?}");
         assert!(!self.ask("debt", Check::take, 0).await.is_allowed(), "in debt, even nothing is denied");
+    }
+
+    async fn takes_ahead(&self) {
+        let days = |days: u64| Duration::from_secs(days * 86_400);
+        let ask = async |cost, within| {
+            let check = Check::take_ahead(self.key("ahead"), &self.policies, cost, within);
+            self.store.check(check).await.unwrap()
+        };
+        let first = ask(8, Duration::ZERO).await;
+        assert_eq!((first.outcome(), first.granted(), first.remaining()), (Outcome::Allowed, 8, 2));
+        let late = ask(5, days(1)).await;
+        assert!(late.granted() == 0 && late.retry_after().is_some(), "{late:?}");
+        let ahead = ask(5, days(1_000)).await;
+        if self.store_owes() {
+            // 3 more than there are, of which 1 comes in 10 days, or 10 in 100.
+            let due = if self.strategy == Strategy::TokenBucket(Refill::Interval) { 100 } else { 30 };
+            let Outcome::Later { due_in } = ahead.outcome() else { panic!("{ahead:?}") };
+            assert!(due_in > days(due - 1) && due_in <= days(due), "{ahead:?}");
+            assert_eq!((ahead.granted(), ahead.remaining(), ahead.is_allowed()), (5, 0, false));
+            assert!(!self.ask("ahead", Check::take, 1).await.is_allowed(), "it is owed");
+            let much = ask(8, days(1_000)).await;
+            assert_eq!((much.granted(), much.retry_after().is_some()), (0, true), "no more than one capacity is owed");
+            assert_eq!(self.numbers("ahead", Check::give_back, 5).await, (5, 2));
+        } else {
+            assert!(ahead.granted() == 0 && ahead.retry_after().is_some(), "{ahead:?}");
+        }
+        assert_eq!(self.numbers("ahead", Check::take, 2).await, (2, 0));
+        assert_eq!(ask(11, days(1_000)).await.outcome(), Outcome::NeverFits);
+    }
+
+    /// Whether it can owe what is due later.
+    fn store_owes(&self) -> bool {
+        self.owes && matches!(self.strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_))
     }
 
     async fn gives_back(&self) {

@@ -69,7 +69,7 @@ impl Counts {
         let look = |(policy, window): (&Policy, &Window)| {
             let (used, capacity) = (window.used, capacity(policy));
             match mode {
-                Mode::Take | Mode::Peek => (used + cost <= capacity).then_some(cost),
+                Mode::Take | Mode::TakeAhead | Mode::Peek => (used + cost <= capacity).then_some(cost),
                 Mode::UpTo => (used + cost.min(1) <= capacity).then(|| cost.min(capacity - used)),
                 Mode::Charge => (used + cost.min(1) <= 2 * capacity).then(|| cost.min(2 * capacity - used)),
                 Mode::GiveBack => Some(cost.min(used)),
@@ -81,7 +81,9 @@ impl Counts {
             Mode::Peek => 0,
             // Each what it has.
             Mode::GiveBack | Mode::Reset => looks.iter().flatten().copied().max().unwrap_or(0),
-            Mode::Take | Mode::UpTo | Mode::Charge => looks.iter().copied().min().flatten().unwrap_or(0),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {
+                looks.iter().copied().min().flatten().unwrap_or(0)
+            }
             // A mode that it does not know.
             _ => return Err(Error::new(ErrorKind::Refused).of_check().unsent()),
         };
@@ -99,7 +101,9 @@ impl Counts {
             let left = if used > 0 { end - now } else { Duration::ZERO };
             let verdict = match looks.next().flatten() {
                 Some(_) => Verdict::allowed(),
-                None if matches!(mode, Mode::Take | Mode::Peek) && cost > capacity(policy) => Verdict::never_fits(),
+                None if matches!(mode, Mode::Take | Mode::TakeAhead | Mode::Peek) && cost > capacity(policy) => {
+                    Verdict::never_fits()
+                }
                 None => Verdict::denied(left),
             };
             verdict.with_remaining(capacity(policy).saturating_sub(used) as u32).with_reset_after(left)

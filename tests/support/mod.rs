@@ -4,6 +4,7 @@
 #![allow(dead_code, reason = "each test binary uses its part")]
 #![allow(clippy::disallowed_methods, reason = "a real server is waited for in real time")]
 
+use std::ffi::OsString;
 use std::future::Future;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -130,15 +131,25 @@ impl Drop for RedisServer {
     }
 }
 
+/// What runs as `redis-server`: the binary that the environment names, or the one on the PATH.
+fn binary() -> OsString {
+    std::env::var_os("REDIS_SERVER").unwrap_or_else(|| "redis-server".into())
+}
+
 fn spawn(port: u16, args: &[String], dir: &TempDir) -> Child {
-    Command::new("redis-server")
+    let binary = binary();
+    let child = Command::new(&binary)
         .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir"])
         .arg(dir.path())
         .args(args)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
-        .spawn()
-        .expect("the tests need `redis-server` on the PATH: `cargo xtask test` installs it")
+        .spawn();
+    match child {
+        Ok(child) => child,
+        Err(error) if std::env::var_os("REDIS_SERVER").is_some() => panic!("REDIS_SERVER={binary:?}: {error}"),
+        Err(error) => panic!("the tests need `redis-server` on the PATH: `cargo xtask test` installs it ({error})"),
+    }
 }
 
 /// A port that nobody listens on just now.

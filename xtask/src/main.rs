@@ -1,10 +1,12 @@
 //! `cargo xtask test`: everything that must hold before a change is merged, on any machine.
 
 mod command;
+mod compat;
 mod metadata;
 mod pages;
 mod pictures;
 mod redis;
+mod servers;
 mod test;
 
 use std::env;
@@ -14,6 +16,8 @@ use command::run;
 
 const USAGE: &str = "\
 usage: cargo xtask test                     checks all that CI checks, and runs all tests
+       cargo xtask compat                   runs the tests that talk to a server with every version of it
+       cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
        cargo xtask simulate [SEEDS]         runs the simulation with so many seeds, or a million
        cargo xtask simulate --from SEED     the same from this seed on
        cargo xtask simulate --seed SEED     replays a seed with its log
@@ -26,6 +30,8 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let result = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test"] => test::test(),
+        ["compat"] => compat::compat(""),
+        ["compat", server] => compat::compat(server),
         ["simulate"] => simulate(&[("SEEDS", "1000000")]),
         ["simulate", "--seed", seed] => simulate(&[("SEED", seed)]),
         ["simulate", "--from", from] => simulate(&[("FROM", from), ("SEEDS", "1000000")]),

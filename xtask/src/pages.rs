@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 7] = [
+const PAGES: [&str; 8] = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/answers.md",
@@ -14,6 +14,7 @@ const PAGES: [&str; 7] = [
     "docs/faults.md",
     "docs/performance.md",
     "docs/recipes.md",
+    "docs/servers.md",
 ];
 
 /// Where the documentation of the library will be, and where `cargo doc` has put it.

@@ -28,7 +28,7 @@ pub(crate) fn test() -> Result {
     cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "middleware"])?;
     cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "tls", "without_the_feature"])?;
     package()?;
-    cargo(&["build", "--package", "examples", "--examples"])?;
+    cargo(&["build", "--package", "examples", "--examples", "--all-features"])?;
     cargo(&["test", "--package", LIBRARY, "--doc", "--all-features"])?;
     // Last, since its last lines are the counts.
     if succeeds("cargo", &["nextest", "--version"]) {

@@ -7,6 +7,8 @@ use crate::limit::verdict::Verdict;
 pub(in crate::limit) struct Ask {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
+    /// Within how many microseconds a take ahead has to be due.
+    pub(in crate::limit) within: i64,
     pub(in crate::limit) now: i64,
 }
 
@@ -26,12 +28,20 @@ pub(in crate::limit) struct Look {
 
 impl Ask {
     pub(super) fn look<T: Twin>(&self, state: &T, params: &Params) -> Look {
-        let &Self { mode, cost, now } = self;
+        let &Self { mode, cost, now, .. } = self;
         let (loaded, dirty) = state.load(params, now);
         let room = T::room(params, now, loaded);
         let needs = mode.needs(cost, params.capacity);
-        let grants = if room >= needs { mode.grants(cost, room, params.capacity) } else { 0 };
+        let passes = room >= needs || mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, loaded);
+        let grants = if passes { mode.grants(cost, room, params.capacity) } else { 0 };
         Look { loaded, dirty, room, needs, grants }
+    }
+
+    /// Whether a cost that there is no room for is due in time, within the debt that the policy bears.
+    fn is_due_in_time<T: Twin>(&self, state: &T, params: &Params, room: i64, loaded: Loaded) -> bool {
+        self.cost <= params.capacity
+            && room - self.cost >= -params.capacity
+            && state.wait(params, self.now, self.cost, loaded) <= self.within
     }
 
     /// Decides, and charges the state: the verdict, and how much was charged.
@@ -54,7 +64,7 @@ impl Ask {
                 return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
             }
             Mode::GiveBack => (grants, -grants),
-            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(max), grants.min(max)),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(max), grants.min(max)),
         };
         if granted > 0 {
             loaded = state.charge(params, now, charged, loaded);

@@ -1,5 +1,5 @@
-use http::HeaderName;
 use http::request::Parts;
+use http::{HeaderName, HeaderValue};
 
 use super::{KeyExtractor, MissingKey};
 use crate::limit::Key;
@@ -9,9 +9,9 @@ use crate::limit::Key;
 /// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
 ///
 /// A request without the header is one [without a key](crate::OnMissingKey), which is told the name of the header: "the
-/// header x-api-key is missing". One that has the header more than once is rejected, whatever
-/// [`OnMissingKey`](crate::OnMissingKey) says. One of the values may be of the client's choice, beside one that a proxy has
-/// added: to count by it, or by all of them, would give the client a new key whenever it likes.
+/// header x-api-key is missing". With a [`challenge`](Self::challenge) it is asked to authenticate. One that has the header more
+/// than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of the values may be of the client's choice,
+/// beside one that a proxy has added: to count by it, or by all of them, would give the client a new key whenever it likes.
 ///
 /// The header must be one that something in front has verified: a client that may send any value has a new count for each.
 ///
@@ -35,6 +35,7 @@ pub struct HeaderKey {
     /// `None` if what was given is not the name of a header.
     name: Option<HeaderName>,
     secret: bool,
+    challenge: Option<HeaderValue>,
 }
 
 impl HeaderKey {
@@ -43,13 +44,31 @@ impl HeaderKey {
     /// A text that is not the name of a header, such as `"api key"`, is the
     /// [server's fault](MissingKey::misconfigured): over HTTP every request gets a 500.
     pub fn new(name: impl TryInto<HeaderName>) -> Self {
-        Self { name: name.try_into().ok(), secret: true }
+        Self { name: name.try_into().ok(), secret: true, challenge: None }
     }
 
     /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
     #[must_use]
     pub fn readable(mut self) -> Self {
         self.secret = false;
+        self
+    }
+
+    /// Tells a client that sends no value to authenticate: over HTTP a 401 with this `WWW-Authenticate` in place of a 400, over
+    /// gRPC `UNAUTHENTICATED` in place of `INVALID_ARGUMENT`. Defaults to none.
+    ///
+    /// It is a scheme, with parameters if that has any: `Bearer` for tokens. No registered scheme is for API keys in a
+    /// header of their own; many services write `ApiKey`.
+    ///
+    /// ```
+    /// use http::HeaderValue;
+    /// use tower_redis_ratelimit::HeaderKey;
+    ///
+    /// let by_api_key = HeaderKey::new("x-api-key").challenge(HeaderValue::from_static("ApiKey"));
+    /// ```
+    #[must_use]
+    pub fn challenge(mut self, challenge: HeaderValue) -> Self {
+        self.challenge = Some(challenge);
         self
     }
 }
@@ -68,8 +87,14 @@ impl KeyExtractor for HeaderKey {
             return Err(MissingKey::malformed(format!("the header {name} is there more than once")));
         }
         match first {
-            None => Err(MissingKey::header(name)),
-            Some([]) => Err(MissingKey::new(format!("the header {name} is empty"))),
+            None => Err(MissingKey::header(name, self.challenge.as_ref())),
+            Some([]) => {
+                let problem = format!("the header {name} is empty");
+                Err(match &self.challenge {
+                    Some(challenge) => MissingKey::unauthenticated(problem, challenge.clone()),
+                    None => MissingKey::new(problem),
+                })
+            }
             Some(value) if self.secret => Ok(Key::secret(value)),
             Some(value) => Ok(Key::new(value)),
         }
@@ -96,7 +121,6 @@ mod tests {
 
     #[test]
     fn a_request_without_the_header_is_told_which() {
-        let problem = |name, parts| HeaderKey::new(name).extract(parts).unwrap_err();
         let parts = request(b"");
         for (name, expected) in [
             ("X-API-Key", "the header x-api-key is missing"),
@@ -104,9 +128,15 @@ mod tests {
             // An empty value tells nobody apart.
             ("x-user", "the header x-user is empty"),
         ] {
-            let problem = problem(name, &parts);
+            let problem = HeaderKey::new(name).extract(&parts).unwrap_err();
             assert_eq!(problem.to_string(), expected);
-            assert!(problem.is_absent());
+            assert!(problem.is_absent() && problem.challenge().is_none());
+
+            let challenged = HeaderKey::new(name).challenge(HeaderValue::from_static("ApiKey")).extract(&parts);
+            let challenged = challenged.unwrap_err();
+            assert_eq!(challenged.to_string(), expected);
+            assert_eq!(challenged.challenge().unwrap(), "ApiKey");
+            assert!(challenged.is_absent(), "`OnMissingKey` decides");
         }
     }
 

@@ -1,7 +1,8 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use http::HeaderName;
+use http::header::WWW_AUTHENTICATE;
+use http::{HeaderName, HeaderValue, Response, StatusCode};
 
 /// A request has nothing that it could be counted by.
 ///
@@ -24,10 +25,12 @@ enum Problem {
     NoHeader(HeaderName),
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 enum Cause {
     /// The client left it out.
     Absent,
+    /// The client left it out, and is told by this challenge how to say who it is.
+    Unauthenticated(HeaderValue),
     /// The client sent what must not be one.
     Malformed,
     /// The server is set up so that there can be none.
@@ -35,19 +38,37 @@ enum Cause {
 }
 
 impl MissingKey {
-    /// The client left it out: over HTTP a 400. `problem` is shown to it, and says what is missing, such as "no API
-    /// key".
+    /// The client left it out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to it, and says what is
+    /// missing, such as "no API key".
     pub fn new(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Absent }
     }
 
-    /// The client sent something that must not become a key, such as a header twice: over HTTP a 400, whatever
-    /// [`OnMissingKey`](crate::OnMissingKey) says, or a client could pass uncounted by it. `problem` is shown to it.
+    /// The client left out what says who it is, such as an API key: over HTTP a 401, over gRPC `UNAUTHENTICATED`. `problem`
+    /// is shown to it. Else it is as [`new`](Self::new): [`OnMissingKey`](crate::OnMissingKey) may let the request pass.
+    ///
+    /// `challenge` tells the client how to authenticate, such as `Bearer` or `Basic realm="books"`. A 401 must have one (RFC
+    /// 9110), so the layer adds it as `WWW-Authenticate` to each that has none.
+    ///
+    /// ```
+    /// use http::HeaderValue;
+    /// use tower_redis_ratelimit::MissingKey;
+    ///
+    /// let missing = MissingKey::unauthenticated("no access token", HeaderValue::from_static("Bearer"));
+    /// assert_eq!(missing.challenge().unwrap(), "Bearer");
+    /// ```
+    pub fn unauthenticated(problem: impl Into<Cow<'static, str>>, challenge: HeaderValue) -> Self {
+        Self { problem: Problem::Text(problem.into()), cause: Cause::Unauthenticated(challenge) }
+    }
+
+    /// The client sent something that must not become a key, such as a header twice: over HTTP a 400, over gRPC
+    /// `INVALID_ARGUMENT`, whatever [`OnMissingKey`](crate::OnMissingKey) says, or a client could pass uncounted by it.
+    /// `problem` is shown to it.
     pub fn malformed(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Malformed }
     }
 
-    /// The server is set up so that no request can have it: over HTTP a 500, whatever
+    /// The server is set up so that no request can have it: over HTTP a 500, over gRPC `INTERNAL`, whatever
     /// [`OnMissingKey`](crate::OnMissingKey) says.
     ///
     /// `problem` says how to set it up. It is not for clients: the layer's
@@ -56,8 +77,10 @@ impl MissingKey {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Misconfigured }
     }
 
-    pub(super) fn header(name: &HeaderName) -> Self {
-        Self { problem: Problem::NoHeader(name.clone()), cause: Cause::Absent }
+    /// The client left out this header. With a challenge, it is [unauthenticated](Self::unauthenticated).
+    pub(super) fn header(name: &HeaderName, challenge: Option<&HeaderValue>) -> Self {
+        let cause = challenge.cloned().map_or(Cause::Absent, Cause::Unauthenticated);
+        Self { problem: Problem::NoHeader(name.clone()), cause }
     }
 
     /// Whether the server is at fault, not the client.
@@ -68,7 +91,22 @@ impl MissingKey {
     /// Whether the request has nothing that could be one, so that [`OnMissingKey`](crate::OnMissingKey) says what becomes of
     /// it.
     pub const fn is_absent(&self) -> bool {
-        matches!(self.cause, Cause::Absent)
+        matches!(self.cause, Cause::Absent | Cause::Unauthenticated(_))
+    }
+
+    /// What tells the client how to authenticate, if it is [unauthenticated](Self::unauthenticated).
+    pub const fn challenge(&self) -> Option<&HeaderValue> {
+        match &self.cause {
+            Cause::Unauthenticated(challenge) => Some(challenge),
+            Cause::Absent | Cause::Malformed | Cause::Misconfigured => None,
+        }
+    }
+
+    /// Adds the challenge to a 401 that has none.
+    pub(in crate::middleware) fn annotate<B>(&self, response: &mut Response<B>) {
+        if let (Some(challenge), StatusCode::UNAUTHORIZED) = (self.challenge(), response.status()) {
+            response.headers_mut().entry(WWW_AUTHENTICATE).or_insert_with(|| challenge.clone());
+        }
     }
 }
 

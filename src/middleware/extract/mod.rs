@@ -27,6 +27,9 @@ use crate::limit::Key;
 /// `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each combination by itself:
 /// `(PeerIp, HeaderKey::new("x-api-key"))` every pair of an address and an API key.
 ///
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
+/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
+///
 /// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path, and the host too;
 /// it does not choose what your authentication finds out:
 ///
@@ -46,25 +49,37 @@ use crate::limit::Key;
 ///         tenant.ok_or(MissingKey::new("the request names no tenant"))
 ///     }
 /// }
+///
+/// /// A request that is not HTTP's.
+/// struct Job {
+///     tenant: Tenant,
+/// }
+///
+/// impl KeyExtractor<Job> for ByTenant {
+///     fn extract(&self, job: &Job) -> Result<Key, MissingKey> {
+///         Ok(Key::new(&job.tenant.0))
+///     }
+/// }
 /// # fn is_extractor(_: impl KeyExtractor) {}
 /// # is_extractor(ByTenant);
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` finds no key in a request",
-    label = "not a `KeyExtractor`",
+    label = "not a `KeyExtractor` for `{R}`",
     note = "extractors are `PeerIp`, `ClientIp`, `HeaderKey`, `Global`, with the feature `axum` `MatchedRoute` and \
             `MatchedEndpoint`, and tuples of extractors",
     note = "of `ClientIp`, say who is trusted: `ClientIp::x_forwarded_for().trust([\"private\"])?`",
-    note = "a closure: `key_fn(|request| ..)`, which is given `&http::request::Parts` and returns an `Option<Key>`"
+    note = "a closure: `key_fn(|request| ..)`, which is given `&http::request::Parts` and returns an `Option<Key>`",
+    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
 )]
-pub trait KeyExtractor {
+pub trait KeyExtractor<R = Parts> {
     /// The key that this request is counted by.
     ///
     /// # Errors
     ///
     /// [`MissingKey`] for a request that has none; the layer's [`OnMissingKey`](crate::OnMissingKey) says what becomes
     /// of it.
-    fn extract(&self, request: &Parts) -> Result<Key, MissingKey>;
+    fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 }
 
 /// Counts by the key that a closure finds. A request for which it finds none is one
@@ -95,18 +110,18 @@ where
 }
 
 #[diagnostic::do_not_recommend]
-impl<F> KeyExtractor for F
+impl<R, F> KeyExtractor<R> for F
 where
-    F: Fn(&Parts) -> Option<Key>,
+    F: Fn(&R) -> Option<Key>,
 {
-    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         self(request).ok_or(MissingKey::new("the request has nothing that it could be counted by"))
     }
 }
 
 /// For an extractor that is not `Clone`.
-impl<K: KeyExtractor + ?Sized> KeyExtractor for Arc<K> {
-    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
+    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         (**self).extract(request)
     }
 }
@@ -115,16 +130,16 @@ impl<K: KeyExtractor + ?Sized> KeyExtractor for Arc<K> {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Global;
 
-impl KeyExtractor for Global {
-    fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
+impl<R> KeyExtractor<R> for Global {
+    fn extract(&self, _: &R) -> Result<Key, MissingKey> {
         Ok(Key::GLOBAL)
     }
 }
 
 macro_rules! tuples {
     ($(($($extractor:ident $part:ident),+);)+) => {$(
-        impl<$($extractor: KeyExtractor),+> KeyExtractor for ($($extractor,)+) {
-            fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        impl<R, $($extractor: KeyExtractor<R>),+> KeyExtractor<R> for ($($extractor,)+) {
+            fn extract(&self, request: &R) -> Result<Key, MissingKey> {
                 let ($($part,)+) = self;
                 Ok(Key::tuple(&[$($part.extract(request)?),+]))
             }

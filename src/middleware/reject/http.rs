@@ -3,15 +3,16 @@ use std::fmt::{self, Write as _};
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Response};
 
-use super::{Reason, Reject, Rejection};
+use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 use crate::limit::Decision;
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
-/// - No key: 400, which says what is missing, or 500 if the server is set up so that there can be none, which does not say
-///   why: that is [for the log](crate::Observer::misconfigured).
+/// - No key: 400, which says what is missing, or 401 with `WWW-Authenticate` if the client is
+///   [unauthenticated](crate::MissingKey::unauthenticated). 500 if the server is set up so that there can be none, which does not
+///   say why: that is [for the log](crate::Observer::misconfigured).
 /// - Nothing could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`. What was the
 ///   matter is not told.
 ///
@@ -32,7 +33,8 @@ use crate::limit::Decision;
 /// For a body that depends on the request or on the decision, [`reject_with`](crate::RateLimitLayer::reject_with) takes a
 /// closure from a [`Rejection`].
 ///
-/// It makes every body that is `From<String>`, as axum's and hyper's are. For any other, make the body from the text:
+/// It makes every body that is `From<String>`, as axum's and hyper's are. A tonic server wants a `GrpcReject` (feature `tonic`):
+/// gRPC clients take a bare 429 for a server that is away, and may retry at once. For any other body, make it from the text:
 ///
 /// ```
 /// use http_body_util::BodyExt;
@@ -40,7 +42,7 @@ use crate::limit::Decision;
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-/// // With tonic: `.map(|text: String| tonic::body::Body::new(text))`. Empty: `.map(|_: String| Default::default())`.
+/// // An empty body: `.map(|_: String| Default::default())`.
 /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
 ///     .reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.boxed()));
 /// # let _ = layer;
@@ -104,7 +106,7 @@ impl HttpReject {
         match &self.denied {
             Denied::Detail(detail) => body.push_str(detail),
             // It has no character that JSON would escape.
-            _ => drop(rejection.tell(&mut body)),
+            _ => drop(rejection.reason.tell(&mut body)),
         }
         body.push_str("\",\"violated-policies\":[");
         let violated = decision.verdicts().filter(|(_, verdict)| !verdict.is_allowed());
@@ -140,7 +142,7 @@ impl<B: From<String>> Reject<B> for HttpReject {
         headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         // To a denial the layer adds when to retry.
         if let Reason::Unavailable(_) = rejection.reason() {
-            headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+            headers.insert(RETRY_AFTER, AFTER_FAILURE.as_secs().into());
         }
         response
     }
@@ -149,7 +151,7 @@ impl<B: From<String>> Reject<B> for HttpReject {
 fn problem(kind: &str, rejection: &Rejection<'_>) -> String {
     let mut body = open_problem(kind, rejection.status().canonical_reason().unwrap_or_default());
     // A `String` takes every text.
-    let _ = rejection.tell(&mut Escaped(&mut body));
+    let _ = rejection.reason.tell(&mut Escaped(&mut body));
     body.push_str("\"}\n");
     body
 }

@@ -1,12 +1,17 @@
 //! From a rejection to the response that tells it.
 
+#[cfg(feature = "tonic")]
+mod grpc;
 mod http;
 
 use std::fmt;
+use std::time::Duration;
 
 use ::http::request::Parts;
 use ::http::{Response, StatusCode};
 
+#[cfg(feature = "tonic")]
+pub use self::grpc::{GrpcOr, GrpcReject};
 pub use self::http::HttpReject;
 
 use super::MissingKey;
@@ -68,23 +73,28 @@ impl<'a> Rejection<'a> {
         self.request
     }
 
-    /// What tells the reason over HTTP: 429 for a denial, 503 if no store could decide, 400 for a request without a key,
-    /// or 500 if it is the [server's fault](MissingKey::is_misconfigured).
+    /// What tells the reason over HTTP: 429 for a denial, 503 if no store could decide, 400 for a request without a key, 401
+    /// if it is [unauthenticated](MissingKey::unauthenticated), or 500 if it is the
+    /// [server's fault](MissingKey::is_misconfigured).
     pub fn status(&self) -> StatusCode {
         match self.reason {
             Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
             Reason::MissingKey(missing) if missing.is_misconfigured() => StatusCode::INTERNAL_SERVER_ERROR,
+            Reason::MissingKey(missing) if missing.challenge().is_some() => StatusCode::UNAUTHORIZED,
             Reason::MissingKey(_) => StatusCode::BAD_REQUEST,
             Reason::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
         }
     }
 }
 
-impl Rejection<'_> {
+/// When a client may try again that no store could decide about.
+const AFTER_FAILURE: Duration = Duration::from_secs(1);
+
+impl Reason<'_> {
     /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: a flood of
     /// denials is when time is short.
     fn tell(&self, to: &mut impl fmt::Write) -> fmt::Result {
-        match self.reason {
+        match self {
             Reason::Denied(decision) => match decision.retry_after() {
                 Some(wait) => {
                     to.write_str("The quota of ")?;
@@ -111,7 +121,7 @@ impl Rejection<'_> {
 /// The sentence for the client.
 impl fmt::Display for Rejection<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.tell(f)
+        self.reason.tell(f)
     }
 }
 
@@ -124,40 +134,42 @@ impl fmt::Debug for Rejection<'_> {
 
 /// Makes the response to a rejected request, of a service whose responses have the body `B`.
 ///
-/// [`HttpReject`] is the default. Closures from a [`Rejection`] to a response are `Reject` too; give them to
-/// [`reject_with`](crate::RateLimitLayer::reject_with). To a denial the layer adds its header fields, `Retry-After` if it
-/// is not there, and the decision as an extension, whatever the response is.
+/// [`HttpReject`] is the default. With the feature `tonic`, `GrpcReject` answers gRPC, and
+/// `GrpcReject::new().or(HttpReject::new())` every client in its own protocol. Closures from a [`Rejection`] to a response are
+/// `Reject` too; give them to [`reject_with`](crate::RateLimitLayer::reject_with).
 ///
-/// One that answers HTTP and gRPC looks at the request:
+/// To a denial the layer adds its header fields, `Retry-After` if it is not there, and the decision as an extension,
+/// whatever the response is. To a 401 it adds the [challenge](MissingKey::unauthenticated), if there is none.
+///
+/// One of your own sees the request:
 ///
 /// ```
-/// use http::{HeaderValue, Response, header::CONTENT_TYPE};
+/// use http::{HeaderValue, Response, header::ACCEPT};
 /// use tower_redis_ratelimit::{HttpReject, Reject, Rejection};
 ///
-/// struct ByContentType;
+/// /// Shows browsers a page, and tells other clients what they need to know.
+/// struct ByAccept;
 ///
-/// impl<B: From<String>> Reject<B> for ByContentType {
+/// impl<B: From<String>> Reject<B> for ByAccept {
 ///     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
-///         match rejection.request().headers.get(CONTENT_TYPE) {
-///             Some(kind) if kind.as_bytes().starts_with(b"application/grpc") => resource_exhausted(),
+///         let page = HeaderValue::from_static("text/html");
+///         match rejection.request().headers.get(ACCEPT) {
+///             Some(accept) if accept.as_bytes().starts_with(b"text/html") => {
+///                 HttpReject::new().body(page, "<h1>Not so fast</h1>").reject(rejection)
+///             }
 ///             _ => HttpReject::new().reject(rejection),
 ///         }
 ///     }
 /// }
-///
-/// fn resource_exhausted<B: From<String>>() -> Response<B> {
-///     let mut response = Response::new(B::from(String::new()));
-///     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-///     response.headers_mut().insert("grpc-status", HeaderValue::from_static("8"));
-///     response
-/// }
 /// # fn is_reject(_: impl Reject<String>) {}
-/// # is_reject(ByContentType);
+/// # is_reject(ByAccept);
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot answer a rejected request with the body `{B}`",
     label = "not a `Reject<{B}>`",
     note = "`HttpReject`, the default, makes bodies that are `From<String>`",
+    note = "gRPC, as of a tonic server: `.reject(GrpcReject::new())`, or `.reject(GrpcReject::new().or(HttpReject::new()))` \
+            for gRPC beside HTTP; with the feature `tonic`, and for bodies that are `Default`",
     note = "any other body: `.reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| ..))`",
     note = "a response of your own: `.reject_with(|rejection| ..)`, where the closure returns an `http::Response<{B}>`"
 )]

@@ -1,8 +1,7 @@
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwap;
-use http::request::Parts;
 
 use super::PolicySelector;
 use crate::limit::{Key, Policies};
@@ -34,11 +33,11 @@ pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
 struct Held<P> {
     selector: P,
     /// Asked for once: a list keeps what is made of it, such as the text of a header field.
-    fixed: Option<Policies>,
+    fixed: OnceLock<Option<Policies>>,
 }
 
-impl<P: PolicySelector> Live<P> {
-    /// Holds `selector` until another is stored.
+impl<P> Live<P> {
+    /// Holds `selector`, a [`PolicySelector`], until another is stored.
     pub fn new(selector: P) -> Self {
         Self(Arc::new(ArcSwap::from_pointee(Held::new(selector))))
     }
@@ -49,16 +48,17 @@ impl<P: PolicySelector> Live<P> {
     }
 }
 
-impl<P: PolicySelector> Held<P> {
-    fn new(selector: P) -> Self {
-        Self { fixed: selector.fixed(), selector }
+impl<P> Held<P> {
+    const fn new(selector: P) -> Self {
+        Self { selector, fixed: OnceLock::new() }
     }
 }
 
-impl<P: PolicySelector> PolicySelector for Live<P> {
-    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-        let held = self.0.load();
-        held.fixed.clone().or_else(|| held.selector.policies(request, key))
+impl<R, P: PolicySelector<R>> PolicySelector<R> for Live<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
+        let Held { selector, fixed } = &**self.0.load();
+        let fixed = fixed.get_or_init(|| selector.fixed());
+        fixed.clone().or_else(|| selector.policies(request, key))
     }
 }
 

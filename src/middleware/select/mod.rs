@@ -21,6 +21,10 @@ use crate::limit::{Key, Policies, Policy};
 /// and path, closures given to [`policies_fn`] by whatever they like. [`Live`] and a [`watch::Receiver`] hold one of
 /// these, which is replaced while the service runs. An `Option` of one that is `None` limits nothing.
 ///
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
+/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for
+/// HTTP.
+///
 /// ```
 /// use http::request::Parts;
 /// use tower_redis_ratelimit::{Key, Policies, PolicySelector};
@@ -43,11 +47,12 @@ use crate::limit::{Key, Policies, Policy};
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` gives no policies for a request",
-    label = "not a `PolicySelector`",
+    label = "not a `PolicySelector` for `{R}`",
     note = "give a `Policy`, `Policies`, `Tiers`, `Routes` or `Live`; a quota becomes a policy by `Policy::new(name, strategy, quota)?`",
-    note = "a closure: `policies_fn(|request| ..)`, which is given `&http::request::Parts` and returns `Policies`, or an `Option` of them"
+    note = "a closure: `policies_fn(|request| ..)`, which is given `&http::request::Parts` and returns `Policies`, or an `Option` of them",
+    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
 )]
-pub trait PolicySelector: Send + Sync + 'static {
+pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     /// The policies of this request, which is counted by `key`. `None` exempts it: it passes uncounted, without header
     /// fields, whether it has a key or not.
     ///
@@ -55,10 +60,10 @@ pub trait PolicySelector: Send + Sync + 'static {
     /// [`OnMissingKey`](crate::OnMissingKey) says what becomes of it.
     ///
     /// It is called for every request, and must not block.
-    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies>;
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies>;
 
-    /// The policies of all requests, if they are the same whatever the request: then nobody is asked for each.
-    /// Defaults to `None`.
+    /// The policies of all requests, if they are the same whatever the request, and whatever its type: then nobody is
+    /// asked for each. Defaults to `None`.
     fn fixed(&self) -> Option<Policies> {
         None
     }
@@ -97,18 +102,18 @@ where
 }
 
 #[diagnostic::do_not_recommend]
-impl<F, T> PolicySelector for F
+impl<R, F, T> PolicySelector<R> for F
 where
-    F: Fn(&Parts) -> T + Send + Sync + 'static,
+    F: Fn(&R) -> T + Send + Sync + 'static,
     T: Into<Option<Policies>>,
 {
-    fn policies(&self, request: &Parts, _: Option<&Key>) -> Option<Policies> {
+    fn policies(&self, request: &R, _: Option<&Key>) -> Option<Policies> {
         self(request).into()
     }
 }
 
-impl PolicySelector for Policies {
-    fn policies(&self, _: &Parts, _: Option<&Key>) -> Option<Policies> {
+impl<R> PolicySelector<R> for Policies {
+    fn policies(&self, _: &R, _: Option<&Key>) -> Option<Policies> {
         Some(self.clone())
     }
 
@@ -117,8 +122,8 @@ impl PolicySelector for Policies {
     }
 }
 
-impl PolicySelector for Policy {
-    fn policies(&self, _: &Parts, _: Option<&Key>) -> Option<Policies> {
+impl<R> PolicySelector<R> for Policy {
+    fn policies(&self, _: &R, _: Option<&Key>) -> Option<Policies> {
         Some(self.clone().into())
     }
 
@@ -127,8 +132,8 @@ impl PolicySelector for Policy {
     }
 }
 
-impl<P: PolicySelector> PolicySelector for Option<P> {
-    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
+impl<R, P: PolicySelector<R>> PolicySelector<R> for Option<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         self.as_ref()?.policies(request, key)
     }
 
@@ -137,8 +142,8 @@ impl<P: PolicySelector> PolicySelector for Option<P> {
     }
 }
 
-impl<P: PolicySelector + ?Sized> PolicySelector for Arc<P> {
-    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
+impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         (**self).policies(request, key)
     }
 
@@ -149,21 +154,20 @@ impl<P: PolicySelector + ?Sized> PolicySelector for Arc<P> {
 
 /// What the channel holds when the request comes. The selector must not send to the channel, which is locked while it is
 /// asked.
-impl<P: PolicySelector> PolicySelector for watch::Receiver<P> {
-    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
+impl<R, P: PolicySelector<R>> PolicySelector<R> for watch::Receiver<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         self.borrow().policies(request, key)
     }
 }
 
 /// A selector as a layer keeps it.
-#[derive(Clone)]
-pub(super) enum Selector {
+pub(super) enum Selector<R = Parts> {
     Fixed(Policies),
-    ByRequest(Arc<dyn PolicySelector>),
+    ByRequest(Arc<dyn PolicySelector<R>>),
 }
 
-impl Selector {
-    pub(super) fn new(selector: impl PolicySelector) -> Self {
+impl<R: 'static> Selector<R> {
+    pub(super) fn new(selector: impl PolicySelector<R>) -> Self {
         match selector.fixed() {
             Some(policies) => Self::Fixed(policies),
             None => Self::ByRequest(Arc::new(selector)),
@@ -179,8 +183,8 @@ impl Selector {
     }
 }
 
-impl PolicySelector for Selector {
-    fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
+impl<R: 'static> PolicySelector<R> for Selector<R> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         match self {
             Self::Fixed(policies) => Some(policies.clone()),
             Self::ByRequest(selector) => selector.policies(request, key),
@@ -188,7 +192,16 @@ impl PolicySelector for Selector {
     }
 }
 
-impl std::fmt::Debug for Selector {
+impl<R> Clone for Selector<R> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Fixed(policies) => Self::Fixed(policies.clone()),
+            Self::ByRequest(selector) => Self::ByRequest(Arc::clone(selector)),
+        }
+    }
+}
+
+impl<R> std::fmt::Debug for Selector<R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Fixed(policies) => policies.fmt(f),

@@ -29,6 +29,8 @@ pub(super) struct Plan {
     pub(super) mode: Mode,
     pub(super) cost: u32,
     pub(super) with_id: bool,
+    /// Within how many microseconds a take ahead has to be due.
+    pub(super) within: i64,
 }
 
 /// What a plan is found by, instead of a search through all of them. Two lists of policies could by chance share an
@@ -39,6 +41,7 @@ struct PlanKey {
     mode: Mode,
     cost: u32,
     with_id: bool,
+    within: i64,
 }
 
 /// Checks of one caller that ask the same.
@@ -99,6 +102,7 @@ impl Batch {
             mode: check.mode(),
             cost: check.cost(),
             with_id: check.id().is_some(),
+            within: check.within(),
         });
         self.plan_of.insert(key, index);
         index
@@ -111,6 +115,7 @@ impl Plan {
             && self.mode == check.mode()
             && self.cost == check.cost()
             && self.with_id == check.id().is_some()
+            && self.within == check.within()
     }
 }
 
@@ -121,6 +126,7 @@ impl PlanKey {
             mode: check.mode(),
             cost: check.cost(),
             with_id: check.id().is_some(),
+            within: check.within(),
         }
     }
 }

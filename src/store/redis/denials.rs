@@ -250,7 +250,7 @@ impl<'a> Question<'a> {
             Mode::Take => check.cost(),
             Mode::UpTo => check.cost().min(1),
             // A peek asks how it is at the moment, and a debt depends on more than this.
-            Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset => return None,
+            Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset => return None,
         };
         Some(Self { policies: check.policies(), id: check.id(), needs })
     }

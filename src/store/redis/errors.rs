@@ -32,7 +32,8 @@ pub(super) fn error_of(error: &RedisError) -> Error {
             _ => match error.detail().unwrap_or_default() {
                 // Redis takes no command of many arguments from whom it does not know.
                 detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
-                // In a script, before version 7.2.
+                // In a script: from Redis 7.2 on, and before.
+                detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
                 detail if detail.contains("can't run this command") => ErrorKind::Permission,
                 _ => ErrorKind::Refused,
             },

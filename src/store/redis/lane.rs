@@ -304,6 +304,7 @@ mod tests {
             ("-MASTERDOWN Link with MASTER is down\r\n", ErrorKind::NotReady, true),
             ("-NOAUTH Authentication required.\r\n", ErrorKind::Authentication, true),
             ("-NOPERM User a has no permissions to run the 'evalsha' command\r\n", ErrorKind::Permission, true),
+            ("-ERR ACL failure in script: User a has no permissions\r\n", ErrorKind::Permission, true),
             ("-CLUSTERDOWN Hash slot not served\r\n", ErrorKind::Cluster, true),
             ("-MOVED 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),
             ("-ASK 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),

@@ -44,7 +44,8 @@ use crate::limit::{Check, ConfigError, Key};
 /// twice the store's [`timeout`](RedisStoreBuilder::timeout), if need be with an [`Error`]. A charge is never
 /// sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
-/// It needs Redis 6.2, or what is compatible with that; the tests run on 7.0. The Redis user needs
+/// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what they do to
+/// the counts. The Redis user needs
 /// `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
 /// `+lrange +lindex +rpush +lset +ltrim +pexpireat`.
 ///

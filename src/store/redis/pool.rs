@@ -35,25 +35,30 @@ pub(super) struct Connection {
     broken: bool,
     /// When the server was last heard.
     used: Instant,
+    /// How long a ping may take.
+    patience: Duration,
 }
 
 impl Connection {
     /// A connection that has rested so long may have been closed by the server, or by something between.
     const RESTED: Duration = Duration::from_millis(500);
 
-    /// Whether the server is still there: one that was heard just now is not asked. Any reply shows it, even that this
-    /// user may not PING.
-    async fn is_alive(&mut self) -> bool {
-        if self.term.as_ref().is_some_and(Term::is_over) {
-            self.broken = true;
-            return false;
-        }
-        if self.used.elapsed() < Self::RESTED {
-            return true;
-        }
-        let alive = match self.call(&redis::cmd("PING")).await {
-            Ok(_) => true,
-            Err(error) => matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension),
+    /// Whether its server is not the one to ask any more.
+    fn is_over(&self) -> bool {
+        self.term.as_ref().is_some_and(Term::is_over)
+    }
+
+    fn has_rested(&self) -> bool {
+        self.used.elapsed() >= Self::RESTED
+    }
+
+    /// Whether the server is still there. Any reply shows it, even that this user may not PING.
+    async fn answers(&mut self) -> bool {
+        let alive = match tokio::time::timeout(self.patience, self.call(&redis::cmd("PING"))).await {
+            Ok(Ok(_)) => true,
+            Ok(Err(error)) => matches!(error.kind(), ErrorKind::Server(_) | ErrorKind::Extension),
+            // A NAT, for one, forgets connections that rest, and tells nobody.
+            Err(_) => false,
         };
         self.broken = !alive;
         alive
@@ -175,7 +180,8 @@ impl bb8::ManageConnection for Manager {
                 let Link { mut inner, term } = connected?;
                 // The lanes have their own, which is shorter.
                 inner.set_response_timeout(self.timeout.saturating_mul(2));
-                Ok(Connection { inner, term, broken: false, used: instant() })
+                // Half of the time is left to connect anew and to ask.
+                Ok(Connection { inner, term, broken: false, used: instant(), patience: self.timeout / 2 })
             }
             Err(_) => Err(Error::new(Kind::Timeout)),
         }
@@ -226,11 +232,22 @@ impl Pool {
         &self,
         failures: &mut watch::Receiver<Option<Error>>,
     ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
+        let mut lost = false;
         loop {
             let mut connection = self.get(failures).await?;
-            if connection.is_alive().await {
+            if connection.is_over() {
+                connection.give_up();
+                continue;
+            }
+            if !connection.has_rested() {
                 return Ok(connection);
             }
+            // What has befallen one that rested has likely befallen them all: to ask each would take too long.
+            if !lost && connection.answers().await {
+                return Ok(connection);
+            }
+            lost = true;
+            connection.give_up();
         }
     }
 

@@ -74,8 +74,8 @@ impl Batch {
         }
         let mut first = 1;
         for plan in &self.plans {
-            let remember = if plan.with_id { plan.policies.longest_period() } else { 0 };
-            packed.u8(wire::mode_number(plan.mode)).u32(plan.cost as usize).i56(remember);
+            let time = if plan.with_id { plan.policies.longest_period() } else { plan.within };
+            packed.u8(wire::mode_number(plan.mode)).u32(plan.cost as usize).i56(time);
             for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
             }

@@ -107,6 +107,7 @@ async fn ids() {
                     0 => Check::up_to(key, policies, cost),
                     1 => Check::charge(key, policies, cost),
                     2 => Check::give_back(key, policies, cost),
+                    3 => Check::take_ahead(key, policies, cost, Duration::from_millis(trace.rng.u64(..2_000))),
                     _ => Check::take(key, policies, cost),
                 };
                 let check = if trace.rng.u8(..4) == 0 { check } else { check.with_id("request-1") };
@@ -272,7 +273,8 @@ impl Trace {
             let checks: Vec<(usize, Check)> = (0..keys.len())
                 .flat_map(|i| {
                     let times = [1, 1, 2, 5][self.rng.usize(..4)];
-                    vec![(i, self.check(keys[i], &policies[i])); times]
+                    let within = waits[self.rng.usize(..waits.len())];
+                    vec![(i, self.check(keys[i], &policies[i], within)); times]
                 })
                 .collect();
             let in_redis = join_all(checks.iter().map(|(_, check)| self.redis.check(check.clone()))).await;
@@ -297,7 +299,7 @@ impl Trace {
         }
     }
 
-    fn check(&mut self, key: Key, policies: &Policies) -> Check {
+    fn check(&mut self, key: Key, policies: &Policies, within: Duration) -> Check {
         let rng = &mut self.rng;
         let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
         let cost = match rng.u8(..8) {
@@ -314,6 +316,7 @@ impl Trace {
             2 => Check::charge(key, policies, cost),
             3 => Check::give_back(key, policies, cost),
             4 if rng.u8(..8) == 0 => Check::reset(key, policies),
+            5 | 6 => Check::take_ahead(key, policies, cost, within),
             _ => Check::take(key, policies, cost),
         }
     }

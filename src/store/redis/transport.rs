@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
+use redis::io::tcp::TcpSettings;
+use redis::io::tcp::socket2::TcpKeepalive;
 use redis::{ConnectionAddr, ConnectionInfo};
 
 use super::cluster::Cluster;
@@ -17,6 +19,9 @@ use super::servers::Kind;
 use super::tls::Tls;
 use crate::limit::{ConfigError, Key};
 use crate::store::Error;
+
+/// After so long without traffic the system sends a probe: sooner than NATs and load balancers forget a connection.
+const KEEP_ALIVE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone)]
 pub(super) enum Transport {
@@ -74,6 +79,9 @@ impl Transport {
         timeout: Duration,
         tls: &Tls,
     ) -> Result<Self, ConfigError> {
+        for server in servers.all() {
+            *server = kept_alive(server.clone());
+        }
         tls.apply(servers.all())?;
         let dialer = || Dialer::new(timeout, tls.server_name());
         Ok(match servers {
@@ -136,4 +144,40 @@ pub(super) fn with_address(other: &ConnectionInfo, host: &str, port: u16) -> Con
         _ => ConnectionAddr::Tcp(host, port),
     };
     other.clone().set_addr(addr)
+}
+
+/// The same server, over connections that have our settings.
+fn kept_alive(server: ConnectionInfo) -> ConnectionInfo {
+    let tcp = tcp_settings(server.tcp_settings());
+    server.set_tcp_settings(tcp)
+}
+
+/// What we set on connections, with what the application has set.
+fn tcp_settings(given: &TcpSettings) -> TcpSettings {
+    // A batch is written whole. Without this, the end of a long one waits until the server has acknowledged its beginning.
+    let settings = given.clone().set_nodelay(true);
+    if settings.keepalive().is_some() {
+        return settings;
+    }
+    settings.set_keepalive(TcpKeepalive::new().with_time(KEEP_ALIVE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_sent_at_once_and_connections_kept_alive() {
+        let ours = tcp_settings(&TcpSettings::default());
+        assert!(ours.nodelay());
+        let default = TcpKeepalive::new().with_time(KEEP_ALIVE);
+        assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(default)));
+    }
+
+    #[test]
+    fn what_the_application_has_set_stays() {
+        let keepalive = TcpKeepalive::new().with_time(Duration::from_secs(7));
+        let ours = tcp_settings(&TcpSettings::default().set_keepalive(keepalive.clone()));
+        assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(keepalive)));
+    }
 }

@@ -44,6 +44,7 @@ pub(super) const fn mode_number(mode: Mode) -> u8 {
         Mode::Charge => 4,
         Mode::GiveBack => 5,
         Mode::Reset => 6,
+        Mode::TakeAhead => 7,
     }
 }
 

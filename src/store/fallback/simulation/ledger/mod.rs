@@ -3,136 +3,16 @@
 //! The ledger sees every request that reaches the primary store, whether it ran, and every decision of every instance. So
 //! it knows what each instance owes the primary store, which no instance can know.
 
-use std::collections::{BTreeMap, VecDeque};
-use std::fmt;
+mod accounts;
+mod rules;
+mod settlement;
 
-use super::plan::{Caller, Habit, Plan, Sharing};
-use crate::limit::{Decision, Mode, Strategy};
+pub(super) use rules::{Broken, Rule};
 
-/// What must hold.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Rule {
-    /// All that a caller is granted stays within the bound of `docs/faults.md`.
-    Granted,
-    /// In an outage an instance grants no more than its part of what it last heard to be left.
-    Part,
-    /// The primary store is charged nothing that it was charged before.
-    Twice,
-    /// The primary store is charged nothing that has lapsed.
-    Lapsed,
-    /// The primary store is told what was granted in an outage.
-    Lost,
-    /// The primary store is told soon what was granted for a request that failed alone.
-    Late,
-    /// The primary store is told what was given back and reset in its place.
-    Back,
-    /// Whatever is asked with one id is charged once.
-    Id,
-    /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the breaker.
-    Silence,
-    /// No request fails.
-    Failed,
-    /// No request waits for longer than the deadline.
-    Wait,
-    /// A decision makes sense.
-    Sense,
-    /// Two seconds after the last fault the primary store decides again.
-    Recovery,
-    /// Nothing goes on once the stores are gone.
-    Left,
-    /// Nothing panics.
-    Panic,
-}
+use accounts::{Account, Parts, Sums, flows};
 
-/// A rule that was broken.
-#[derive(Debug, Clone)]
-pub(super) struct Broken {
-    pub(super) rule: Rule,
-    pub(super) caller: Option<usize>,
-    pub(super) problem: String,
-}
-
-impl fmt::Display for Broken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rule, problem, caller } = self;
-        let whose = caller.map_or(String::new(), |caller| format!(" of c{caller}"));
-        write!(f, "broken: {rule:?}{whose}: {problem}")
-    }
-}
-
-/// What is known of one caller.
-#[derive(Debug, Default)]
-struct Sums {
-    /// What its clients were granted.
-    granted: i64,
-    /// What instances granted it for requests that were sent and not answered: they may be charged too.
-    unanswered: i64,
-    given_back: i64,
-    resets: i64,
-    /// What the primary store ever charged.
-    charged: i64,
-    ids: BTreeMap<Vec<u8>, Id>,
-}
-
-/// What is known of one id of a caller.
-#[derive(Debug, Default)]
-struct Id {
-    cost: i64,
-    /// Whether a client was granted it.
-    granted: bool,
-    /// Whether the primary store charged it, or must. Else it was sent and not answered, and is charged at most.
-    certain: bool,
-    /// A bit for every instance that has granted it, and for each that did so for a request without an answer.
-    instances: u8,
-    unanswered: u8,
-}
-
-/// What an instance has to do with a caller.
-#[derive(Debug, Default)]
-struct Account {
-    /// What the primary store last said is left under each policy, and what it had charged by then.
-    heard: Option<Vec<i64>>,
-    heard_at: i64,
-    /// What the instance granted since, less what it took back.
-    since: i64,
-    /// What was granted and not told to the primary store, less what was given back.
-    owed: i64,
-    /// How much of it was granted while the instance was not degraded.
-    well: i64,
-    /// The same, by the time.
-    grants: VecDeque<(u64, i64)>,
-    /// What was granted for requests without an answer, by the time.
-    unanswered: VecDeque<(u64, i64)>,
-    /// How much more was asked to be given back than the instance had.
-    beyond: i64,
-    /// Whether it gave back or forgot something that Redis may have given back or forgotten too: it cannot know which of
-    /// what it owes that was.
-    vague: bool,
-    /// Whether it has given back something by itself.
-    gave_back: bool,
-    /// A reset that the primary store was not told, and what was owed before it.
-    reset: bool,
-    before: i64,
-    /// How many resets it may yet tell.
-    resets: u32,
-    /// Charges on their way to the primary store.
-    flying: u32,
-    /// How much the primary store had run when the last of them ran.
-    landed: u64,
-    open: Option<Open>,
-    /// What others may have been granted on top, because they did not know of what this instance granted.
-    excess: i64,
-}
-
-/// What an instance owes, from the first grant until all is told.
-#[derive(Debug)]
-struct Open {
-    granted: i64,
-    /// What the primary store had charged when the instance last heard of it.
-    from: i64,
-    /// What it charged of this.
-    told: i64,
-}
+use super::plan::{Habit, Plan};
+use crate::limit::{Decision, Mode};
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -205,7 +85,7 @@ impl Ledger {
             }
         }
         match mode {
-            Mode::Take | Mode::UpTo | Mode::Charge => sums.charged += granted,
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => sums.charged += granted,
             Mode::GiveBack => sums.given_back += granted,
             Mode::Reset => sums.resets += 1,
             Mode::Peek => {}
@@ -249,7 +129,7 @@ impl Ledger {
         }
         match mode {
             _ if again => {}
-            Mode::Take | Mode::UpTo | Mode::Charge => {
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {
                 account.since += granted;
                 match unasked {
                     true if granted > 0 => {
@@ -364,100 +244,6 @@ impl Ledger {
         (bound, why)
     }
 
-    /// The settlement of an instance sends something.
-    pub(super) fn settles(&mut self, plan: &Plan, now: u64, sent: &Settled) {
-        let &Settled { caller, instance, mode, cost, with_id } = sent;
-        let (who, account) = (&plan.callers[caller], &mut self.accounts[caller][instance]);
-        account.flying += 1;
-        if with_id || who.habit == Habit::WithIds {
-            return;
-        }
-        match mode {
-            Mode::Charge if account.reset => {
-                account.before -= cost;
-                if account.before < 0 && !account.vague {
-                    let problem = format!("i{instance} charges {cost}, which its reset will forget");
-                    self.breaks(Rule::Back, Some(caller), problem);
-                }
-            }
-            Mode::Charge => {
-                account.owed -= cost;
-                let owed = account.owed;
-                let counts = account.counts(who, now);
-                account.forget(cost);
-                if owed < 0 && who.takes_only() {
-                    let problem = format!("i{instance} charges {cost}, {} more than it granted", -owed);
-                    self.breaks(Rule::Twice, Some(caller), problem);
-                } else if cost > counts && who.takes_only() && !self.changed {
-                    let problem = format!("i{instance} charges {cost}, of which only {counts} still count");
-                    self.breaks(Rule::Lapsed, Some(caller), problem);
-                }
-            }
-            Mode::GiveBack => account.owed += cost,
-            Mode::Reset => {
-                if account.resets == 0 {
-                    self.breaks(Rule::Twice, Some(caller), format!("i{instance} resets what nobody has reset"));
-                }
-                let account = &mut self.accounts[caller][instance];
-                (account.reset, account.before, account.resets) = (false, 0, account.resets.saturating_sub(1));
-            }
-            Mode::Take | Mode::UpTo | Mode::Peek => {}
-        }
-    }
-
-    /// The primary store ran what the settlement sent, and charged so much of it.
-    pub(super) fn settled(&mut self, sent: &Settled, charged: i64) {
-        let &Settled { caller, instance, mode, .. } = sent;
-        self.runs += 1;
-        match mode {
-            Mode::Charge => {
-                self.sums[caller].charged += charged;
-                if let Some(open) = &mut self.accounts[caller][instance].open {
-                    open.told += charged;
-                }
-            }
-            // It may have had more to give back than the instance.
-            Mode::GiveBack => self.sums[caller].given_back += charged,
-            Mode::Take | Mode::UpTo | Mode::Peek | Mode::Reset => {}
-        }
-        self.landed(caller, instance);
-    }
-
-    /// What the settlement sent did not run. If it was not sent at all, it is owed again.
-    pub(super) fn failed(&mut self, now: u64, sent: &Settled, unsent: bool) {
-        let &Settled { caller, instance, mode, cost, with_id } = sent;
-        let account = &mut self.accounts[caller][instance];
-        match (unsent, mode) {
-            (true, _) if with_id => {}
-            (true, Mode::Charge) if account.reset => account.before += cost,
-            (true, Mode::Charge) => {
-                account.owed += cost;
-                account.grants.push_front((now, cost));
-            }
-            (true, Mode::GiveBack) => account.owed -= cost,
-            (true, Mode::Reset) => (account.reset, account.resets) = (true, account.resets + 1),
-            (false, Mode::Charge) => {
-                account.excess += cost;
-                self.unsettled[caller] += cost;
-            }
-            _ => {}
-        }
-        self.landed(caller, instance);
-    }
-
-    fn landed(&mut self, caller: usize, instance: usize) {
-        let charged = self.sums[caller].charged;
-        let account = &mut self.accounts[caller][instance];
-        account.flying -= 1;
-        account.landed = self.runs;
-        if account.flying == 0
-            && account.owed == 0
-            && let Some(open) = account.open.take()
-        {
-            account.excess += open.granted.min(charged - open.from - open.told);
-        }
-    }
-
     /// Everything has come to rest: nothing may be owed. `used` is what the primary store counts.
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
         let who = &plan.callers[caller];
@@ -522,108 +308,4 @@ pub(super) struct Settled {
     pub(super) mode: Mode,
     pub(super) cost: i64,
     pub(super) with_id: bool,
-}
-
-impl Account {
-    /// Whether the primary store does not know of something.
-    fn owes(&self) -> bool {
-        self.owed != 0 || self.reset
-    }
-
-    fn owe(&mut self, now: u64, granted: i64) {
-        self.owed += granted;
-        self.grants.push_back((now, granted));
-        self.open.get_or_insert(Open { granted: 0, from: self.heard_at, told: 0 }).granted += granted;
-    }
-
-    /// How much of what is owed still counts. An instance may take what counts of a request without an answer for some
-    /// of it, since it keeps one count of both.
-    fn counts(&mut self, who: &Caller, now: u64) -> i64 {
-        // It need not know to the moment when each began.
-        let lifetime = 2 * who.lifetime();
-        let mut counts = 0;
-        for grants in [&mut self.grants, &mut self.unanswered] {
-            grants.retain(|(at, _)| at + lifetime >= now);
-            counts += grants.iter().map(|(_, granted)| granted).sum::<i64>();
-        }
-        counts
-    }
-
-    /// The oldest are told first.
-    fn forget(&mut self, mut cost: i64) {
-        while cost > 0
-            && let Some((_, granted)) = self.grants.front_mut()
-        {
-            let told = cost.min(*granted);
-            (cost, *granted) = (cost - told, *granted - told);
-            if *granted == 0 {
-                self.grants.pop_front();
-            }
-        }
-    }
-
-    /// How much the instance may grant by itself, from what it has heard.
-    fn part(&self, plan: &Plan, caller: usize, fewer: i64) -> i64 {
-        let parts = plan.callers[caller].capacities().enumerate().map(|(i, capacity)| {
-            let left = self.heard.as_ref().map_or(capacity, |heard| heard[i].min(capacity));
-            Parts::of(plan, capacity, fewer).left(left, capacity)
-        });
-        parts.min().unwrap_or(0)
-    }
-}
-
-/// The least and the largest part of a limit that an instance may have.
-struct Parts {
-    least: i64,
-    most: i64,
-    /// What it may have on top, since the number of instances has changed.
-    changed: i64,
-}
-
-impl Parts {
-    fn of(plan: &Plan, capacity: i64, fewer: i64) -> Self {
-        let least = (capacity / plan.instances as i64).max(1);
-        match plan.share {
-            Sharing::Fixed => Self { least, most: least, changed: 0 },
-            // One that has used some of a smaller part may go on with a larger one. And a small part forgets what was
-            // used of a larger one beyond twice its own size.
-            Sharing::Alive => Self { least, most: capacity, changed: capacity - least + fewer * capacity },
-        }
-    }
-
-    /// The part of what is left of a capacity.
-    fn left(&self, left: i64, capacity: i64) -> i64 {
-        left * self.least / capacity + self.changed
-    }
-
-    /// What all parts together are above the whole.
-    fn beyond(&self, capacity: i64, instances: usize) -> i64 {
-        let instances = instances as i64;
-        (instances * self.most - capacity).max(0) + instances * self.changed
-    }
-}
-
-/// What may flow back within so many milliseconds, in every store on its own.
-fn flows(strategy: Strategy, period: i64, capacity: i64, now: u64) -> i64 {
-    let elapsed = now as i64 * 1000;
-    match strategy.is_steady() {
-        true => capacity + capacity * elapsed / period + 1,
-        false => capacity * (elapsed / period + 2),
-    }
-}
-
-impl Caller {
-    /// Whether nothing is ever given back to it.
-    fn takes_only(&self) -> bool {
-        matches!(self.habit, Habit::Steady | Habit::Bursting | Habit::Dropping)
-    }
-
-    /// After how many milliseconds a charge counts nothing any more.
-    fn lifetime(&self) -> u64 {
-        let lifetimes = self.policies.iter().map(|policy| match policy.strategy() {
-            Strategy::SlidingCounter | Strategy::SlidingWindow { .. } => 2 * policy.params().period,
-            _ => policy.params().period,
-        });
-        lifetimes.max().unwrap_or(0).unsigned_abs() / 1000
-    }
 }

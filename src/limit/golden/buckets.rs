@@ -1,0 +1,52 @@
+//! Spring Cloud Gateway.
+
+use super::*;
+
+/// `RedisRateLimiter` with a `replenishRate` of 10 and a `burstCapacity` of 20. Tokens come one by one, where Spring's
+/// come with the full second.
+#[test]
+fn a_token_bucket_bursts_and_refills_as_spring_does() {
+    let mut caller = Caller::new(Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(20));
+    let mut spend = |at: i64, tokens: u32| {
+        for left in (0..tokens).rev() {
+            let decision = caller.take(at, 1);
+            assert_eq!((decision.is_allowed(), decision.remaining()), (true, left), "at {at} us");
+        }
+        let denied = caller.take(at, 1);
+        assert_eq!((denied.is_allowed(), denied.remaining()), (false, 0), "at {at} us");
+    };
+    spend(0, 20);
+    spend(S, 10);
+    spend(S + 100 * MS, 1);
+    spend(2 * S - 1, 8);
+    spend(2 * S, 1);
+    spend(MINUTE, 20);
+}
+
+/// Rates below one per second by `requestedTokens`: 60 of 60 at one per second are one request per minute.
+#[test]
+fn a_token_bucket_takes_several_tokens_as_spring_does() {
+    for tokens in [3, 60] {
+        let seconds = i64::from(tokens);
+        let mut caller = Caller::new(Strategy::TokenBucket(Refill::Greedy), Quota::per_second(1).burst(tokens));
+        for (at, allowed, remaining) in [
+            (0, true, 0),
+            (0, false, 0),
+            (S, false, 1),
+            (seconds * S - 1, false, tokens - 1),
+            (seconds * S, true, 0),
+            (2 * seconds * S - 1, false, tokens - 1),
+            (3 * seconds * S, true, 0),
+        ] {
+            let decision = caller.take(at, tokens);
+            assert_eq!((decision.is_allowed(), decision.remaining()), (allowed, remaining), "{tokens} at {at} us");
+        }
+    }
+}
+
+/// A `burstCapacity` of 0 blocks every request in Spring; here it is no policy.
+#[test]
+fn a_bucket_that_holds_nothing_is_refused() {
+    let none = Policy::new("p", Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(0));
+    assert_eq!(none.unwrap_err(), ConfigError::Zero("a quota's burst"));
+}

@@ -1,0 +1,53 @@
+//! What other limiters publish, said by ours: tables on a scripted clock.
+
+mod buckets;
+mod gcra;
+mod windows;
+
+use std::time::Duration;
+
+use super::{
+    Align, Check, ConfigError, Decision, Key, Outcome, Policies, Policy, Quota, Refill, Source, State, Strategy,
+};
+
+const MS: i64 = 1_000;
+const S: i64 = 1_000_000;
+const MINUTE: i64 = 60 * S;
+
+/// Where every script begins: a full hour, so that windows of the clock begin there too.
+const START: i64 = 1_789_999_200 * S;
+
+/// One caller, and what is remembered of it.
+struct Caller {
+    policies: Policies,
+    state: [State; 1],
+}
+
+impl Caller {
+    fn new(strategy: Strategy, quota: Quota) -> Self {
+        Self { policies: Policy::new("p", strategy, quota).unwrap().into(), state: [State::fresh(strategy)] }
+    }
+
+    /// Asks, so many microseconds after the start.
+    fn ask(&mut self, at: i64, check: fn(Key, &Policies, u32) -> Check, cost: u32) -> Decision {
+        self.decide(at, check(Key::GLOBAL, &self.policies, cost))
+    }
+
+    fn take(&mut self, at: i64, cost: u32) -> Decision {
+        self.ask(at, Check::take, cost)
+    }
+
+    fn decide(&mut self, at: i64, check: Check) -> Decision {
+        let verdicts = check.decide(&mut self.state, START + at);
+        check.answer(verdicts, Source::Local)
+    }
+}
+
+fn micros(time: Duration) -> i64 {
+    time.as_micros() as i64
+}
+
+/// How long a denied caller has to wait, in microseconds; -1 where there is no wait, or none would help.
+fn retry(decision: &Decision) -> i64 {
+    decision.retry_after().map_or(-1, micros)
+}

@@ -1,0 +1,138 @@
+//! redis_rate before GCRA, Redisson, and Istio.
+
+use super::*;
+
+/// The slots of redis_rate v6 and v7: `AllowN(name, 10, minute, n)` gives a count, the time until the slot ends, and
+/// whether it passed. There, what is denied counts too, and the time is in whole seconds.
+#[test]
+fn fixed_windows_of_the_clock_are_the_slots_of_redis_rate() {
+    let mut caller = Caller::new(Strategy::FixedWindow(Align::default()), Quota::per_minute(10));
+    for (at, n, count, delay, allow) in [
+        (20 * S, 4, 4, 40 * S, true),
+        (20 * S, 7, 4, 40 * S, false),
+        (30 * S, 6, 10, 30 * S, true),
+        (30 * S, 1, 10, 30 * S, false),
+        (30 * S, 0, 10, 30 * S, true),
+        (MINUTE - 1, 1, 10, 1, false),
+        // The next slot, whenever the caller came in the last one.
+        (MINUTE, 10, 10, MINUTE, true),
+        (MINUTE, 1, 10, MINUTE, false),
+        (3 * MINUTE + 50 * S, 1, 1, 10 * S, true),
+    ] {
+        let decision = caller.take(at, n);
+        let answer =
+            (decision.capacity() - decision.remaining(), micros(decision.reset_after()), decision.is_allowed());
+        assert_eq!(answer, (count, delay, allow), "{n} at {at} us");
+        if !allow {
+            assert_eq!(retry(&decision), delay, "{n} at {at} us");
+        }
+    }
+}
+
+/// `RRateLimiter`, with a rate of 2 in 5 seconds: a permit is free again when it is one interval old.
+#[test]
+fn a_sliding_log_frees_permits_as_redisson_does() {
+    let mut caller = Caller::new(Strategy::SlidingLog, Quota::per(2, Duration::from_secs(5)));
+    for (at, available, wait) in [
+        (0, 1, -1),
+        (4_000, 0, -1),
+        (4_000, 0, 1_000),
+        (4_999, 0, 1),
+        (5_000, 0, -1),
+        (5_050, 0, 3_950),
+        (9_000, 0, -1),
+        (15_000, 1, -1),
+    ] {
+        let decision = caller.take(at * MS, 1);
+        let answer = (decision.remaining(), retry(&decision));
+        assert_eq!(answer, (available, if wait < 0 { wait } else { wait * MS }), "at {at} ms");
+    }
+}
+
+/// Weighted permits, with a rate of 10 in 10 seconds: the wait is until enough of the oldest permits have left,
+/// where Redisson tells when the first does, and 3 ms more. More than the rate never fits, where Redisson's script
+/// raises an error.
+#[test]
+fn a_sliding_log_weighs_permits_as_redisson_does() {
+    let mut caller = Caller::new(Strategy::SlidingLog, Quota::per(10, Duration::from_secs(10)));
+    for (at, permits, available) in [(0, 3, 7), (2, 4, 3), (4, 3, 0)] {
+        assert_eq!(caller.take(at * S, permits).remaining(), available);
+    }
+    for (permits, seconds) in [(1, 5), (3, 5), (4, 7), (7, 7), (8, 9), (10, 9)] {
+        assert_eq!(retry(&caller.take(5 * S, permits)), seconds * S, "{permits} permits");
+    }
+    assert_eq!(caller.take(5 * S, 11).outcome(), Outcome::NeverFits);
+    assert_eq!(caller.take(12 * S, 8).retry_after(), Some(Duration::from_secs(2)));
+    assert_eq!(caller.take(12 * S, 7).remaining(), 0, "what was denied took nothing");
+}
+
+/// Istio's redisquota, `FIXED_WINDOW` of 10 in 2 seconds: what is allocated, and for how long. What is not allocated is
+/// told a wait, which Istio does not tell.
+#[test]
+fn a_fixed_window_from_the_first_hit_allocates_as_istio_does() {
+    let mut caller = Caller::new(Strategy::FixedWindow(Align::FirstHit), Quota::per(10, Duration::from_secs(2)));
+    for (at, amount, best_effort, allocated, wait, valid) in [
+        (0, 10, false, 10, -1, 2_000),
+        (1_000, 10, false, 0, 1_000, 1_000),
+        (3_000, 10, false, 10, -1, 2_000),
+        // A window that is over at this moment is over.
+        (5_000, 100, true, 10, -1, 2_000),
+        (6_000, 10, false, 0, 1_000, 1_000),
+        (7_500, 8, false, 8, -1, 2_000),
+        // All that is left, for what is left of the window.
+        (8_000, 5, true, 2, -1, 1_500),
+        (8_000, 1, true, 0, 1_500, 1_500),
+        (8_000, 0, true, 0, -1, 1_500),
+    ] {
+        let decision = caller.ask(at * MS, if best_effort { Check::up_to } else { Check::take }, amount);
+        let retry = retry(&decision);
+        let retry = if retry < 0 { retry } else { retry / MS };
+        let answer = (decision.granted(), retry, micros(decision.reset_after()) / MS);
+        assert_eq!(answer, (allocated, wait, valid), "{amount} at {at} ms");
+    }
+}
+
+/// Istio's release: as much as was allocated, at most.
+#[test]
+fn an_allocation_is_given_back_as_in_istio() {
+    let mut caller = Caller::new(Strategy::FixedWindow(Align::FirstHit), Quota::per_day(10));
+    for amount in [2, 6, 2] {
+        assert_eq!(caller.take(0, amount).granted(), amount);
+    }
+    assert_eq!(caller.ask(0, Check::up_to, 1).granted(), 0);
+    assert_eq!(caller.ask(0, Check::give_back, 5).granted(), 5);
+    assert_eq!(caller.ask(0, Check::give_back, 15).granted(), 5);
+    assert_eq!(caller.ask(0, Check::give_back, 15).granted(), 0);
+    assert_eq!(caller.take(0, 10).granted(), 10);
+}
+
+/// Istio's redisquota, `ROLLING_WINDOW` of 10 in 60 seconds by buckets of one. A bucket of Istio's leaves when its
+/// start is one window old, which is up to a bucket too early; a cell leaves when its end is.
+#[test]
+fn a_window_of_cells_rolls_as_istio_does() {
+    let mut caller = Caller::new(Strategy::SlidingWindow { cells: 60 }, Quota::per_minute(10));
+    for (at, amount, best_effort, allocated, wait) in [
+        (1_000, 10, false, 10, -1),
+        (2_000, 10, false, 0, 60_000),
+        (60_000, 10, false, 0, 2_000),
+        // Istio allocates here already.
+        (61_000, 10, false, 0, 1_000),
+        (62_000, 10, false, 10, -1),
+        (179_000, 100, true, 10, -1),
+        (181_000, 10, false, 0, 59_000),
+        // Bucket after bucket leaves.
+        (300_500, 6, false, 6, -1),
+        (330_900, 3, false, 3, -1),
+        (330_900, 5, true, 1, -1),
+        (360_999, 6, true, 0, 1),
+        (361_000, 5, false, 5, -1),
+        (361_000, 5, true, 1, -1),
+        (361_000, 1, false, 0, 30_000),
+        (391_000, 5, true, 4, -1),
+    ] {
+        let decision = caller.ask(at * MS, if best_effort { Check::up_to } else { Check::take }, amount);
+        let retry = retry(&decision);
+        let retry = if retry < 0 { retry } else { retry / MS };
+        assert_eq!((decision.granted(), retry), (allocated, wait), "{amount} at {at} ms");
+    }
+}

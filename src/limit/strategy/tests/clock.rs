@@ -1,0 +1,61 @@
+use super::*;
+
+/// A state of a clock that was ahead locks nobody out, and grants nothing for it.
+#[test]
+fn a_clock_that_goes_back_locks_nobody_out() {
+    let mut rng = Rng::with_seed(0);
+    for &strategy in Strategy::ALL {
+        let policies: Policies = Policy::new("p", vary(&mut rng, strategy), Quota::per_second(10)).unwrap().into();
+        let (policy, mut now) = (&policies[0], 1_790_000_000_000_000);
+        let mut state = [State::fresh(policy.strategy())];
+        let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+        assert_eq!(take(10).decide(&mut state, now).granted, 10);
+        // An hour back, as after a failover to another host.
+        now -= 3_600_000_000;
+        let verdicts = take(1).decide(&mut state, now);
+        assert_eq!(verdicts.granted, 0, "{policy:?}: a clock gave a fresh start");
+        assert!(verdicts.first().wait <= 2_000_000, "{policy:?}: {:?}", verdicts.first());
+        for _ in 0..3 {
+            now += 1_000_000;
+            take(1).decide(&mut state, now);
+        }
+        now += 2_000_000;
+        assert_eq!(take(10).decide(&mut state, now).granted, 10, "{policy:?} is locked out");
+    }
+}
+
+/// Of a log and of cells, a step back of the clock moves what was charged after it, and nothing else; a denial saves that.
+#[test]
+fn a_small_step_back_moves_only_what_was_charged_after_it() {
+    const START: i64 = 1_790_000_000_000_000;
+    for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 1000 }] {
+        let policies: Policies = Policy::new("p", strategy, Quota::per_second(1000)).unwrap().into();
+        let mut state = [State::fresh(strategy)];
+        let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
+        // One every millisecond, then a step back of 1 ms.
+        for i in 0..1000 {
+            assert_eq!(take(1).decide(&mut state, START + i * 1_000).granted, 1);
+        }
+        let now = START + 998_000;
+        for _ in 0..2 {
+            let wait = take(1).decide(&mut state, now).first().wait;
+            assert!((1..=3_000).contains(&wait), "{strategy:?}: a wait of {wait} us for the first of them");
+        }
+        // All is as it would have been, but for that last millisecond.
+        for left in [1000, 999, 500, 100, 2] {
+            let at = START + 1_000_000 + (1000 - left) * 1_000;
+            let remaining = take(0).decide(&mut state, at).first().remaining;
+            assert!(
+                (1000 - left..=1003 - left).contains(&remaining),
+                "{strategy:?}: {remaining} remain, {left} charged"
+            );
+        }
+        let (clone, reset) = (state.clone(), take(0).decide(&mut state, now).first().reset);
+        assert!((1_000_000..=1_002_000).contains(&reset), "{strategy:?}: fresh after {reset} us");
+        // What is charged meanwhile counts from now on, and what comes later follows it.
+        for at in [now + 3_000, now + 5_000] {
+            assert_eq!(take(1).decide(&mut state, at).granted, 1, "{strategy:?}");
+        }
+        assert_ne!(state, clone);
+    }
+}

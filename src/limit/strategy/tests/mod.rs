@@ -1,0 +1,89 @@
+//! Every strategy against its definition: a naive model that keeps every grant and reckons in fractions.
+
+mod clock;
+mod definition;
+mod quotas;
+
+use std::time::Duration;
+
+use fastrand::Rng;
+
+use super::ask::{Ask, Look};
+use super::{Align, Followed, Params, State, Strategy, params};
+use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
+use crate::twins::twins;
+
+/// A state at a moment.
+fn look(state: &State, params: &Params, now: i64) -> Look {
+    state.look(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, now })
+}
+
+/// All that was granted, and what the definition says of one more.
+#[derive(Clone)]
+pub(super) struct Model {
+    pub(super) strategy: Strategy,
+    pub(super) limit: i128,
+    pub(super) period: i128,
+    pub(super) burst: i128,
+    /// Times and costs.
+    pub(super) grants: Vec<(i128, i128)>,
+}
+
+impl Model {
+    fn new(strategy: Strategy, quota: Quota) -> Self {
+        Self {
+            strategy,
+            limit: quota.limit().into(),
+            period: quota.period().as_micros() as i128,
+            burst: quota.capacity().into(),
+            grants: vec![],
+        }
+    }
+
+    /// The sum of what was granted at times that `counts`.
+    pub(super) fn granted(&self, counts: impl Fn(i128) -> bool) -> i128 {
+        self.grants.iter().filter(|(time, _)| counts(*time)).map(|(_, cost)| cost).sum()
+    }
+}
+
+/// Whether a strategy would grant a cost now, by its definition.
+macro_rules! define {
+    ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {
+        impl Model {
+            fn allows(&self, cost: i128, now: i128) -> bool {
+                match self.strategy { $(Strategy::$variant { .. } => super::$module::allows(self, cost, now),)* }
+            }
+        }
+    };
+}
+
+twins!(define);
+
+/// The same strategy, with other parameters.
+pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
+    match strategy {
+        Strategy::FixedWindow(Align::Clock { .. }) => {
+            Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..100_000_000)) })
+        }
+        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells: rng.u16(1..=20) },
+        same => same,
+    }
+}
+
+/// Quotas whose intervals are whole in ticks, which most are.
+fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
+    let quota = match rng.u8(..8) {
+        0 => Quota::per_second(3),
+        1 => Quota::per(7, Duration::from_secs(10)),
+        2 => Quota::per_day(1),
+        3 => Quota::per_second(300_000),
+        4 => Quota::per(rng.u32(1..10), Duration::from_micros(rng.u64(1..50))),
+        5 => Quota::per_day(1_000_000),
+        _ => Quota::per(rng.u32(1..100), Duration::from_micros(rng.u64(1..10_000_000))),
+    };
+    match strategy {
+        Strategy::SlidingLog => Quota::per(quota.limit().min(params::MAX_LOG), quota.period()),
+        _ if strategy.has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
+        _ => quota,
+    }
+}

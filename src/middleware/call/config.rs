@@ -1,0 +1,159 @@
+use std::fmt;
+use std::sync::Arc;
+
+use super::{BoxError, RateLimited};
+use crate::limit::{Check, Decision, Policies};
+use crate::middleware::asked::Asked;
+use crate::middleware::misconfiguration::Misconfiguration;
+use crate::middleware::select::Selector;
+use crate::middleware::wait::{InLine, Waiting};
+use crate::middleware::{KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector};
+use crate::store::{Answer, Error, Observer, Store};
+use crate::turns::Wanted;
+
+/// The settings of a layer, and what they decide.
+pub(super) struct Config<S, K, R> {
+    pub(super) store: S,
+    pub(super) extractor: Arc<K>,
+    pub(super) policies: Selector<R>,
+    /// Which requests are let through at once.
+    pub(super) skip: Option<Skip<R>>,
+    pub(super) cost: Option<Cost<R>>,
+    /// For how long requests wait that would be denied, if they do.
+    pub(super) wait: Option<Waiting>,
+    pub(super) on_error: OnError,
+    pub(super) on_missing_key: OnMissingKey,
+    pub(super) observer: Option<Arc<dyn Observer>>,
+    /// One for all copies.
+    pub(super) misconfiguration: Arc<Misconfiguration>,
+}
+
+/// Whether a request is let through at once.
+pub(super) type Skip<R> = Arc<dyn Fn(&R) -> bool + Send + Sync>;
+
+/// What a request costs under its policies.
+pub(super) type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
+
+/// What is known of a request at once.
+pub(super) enum Start<D> {
+    /// What becomes of it.
+    Decided(Admission),
+    /// That the store has been asked; and what waits if it says no.
+    Deciding(D, Option<Asked>, Option<Box<Wanted>>),
+}
+
+/// What becomes of a request.
+pub(super) enum Admission {
+    /// It passes, by a decision or uncounted.
+    Pass,
+    /// It waits for its turn.
+    Wait(Box<InLine>, Option<Asked>),
+    Fail(BoxError),
+}
+
+impl<S, K, R> Config<S, K, R> {
+    /// Finds out who asks, and under which policies, and asks the store.
+    pub(super) fn start(&self, request: &R) -> Start<S::Future>
+    where
+        S: Store,
+        K: KeyExtractor<R>,
+        R: 'static,
+    {
+        if self.skip.as_ref().is_some_and(|skip| skip(request)) {
+            return Start::Decided(Admission::Pass);
+        }
+        let key = self.extractor.extract(request);
+        let Some(policies) = self.policies.policies(request, key.as_ref().ok()) else {
+            return Start::Decided(Admission::Pass);
+        };
+        let key = match key {
+            Ok(key) => key,
+            Err(missing) => return Start::Decided(self.admit_without_key(missing)),
+        };
+        let cost = self.cost.as_ref().map_or(1, |cost| cost(request, &policies));
+        let asked = self.observer.as_ref().map(|_| Asked::now(key));
+        let check = Check::take(key, &policies, cost);
+        let wanted = match &self.wait {
+            None => None,
+            Some(wait) if wait.is_needed(&key, &policies) => {
+                return Start::Decided(self.line_up(wait, wait.wanted(&check), None, asked));
+            }
+            Some(wait) => Some(Box::new(wait.wanted(&check))),
+        };
+        match self.store.check(check) {
+            Answer::Ready { answer } => Start::Decided(self.admit(answer, asked, wanted)),
+            Answer::Pending { future } => Start::Deciding(future, asked, wanted),
+        }
+    }
+
+    /// What becomes of a request by the store's answer.
+    pub(super) fn admit(
+        &self,
+        answer: Result<Decision, Error>,
+        asked: Option<Asked>,
+        wanted: Option<Box<Wanted>>,
+    ) -> Admission {
+        match (answer, &self.wait, wanted) {
+            (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
+                self.line_up(wait, *wanted, Some(denied), asked)
+            }
+            (answer, ..) => self.conclude(answer, asked),
+        }
+    }
+
+    /// Has a request wait for its turn, if it can come in time.
+    fn line_up(&self, wait: &Waiting, wanted: Wanted, denied: Option<Decision>, asked: Option<Asked>) -> Admission {
+        match wait.line_up(wanted, denied) {
+            Ok(place) => Admission::Wait(place, asked),
+            Err(answer) => self.conclude(answer, asked),
+        }
+    }
+
+    /// What becomes of a request that does not wait any more.
+    pub(super) fn conclude(&self, answer: Result<Decision, Error>, asked: Option<Asked>) -> Admission {
+        if let (Some(observer), Some(asked)) = (&self.observer, asked) {
+            asked.tell(&**observer, &answer, false);
+        }
+        match answer {
+            Ok(decision) if decision.is_allowed() => Admission::Pass,
+            Ok(decision) => Admission::Fail(RateLimited::new(decision).into()),
+            Err(error) => match self.on_error {
+                OnError::Allow => Admission::Pass,
+                OnError::Reject => Admission::Fail(error.into()),
+            },
+        }
+    }
+
+    /// What becomes of a request without a key.
+    fn admit_without_key(&self, missing: MissingKey) -> Admission {
+        self.misconfiguration.tell(&missing, self.observer.as_deref());
+        match self.on_missing_key {
+            OnMissingKey::Allow if missing.is_absent() => Admission::Pass,
+            _ => Admission::Fail(missing.into()),
+        }
+    }
+}
+
+impl<S: Clone, K, R> Clone for Config<S, K, R> {
+    fn clone(&self) -> Self {
+        Self {
+            store: self.store.clone(),
+            extractor: Arc::clone(&self.extractor),
+            policies: self.policies.clone(),
+            skip: self.skip.clone(),
+            cost: self.cost.clone(),
+            wait: self.wait.clone(),
+            on_error: self.on_error,
+            on_missing_key: self.on_missing_key,
+            observer: self.observer.clone(),
+            misconfiguration: Arc::clone(&self.misconfiguration),
+        }
+    }
+}
+
+impl<S: fmt::Debug, K, R> Config<S, K, R> {
+    /// Shows the layer or service of this name that has these settings.
+    pub(super) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct(name).field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,55 @@
+use std::fmt;
+use std::time::Duration;
+
+use crate::limit::Decision;
+
+/// A call was denied: the inner service was not called, and nothing was charged.
+///
+/// A [`CallLimit`](crate::CallLimit) fails with it in a box, and other layers hand that on. Whoever made the call finds it there:
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::RateLimited;
+///
+/// /// When to call again, if that is all it takes.
+/// fn retry_after(error: &(dyn std::error::Error + 'static)) -> Option<Duration> {
+///     error.downcast_ref::<RateLimited>()?.retry_after()
+/// }
+/// ```
+#[derive(Debug, Clone)]
+pub struct RateLimited {
+    decision: Decision,
+}
+
+impl RateLimited {
+    pub(super) const fn new(decision: Decision) -> Self {
+        Self { decision }
+    }
+
+    /// How long to wait before the same call can pass. `None` if no wait helps, since it costs more than ever passes at once.
+    pub fn retry_after(&self) -> Option<Duration> {
+        self.decision.retry_after()
+    }
+
+    /// The decision: the policy that denied the call, what remains, and so on.
+    pub const fn decision(&self) -> &Decision {
+        &self.decision
+    }
+}
+
+/// Tells the quota and the wait. Not who called.
+impl fmt::Display for RateLimited {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let policy = self.decision.policy();
+        let (quota, name) = (policy.quota(), policy.name());
+        match self.retry_after() {
+            Some(wait) => write!(f, "the quota of {quota} ({name}) is used up; try again in {wait:?}"),
+            None => {
+                let capacity = self.decision.capacity();
+                write!(f, "the call costs more than the {capacity} that ever pass at once ({name})")
+            }
+        }
+    }
+}
+
+impl std::error::Error for RateLimited {}

@@ -1,0 +1,175 @@
+use std::fmt;
+use std::sync::Arc;
+
+use tower_layer::Layer;
+
+use super::CallLimit;
+use super::config::Config;
+use crate::limit::Policies;
+use crate::middleware::select::Selector;
+use crate::middleware::wait::Waiting;
+use crate::middleware::{KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
+use crate::store::{Observer, Store};
+
+/// Limits the rate of calls of any tower service, whatever its requests are: jobs of a queue, commands, requests of a
+/// client. One check per request, and the inner service is called only after a yes.
+///
+/// It is [`RateLimitLayer`](crate::RateLimitLayer) for what is not HTTP's: a closure says what a request is counted by, and a
+/// call that is denied fails.
+///
+/// ```
+/// use tower::{ServiceBuilder, ServiceExt};
+/// use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policy, Quota, RateLimited, Strategy};
+///
+/// #[derive(Clone)]
+/// struct Job {
+///     tenant: String,
+///     pages: u32,
+/// }
+///
+/// async fn print(job: Job) -> Result<String, std::io::Error> {
+///     Ok(format!("{} pages for {}", job.pages, job.tenant))
+/// }
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+/// let pages = Policy::new("pages", Strategy::Gcra, Quota::per_minute(60))?;
+/// let by_tenant = CallLimitLayer::new(LocalStore::default(), |job: &Job| Some(Key::new(&job.tenant)), pages);
+/// let service = ServiceBuilder::new().layer(by_tenant.cost(|job| job.pages)).service_fn(print);
+///
+/// let job = Job { tenant: "acme".to_owned(), pages: 40 };
+/// assert_eq!(service.clone().oneshot(job.clone()).await?, "40 pages for acme");
+///
+/// let error = service.oneshot(job).await.unwrap_err();
+/// let limited = error.downcast_ref::<RateLimited>().expect("not that many pages at once");
+/// assert_eq!(limited.retry_after().map(|wait| wait.as_secs()), Some(20));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A closure needs the type of its argument, as `&Job` above. A [`KeyExtractor`] or a [`PolicySelector`] of one's own is an
+/// `impl KeyExtractor<Job> for ..`. [`Global`](crate::Global), tuples, and what gives the same policies for every request
+/// are for all types.
+///
+/// # Errors of a call
+///
+/// They are boxed, as those of tower's own layers:
+/// - [`RateLimited`](crate::RateLimited) for a call that is denied.
+/// - [`Error`](crate::Error) if the store could not decide, unless [`on_error`](Self::on_error) lets it pass.
+/// - [`MissingKey`](crate::MissingKey) for a request that has no key, unless [`on_missing_key`](Self::on_missing_key) lets it
+///   pass.
+/// - What the inner service fails with, in a box as well.
+///
+/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not made.
+pub struct CallLimitLayer<S, K, R> {
+    config: Arc<Config<S, K, R>>,
+}
+
+impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
+    /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
+    /// [`Policy`](crate::Policy), several [`Policies`], or another [`PolicySelector`].
+    pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
+        let config = Config {
+            store,
+            extractor: Arc::new(extractor),
+            policies: Selector::new(policies),
+            skip: None,
+            cost: None,
+            wait: None,
+            on_error: OnError::default(),
+            on_missing_key: OnMissingKey::default(),
+            observer: None,
+            misconfiguration: Arc::default(),
+        };
+        Self { config: Arc::new(config) }
+    }
+}
+
+impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
+    /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
+    #[must_use]
+    pub fn cost(self, cost: impl Fn(&R) -> u32 + Send + Sync + 'static) -> Self {
+        self.cost_under(move |request, _| cost(request))
+    }
+
+    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its place.
+    #[must_use]
+    pub fn cost_under(self, cost: impl Fn(&R, &Policies) -> u32 + Send + Sync + 'static) -> Self {
+        self.change(|config| config.cost = Some(Arc::new(cost)))
+    }
+
+    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
+    /// says. Defaults to no wait. See [`RateLimitLayer::wait`](crate::RateLimitLayer::wait).
+    #[must_use]
+    pub fn wait(self, wait: impl Into<Wait>) -> Self
+    where
+        S: Store,
+    {
+        self.change(|config| config.wait = Some(Waiting::new(config.store.clone(), wait.into())))
+    }
+
+    /// Sets which requests pass at once, uncounted. They need no key. Defaults to none.
+    #[must_use]
+    pub fn skip(self, skip: impl Fn(&R) -> bool + Send + Sync + 'static) -> Self {
+        self.change(|config| config.skip = Some(Arc::new(skip)))
+    }
+
+    /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails with
+    /// the store's [`Error`](crate::Error).
+    #[must_use]
+    pub fn on_error(self, on_error: OnError) -> Self {
+        self.change(|config| config.on_error = on_error)
+    }
+
+    /// Sets what becomes of a request that has no key. One whose key is [malformed](crate::MissingKey::malformed), or can
+    /// never be found since the program is [misconfigured](crate::MissingKey::misconfigured), fails all the same.
+    /// Defaults to [`OnMissingKey::Reject`]: the call fails with the [`MissingKey`](crate::MissingKey).
+    #[must_use]
+    pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
+        self.change(|config| config.on_missing_key = on_missing_key)
+    }
+
+    /// Sets who is told of every decision, of what no store could decide, and of a program that is misconfigured; and of
+    /// what happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a misconfigured
+    /// program the log is told, with the feature `tracing`.
+    #[must_use]
+    pub fn observer(self, observer: impl Observer) -> Self
+    where
+        S: Store,
+    {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.change(|config| {
+            config.store.observe(&observer);
+            config.observer = Some(observer);
+        })
+    }
+
+    fn change(mut self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
+        let config = Arc::make_mut(&mut self.config);
+        change(config);
+        // Whatever the layer has told that this one is made from.
+        config.misconfiguration = Arc::default();
+        self
+    }
+}
+
+impl<T, S, K, R> Layer<T> for CallLimitLayer<S, K, R> {
+    type Service = CallLimit<T, S, K, R>;
+
+    fn layer(&self, inner: T) -> Self::Service {
+        CallLimit { inner, config: Arc::clone(&self.config) }
+    }
+}
+
+/// Shared, so that no part of it has to be `Clone`.
+impl<S, K, R> Clone for CallLimitLayer<S, K, R> {
+    fn clone(&self) -> Self {
+        Self { config: Arc::clone(&self.config) }
+    }
+}
+
+impl<S: fmt::Debug, K, R> fmt::Debug for CallLimitLayer<S, K, R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.config.fmt("CallLimitLayer", f)
+    }
+}

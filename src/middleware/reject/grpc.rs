@@ -1,0 +1,226 @@
+//! Feature `tonic`: rejections over gRPC.
+
+use std::time::Duration;
+
+use http::Response;
+use http::header::CONTENT_TYPE;
+use http::request::Parts;
+use tonic::metadata::{MetadataMap, MetadataValue};
+use tonic::{Code, Status};
+use tonic_types::{ErrorDetails, StatusExt};
+
+use super::{AFTER_FAILURE, Reason, Reject, Rejection};
+
+/// Rejects over gRPC: HTTP 200 with headers only ("trailers-only"), and a status that clients of every language read. Feature
+/// `tonic`.
+///
+/// | request | status | details | `grpc-retry-pushback-ms` |
+/// |---|---|---|---|
+/// | denied for now | `RESOURCE_EXHAUSTED` | `RetryInfo`, `QuotaFailure` | the wait |
+/// | denied for ever: it costs too much | `RESOURCE_EXHAUSTED` | `QuotaFailure` | -1 |
+/// | no store could decide | `UNAVAILABLE` | `RetryInfo`: 1 s | 1000 |
+/// | no key | `INVALID_ARGUMENT`, which says what is missing | | -1 |
+/// | no key, and [unauthenticated](crate::MissingKey::unauthenticated) | `UNAUTHENTICATED`, which says what is missing | | -1 |
+/// | the server is [misconfigured](crate::MissingKey::misconfigured) | `INTERNAL`, which does not say why | | -1 |
+///
+/// - `RetryInfo` has the wait to the microsecond, the pushback in milliseconds, rounded up. It is -1, which tells clients not to
+///   retry, if no wait helps or it is above 24 days, the most that clients can read there.
+/// - `QuotaFailure` has a violation for each policy that denied: the policy's name as `subject`, and as `description` its quota
+///   and wait. It never tells the caller's key.
+/// - The message is a sentence, such as "The quota of 50/s is used up. Try again in 1 s."
+///
+/// A client that retries by a [retry policy](https://github.com/grpc/proposal/blob/master/A6-client-retries.md) waits as the
+/// pushback says, if the policy names the status. tonic's clients have no such policy: see [the recipes](crate::guide::recipes).
+///
+/// As always the layer adds `RateLimit`, `RateLimit-Policy` and, to a denial, `Retry-After`: gRPC clients find them in the
+/// metadata, of calls that pass too. [`Headers::NONE`](crate::Headers::NONE) leaves the first two out.
+///
+/// Each call counts once, also one with streams. For a limit on the messages of a stream, ask a
+/// [`Limiter`](crate::Limiter) in the method: see [the recipes](crate::guide::recipes).
+///
+/// It makes every body that is `Default`, where that is an empty one, as tonic's, axum's and hyper's are. So it is for servers
+/// and for clients:
+///
+/// ```
+/// use tonic::transport::Server;
+/// use tower_redis_ratelimit::{GrpcReject, LocalStore, PeerIp, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let policy = Policy::new("rpc", Strategy::Gcra, Quota::per_second(50))?;
+/// let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy).reject(GrpcReject::new());
+/// let server = Server::builder().layer(layer);
+/// # let _ = server;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A service for both gRPC and HTTP answers each client in its own protocol:
+///
+/// ```
+/// use axum::Router;
+/// use tower_redis_ratelimit::{Global, GrpcReject, HttpReject, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy)
+///     .reject(GrpcReject::new().or(HttpReject::new()));
+/// let app: Router = Router::new().layer(layer);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// In a method of a service, or in a closure for [`reject_with`](crate::RateLimitLayer::reject_with), a [`Reason`] becomes the
+/// same status:
+///
+/// ```
+/// use tonic::Status;
+/// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Reason};
+///
+/// async fn charge(limiter: &Limiter<LocalStore>, user: Key, bytes: u32) -> Result<(), Status> {
+///     let decision = limiter.take(user, bytes).await.map_err(|error| Status::from(Reason::Unavailable(&error)))?;
+///     if decision.is_allowed() { Ok(()) } else { Err(Reason::Denied(&decision).into()) }
+/// }
+/// # let _ = charge;
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+pub struct GrpcReject(());
+
+impl GrpcReject {
+    /// Rejects as [above](Self).
+    pub const fn new() -> Self {
+        Self(())
+    }
+
+    /// Answers gRPC requests by gRPC, and the others by another [`Reject`], such as [`HttpReject`](crate::HttpReject).
+    ///
+    /// A gRPC request has the content type `application/grpc`, or `application/grpc+proto` and such. `application/grpc-web`
+    /// is another protocol: put the layer within tonic-web's, which makes gRPC of its requests and translates the answers. In
+    /// front of that, the other `Reject` answers.
+    pub const fn or<R>(self, other: R) -> GrpcOr<R> {
+        GrpcOr { other }
+    }
+}
+
+#[diagnostic::do_not_recommend]
+impl<B: Default> Reject<B> for GrpcReject {
+    fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
+        Status::from(rejection.reason()).into_http()
+    }
+}
+
+/// Answers gRPC requests by a [`GrpcReject`], and the others by `R`. Made by [`GrpcReject::or`]. Feature `tonic`.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct GrpcOr<R> {
+    other: R,
+}
+
+#[diagnostic::do_not_recommend]
+impl<B: Default, R: Reject<B>> Reject<B> for GrpcOr<R> {
+    fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
+        if is_grpc(rejection.request()) { GrpcReject::new().reject(rejection) } else { self.other.reject(rejection) }
+    }
+}
+
+/// Whether the content type is `application/grpc`, with a suffix or parameters.
+fn is_grpc(request: &Parts) -> bool {
+    const GRPC: &str = "application/grpc";
+    let kind = request.headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().split_at_checked(GRPC.len()));
+    kind.is_some_and(|(kind, rest)| {
+        kind.eq_ignore_ascii_case(GRPC.as_bytes()) && matches!(rest.first(), None | Some(b'+' | b';' | b' ' | b'\t'))
+    })
+}
+
+/// The status that a [`GrpcReject`] answers with. Feature `tonic`.
+impl From<Reason<'_>> for Status {
+    fn from(reason: Reason<'_>) -> Self {
+        let mut details = ErrorDetails::new();
+        let (code, wait) = match reason {
+            Reason::Denied(decision) => {
+                for violated in decision.each().filter(|verdict| !verdict.is_allowed()) {
+                    details.add_quota_failure_violation(violated.policy().name(), Reason::Denied(&violated).sentence());
+                }
+                (Code::ResourceExhausted, decision.retry_after())
+            }
+            Reason::MissingKey(missing) if missing.is_misconfigured() => (Code::Internal, None),
+            Reason::MissingKey(missing) if missing.challenge().is_some() => (Code::Unauthenticated, None),
+            Reason::MissingKey(_) => (Code::InvalidArgument, None),
+            Reason::Unavailable(_) => (Code::Unavailable, Some(AFTER_FAILURE)),
+        };
+        if wait.is_some() {
+            details.set_retry_info(wait);
+        }
+        let mut metadata = MetadataMap::new();
+        metadata.insert("grpc-retry-pushback-ms", MetadataValue::from(pushback(wait)));
+        Self::with_error_details_and_metadata(code, reason.sentence(), details, metadata)
+    }
+}
+
+impl Reason<'_> {
+    fn sentence(&self) -> String {
+        let mut sentence = String::new();
+        // A `String` takes every text.
+        let _ = self.tell(&mut sentence);
+        sentence
+    }
+}
+
+/// The wait in milliseconds, rounded up. -1 for none, and for one above what clients read: a signed number of 32 bits.
+fn pushback(wait: Option<Duration>) -> i32 {
+    wait.and_then(|wait| i32::try_from(wait.as_nanos().div_ceil(1_000_000)).ok()).unwrap_or(-1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use http::Request;
+
+    #[test]
+    fn grpc_is_told_by_the_content_type() {
+        let of =
+            |kind: &str| is_grpc(&Request::builder().header("content-type", kind).body(()).unwrap().into_parts().0);
+        for kind in [
+            "application/grpc",
+            "application/grpc+proto",
+            "application/grpc+json",
+            "Application/GRPC",
+            "APPLICATION/GRPC+PROTO",
+            "application/grpc;charset=utf-8",
+            "application/grpc ; charset=utf-8",
+            "application/grpc+proto; a=b",
+        ] {
+            assert!(of(kind), "{kind}");
+        }
+        for kind in [
+            "",
+            "application/grp",
+            "application/grpc-web",
+            "application/grpc-web+proto",
+            "application/grpc-web-text",
+            "application/grpcx",
+            "application/json",
+            "text/plain; a=application/grpc",
+        ] {
+            assert!(!of(kind), "{kind}");
+        }
+        assert!(!is_grpc(&Request::new(()).into_parts().0));
+    }
+
+    #[test]
+    fn the_pushback_is_never_shorter_than_the_wait() {
+        let days = Duration::from_secs(24 * 86_400);
+        for (wait, expected) in [
+            (Duration::from_micros(1), 1),
+            (Duration::from_micros(999), 1),
+            (Duration::from_millis(1), 1),
+            (Duration::from_micros(1_001), 2),
+            (Duration::from_secs(1), 1_000),
+            (days, 2_073_600_000),
+            (Duration::from_millis(i32::MAX as u64), i32::MAX),
+            (Duration::from_millis(i32::MAX as u64) + Duration::from_micros(1), -1),
+            (Duration::MAX, -1),
+        ] {
+            assert_eq!(pushback(Some(wait)), expected, "{wait:?}");
+        }
+        assert_eq!(pushback(None), -1);
+    }
+}

@@ -1,0 +1,111 @@
+use std::fmt;
+use std::sync::Arc;
+
+use tower_layer::Layer;
+
+use super::Throttle;
+use super::service::Settings;
+use crate::limit::Key;
+use crate::middleware::select::Selector;
+use crate::middleware::{OnError, PolicySelector};
+use crate::store::{Observer, Store};
+use crate::turns::{Bounds, Turns};
+
+/// Makes the services that it wraps wait for their turn: `poll_ready` takes a permit from the shared count, and is ready
+/// when it has one.
+///
+/// For outbound clients and any other service, whatever its requests are, as long as one key counts them all: what may go
+/// out to one API from all instances together. Where the request decides the key, take a
+/// [`RateLimitLayer`](crate::RateLimitLayer) that [waits](crate::RateLimitLayer::wait).
+///
+/// ```
+/// use std::convert::Infallible;
+/// use tower::{ServiceBuilder, ServiceExt, service_fn};
+/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, Strategy, ThrottleLayer};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let policy = Policy::new("geocoder", Strategy::Gcra, Quota::per_second(50).burst(10))?;
+/// let mut client = ServiceBuilder::new()
+///     .layer(ThrottleLayer::new(LocalStore::default(), Key::new("geocoder"), policy))
+///     .service_fn(async |city: &str| Ok::<_, Infallible>(city.len()));
+///
+/// assert_eq!(client.ready().await?.call("Oslo").await?, 4);
+/// # use tower::Service;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Permits
+///
+/// - A permit is charged when it is taken, and used by `call`. A service that is dropped, or never called, leaves its permit
+///   to the next one that waits in this process, and otherwise to the store.
+/// - A clone has a permit of its own. Clones, and all services of one layer, wait in one line, first come, first served.
+/// - Over several instances each takes at most one permit ahead of time, so they take turns. One call of the store makes a
+///   grant, or several; a sliding log or counter, which cannot owe, takes up to about three. Let the burst be at least the number of instances, and at least what comes in 10 ms: with less they
+///   ask more often, and a part of the rate is not used.
+/// - The inner service is polled ready first, so that no permit is held for one that is not. It stays ready meanwhile: to
+///   limit how many calls run at once, wrap the throttle in the limit.
+/// - A permit that is held for more than a second, and for so long that the count has forgotten it, is charged again by the
+///   call that uses it: services that are ready and idle save nothing up.
+/// - A call without a permit, of a service that was not polled ready, is charged and goes on.
+///
+/// Requests without a throttle on the same count are denied while permits are taken ahead: see
+/// [`Check::take_ahead`](crate::Check::take_ahead).
+///
+/// # Errors
+///
+/// It adds none: the error is the inner service's. What the store cannot decide waits, and is asked again after a while; see
+/// [`on_error`](Self::on_error). Put a [`Fallback`](crate::Fallback) into it, and it goes on at this instance's share.
+///
+/// `poll_ready` has to be called within a tokio runtime.
+#[derive(Clone)]
+pub struct ThrottleLayer {
+    settings: Settings,
+}
+
+impl ThrottleLayer {
+    /// Takes permits from `store`, on the count of `key`, under the policies that `policies` gives: a
+    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::Live) ones. Without any, every
+    /// call goes on.
+    pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
+        let turns = Turns::new(store, Bounds::NONE);
+        let policies = Selector::new(policies);
+        Self { settings: Settings { turns, key, policies, on_error: OnError::default(), observer: None } }
+    }
+
+    /// Sets what becomes of a wait that the store cannot decide: to go on waiting and to ask again ([`OnError::Reject`],
+    /// the default), or to go on without a permit ([`OnError::Allow`]).
+    #[must_use]
+    pub fn on_error(mut self, on_error: OnError) -> Self {
+        self.settings.on_error = on_error;
+        self
+    }
+
+    /// Sets who is told of every permit, with how long it was waited for, and of what no store could decide; and of what
+    /// happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody.
+    #[must_use]
+    pub fn observer(mut self, observer: impl Observer) -> Self {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.settings.turns.observe(&observer);
+        self.settings.observer = Some(observer);
+        self
+    }
+}
+
+impl<T> Layer<T> for ThrottleLayer {
+    type Service = Throttle<T>;
+
+    fn layer(&self, inner: T) -> Throttle<T> {
+        Throttle::new(inner, self.settings.clone())
+    }
+}
+
+impl fmt::Debug for ThrottleLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThrottleLayer")
+            .field("policies", &self.settings.policies)
+            .field("turns", &self.settings.turns)
+            .finish_non_exhaustive()
+    }
+}

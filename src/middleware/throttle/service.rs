@@ -1,0 +1,165 @@
+use std::fmt;
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use tokio::time::{Sleep, sleep};
+use tower_service::Service;
+
+use crate::limit::{Key, Policies};
+use crate::middleware::asked::Asked;
+use crate::middleware::select::Selector;
+use crate::middleware::{OnError, PolicySelector};
+use crate::store::Observer;
+use crate::turns::{Permit, Refusal, Turn, Turns, Wanted};
+
+/// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes: ready when it has a permit.
+pub struct Throttle<T> {
+    inner: T,
+    settings: Settings,
+    state: State,
+}
+
+#[derive(Clone)]
+pub(super) struct Settings {
+    pub(super) turns: Turns,
+    pub(super) key: Key,
+    pub(super) policies: Selector<()>,
+    pub(super) on_error: OnError,
+    pub(super) observer: Option<Arc<dyn Observer>>,
+}
+
+enum State {
+    Idle,
+    Waiting(Turn, Option<Asked>),
+    /// The store could not decide: until it is asked again.
+    Pausing(Pin<Box<Sleep>>),
+    /// None if nothing limits it, or if the store could not decide and that is allowed.
+    Ready(Option<Permit>),
+}
+
+/// How long to wait before a store that could not decide is asked again.
+const PAUSE: Duration = Duration::from_millis(250);
+
+impl Settings {
+    fn policies(&self) -> Option<Policies> {
+        self.policies.policies(&(), Some(&self.key))
+    }
+
+    fn line_up(&self) -> State {
+        let Some(policies) = self.policies() else { return State::Ready(None) };
+        let asked = self.observer.as_ref().map(|_| Asked::now(self.key));
+        let wanted = Wanted { key: self.key, policies, cost: 1, deadline: None };
+        match self.turns.join(wanted, None) {
+            Ok(turn) => State::Waiting(turn, asked),
+            Err(refusal) => self.refused(refusal, asked),
+        }
+    }
+
+    /// Charges a call that has not waited.
+    fn charge(&self) {
+        if let Some(policies) = self.policies() {
+            self.turns.charge(self.key, &policies, 1);
+        }
+    }
+
+    fn granted(&self, permit: Permit, asked: Option<Asked>) -> State {
+        if let (Some(observer), Some(asked)) = (&self.observer, asked) {
+            asked.tell(&**observer, &Ok(permit.decision().clone()), false);
+        }
+        State::Ready(Some(permit))
+    }
+
+    fn refused(&self, refusal: Refusal, asked: Option<Asked>) -> State {
+        if let (Some(observer), Some(asked)) = (&self.observer, asked) {
+            asked.tell(&**observer, &refusal.into_answer(), false);
+        }
+        match self.on_error {
+            OnError::Allow => State::Ready(None),
+            OnError::Reject => State::Pausing(Box::pin(sleep(PAUSE))),
+        }
+    }
+}
+
+impl<T> Throttle<T> {
+    pub(super) fn new(inner: T, settings: Settings) -> Self {
+        Self { inner, settings, state: State::Idle }
+    }
+
+    /// The inner service.
+    pub fn get_ref(&self) -> &T {
+        &self.inner
+    }
+
+    /// The inner service. A call of it from here takes no permit.
+    pub fn get_mut(&mut self) -> &mut T {
+        &mut self.inner
+    }
+
+    /// Gives the inner service back. A permit that is held goes on.
+    pub fn into_inner(self) -> T {
+        self.inner
+    }
+}
+
+impl<T: Service<R>, R> Service<R> for Throttle<T> {
+    type Response = T::Response;
+    type Error = T::Error;
+    type Future = T::Future;
+
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), T::Error>> {
+        let ready = ready!(self.inner.poll_ready(cx));
+        if ready.is_err() {
+            // What is held goes on, or leaves the line.
+            self.state = State::Idle;
+            return Poll::Ready(ready);
+        }
+        loop {
+            self.state = match &mut self.state {
+                State::Idle => self.settings.line_up(),
+                State::Waiting(turn, asked) => match ready!(Pin::new(turn).poll(cx)) {
+                    Ok(permit) => self.settings.granted(permit, *asked),
+                    Err(refusal) => self.settings.refused(refusal, *asked),
+                },
+                State::Pausing(pause) => {
+                    ready!(pause.as_mut().poll(cx));
+                    State::Idle
+                }
+                State::Ready(_) => return Poll::Ready(Ok(())),
+            }
+        }
+    }
+
+    fn call(&mut self, request: R) -> T::Future {
+        match mem::replace(&mut self.state, State::Idle) {
+            State::Ready(permit) => drop(permit.map(Permit::spend)),
+            _ => self.settings.charge(),
+        }
+        self.inner.call(request)
+    }
+}
+
+/// Has no permit yet.
+impl<T: Clone> Clone for Throttle<T> {
+    fn clone(&self) -> Self {
+        Self::new(self.inner.clone(), self.settings.clone())
+    }
+}
+
+impl<T: fmt::Debug> fmt::Debug for Throttle<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = match self.state {
+            State::Idle => "idle",
+            State::Waiting(..) => "waiting",
+            State::Pausing(_) => "pausing",
+            State::Ready(_) => "ready",
+        };
+        f.debug_struct("Throttle").field("inner", &self.inner).field("state", &state).finish_non_exhaustive()
+    }
+}

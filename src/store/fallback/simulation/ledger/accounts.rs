@@ -1,0 +1,182 @@
+use std::collections::{BTreeMap, VecDeque};
+
+use super::super::plan::{Caller, Habit, Plan, Sharing};
+use crate::limit::Strategy;
+
+/// What is known of one caller.
+#[derive(Debug, Default)]
+pub(super) struct Sums {
+    /// What its clients were granted.
+    pub(super) granted: i64,
+    /// What instances granted it for requests that were sent and not answered: they may be charged too.
+    pub(super) unanswered: i64,
+    pub(super) given_back: i64,
+    pub(super) resets: i64,
+    /// What the primary store ever charged.
+    pub(super) charged: i64,
+    pub(super) ids: BTreeMap<Vec<u8>, Id>,
+}
+
+/// What is known of one id of a caller.
+#[derive(Debug, Default)]
+pub(super) struct Id {
+    pub(super) cost: i64,
+    /// Whether a client was granted it.
+    pub(super) granted: bool,
+    /// Whether the primary store charged it, or must. Else it was sent and not answered, and is charged at most.
+    pub(super) certain: bool,
+    /// A bit for every instance that has granted it, and for each that did so for a request without an answer.
+    pub(super) instances: u8,
+    pub(super) unanswered: u8,
+}
+
+/// What an instance has to do with a caller.
+#[derive(Debug, Default)]
+pub(super) struct Account {
+    /// What the primary store last said is left under each policy, and what it had charged by then.
+    pub(super) heard: Option<Vec<i64>>,
+    pub(super) heard_at: i64,
+    /// What the instance granted since, less what it took back.
+    pub(super) since: i64,
+    /// What was granted and not told to the primary store, less what was given back.
+    pub(super) owed: i64,
+    /// How much of it was granted while the instance was not degraded.
+    pub(super) well: i64,
+    /// The same, by the time.
+    pub(super) grants: VecDeque<(u64, i64)>,
+    /// What was granted for requests without an answer, by the time.
+    pub(super) unanswered: VecDeque<(u64, i64)>,
+    /// How much more was asked to be given back than the instance had.
+    pub(super) beyond: i64,
+    /// Whether it gave back or forgot something that Redis may have given back or forgotten too: it cannot know which of
+    /// what it owes that was.
+    pub(super) vague: bool,
+    /// Whether it has given back something by itself.
+    pub(super) gave_back: bool,
+    /// A reset that the primary store was not told, and what was owed before it.
+    pub(super) reset: bool,
+    pub(super) before: i64,
+    /// How many resets it may yet tell.
+    pub(super) resets: u32,
+    /// Charges on their way to the primary store.
+    pub(super) flying: u32,
+    /// How much the primary store had run when the last of them ran.
+    pub(super) landed: u64,
+    pub(super) open: Option<Open>,
+    /// What others may have been granted on top, because they did not know of what this instance granted.
+    pub(super) excess: i64,
+}
+
+/// What an instance owes, from the first grant until all is told.
+#[derive(Debug)]
+pub(super) struct Open {
+    pub(super) granted: i64,
+    /// What the primary store had charged when the instance last heard of it.
+    pub(super) from: i64,
+    /// What it charged of this.
+    pub(super) told: i64,
+}
+
+impl Account {
+    /// Whether the primary store does not know of something.
+    pub(super) fn owes(&self) -> bool {
+        self.owed != 0 || self.reset
+    }
+
+    pub(super) fn owe(&mut self, now: u64, granted: i64) {
+        self.owed += granted;
+        self.grants.push_back((now, granted));
+        self.open.get_or_insert(Open { granted: 0, from: self.heard_at, told: 0 }).granted += granted;
+    }
+
+    /// How much of what is owed still counts. An instance may take what counts of a request without an answer for some
+    /// of it, since it keeps one count of both.
+    pub(super) fn counts(&mut self, who: &Caller, now: u64) -> i64 {
+        // It need not know to the moment when each began.
+        let lifetime = 2 * who.lifetime();
+        let mut counts = 0;
+        for grants in [&mut self.grants, &mut self.unanswered] {
+            grants.retain(|(at, _)| at + lifetime >= now);
+            counts += grants.iter().map(|(_, granted)| granted).sum::<i64>();
+        }
+        counts
+    }
+
+    /// The oldest are told first.
+    pub(super) fn forget(&mut self, mut cost: i64) {
+        while cost > 0
+            && let Some((_, granted)) = self.grants.front_mut()
+        {
+            let told = cost.min(*granted);
+            (cost, *granted) = (cost - told, *granted - told);
+            if *granted == 0 {
+                self.grants.pop_front();
+            }
+        }
+    }
+
+    /// How much the instance may grant by itself, from what it has heard.
+    pub(super) fn part(&self, plan: &Plan, caller: usize, fewer: i64) -> i64 {
+        let parts = plan.callers[caller].capacities().enumerate().map(|(i, capacity)| {
+            let left = self.heard.as_ref().map_or(capacity, |heard| heard[i].min(capacity));
+            Parts::of(plan, capacity, fewer).left(left, capacity)
+        });
+        parts.min().unwrap_or(0)
+    }
+}
+
+/// The least and the largest part of a limit that an instance may have.
+pub(super) struct Parts {
+    least: i64,
+    most: i64,
+    /// What it may have on top, since the number of instances has changed.
+    changed: i64,
+}
+
+impl Parts {
+    pub(super) fn of(plan: &Plan, capacity: i64, fewer: i64) -> Self {
+        let least = (capacity / plan.instances as i64).max(1);
+        match plan.share {
+            Sharing::Fixed => Self { least, most: least, changed: 0 },
+            // One that has used some of a smaller part may go on with a larger one. And a small part forgets what was
+            // used of a larger one beyond twice its own size.
+            Sharing::Alive => Self { least, most: capacity, changed: capacity - least + fewer * capacity },
+        }
+    }
+
+    /// The part of what is left of a capacity.
+    pub(super) fn left(&self, left: i64, capacity: i64) -> i64 {
+        left * self.least / capacity + self.changed
+    }
+
+    /// What all parts together are above the whole.
+    pub(super) fn beyond(&self, capacity: i64, instances: usize) -> i64 {
+        let instances = instances as i64;
+        (instances * self.most - capacity).max(0) + instances * self.changed
+    }
+}
+
+/// What may flow back within so many milliseconds, in every store on its own.
+pub(super) fn flows(strategy: Strategy, period: i64, capacity: i64, now: u64) -> i64 {
+    let elapsed = now as i64 * 1000;
+    match strategy.is_steady() {
+        true => capacity + capacity * elapsed / period + 1,
+        false => capacity * (elapsed / period + 2),
+    }
+}
+
+impl Caller {
+    /// Whether nothing is ever given back to it.
+    pub(super) fn takes_only(&self) -> bool {
+        matches!(self.habit, Habit::Steady | Habit::Bursting | Habit::Dropping)
+    }
+
+    /// After how many milliseconds a charge counts nothing any more.
+    pub(super) fn lifetime(&self) -> u64 {
+        let lifetimes = self.policies.iter().map(|policy| match policy.strategy() {
+            Strategy::SlidingCounter | Strategy::SlidingWindow { .. } => 2 * policy.params().period,
+            _ => policy.params().period,
+        });
+        lifetimes.max().unwrap_or(0).unsigned_abs() / 1000
+    }
+}

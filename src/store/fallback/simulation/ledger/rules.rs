@@ -1,0 +1,52 @@
+use std::fmt;
+
+/// What must hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(in super::super) enum Rule {
+    /// All that a caller is granted stays within the bound of `docs/faults.md`.
+    Granted,
+    /// In an outage an instance grants no more than its part of what it last heard to be left.
+    Part,
+    /// The primary store is charged nothing that it was charged before.
+    Twice,
+    /// The primary store is charged nothing that has lapsed.
+    Lapsed,
+    /// The primary store is told what was granted in an outage.
+    Lost,
+    /// The primary store is told soon what was granted for a request that failed alone.
+    Late,
+    /// The primary store is told what was given back and reset in its place.
+    Back,
+    /// Whatever is asked with one id is charged once.
+    Id,
+    /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the breaker.
+    Silence,
+    /// No request fails.
+    Failed,
+    /// No request waits for longer than the deadline.
+    Wait,
+    /// A decision makes sense.
+    Sense,
+    /// Two seconds after the last fault the primary store decides again.
+    Recovery,
+    /// Nothing goes on once the stores are gone.
+    Left,
+    /// Nothing panics.
+    Panic,
+}
+
+/// A rule that was broken.
+#[derive(Debug, Clone)]
+pub(in super::super) struct Broken {
+    pub(in super::super) rule: Rule,
+    pub(in super::super) caller: Option<usize>,
+    pub(in super::super) problem: String,
+}
+
+impl fmt::Display for Broken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rule, problem, caller } = self;
+        let whose = caller.map_or(String::new(), |caller| format!(" of c{caller}"));
+        write!(f, "broken: {rule:?}{whose}: {problem}")
+    }
+}

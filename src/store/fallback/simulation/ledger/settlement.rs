@@ -1,0 +1,99 @@
+//! What the settlement tells the primary store.
+
+use super::*;
+
+impl Ledger {
+    /// The settlement of an instance sends something.
+    pub(in super::super) fn settles(&mut self, plan: &Plan, now: u64, sent: &Settled) {
+        let &Settled { caller, instance, mode, cost, with_id } = sent;
+        let (who, account) = (&plan.callers[caller], &mut self.accounts[caller][instance]);
+        account.flying += 1;
+        if with_id || who.habit == Habit::WithIds {
+            return;
+        }
+        match mode {
+            Mode::Charge if account.reset => {
+                account.before -= cost;
+                if account.before < 0 && !account.vague {
+                    let problem = format!("i{instance} charges {cost}, which its reset will forget");
+                    self.breaks(Rule::Back, Some(caller), problem);
+                }
+            }
+            Mode::Charge => {
+                account.owed -= cost;
+                let owed = account.owed;
+                let counts = account.counts(who, now);
+                account.forget(cost);
+                if owed < 0 && who.takes_only() {
+                    let problem = format!("i{instance} charges {cost}, {} more than it granted", -owed);
+                    self.breaks(Rule::Twice, Some(caller), problem);
+                } else if cost > counts && who.takes_only() && !self.changed {
+                    let problem = format!("i{instance} charges {cost}, of which only {counts} still count");
+                    self.breaks(Rule::Lapsed, Some(caller), problem);
+                }
+            }
+            Mode::GiveBack => account.owed += cost,
+            Mode::Reset => {
+                if account.resets == 0 {
+                    self.breaks(Rule::Twice, Some(caller), format!("i{instance} resets what nobody has reset"));
+                }
+                let account = &mut self.accounts[caller][instance];
+                (account.reset, account.before, account.resets) = (false, 0, account.resets.saturating_sub(1));
+            }
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => {}
+        }
+    }
+
+    /// The primary store ran what the settlement sent, and charged so much of it.
+    pub(in super::super) fn settled(&mut self, sent: &Settled, charged: i64) {
+        let &Settled { caller, instance, mode, .. } = sent;
+        self.runs += 1;
+        match mode {
+            Mode::Charge => {
+                self.sums[caller].charged += charged;
+                if let Some(open) = &mut self.accounts[caller][instance].open {
+                    open.told += charged;
+                }
+            }
+            // It may have had more to give back than the instance.
+            Mode::GiveBack => self.sums[caller].given_back += charged,
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset => {}
+        }
+        self.landed(caller, instance);
+    }
+
+    /// What the settlement sent did not run. If it was not sent at all, it is owed again.
+    pub(in super::super) fn failed(&mut self, now: u64, sent: &Settled, unsent: bool) {
+        let &Settled { caller, instance, mode, cost, with_id } = sent;
+        let account = &mut self.accounts[caller][instance];
+        match (unsent, mode) {
+            (true, _) if with_id => {}
+            (true, Mode::Charge) if account.reset => account.before += cost,
+            (true, Mode::Charge) => {
+                account.owed += cost;
+                account.grants.push_front((now, cost));
+            }
+            (true, Mode::GiveBack) => account.owed -= cost,
+            (true, Mode::Reset) => (account.reset, account.resets) = (true, account.resets + 1),
+            (false, Mode::Charge) => {
+                account.excess += cost;
+                self.unsettled[caller] += cost;
+            }
+            _ => {}
+        }
+        self.landed(caller, instance);
+    }
+
+    pub(super) fn landed(&mut self, caller: usize, instance: usize) {
+        let charged = self.sums[caller].charged;
+        let account = &mut self.accounts[caller][instance];
+        account.flying -= 1;
+        account.landed = self.runs;
+        if account.flying == 0
+            && account.owed == 0
+            && let Some(open) = account.open.take()
+        {
+            account.excess += open.granted.min(charged - open.from - open.told);
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! The state of a run: what the primary store counts, what was asked, and what became of it.
+
+mod notes;
+mod requests;
+mod shown;
+
+pub(super) use notes::Notes;
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use fastrand::Rng;
+use futures_util::FutureExt;
+use tokio::time::Instant;
+
+use super::doubt::Doubt;
+use shown::{answered, nonsense, shown, verdict};
+
+use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
+use super::log::Log;
+use super::plan::{Caller, Kind, Plan, pick};
+use super::primary::{Fate, Reply};
+use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
+use crate::store::instant;
+use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, event, lock};
+
+#[derive(Debug, Clone)]
+pub(super) struct World(Arc<Mutex<State>>);
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) plan: Plan,
+    pub(super) ledger: Ledger,
+    pub(super) log: Log,
+    rng: Rng,
+    start: Instant,
+    /// How many broken rules are in the log.
+    told: usize,
+    /// Which instances say so.
+    degraded: Vec<bool>,
+    /// Until when each has last asked something that none of its clients had asked.
+    turned: Vec<u64>,
+    doubts: Vec<Doubt>,
+    /// What becomes of the requests of each in a millisecond, if they are one call.
+    calls: Vec<Option<(u64, Fate)>>,
+    /// What the primary store counts.
+    counts: LocalStore,
+    /// The request of a client that runs now. Whatever else runs is of the instance's own.
+    current: Option<usize>,
+    asks: Vec<Ask>,
+    requests: Vec<Request>,
+}
+
+/// What a client asked.
+#[derive(Debug)]
+struct Ask {
+    instance: usize,
+    caller: usize,
+    check: Check,
+    since: u64,
+    /// Whether the primary store was asked, and whether it said that nothing was sent.
+    asked: bool,
+    unsent: bool,
+    ran: Ran,
+}
+
+/// What the primary store was asked.
+#[derive(Debug)]
+struct Request {
+    instance: usize,
+    /// None if it was a probe.
+    caller: Option<usize>,
+    /// None if it was no client that asked.
+    ask: Option<usize>,
+    settled: Option<Settled>,
+    sent: bool,
+    ran: bool,
+}
+
+impl World {
+    pub(super) fn new(plan: Plan, rng: Rng, kept: bool, counts: LocalStore) -> Self {
+        let state = State {
+            ledger: Ledger::new(&plan),
+            log: Log { kept, ..Log::default() },
+            rng,
+            start: instant(),
+            told: 0,
+            degraded: vec![false; plan.instances],
+            turned: vec![0; plan.instances],
+            doubts: (0..plan.instances).map(|_| Doubt::default()).collect(),
+            calls: vec![None; plan.instances],
+            counts,
+            current: None,
+            asks: vec![],
+            requests: vec![],
+            plan,
+        };
+        Self(Arc::new(Mutex::new(state)))
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.0)
+    }
+
+    /// Does something for a client's request.
+    pub(super) fn during<T>(&self, ask: usize, work: impl FnOnce() -> T) -> T {
+        self.state().current = Some(ask);
+        let done = work();
+        self.state().current = None;
+        done
+    }
+}
+
+impl State {
+    /// In milliseconds since the start.
+    pub(super) fn now(&self) -> u64 {
+        (instant() - self.start).as_millis() as u64
+    }
+
+    fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
+        let now = self.now();
+        // What has just been broken stands where it was.
+        for broken in &self.ledger.broken[self.told..] {
+            self.log.say(now, broken.caller, || format!("*** {broken}"));
+        }
+        self.told = self.ledger.broken.len();
+        self.log.say(now, caller, text);
+    }
+
+    pub(super) fn note(&mut self, text: String) {
+        self.say(None, || text);
+    }
+
+    fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
+        self.ledger.breaks(rule, caller, problem);
+    }
+
+    /// A client asks.
+    pub(super) fn asks(&mut self, instance: usize, caller: usize, check: &Check) -> usize {
+        let (ask, check) = (self.asks.len(), check.clone());
+        self.say(Some(caller), || format!("i{instance} #{ask:<4} {}", shown(&check)));
+        let since = self.now();
+        self.asks.push(Ask { instance, caller, check, since, asked: false, unsent: false, ran: Ran::default() });
+        ask
+    }
+
+    /// A client's request is answered.
+    pub(super) fn told(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, Error>) {
+        let now = self.now();
+        let Ask { instance, caller, ref check, since, ran, .. } = self.asks[ask];
+        let check = check.clone();
+        self.say(Some(caller), || format!("i{instance} #{ask:<4} answered: {}", answered(answer)));
+        let latest = (since + self.plan.deadline).max(polled);
+        if now > latest {
+            let deadline = self.plan.deadline;
+            let problem = format!("#{ask} was answered after {} ms, with a deadline of {deadline} ms", now - since);
+            self.breaks(Rule::Wait, Some(caller), problem);
+        }
+        let decision = match answer {
+            Ok(decision) => decision,
+            Err(error) => return self.breaks(Rule::Failed, Some(caller), format!("#{ask} failed: {error}")),
+        };
+        if decision.source() == Source::Redis && !degraded {
+            self.doubts[instance].answers(since, ask);
+        }
+        // An id is answered as it was before, when the part may have been another.
+        let other = check.id().is_some() && self.ledger.changed;
+        if let Some(problem) = nonsense(&self.plan.callers[caller], &check, decision).filter(|_| !other) {
+            self.breaks(Rule::Sense, Some(caller), format!("#{ask}: {problem}"));
+        }
+        if decision.source() == Source::Redis && !degraded && check.id().is_none() {
+            let turned = self.turned[instance];
+            self.ledger.hears(&self.plan, &Heard { caller, instance, ran, since, turned }, decision);
+        }
+        if matches!(check.mode(), Mode::Take | Mode::UpTo) && decision.granted() > 0 {
+            let id = check.id().map(Key::as_bytes);
+            self.ledger.grants(&self.plan, now, caller, i64::from(decision.granted()), id);
+        }
+    }
+
+    /// A client goes away.
+    pub(super) fn dropped(&mut self, ask: usize) {
+        let Ask { instance, caller, .. } = self.asks[ask];
+        self.say(Some(caller), || format!("i{instance} #{ask:<4} dropped"));
+    }
+
+    /// The local store of an instance decides.
+    pub(super) fn decides_locally(&mut self, instance: usize, check: &Check, decision: &Decision) {
+        let Some(ask) = self.current else {
+            let caller = self.caller(check);
+            return self.say(caller, || format!("i{instance}       looks: {}", shown(check)));
+        };
+        let Ask { caller, asked, unsent, .. } = self.asks[ask];
+        self.say(Some(caller), || format!("i{instance} #{ask:<4} decides: {}", verdict(decision)));
+        let now = self.now();
+        let (mode, cost, id) = (check.mode(), i64::from(check.cost()), check.id().map(Key::as_bytes));
+        let granted = Granted {
+            caller,
+            instance,
+            mode,
+            cost,
+            id,
+            unasked: !asked || unsent,
+            degraded: self.degraded[instance],
+            settling: now <= self.turned[instance],
+        };
+        self.ledger.decides(&self.plan, now, &granted, i64::from(decision.granted()));
+    }
+
+    fn caller(&self, check: &Check) -> Option<usize> {
+        self.plan.callers.iter().position(|caller| caller.key == *check.key())
+    }
+
+    /// The primary store forgets everything.
+    pub(super) fn empties(&mut self) {
+        self.counts = LocalStore::default();
+        self.ledger.emptied += 1;
+        self.say(None, || "Redis forgets everything".to_owned());
+    }
+
+    /// Nobody asks any more, and all is well: has everything been told?
+    pub(super) fn rests(&mut self) {
+        self.say(None, || "all is quiet".to_owned());
+        for (index, caller) in self.plan.callers.iter().enumerate() {
+            let peek = Check::peek(caller.key, &caller.policies, 0);
+            let decision = self.counts.check(peek).now_or_never().unwrap().unwrap();
+            let used = decision.each().map(|each| i64::from(each.capacity() - each.remaining())).max().unwrap();
+            self.ledger.rests(&self.plan, index, used);
+        }
+    }
+
+    pub(super) fn break_rule(&mut self, rule: Rule, problem: String) {
+        self.breaks(rule, None, problem);
+    }
+}

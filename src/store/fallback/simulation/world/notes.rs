@@ -1,0 +1,37 @@
+use super::*;
+
+/// Tells the log what an instance tells its observer.
+pub(in super::super) struct Notes {
+    pub(in super::super) world: World,
+    pub(in super::super) instance: usize,
+}
+
+impl Observer for Notes {
+    fn failed(&self, event: &event::Failed<'_>) {
+        self.world.state().fails(self.instance, event.error);
+    }
+
+    fn degraded(&self, event: &event::Degraded<'_>) {
+        let (instance, kind) = (self.instance, event.error.kind());
+        let mut state = self.world.state();
+        let now = state.now();
+        state.degraded[instance] = true;
+        state.turned[instance] = now.max(state.turned[instance]);
+        state.ledger.opened += 1;
+        state.doubts[instance] = Doubt::default();
+        state.say(None, || format!("i{instance}       is degraded: {}", kind.as_str()));
+    }
+
+    fn recovered(&self, &event::Recovered { after }: &event::Recovered) {
+        let instance = self.instance;
+        let mut state = self.world.state();
+        state.degraded[instance] = false;
+        state.doubts[instance] = Doubt::default();
+        state.say(None, || format!("i{instance}       has recovered after {after:?}"));
+    }
+
+    fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
+        let instance = self.instance;
+        self.world.state().say(None, || format!("i{instance}       has settled {charged}, and dropped {dropped}"));
+    }
+}

@@ -1,0 +1,199 @@
+//! What becomes of the requests to the primary store.
+
+use super::*;
+
+impl State {
+    /// A request comes to the primary store, or should. What becomes of it.
+    pub(in super::super) fn arrives(&mut self, instance: usize, check: &Check) -> (usize, Fate) {
+        let (request, caller, ask) = (self.requests.len(), self.caller(check), self.current);
+        let settled = caller.filter(|_| ask.is_none()).map(|caller| Settled {
+            caller,
+            instance,
+            mode: check.mode(),
+            cost: i64::from(check.cost()),
+            with_id: check.id().is_some(),
+        });
+        if let Some(ask) = ask {
+            (self.asks[ask].asked, self.asks[ask].unsent) = (true, false);
+        }
+        let now = self.now();
+        let fate = match &self.calls[instance] {
+            Some((at, fate)) if *at == now && self.plan.batched && ask.is_some() => fate.clone(),
+            _ => self.fate(instance, now),
+        };
+        if let Some(ask) = ask {
+            self.calls[instance] = Some((now, fate.clone()));
+            self.doubts[instance].sends(now, ask);
+        } else if caller.is_none() {
+            self.doubts[instance].probes(now, self.plan.deadline);
+        }
+        if ask.is_none() {
+            // Until it is answered, or given up.
+            self.turned[instance] = now + self.plan.deadline;
+            let what = if caller.is_some() { "settles" } else { "probes" };
+            self.say(caller, || format!("i{instance}       {what}: {}", shown(check)));
+        }
+        if let Some(settled) = &settled {
+            self.ledger.settles(&self.plan, now, settled);
+        }
+        self.requests.push(Request { instance, caller, ask, settled, sent: false, ran: false });
+        (request, fate)
+    }
+
+    pub(super) fn fate(&mut self, instance: usize, now: u64) -> Fate {
+        let deadline = self.plan.deadline;
+        let rng = &mut self.rng;
+        let mut faults = self.plan.faults.iter();
+        let fault =
+            faults.find(|fault| (fault.from..fault.until).contains(&now) && fault.instances >> instance & 1 == 1);
+        let well =
+            Fate { queued: rng.u64(..2), sent: rng.u64(..3), runs: true, back: rng.u64(..3), answer: Reply::Decision };
+        let Some(fault) = fault else { return well };
+        const SOME: [Kind; 8] = [
+            Kind::Down,
+            Kind::Refusing,
+            Kind::RefusingSome,
+            Kind::QueueFull,
+            Kind::LosingRequests,
+            Kind::LosingReplies,
+            Kind::Cutting,
+            Kind::Late,
+        ];
+        let kind = match fault.kind {
+            Kind::Mixed if rng.bool() => return well,
+            Kind::Mixed => *pick(rng, &SOME),
+            kind => kind,
+        };
+        let error = |kind| Reply::Error(Error::new(kind));
+        let at_once = |answer| Fate { queued: 0, sent: 0, runs: false, back: 0, answer };
+        match kind {
+            Kind::Down | Kind::Emptied => Fate {
+                queued: if rng.bool() { 0 } else { rng.u64(..5) },
+                ..at_once(Reply::Error(Error::new(ErrorKind::Unreachable).unsent()))
+            },
+            Kind::Refusing => Fate { runs: false, answer: error(ErrorKind::Refused), ..well },
+            Kind::RefusingSome | Kind::QueueFull | Kind::LosingRequests | Kind::LosingReplies | Kind::Cutting
+                if rng.u8(..3) == 0 =>
+            {
+                well
+            }
+            Kind::RefusingSome => {
+                Fate { runs: false, answer: Reply::Error(Error::new(ErrorKind::Refused).of_check()), ..well }
+            }
+            Kind::QueueFull => at_once(Reply::Error(Error::new(ErrorKind::QueueFull).unsent())),
+            Kind::LosingRequests => Fate { runs: false, answer: Reply::Never, ..well },
+            Kind::LosingReplies => Fate { answer: Reply::Never, ..well },
+            Kind::Cutting => Fate { answer: error(ErrorKind::Unreachable), ..well },
+            Kind::Late => {
+                let sent = rng.u64(..deadline);
+                Fate { sent, back: rng.u64(deadline / 2..deadline * 5 / 4) - sent / 2, ..well }
+            }
+            Kind::Slow => Fate { queued: rng.u64(..deadline * 2), sent: rng.u64(deadline..deadline * 5), ..well },
+            Kind::Frozen => Fate { sent: fault.until - now + rng.u64(..5), ..well },
+            Kind::Mixed => well,
+        }
+    }
+
+    /// A request leaves the queue.
+    pub(in super::super) fn sends(&mut self, request: usize) {
+        self.requests[request].sent = true;
+    }
+
+    /// An instance takes a request back, if it is still in the queue.
+    pub(in super::super) fn withdraws(&mut self, request: usize) -> bool {
+        let Request { instance, caller, ask, sent, .. } = self.requests[request];
+        if sent {
+            return false;
+        }
+        if let Some(ask) = ask {
+            self.asks[ask].unsent = true;
+        }
+        let now = self.now();
+        if let Some(settled) = self.requests[request].settled.take() {
+            self.ledger.failed(now, &settled, true);
+        }
+        let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
+        self.say(caller, || format!("i{instance} {whose:<5} is taken back, not sent"));
+        true
+    }
+
+    /// A request runs.
+    pub(in super::super) fn runs(&mut self, request: usize, check: Check) -> Decision {
+        let Request { instance, caller, ask, settled, .. } = self.requests[request];
+        self.requests[request].ran = true;
+        // The local store answers at once.
+        let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
+        let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
+        let verdicts = Verdicts { granted: i64::from(decision.granted()), each };
+        let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
+        let id = id.as_ref().map(Key::as_bytes);
+        let decision = check.answer(verdicts, Source::Redis);
+        if let (Some(caller), Some(ask)) = (caller, ask) {
+            self.asks[ask].ran = self.ledger.ran(caller, mode, granted, id);
+        }
+        if let Some(settled) = settled {
+            self.ledger.settled(&settled, granted);
+        }
+        if caller.is_some() {
+            let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
+            self.say(caller, || format!("i{instance} {whose:<5} runs in Redis: {}", verdict(&decision)));
+        }
+        decision
+    }
+
+    /// A request is answered, if anybody still waits.
+    pub(in super::super) fn answers(&mut self, request: usize, error: Option<&Error>) {
+        let Request { instance, caller, ask, settled, ran, .. } = self.requests[request];
+        let Some(error) = error else {
+            if caller.is_none() {
+                let now = self.now();
+                self.doubts[instance].is_probed(now);
+            }
+            return;
+        };
+        if let Some(ask) = ask {
+            self.asks[ask].unsent = error.is_unsent();
+        }
+        let now = self.now();
+        if let (Some(settled), false) = (settled, ran) {
+            self.ledger.failed(now, &settled, error.is_unsent());
+        }
+        let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
+        let known = if error.is_unsent() { ", not sent" } else { "" };
+        self.say(caller, || format!("i{instance} {whose:<5} fails in Redis: {}{known}", error.kind().as_str()));
+    }
+
+    /// A request was not answered.
+    pub(in super::super) fn lost(&mut self, request: usize) {
+        let Request { instance, caller, ask, settled, ran, .. } = self.requests[request];
+        let now = self.now();
+        if let (Some(settled), false) = (settled, ran) {
+            self.ledger.failed(now, &settled, false);
+        }
+        let what = if ran { "the answer is lost" } else { "the request is lost" };
+        self.say(caller, || format!("i{instance} {:<5} {what}", ask.map_or(String::new(), |ask| format!("#{ask}"))));
+    }
+
+    /// Whoever asked went away before the request was sent.
+    pub(in super::super) fn withdrawn(&mut self, request: usize) {
+        let Request { instance, caller, ask, settled, .. } = self.requests[request];
+        let now = self.now();
+        if let Some(settled) = settled {
+            self.ledger.failed(now, &settled, false);
+        }
+        let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
+        self.say(caller, || format!("i{instance} {whose:<5} never sent: nobody waits"));
+    }
+
+    /// An instance notes that the primary store failed a request.
+    pub(super) fn fails(&mut self, instance: usize, error: &Error) {
+        let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else { return };
+        let counts = !error.is_of_check() && error.kind() != ErrorKind::QueueFull;
+        let now = self.now();
+        let failures = self.doubts[instance].fails(now, ask, counts);
+        if failures > self.plan.failures {
+            let problem = format!("i{instance} has sent one request after another, of which {failures} failed");
+            self.breaks(Rule::Silence, None, problem);
+        }
+    }
+}

@@ -1,0 +1,55 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use tokio::sync::oneshot;
+
+use super::line::Answer;
+use super::{Permit, Place, Refusal, Shared};
+use crate::store::{Error, ErrorKind};
+
+/// Resolves to a permit when its turn has come. Dropped, it leaves the line.
+pub(crate) struct Turn {
+    shared: Arc<Shared>,
+    place: Place,
+    line: u64,
+    number: u64,
+    answer: oneshot::Receiver<Answer>,
+}
+
+impl Turn {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        place: Place,
+        line: u64,
+        number: u64,
+        answer: oneshot::Receiver<Answer>,
+    ) -> Self {
+        Self { shared, place, line, number, answer }
+    }
+}
+
+impl Future for Turn {
+    type Output = Result<Permit, Refusal>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let answer = ready!(Pin::new(&mut self.answer).poll(cx));
+        // The runtime that asked has ended.
+        Poll::Ready(answer.unwrap_or_else(|_| Err(Refusal::Failed(Error::new(ErrorKind::NoRuntime).of_check()))))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        // What it has been told and not read goes with the receiver: a permit then goes on to the next one.
+        drop(self.shared.with_line(&self.place, self.line, |line| line.leave(self.number)));
+    }
+}
+
+impl fmt::Debug for Turn {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Turn").field("number", &self.number).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,253 @@
+//! The tower contract: readiness, which inner service is called, and when.
+
+use std::future::Future;
+use std::pin::{Pin, pin};
+use std::task::Poll;
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tokio::time::timeout;
+use tower::buffer::Buffer;
+use tower::limit::ConcurrencyLimit;
+use tower::load_shed::LoadShed;
+use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::{CallLimit, Error, Key, LocalStore, MissingKey, Mode, OnError, OnMissingKey, RateLimited};
+use tower_test::mock::{self, Mock, SendResponse, Spawn};
+
+use super::{ByTenant, Job, job, layer, layer_with, limited, print};
+use crate::support::{Asking, Questions, asking, policy};
+
+/// Panics when a clone is called that was not polled ready.
+type Handle = mock::Handle<Job, String>;
+type Limited = CallLimit<Mock<Job, String>, Asking, ByTenant, Job>;
+
+/// A limited mock, with the ends that the test holds of its inner service and of its store.
+fn mocked() -> (Spawn<Limited>, Handle, Questions) {
+    let (store, questions) = asking();
+    let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
+    (service, handle, questions)
+}
+
+/// Whether the future has something to wait for, after it had a chance to go on.
+fn waits<F: Future>(future: Pin<&mut F>) -> bool {
+    future.now_or_never().is_none()
+}
+
+/// What the future resolves to, which must not need to wait.
+fn settled<F: Future>(future: F) -> F::Output {
+    future.now_or_never().expect("nothing is left to wait for")
+}
+
+/// The call that the inner service must have got by now.
+fn called(handle: &mut Handle) -> (Job, SendResponse<String>) {
+    handle.next_request().now_or_never().expect("the inner service was not called").unwrap()
+}
+
+/// Calls the service as soon as it is ready, which must be now.
+fn call<S: Service<Job, Error = BoxError>>(service: &mut S, job: Job) -> S::Future {
+    service.ready().now_or_never().expect("the service is ready").unwrap().call(job)
+}
+
+/// Whether the mock was never called, and never will be, since all of its clones are gone.
+fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
+    drop(service);
+    let request = handle.next_request().now_or_never().expect("no clone of the inner service is left");
+    request.is_none()
+}
+
+#[test]
+fn it_is_ready_when_the_inner_service_is() {
+    let (mut service, mut handle, mut questions) = mocked();
+    handle.allow(0);
+    assert!(service.poll_ready::<Job>().is_pending());
+    handle.allow(1);
+    assert!(service.is_woken(), "the task must be told when the inner service gets ready");
+    assert!(matches!(service.poll_ready::<Job>(), Poll::Ready(Ok(()))));
+    assert!(questions.try_recv().is_err(), "readiness is no question to the store");
+    handle.send_error("broken");
+    let Poll::Ready(Err(error)) = service.poll_ready::<Job>() else { panic!("the error is kept back") };
+    assert_eq!(error.to_string(), "broken");
+}
+
+#[test]
+fn the_inner_service_is_called_only_after_the_store_said_yes() {
+    let (mut service, mut handle, mut questions) = mocked();
+    let mut response = pin!(call(service.get_mut(), job("acme")));
+    assert!(waits(response.as_mut()) && waits(response.as_mut()));
+    assert!(handle.poll_request().is_pending(), "called before the decision");
+
+    let question = questions.try_recv().unwrap();
+    assert!(questions.try_recv().is_err(), "one request is one check");
+    let check = &question.check;
+    assert_eq!((check.mode(), check.cost(), *check.key()), (Mode::Take, 1, Key::new("acme")));
+    assert_eq!(check.policies().as_slice(), [policy("jobs", "100/s")]);
+    question.allow();
+    assert!(waits(response.as_mut()));
+    let (job, answer) = called(&mut handle);
+    assert_eq!(job.tenant, "acme");
+    answer.send_response("printed".to_owned());
+    assert_eq!(settled(response).unwrap(), "printed");
+}
+
+#[test]
+fn a_decision_without_a_wait_calls_the_very_service_that_was_ready() {
+    let (mut service, mut handle) = mock::spawn_layer(layer_with(LocalStore::default(), "100/s"));
+    let mut response = pin!(call(service.get_mut(), job("acme")));
+    assert!(waits(response.as_mut()));
+    called(&mut handle).1.send_response("printed".to_owned());
+    assert_eq!(settled(response).unwrap(), "printed");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_task_that_waits_is_woken_by_the_store_and_by_the_inner_service() {
+    let (mut service, mut handle, mut questions) = mocked();
+    // Tasks of their own, so that no other's wake-up polls the response, which is spawned first and so waits first.
+    let response = tokio::spawn(call(service.get_mut(), job("acme")));
+    tokio::spawn(async move {
+        questions.recv().await.unwrap().allow();
+        handle.next_request().await.unwrap().1.send_response("printed".to_owned());
+    });
+    let response = timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+    assert_eq!(response.unwrap().unwrap(), "printed");
+}
+
+#[test]
+fn a_denied_or_undecided_request_never_reaches_the_inner_service() {
+    let (mut service, handle, mut questions) = mocked();
+    let mut denied = pin!(call(service.get_mut(), job("acme")));
+    assert!(waits(denied.as_mut()));
+    questions.try_recv().unwrap().deny();
+    limited(settled(denied));
+
+    let mut undecided = pin!(call(service.get_mut(), job("acme")));
+    assert!(waits(undecided.as_mut()));
+    questions.try_recv().unwrap().fail();
+    assert!(settled(undecided).unwrap_err().is::<Error>());
+
+    assert!(settled(call(service.get_mut(), job(""))).unwrap_err().is::<MissingKey>());
+    assert!(questions.try_recv().is_err(), "there is nobody to ask for");
+    assert!(was_never_called(service, handle));
+}
+
+#[test]
+fn a_request_that_is_given_up_before_its_decision_is_withdrawn_and_never_made() {
+    let (mut service, handle, mut questions) = mocked();
+    let mut response = Box::pin(call(service.get_mut(), job("acme")));
+    assert!(waits(response.as_mut()));
+    let question = questions.try_recv().unwrap();
+    assert!(!question.is_abandoned());
+    drop(response);
+    assert!(question.is_abandoned(), "the store must learn that nobody waits");
+    assert!(was_never_called(service, handle));
+}
+
+#[test]
+fn an_undecided_request_that_may_pass_reaches_the_inner_service_once() {
+    let (store, mut questions) = asking();
+    let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
+    let mut response = pin!(call(service.get_mut(), job("acme")));
+    assert!(waits(response.as_mut()));
+    assert!(handle.poll_request().is_pending());
+    questions.try_recv().unwrap().fail();
+    assert!(waits(response.as_mut()));
+    called(&mut handle).1.send_response(String::new());
+    assert!(settled(response).is_ok());
+    assert!(handle.poll_request().is_pending());
+}
+
+#[test]
+fn an_error_of_the_inner_service_comes_in_one_box() {
+    #[derive(Debug, PartialEq)]
+    struct Broken(u32);
+    impl std::fmt::Display for Broken {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("broken")
+        }
+    }
+    impl std::error::Error for Broken {}
+
+    let broken = layer("100/s").layer(service_fn(async |_: Job| Err::<String, _>(Broken(7))));
+    assert_eq!(settled(broken.clone().oneshot(job("acme"))).unwrap_err().downcast_ref(), Some(&Broken(7)));
+    // Also through a layer of tower's, which boxes as well.
+    let twice = layer("100/s").layer(LoadShed::new(broken));
+    assert_eq!(settled(twice.oneshot(job("acme"))).unwrap_err().downcast_ref(), Some(&Broken(7)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_inner_service_that_was_polled_ready_is_the_one_that_is_called() {
+    async fn serves<T>(inner: T)
+    where
+        T: Service<Job, Response = String, Error: Into<BoxError>> + Clone,
+    {
+        let layer = layer("100/s").on_missing_key(OnMissingKey::Allow);
+        let mut service = layer.layer(inner);
+        // Each of these panics, or refuses, when a clone of it is called that was not polled ready. A request
+        // without a key takes another way through the middleware.
+        for job in [job("acme"), job(""), job("acme"), job("")] {
+            let response = async { service.ready().await.unwrap().call(job).await.unwrap() };
+            timeout(Duration::from_secs(1), response).await.expect("a wake-up was lost");
+        }
+    }
+
+    serves(ConcurrencyLimit::new(service_fn(print), 1)).await;
+    serves(Buffer::new(service_fn(print), 1)).await;
+    serves(LoadShed::new(service_fn(print))).await;
+}
+
+#[test]
+fn an_undecided_request_keeps_its_place_in_the_inner_service_until_it_is_given_up() {
+    let (store, _questions) = asking();
+    let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(print), 1));
+    let mut response = Box::pin(call(&mut service, job("acme")));
+    assert!(waits(response.as_mut()));
+    assert!(service.ready().now_or_never().is_none(), "the one place is taken");
+    drop(response);
+    assert!(service.ready().now_or_never().is_some(), "the one place is free again");
+}
+
+#[tokio::test]
+async fn a_call_that_fails_gives_its_place_in_the_inner_service_back_at_once() {
+    fn fails<T>(inner: T)
+    where
+        T: Service<Job, Response = String, Error: Into<BoxError>> + Clone,
+    {
+        let (store, mut questions) = asking();
+        let mut service = layer_with(store, "100/s").layer(inner);
+        // The place is not to hang on the futures, which live as long as their owner likes.
+        let mut failed = Vec::new();
+        for (tenant, denied) in [("acme", true), ("", false), ("acme", false)] {
+            let mut response = Box::pin(call(&mut service, job(tenant)));
+            match questions.try_recv() {
+                Ok(question) if denied => question.deny(),
+                Ok(question) => question.fail(),
+                Err(_) => {}
+            }
+            assert_eq!(settled(response.as_mut()).unwrap_err().is::<RateLimited>(), denied);
+            failed.push(response);
+            assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again");
+        }
+    }
+
+    fails(ConcurrencyLimit::new(service_fn(print), 1));
+    fails(Buffer::new(service_fn(print), 1));
+}
+
+#[test]
+fn a_call_that_fails_without_a_wait_gives_its_place_back_too() {
+    let mut service = layer("1/h").layer(ConcurrencyLimit::new(service_fn(print), 1));
+    assert!(settled(call(&mut service, job("acme"))).is_ok());
+    for tenant in ["acme", ""] {
+        let response = call(&mut service, job(tenant));
+        assert!(service.clone().ready().now_or_never().is_some(), "the one place is free again");
+        assert!(settled(response).is_err());
+    }
+}
+
+#[test]
+#[should_panic(expected = "`CallFuture` polled after completion")]
+fn an_error_that_has_been_given_is_not_waited_for_again() {
+    let mut service = layer("1/h").layer(service_fn(print));
+    let mut response = pin!(call(&mut service, job("")));
+    assert!(settled(response.as_mut()).is_err());
+    let _ = waits(response.as_mut());
+}

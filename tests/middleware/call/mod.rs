@@ -1,0 +1,312 @@
+//! Services whose requests are not HTTP's.
+
+mod contract;
+mod stack;
+
+use std::convert::Infallible;
+use std::fmt::Debug;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use tokio::sync::watch;
+use tokio::time::advance;
+use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
+use tower_redis_ratelimit::{
+    CallFuture, CallLimit, CallLimitLayer, Error, Global, Key, KeyExtractor, Live, LocalStore, MissingKey, Observer,
+    OnError, OnMissingKey, Policies, Policy, PolicySelector, RateLimited, RedisStore, Store, event,
+};
+
+use crate::support::{Broken, SECRET, policy};
+
+/// A request that is not HTTP's.
+struct Job {
+    tenant: &'static str,
+    pages: u32,
+}
+
+fn job(tenant: &'static str) -> Job {
+    Job { tenant, pages: 1 }
+}
+
+async fn print(job: Job) -> Result<String, Infallible> {
+    Ok(format!("{} for {}", job.pages, job.tenant))
+}
+
+fn by_tenant(job: &Job) -> Option<Key> {
+    (!job.tenant.is_empty()).then(|| Key::new(job.tenant))
+}
+
+type ByTenant = fn(&Job) -> Option<Key>;
+
+/// Counts by tenant in this process, under one policy with the name `jobs`.
+fn layer(quota: &str) -> CallLimitLayer<LocalStore, ByTenant, Job> {
+    layer_with(LocalStore::default(), quota)
+}
+
+/// The same in another store.
+fn layer_with<S: Store>(store: S, quota: &str) -> CallLimitLayer<S, ByTenant, Job> {
+    CallLimitLayer::new(store, by_tenant as ByTenant, policy("jobs", quota))
+}
+
+/// What is printed, which must not have to wait, or what is the matter.
+fn printed<S>(service: &S, job: Job) -> Result<String, BoxError>
+where
+    S: Service<Job, Response = String, Error = BoxError> + Clone,
+{
+    service.clone().oneshot(job).now_or_never().expect("nothing to wait for")
+}
+
+/// What the call was denied by.
+#[track_caller]
+fn limited<T: Debug>(result: Result<T, BoxError>) -> RateLimited {
+    *result.expect_err("it was let through").downcast().expect("another error than `RateLimited`")
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_closure_says_what_a_request_is_counted_by_and_another_what_it_costs() {
+    let service = ServiceBuilder::new()
+        .layer(
+            CallLimitLayer::new(LocalStore::default(), |job: &Job| Some(Key::new(job.tenant)), policy("jobs", "60/m"))
+                .cost(|job| job.pages),
+        )
+        .service_fn(print);
+    assert_eq!(printed(&service, Job { tenant: "acme", pages: 40 }).unwrap(), "40 for acme");
+    let denied = limited(printed(&service, Job { tenant: "acme", pages: 40 }));
+    assert_eq!(denied.retry_after(), Some(Duration::from_secs(20)));
+    assert_eq!((denied.decision().policy().name(), denied.decision().remaining()), ("jobs", 20));
+    assert_eq!(printed(&service, Job { tenant: "other", pages: 60 }).unwrap(), "60 for other");
+    advance(Duration::from_secs(20)).await;
+    assert_eq!(printed(&service, Job { tenant: "acme", pages: 40 }).unwrap(), "40 for acme");
+
+    let never = limited(printed(&service, Job { tenant: "acme", pages: 61 }));
+    assert_eq!(never.retry_after(), None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_denial_says_what_to_do_and_not_who_called() {
+    let service = layer("60/m").cost(|job| job.pages).layer(service_fn(print));
+    let secret = |pages| Job { tenant: SECRET, pages };
+    printed(&service, secret(60)).unwrap();
+    for (pages, sentence) in [
+        (30, "the quota of 60/m (jobs) is used up; try again in 30s"),
+        (61, "the call costs more than the 60 that ever pass at once (jobs)"),
+    ] {
+        let denied = limited(printed(&service, secret(pages)));
+        assert_eq!(denied.to_string(), sentence);
+        assert!(!format!("{denied:?}").contains(SECRET));
+    }
+}
+
+#[test]
+fn requests_of_any_type_are_counted_by_all_that_does_not_read_http() {
+    struct Tenant;
+    impl KeyExtractor<Job> for Tenant {
+        fn extract(&self, job: &Job) -> Result<Key, MissingKey> {
+            by_tenant(job).ok_or(MissingKey::new("no tenant"))
+        }
+    }
+
+    /// Whether two of a tenant's jobs are counted together, and two tenants'.
+    fn counts(key: impl KeyExtractor<Job>) -> (bool, bool) {
+        let layer = CallLimitLayer::new(LocalStore::default(), key, policy("jobs", "1/h"));
+        let service = layer.layer(service_fn(print));
+        printed(&service, job("acme")).unwrap();
+        (printed(&service, job("acme")).is_err(), printed(&service, job("other")).is_err())
+    }
+
+    assert_eq!(counts(Tenant), (true, false));
+    assert_eq!(counts(Arc::new(Tenant)), (true, false));
+    assert_eq!(counts(by_tenant), (true, false));
+    assert_eq!(counts(|job: &Job| by_tenant(job)), (true, false));
+    assert_eq!(counts((Tenant, Global)), (true, false));
+    assert_eq!(counts((Global, |job: &Job| by_tenant(job), Tenant)), (true, false));
+    assert_eq!(counts(Global), (true, true));
+}
+
+#[test]
+fn requests_of_any_type_are_decided_under_all_that_does_not_read_http() {
+    struct ByPages;
+    impl PolicySelector<Job> for ByPages {
+        fn policies(&self, job: &Job, _: Option<&Key>) -> Option<Policies> {
+            (job.pages > 0).then(|| policy("pages", "2/h").into())
+        }
+    }
+
+    /// How many jobs pass, of four that print something and four that do not.
+    fn passes(policies: impl PolicySelector<Job>) -> (usize, usize) {
+        let service = CallLimitLayer::new(LocalStore::default(), Global, policies).layer(service_fn(print));
+        let pass = |pages| (0..4).filter(|_| printed(&service, Job { tenant: "acme", pages }).is_ok()).count();
+        (pass(1), pass(0))
+    }
+
+    let two = || policy("two", "2/h");
+    assert_eq!(passes(two()), (2, 0));
+    assert_eq!(passes(Policies::new([two(), policy("three", "3/h")]).unwrap()), (2, 0));
+    assert_eq!(passes(Some(two())), (2, 0));
+    assert_eq!(passes(None::<Policy>), (4, 4));
+    assert_eq!(passes(Arc::new(two())), (2, 0));
+    assert_eq!(passes(Live::new(two())), (2, 0));
+    assert_eq!(passes(watch::channel(two()).1), (2, 0));
+    assert_eq!(passes(ByPages), (2, 4));
+    assert_eq!(passes(Live::new(ByPages)), (2, 4));
+    let policies = Policies::from(two());
+    assert_eq!(passes(move |job: &Job| (job.pages > 0).then(|| policies.clone())), (2, 4));
+}
+
+#[test]
+fn live_policies_are_replaced_under_requests_of_two_types_at_once() {
+    let live = Live::new(policy("jobs", "1/h"));
+    let jobs = CallLimitLayer::new(LocalStore::default(), Global, live.clone()).layer(service_fn(print));
+    let numbers = CallLimitLayer::new(LocalStore::default(), Global, live.clone())
+        .layer(service_fn(async |number: u32| Ok::<_, Infallible>(number)));
+    let number = || numbers.clone().oneshot(7).now_or_never().unwrap();
+    assert!(printed(&jobs, job("acme")).is_ok() && number().is_ok());
+    assert!(printed(&jobs, job("acme")).is_err() && number().is_err());
+    live.store(policy("jobs", "3/h"));
+    assert!(printed(&jobs, job("acme")).is_ok() && number().is_ok());
+}
+
+#[test]
+fn what_is_skipped_needs_no_key_and_is_not_counted() {
+    let service = layer("1/h").skip(|job| job.pages == 0).layer(service_fn(print));
+    for tenant in ["acme", "acme", ""] {
+        assert!(printed(&service, Job { tenant, pages: 0 }).is_ok());
+    }
+    assert!(printed(&service, job("acme")).is_ok(), "nothing was charged");
+    limited(printed(&service, job("acme")));
+}
+
+#[test]
+fn a_cost_may_go_by_the_policies() {
+    let layer = layer("10/h").cost_under(|job, policies| job.pages * policies[0].name().len() as u32);
+    let service = layer.layer(service_fn(print));
+    assert!(printed(&service, Job { tenant: "acme", pages: 2 }).is_ok());
+    assert_eq!(limited(printed(&service, Job { tenant: "acme", pages: 1 })).decision().remaining(), 2);
+}
+
+#[test]
+fn a_request_without_a_key_fails_or_passes_uncounted() {
+    let service = layer("1/h").layer(service_fn(print));
+    let error = printed(&service, job("")).unwrap_err();
+    assert!(error.downcast_ref::<MissingKey>().is_some_and(MissingKey::is_absent), "{error}");
+
+    let allowing = layer("1/h").on_missing_key(OnMissingKey::Allow).layer(service_fn(print));
+    assert!((0..3).all(|_| printed(&allowing, job("")).is_ok()));
+
+    struct Malformed;
+    impl KeyExtractor<Job> for Malformed {
+        fn extract(&self, _: &Job) -> Result<Key, MissingKey> {
+            Err(MissingKey::malformed("two tenants"))
+        }
+    }
+    let layer = CallLimitLayer::new(LocalStore::default(), Malformed, policy("jobs", "1/h"));
+    let service = layer.on_missing_key(OnMissingKey::Allow).layer(service_fn(print));
+    assert_eq!(printed(&service, job("acme")).unwrap_err().to_string(), "two tenants");
+}
+
+#[test]
+fn a_request_that_the_store_cannot_decide_fails_or_passes_uncounted() {
+    let service = layer_with(Broken, "1/h").layer(service_fn(print));
+    let error = printed(&service, job("acme")).unwrap_err();
+    assert!(error.is::<Error>(), "{error}");
+
+    let allowing = layer_with(Broken, "1/h").on_error(OnError::Allow).layer(service_fn(print));
+    assert!((0..3).all(|_| printed(&allowing, job("acme")).is_ok()));
+}
+
+#[derive(Clone, Default)]
+struct Notes(Arc<Mutex<Vec<String>>>);
+
+impl Observer for Notes {
+    fn decided(&self, event: &event::Decided<'_>) {
+        assert!(!event.dry_run);
+        let note = format!("{} {}", event.key.reveal(), event.decision.outcome().as_str());
+        self.0.lock().unwrap().push(note);
+    }
+
+    fn failed(&self, event: &event::Failed<'_>) {
+        self.0.lock().unwrap().push(format!("{} failed", event.key.unwrap().reveal()));
+    }
+
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_observer_is_told_each_decision_each_failure_and_a_misconfiguration_once_a_minute() {
+    let notes = Notes::default();
+    let told = || std::mem::take(&mut *notes.0.lock().unwrap());
+
+    let service = layer("1/h").observer(notes.clone()).layer(service_fn(print));
+    let _ = [job("acme"), job("acme"), job("")].map(|job| printed(&service, job));
+    assert_eq!(told(), ["acme allowed", "acme denied"]);
+
+    let service = layer_with(Broken, "1/h").observer(notes.clone()).layer(service_fn(print));
+    let _ = printed(&service, job("acme"));
+    assert_eq!(told(), ["acme failed"]);
+
+    struct Misconfigured;
+    impl KeyExtractor<Job> for Misconfigured {
+        fn extract(&self, _: &Job) -> Result<Key, MissingKey> {
+            Err(MissingKey::misconfigured("set it up"))
+        }
+    }
+    let layer = CallLimitLayer::new(LocalStore::default(), Misconfigured, policy("jobs", "1/h"));
+    let layer = layer.on_missing_key(OnMissingKey::Allow).observer(notes.clone());
+    let service = layer.layer(service_fn(print));
+    assert!((0..3).all(|_| printed(&service, job("acme")).is_err()));
+    assert_eq!(told(), ["set it up"]);
+    advance(Duration::from_secs(60)).await;
+    let _ = printed(&layer.layer(service_fn(print)), job("acme"));
+    assert_eq!(told(), ["set it up"]);
+}
+
+#[test]
+fn settings_made_on_a_clone_leave_the_first_layer_as_it_was() {
+    let first = layer("1/h");
+    let skipping = first.clone().skip(|_| true);
+    let (first, skipping) = (first.layer(service_fn(print)), skipping.layer(service_fn(print)));
+    assert!((0..3).all(|_| printed(&skipping, job("acme")).is_ok()));
+    assert!(printed(&first, job("acme")).is_ok());
+    limited(printed(&first, job("acme")));
+}
+
+/// An extractor that is neither `Clone` nor `Debug`.
+struct Rigid;
+
+impl KeyExtractor<Job> for Rigid {
+    fn extract(&self, _: &Job) -> Result<Key, MissingKey> {
+        Ok(Key::new("rigid"))
+    }
+}
+
+#[tokio::test]
+async fn all_types_can_be_named_sent_cloned_and_shown() {
+    fn shared<T: Send + Sync + Clone + Debug + 'static>(_: &T) {}
+    fn spawnable<T: Send + Debug + 'static>(_: &T) {}
+    fn error<T: std::error::Error + Send + Sync + Clone + 'static>() {}
+    type Inner = tower::util::BoxCloneService<Job, String, Infallible>;
+
+    error::<RateLimited>();
+    let store = RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
+    let layer: CallLimitLayer<RedisStore, Rigid, Job> = CallLimitLayer::new(store, Rigid, policy("jobs", "1/h"));
+    shared(&layer);
+    let mut service: CallLimit<_, RedisStore, Rigid, Job> = layer.clone().layer(service_fn(print));
+    shared(&service);
+    let future: CallFuture<_, RedisStore, Rigid, Job> = service.call(job("alice"));
+    spawnable(&future);
+    spawnable(&layer.layer(Inner::new(service_fn(print))).call(job("alice")));
+    let shown = format!("{layer:?} {service:?} {future:?}");
+    assert!(shown.contains("Policy(jobs Gcra 1/h)"), "{shown}");
+    assert!(!shown.contains(SECRET) && !shown.contains("alice"), "{shown}");
+}
+
+#[test]
+fn the_inner_service_can_be_reached_and_taken_back() {
+    let mut service = layer("1/h").layer(Some("inner"));
+    assert_eq!(service.get_ref(), &Some("inner"));
+    assert_eq!(service.get_mut().take(), Some("inner"));
+    assert_eq!(service.into_inner(), None);
+}

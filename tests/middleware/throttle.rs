@@ -1,0 +1,397 @@
+//! Permits in `poll_ready`.
+
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
+
+use std::convert::Infallible;
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use fastrand::Rng;
+use futures_util::future::{join_all, poll_fn};
+use futures_util::{FutureExt, stream};
+use tokio::time::{Instant, sleep, timeout};
+use tower::balance::p2c::Balance;
+use tower::buffer::Buffer;
+use tower::limit::ConcurrencyLimit;
+use tower::load::Constant;
+use tower::retry::{Policy as RetryPolicy, Retry};
+use tower::timeout::Timeout;
+use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::{
+    Check, Error, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, OnError, Policies, Policy, Share,
+    Store, Strategy, ThrottleLayer, event,
+};
+use tower_test::mock;
+
+const KEY: Key = Key::GLOBAL;
+
+fn policies(strategy: Strategy, quota: &str) -> Policies {
+    Policy::new("test", strategy, quota.parse().unwrap()).unwrap().into()
+}
+
+/// A local store that tells what it was asked.
+fn watched() -> (LocalStore, MockStore) {
+    let (local, store) = (LocalStore::default(), MockStore::new());
+    let asked = local.clone();
+    store.answer(move |check| asked.check(check.clone()).now_or_never().expect("it never waits"));
+    (local, store)
+}
+
+/// How much is charged of a quota of which nothing flows back while the test runs.
+async fn charged(store: &impl Store, policies: &Policies) -> u32 {
+    let peek = store.check(Check::peek(KEY, policies, 0)).await.unwrap();
+    peek.capacity() - peek.remaining()
+}
+
+/// Lets all tasks run until none has anything to do.
+async fn settle() {
+    sleep(Duration::from_millis(1)).await;
+}
+
+async fn ok(_: &'static str) -> Result<(), Infallible> {
+    Ok(())
+}
+
+/// Three instances with fifty tasks each: their sum keeps the rate and uses it, and waiting costs a call a grant.
+#[tokio::test(start_paused = true)]
+async fn instances_share_the_rate_without_a_herd() {
+    for (strategy, quota, used, calls) in [
+        (Strategy::Gcra, "50/s", 0.97, 1.02),
+        (Strategy::Gcra, "50/s burst 3", 0.97, 1.02),
+        // Fewer than the instances may be ahead: they contend.
+        (Strategy::Gcra, "50/s burst 1", 0.95, 1.8),
+        (Strategy::LeakyBucket, "50/s burst 10", 0.97, 1.02),
+        (Strategy::TokenBucket(Default::default()), "50/s", 0.97, 1.02),
+        (Strategy::FixedWindow(Default::default()), "50/s", 0.95, 1.02),
+        (Strategy::SlidingWindow { cells: 10 }, "50/s", 0.9, 1.2),
+        (Strategy::SlidingLog, "50/s", 0.92, 1.7),
+        (Strategy::SlidingCounter, "50/s", 0.9, 3.0),
+    ] {
+        let (_, store) = watched();
+        let policies = policies(strategy, quota);
+        let burst = policies[0].quota().capacity();
+        let (start, end) = (Instant::now(), Duration::from_secs(20));
+        let times = Arc::new(Mutex::new(vec![]));
+        let tasks = (0..3).flat_map(|_| {
+            let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone());
+            let times = Arc::clone(&times);
+            (0..50).map(move |_| {
+                let (mut service, times) = (layer.layer(service_fn(ok)), Arc::clone(&times));
+                async move {
+                    let mut calls = 0;
+                    while start.elapsed() < end {
+                        service.ready().await.unwrap().call("").await.unwrap();
+                        times.lock().unwrap().push(start.elapsed());
+                        calls += 1;
+                    }
+                    calls
+                }
+            })
+        });
+        let each: Vec<u32> = join_all(tasks.map(tokio::spawn)).await.into_iter().map(Result::unwrap).collect();
+        let times = times.lock().unwrap();
+        let in_time = times.iter().filter(|time| **time <= end).count() as f64;
+        let may = f64::from(50 * 20 + burst);
+        // What a strategy of windows lets pass depends on when its windows begin.
+        assert!(in_time >= used * may, "{strategy:?} {quota}: {in_time} of {may}");
+        for (i, from) in times.iter().enumerate() {
+            let within = times[i..].iter().take_while(|time| **time < *from + Duration::from_secs(1)).count();
+            assert!(within as u32 <= 50 + burst, "{strategy:?} {quota}: {within} in a second");
+        }
+        let asked = store.asked().len() as f64 / times.len() as f64;
+        assert!(asked <= calls, "{strategy:?} {quota}: {asked} calls a grant");
+        // The tasks of an instance stand in a line. Instances take turns where they take ahead; where they do not, it is
+        // chance who comes first when a window begins.
+        let takes_ahead = matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_));
+        let takes_turns = takes_ahead && burst >= 3;
+        for tasks in each.chunks(if takes_turns { 150 } else { 50 }) {
+            let (least, most) = (tasks.iter().min().unwrap(), tasks.iter().max().unwrap());
+            assert!(most - least <= if takes_turns { 3 } else { 1 }, "{strategy:?} {quota}: {tasks:?}");
+        }
+    }
+}
+
+/// Whatever is dropped whenever: what is charged in the end is what was called, and nobody is stuck.
+#[tokio::test(start_paused = true)]
+async fn a_storm_of_cancels_loses_nothing() {
+    for seed in 0..40 {
+        let (local, _) = watched();
+        let policies = policies(Strategy::Gcra, "100000/100d");
+        let layers: Vec<_> = (0..3).map(|_| ThrottleLayer::new(local.clone(), KEY, policies.clone())).collect();
+        let called = Arc::new(AtomicU32::new(0));
+        // Some of it comes late: all that there is at once is taken.
+        let _ = local.check(Check::charge(KEY, &policies, 100_000 - seed * 3)).await.unwrap();
+        let before = charged(&local, &policies).await;
+        let tasks = (0..90).map(|i| {
+            let (layer, called) = (layers[i % 3].clone(), Arc::clone(&called));
+            tokio::spawn(async move {
+                let mut rng = Rng::with_seed(u64::from(seed) * 1_000 + i as u64);
+                for _ in 0..20 {
+                    let mut service = layer.layer(service_fn(ok));
+                    let patience = Duration::from_micros(rng.u64(..3_000));
+                    if let Ok(ready) = timeout(patience, service.ready()).await {
+                        if rng.bool() {
+                            sleep(Duration::from_micros(rng.u64(..3_000))).await;
+                        }
+                        if rng.u8(..4) > 0 {
+                            ready.unwrap().call("").await.unwrap();
+                            called.fetch_add(1, SeqCst);
+                        }
+                    }
+                }
+            })
+        });
+        for task in tasks {
+            task.await.unwrap();
+        }
+        settle().await;
+        let used = charged(&local, &policies).await - before;
+        assert_eq!(used, called.load(SeqCst), "seed {seed}");
+        assert!(layers.iter().all(|layer| format!("{layer:?}").contains("waiting: 0")), "{layers:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_permit_is_used_once_and_goes_back_if_it_is_not() {
+    let (local, _) = watched();
+    let policies = policies(Strategy::Gcra, "10/100d");
+    let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
+    let mut service = layer.layer(service_fn(ok));
+    service.ready().await.unwrap();
+    service.ready().await.unwrap();
+    assert_eq!(charged(&local, &policies).await, 1, "ready twice is one permit");
+    let mut clone = service.clone();
+    clone.ready().await.unwrap();
+    assert_eq!(charged(&local, &policies).await, 2, "a clone has one of its own");
+    clone.call("").await.unwrap();
+    drop((service, clone));
+    settle().await;
+    assert_eq!(charged(&local, &policies).await, 1, "what was not called goes back");
+
+    let mut unready = layer.layer(service_fn(ok));
+    unready.call("").await.unwrap();
+    settle().await;
+    assert_eq!(charged(&local, &policies).await, 2, "a call that was not ready is charged");
+}
+
+/// A permit goes to whoever waits next in this process, without a call of the store.
+#[tokio::test(start_paused = true)]
+async fn a_permit_that_is_not_used_goes_to_the_next() {
+    let (_, store) = watched();
+    let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "1/h"));
+    let mut first = layer.layer(service_fn(ok));
+    first.ready().await.unwrap();
+    let second = tokio::spawn(layer.layer(service_fn(ok)).oneshot(""));
+    settle().await;
+    let before = store.asked().len();
+    let start = Instant::now();
+    drop(first);
+    second.await.unwrap().unwrap();
+    assert!(start.elapsed() < Duration::from_millis(5));
+    settle().await;
+    let since: Vec<_> = store.asked()[before..].iter().map(|check| (check.mode(), check.cost())).collect();
+    assert_eq!(since, [(Mode::GiveBack, 1)], "what the second had been waiting for goes back");
+}
+
+/// What a permit took has flowed back when it is used: that is charged again, or idle services could save up.
+#[tokio::test(start_paused = true)]
+async fn a_permit_that_the_count_has_forgotten_is_charged_again() {
+    let (_, store) = watched();
+    let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s"));
+    for (held, charges) in [(50, 0), (950, 0), (1_050, 1)] {
+        let before = store.asked().len();
+        let mut service = layer.layer(service_fn(ok));
+        service.ready().await.unwrap();
+        sleep(Duration::from_millis(held)).await;
+        service.call("").await.unwrap();
+        settle().await;
+        let asked = store.asked();
+        let again = asked[before..].iter().filter(|check| check.mode() == Mode::Charge).count();
+        assert_eq!(again, charges, "after {held} ms");
+        // Nor does it go back then.
+        let mut service = layer.layer(service_fn(ok));
+        service.ready().await.unwrap();
+        let before = store.asked().len();
+        sleep(Duration::from_millis(1_000)).await;
+        drop(service);
+        settle().await;
+        assert_eq!(store.asked().len(), before);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_permit_is_taken_for_a_service_that_is_not_ready() {
+    let (local, _) = watched();
+    let policies = policies(Strategy::Gcra, "10/100d");
+    let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
+    let (inner, mut handle) = mock::pair::<(), ()>();
+    let mut service = layer.layer(inner);
+    handle.allow(0);
+    assert!(service.ready().now_or_never().is_none());
+    settle().await;
+    assert_eq!(charged(&local, &policies).await, 0);
+    handle.allow(1);
+    service.ready().await.unwrap();
+    assert_eq!(charged(&local, &policies).await, 1);
+    let response = service.call(());
+    let ((), reply) = handle.next_request().await.unwrap();
+    reply.send_response(());
+    response.await.unwrap();
+    settle().await;
+    assert_eq!(charged(&local, &policies).await, 1);
+}
+
+/// A service that fails while its permit is held, or waited for, takes none.
+#[tokio::test(start_paused = true)]
+async fn the_permit_of_a_service_that_fails_goes_back() {
+    for quota in ["10/100d", "1/100d"] {
+        let (local, _) = watched();
+        let policies = policies(Strategy::Gcra, quota);
+        let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
+        let before = if quota.starts_with("1/") { 1 } else { 0 };
+        let _ = local.check(Check::take(KEY, &policies, before)).await.unwrap();
+        let (inner, mut handle) = mock::pair::<(), ()>();
+        let mut service = layer.layer(inner);
+        let _ = service.ready().now_or_never();
+        settle().await;
+        let _ = service.ready().now_or_never();
+        handle.send_error("gone");
+        let error = service.ready().await.map(drop).unwrap_err();
+        assert_eq!(error.to_string(), "gone");
+        settle().await;
+        assert_eq!(charged(&local, &policies).await, before, "{quota}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn it_waits_under_buffer_and_limit_and_timeout() {
+    let (local, _) = watched();
+    let policies = policies(Strategy::Gcra, "1/s burst 3");
+    let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
+    let start = Instant::now();
+    let inner = ConcurrencyLimit::new(layer.layer(service_fn(ok)), 2);
+    let buffered = Buffer::new(inner, NonZeroUsize::MIN.get() * 8);
+    let calls = (0..6).map(|_| buffered.clone().oneshot(""));
+    assert!(join_all(calls).await.iter().all(Result::is_ok));
+    assert!((3.0..3.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
+
+    // The time-out is that of the call, not of the wait for readiness; whoever gives up waiting loses nothing.
+    let mut timed = Timeout::new(layer.layer(service_fn(ok)), Duration::from_millis(1));
+    assert!(timeout(Duration::from_millis(300), timed.ready()).await.is_err());
+    timed.ready().await.unwrap().call("").await.unwrap();
+    assert!((4.0..4.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
+}
+
+/// Each attempt has a permit of its own.
+#[tokio::test(start_paused = true)]
+async fn every_retry_takes_a_permit() {
+    #[derive(Clone)]
+    struct Twice(u32);
+
+    impl<R: Clone, A, E> RetryPolicy<R, A, E> for Twice {
+        type Future = std::future::Ready<()>;
+
+        fn retry(&mut self, _: &mut R, result: &mut Result<A, E>) -> Option<Self::Future> {
+            self.0 = self.0.checked_sub(u32::from(result.is_err()))?;
+            result.is_err().then(|| std::future::ready(()))
+        }
+
+        fn clone_request(&mut self, request: &R) -> Option<R> {
+            Some(request.clone())
+        }
+    }
+
+    let (local, _) = watched();
+    let policies = policies(Strategy::Gcra, "10/100d");
+    let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
+    let fails = layer.layer(service_fn(async |_: &str| Err::<(), _>(BoxError::from("no"))));
+    let retry = Retry::new(Twice(2), fails);
+    retry.oneshot("").await.unwrap_err();
+    settle().await;
+    assert_eq!(charged(&local, &policies).await, 3);
+}
+
+/// Balanced services that are ready and idle hold a permit each, and give it back when they go.
+#[tokio::test(start_paused = true)]
+async fn balanced_services_share_one_count() {
+    let (local, _) = watched();
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
+    let services = (0..4).map(|i| {
+        Ok::<_, Infallible>(tower::discover::Change::Insert(i, Constant::new(layer.layer(service_fn(ok)), i)))
+    });
+    let mut balance = Balance::new(Box::pin(stream::iter(services)));
+    for _ in 0..20 {
+        balance.ready().await.unwrap().call("").await.unwrap();
+    }
+    let held = charged(&local, &policies).await - 20;
+    assert!(held <= 4, "{held} held by 4");
+    drop(balance);
+    settle().await;
+    assert_eq!(charged(&local, &policies).await, 20);
+}
+
+/// While a fallback decides by this instance's part, turns come at that rate.
+#[tokio::test(start_paused = true)]
+async fn turns_come_at_the_rate_of_this_instance_in_an_outage() {
+    let redis = MockStore::new();
+    redis.fail(Error::new(ErrorKind::Unreachable));
+    let share = Share::Fixed(NonZeroU32::new(5).unwrap());
+    let store = Fallback::new(redis, LocalStore::default()).share(share);
+    let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "50/s burst 5"));
+    let start = Instant::now();
+    for _ in 0..21 {
+        layer.layer(service_fn(ok)).oneshot("").await.unwrap();
+    }
+    assert!((1.99..2.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_cannot_decide_is_asked_again() {
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<String>>>);
+
+    impl Observer for Log {
+        fn decided(&self, decided: &event::Decided<'_>) {
+            let waited = decided.elapsed.as_millis();
+            self.0.lock().unwrap().push(format!("{} after {waited} ms", decided.decision.outcome().as_str()));
+        }
+
+        fn failed(&self, failed: &event::Failed<'_>) {
+            self.0.lock().unwrap().push(failed.error.kind().as_str().to_owned());
+        }
+    }
+
+    let (_, store) = watched();
+    let log = Log::default();
+    let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s")).observer(log.clone());
+    store.fail(Error::new(ErrorKind::Unreachable));
+    let mut service = layer.layer(service_fn(ok));
+    let ready = tokio::spawn(async move { service.ready().await.map(drop) });
+    sleep(Duration::from_millis(600)).await;
+    assert!(!ready.is_finished() && store.asked().len() == 3, "{:?}", store.asked());
+    store.allow();
+    ready.await.unwrap().unwrap();
+    assert_eq!(*log.0.lock().unwrap(), ["unreachable", "unreachable", "unreachable", "allowed after 0 ms"]);
+
+    store.fail(Error::new(ErrorKind::Unreachable));
+    let mut lenient = layer.on_error(OnError::Allow).layer(service_fn(ok));
+    lenient.ready().await.unwrap().call("").await.unwrap();
+}
+
+/// Polled by one task and then by another, it wakes the last one.
+#[tokio::test(start_paused = true)]
+async fn it_wakes_whoever_polled_last() {
+    let (_, store) = watched();
+    let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "1/s"));
+    layer.layer(service_fn(ok)).oneshot("").await.unwrap();
+    let mut service = layer.layer(service_fn(ok));
+    let once = poll_fn(|cx| {
+        let _ = Service::<&str>::poll_ready(&mut service, cx);
+        std::task::Poll::Ready(())
+    });
+    once.await;
+    tokio::spawn(async move { service.ready().await.unwrap().call("").await.unwrap() }).await.unwrap();
+}

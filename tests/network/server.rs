@@ -1,0 +1,176 @@
+//! What a tonic client sees of a tonic server that is limited.
+
+use std::time::Duration;
+
+use tokio::time::advance;
+use tonic::{Code, Request, Status};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_types::{QuotaViolation, StatusExt};
+use tower_redis_ratelimit::{
+    Global, GrpcReject, HeaderKey, Headers, LocalStore, OnMissingKey, PeerIp, Policies, RateLimitLayer,
+};
+
+use crate::support::*;
+
+fn violations(status: &Status) -> Vec<(String, String)> {
+    let failure = status.get_details_quota_failure();
+    let tell = |QuotaViolation { subject, description, .. }: QuotaViolation| (subject, description);
+    failure.into_iter().flat_map(|failure| failure.violations).map(tell).collect()
+}
+
+fn retry_delay(status: &Status) -> Option<Duration> {
+    status.get_details_retry_info().and_then(|info| info.retry_delay)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_denied_client_decodes_both_details() {
+    let server = serve(layer(policy("api", "1/90s")));
+    call(&server, from("alice")).await.unwrap();
+    advance(Duration::from_micros(500)).await;
+
+    let denied = call(&server, from("alice")).await.unwrap_err();
+    assert_eq!(denied.code(), Code::ResourceExhausted);
+    let sentence = "The quota of 1/90s is used up. Try again in 90 s.";
+    assert_eq!(denied.message(), sentence);
+    assert_eq!(retry_delay(&denied), Some(Duration::from_micros(89_999_500)), "exact");
+    assert_eq!(violations(&denied), [("api".to_owned(), sentence.to_owned())]);
+    assert_eq!(field(&denied, PUSHBACK), Some("90000"), "rounded up");
+    call(&server, from("bob")).await.unwrap();
+
+    // Who waits so long is let through.
+    advance(retry_delay(&denied).unwrap()).await;
+    call(&server, from("alice")).await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_violation_is_told_for_each_policy_that_denied() {
+    let policies = Policies::new([policy("burst", "1/s"), policy("daily", "100/d"), policy("hourly", "1/h")]).unwrap();
+    let server = serve(layer(policies));
+    call(&server, from("alice")).await.unwrap();
+    let denied = call(&server, from("alice")).await.unwrap_err();
+    let expected = [
+        ("burst", "The quota of 1/s is used up. Try again in 1 s."),
+        ("hourly", "The quota of 1/h is used up. Try again in 3600 s."),
+    ];
+    assert_eq!(violations(&denied), expected.map(|(subject, text)| (subject.to_owned(), text.to_owned())));
+    assert_eq!(denied.message(), expected[1].1, "the one that asks for the longest wait");
+    assert_eq!((retry_delay(&denied), field(&denied, PUSHBACK)), (Some(Duration::from_secs(3_600)), Some("3600000")));
+}
+
+#[tokio::test]
+async fn a_call_that_never_fits_is_not_to_be_retried() {
+    let server = serve(layer(policy("api", "10/s")).cost(|_| 11));
+    let denied = call(&server, from("alice")).await.unwrap_err();
+    let sentence = "The request costs more than the 10 that ever pass at once.";
+    assert_eq!((denied.code(), denied.message()), (Code::ResourceExhausted, sentence));
+    assert_eq!(violations(&denied), [("api".to_owned(), sentence.to_owned())]);
+    assert_eq!(denied.get_details_retry_info().map(|info| info.retry_delay), None);
+    assert_eq!(field(&denied, PUSHBACK), Some("-1"));
+}
+
+#[tokio::test]
+async fn a_store_that_cannot_decide_is_unavailable_for_a_second() {
+    let failed = call(&serve(layer_with(Broken, policy("api", "1/h"))), from("alice")).await.unwrap_err();
+    assert_eq!((failed.code(), failed.message()), (Code::Unavailable, "The request could not be counted."));
+    assert_eq!((retry_delay(&failed), field(&failed, PUSHBACK)), (Some(Duration::from_secs(1)), Some("1000")));
+    assert!(violations(&failed).is_empty());
+    tells_no_secret(&failed);
+}
+
+#[tokio::test]
+async fn a_call_without_a_key_is_told_by_the_extractors_word() {
+    let by = |key: HeaderKey| {
+        RateLimitLayer::new(LocalStore::default(), key, policy("api", "9/s")).reject(GrpcReject::new())
+    };
+    let key = HeaderKey::new("x-api-key");
+    for (layer, code) in [
+        (by(key.clone()), Code::InvalidArgument),
+        (by(key.clone().challenge(API_KEY)), Code::Unauthenticated),
+        // Nobody is misconfigured.
+        (by(HeaderKey::new("no name")), Code::Internal),
+    ] {
+        let missing = call(&serve(layer), from("alice")).await.unwrap_err();
+        assert_eq!(missing.code(), code);
+        let expected = match code {
+            Code::Internal => "The server is not set up to count the request.",
+            _ => "the header x-api-key is missing",
+        };
+        assert_eq!((missing.message(), field(&missing, PUSHBACK)), (expected, Some("-1")));
+        assert!(retry_delay(&missing).is_none() && violations(&missing).is_empty());
+    }
+    // The same for a header that comes twice, which authentication would not help.
+    let mut twice = from("alice");
+    twice.metadata_mut().append("x-api-key", "one".parse().unwrap());
+    twice.metadata_mut().append("x-api-key", "two".parse().unwrap());
+    let malformed = call(&serve(by(key.clone().challenge(API_KEY))), twice).await.unwrap_err();
+    assert_eq!(malformed.code(), Code::InvalidArgument);
+    // Whom a challenge is for may pass.
+    let optional = by(key.challenge(API_KEY)).on_missing_key(OnMissingKey::Allow);
+    call(&serve(optional), from("alice")).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_server_without_addresses_does_not_say_so() {
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "9/s")).reject(GrpcReject::new());
+    let missing = call(&serve(layer), from("alice")).await.unwrap_err();
+    assert_eq!(missing.code(), Code::Internal);
+    assert!(!format!("{missing:?}").contains("address"), "{missing:?}");
+}
+
+#[tokio::test]
+async fn a_rejection_never_tells_the_callers_key() {
+    let by_user = HeaderKey::new("x-user").readable();
+    let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy("api", "1/h")).reject(GrpcReject::new());
+    let server = serve(layer);
+    call(&server, from(SECRET)).await.unwrap();
+    tells_no_secret(&call(&server, from(SECRET)).await.unwrap_err());
+}
+
+/// The message goes through `grpc-message`, where bytes other than printable ASCII, and `%`, are escaped.
+#[tokio::test]
+async fn every_sentence_reaches_the_client() {
+    struct Odd(&'static str);
+
+    impl tower_redis_ratelimit::KeyExtractor for Odd {
+        fn extract(
+            &self,
+            _: &http::request::Parts,
+        ) -> Result<tower_redis_ratelimit::Key, tower_redis_ratelimit::MissingKey> {
+            Err(tower_redis_ratelimit::MissingKey::new(self.0))
+        }
+    }
+
+    for problem in
+        ["100 % \u{e9}\u{2028}\u{1f600}\r\n\0\t\u{7f} \"quoted\"", "%20", "", " spaces ", "\r\ngrpc-status: 0\r\n"]
+    {
+        let layer =
+            RateLimitLayer::new(LocalStore::default(), Odd(problem), policy("api", "1/h")).reject(GrpcReject::new());
+        let missing = call(&serve(layer), from("alice")).await.unwrap_err();
+        assert_eq!((missing.code(), missing.message()), (Code::InvalidArgument, problem));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_fields_of_the_layer_are_metadata() {
+    let server = serve(layer(policy("api", "1/90s")));
+    let mut client = tonic_health::pb::health_client::HealthClient::new(server.clone());
+    let granted = client.check(from("alice")).await.unwrap();
+    assert_eq!(granted.metadata().get("ratelimit").unwrap(), "\"api\";r=0;t=90");
+    let denied = call(&server, from("alice")).await.unwrap_err();
+    let fields = ["ratelimit", "ratelimit-policy", "retry-after"].map(|name| field(&denied, name));
+    assert_eq!(fields, ["\"api\";r=0;t=90", "\"api\";q=1;w=90", "90"].map(Some));
+
+    let plain = serve(layer(policy("api", "1/90s")).headers(Headers::NONE));
+    call(&plain, from("alice")).await.unwrap();
+    let denied = call(&plain, from("alice")).await.unwrap_err();
+    assert_eq!((field(&denied, "ratelimit"), field(&denied, "retry-after")), (None, Some("90")));
+}
+
+/// A status of the service's own passes as it is.
+#[tokio::test]
+async fn an_answer_of_the_service_is_left_alone() {
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "9/s")).reject(GrpcReject::new());
+    let unknown = Request::new(HealthCheckRequest { service: "unknown".to_owned() });
+    let status = call(&serve(layer), unknown).await.unwrap_err();
+    assert_eq!((status.code(), field(&status, PUSHBACK)), (Code::NotFound, None));
+}

@@ -1,0 +1,133 @@
+//! Commands that a server does not have: renamed away, as managed services do, or forbidden to the user.
+
+use std::error::Error as _;
+use std::time::Duration;
+
+use tower_redis_ratelimit::{Check, Error, ErrorKind, Key, RedisStore, Store, Strategy};
+
+use crate::support::{RedisServer, STRATEGIES, policy, until};
+
+/// Those that managed services take away, and some that others use.
+const NOT_NEEDED: [&str; 30] = [
+    "ACL",
+    "BGREWRITEAOF",
+    "BGSAVE",
+    "CLIENT",
+    "CLUSTER",
+    "COMMAND",
+    "CONFIG",
+    "DEBUG",
+    "ECHO",
+    "EXEC",
+    "EXISTS",
+    "EXPIRE",
+    "FLUSHALL",
+    "FLUSHDB",
+    "GET",
+    "HELLO",
+    "HGETALL",
+    "INCR",
+    "KEYS",
+    "MIGRATE",
+    "MONITOR",
+    "MULTI",
+    "PING",
+    "REPLICAOF",
+    "SAVE",
+    "SCAN",
+    "SCRIPT",
+    "SELECT",
+    "SHUTDOWN",
+    "WAIT",
+];
+
+/// What all strategies need, and what only logs do.
+const NEEDED: [&str; 6] = ["evalsha", "eval", "time", "mget", "set", "del"];
+const OF_LOGS: [&str; 6] = ["lrange", "lindex", "rpush", "lset", "ltrim", "pexpireat"];
+
+/// A server without these commands.
+fn without(commands: &[&str]) -> RedisServer {
+    let args: Vec<&str> = commands.iter().flat_map(|command| ["--rename-command", command, ""]).collect();
+    RedisServer::start_with(&args)
+}
+
+fn store(url: String) -> RedisStore {
+    RedisStore::builder(url).timeout(Duration::from_secs(20)).connect_lazy().unwrap()
+}
+
+/// Asks in every mode. Returns what failed.
+async fn ask(store: &RedisStore, strategy: Strategy) -> Vec<Error> {
+    let policies = policy(strategy, "10/100d");
+    let key = Key::new(format!("{strategy:?}"));
+    let mut failed = vec![];
+    for check in [
+        Check::take(key, &policies, 3).with_id("request-1"),
+        Check::take(key, &policies, 3),
+        Check::give_back(key, &policies, 4),
+        Check::peek(key, &policies, 9),
+        Check::charge(key, &policies, 1),
+        Check::up_to(key, &policies, 20),
+        Check::reset(key, &policies),
+    ] {
+        failed.extend(store.check(check).await.err());
+    }
+    failed
+}
+
+#[tokio::test]
+async fn what_it_does_not_need_may_be_taken_away() {
+    let server = without(&NOT_NEEDED);
+    let store = store(server.url());
+    for strategy in STRATEGIES {
+        assert!(ask(&store, strategy).await.is_empty(), "{strategy:?}");
+        // Connections that have rested are pinged.
+        tokio::time::pause();
+        tokio::time::advance(Duration::from_secs(1)).await;
+        tokio::time::resume();
+    }
+    let _instances = store.announce().unwrap();
+    until("it is announced", async || server.command::<u32>("ZCARD rl:instances").await == 1).await;
+}
+
+/// Nothing is decided, and the cause names the command.
+#[tokio::test]
+async fn what_it_needs_is_named() {
+    for command in ["EVALSHA", "EVAL"] {
+        let server = without(&[command]);
+        for error in [RedisStore::connect(server.url()).await.unwrap_err()]
+            .into_iter()
+            .chain(ask(&store(server.url()), Strategy::Gcra).await)
+        {
+            assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
+            let cause = error.source().unwrap().to_string();
+            // Redis 6.2 has other quotation marks.
+            assert!(["'", "`"].iter().any(|mark| cause.contains(&format!("{mark}{command}{mark}"))), "{cause}");
+        }
+    }
+    for command in ["TIME", "MGET", "SET"] {
+        let server = without(&[command]);
+        let error = RedisStore::connect(server.url()).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Refused, "{command}: {error:?}");
+        assert!(ask(&store(server.url()), Strategy::Gcra).await.len() > 2, "{command}");
+    }
+}
+
+/// Without any one of the documented rights, something is refused: there is none in excess.
+#[tokio::test]
+async fn every_documented_right_is_needed() {
+    let server = RedisServer::start();
+    let all = NEEDED.into_iter().chain(OF_LOGS);
+    for missing in all.clone() {
+        let rights: Vec<String> =
+            all.clone().filter(|right| *right != missing).map(|right| format!("+{right}")).collect();
+        let rule = format!("ACL SETUSER limiter reset on >word ~rl:* -@all {}", rights.join(" "));
+        let _: String = server.command(&rule).await;
+        let _: String = server.command("FLUSHALL").await;
+        let _: String = server.command("SCRIPT FLUSH").await;
+        let store = store(format!("redis://limiter:word@127.0.0.1:{}/", server.port()));
+        let strategy = if OF_LOGS.contains(&missing) { Strategy::SlidingLog } else { Strategy::Gcra };
+        let failed = ask(&store, strategy).await;
+        assert!(!failed.is_empty(), "{missing}");
+        assert!(failed.iter().all(|error| error.kind() == ErrorKind::Permission), "{missing}: {failed:?}");
+    }
+}

