@@ -91,6 +91,21 @@ pub enum ConfigError {
     RedisUrl(String),
     /// A Redis URL that asks for TLS, in a build without it.
     NoTls,
+    /// Certificates, or what goes with them, that cannot be used.
+    Certificate {
+        /// Which.
+        what: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A name that no server's certificate can have.
+    ServerName(String),
+    /// Something is set for TLS, and no URL asks for it.
+    TlsUnused,
+    /// A name of a master that the sentinels do not know.
+    NoMaster(String),
+    /// A server that is no Redis Sentinel, in the place of one: its address.
+    NoSentinel(String),
     /// A server that is no node of a Redis Cluster, in the place of one: its address.
     NoCluster(String),
     /// More than 1,024 buckets.
@@ -183,6 +198,25 @@ impl fmt::Display for ConfigError {
             }
             Self::NoTls => f.write_str(
                 "the Redis URL asks for TLS, which is not built in: turn on the feature `tls` of tower-redis-ratelimit",
+            ),
+            Self::Certificate { what, problem } => {
+                write!(f, "the {what} cannot be used: {problem}; give it in PEM, which begins with `-----BEGIN`")
+            }
+            Self::ServerName(name) => {
+                write!(f, "{name:?} is no server's name: write one such as `redis.example`, or an IP address")
+            }
+            Self::TlsUnused => f.write_str(
+                "certificates or a server name are set, but the Redis URL does not ask for TLS: write `rediss://` instead of \
+                 `redis://`, or leave them out",
+            ),
+            Self::NoMaster(name) => write!(
+                f,
+                "the sentinels know no master named {name:?}: write the name that `sentinel monitor` has in their configuration"
+            ),
+            Self::NoSentinel(address) => write!(
+                f,
+                "the server {address} is no Redis Sentinel: write the sentinel's port, mostly 26379; or for a Redis without \
+                 sentinels, `redis://host:6379`"
             ),
             Self::NoCluster(address) => write!(
                 f,

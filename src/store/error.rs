@@ -37,8 +37,18 @@ pub enum ErrorKind {
     Configuration,
     /// The server could not be reached, or the connection broke.
     Unreachable,
-    /// No TLS connection could be made: the certificate is not trusted, or the server does not speak TLS.
+    /// No TLS connection could be made, for none of the reasons below: mostly, the server does not speak TLS.
     Tls,
+    /// The server speaks TLS only, and the URL does not ask for it.
+    TlsWanted,
+    /// The authority that has signed the server's certificate is not trusted.
+    CertificateUntrusted,
+    /// The server's certificate has expired, or is not valid yet.
+    CertificateExpired,
+    /// The server's certificate is for another host.
+    CertificateName,
+    /// The server wants a certificate of ours, or refuses the one that it was given.
+    ClientCertificate,
     /// There was no answer in time. Whether the check was charged is not known.
     Timeout,
     /// The server refused the password, or wants one.
@@ -51,7 +61,8 @@ pub enum ErrorKind {
     ReadOnly,
     /// Redis has reached `maxmemory` and may evict nothing.
     OutOfMemory,
-    /// The server is loading its data, or is waiting for its master; or no node of a cluster decides a check just now.
+    /// The server is loading its data, or is waiting for its master; no node of a cluster decides a check just now; or
+    /// what the sentinels tell of is not a master yet.
     NotReady,
     /// Redis is a node of a Redis Cluster, which decides only a part of the checks, and the store is set up for a single
     /// Redis.
@@ -100,6 +111,11 @@ impl Error {
             self.kind,
             ErrorKind::Unreachable
                 | ErrorKind::Tls
+                | ErrorKind::TlsWanted
+                | ErrorKind::CertificateUntrusted
+                | ErrorKind::CertificateExpired
+                | ErrorKind::CertificateName
+                | ErrorKind::ClientCertificate
                 | ErrorKind::Timeout
                 | ErrorKind::Authentication
                 | ErrorKind::NotReady
@@ -124,6 +140,11 @@ impl ErrorKind {
             Self::Configuration => "configuration",
             Self::Unreachable => "unreachable",
             Self::Tls => "tls",
+            Self::TlsWanted => "tls_wanted",
+            Self::CertificateUntrusted => "certificate_untrusted",
+            Self::CertificateExpired => "certificate_expired",
+            Self::CertificateName => "certificate_name",
+            Self::ClientCertificate => "client_certificate",
             Self::Timeout => "timeout",
             Self::Authentication => "authentication",
             Self::Permission => "permission",
@@ -143,10 +164,24 @@ impl ErrorKind {
         match self {
             Self::Configuration => "the store is set up wrongly: correct what it is built with",
             Self::Unreachable => "the server cannot be reached: check the URL, and that the server runs",
-            Self::Tls => {
-                "no TLS connection to the server can be made: check that the URL's port speaks TLS, and that this machine \
-                 trusts the server's certificate for the URL's host; a Redis that asks for client certificates needs \
-                 `tls-auth-clients no`"
+            Self::Tls => "no TLS connection to the server can be made: check that the URL's port speaks TLS",
+            Self::TlsWanted => {
+                "the server speaks TLS only: write `rediss://` instead of `redis://`, and turn on the feature `tls`"
+            }
+            Self::CertificateUntrusted => {
+                "the server's certificate is not trusted: give the certificate of the authority that has signed it to \
+                 `RedisStoreBuilder::root_certificates`, or install it on this machine"
+            }
+            Self::CertificateExpired => {
+                "the server's certificate has expired, or is not valid yet: renew it, and check the clocks"
+            }
+            Self::CertificateName => {
+                "the server's certificate is for another host: write that host in the URL, or give its name to \
+                 `RedisStoreBuilder::server_name`"
+            }
+            Self::ClientCertificate => {
+                "the server wants a certificate that it trusts: give one to `RedisStoreBuilder::client_certificate`, or let \
+                 the server do without (`tls-auth-clients no` in a Redis)"
             }
             Self::Timeout => "the server did not answer in time: check its load and the network, or allow more time",
             Self::Authentication => {
@@ -155,18 +190,21 @@ impl ErrorKind {
             Self::Permission => {
                 "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
                  and, for SlidingLog, `+lrange +lindex +rpush +lset +ltrim +pexpireat`; for RedisStore::announce, \
-                 `+zremrangebyscore +zadd +zcard +pexpire`; in a Redis Cluster, `+asking +cluster|slots` (`+cluster` before 7.0)"
+                 `+zremrangebyscore +zadd +zcard +pexpire`; in a Redis Cluster, `+asking +cluster|slots` (`+cluster` before 7.0); a user of sentinels, \
+                 `+sentinel|master` (`+sentinel` before 7.0)"
             }
             Self::Protocol => {
                 "the server's reply is none that Redis gives to our script: check that the URL's host and port are \
                  those of a Redis"
             }
-            Self::ReadOnly => "Redis is a read-only replica: point the URL at its master",
+            Self::ReadOnly => {
+                "Redis is a read-only replica: point the URL at its master, or at its sentinels (`redis+sentinel://`)"
+            }
             Self::OutOfMemory => {
                 "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
             }
             Self::NotReady => {
-                "the server is loading its data, or a part of the cluster is down: wait until it is ready"
+                "the server is loading its data, a part of the cluster is down, or no master is elected yet: wait until it is ready"
             }
             Self::Cluster => {
                 "the server is a node of a Redis Cluster, and the store is for a single Redis: write `redis+cluster://` instead \
@@ -226,12 +264,17 @@ mod tests {
 
     use super::*;
 
-    const KINDS: [ErrorKind; 14] = {
+    const KINDS: [ErrorKind; 19] = {
         use ErrorKind::*;
         [
             Configuration,
             Unreachable,
             Tls,
+            TlsWanted,
+            CertificateUntrusted,
+            CertificateExpired,
+            CertificateName,
+            ClientCertificate,
             Timeout,
             Authentication,
             Permission,
@@ -260,7 +303,9 @@ mod tests {
     fn what_befalls_any_server_is_not_told_of_redis() {
         let of_redis = KINDS.into_iter().filter(|kind| Error::new(*kind).to_string().contains("Redis"));
         let known = [
-            ErrorKind::Tls,
+            ErrorKind::CertificateUntrusted,
+            ErrorKind::CertificateName,
+            ErrorKind::ClientCertificate,
             ErrorKind::Permission,
             ErrorKind::Protocol,
             ErrorKind::ReadOnly,

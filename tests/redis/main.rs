@@ -23,6 +23,6 @@ mod proxy;
 mod runtimes;
 #[cfg(feature = "tracing")]
 mod texts;
-mod tls;
 mod turns;
+mod urls;
 mod work;

@@ -8,7 +8,8 @@ use crate::Result;
 use crate::command::root;
 
 /// What a license expression may come down to.
-const LICENSES: [&str; 6] = ["Apache-2.0", "BSD-3-Clause", "BSL-1.0", "ISC", "MIT", "Unicode-3.0"];
+const LICENSES: [&str; 7] =
+    ["Apache-2.0", "BSD-3-Clause", "BSL-1.0", "CDLA-Permissive-2.0", "ISC", "MIT", "Unicode-3.0"];
 
 /// What may be there in two versions: no dependency of ours has a choice. `syn` is for macros, and not linked.
 const TWICE: [&str; 2] = ["syn", "windows-sys"];

@@ -26,7 +26,7 @@ pub(crate) fn test() -> Result {
     alone(NONE)?;
     // Those of the middleware need no network and no time; one of the others is of a feature that is missing.
     cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "middleware"])?;
-    cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "redis", "without_the_feature"])?;
+    cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "tls", "without_the_feature"])?;
     package()?;
     cargo(&["build", "--package", "examples", "--examples", "--all-features"])?;
     cargo(&["test", "--package", LIBRARY, "--doc", "--all-features"])?;

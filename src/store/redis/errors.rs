@@ -24,8 +24,7 @@ pub(super) fn error_of(error: &RedisError) -> Error {
             | ServerErrorKind::CrossSlot,
         ) => ErrorKind::Cluster,
         _ if error.is_timeout() => ErrorKind::Timeout,
-        Kind::Io if tls::refused(error) => ErrorKind::Tls,
-        Kind::Io => ErrorKind::Unreachable,
+        Kind::Io => tls::problem(error).unwrap_or(ErrorKind::Unreachable),
         _ => match error.code() {
             Some("OOM") => ErrorKind::OutOfMemory,
             Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
@@ -67,11 +66,30 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
     }
 }
 
-/// A time-out where no TLS connection could ever be made: a Redis without TLS takes the greeting for the beginning of a
-/// command, and waits for the rest.
+/// A server that answers without TLS, where a URL asks for it.
 pub(super) fn no_tls() -> Error {
-    let cause = "there was no TLS connection: check that the URL's port speaks TLS";
-    Error::with_source(ErrorKind::Timeout, Cause(cause.to_owned()))
+    Error::with_source(
+        ErrorKind::Tls,
+        Cause("the server answers without TLS: write `redis://`, or its port for TLS".to_owned()),
+    )
+}
+
+/// A server that answers with TLS only, where a URL does not ask for it.
+pub(super) fn tls_wanted() -> Error {
+    Error::new(ErrorKind::TlsWanted)
+}
+
+/// The sentinels tell of a server that says that it is no master. They may be late.
+pub(super) fn not_a_master(server: &impl fmt::Display) -> Error {
+    let cause = Cause(format!("the sentinels tell of {server}, which is no master"));
+    Error::with_source(ErrorKind::NotReady, cause)
+}
+
+/// The same error, with the server that it is of.
+pub(super) fn error_at(server: &impl fmt::Display, error: &RedisError) -> Error {
+    let told = error_of(error);
+    let at = Error::with_source(told.kind(), Cause(format!("{server}: {}", Cause::new(error))));
+    if told.is_unsent() { at.unsent() } else { at }
 }
 
 /// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.

@@ -11,7 +11,7 @@ use tokio::task::yield_now;
 use tokio::time::timeout;
 
 use super::calls::Calls;
-use super::errors::{error_of, no_tls};
+use super::errors::error_of;
 use super::future::Job;
 use super::lanes::Lanes;
 use super::pool::Pool;
@@ -25,7 +25,7 @@ pub(super) struct Lane {
     pub(super) lanes: Arc<Lanes>,
     node: Node,
     pool: Arc<Pool>,
-    failures: watch::Receiver<Option<RedisError>>,
+    failures: watch::Receiver<Option<Error>>,
     pub(super) work: Work,
     /// Whether the batch may have reached Redis.
     sent: bool,
@@ -120,11 +120,7 @@ impl Lane {
             Ok(result) => result,
             Err(_) => Err(Error::new(ErrorKind::Timeout)),
         };
-        result.map_err(|error| match error.kind() {
-            _ if self.sent => error,
-            ErrorKind::Timeout if self.lanes.transport.is_tls() && !self.pool.has_connected() => no_tls().unsent(),
-            _ => error.unsent(),
-        })
+        result.map_err(|error| if self.sent { error } else { error.unsent() })
     }
 
     async fn attempt(&mut self) -> Result<Replies, Error> {

@@ -2,9 +2,11 @@
 
 mod announce;
 mod batch;
+mod builder;
 mod calls;
 mod cluster;
 mod denials;
+mod dial;
 mod errors;
 mod future;
 mod instances;
@@ -15,6 +17,7 @@ mod pool;
 mod queue;
 mod runtimes;
 mod script;
+mod sentinel;
 mod servers;
 #[cfg(test)]
 mod tests;
@@ -22,23 +25,18 @@ mod tls;
 mod transport;
 mod wire;
 
-use std::num::NonZeroUsize;
 use std::pin::Pin;
-use std::sync::atomic::AtomicI64;
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::sync::Arc;
 
 use redis::IntoConnectionInfo;
 
+pub use builder::RedisStoreBuilder;
 pub use future::RedisFuture;
 pub use servers::Servers;
 
-use self::cluster::Cluster;
-use self::denials::Denials;
-use self::lanes::{Lanes, Limits};
-use self::transport::Transport;
+use self::lanes::Lanes;
 use super::{Answer, Error, Instances, Observer, Store};
-use crate::limit::{Check, ConfigError, Key, is_name};
+use crate::limit::{Check, ConfigError, Key};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
@@ -68,6 +66,22 @@ use crate::limit::{Check, ConfigError, Key, is_name};
 /// - The Redis user needs `+asking +cluster|slots` besides (`+cluster` before Redis 7). With TLS, the certificates must be of
 ///   what the nodes call themselves: see `tls-cluster`, `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
 ///
+/// # Redis Sentinel
+///
+/// By `redis+sentinel://`, or by [`sentinel`](Self::sentinel), it is a store on the master that the sentinels have elected. All of
+/// the above holds there too:
+///
+/// - Name all sentinels. They are asked at once whenever a connection is made, and what they tell must say itself that it is a
+///   master. Where they do not agree, it is the word of most of them, and else that of the latest failover. One that is dead or slow
+///   delays a connection by a quarter of the [`timeout`](RedisStoreBuilder::timeout) at most, and by nothing where most of them
+///   agree. While none answers, the master is the one that was known last.
+/// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So one sentinel
+///   is asked every quarter of a second, each in its turn, and the connections to the former master are given up.
+/// - Redis replicates asynchronously: what was charged just before a failover, and with `SENTINEL FAILOVER` what was charged during
+///   it, may be lost.
+/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7); the one of the master needs `+role` besides.
+///   Without it, a replica that is taken for the master is found out by the first script, and not before.
+///
 /// # Runtimes
 ///
 /// Clones share the connections and the queue. Each tokio runtime that uses a store has connections and a queue of its
@@ -89,8 +103,9 @@ pub struct RedisStore {
 impl RedisStore {
     /// Connects, and makes sure that Redis can run the script.
     ///
-    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`, `redis+cluster://host:6379,host:6380`, `rediss://` and
-    /// `rediss+cluster://` with the feature `tls`, `redis+unix:///path`; or a [`redis::ConnectionInfo`]. See [`Servers`].
+    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`, `redis+cluster://host:6379,host:6380`,
+    /// `redis+sentinel://host:26379,host:26380/mymaster`, each with `rediss` and the feature `tls`, `redis+unix:///path`; or a
+    /// [`redis::ConnectionInfo`]. See [`Servers`].
     ///
     /// # Errors
     ///
@@ -130,6 +145,33 @@ impl RedisStore {
         Self::connect_lazy(Servers::cluster(nodes))
     }
 
+    /// A store on the master that Redis Sentinel has elected, by the master's name and the URLs of all sentinels. It does not
+    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
+    ///
+    /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its name as a
+    /// URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
+    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for what is particular to Sentinel.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::sentinel("mymaster", ["redis://10.0.0.1:26379", "redis://10.0.0.2:26379"])?;
+    ///
+    /// let sentinels = ["redis://:secret@10.0.0.1:26379", "redis://:secret@10.0.0.2:26379"];
+    /// let store = RedisStore::sentinel("redis://limiter:password@mymaster/0", sentinels)?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is none.
+    pub fn sentinel<U: IntoConnectionInfo>(
+        master: &str,
+        sentinels: impl IntoIterator<Item = U>,
+    ) -> Result<Self, ConfigError> {
+        Self::connect_lazy(Servers::sentinel(master, sentinels))
+    }
+
     /// Announces this instance in Redis, and counts those that do so under the same key prefix: for
     /// [`Share::Alive`](crate::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for it.
     ///
@@ -146,18 +188,7 @@ impl RedisStore {
 
     /// Sets more than the URL.
     pub fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
-        RedisStoreBuilder {
-            servers: servers.into(),
-            prefix: "rl".to_owned(),
-            connections: 2,
-            timeout: Duration::from_millis(250),
-            queue: 10_000,
-            batch: 128,
-            buckets: 16,
-            denials: 10_000,
-            observer: OnceLock::new(),
-            now: Arc::default(),
-        }
+        RedisStoreBuilder::new(servers.into())
     }
 }
 
@@ -182,157 +213,5 @@ impl Store for RedisStore {
 
     fn withdraw(&self, future: Pin<&mut RedisFuture>) -> bool {
         self.lanes.withdraw(future.get_mut())
-    }
-}
-
-/// Settings of a [`RedisStore`].
-///
-/// ```no_run
-/// use std::num::NonZeroUsize;
-/// use std::time::Duration;
-/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, Share};
-///
-/// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
-/// let redis = RedisStore::builder("redis://127.0.0.1/")
-///     .prefix("shop")
-///     .queue(NonZeroUsize::new(50_000).ok_or("zero")?)
-///     .timeout(Duration::from_millis(500))
-///     .connect()
-///     .await?;
-/// let share = Share::Alive(redis.announce()?);
-/// let store = Fallback::new(redis, LocalStore::default()).share(share);
-/// # let _ = store;
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Debug)]
-#[must_use]
-pub struct RedisStoreBuilder {
-    servers: Servers,
-    prefix: String,
-    connections: usize,
-    timeout: Duration,
-    queue: usize,
-    batch: usize,
-    buckets: usize,
-    denials: usize,
-    observer: OnceLock<Arc<dyn Observer>>,
-    /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
-    now: Arc<AtomicI64>,
-}
-
-impl RedisStoreBuilder {
-    /// What the store's keys begin with: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`. Stores with one
-    /// prefix share their counts. Defaults to `rl`.
-    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
-        self.prefix = prefix.into();
-        self
-    }
-
-    /// How many connections a runtime has, each with one script call under way. Defaults to 2: while Redis decides one
-    /// batch, the next is made ready. In a Redis Cluster, so many to each master; but the first is used alone until more checks
-    /// wait than a [batch](Self::batch) has, so that checks of one bucket share a call.
-    pub fn connections(mut self, connections: NonZeroUsize) -> Self {
-        self.connections = connections.get();
-        self
-    }
-
-    /// How long one call may take, with connecting if it must; and how long a check may wait to be sent. Defaults to
-    /// 250 ms; zero is a [`ConfigError::Zero`]. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// How many checks of a runtime may wait to be sent; one more fails at once. Defaults to 10,000.
-    pub fn queue(mut self, checks: NonZeroUsize) -> Self {
-        self.queue = checks.get();
-        self
-    }
-
-    /// How many checks one script call may decide. More is faster, keeps Redis busy for longer at a time, at about 3 us
-    /// a check, and has it read the states of so many callers at once. Defaults to 128.
-    pub fn batch(mut self, checks: NonZeroUsize) -> Self {
-        self.batch = checks.get();
-        self
-    }
-
-    /// Into how many buckets callers are put in a Redis Cluster, where only the checks of one bucket share a script call.
-    /// Defaults to 16; from 1 to 1,024. A single server has no use for it.
-    ///
-    /// Each bucket is in one slot, and so on one master: take at least 4 for each master that there may ever be, or some of
-    /// them have far more to do than others. Fewer buckets share more. With 256 checks in flight on three masters, 12 buckets
-    /// put about 11 checks into a call, 16 about 9, 32 about 5, and a call for each check had less than half the throughput.
-    ///
-    /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is kept
-    /// in the cluster, and another one is refused: it is a [`ConfigError::Buckets`]. To change it, choose a prefix for the new
-    /// number, as all counts begin anew.
-    pub fn buckets(mut self, buckets: NonZeroUsize) -> Self {
-        self.buckets = buckets.get();
-        self
-    }
-
-    /// How many denials are remembered until their `retry_after`, so that a flood of denied checks does not reach
-    /// Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time.
-    ///
-    /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
-    /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is
-    /// charged any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
-    /// more than may be, those of the callers who are asked for least go first: a flood of denied callers pushes out
-    /// its own kind.
-    pub fn denials(mut self, denials: usize) -> Self {
-        self.denials = denials;
-        self
-    }
-
-    /// Sets who is told of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the first
-    /// layer over the store, and otherwise to nobody.
-    pub fn observer(mut self, observer: impl Observer) -> Self {
-        self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
-        self
-    }
-
-    /// Connects, and makes sure that Redis can run the script.
-    ///
-    /// # Errors
-    ///
-    /// As [`RedisStore::connect`].
-    pub async fn connect(self) -> Result<RedisStore, Error> {
-        let store = self.connect_lazy()?;
-        store.lanes.ping().await?;
-        Ok(store)
-    }
-
-    /// Does not connect before the first check.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyBuckets`], and
-    /// [`ConfigError::Zero`] for a time-out of zero.
-    pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
-        if !is_name(&self.prefix, b"-_./:") {
-            return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
-        }
-        if self.timeout.is_zero() {
-            return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
-        }
-        if self.buckets > Cluster::MAX_BUCKETS {
-            return Err(ConfigError::TooManyBuckets(self.buckets));
-        }
-        let transport = Transport::new(self.servers.into_kind()?, &self.prefix, self.buckets)?;
-        if transport.is_tls() {
-            tls::prepare()?;
-        }
-        Ok(RedisStore {
-            lanes: Arc::new(Lanes {
-                transport,
-                prefix: self.prefix.into_boxed_str(),
-                limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
-                denials: Denials::new(self.denials),
-                observer: self.observer,
-                now: self.now,
-                queues: Default::default(),
-            }),
-        })
     }
 }

@@ -5,8 +5,6 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -15,9 +13,8 @@ use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use super::errors::error_of;
 use super::lua::Lua;
-use super::transport::{Node, Transport};
+use super::transport::{Link, Node, Term, Transport};
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind as Kind};
 
@@ -28,13 +25,13 @@ pub(super) struct Manager {
     transport: Transport,
     node: Node,
     timeout: Duration,
-    /// Whether it has ever made one.
-    connected: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
 pub(super) struct Connection {
     inner: MultiplexedConnection,
+    /// For how long its server is the one to ask. None for as long as it answers.
+    term: Option<Term>,
     broken: bool,
     /// When the server was last heard.
     used: Instant,
@@ -45,6 +42,11 @@ pub(super) struct Connection {
 impl Connection {
     /// A connection that has rested so long may have been closed by the server, or by something between.
     const RESTED: Duration = Duration::from_millis(500);
+
+    /// Whether its server is not the one to ask any more.
+    fn is_over(&self) -> bool {
+        self.term.as_ref().is_some_and(Term::is_over)
+    }
 
     fn has_rested(&self) -> bool {
         self.used.elapsed() >= Self::RESTED
@@ -170,24 +172,23 @@ fn is_lasting(error: &RedisError) -> bool {
 
 impl bb8::ManageConnection for Manager {
     type Connection = Connection;
-    type Error = RedisError;
+    type Error = Error;
 
-    async fn connect(&self) -> Result<Connection, RedisError> {
+    async fn connect(&self) -> Result<Connection, Error> {
         match tokio::time::timeout(self.timeout, self.transport.connect(self.node)).await {
             Ok(connected) => {
-                let mut inner = connected?;
-                self.connected.store(true, Relaxed);
+                let Link { mut inner, term } = connected?;
                 // The lanes have their own, which is shorter.
                 inner.set_response_timeout(self.timeout.saturating_mul(2));
                 // Half of the time is left to connect anew and to ask.
-                Ok(Connection { inner, broken: false, used: instant(), patience: self.timeout / 2 })
+                Ok(Connection { inner, term, broken: false, used: instant(), patience: self.timeout / 2 })
             }
-            Err(_) => Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into()),
+            Err(_) => Err(Error::new(Kind::Timeout)),
         }
     }
 
     /// The pool never asks: [`Pool::checkout`] finds out.
-    async fn is_valid(&self, _connection: &mut Connection) -> Result<(), RedisError> {
+    async fn is_valid(&self, _connection: &mut Connection) -> Result<(), Error> {
         Ok(())
     }
 
@@ -201,14 +202,12 @@ impl bb8::ManageConnection for Manager {
 pub(super) struct Pool {
     connections: bb8::Pool<Manager>,
     failures: Failures,
-    connected: Arc<AtomicBool>,
 }
 
 impl Pool {
     /// A pool of at most so many connections. Each is made when it is needed, within the time-out.
     pub(super) fn new(transport: Transport, node: Node, max: usize, timeout: Duration) -> Self {
-        let connected = Arc::new(AtomicBool::new(false));
-        let manager = Manager { transport, node, timeout, connected: Arc::clone(&connected) };
+        let manager = Manager { transport, node, timeout };
         let failures = Failures(watch::Sender::new(None));
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
@@ -220,27 +219,26 @@ impl Pool {
             .max_lifetime(None)
             .error_sink(Box::new(failures.clone()))
             .build_unchecked(manager);
-        Self { connections, failures, connected }
-    }
-
-    /// Whether a connection could ever be made.
-    pub(super) fn has_connected(&self) -> bool {
-        self.connected.load(Relaxed)
+        Self { connections, failures }
     }
 
     /// For [`checkout`](Self::checkout).
-    pub(super) fn failures(&self) -> watch::Receiver<Option<RedisError>> {
+    pub(super) fn failures(&self) -> watch::Receiver<Option<Error>> {
         self.failures.0.subscribe()
     }
 
     /// A connection that is alive, or why there is none.
     pub(super) async fn checkout(
         &self,
-        failures: &mut watch::Receiver<Option<RedisError>>,
+        failures: &mut watch::Receiver<Option<Error>>,
     ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
         let mut lost = false;
         loop {
             let mut connection = self.get(failures).await?;
+            if connection.is_over() {
+                connection.give_up();
+                continue;
+            }
             if !connection.has_rested() {
                 return Ok(connection);
             }
@@ -256,7 +254,7 @@ impl Pool {
     /// A connection, or why there is none: bb8 alone would leave us waiting after a failure to connect.
     async fn get(
         &self,
-        failures: &mut watch::Receiver<Option<RedisError>>,
+        failures: &mut watch::Receiver<Option<Error>>,
     ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
         failures.mark_unchanged();
         let mut getting = pin!(self.connections.get());
@@ -270,10 +268,10 @@ impl Pool {
         };
         match got {
             Some(Ok(connection)) => Ok(connection),
-            Some(Err(bb8::RunError::User(error))) => Err(error_of(&error)),
+            Some(Err(bb8::RunError::User(error))) => Err(error),
             Some(Err(bb8::RunError::TimedOut)) => Err(Error::new(Kind::Timeout)),
             None => Err(match &*failures.borrow() {
-                Some(error) => error_of(error),
+                Some(error) => error.clone(),
                 None => Error::new(Kind::Unreachable),
             }),
         }
@@ -282,14 +280,14 @@ impl Pool {
 
 /// Hands on why a connection could not be made, which bb8 keeps from those who wait for one.
 #[derive(Debug, Clone)]
-struct Failures(watch::Sender<Option<RedisError>>);
+struct Failures(watch::Sender<Option<Error>>);
 
-impl bb8::ErrorSink<RedisError> for Failures {
-    fn sink(&self, error: RedisError) {
+impl bb8::ErrorSink<Error> for Failures {
+    fn sink(&self, error: Error) {
         self.0.send_replace(Some(error));
     }
 
-    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<RedisError>> {
+    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<Error>> {
         Box::new(self.clone())
     }
 }

@@ -4,16 +4,19 @@ use std::fmt;
 
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError};
 
+use super::transport::with_address;
 use crate::limit::ConfigError;
 
-/// Where Redis is: a single server, or a cluster. It is made of a URL.
+/// Where Redis is: a single server, the master that sentinels tell, or a cluster. It is made of a URL.
 ///
 /// | text | is |
 /// |---|---|
 /// | `redis://user:password@host:6379/0`, `redis+unix:///path` | a single server |
 /// | `redis+cluster://user:password@host:6379,host:6380` | a cluster: any of its nodes, of which one must answer at the start |
+/// | `redis+sentinel://user:password@host:26379,host:26380/mymaster/0` | the master of this name, with its user, password and database: all of its sentinels |
 ///
-/// With the feature `tls`, `rediss://` and `rediss+cluster://` speak TLS.
+/// Where sentinels want a user and a password too, they follow: `?sentinel_user=user&sentinel_password=password`. With the
+/// feature `tls`, `rediss://`, `rediss+cluster://` and `rediss+sentinel://` speak TLS.
 ///
 /// ```
 /// use tower_redis_ratelimit::{RedisStore, Servers};
@@ -32,8 +35,25 @@ pub struct Servers(Result<Kind, ConfigError>);
 #[derive(Clone)]
 pub(super) enum Kind {
     Server(Box<ConnectionInfo>),
+    Sentinel {
+        /// Its host is its name.
+        master: Box<ConnectionInfo>,
+        /// At least one.
+        sentinels: Vec<ConnectionInfo>,
+    },
     /// At least one.
     Cluster(Vec<ConnectionInfo>),
+}
+
+impl Kind {
+    /// All servers that are named.
+    pub(super) fn all(&mut self) -> Vec<&mut ConnectionInfo> {
+        match self {
+            Self::Server(server) => vec![server],
+            Self::Sentinel { master, sentinels } => std::iter::once(&mut **master).chain(sentinels).collect(),
+            Self::Cluster(nodes) => nodes.iter_mut().collect(),
+        }
+    }
 }
 
 impl Servers {
@@ -43,14 +63,36 @@ impl Servers {
         Self(cluster(nodes.into_iter().map(|node| node.into_connection_info().map_err(url_error))))
     }
 
+    /// The master of Redis Sentinel that has this name, by the URLs of all sentinels.
+    ///
+    /// For a user, a password or a database of the master, and for TLS with the master but not with the sentinels or the other
+    /// way round, write its name as a URL: `redis://user:password@mymaster/0`. Else it speaks TLS as the first sentinel does.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{RedisStore, Servers};
+    ///
+    /// let servers = Servers::sentinel("mymaster", ["redis://10.0.0.1:26379", "redis://10.0.0.2:26379"]);
+    /// let store = RedisStore::builder(servers).prefix("shop").connect_lazy()?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    pub fn sentinel<U: IntoConnectionInfo>(master: &str, sentinels: impl IntoIterator<Item = U>) -> Self {
+        Self(sentinel(master, sentinels.into_iter().map(|sentinel| sentinel.into_connection_info().map_err(url_error))))
+    }
+
     pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
         self.0
     }
 
     fn of_text(text: &str) -> Self {
-        let of_cluster = |scheme, rest| Self(nodes(scheme, rest).and_then(cluster_of_urls));
-        match text.split_once("+cluster://") {
-            Some((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), rest)) => of_cluster(scheme, rest),
+        let of_many = |scheme, what, rest| match what {
+            "cluster" => nodes(scheme, rest).and_then(|nodes| cluster(read(nodes))),
+            _ => sentinel_of_url(scheme, rest),
+        };
+        let scheme = text.split_once("://").and_then(|(scheme, rest)| Some((scheme.split_once('+')?, rest)));
+        match scheme {
+            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), what @ ("cluster" | "sentinel")), rest)) => {
+                Self(of_many(scheme, what, rest))
+            }
             _ => Self(text.into_connection_info().map(|server| Kind::Server(Box::new(server))).map_err(url_error)),
         }
     }
@@ -68,8 +110,69 @@ fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
     Ok(hosts.split(',').map(|host| format!("{scheme}://{user}{at}{host}{query}")).collect())
 }
 
-fn cluster_of_urls(urls: Vec<String>) -> Result<Kind, ConfigError> {
-    cluster(urls.into_iter().map(|url| url.into_connection_info().map_err(url_error)))
+/// The servers at these URLs.
+fn read(urls: Vec<String>) -> impl Iterator<Item = Result<ConnectionInfo, ConfigError>> {
+    urls.into_iter().map(|url| url.into_connection_info().map_err(url_error))
+}
+
+/// The master and its sentinels in `user:password@host:port,host:port/name/database?query`.
+fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
+    let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let (user, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
+    let (name, database) = path.split_once('/').unwrap_or((path, ""));
+    let (mut of_sentinels, mut of_all) = (["", ""], vec![]);
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        match pair.split_once('=') {
+            Some(("sentinel_user", user)) => of_sentinels[0] = user,
+            Some(("sentinel_password", password)) => of_sentinels[1] = password,
+            _ => of_all.push(pair),
+        }
+    }
+    let query = if of_all.is_empty() { String::new() } else { format!("/?{}", of_all.join("&")) };
+    let at = |user: &str| if user.is_empty() { String::new() } else { format!("{user}@") };
+    // These stand for themselves in a query, but not before a host.
+    let [sentinel_user, sentinel_password] =
+        of_sentinels.map(|text| text.replace(':', "%3A").replace('/', "%2F").replace('@', "%40").replace('?', "%3F"));
+    let login = if of_sentinels == ["", ""] { String::new() } else { format!("{sentinel_user}:{sentinel_password}") };
+    let host = |host: &str| {
+        // The brackets of an IPv6 address have colons too.
+        let has_port = host.rsplit_once(':').is_some_and(|(_, port)| !port.ends_with(']'));
+        if has_port || host.is_empty() { host.to_owned() } else { format!("{host}:26379") }
+    };
+    let hosts: Vec<String> = hosts.split(',').map(host).collect();
+    let sentinels = nodes(scheme, &format!("{}{}{query}", at(&login), hosts.join(",")))?;
+    let master = format!("{scheme}://{}{name}/{database}{}", at(user), query.trim_start_matches('/'));
+    sentinel(if name.is_empty() { "" } else { &master }, read(sentinels))
+}
+
+fn sentinel(
+    master: &str,
+    sentinels: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>,
+) -> Result<Kind, ConfigError> {
+    let sentinels: Vec<_> = sentinels.collect::<Result<_, _>>()?;
+    let wrong = |what: &str| Err(ConfigError::RedisUrl(what.to_owned()));
+    let Some(first) = sentinels.first() else { return wrong("the URL of at least one sentinel is needed") };
+    if sentinels.iter().any(|sentinel| matches!(sentinel.addr(), ConnectionAddr::Unix(_))) {
+        return wrong("sentinels have no unix sockets");
+    }
+    if sentinels.iter().any(|sentinel| sentinel.redis_settings().db() != 0) {
+        return wrong("a sentinel has no database but 0: that of the master stands behind its name");
+    }
+    let is_url = master.contains("://");
+    let master = if is_url { master.to_owned() } else { format!("redis://{master}") };
+    let master = master.into_connection_info().map_err(url_error)?;
+    let name = match master.addr() {
+        ConnectionAddr::Tcp(name, _) | ConnectionAddr::TcpTls { host: name, .. } => name.clone(),
+        _ => String::new(),
+    };
+    // What Redis Sentinel takes.
+    let is_name = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
+    if name.is_empty() || !name.bytes().all(is_name) {
+        return wrong("a master's name is needed, of letters, digits, `.`, `-` and `_`");
+    }
+    let master = if is_url { master } else { with_address(&master.set_addr(first.addr().clone()), &name, 0) };
+    Ok(Kind::Sentinel { master: Box::new(master), sentinels })
 }
 
 fn cluster(nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>) -> Result<Kind, ConfigError> {
@@ -114,7 +217,7 @@ impl fmt::Debug for Servers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let nodes = match &self.0 {
             Ok(Kind::Server(server)) => std::slice::from_ref(&**server),
-            Ok(Kind::Cluster(nodes)) => nodes,
+            Ok(Kind::Sentinel { sentinels: nodes, .. } | Kind::Cluster(nodes)) => nodes,
             Err(_) => return f.write_str("unreadable"),
         };
         let mut between = "";

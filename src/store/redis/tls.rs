@@ -1,30 +1,158 @@
 //! TLS, with the feature `tls`.
 
 #[cfg(feature = "tls")]
-pub(super) use with::{prepare, refused};
+pub(super) use with::{ServerName, Tls, problem};
 #[cfg(not(feature = "tls"))]
-pub(super) use without::{prepare, refused};
+pub(super) use without::{ServerName, Tls, problem};
 
 #[cfg(feature = "tls")]
 mod with {
     use std::error::Error as _;
-    use std::io;
     use std::sync::Arc;
+    use std::{fmt, io};
 
-    use redis::RedisError;
+    use redis::io::AsyncDNSResolver;
+    use redis::{
+        AsyncConnectionConfig, Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, RedisError, RedisFuture,
+        TlsCertificates,
+    };
     use rustls::crypto::{CryptoProvider, ring};
+    use rustls::pki_types::pem::PemObject;
+    use rustls::pki_types::{self, CertificateDer, PrivateKeyDer};
+    use rustls::sign::CertifiedKey;
+    use rustls::{AlertDescription, CertificateError, RootCertStore};
 
     use crate::limit::ConfigError;
+    use crate::store::ErrorKind;
 
     /// What redis-rs keeps of a cause.
     type Shared = Arc<dyn std::error::Error + Send + Sync>;
+
+    /// What the application has set. All in PEM.
+    #[derive(Clone, Default)]
+    pub(in super::super) struct Tls {
+        pub(in super::super) root_certificates: Option<Vec<u8>>,
+        /// The certificate, and its key.
+        pub(in super::super) client_certificate: Option<(Vec<u8>, Vec<u8>)>,
+        pub(in super::super) server_name: Option<String>,
+    }
+
+    impl Tls {
+        /// The servers with these certificates.
+        ///
+        /// # Errors
+        ///
+        /// [`ConfigError::Certificate`] and [`ConfigError::ServerName`]; [`ConfigError::TlsUnused`] if none of the servers speaks
+        /// TLS, but something is set for it.
+        pub(in super::super) fn apply(&self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
+            let Self { root_certificates, client_certificate, server_name } = self;
+            let is_set = root_certificates.is_some() || client_certificate.is_some() || server_name.is_some();
+            let is_tls = |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
+            if !servers.iter().any(|server| is_tls(server)) {
+                return if is_set { Err(ConfigError::TlsUnused) } else { Ok(()) };
+            }
+            prepare()?;
+            if let Some(name) = server_name {
+                pki_types::ServerName::try_from(name.as_str()).map_err(|_| ConfigError::ServerName(name.clone()))?;
+            }
+            if root_certificates.is_none() && client_certificate.is_none() {
+                return Ok(());
+            }
+            root_certificates.as_deref().map(check_roots).transpose()?;
+            client_certificate.as_ref().map(|(certificate, key)| check_client(certificate, key)).transpose()?;
+            let certificates = TlsCertificates {
+                client_tls: client_certificate
+                    .clone()
+                    .map(|(client_cert, client_key)| ClientTlsConfig { client_cert, client_key }),
+                root_cert: root_certificates.clone(),
+            };
+            for server in servers.into_iter().filter(|server| is_tls(server)) {
+                let client = Client::build_with_tls(server.clone(), certificates.clone());
+                *server = client.map_err(|error| wrong("TLS set-up", error))?.get_connection_info().clone();
+            }
+            Ok(())
+        }
+
+        pub(in super::super) fn server_name(&self) -> ServerName {
+            ServerName(self.server_name.clone())
+        }
+    }
+
+    fn wrong(what: &'static str, problem: impl fmt::Display) -> ConfigError {
+        ConfigError::Certificate { what, problem: problem.to_string() }
+    }
+
+    fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
+        let all: Vec<_> =
+            CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| wrong(what, error))?;
+        if all.is_empty() { Err(wrong(what, "there is none in it")) } else { Ok(all) }
+    }
+
+    fn check_roots(pem: &[u8]) -> Result<(), ConfigError> {
+        const WHAT: &str = "root certificate";
+        let mut roots = RootCertStore::empty();
+        certificates(WHAT, pem)?.into_iter().try_for_each(|root| roots.add(root)).map_err(|error| wrong(WHAT, error))
+    }
+
+    fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
+        let chain = certificates("client certificate", certificate)?;
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| wrong("key of a client certificate", error))?;
+        let pair = CertifiedKey::from_der(chain, key, &ring::default_provider());
+        pair.map(drop).map_err(|error| wrong("client certificate with its key", error))
+    }
+
+    impl fmt::Debug for Tls {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            let Self { root_certificates, client_certificate, server_name } = self;
+            f.debug_struct("Tls")
+                .field("root_certificates", &root_certificates.is_some())
+                .field("client_certificate", &client_certificate.is_some())
+                .field("server_name", server_name)
+                .finish()
+        }
+    }
+
+    /// The name that a server's certificate must have, if it is not the host's.
+    #[derive(Debug, Clone, Default)]
+    pub(in super::super) struct ServerName(Option<String>);
+
+    impl ServerName {
+        /// How to connect to a server under this name. Redis-rs takes the host for the name, so it is given the name for
+        /// the host, and the host's addresses for those of the name.
+        pub(in super::super) fn at(&self, server: &ConnectionInfo) -> Option<(Client, AsyncConnectionConfig)> {
+            let (name, ConnectionAddr::TcpTls { host, port, insecure, tls_params }) = (self.0.clone()?, server.addr())
+            else {
+                return None;
+            };
+            let renamed =
+                ConnectionAddr::TcpTls { host: name, port: *port, insecure: *insecure, tls_params: tls_params.clone() };
+            let client = Client::open(server.clone().set_addr(renamed)).ok()?;
+            Some((client, AsyncConnectionConfig::new().set_dns_resolver(Host(host.clone()))))
+        }
+    }
+
+    /// Finds the addresses of this host, whatever it is asked for.
+    struct Host(String);
+
+    impl AsyncDNSResolver for Host {
+        fn resolve<'a, 'b: 'a>(
+            &'a self,
+            _name: &'b str,
+            port: u16,
+        ) -> RedisFuture<'a, Box<dyn Iterator<Item = std::net::SocketAddr> + Send + 'a>> {
+            Box::pin(async move {
+                let found = tokio::net::lookup_host((self.0.as_str(), port)).await?;
+                Ok(Box::new(found) as Box<dyn Iterator<Item = _> + Send>)
+            })
+        }
+    }
 
     /// Makes sure that the process has a crypto provider: without one redis-rs would panic when it connects.
     ///
     /// # Errors
     ///
     /// None: it is without the feature that there are any.
-    pub(in super::super) fn prepare() -> Result<(), ConfigError> {
+    fn prepare() -> Result<(), ConfigError> {
         if CryptoProvider::get_default().is_none() {
             // Another thread may have been faster.
             let _ = ring::default_provider().install_default();
@@ -32,29 +160,81 @@ mod with {
         Ok(())
     }
 
-    /// Whether the TLS of a connection is at fault.
-    pub(in super::super) fn refused(error: &RedisError) -> bool {
+    /// What is wrong with the TLS of a connection, if it is that.
+    pub(in super::super) fn problem(error: &RedisError) -> Option<ErrorKind> {
         let cause = error.source().and_then(|cause| cause.downcast_ref::<Shared>());
         let io = cause.and_then(|cause| cause.downcast_ref::<io::Error>());
-        io.and_then(io::Error::get_ref).is_some_and(|cause| cause.is::<rustls::Error>())
+        let tls = io.and_then(io::Error::get_ref).and_then(|cause| cause.downcast_ref::<rustls::Error>())?;
+        Some(match tls {
+            rustls::Error::InvalidCertificate(problem) => match problem {
+                CertificateError::Expired
+                | CertificateError::ExpiredContext { .. }
+                | CertificateError::NotValidYet
+                | CertificateError::NotValidYetContext { .. } => ErrorKind::CertificateExpired,
+                CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => {
+                    ErrorKind::CertificateName
+                }
+                _ => ErrorKind::CertificateUntrusted,
+            },
+            rustls::Error::AlertReceived(
+                AlertDescription::CertificateRequired
+                | AlertDescription::NoCertificate
+                | AlertDescription::BadCertificate
+                | AlertDescription::UnsupportedCertificate
+                | AlertDescription::CertificateRevoked
+                | AlertDescription::CertificateExpired
+                | AlertDescription::CertificateUnknown
+                | AlertDescription::UnknownCA
+                | AlertDescription::DecryptError
+                | AlertDescription::AccessDenied,
+            ) => ErrorKind::ClientCertificate,
+            _ => ErrorKind::Tls,
+        })
     }
 }
 
 #[cfg(not(feature = "tls"))]
 mod without {
-    use redis::RedisError;
+    use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
 
     use crate::limit::ConfigError;
+    use crate::store::ErrorKind;
+
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(in super::super) struct Tls {}
+
+    impl Tls {
+        /// # Errors
+        ///
+        /// As [`prepare`], if a server speaks TLS.
+        pub(in super::super) fn apply(self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
+            let is_tls = |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
+            if servers.into_iter().any(|server| is_tls(server)) { prepare() } else { Ok(()) }
+        }
+
+        pub(in super::super) fn server_name(self) -> ServerName {
+            ServerName {}
+        }
+    }
+
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(in super::super) struct ServerName {}
+
+    impl ServerName {
+        pub(in super::super) fn at(self, _server: &ConnectionInfo) -> Option<(Client, AsyncConnectionConfig)> {
+            None
+        }
+    }
 
     /// # Errors
     ///
     /// [`ConfigError::NoTls`]: somebody else may have built redis-rs with TLS, but perhaps without cryptography.
-    pub(in super::super) fn prepare() -> Result<(), ConfigError> {
+    fn prepare() -> Result<(), ConfigError> {
         Err(ConfigError::NoTls)
     }
 
-    pub(in super::super) fn refused(_: &RedisError) -> bool {
-        false
+    pub(in super::super) fn problem(_: &RedisError) -> Option<ErrorKind> {
+        None
     }
 }
 

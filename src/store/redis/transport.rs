@@ -4,18 +4,21 @@
 //! Each node has a queue, lanes and a pool of its own. A single server is one node, and a cluster has one for each master.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use bb8::ManageConnection;
-use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::io::tcp::socket2::TcpKeepalive;
-use redis::{ConnectionAddr, ConnectionInfo, RedisError};
+use redis::{ConnectionAddr, ConnectionInfo};
 
 use super::cluster::Cluster;
-use super::servers::{Kind, url_error};
+use super::dial::Dialer;
+use super::sentinel::Sentinels;
+use super::servers::Kind;
+use super::tls::Tls;
 use crate::limit::{ConfigError, Key};
+use crate::store::Error;
 
 /// After so long without traffic the system sends a probe: sooner than NATs and load balancers forget a connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
@@ -23,7 +26,9 @@ const KEEP_ALIVE: Duration = Duration::from_secs(60);
 #[derive(Debug, Clone)]
 pub(super) enum Transport {
     /// One server, at one address.
-    Server { server: Arc<RedisConnectionManager>, tls: bool },
+    Server(Arc<(ConnectionInfo, Dialer)>),
+    /// One server at a time, at the address that its sentinels tell.
+    Sentinel(Arc<Sentinels>),
     /// Many masters.
     Cluster(Arc<Cluster>),
 }
@@ -45,31 +50,52 @@ impl Node {
     }
 }
 
-impl Transport {
-    pub(super) fn new(servers: Kind, prefix: &str, buckets: usize) -> Result<Self, ConfigError> {
-        Ok(match servers {
-            Kind::Server(server) => {
-                let tls = matches!(server.addr(), ConnectionAddr::TcpTls { .. });
-                let server = RedisConnectionManager::new(kept_alive(*server)).map_err(url_error)?;
-                Self::Server { server: Arc::new(server), tls }
-            }
-            Kind::Cluster(seeds) => {
-                let seeds = seeds.into_iter().map(kept_alive).collect();
-                Self::Cluster(Arc::new(Cluster::new(seeds, prefix, buckets)))
-            }
-        })
-    }
+/// A new connection.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) inner: MultiplexedConnection,
+    pub(super) term: Option<Term>,
+}
 
-    pub(super) fn is_tls(&self) -> bool {
-        match self {
-            Self::Server { tls, .. } => *tls,
-            Self::Cluster(cluster) => cluster.is_tls(),
+/// The time for which a server is the one to ask, though it would answer for longer.
+#[derive(Debug, Clone)]
+pub(super) struct Term {
+    /// The number of the present one.
+    pub(super) current: Arc<AtomicU64>,
+    pub(super) number: u64,
+}
+
+impl Term {
+    pub(super) fn is_over(&self) -> bool {
+        self.current.load(Ordering::Acquire) != self.number
+    }
+}
+
+impl Transport {
+    pub(super) fn new(
+        mut servers: Kind,
+        prefix: &str,
+        buckets: usize,
+        timeout: Duration,
+        tls: &Tls,
+    ) -> Result<Self, ConfigError> {
+        for server in servers.all() {
+            *server = kept_alive(server.clone());
         }
+        tls.apply(servers.all())?;
+        let dialer = || Dialer::new(timeout, tls.server_name());
+        Ok(match servers {
+            Kind::Server(server) => Self::Server(Arc::new((*server, dialer()))),
+            Kind::Sentinel { master, sentinels } => {
+                Self::Sentinel(Arc::new(Sentinels::new(*master, dialer(), sentinels, dialer(), timeout)))
+            }
+            Kind::Cluster(seeds) => Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, buckets))),
+        })
     }
 
     pub(super) fn cluster(&self) -> Option<&Arc<Cluster>> {
         match self {
-            Self::Server { .. } => None,
+            Self::Server(_) | Self::Sentinel(_) => None,
             Self::Cluster(cluster) => Some(cluster),
         }
     }
@@ -77,14 +103,14 @@ impl Transport {
     /// Which of the buckets a caller is in: only those of one bucket share a script call.
     pub(super) fn bucket(&self, key: &Key) -> u16 {
         match self {
-            Self::Server { .. } => 0,
+            Self::Server(_) | Self::Sentinel(_) => 0,
             Self::Cluster(cluster) => cluster.bucket(key),
         }
     }
 
     pub(super) fn buckets(&self) -> usize {
         match self {
-            Self::Server { .. } => 1,
+            Self::Server(_) | Self::Sentinel(_) => 1,
             Self::Cluster(cluster) => cluster.buckets(),
         }
     }
@@ -92,18 +118,32 @@ impl Transport {
     /// The node that has the keys of this bucket.
     pub(super) fn node(&self, bucket: u16) -> Node {
         match self {
-            Self::Server { .. } => Node(0),
+            Self::Server(_) | Self::Sentinel(_) => Node(0),
             Self::Cluster(cluster) => cluster.node(bucket),
         }
     }
 
     /// A new connection to a node.
-    pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, RedisError> {
-        match self {
-            Self::Server { server, .. } => server.connect().await,
-            Self::Cluster(cluster) => cluster.connect(node).await,
-        }
+    pub(super) async fn connect(&self, node: Node) -> Result<Link, Error> {
+        let inner = match self {
+            Self::Server(server) => server.1.dial(&server.0).await?,
+            Self::Sentinel(sentinels) => return sentinels.connect().await,
+            Self::Cluster(cluster) => cluster.connect(node).await?,
+        };
+        Ok(Link { inner, term: None })
     }
+}
+
+/// How to reach a server as another one, but at this address.
+pub(super) fn with_address(other: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
+    let host = host.to_owned();
+    let addr = match other.addr() {
+        ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
+            ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
+        }
+        _ => ConnectionAddr::Tcp(host, port),
+    };
+    other.clone().set_addr(addr)
 }
 
 /// The same server, over connections that have our settings.

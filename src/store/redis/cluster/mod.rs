@@ -27,15 +27,16 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
-use redis::{Client, ConnectionAddr, ConnectionInfo, RedisError};
+use redis::{ConnectionAddr, ConnectionInfo};
 use siphasher::sip::SipHasher13;
 
 use self::refresh::Refresher;
 use self::slots::SlotMap;
-use super::transport::Node;
+use super::dial::Dialer;
+use super::transport::{Node, with_address};
 use crate::limit::Key;
 use crate::store::clock::Clock;
-use crate::store::{Error, lock};
+use crate::store::{Error, ErrorKind, lock};
 
 /// The tag of keys that are of no bucket.
 const SHARED: &str = "rl";
@@ -43,6 +44,7 @@ const SHARED: &str = "rl";
 pub(super) struct Cluster {
     /// The nodes that the application named.
     seeds: Vec<ConnectionInfo>,
+    dialer: Dialer,
     buckets: Box<[Bucket]>,
     map: ArcSwap<SlotMap>,
     /// The addresses of nodes, by their numbers. It only grows: a cluster hardly ever gains a node.
@@ -73,7 +75,7 @@ impl Cluster {
     /// A slot that a node has said to be moving is taken for one for so long.
     const MOVES: Duration = Duration::from_secs(1);
 
-    pub(super) fn new(seeds: Vec<ConnectionInfo>, prefix: &str, buckets: usize) -> Self {
+    pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer, prefix: &str, buckets: usize) -> Self {
         let bucket = |tag: u32| Bucket {
             slot: slots::slot(tag.to_string().as_bytes()),
             prefix: format!("{prefix}:{{{tag}}}").into(),
@@ -81,6 +83,7 @@ impl Cluster {
         };
         Self {
             seeds,
+            dialer,
             buckets: slots::tags(buckets).into_iter().map(bucket).collect(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
             known: Mutex::default(),
@@ -88,10 +91,6 @@ impl Cluster {
             refused: OnceLock::new(),
             clock: Clock::new(),
         }
-    }
-
-    pub(super) fn is_tls(&self) -> bool {
-        self.seeds.iter().any(|seed| matches!(seed.addr(), ConnectionAddr::TcpTls { .. }))
     }
 
     pub(super) fn buckets(&self) -> usize {
@@ -162,24 +161,19 @@ impl Cluster {
     }
 
     /// A new connection to a node.
-    pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, RedisError> {
+    pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, Error> {
         match self.address(node) {
             Some(address) => self.connect_to(&address).await,
-            None => Err(io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot").into()),
+            None => {
+                let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
+                Err(Error::with_source(ErrorKind::Unreachable, cause))
+            }
         }
     }
 
-    async fn connect_to(&self, address: &Address) -> Result<MultiplexedConnection, RedisError> {
-        let (host, port) = (address.host.to_string(), address.port);
+    async fn connect_to(&self, address: &Address) -> Result<MultiplexedConnection, Error> {
         // There is at least one.
-        let seed = self.seeds[0].clone();
-        let addr = match seed.addr() {
-            ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
-                ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
-            }
-            _ => ConnectionAddr::Tcp(host, port),
-        };
-        Client::open(seed.set_addr(addr))?.get_multiplexed_async_connection().await
+        self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await
     }
 }
 

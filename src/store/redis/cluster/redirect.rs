@@ -159,13 +159,15 @@ mod tests {
 
     use super::super::Address;
     use super::*;
+    use crate::store::redis::dial::Dialer;
+    use crate::store::redis::tls::ServerName;
     use crate::store::{ErrorKind, RedisStore, Store};
     use crate::support::{check, until};
 
     #[test]
     fn a_refusal_is_understood_or_none() {
         let seed = "redis://seed:1".into_connection_info().unwrap();
-        let cluster = Cluster::new(vec![seed], "rl", 1);
+        let cluster = Cluster::new(vec![seed], Dialer::new(Duration::from_secs(1), ServerName::default()), "rl", 1);
         let asked = cluster.number(&Address::new("seed", 1));
         let refusal = |line: &str| {
             let error = parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err();

@@ -261,7 +261,7 @@ impl Cluster {
     }
 
     async fn ask(&self, address: &Address) -> Result<Vec<Range>, Error> {
-        let mut connection = self.connect_to(address).await.map_err(|error| error_of(&error))?;
+        let mut connection = self.connect_to(address).await?;
         let mut cmd = redis::cmd("CLUSTER");
         cmd.arg("SLOTS");
         match connection.send_packed_command(&cmd).await {

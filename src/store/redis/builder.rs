@@ -1,0 +1,223 @@
+//! The settings of a store.
+
+use std::num::NonZeroUsize;
+use std::sync::atomic::AtomicI64;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use super::cluster::Cluster;
+use super::denials::Denials;
+use super::lanes::{Lanes, Limits};
+use super::tls::Tls;
+use super::transport::Transport;
+use super::{RedisStore, Servers};
+use crate::limit::{ConfigError, is_name};
+use crate::store::{Error, Observer};
+
+/// Settings of a [`RedisStore`].
+///
+/// ```no_run
+/// use std::num::NonZeroUsize;
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, Share};
+///
+/// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+/// let redis = RedisStore::builder("redis://127.0.0.1/")
+///     .prefix("shop")
+///     .queue(NonZeroUsize::new(50_000).ok_or("zero")?)
+///     .timeout(Duration::from_millis(500))
+///     .connect()
+///     .await?;
+/// let share = Share::Alive(redis.announce()?);
+/// let store = Fallback::new(redis, LocalStore::default()).share(share);
+/// # let _ = store;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+#[must_use]
+pub struct RedisStoreBuilder {
+    servers: Servers,
+    tls: Tls,
+    prefix: String,
+    connections: usize,
+    timeout: Duration,
+    queue: usize,
+    batch: usize,
+    buckets: usize,
+    denials: usize,
+    observer: OnceLock<Arc<dyn Observer>>,
+    /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
+    pub(super) now: Arc<AtomicI64>,
+}
+
+impl RedisStoreBuilder {
+    pub(super) fn new(servers: Servers) -> Self {
+        Self {
+            servers,
+            tls: Tls::default(),
+            prefix: "rl".to_owned(),
+            connections: 2,
+            timeout: Duration::from_millis(250),
+            queue: 10_000,
+            batch: 128,
+            buckets: 16,
+            denials: 10_000,
+            observer: OnceLock::new(),
+            now: Arc::default(),
+        }
+    }
+
+    /// What the store's keys begin with: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`. Stores with one
+    /// prefix share their counts. Defaults to `rl`.
+    pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.prefix = prefix.into();
+        self
+    }
+
+    /// Trusts the certificate authorities of these certificates, in PEM, and no others. Defaults to those that this machine
+    /// trusts, or with the feature `tls-webpki-roots` to Mozilla's.
+    ///
+    /// This and the two below are for every connection that speaks TLS: to a single server, to the nodes of a cluster, to
+    /// sentinels and their master.
+    ///
+    /// ```no_run
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// # fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let store = RedisStore::builder("rediss://10.0.0.1:6380/")
+    ///     .root_certificates(std::fs::read("ca.pem")?)
+    ///     .client_certificate(std::fs::read("client.pem")?, std::fs::read("client.key")?)
+    ///     .server_name("redis.internal")
+    ///     .connect_lazy()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[cfg(feature = "tls")]
+    pub fn root_certificates(mut self, pem: impl Into<Vec<u8>>) -> Self {
+        self.tls.root_certificates = Some(pem.into());
+        self
+    }
+
+    /// The certificate, with those between it and its authority, and the key that show who we are, in PEM: what a Redis with
+    /// `tls-auth-clients yes`, its default, wants. Defaults to none.
+    #[cfg(feature = "tls")]
+    pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
+        self.tls.client_certificate = Some((certificate.into(), key.into()));
+        self
+    }
+
+    /// For which name the servers' certificates must be, if not for the hosts in the URL: where servers are reached by address,
+    /// as the nodes of a cluster mostly are. Defaults to each server's host.
+    #[cfg(feature = "tls")]
+    pub fn server_name(mut self, name: impl Into<String>) -> Self {
+        self.tls.server_name = Some(name.into());
+        self
+    }
+
+    /// How many connections a runtime has, each with one script call under way. Defaults to 2: while Redis decides one
+    /// batch, the next is made ready. In a Redis Cluster, so many to each master; but the first is used alone until more checks
+    /// wait than a [batch](Self::batch) has, so that checks of one bucket share a call.
+    pub fn connections(mut self, connections: NonZeroUsize) -> Self {
+        self.connections = connections.get();
+        self
+    }
+
+    /// How long one call may take, with connecting if it must; and how long a check may wait to be sent. Defaults to
+    /// 250 ms; zero is a [`ConfigError::Zero`]. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// How many checks of a runtime may wait to be sent; one more fails at once. Defaults to 10,000.
+    pub fn queue(mut self, checks: NonZeroUsize) -> Self {
+        self.queue = checks.get();
+        self
+    }
+
+    /// How many checks one script call may decide. More is faster, keeps Redis busy for longer at a time, at about 3 us
+    /// a check, and has it read the states of so many callers at once. Defaults to 128.
+    pub fn batch(mut self, checks: NonZeroUsize) -> Self {
+        self.batch = checks.get();
+        self
+    }
+
+    /// Into how many buckets callers are put in a Redis Cluster, where only the checks of one bucket share a script call.
+    /// Defaults to 16; from 1 to 1,024. A single server has no use for it.
+    ///
+    /// Each bucket is in one slot, and so on one master: take at least 4 for each master that there may ever be, or some of
+    /// them have far more to do than others. Fewer buckets share more. With 256 checks in flight on three masters, 12 buckets
+    /// put about 11 checks into a call, 16 about 9, 32 about 5, and a call for each check had less than half the throughput.
+    ///
+    /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is kept
+    /// in the cluster, and another one is refused: it is a [`ConfigError::Buckets`]. To change it, choose a prefix for the new
+    /// number, as all counts begin anew.
+    pub fn buckets(mut self, buckets: NonZeroUsize) -> Self {
+        self.buckets = buckets.get();
+        self
+    }
+
+    /// How many denials are remembered until their `retry_after`, so that a flood of denied checks does not reach
+    /// Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time.
+    ///
+    /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
+    /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is
+    /// charged any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
+    /// more than may be, those of the callers who are asked for least go first: a flood of denied callers pushes out
+    /// its own kind.
+    pub fn denials(mut self, denials: usize) -> Self {
+        self.denials = denials;
+        self
+    }
+
+    /// Sets who is told of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the first
+    /// layer over the store, and otherwise to nobody.
+    pub fn observer(mut self, observer: impl Observer) -> Self {
+        self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
+        self
+    }
+
+    /// Connects, and makes sure that Redis can run the script.
+    ///
+    /// # Errors
+    ///
+    /// As [`RedisStore::connect`].
+    pub async fn connect(self) -> Result<RedisStore, Error> {
+        let store = self.connect_lazy()?;
+        store.lanes.ping().await?;
+        Ok(store)
+    }
+
+    /// Does not connect before the first check.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyBuckets`],
+    /// [`ConfigError::Certificate`], [`ConfigError::ServerName`], [`ConfigError::TlsUnused`], and [`ConfigError::Zero`] for a
+    /// time-out of zero.
+    pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
+        if !is_name(&self.prefix, b"-_./:") {
+            return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
+        }
+        if self.timeout.is_zero() {
+            return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
+        }
+        if self.buckets > Cluster::MAX_BUCKETS {
+            return Err(ConfigError::TooManyBuckets(self.buckets));
+        }
+        let servers = self.servers.into_kind()?;
+        let transport = Transport::new(servers, &self.prefix, self.buckets, self.timeout, &self.tls)?;
+        Ok(RedisStore {
+            lanes: Arc::new(Lanes {
+                transport,
+                prefix: self.prefix.into_boxed_str(),
+                limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
+                denials: Denials::new(self.denials),
+                observer: self.observer,
+                now: self.now,
+                queues: Default::default(),
+            }),
+        })
+    }
+}

@@ -1,0 +1,101 @@
+//! Makes a connection to one server, and says why it cannot be made: of two ends of which only one speaks TLS, neither tells
+//! the other so.
+
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use bb8::ManageConnection;
+use bb8_redis::RedisConnectionManager;
+use redis::aio::MultiplexedConnection;
+use redis::{ConnectionAddr, ConnectionInfo, RedisError};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::errors::{error_of, no_tls, tls_wanted};
+use super::tls::ServerName;
+use crate::store::Error;
+
+#[derive(Debug)]
+pub(super) struct Dialer {
+    timeout: Duration,
+    server_name: ServerName,
+    /// Whether it has ever made a connection: then both ends agree on TLS.
+    connected: AtomicBool,
+}
+
+/// Redis-rs does not wait for longer than twice as long.
+const LONGEST_DOUBT: Duration = Duration::from_millis(500);
+
+impl Dialer {
+    /// A dialer whose callers wait for so long.
+    pub(super) fn new(timeout: Duration, server_name: ServerName) -> Self {
+        Self { timeout, server_name, connected: AtomicBool::new(false) }
+    }
+
+    /// A new connection to a server.
+    pub(super) async fn dial(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, Error> {
+        let connection = match self.connected.load(Relaxed) {
+            true => self.open(server).await.map_err(|error| error_of(&error)),
+            false => self.open_first(server).await,
+        };
+        self.connected.fetch_or(connection.is_ok(), Relaxed);
+        connection
+    }
+
+    async fn open(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, RedisError> {
+        match self.server_name.at(server) {
+            None => RedisConnectionManager::new(server.clone())?.connect().await,
+            Some((client, config)) => client.get_multiplexed_async_connection_with_config(&config).await,
+        }
+    }
+
+    /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
+    /// connection without it.
+    async fn open_first(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, Error> {
+        let mut opening = pin!(self.open(server));
+        let opened = match server.addr() {
+            ConnectionAddr::TcpTls { host, port, .. } => {
+                match timeout((self.timeout / 2).min(LONGEST_DOUBT), opening.as_mut()).await {
+                    Ok(opened) => opened,
+                    Err(_) if self.hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply)).await => {
+                        return Err(no_tls());
+                    }
+                    Err(_) => opening.await,
+                }
+            }
+            ConnectionAddr::Tcp(host, port) => match opening.await {
+                // A greeting that says nothing, which only TLS answers: by an alert.
+                Err(error)
+                    if error.is_io_error()
+                        && !error.is_connection_refusal()
+                        && self.hears(host, *port, b"\x16\x03\x01\0\x04\x01\0\0\0", |reply| reply == 0x15).await =>
+                {
+                    return Err(tls_wanted());
+                }
+                opened => opened,
+            },
+            _ => opening.await,
+        };
+        opened.map_err(|error| error_of(&error))
+    }
+
+    /// Whether a server answers these bytes by one that begins so.
+    async fn hears(&self, host: &str, port: u16, said: &[u8], expected: impl Fn(u8) -> bool) -> bool {
+        let asking = async {
+            let stream = TcpStream::connect((host, port)).await.ok()?;
+            stream.writable().await.ok()?;
+            stream.try_write(said).ok()?;
+            let mut reply = [0];
+            loop {
+                stream.readable().await.ok()?;
+                match stream.try_read(&mut reply) {
+                    Ok(1) => return Some(reply[0]),
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                    _ => return None,
+                }
+            }
+        };
+        matches!(timeout(self.timeout / 4, asking).await, Ok(Some(reply)) if expected(reply))
+    }
+}

@@ -1,0 +1,120 @@
+//! What several sentinels say, some of whom may be cut off from the others.
+
+use super::Master;
+use crate::store::{Error, ErrorKind};
+
+#[derive(Debug)]
+pub(super) struct Ballot {
+    sentinels: usize,
+    /// Each server that was told, and by how many.
+    told: Vec<(Master, usize)>,
+    failure: Option<Error>,
+}
+
+impl Ballot {
+    /// Of so many sentinels.
+    pub(super) fn new(sentinels: usize) -> Self {
+        Self { sentinels, told: vec![], failure: None }
+    }
+
+    pub(super) fn add(&mut self, answer: Result<Master, Error>) {
+        match answer {
+            Ok(master) => match self.told.iter_mut().find(|(told, _)| told.is_at(&master)) {
+                Some((told, votes)) => {
+                    told.epoch = told.epoch.max(master.epoch);
+                    *votes += 1;
+                }
+                None => self.told.push((master, 1)),
+            },
+            Err(error) => {
+                // A mistake that can be put right says more than that a sentinel is away.
+                let is_plain = |error: &Error| matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::Timeout);
+                if self.failure.as_ref().is_none_or(is_plain) {
+                    self.failure = Some(error);
+                }
+            }
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.told.is_empty()
+    }
+
+    fn is_majority(&self, votes: usize) -> bool {
+        votes > self.sentinels / 2
+    }
+
+    /// Whether most of them agree.
+    pub(super) fn is_decided(&self) -> bool {
+        self.told.iter().any(|(_, votes)| self.is_majority(*votes))
+    }
+
+    /// The servers to try, the likeliest first: the word of most, and then by epoch; also the one that was `known` before,
+    /// unless most agree. And why there may be none.
+    pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, Error) {
+        if !self.is_decided()
+            && let Some(known) = known
+        {
+            match self.told.iter_mut().find(|(told, _)| told.is_at(&known)) {
+                Some((told, _)) => told.epoch = told.epoch.max(known.epoch),
+                None => self.told.push((known, 0)),
+            }
+        }
+        let mut told = std::mem::take(&mut self.told);
+        told.sort_by_key(|(master, votes)| std::cmp::Reverse((self.is_majority(*votes), master.epoch, *votes)));
+        let failure = self.failure.unwrap_or_else(|| Error::new(ErrorKind::Unreachable));
+        (told.into_iter().map(|(master, _)| master).collect(), failure)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn master(host: &str, epoch: u64) -> Master {
+        Master { host: host.into(), port: 6379, epoch }
+    }
+
+    fn ballot(sentinels: usize, told: &[(&str, u64)]) -> Ballot {
+        let mut ballot = Ballot::new(sentinels);
+        told.iter().for_each(|(host, epoch)| ballot.add(Ok(master(host, *epoch))));
+        ballot
+    }
+
+    #[test]
+    fn most_decide_and_else_the_latest() {
+        for (sentinels, told, known, expected, decided) in [
+            (1, &[("a", 1)][..], None, &["a"][..], true),
+            (3, &[("a", 1)], None, &["a"], false),
+            (3, &[("a", 1), ("a", 1)], None, &["a"], true),
+            // One is cut off from the others.
+            (3, &[("old", 1), ("a", 2), ("a", 2)], None, &["a", "old"], true),
+            (3, &[("old", 9), ("a", 2), ("a", 2)], None, &["a", "old"], true),
+            // One is cut off, one is dead, or one has just led a failover.
+            (3, &[("old", 1), ("a", 2)], None, &["a", "old"], false),
+            (4, &[("old", 1), ("old", 1), ("a", 2)], None, &["a", "old"], false),
+            // Without most of them, what was known before is as good as what one says.
+            (3, &[("old", 1)], Some(("a", 2)), &["a", "old"], false),
+            (3, &[("a", 3)], Some(("old", 2)), &["a", "old"], false),
+            (3, &[], Some(("a", 2)), &["a"], false),
+            (3, &[("a", 2)], Some(("a", 2)), &["a"], false),
+            // The sentinels were set up anew, and count failovers from 0.
+            (3, &[("a", 0), ("a", 0)], Some(("old", 9)), &["a"], true),
+            (3, &[], None, &[], false),
+        ] {
+            let ballot = ballot(sentinels, told);
+            assert_eq!(ballot.is_decided(), decided, "{told:?}");
+            let (tried, _) = ballot.end(known.map(|(host, epoch)| master(host, epoch)));
+            assert!(tried.iter().map(|master| &*master.host).eq(expected.iter().copied()), "{told:?}: {tried:?}");
+        }
+    }
+
+    #[test]
+    fn the_error_says_what_can_be_put_right() {
+        let mut ballot = Ballot::new(3);
+        for kind in [ErrorKind::Unreachable, ErrorKind::Authentication, ErrorKind::Timeout] {
+            ballot.add(Err(Error::new(kind)));
+        }
+        assert_eq!(ballot.end(None).1.kind(), ErrorKind::Authentication);
+    }
+}

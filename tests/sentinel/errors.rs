@@ -1,0 +1,128 @@
+//! Logins, and whatever is wrong with the sentinels: a typed error whose text says what to do.
+
+use std::error::Error as _;
+use std::time::Duration;
+
+use tower_redis_ratelimit::{ConfigError, Error, ErrorKind, RedisStore, Servers, Store};
+
+use crate::nodes::{Fake, NAME, Sentinel, url};
+use crate::support::{RedisServer, check, free_port};
+
+async fn connect(servers: impl Into<Servers>) -> Result<RedisStore, Error> {
+    RedisStore::builder(servers).timeout(Duration::from_secs(20)).connect().await
+}
+
+async fn refused(servers: impl Into<Servers>, kind: ErrorKind, remedy: &str) {
+    let error = connect(servers).await.unwrap_err();
+    assert_eq!(error.kind(), kind, "{error:?}");
+    assert!(error.to_string().contains(remedy), "{error} lacks {remedy:?}");
+    assert!(!format!("{error:?}").contains("hunter2"), "{error:?}");
+}
+
+/// Both ask for a user and a password, and allow what the documentation asks for.
+#[tokio::test]
+async fn the_documented_rights_are_enough() {
+    let server = RedisServer::start();
+    let rights = "+evalsha +eval +time +mget +set +del +role";
+    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2/ resetkeys ~rl:* -@all {rights}")).await;
+    let _: String = server.command("ACL SETUSER default on >hunter22").await;
+    let more = format!("sentinel auth-pass {NAME} hunter22\n");
+    let sentinel = Sentinel::start(server.port(), 1, &more);
+    let _: String = sentinel.command("ACL SETUSER asker on >hunter2@ -@all +sentinel|master").await.unwrap();
+    let _: String = sentinel.command("ACL SETUSER default off").await.unwrap();
+
+    let master = format!("redis://limiter:hunter2%2F@{NAME}");
+    let good = format!("redis://asker:hunter2%40@127.0.0.1:{}", sentinel.port);
+    let store = connect(Servers::sentinel(&master, [good.as_str()])).await.unwrap();
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let of_url = |password: &str| {
+        let port = sentinel.port;
+        format!(
+            "redis+sentinel://limiter:hunter2%2F@127.0.0.1:{port}/{NAME}?sentinel_user=asker&sentinel_password={password}"
+        )
+    };
+    connect(of_url("hunter2@")).await.unwrap();
+    connect(of_url("hunter2%40")).await.unwrap();
+
+    let advice = "check the user and password";
+    refused(of_url("wrong"), ErrorKind::Authentication, advice).await;
+    refused(url(&[sentinel.port]), ErrorKind::Authentication, advice).await;
+    refused(Servers::sentinel(NAME, [good.as_str()]), ErrorKind::Authentication, advice).await;
+    let wrong = format!("redis://limiter:hunter2wrong@{NAME}");
+    refused(Servers::sentinel(&wrong, [good.as_str()]), ErrorKind::Authentication, advice).await;
+}
+
+/// The first script tells a replica from a master, if the user may not ask.
+#[tokio::test]
+async fn the_user_may_not_ask_for_the_role() {
+    let server = RedisServer::start();
+    let rights = "+evalsha +eval +time +mget +set +del";
+    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
+    let sentinel = Fake::start(server.port(), 1);
+    let servers =
+        Servers::sentinel(&format!("redis://limiter:hunter2@{NAME}"), [format!("redis://127.0.0.1:{}", sentinel.port)]);
+    connect(servers).await.unwrap();
+}
+
+#[tokio::test]
+async fn the_user_of_sentinels_may_not_ask() {
+    let server = RedisServer::start();
+    let sentinel = Sentinel::start(server.port(), 1, "");
+    let _: String = sentinel.command("ACL SETUSER default -sentinel").await.unwrap();
+    refused(url(&[sentinel.port]), ErrorKind::Permission, "+sentinel|master").await;
+}
+
+#[tokio::test]
+async fn the_sentinels_know_no_such_master() {
+    let server = RedisServer::start();
+    let sentinel = Sentinel::start(server.port(), 1, "");
+    let servers = Servers::sentinel("other", [format!("redis://127.0.0.1:{}", sentinel.port)]);
+    refused(servers, ErrorKind::Configuration, "no master named \"other\"").await;
+}
+
+#[tokio::test]
+async fn the_server_is_no_sentinel() {
+    let server = RedisServer::start();
+    refused(url(&[server.port()]), ErrorKind::Configuration, "is no Redis Sentinel").await;
+}
+
+#[tokio::test]
+async fn a_sentinel_is_not_taken_for_a_server() {
+    let server = RedisServer::start();
+    let sentinel = Sentinel::start(server.port(), 1, "");
+    let error = connect(format!("redis://127.0.0.1:{}", sentinel.port)).await.unwrap_err();
+    assert!(error.source().unwrap().to_string().contains("unknown command"), "{error:?}");
+}
+
+#[tokio::test]
+async fn no_sentinel_can_be_reached() {
+    refused(url(&[free_port(), free_port()]), ErrorKind::Unreachable, "check the URL").await;
+}
+
+/// All of them are late: nobody counts there.
+#[tokio::test]
+async fn the_server_is_no_master() {
+    let server = RedisServer::start();
+    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
+    let sentinel = Fake::start(replica.port(), 1);
+    refused(url(&[sentinel.port]), ErrorKind::NotReady, "no master is elected yet").await;
+}
+
+#[test]
+fn what_names_no_sentinels_is_refused() {
+    let none: [&str; 0] = [];
+    for servers in [
+        Servers::sentinel(NAME, none),
+        Servers::sentinel("", ["redis://a:26379"]),
+        Servers::sentinel("my master", ["redis://a:26379"]),
+        Servers::sentinel(NAME, ["redis+unix:///tmp/sentinel"]),
+        Servers::sentinel(NAME, ["redis://a:26379/2"]),
+        Servers::from("redis+sentinel://a:26379"),
+        Servers::from("redis+sentinel://a:26379,/mymaster"),
+        Servers::from("redis+sentinel:///mymaster"),
+        Servers::from("redis+sentinel://:hunter2@a:26379/mymaster/one"),
+    ] {
+        let error = RedisStore::connect_lazy(servers).unwrap_err();
+        assert!(matches!(error, ConfigError::RedisUrl(_)) && !error.to_string().contains("hunter2"), "{error}");
+    }
+}

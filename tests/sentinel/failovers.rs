@@ -1,0 +1,135 @@
+//! One failover after the other under load, behind a fallback.
+
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use tower_redis_ratelimit::{RedisStore, Source, Store};
+
+use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
+use crate::nodes::{Group, NAME};
+use crate::support::until;
+
+/// What a busy machine may add to a wait, beside a stall.
+const SLACK: Duration = Duration::from_millis(900);
+/// The promise is a second, and it is printed; this is for a busy machine.
+const RECOVERY: Duration = Duration::from_secs(10);
+
+/// How many failovers one load goes through: before its ample callers have used up what they may.
+const IN_A_ROW: usize = 4;
+
+/// How many such loads there are, one after the other: `FAILOVERS=20` means five.
+fn loads() -> usize {
+    std::env::var("FAILOVERS").map_or(1, |count| count.parse::<usize>().expect("a number").div_ceil(IN_A_ROW))
+}
+
+/// Whether a connection of a store is open there.
+async fn is_used(group: &Group, server: usize) -> bool {
+    let clients: String = group.servers[server].command("CLIENT LIST TYPE normal").await;
+    clients.lines().any(|line| line.contains("cmd=evalsha") || line.contains("cmd=role"))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn failovers_in_a_row() {
+    let mut group = Group::start().await;
+    for _ in 0..loads() {
+        survive(&mut group).await;
+        let master = group.master().await.expect("a master");
+        let _: String = group.servers[master].command("FLUSHALL").await;
+    }
+}
+
+async fn survive(group: &mut Group) {
+    let mut load = Load::new(&group.url(), Setup::default());
+    load.introduce().await;
+    load.start();
+    until("the spent callers are spent", async || {
+        load.instances.iter().all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
+    })
+    .await;
+    // Granted while the master changed: no more than that can be lost.
+    let mut at_risk = [0; CALLERS.len()];
+    for failover in 0..IN_A_ROW {
+        let old = group.master().await.expect("a master");
+        let kill = failover % 2 == 1;
+        group.switches.lock().unwrap().clear();
+        let granted =
+            || std::array::from_fn::<u64, { CALLERS.len() }, _>(|caller| load.sums.redis[caller].load(SeqCst));
+        let granted_before = granted();
+        let begun = Instant::now();
+        if kill {
+            group.servers[old].kill();
+        } else {
+            until("the failover begins", async || {
+                group.sentinels[failover % 3].command::<String>(&format!("SENTINEL FAILOVER {NAME}")).await.is_ok()
+            })
+            .await;
+        }
+        until("a sentinel has switched", async || !group.switches.lock().unwrap().is_empty()).await;
+        let before: Vec<u64> = load.instances.iter().map(|instance| instance.by_redis()).collect();
+        if !kill {
+            until("the former master is left", async || !is_used(group, old).await).await;
+        }
+        let left = Instant::now();
+        until("all instances are back", async || {
+            load.instances
+                .iter()
+                .zip(&before)
+                .all(|(instance, before)| !instance.store.is_degraded() && instance.by_redis() > *before)
+        })
+        .await;
+        let back = Instant::now();
+        for (at_risk, (after, before)) in at_risk.iter_mut().zip(granted().into_iter().zip(granted_before)) {
+            // What the replica had not heard of yet, or was under way.
+            *at_risk += after - before + (load.instances.len() * TASKS) as u64;
+        }
+        until("all sentinels have switched", async || {
+            let switches = group.switches.lock().unwrap();
+            (0..3).all(|sentinel| switches.iter().any(|(_, of)| *of == sentinel))
+        })
+        .await;
+        let (first, last) = {
+            let switches = group.switches.lock().unwrap();
+            (switches[0].0, switches.last().unwrap().0)
+        };
+        println!(
+            "{} {failover}: +switch-master after {:?} to {:?}; after the first, the former was left in {:?}, all were back in {:?}",
+            if kill { "kill -9" } else { "SENTINEL FAILOVER" },
+            first - begun,
+            last - begun,
+            left.saturating_duration_since(first),
+            back.saturating_duration_since(first),
+        );
+        assert!(back.saturating_duration_since(first) < RECOVERY + load.sums.longest_stall());
+
+        let new = group.master().await.expect("another master");
+        assert_ne!(new, old);
+        // Sentinel itself would take many seconds to do so.
+        if kill {
+            group.servers[old].restart();
+        }
+        let _: String = group.servers[old].command(&format!("REPLICAOF 127.0.0.1 {}", group.servers[new].port())).await;
+        group.is_well().await;
+    }
+    load.stop().await;
+
+    let sums = &load.sums;
+    let worst = Duration::from_micros(sums.worst.load(SeqCst));
+    println!("{} requests, worst {worst:?}; {} stalls", sums.requests.load(SeqCst), sums.stalls());
+    assert_eq!(sums.errors.load(SeqCst), 0, "requests failed");
+    assert!(worst < DEADLINE + SLACK + sums.longest_stall(), "{worst:?}");
+    let store = RedisStore::connect(group.url()).await.unwrap();
+    for (caller, (name, kind)) in CALLERS.into_iter().enumerate() {
+        let granted = sums.redis[caller].load(SeqCst) + sums.local[caller].load(SeqCst);
+        match kind {
+            Kind::Spent => assert!(granted <= kind.limit(), "{name}: {granted} of {}", kind.limit()),
+            Kind::Ample => {
+                let left = store.check(peek(caller)).await.unwrap().remaining();
+                let charged = kind.limit() - u64::from(left);
+                println!("{name}: {granted} granted, {charged} charged, so {} lost", granted.saturating_sub(charged));
+                assert!(charged <= granted, "{name}: {granted} granted, {charged} charged");
+                assert!(granted - charged <= at_risk[caller], "{name}: more was lost than {}", at_risk[caller]);
+            }
+            Kind::Tight => {}
+        }
+    }
+}

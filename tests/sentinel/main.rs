@@ -1,0 +1,16 @@
+//! Redis Sentinel with real servers: the store finds the master, and goes with it to another server.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
+#![allow(unreachable_pub, reason = "helpers of this binary")]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod errors;
+mod failovers;
+#[path = "../faults/load.rs"]
+#[allow(dead_code, reason = "the faults of a single server use more of it")]
+mod load;
+mod nodes;
+mod votes;

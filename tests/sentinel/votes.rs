@@ -1,0 +1,172 @@
+//! Sentinels that are dead, slow, late or lie: whatever they say, the store finds the master in time.
+
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use tower_redis_ratelimit::{RedisStore, Servers, Store};
+
+use crate::nodes::{Fake, NAME, Sentinel, url};
+use crate::support::{RedisServer, check, free_port, until};
+
+const PATIENT: Duration = Duration::from_secs(20);
+/// Shorter than redis-rs itself waits for a server that is silent.
+const IMPATIENT: Duration = Duration::from_millis(400);
+
+/// A server that takes connections and never answers.
+fn silent() -> (std::net::TcpListener, u16) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    (listener, port)
+}
+
+async fn has_counted(server: &RedisServer) -> bool {
+    server.calls("eval").await + server.calls("evalsha").await > 0
+}
+
+async fn take(store: &RedisStore) {
+    assert!(store.check(check("ann", "1000000/100d")).await.unwrap().is_allowed());
+}
+
+#[tokio::test]
+async fn the_master_is_found() {
+    let server = RedisServer::start();
+    let sentinel = Sentinel::start(server.port(), 1, "");
+    let of_sentinel = format!("redis://127.0.0.1:{}", sentinel.port);
+    take(&RedisStore::sentinel(NAME, [of_sentinel.as_str()]).unwrap()).await;
+    assert!(has_counted(&server).await);
+    take(&RedisStore::connect(url(&[sentinel.port])).await.unwrap()).await;
+    let servers = Servers::sentinel(NAME, [of_sentinel]);
+    take(&RedisStore::builder(servers).prefix("shop").connect().await.unwrap()).await;
+    assert_eq!(server.command::<Vec<String>>("KEYS shop:*{ann}*").await.len(), 1);
+    // RESP3 has maps.
+    let resp3 = format!("{}/3?protocol=resp3", url(&[sentinel.port]));
+    take(&RedisStore::builder(resp3).prefix("third").connect().await.unwrap()).await;
+    assert!(server.command::<String>("INFO keyspace").await.contains("db3:keys="));
+}
+
+#[tokio::test]
+async fn dead_and_silent_sentinels_keep_nobody_waiting() {
+    let server = RedisServer::start();
+    let ((_listener, silent), fake) = (silent(), Fake::start(server.port(), 1));
+    // The others might still tell of another one, but not for as long as a connection may take.
+    let sentinels = url(&[silent, free_port(), fake.port]);
+    let store = RedisStore::builder(sentinels).timeout(IMPATIENT).connect_lazy().unwrap();
+    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+
+    // Most of them agree: nobody waits for the rest.
+    let other = Fake::start(server.port(), 1);
+    let since = Instant::now();
+    let sentinels = url(&[silent, other.port, fake.port]);
+    take(&RedisStore::builder(sentinels).timeout(PATIENT).connect().await.unwrap()).await;
+    assert!(since.elapsed() < PATIENT / 8, "{:?}", since.elapsed());
+}
+
+#[tokio::test]
+async fn a_frozen_sentinel_keeps_nobody_waiting() {
+    let server = RedisServer::start();
+    let sentinels: Vec<Sentinel> = (0..3).map(|_| Sentinel::start(server.port(), 2, "")).collect();
+    sentinels[0].freeze();
+    let ports: Vec<u16> = sentinels.iter().map(|sentinel| sentinel.port).collect();
+    let since = Instant::now();
+    take(&RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap()).await;
+    assert!(since.elapsed() < PATIENT / 8, "{:?}", since.elapsed());
+}
+
+/// It tells of a former master that takes itself for one still: they are both cut off from the others.
+#[tokio::test]
+async fn one_sentinel_is_cut_off() {
+    let (server, former) = (RedisServer::start(), RedisServer::start());
+    for (epoch, dead) in [(1, false), (1, true), (9, false)] {
+        let liar = Fake::start(former.port(), epoch);
+        let others = [Fake::start(server.port(), 2), Fake::start(server.port(), 2)];
+        let second = if dead { free_port() } else { others[1].port };
+        let store =
+            RedisStore::builder(url(&[liar.port, others[0].port, second])).timeout(PATIENT).connect_lazy().unwrap();
+        take(&store).await;
+        // Nor does the watch believe it.
+        let asked = liar.asked.load(SeqCst);
+        until("it was asked twice more", async || liar.asked.load(SeqCst) > asked + 1).await;
+        take(&store).await;
+        assert!(!has_counted(&former).await && has_counted(&server).await, "{epoch} {dead}");
+    }
+}
+
+/// What most of them tell is a replica, or does not answer: the next one is tried.
+#[tokio::test]
+async fn the_sentinels_are_late() {
+    let server = RedisServer::start();
+    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
+    let (_listener, silent) = silent();
+    for former in [replica.port(), silent, free_port()] {
+        let sentinels = [Fake::start(former, 1), Fake::start(former, 1), Fake::start(server.port(), 2)];
+        let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
+        let store = RedisStore::builder(url(&ports)).timeout(IMPATIENT).connect_lazy().unwrap();
+        until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    }
+}
+
+/// A former master that answers as ever would lose what it counts.
+#[tokio::test]
+async fn a_master_that_still_answers_is_left() {
+    let (former, server) = (RedisServer::start(), RedisServer::start());
+    let sentinels = [Fake::start(former.port(), 1), Fake::start(former.port(), 1), Fake::start(former.port(), 1)];
+    let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
+    let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
+    take(&store).await;
+    sentinels.iter().for_each(|sentinel| sentinel.tell(server.port(), 2));
+    let since = Instant::now();
+    until("the store goes to the new one", async || {
+        take(&store).await;
+        has_counted(&server).await
+    })
+    .await;
+    println!("left after {:?}", since.elapsed());
+    let counted = former.calls("evalsha").await;
+    for _ in 0..10 {
+        take(&store).await;
+    }
+    assert_eq!(former.calls("evalsha").await, counted, "the former master is asked again");
+}
+
+/// Who is made a replica says READONLY, though its connections stay.
+#[tokio::test]
+async fn a_demoted_master_is_left_at_once() {
+    let former = RedisServer::start();
+    let server = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
+    let sentinel = Fake::start(former.port(), 1);
+    let store = RedisStore::builder(url(&[sentinel.port])).timeout(PATIENT).connect().await.unwrap();
+    take(&store).await;
+    // No sentinel says so in time.
+    let _: String = former.command(&format!("REPLICAOF 127.0.0.1 {}", server.port())).await;
+    until("it follows", async || former.command::<String>("INFO replication").await.contains("master_link_status:up"))
+        .await;
+    assert!(store.check(check("ann", "10/s")).await.is_err());
+    sentinel.tell(server.port(), 2);
+    take(&store).await;
+    assert!(has_counted(&server).await);
+}
+
+/// Sentinels that are all gone are no outage of Redis.
+#[tokio::test]
+async fn without_sentinels_the_known_master_is_asked() {
+    let server = RedisServer::start();
+    let mut sentinel = Sentinel::start(server.port(), 1, "");
+    let store = RedisStore::builder(url(&[sentinel.port])).timeout(PATIENT).connect().await.unwrap();
+    sentinel.kill();
+    let _: i64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
+    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+}
+
+/// The watch is a task of the store's: it ends with it.
+#[tokio::test]
+async fn nothing_asks_when_the_store_is_gone() {
+    let server = RedisServer::start();
+    let sentinel = Fake::start(server.port(), 1);
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let before = tasks();
+    let store = RedisStore::builder(url(&[sentinel.port])).connect().await.unwrap();
+    let asked = sentinel.asked.load(SeqCst);
+    until("the watch asks", async || sentinel.asked.load(SeqCst) > asked + 1).await;
+    drop(store);
+    until("all tasks have ended", async || tasks() <= before).await;
+}

@@ -1,0 +1,70 @@
+//! What cannot work is refused when the store is built, by its name.
+
+use tower_redis_ratelimit::{ConfigError, RedisStore, Servers};
+
+use crate::with_tls::Authority;
+
+fn builder() -> tower_redis_ratelimit::RedisStoreBuilder {
+    RedisStore::builder("rediss://127.0.0.1/")
+}
+
+#[test]
+fn certificates_that_are_none() {
+    let (ca, other) = (Authority::new(), Authority::new());
+    let (own, strange) = (ca.sign("service.example"), other.sign("service.example"));
+    let broken = ca.pem().replacen("MII", "MIX", 1);
+    for (builder, what) in [
+        (builder().root_certificates(""), "root certificate"),
+        (builder().root_certificates("no PEM"), "root certificate"),
+        (builder().root_certificates(own.key.as_str()), "root certificate"),
+        (builder().root_certificates(broken), "root certificate"),
+        (builder().client_certificate("", own.key.as_str()), "client certificate"),
+        (builder().client_certificate(own.pem.as_str(), ""), "key of a client certificate"),
+        (builder().client_certificate(own.pem.as_str(), own.pem.as_str()), "key of a client certificate"),
+        (builder().client_certificate(own.pem.as_str(), strange.key), "client certificate with its key"),
+    ] {
+        let error = builder.connect_lazy().unwrap_err();
+        assert!(matches!(&error, ConfigError::Certificate { what: of, .. } if *of == what), "{what}: {error:?}");
+        assert!(error.to_string().contains("give it in PEM"), "{error}");
+        assert!(!error.to_string().contains("BEGIN PRIVATE"), "{error}");
+    }
+    builder().root_certificates(ca.pem()).client_certificate(own.pem, own.key).connect_lazy().unwrap();
+}
+
+#[test]
+fn a_name_that_is_none() {
+    let error = builder().server_name("not a name").connect_lazy().unwrap_err();
+    assert!(matches!(&error, ConfigError::ServerName(name) if name == "not a name"), "{error:?}");
+    builder().server_name("10.0.0.1").connect_lazy().unwrap();
+}
+
+/// Who sets a certificate believes that nobody can listen.
+#[test]
+fn certificates_without_tls() {
+    let ca = Authority::new().pem();
+    for servers in [
+        Servers::from("redis://127.0.0.1/"),
+        Servers::from("redis+unix:///tmp/redis"),
+        Servers::from("redis+cluster://a,b"),
+        Servers::from("redis+sentinel://a,b/mymaster"),
+    ] {
+        let error = RedisStore::builder(servers).root_certificates(ca.as_str()).connect_lazy().unwrap_err();
+        assert_eq!(error, ConfigError::TlsUnused);
+        assert!(error.to_string().contains("write `rediss://`"), "{error}");
+    }
+    for servers in [
+        Servers::from("rediss+cluster://a,b"),
+        Servers::from("rediss+sentinel://a,b/mymaster"),
+        Servers::sentinel("rediss://mymaster", ["redis://a:26379"]),
+        Servers::sentinel("redis://mymaster", ["rediss://a:26379"]),
+    ] {
+        RedisStore::builder(servers).root_certificates(ca.as_str()).connect_lazy().unwrap();
+    }
+}
+
+#[test]
+fn a_key_is_not_shown() {
+    let own = Authority::new().sign("service.example");
+    let shown = format!("{:?}", builder().client_certificate(own.pem, own.key.as_str()));
+    assert!(shown.contains("client_certificate: true") && !shown.contains("PRIVATE"), "{shown}");
+}

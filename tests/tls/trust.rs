@@ -1,0 +1,156 @@
+//! Who trusts whom, and what is said if they do not.
+
+use std::error::Error as _;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::time::Duration;
+
+use rcgen::date_time_ymd;
+use tower_redis_ratelimit::redis::{Client, TlsCertificates};
+use tower_redis_ratelimit::{Error, ErrorKind, RedisStore, RedisStoreBuilder, Servers, Store};
+
+use crate::support::{RedisServer, check, until};
+use crate::with_tls::{Authority, TlsServer};
+
+fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
+    RedisStore::builder(servers).timeout(Duration::from_secs(20))
+}
+
+async fn refused(builder: RedisStoreBuilder, kind: ErrorKind, remedy: &str, cause: &str) {
+    let error: Error = builder.connect().await.unwrap_err();
+    assert_eq!(error.kind(), kind, "{error:?}");
+    assert!(error.to_string().contains(remedy), "{error} lacks {remedy:?}");
+    let text = error.source().map(ToString::to_string).unwrap_or_default();
+    assert!(text.contains(cause), "{text:?} lacks {cause:?}");
+}
+
+/// Nobody has installed a crypto provider.
+#[tokio::test]
+async fn a_private_ca_is_trusted() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let store = builder(server.url()).root_certificates(ca.pem()).connect().await.unwrap();
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    // Among others.
+    let several = format!("{}{}", Authority::new().pem(), ca.pem());
+    builder(server.url()).root_certificates(several).connect().await.unwrap();
+    // What was set on the connection's own way stays.
+    let certificates = TlsCertificates { client_tls: None, root_cert: Some(ca.pem().into_bytes()) };
+    let client = Client::build_with_tls(server.url(), certificates).unwrap();
+    builder(client.get_connection_info().clone()).connect().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_ca_is_another() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let (kind, remedy) = (ErrorKind::CertificateUntrusted, "`RedisStoreBuilder::root_certificates`");
+    refused(builder(server.url()).root_certificates(Authority::new().pem()), kind, remedy, "certificate").await;
+    refused(builder(server.url()), kind, remedy, "UnknownIssuer").await;
+}
+
+#[tokio::test]
+async fn the_certificate_has_expired() {
+    let ca = Authority::new();
+    for (from, to) in [(2000, 2001), (4000, 4001)] {
+        let certificate = ca.sign_with("127.0.0.1", |params| {
+            params.not_before = date_time_ymd(from, 1, 1);
+            params.not_after = date_time_ymd(to, 1, 1);
+        });
+        let server = TlsServer::start_with(&ca, &certificate, &["--tls-auth-clients", "no"]);
+        let builder = builder(server.url()).root_certificates(ca.pem());
+        refused(builder, ErrorKind::CertificateExpired, "renew it, and check the clocks", "certificate").await;
+    }
+}
+
+#[tokio::test]
+async fn the_certificate_is_for_another_host() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "redis.example");
+    let builder = || builder(server.url()).root_certificates(ca.pem());
+    let (kind, remedy) = (ErrorKind::CertificateName, "`RedisStoreBuilder::server_name`");
+    refused(builder(), kind, remedy, "not valid for name").await;
+    refused(builder().server_name("127.0.0.1"), kind, remedy, "not valid for name").await;
+    let store = builder().server_name("redis.example").connect().await.unwrap();
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+}
+
+#[tokio::test]
+async fn the_server_wants_a_certificate() {
+    let ca = Authority::new();
+    let server = TlsServer::start_with(&ca, &ca.sign("127.0.0.1"), &[]);
+    let builder = || builder(server.url()).root_certificates(ca.pem());
+    let (kind, remedy) = (ErrorKind::ClientCertificate, "`RedisStoreBuilder::client_certificate`");
+    refused(builder(), kind, remedy, "").await;
+    let strange = Authority::new().sign("service.example");
+    refused(builder().client_certificate(strange.pem, strange.key), kind, remedy, "").await;
+    let own = ca.sign("service.example");
+    let store = builder().client_certificate(own.pem, own.key).connect().await.unwrap();
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+}
+
+#[tokio::test]
+async fn the_server_does_not_speak_tls() {
+    for args in [&[][..], &["--requirepass", "secret"]] {
+        let server = RedisServer::start_with(args);
+        let url = format!("rediss://127.0.0.1:{}/", server.port());
+        let wrong = "answers without TLS: write `redis://`";
+        refused(builder(url), ErrorKind::Tls, "check that the URL's port speaks TLS", wrong).await;
+    }
+    refused(builder(answering(b"-ERR unknown command\r\n")), ErrorKind::Tls, "speaks TLS", "corrupt").await;
+}
+
+#[tokio::test]
+async fn the_url_does_not_ask_for_tls() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let url = format!("redis://127.0.0.1:{}/", server.port);
+    refused(builder(url), ErrorKind::TlsWanted, "write `rediss://` instead of `redis://`", "").await;
+}
+
+/// Whatever else may keep it from answering, its port speaks TLS.
+#[tokio::test]
+async fn a_server_that_falls_silent_has_spoken_tls() {
+    let ca = Authority::new();
+    let server = TlsServer::start(&ca, "127.0.0.1");
+    let builder = RedisStore::builder(server.url()).root_certificates(ca.pem()).timeout(Duration::from_millis(500));
+    let store = builder.connections(std::num::NonZeroUsize::MIN).connect_lazy().unwrap();
+    until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
+    server.server.freeze();
+    // The first is sent on the connection that there was, and the second waits for another one.
+    for _ in 0..2 {
+        let error = store.check(check("ann", "10/s")).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error:?}");
+        assert!(!format!("{error:?}").contains("TLS"), "{error:?}");
+    }
+    server.server.thaw();
+}
+
+/// Nor is a server that is silent from the start said to be without TLS.
+#[tokio::test]
+async fn a_server_that_never_answers_is_late() {
+    for scheme in ["redis", "rediss"] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("{scheme}://{}/", listener.local_addr().unwrap());
+        let error = RedisStore::builder(url).timeout(Duration::from_millis(200)).connect().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error:?}");
+    }
+}
+
+/// A server that answers whatever it is sent.
+fn answering(reply: &'static [u8]) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("rediss://{}/", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        while let Ok((mut stream, _)) = listener.accept() {
+            let (_, _) = (stream.read(&mut [0; 4096]), stream.write_all(reply));
+        }
+    });
+    url
+}
+
+/// Redis-rs can check nothing at all only with a feature of its own.
+#[tokio::test]
+async fn an_insecure_url_is_set_up_wrongly() {
+    refused(builder("rediss://127.0.0.1:1/#insecure"), ErrorKind::Configuration, "set up wrongly", "").await;
+}
