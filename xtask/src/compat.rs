@@ -14,11 +14,12 @@ const LIBRARY: &str = "tower-redis-ratelimit";
 
 /// The tests: what cargo calls the target, what the table does, and which part of it. A part is a row of the table, and a
 /// whole target has one for each module.
-const TARGETS: [(&str, &str, &str); 4] = [
+const TARGETS: [(&str, &str, &str); 5] = [
     ("tower_redis_ratelimit", "twins", "store::redis::tests::"),
     ("tower_redis_ratelimit", "lanes", "store::redis::lane::"),
     ("store", "store", ""),
     ("redis", "redis", ""),
+    ("cluster", "cluster", ""),
 ];
 
 /// What became of the tests of one module with one server.
@@ -171,7 +172,7 @@ fn output(command: &mut Command) -> Result<String> {
 fn build() -> Result<Vec<(PathBuf, &'static str, &'static str)>> {
     let mut command = Command::new("cargo");
     command.args(["test", "--no-run", "--message-format", "json", "--package", LIBRARY, "--all-features", "--lib"]);
-    command.args(["--test", "store", "--test", "redis"]).stderr(Stdio::inherit());
+    command.args(["--test", "store", "--test", "redis", "--test", "cluster"]).stderr(Stdio::inherit());
     let text = output(command.current_dir(root()))?;
     let built: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     TARGETS

