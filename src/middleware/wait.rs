@@ -91,8 +91,8 @@ impl Waiting {
         }
     }
 
-    /// Has a request wait behind others, if there are any. Otherwise gives back what it wants.
-    pub(super) fn line_up_behind(&self, wanted: Wanted) -> Result<Place, Wanted> {
+    /// Has a request wait behind others, if there are any.
+    pub(super) fn line_up_behind(&self, wanted: &Wanted) -> Option<Place> {
         self.turns.join_others(wanted).map(placed)
     }
 

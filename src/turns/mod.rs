@@ -129,18 +129,16 @@ impl Turns {
         Self { shared: Arc::new(Shared { store: Box::new(store), bounds, lines, count: AtomicUsize::new(0) }) }
     }
 
-    /// Waits behind those who wait on this runtime already, or gives back what is wanted if nobody does.
-    pub(crate) fn join_others(&self, wanted: Wanted) -> Result<Result<Turn, Refusal>, Wanted> {
+    /// Waits behind those who wait on this runtime already, if anybody does.
+    pub(crate) fn join_others(&self, wanted: &Wanted) -> Option<Result<Turn, Refusal>> {
         if self.shared.count.load(Ordering::Acquire) == 0 {
-            return Err(wanted);
+            return None;
         }
-        let Ok(runtime) = Handle::try_current() else { return Err(wanted) };
-        let place = Place::of(&runtime, &wanted);
+        let runtime = Handle::try_current().ok()?;
+        let place = Place::of(&runtime, wanted);
         let Lines { each, waiting, .. } = &mut *lock(&self.shared.lines);
-        match each.get_mut(&place) {
-            Some(line) => Ok(self.shared.line_up(line, waiting, place, wanted)),
-            None => Err(wanted),
-        }
+        let line = each.get_mut(&place)?;
+        Some(self.shared.line_up(line, waiting, place, wanted.clone()))
     }
 
     /// Hands the observer on to the store.

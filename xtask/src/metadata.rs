@@ -1,5 +1,6 @@
 //! What `cargo metadata` tells of the library and of what it depends on.
 
+use std::collections::BTreeSet;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
@@ -42,7 +43,7 @@ impl Metadata {
     /// that we state is enough for all of it, and nothing is there in two versions.
     pub(crate) fn check_dependencies(&self) -> Result {
         let ours = version(self.library());
-        let dependencies = self.dependencies();
+        let dependencies = self.dependencies()?;
         for package in &dependencies {
             let name = &package["name"];
             if version(package) > ours {
@@ -70,24 +71,30 @@ impl Metadata {
         packages.into_iter().flatten().find(|package| package["id"] == *id).unwrap_or(&Value::Null)
     }
 
-    /// The library, and what it needs to be built.
-    fn dependencies(&self) -> Vec<&Value> {
-        let nodes = self.0["resolve"]["nodes"].as_array();
-        let (mut seen, mut next) = (vec![], vec![&self.0["resolve"]["root"]]);
-        while let Some(id) = next.pop() {
-            if seen.contains(&id) {
-                continue;
-            }
-            seen.push(id);
-            let node = nodes.into_iter().flatten().find(|node| node["id"] == *id);
-            for dependency in node.and_then(|node| node["deps"].as_array()).into_iter().flatten() {
-                let kinds = dependency["dep_kinds"].as_array();
-                if kinds.into_iter().flatten().any(|kind| kind["kind"].is_null()) {
-                    next.push(&dependency["pkg"]);
-                }
-            }
+    /// The library, and what it needs to be built: by cargo's tree, since the metadata have the features that any package of
+    /// the workspace turns on.
+    fn dependencies(&self) -> Result<Vec<&Value>> {
+        let library = self.library()["name"].as_str().unwrap_or_default();
+        let mut tree = Command::new("cargo");
+        tree.args(["tree", "--package", library, "--all-features", "--edges", "normal", "--target", "all"]);
+        tree.args(["--prefix", "none", "--no-dedupe"]).current_dir(root());
+        let output = tree.output().map_err(|error| format!("{tree:?}: {error}"))?;
+        if !output.status.success() {
+            return Err(format!("{tree:?} failed: {}", String::from_utf8_lossy(&output.stderr)));
         }
-        seen.into_iter().map(|id| self.package(id)).collect()
+        // Such as `serde_derive v1.0.229 (proc-macro)`.
+        let text = String::from_utf8_lossy(&output.stdout);
+        let of_line = |line: &'_ str| {
+            let mut words = line.split(' ').map(str::to_owned);
+            Some((words.next()?, words.next()?.trim_start_matches('v').to_owned()))
+        };
+        let names: BTreeSet<(String, String)> = text.lines().filter_map(of_line).collect();
+        let packages = || self.0["packages"].as_array().into_iter().flatten();
+        let found = names.iter().map(|(name, version)| {
+            let found = packages().find(|package| package["name"] == *name && package["version"] == *version);
+            found.ok_or_else(|| format!("cargo's metadata have no {name} {version}, which is in its tree"))
+        });
+        found.collect()
     }
 }
 

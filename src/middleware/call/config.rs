@@ -75,10 +75,13 @@ impl<S, K, R> Config<S, K, R> {
         let check = Check::take(key, &policies, cost);
         let wanted = match &self.wait {
             None => None,
-            Some(wait) => match wait.line_up_behind(wait.wanted(&check)) {
-                Ok(place) => return Start::Decided(self.admit_to_line(place, asked)),
-                Err(wanted) => Some(Box::new(wanted)),
-            },
+            Some(wait) => {
+                let wanted = wait.wanted(&check);
+                if let Some(place) = wait.line_up_behind(&wanted) {
+                    return Start::Decided(self.admit_to_line(place, asked));
+                }
+                Some(Box::new(wanted))
+            }
         };
         match self.store.check(check) {
             Answer::Ready { answer } => Start::Decided(self.admit(answer, asked, wanted)),

@@ -69,8 +69,8 @@ pub struct ThrottleLayer {
 
 impl ThrottleLayer {
     /// Takes permits from `store`, on the count of `key`, under the policies that `policies` gives: a
-    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::Live) ones. Without any, every
-    /// call goes on.
+    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::Live) ones, which count for whoever begins to
+    /// wait after they were replaced. Without any, every call goes on.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let turns = Turns::new(store, Bounds::NONE);
         let policies = Selector::new(policies);
