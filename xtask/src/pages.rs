@@ -71,7 +71,7 @@ fn has_heading(text: &str, anchor: &str) -> bool {
         heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_')).collect()
     };
     text.lines()
-        .filter_map(|line| line.trim_start_matches('#').strip_prefix(' '))
+        .filter_map(|line| line.strip_prefix('#')?.trim_start_matches('#').strip_prefix(' '))
         .any(|heading| name(heading) == anchor)
 }
 
@@ -105,8 +105,8 @@ mod tests {
         let fine = "```text\n[a](none.md)\n```\n<https://docs.rs/> [a](https://docs.rs/) [b](faults.md)\n";
         assert!(lines("docs/faults.md", fine).is_empty());
         assert_eq!(lines("README.md", "[a](docs/choosing.md)\n"), [1]);
-        let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n";
-        assert_eq!(lines("README.md", within), [4]);
+        let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
+        assert_eq!(lines("README.md", within), [4, 6]);
     }
 
     #[test]
