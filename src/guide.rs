@@ -1,5 +1,5 @@
-//! The pages of `docs/`: everyday limits, which strategy to choose, what clients are told, what happens when Redis goes away,
-//! which servers there are, how fast it is.
+//! The pages of `docs/`: everyday limits, which strategy to choose, what clients are told, how to run it, what happens
+//! when Redis goes away, which servers there are, how fast it is.
 
 /// Everyday limits, each as a program that shows what happens.
 ///
@@ -18,14 +18,25 @@ pub mod choosing {}
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
+/// Where Redis is, settings, rights, sizes, upgrades, several regions.
+///
+/// [faults]: crate::guide::faults
+/// [performance]: crate::guide::performance
+/// [recipes]: crate::guide::recipes
+/// [servers]: crate::guide::servers
+#[doc = include_str!("../docs/running.md")]
+pub mod running {}
+
 /// Every fault that we know of: what is promised, and what was measured.
 ///
+/// [running]: crate::guide::running
 /// [servers]: crate::guide::servers
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
 
 /// Which servers are tested, what the limiter needs of them, and what they do to the counts.
 ///
+/// [running]: crate::guide::running
 #[doc = include_str!("../docs/servers.md")]
 pub mod servers {}
 

@@ -4,6 +4,7 @@
 //! [faults]: guide::faults
 //! [performance]: guide::performance
 //! [recipes]: guide::recipes
+//! [running]: guide::running
 //! [servers]: guide::servers
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -112,6 +112,19 @@ async fn what_it_needs_is_named() {
     }
 }
 
+/// A database but 0 is chosen by SELECT.
+#[tokio::test]
+async fn a_database_needs_one_right_more() {
+    let server = RedisServer::start();
+    let rights: Vec<String> = NEEDED.iter().map(|right| format!("+{right}")).collect();
+    let rule = format!("ACL SETUSER limiter reset on >word ~rl:* -@all {}", rights.join(" "));
+    let _: String = server.command(&rule).await;
+    let store = || store(format!("redis://limiter:word@127.0.0.1:{}/3", server.port()));
+    assert!(!ask(&store(), Strategy::Gcra).await.is_empty());
+    let _: String = server.command("ACL SETUSER limiter +select").await;
+    assert!(ask(&store(), Strategy::Gcra).await.is_empty());
+}
+
 /// Without any one of the documented rights, something is refused: there is none in excess.
 #[tokio::test]
 async fn every_documented_right_is_needed() {

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 8] = [
+const PAGES: [&str; 9] = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/answers.md",
@@ -14,6 +14,7 @@ const PAGES: [&str; 8] = [
     "docs/faults.md",
     "docs/performance.md",
     "docs/recipes.md",
+    "docs/running.md",
     "docs/servers.md",
 ];
 
@@ -46,7 +47,11 @@ fn problems(page: &str, text: &str) -> Vec<(usize, String)> {
                 problems.push((number, "only rustdoc hides this line".to_owned()));
             }
         } else {
-            problems.extend(links(line).filter_map(|link| Some((number, problem(page, link)?))));
+            let problem = |link: &str| match link.strip_prefix('#') {
+                Some(anchor) => (!has_heading(text, anchor)).then(|| format!("#{anchor} is no heading of this page")),
+                None => problem(page, link),
+            };
+            problems.extend(links(line).filter_map(|link| Some((number, problem(link)?))));
         }
     }
     problems
@@ -57,6 +62,17 @@ fn links(line: &str) -> impl Iterator<Item = &str> {
     let inline = line.split("](").skip(1).filter_map(|rest| rest.split(')').next());
     let definition = line.strip_prefix('[').and_then(|rest| rest.split_once("]: ")).map(|(_, target)| target);
     inline.chain(definition)
+}
+
+/// Whether a code host and rustdoc give this name to a heading of the page.
+fn has_heading(text: &str, anchor: &str) -> bool {
+    let name = |heading: &str| -> String {
+        let heading = heading.to_lowercase().replace(' ', "-");
+        heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, '-' | '_')).collect()
+    };
+    text.lines()
+        .filter_map(|line| line.strip_prefix('#')?.trim_start_matches('#').strip_prefix(' '))
+        .any(|heading| name(heading) == anchor)
 }
 
 fn problem(page: &str, link: &str) -> Option<String> {
@@ -89,6 +105,8 @@ mod tests {
         let fine = "```text\n[a](none.md)\n```\n<https://docs.rs/> [a](https://docs.rs/) [b](faults.md)\n";
         assert!(lines("docs/faults.md", fine).is_empty());
         assert_eq!(lines("README.md", "[a](docs/choosing.md)\n"), [1]);
+        let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
+        assert_eq!(lines("README.md", within), [4, 6]);
     }
 
     #[test]

@@ -175,6 +175,38 @@ mod tests {
         assert_eq!(tags(4), [3, 2, 1, 0]);
     }
 
+    /// What `docs/running.md` says of the numbers to choose. The masters have the ranges that `redis-cli --cluster create` gives.
+    #[test]
+    fn buckets_are_spread_over_the_masters() {
+        let slots = |buckets: usize| -> Vec<usize> {
+            tags(buckets).into_iter().map(|tag| slot(tag.to_string().as_bytes()).into()).collect()
+        };
+        let each = |slots: &[usize], masters: usize| {
+            let range = f64::from(SLOTS) / masters as f64;
+            let mut each = vec![0; masters];
+            let mut master = 0;
+            for slot in slots {
+                while master + 1 < masters && *slot > (range * (master + 1) as f64 - 1.0).round() as usize {
+                    master += 1;
+                }
+                each[master] += 1;
+            }
+            each
+        };
+        for (buckets, masters) in [(12, 3), (16, 4), (64, 16)] {
+            assert_eq!(each(&slots(buckets), masters), vec![4; masters]);
+        }
+        assert_eq!(each(&slots(16), 3), [5, 6, 5]);
+        assert_eq!(each(&slots(400), 100).into_iter().max(), Some(5));
+        for buckets in [16, 50, 100, 128, 400, 1_024] {
+            let slots = slots(buckets);
+            for masters in 1..=buckets / 4 {
+                let busiest = each(&slots, masters).into_iter().max().unwrap_or(0);
+                assert!(2 * busiest * masters <= 3 * buckets, "{buckets} on {masters}: {busiest}");
+            }
+        }
+    }
+
     #[test]
     fn a_map_is_read_as_it_is_told() {
         let reply = Value::Array(vec![
