@@ -49,10 +49,14 @@ impl Ballot {
         self.told.iter().any(|(_, votes)| self.is_majority(*votes))
     }
 
-    /// The servers to try, the likeliest first: the word of most, and then by epoch; also the one that was `known` before,
-    /// unless most agree. And why there may be none.
+    /// The servers to try, the likeliest first: the word of most, and then by epoch. The one that was `known` before comes first
+    /// while what is told is of an earlier epoch, unless all agree: in a failover most sentinels tell of the former master for
+    /// a second longer than the first. And why there may be none.
     pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, Error) {
-        if !self.is_decided()
+        let known_epoch = known.as_ref().map_or(0, |known| known.epoch);
+        let all = self.sentinels;
+        let is_unanimous = |votes: usize| votes == all;
+        if !self.told.iter().any(|(_, votes)| is_unanimous(*votes))
             && let Some(known) = known
         {
             match self.told.iter_mut().find(|(told, _)| told.is_at(&known)) {
@@ -61,7 +65,10 @@ impl Ballot {
             }
         }
         let mut told = std::mem::take(&mut self.told);
-        told.sort_by_key(|(master, votes)| std::cmp::Reverse((self.is_majority(*votes), master.epoch, *votes)));
+        told.sort_by_key(|(master, votes)| {
+            let is_of_now = is_unanimous(*votes) || master.epoch >= known_epoch;
+            std::cmp::Reverse((is_of_now, self.is_majority(*votes), master.epoch, *votes))
+        });
         let failure = self.failure.unwrap_or_else(|| Error::new(ErrorKind::Unreachable));
         (told.into_iter().map(|(master, _)| master).collect(), failure)
     }
@@ -98,8 +105,13 @@ mod tests {
             (3, &[("a", 3)], Some(("old", 2)), &["a", "old"], false),
             (3, &[], Some(("a", 2)), &["a"], false),
             (3, &[("a", 2)], Some(("a", 2)), &["a"], false),
+            // In a failover, most have not heard of it yet.
+            (3, &[("old", 1), ("old", 1)], Some(("a", 2)), &["a", "old"], true),
+            (3, &[("old", 1), ("a", 2), ("old", 1)], Some(("a", 2)), &["a", "old"], true),
+            (3, &[("a", 3), ("a", 3)], Some(("old", 2)), &["a", "old"], true),
             // The sentinels were set up anew, and count failovers from 0.
-            (3, &[("a", 0), ("a", 0)], Some(("old", 9)), &["a"], true),
+            (3, &[("a", 0), ("a", 0)], Some(("old", 9)), &["old", "a"], true),
+            (3, &[("a", 0), ("a", 0), ("a", 0)], Some(("old", 9)), &["a"], true),
             (3, &[], None, &[], false),
         ] {
             let ballot = ballot(sentinels, told);
