@@ -12,6 +12,7 @@ mod future;
 mod headers;
 mod layer;
 mod misconfiguration;
+mod ready;
 mod reject;
 mod select;
 mod service;

@@ -1,5 +1,4 @@
 use std::fmt;
-use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -9,6 +8,7 @@ use tower_service::Service;
 use super::config::{Admission, Config, Start};
 use super::copies::Copies;
 use super::future::Call;
+use super::ready::take_ready;
 use super::{KeyExtractor, Reject, ResponseFuture};
 use crate::store::Store;
 
@@ -42,18 +42,18 @@ where
                 ResponseFuture::calling(&mut self.inner, parts, body, annotation, shadows)
             }
             Start::Decided(Admission::Reject(response)) => {
-                drop(self.take_ready());
+                drop(take_ready(&mut self.inner));
                 ResponseFuture::rejected(response)
             }
             Start::Decided(Admission::Wait(place, asked)) => {
                 let config = Arc::clone(config);
-                drop(self.take_ready());
+                drop(take_ready(&mut self.inner));
                 let inner = self.inner.clone();
                 ResponseFuture::waiting(place, Call { config, inner, parts, body, asked, wanted: None })
             }
             Start::Deciding(future, asked, wanted) => {
                 let config = Arc::clone(config);
-                let inner = self.take_ready();
+                let inner = take_ready(&mut self.inner);
                 ResponseFuture::deciding(future, Call { config, inner, parts, body, asked, wanted })
             }
         }
@@ -74,16 +74,6 @@ impl<T, S, K, R> RateLimit<T, S, K, R> {
     /// Gives the inner service back.
     pub fn into_inner(self) -> T {
         self.inner
-    }
-}
-
-impl<T: Clone, S, K, R> RateLimit<T, S, K, R> {
-    /// Takes the inner service, which has been polled ready, and leaves a clone, which has not.
-    ///
-    /// Call it, or drop it at once: it may hold a permit that others wait for, such as `ConcurrencyLimit`'s.
-    fn take_ready(&mut self) -> T {
-        let clone = self.inner.clone();
-        mem::replace(&mut self.inner, clone)
     }
 }
 

@@ -42,6 +42,16 @@ struct Load {
 }
 
 impl Load {
+    fn granted(&self) -> u64 {
+        self.granted.iter().map(|granted| granted.load(SeqCst)).sum()
+    }
+
+    /// Waits until more than so many further checks are granted.
+    async fn goes_on(&self, what: &str, checks: u64) {
+        let before = self.granted();
+        until(what, async || self.granted() > before + checks).await;
+    }
+
     fn start(store: &impl Store, callers: &[Key], policies: &Policies) -> Self {
         let mut load = Self {
             tasks: JoinSet::new(),
@@ -102,11 +112,7 @@ async fn every_check_is_charged_once_wherever_its_slot_is() {
             cluster.begin_move(slot, from, to).await;
             // Some keys are here and some there, for a while.
             while cluster.move_keys(slot, from, to, 1).await > 0 {
-                let before: u64 = load.granted.iter().map(|granted| granted.load(SeqCst)).sum();
-                until("checks go on", async || {
-                    load.granted.iter().map(|granted| granted.load(SeqCst)).sum::<u64>() > before + 100
-                })
-                .await;
+                load.goes_on("checks go on", 100).await;
             }
             cluster.end_move(slot, from, to).await;
         }
@@ -121,11 +127,7 @@ async fn every_check_is_charged_once_wherever_its_slot_is() {
         let _: String = node.server.command(&format!("CLUSTER FORGET {}", gone.id)).await;
     }
     drop(gone);
-    let before: u64 = load.granted.iter().map(|granted| granted.load(SeqCst)).sum();
-    until("checks go on without it", async || {
-        load.granted.iter().map(|granted| granted.load(SeqCst)).sum::<u64>() > before + 1_000
-    })
-    .await;
+    load.goes_on("checks go on without it", 1_000).await;
     let granted = load.stop().await;
     let mut moved = 0;
     for node in &cluster.nodes {
@@ -155,11 +157,7 @@ async fn a_caller_whose_keys_are_on_two_nodes_is_decided_all_the_same() {
     for (from, to) in [(home, away), (away, home)] {
         cluster.begin_move(slot, from, to).await;
         while cluster.move_keys(slot, from, to, 1).await > 0 {
-            let before: u64 = load.granted.iter().map(|granted| granted.load(SeqCst)).sum();
-            until("checks go on", async || {
-                load.granted.iter().map(|granted| granted.load(SeqCst)).sum::<u64>() > before + 100
-            })
-            .await;
+            load.goes_on("checks go on", 100).await;
         }
         cluster.end_move(slot, from, to).await;
     }

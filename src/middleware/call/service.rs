@@ -1,5 +1,4 @@
 use std::fmt;
-use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -9,6 +8,7 @@ use super::config::{Admission, Config, Start};
 use super::future::Call;
 use super::{BoxError, CallFuture};
 use crate::middleware::KeyExtractor;
+use crate::middleware::ready::take_ready;
 use crate::store::Store;
 
 /// The service that a [`CallLimitLayer`](crate::CallLimitLayer) makes: it decides, then calls the inner service.
@@ -36,16 +36,16 @@ where
         match self.config.start(&request) {
             Start::Decided(Admission::Pass) => CallFuture::calling(self.inner.call(request)),
             Start::Decided(Admission::Wait(place, asked)) => {
-                drop(self.take_ready());
+                drop(take_ready(&mut self.inner));
                 let (config, inner) = (Arc::clone(&self.config), self.inner.clone());
                 CallFuture::waiting(place, Call { config, inner, request, asked, wanted: None })
             }
             Start::Decided(Admission::Fail(error)) => {
-                drop(self.take_ready());
+                drop(take_ready(&mut self.inner));
                 CallFuture::failed(error)
             }
             Start::Deciding(decision, asked, wanted) => {
-                let (config, inner) = (Arc::clone(&self.config), self.take_ready());
+                let (config, inner) = (Arc::clone(&self.config), take_ready(&mut self.inner));
                 CallFuture::deciding(decision, Call { config, inner, request, asked, wanted })
             }
         }
@@ -66,16 +66,6 @@ impl<T, S, K, R> CallLimit<T, S, K, R> {
     /// Gives the inner service back.
     pub fn into_inner(self) -> T {
         self.inner
-    }
-}
-
-impl<T: Clone, S, K, R> CallLimit<T, S, K, R> {
-    /// Takes the inner service, which has been polled ready, and leaves a clone, which has not.
-    ///
-    /// Call it, or drop it at once: it may hold a permit that others wait for, such as `ConcurrencyLimit`'s.
-    fn take_ready(&mut self) -> T {
-        let clone = self.inner.clone();
-        mem::replace(&mut self.inner, clone)
     }
 }
 
