@@ -1,3 +1,4 @@
+use std::fmt;
 use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
@@ -7,7 +8,7 @@ use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Error, instant};
 
 /// What is to be done in a store, and who is told of it.
-pub(crate) struct Mail {
+pub struct Mail {
     what: What,
     then: Option<Then>,
     pub(super) put_at: Instant,
@@ -111,6 +112,12 @@ impl GiveBack {
         let left = check.policies().iter().filter(|policy| names.contains(&policy.name())).cloned();
         let left = Policies::new(left).ok()?;
         Some(check.under(left))
+    }
+}
+
+impl fmt::Debug for Mail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mail").field("key", self.key()).finish_non_exhaustive()
     }
 }
 

@@ -93,12 +93,15 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// An [`Outbox`] of any store.
-pub(crate) trait Post: Send + Sync {
+pub trait Post: fmt::Debug + Send + Sync {
     /// Sends what the mail says. Nobody needs to wait: this returns at once.
     fn put(&self, mail: Mail);
 
     /// Has what is left of a runtime that has ended sent on this one.
     fn wake(&self);
+
+    /// The same outbox in an `Arc` of its own, whose count of references no other processor writes to.
+    fn copy(&self) -> Arc<dyn Post>;
 }
 
 impl<S: Store> Outbox<S> {
@@ -138,6 +141,10 @@ impl<S: Store> Post for Outbox<S> {
             }
         }
         self.shared.attend();
+    }
+
+    fn copy(&self) -> Arc<dyn Post> {
+        Arc::new(self.clone())
     }
 
     fn wake(&self) {
