@@ -193,11 +193,10 @@ impl<S: Store> Shared<S> {
 
     /// Asks the store.
     pub(super) fn ask(&self, mail: Mail, now: Instant, asked: &mut Vec<Flight<S>>) {
-        for (check, mail) in mail.attempts(now) {
-            match self.store.check(check) {
-                Answer::Ready { answer } => self.ended(mail, answer),
-                Answer::Pending { future } => asked.push(Flight { mail, answer: Box::pin(future) }),
-            }
+        let Some(check) = mail.check(now) else { return };
+        match self.store.check(check) {
+            Answer::Ready { answer } => self.ended(mail, answer),
+            Answer::Pending { future } => asked.push(Flight { mail, answer: Box::pin(future) }),
         }
     }
 

@@ -31,7 +31,7 @@ impl Reserved {
         match cost.cmp(&reserved) {
             Ordering::Less => post.put(Mail::give_back(self.decision, self.key, reserved - cost, self.since)),
             Ordering::Equal => {}
-            Ordering::Greater => post.put(Mail::charge(self.key, self.decision.policies(), cost - reserved)),
+            Ordering::Greater => post.put(Mail::charge(self.key, &self.decision.policies().whole(), cost - reserved)),
         }
     }
 }
