@@ -9,7 +9,7 @@ use crate::store::{Error, Observer, event, instant};
 pub struct Asked {
     key: Key,
     since: Instant,
-    /// When it was charged, if that was before it was asked: as the turn of another.
+    /// When what it waited for was taken, which may have been for another who waited.
     taken_at: Option<Instant>,
 }
 
@@ -26,7 +26,7 @@ impl Asked {
 
     /// What was granted by this decision.
     pub(super) fn reserved(&self, decision: Decision) -> Reserved {
-        Reserved::new(decision, self.key, self.taken_at.map_or(self.since, |at| at.min(self.since)))
+        Reserved::new(decision, self.key, self.taken_at.unwrap_or(self.since))
     }
 
     /// Tells what came of it.
