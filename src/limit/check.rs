@@ -39,7 +39,8 @@ enum Rare {
 const LONGEST: u128 = 1 << 52;
 
 impl Check {
-    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing.
+    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
+    /// [in flight](crate::Strategy::InFlight) counts one, whatever the cost.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
@@ -84,6 +85,21 @@ impl Check {
     /// Forgets all that the caller was charged.
     pub fn reset(key: Key, policies: &Policies) -> Self {
         Self::new(key, policies, Mode::Reset, 0)
+    }
+
+    /// Renews the leases of so many requests that this instance has [in flight](crate::Strategy::InFlight): what it holds
+    /// already is renewed, and if nothing is known of it any more, it holds `count` again. Says in
+    /// [`Decision::granted`] how many it holds. Charges nothing under policies of other strategies.
+    ///
+    /// [`Leases`](crate::Leases) does so for all that they hold.
+    pub fn renew(key: Key, policies: &Policies, count: u32) -> Self {
+        Self::new(key, policies, Mode::Renew, count)
+    }
+
+    /// Tells that this instance has just so many requests [in flight](crate::Strategy::InFlight), whatever it held before; 0
+    /// for none. Charges nothing under policies of other strategies.
+    pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
+        Self::new(key, policies, Mode::Hold, count)
     }
 
     /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request can
@@ -172,7 +188,7 @@ impl Check {
     /// The rarer case of several policies.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
         let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), ask));
-        let max = looks.map(|look| look.grants).min().unwrap_or(0);
+        let max = looks.map(|look| look.max).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for ((verdict, state), policy) in each.iter_mut().zip(states).zip(self.policies.iter()) {
             let (answer, grants) = state.decide(policy.params(), ask, max);
