@@ -14,6 +14,7 @@ pub mod guide;
 mod limit;
 mod limiter;
 mod middleware;
+mod settle;
 mod store;
 mod turns;
 mod twins;
