@@ -168,6 +168,19 @@ impl Check {
         }
     }
 
+    /// What another store has to count of the requests in flight, if this is what one has decided: what it does under the
+    /// policies that count these.
+    pub(crate) fn in_flight(&self, decision: &Decision) -> Option<Self> {
+        let policies = self.policies.in_flight()?;
+        let (mode, cost) = match self.mode {
+            Mode::Take | Mode::TakeAhead | Mode::UpTo if decision.is_allowed() => (Mode::Charge, 1),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => return None,
+            Mode::Charge => (Mode::Charge, decision.granted()),
+            mode => (mode, self.cost),
+        };
+        Some(Self::new(self.key, policies, mode, cost))
+    }
+
     /// The same check under other policies.
     pub(crate) fn under(self, policies: Policies) -> Self {
         Self { policies, ..self }
