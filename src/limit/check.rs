@@ -52,6 +52,36 @@ impl Charged {
     pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
         this.cloned().unwrap_or_else(|| Self { age: 0, cost, resets: smallvec![LONGEST; policies] })
     }
+
+    /// Whether any policy was to count anything still, as told then.
+    pub(crate) fn counts(&self) -> bool {
+        self.resets.iter().any(|reset| *reset > self.age)
+    }
+
+    /// The same so many microseconds later.
+    pub(crate) fn later(self, elapsed: i64) -> Self {
+        Self { age: self.age.saturating_add(elapsed.max(0)).min(LONGEST), ..self }
+    }
+
+    /// What is certain of both: the older, and the smaller.
+    pub(crate) fn or(self, other: &Self) -> Self {
+        let lefts = self.resets.iter().zip(&other.resets);
+        let lefts = lefts.map(|(ours, theirs)| (ours - self.age).min(theirs - other.age));
+        let (age, cost) = (self.age.max(other.age), self.cost.min(other.cost));
+        Self { age, cost, resets: lefts.map(|left| left + age).collect() }
+    }
+
+    /// Gives back on the state of one policy, at this index. How much that was.
+    pub(crate) fn give_back(&self, index: usize, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        let ask = Ask { mode: Mode::GiveBack, cost, within: 0, of: self.of(index), now };
+        state.decide(policy.params(), &ask, i64::MAX).1
+    }
+
+    /// As the policy at this index knows it.
+    fn of(&self, policy: usize) -> Of {
+        let reset = self.resets.get(policy).copied().unwrap_or(0);
+        Of { age: self.age, cost: self.cost.into(), reset }
+    }
 }
 
 /// The longest time within which a take ahead has to be due, and the greatest age of a charge, in microseconds: 142 years.
@@ -208,11 +238,7 @@ impl Check {
 
     /// The charge of which it gives back a part, as the policy at this index knows it.
     fn of(&self, policy: usize) -> Of {
-        self.charged().map_or(Of::just_now(self.cost.into()), |charged| Of {
-            age: charged.age,
-            cost: charged.cost.into(),
-            reset: charged.resets.get(policy).copied().unwrap_or(0),
-        })
+        self.charged().map_or(Of::just_now(self.cost.into()), |charged| charged.of(policy))
     }
 
     /// The rarer case of several policies.
