@@ -4,7 +4,7 @@
 -- Loaded: what this instance holds, what the others do, and when the last of theirs ends. What is stored of the others
 -- is kept in the policy until the next load.
 --
--- Uses instance, decode and encode of call.lua; max, sub, try and write of prelude.lua.
+-- Uses instance, decode and encode of call.lua; max, min, try and write of prelude.lua.
 
 local HOLDER, LENGTH = '<I6I4i7I5', 22
 -- A request may end at any time: who waits asks again after so many microseconds.
@@ -49,6 +49,11 @@ local function charge(policy, key, now, cost, own, others, latest)
   return max(0, own + cost), others, latest
 end
 
+-- However long ago it was taken.
+local function give_back(policy, key, now, cost, of, own, others, latest)
+  return min(cost, own), max(0, own - cost), others, latest
+end
+
 local function reset(policy, now, own, others, latest)
   return max(0, latest - now, own > 0 and policy.lease or 0)
 end
@@ -69,6 +74,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
+  give_back = give_back,
   reset = reset,
   save = save,
 }

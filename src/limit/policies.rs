@@ -150,6 +150,14 @@ impl Policies {
         if self.iter().len() == 1 { self.clone() } else { policy.clone().into() }
     }
 
+    /// Those of which they are the parts of an instance, or the same.
+    pub(crate) fn whole(&self) -> Self {
+        match self.iter().all(|policy| std::ptr::eq(policy, policy.whole())) {
+            true => self.clone(),
+            false => Self::of(self.iter().map(|policy| policy.whole().clone()).collect()),
+        }
+    }
+
     /// How long the longest period is, in microseconds.
     pub(crate) fn longest_period(&self) -> i64 {
         self.iter().map(|policy| policy.params().period).max().unwrap_or(0)

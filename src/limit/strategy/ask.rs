@@ -1,15 +1,42 @@
 use super::Params;
 use super::twin::{Loaded, Twin};
+use crate::limit::check::LONGEST;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
 
 /// What each policy is asked.
+#[derive(Clone, Copy)]
 pub(in crate::limit) struct Ask {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
     /// Within how many microseconds a take ahead has to be due.
     pub(in crate::limit) within: i64,
+    /// The charge of which a part is given back.
+    pub(in crate::limit) of: Of,
     pub(in crate::limit) now: i64,
+}
+
+/// A charge of which a part is given back, as one policy knows it.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::limit) struct Of {
+    /// How many microseconds ago it was made.
+    pub(in crate::limit) age: i64,
+    /// How much it was.
+    pub(in crate::limit) cost: i64,
+    /// In how many microseconds nothing was to be charged any more, as told then.
+    pub(in crate::limit) reset: i64,
+}
+
+impl Of {
+    /// A charge of just now, of which all is given back.
+    pub(in crate::limit) fn just_now(cost: i64) -> Self {
+        Self { age: 0, cost, reset: LONGEST }
+    }
+
+    /// In how many microseconds from now nothing was to be charged any more, as told then.
+    pub(super) fn left(&self) -> i64 {
+        self.reset - self.age
+    }
 }
 
 /// What a policy answers, if it is alone.
@@ -69,28 +96,36 @@ impl Ask {
         } else {
             state.wait(params, now, needs, loaded)
         };
-        let (granted, charged) = match mode {
+        let mut granted = grants.min(max);
+        match mode {
             Mode::Reset => {
                 *state = T::default();
                 return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
             }
-            Mode::GiveBack => (grants, -grants),
-            Mode::Renew | Mode::Hold if T::COUNTS_REQUESTS => (grants, grants - loaded[0]),
-            Mode::Renew | Mode::Hold => (0, 0),
-            Mode::Take | Mode::TakeAhead | Mode::UpTo if T::COUNTS_REQUESTS && max >= 0 => (grants, grants),
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge => {
-                let granted = grants.min(max.max(0));
-                (granted, granted)
+            // Each what it has.
+            Mode::GiveBack if grants > 0 => {
+                (loaded, granted) = state.give_back(params, now, self.cost, &self.of, loaded);
+                granted = granted.min(grants);
             }
-        };
-        if charged != 0 {
-            loaded = state.charge(params, now, charged, loaded);
+            Mode::Renew | Mode::Hold if T::COUNTS_REQUESTS => {
+                granted = grants;
+                loaded = state.charge(params, now, granted - loaded[0], loaded);
+            }
+            // A request, unless another policy denies it.
+            _ if T::COUNTS_REQUESTS && mode.takes() && max >= 0 => {
+                granted = grants;
+                loaded = state.charge(params, now, granted, loaded);
+            }
+            _ if granted > 0 => loaded = state.charge(params, now, granted, loaded),
+            _ => granted = 0,
+        }
+        let tells = T::COUNTS_REQUESTS && matches!(mode, Mode::Renew | Mode::Hold);
+        if granted > 0 || tells {
             room = T::room(params, now, loaded);
         }
         let reset = T::reset_after(params, now, loaded);
-        let tells = T::COUNTS_REQUESTS && matches!(mode, Mode::Renew | Mode::Hold);
-        if charged != 0 || dirty && mode != Mode::Peek || tells {
-            state.save(params, now, charged, loaded);
+        if granted > 0 || dirty && mode != Mode::Peek || tells {
+            state.save(params, now, if mode == Mode::GiveBack { -granted } else { granted }, loaded);
         }
         (Verdict { remaining: room.max(0), wait, reset }, granted)
     }

@@ -16,7 +16,7 @@
 //! compares it with its own limit.
 
 use super::twin::{Loaded, Twin};
-use super::{Followed, Params};
+use super::{Followed, Of, Params};
 
 /// A request may end at any time: who waits asks again after so many microseconds.
 const AGAIN: i64 = 100_000;
@@ -72,6 +72,11 @@ impl Twin for State {
 
     fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [own, others, latest]: Loaded) -> Loaded {
         [(own + cost).max(0), others, latest]
+    }
+
+    /// However long ago it was taken.
+    fn give_back(&mut self, params: &Params, now: i64, cost: i64, _of: &Of, loaded: Loaded) -> (Loaded, i64) {
+        (self.charge(params, now, -cost, loaded), cost.min(loaded[0]))
     }
 
     fn reset_after(params: &Params, now: i64, [own, _, latest]: Loaded) -> i64 {
