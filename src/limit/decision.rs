@@ -243,6 +243,18 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
+    /// The same after another cost took the place of the one that was charged, as far as is known without asking.
+    pub(crate) fn settled(self, cost: u32) -> Self {
+        let Self { policies, mut verdicts, source, .. } = self;
+        // More than nothing is given back, less is charged.
+        let back = verdicts.granted - i64::from(cost);
+        verdicts.granted = i64::from(cost);
+        for (policy, verdict) in policies.iter().zip(&mut verdicts.each) {
+            verdict.give_back(policy, back);
+        }
+        Self::new(policies, verdicts, source)
+    }
+
     /// What each policy says of the check.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
         self.policies.iter().zip(&self.verdicts.each)

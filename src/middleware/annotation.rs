@@ -5,7 +5,8 @@ use super::Headers;
 use crate::limit::Decision;
 
 /// A decision, for the request that passes by it, and for the response.
-pub(super) struct Annotation {
+#[derive(Debug)]
+pub struct Annotation {
     pub(super) decision: Decision,
     /// The header fields that the response gets.
     pub(super) headers: Headers,
@@ -15,6 +16,14 @@ impl Annotation {
     /// Puts the decision into the request's extensions, where the inner service finds it.
     pub(super) fn annotate_request(&self, request: &mut Parts) {
         request.extensions.insert(self.decision.clone());
+    }
+
+    /// The same after the request's cost became known.
+    pub(super) fn settled(self, cost: Option<u32>) -> Self {
+        match cost {
+            Some(cost) if cost != self.decision.granted() => Self { decision: self.decision.settled(cost), ..self },
+            _ => self,
+        }
     }
 
     /// Puts the decision into the response's extensions, and adds its header fields.

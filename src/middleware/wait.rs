@@ -4,6 +4,9 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use tokio::time::Instant;
+
+use super::asked::Asked;
 use crate::limit::{Check, Decision};
 use crate::store::{Error, Store, instant, polled_after_completion};
 use crate::turns::{Bounds, Permit, Refusal, Turn, Turns, Wanted};
@@ -74,6 +77,8 @@ pub(super) struct InLine {
     turn: Turn,
     /// While the service is not ready.
     permit: Option<Permit>,
+    /// When the permit was taken, which may have been for another.
+    taken_at: Option<Instant>,
 }
 
 impl Waiting {
@@ -106,10 +111,16 @@ impl Waiting {
 pub(super) type Place = Result<Box<InLine>, Result<Decision, Error>>;
 
 fn placed(turn: Result<Turn, Refusal>) -> Place {
-    turn.map(|turn| Box::new(InLine { turn, permit: None })).map_err(Refusal::into_answer)
+    turn.map(|turn| Box::new(InLine { turn, permit: None, taken_at: None })).map_err(Refusal::into_answer)
 }
 
 impl InLine {
+    /// Notes when what was granted was charged.
+    pub(super) fn charged(&self, asked: Option<Asked>) -> Option<Asked> {
+        let asked = asked?;
+        Some(self.taken_at.map_or(asked, |taken_at| asked.taken_at(taken_at)))
+    }
+
     /// Waits for the turn, and then for the service to be ready. The answer, as of a store that was asked; or the error of a
     /// service that fails.
     ///
@@ -123,7 +134,10 @@ impl InLine {
     ) -> Poll<Result<Result<Decision, Error>, E>> {
         if self.permit.is_none() {
             match ready!(Pin::new(&mut self.turn).poll(cx)) {
-                Ok(permit) => self.permit = Some(permit),
+                Ok(permit) => {
+                    self.taken_at = permit.taken_at();
+                    self.permit = Some(permit);
+                }
                 Err(refusal) => return Poll::Ready(Ok(refusal.into_answer())),
             }
         }

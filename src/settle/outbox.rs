@@ -93,12 +93,15 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// An [`Outbox`] of any store.
-pub(crate) trait Post: Send + Sync {
+pub trait Post: fmt::Debug + Send + Sync {
     /// Sends what the mail says. Nobody needs to wait: this returns at once.
     fn put(&self, mail: Mail);
 
     /// Has what is left of a runtime that has ended sent on this one.
     fn wake(&self);
+
+    /// The same outbox in an `Arc` of its own, whose count of references no other processor writes to.
+    fn copy(&self) -> Arc<dyn Post>;
 }
 
 impl<S: Store> Outbox<S> {
@@ -138,6 +141,10 @@ impl<S: Store> Post for Outbox<S> {
             }
         }
         self.shared.attend();
+    }
+
+    fn copy(&self) -> Arc<dyn Post> {
+        Arc::new(self.clone())
     }
 
     fn wake(&self) {
@@ -186,11 +193,10 @@ impl<S: Store> Shared<S> {
 
     /// Asks the store.
     pub(super) fn ask(&self, mail: Mail, now: Instant, asked: &mut Vec<Flight<S>>) {
-        for (check, mail) in mail.attempts(now) {
-            match self.store.check(check) {
-                Answer::Ready { answer } => self.ended(mail, answer),
-                Answer::Pending { future } => asked.push(Flight { mail, answer: Box::pin(future) }),
-            }
+        let Some(check) = mail.check(now) else { return };
+        match self.store.check(check) {
+            Answer::Ready { answer } => self.ended(mail, answer),
+            Answer::Pending { future } => asked.push(Flight { mail, answer: Box::pin(future) }),
         }
     }
 

@@ -54,6 +54,11 @@ impl Permit {
         &self.decision
     }
 
+    /// When it was asked for, by whoever was first then.
+    pub(crate) fn taken_at(&self) -> Option<Instant> {
+        self.held.as_ref().map(|held| held.taken_at)
+    }
+
     /// Uses it. Of one that was held for too long, what is counted no more is charged again.
     pub(crate) fn spend(mut self) -> Decision {
         if let Some(held) = self.held.take().filter(|held| !held.is_good(&self.decision)) {

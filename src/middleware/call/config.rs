@@ -1,8 +1,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{BoxError, RateLimited};
-use crate::limit::{Check, Decision, Policies};
+use super::BoxError;
+use crate::limit::{Check, Decision, Policies, RateLimited};
 use crate::middleware::asked::Asked;
 use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
