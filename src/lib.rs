@@ -11,6 +11,7 @@
 
 #[cfg(doc)]
 pub mod guide;
+mod leases;
 mod limit;
 mod limiter;
 mod middleware;

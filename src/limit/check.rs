@@ -52,13 +52,44 @@ impl Charged {
     pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
         this.cloned().unwrap_or_else(|| Self { age: 0, cost, resets: smallvec![LONGEST; policies] })
     }
+
+    /// Whether any policy was to count anything still, as told then.
+    pub(crate) fn counts(&self) -> bool {
+        self.resets.iter().any(|reset| *reset > self.age)
+    }
+
+    /// The same so many microseconds later.
+    pub(crate) fn later(self, elapsed: i64) -> Self {
+        Self { age: self.age.saturating_add(elapsed.max(0)).min(LONGEST), ..self }
+    }
+
+    /// What is certain of both: the older, and the smaller.
+    pub(crate) fn or(self, other: &Self) -> Self {
+        let lefts = self.resets.iter().zip(&other.resets);
+        let lefts = lefts.map(|(ours, theirs)| (ours - self.age).min(theirs - other.age));
+        let (age, cost) = (self.age.max(other.age), self.cost.min(other.cost));
+        Self { age, cost, resets: lefts.map(|left| left + age).collect() }
+    }
+
+    /// Gives back on the state of one policy, at this index. How much that was.
+    pub(crate) fn give_back(&self, index: usize, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        let ask = Ask { mode: Mode::GiveBack, cost, within: 0, of: self.of(index), now };
+        state.decide(policy.params(), &ask, i64::MAX).1
+    }
+
+    /// As the policy at this index knows it.
+    fn of(&self, policy: usize) -> Of {
+        let reset = self.resets.get(policy).copied().unwrap_or(0);
+        Of { age: self.age, cost: self.cost.into(), reset }
+    }
 }
 
 /// The longest time within which a take ahead has to be due, and the greatest age of a charge, in microseconds: 142 years.
 pub(crate) const LONGEST: i64 = 1 << 52;
 
 impl Check {
-    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing.
+    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
+    /// [in flight](crate::Strategy::InFlight) counts one, whatever the cost.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
@@ -112,6 +143,21 @@ impl Check {
     /// Forgets all that the caller was charged.
     pub fn reset(key: Key, policies: &Policies) -> Self {
         Self::new(key, policies, Mode::Reset, 0)
+    }
+
+    /// Renews the leases of so many requests that this instance has [in flight](crate::Strategy::InFlight): what it holds
+    /// already is renewed, and if nothing is known of it any more, it holds `count` again. Says in
+    /// [`Decision::granted`] how many it holds. Charges nothing under policies of other strategies.
+    ///
+    /// [`Leases`](crate::Leases) does so for all that they hold.
+    pub fn renew(key: Key, policies: &Policies, count: u32) -> Self {
+        Self::new(key, policies, Mode::Renew, count)
+    }
+
+    /// Tells that this instance has just so many requests [in flight](crate::Strategy::InFlight), whatever it held before; 0
+    /// for none. Charges nothing under policies of other strategies.
+    pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
+        Self::new(key, policies, Mode::Hold, count)
     }
 
     /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request can
@@ -181,6 +227,19 @@ impl Check {
         }
     }
 
+    /// What another store has to count of the requests in flight, if this is what one has decided: what it does under the
+    /// policies that count these.
+    pub(crate) fn in_flight(&self, decision: &Decision) -> Option<Self> {
+        let policies = self.policies.in_flight()?;
+        let (mode, cost) = match self.mode {
+            Mode::Take | Mode::TakeAhead | Mode::UpTo if decision.is_allowed() => (Mode::Charge, 1),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => return None,
+            Mode::Charge => (Mode::Charge, decision.granted()),
+            mode => (mode, self.cost),
+        };
+        Some(Self::new(self.key, policies, mode, cost))
+    }
+
     /// What is known of the charge of which it gives back a part, if it is not of just now.
     pub(crate) fn charged(&self) -> Option<&Charged> {
         match self.rare.as_deref() {
@@ -208,17 +267,13 @@ impl Check {
 
     /// The charge of which it gives back a part, as the policy at this index knows it.
     fn of(&self, policy: usize) -> Of {
-        self.charged().map_or(Of::just_now(self.cost.into()), |charged| Of {
-            age: charged.age,
-            cost: charged.cost.into(),
-            reset: charged.resets.get(policy).copied().unwrap_or(0),
-        })
+        self.charged().map_or(Of::just_now(self.cost.into()), |charged| charged.of(policy))
     }
 
     /// The rarer case of several policies.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
         let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), ask));
-        let max = looks.map(|look| look.grants).min().unwrap_or(0);
+        let max = looks.map(|look| look.max).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for (i, ((verdict, state), policy)) in each.iter_mut().zip(states).zip(self.policies.iter()).enumerate() {
             let ask = Ask { of: self.of(i), ..*ask };

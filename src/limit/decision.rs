@@ -210,9 +210,10 @@ impl Decision {
         let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST);
         let cost = cost.min(self.granted());
         let resets: SmallVec<[i64; 1]> = self.verdicts.each.iter().map(|verdict| verdict.reset).collect();
-        let counts = cost > 0 && resets.iter().any(|reset| *reset > age);
         let charged = Charged { age, cost: self.granted(), resets };
-        counts.then(|| Check::give_back_of(key, &self.policies.whole(), cost, charged)).into_iter()
+        (cost > 0 && charged.counts())
+            .then(|| Check::give_back_of(key, &self.policies.whole(), cost, charged))
+            .into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).

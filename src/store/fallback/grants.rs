@@ -150,12 +150,15 @@ impl Caller<'_> {
     /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
     /// anything to settle.
     pub(super) fn note(mut self, check: &Check, sent: bool, decision: &Decision, now: impl FnOnce() -> i64) -> bool {
-        let (mode, policies, id) = (check.mode(), check.policies(), check.id());
+        let (mode, id) = (check.mode(), check.id());
+        // Who holds requests in flight tells so itself.
+        let Some(policies) = check.policies().without_in_flight() else { return false };
         let cost = match mode {
             // The primary store may have more to give back.
             Mode::GiveBack => check.cost(),
-            Mode::Reset => 0,
-            _ => decision.granted(),
+            Mode::Reset | Mode::Renew | Mode::Hold => 0,
+            // Of what costs nothing, a request in flight may have been granted.
+            _ => decision.granted().min(check.cost()),
         };
         if cost == 0 && mode != Mode::Reset {
             return false;
@@ -164,7 +167,7 @@ impl Caller<'_> {
         let (cost, now) = (u64::from(cost), now());
         self.change(policies, id, mode, cost, |notes| {
             notes.go_under(policies);
-            notes.add(mode, id.copied(), cost, now, sent);
+            notes.add(mode, id.copied(), cost, check.charged(), now, sent);
         });
         true
     }

@@ -52,8 +52,8 @@ impl Batch {
         }
     }
 
-    /// The call of the script with this batch. `now` is 0 for Redis's own time.
-    pub(super) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
+    /// The call of the script with this batch, by an instance of this number. `now` is 0 for Redis's own time.
+    pub(super) fn command(&self, name: &str, script: &str, now: i64, instance: u64) -> Cmd {
         let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
         cmd.arg(name).arg(script).arg(self.ends.len());
         let mut start = 0;
@@ -64,7 +64,7 @@ impl Batch {
 
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
-        packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
+        packed.u32(policies().count()).u32(self.plans.len()).i56(now).u48(instance).add_to(&mut cmd);
         for policy in policies() {
             packed.u8(wire::strategy_number(policy.strategy()));
             for argument in wire::arguments(policy) {
@@ -139,6 +139,11 @@ impl Packed {
     /// A number that a double holds exactly.
     fn i56(&mut self, number: i64) -> &mut Self {
         self.0.extend_from_slice(&number.to_le_bytes()[..7]);
+        self
+    }
+
+    fn u48(&mut self, number: u64) -> &mut Self {
+        self.0.extend_from_slice(&number.to_le_bytes()[..6]);
         self
     }
 
@@ -217,7 +222,7 @@ mod tests {
             let count = text(args.next().unwrap()).parse().unwrap();
             args.by_ref().take(count).map(text).collect()
         };
-        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7])];
+        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7, 6])];
         let (policies, plans) = (packed[0][0] as usize, packed[0][1] as usize);
         packed.extend(args.by_ref().take(policies).map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])));
         packed.extend(args.by_ref().take(plans).map(|bytes| numbers(bytes, &[1, 4, 7])));
@@ -248,7 +253,7 @@ mod tests {
         let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
         let policy = vec![7, 20, 100_000, 1, 0];
         let expected = vec![
-            vec![3, 2, 0],
+            vec![3, 2, 0, 9],
             policy.clone(),
             policy.clone(),
             policy.clone(),
@@ -258,12 +263,12 @@ mod tests {
             vec![2, 1, 1],
             vec![1, 1, 1],
         ];
-        assert_eq!(arguments(&batch.command("EVALSHA", "", 0)), (keys.map(str::to_owned).to_vec(), expected));
+        assert_eq!(arguments(&batch.command("EVALSHA", "", 0, 9)), (keys.map(str::to_owned).to_vec(), expected));
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        let expected = vec![vec![1, 1, 7], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
-        assert_eq!(arguments(&batch.command("EVALSHA", "", 7)), (vec!["rl:{eve}:api:g".to_owned()], expected));
+        let expected = vec![vec![1, 1, 7, 9], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
+        assert_eq!(arguments(&batch.command("EVALSHA", "", 7, 9)), (vec!["rl:{eve}:api:g".to_owned()], expected));
     }
 
     #[test]
@@ -276,7 +281,7 @@ mod tests {
         }
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
-        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0));
+        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0, 9));
         let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
         assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
         // Two of ann's first, bob's, and then in the order in which they came.
@@ -294,7 +299,7 @@ mod tests {
     fn an_id_has_a_key_of_its_own() {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).with_id("17"));
-        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0));
+        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0, 9));
         assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
     }

@@ -1,5 +1,6 @@
 //! Every strategy against its definition: a naive model that keeps every grant and reckons in fractions.
 
+mod back;
 mod clock;
 mod definition;
 mod quotas;
