@@ -2,7 +2,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
-use crate::settle::{Outbox, Post, Reservation, ReserveError, Reserved};
+use crate::leases::{Hold, desk};
+use crate::settle::{Post, Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
 use crate::turns::{Bounds, Refusal, Turns, Wanted};
 
@@ -33,14 +34,15 @@ pub struct Limiter<S> {
     turns: Turns,
     /// Settles reservations.
     post: Arc<dyn Post>,
+    leases: Arc<dyn Hold>,
 }
 
 impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let turns = Turns::new(store.clone(), Bounds::NONE);
-        let post = Arc::new(Outbox::new(store.clone(), None));
-        Self { store, policies: policies.into(), turns, post }
+        let (post, leases) = desk(&store, None);
+        Self { store, policies: policies.into(), turns, post, leases }
     }
 
     /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if that has
@@ -50,7 +52,8 @@ impl<S: Store> Limiter<S> {
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
-        Self { post: Arc::new(Outbox::new(self.store.clone(), Some(observer))), ..self }
+        let (post, leases) = desk(&self.store, Some(observer));
+        Self { post, leases, ..self }
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
@@ -66,10 +69,15 @@ impl<S: Store> Limiter<S> {
     /// [`ReserveError::Denied`], and [`ReserveError::Failed`] if the store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
         self.post.wake();
+        let mut lease = self.leases.hold(key, &self.policies);
         let since = instant();
-        match self.take(key, cost).await {
+        let answer = self.take(key, cost).await;
+        if let Some(lease) = &mut lease {
+            lease.answered(answer.as_ref());
+        }
+        match answer {
             Ok(decision) if decision.is_allowed() => {
-                Ok(Reservation::new(Reserved::new(decision, key, since), Arc::clone(&self.post)))
+                Ok(Reservation::new(Reserved::new(decision, key, cost, since), lease, Arc::clone(&self.post)))
             }
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),

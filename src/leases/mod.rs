@@ -28,8 +28,8 @@ pub(crate) use self::lease::Lease;
 use self::entry::{Answered, Entry, Sent};
 use self::keeper::Watch;
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::settle::Outbox;
-use crate::store::{Answer, Error, Store, instant, lock};
+use crate::settle::{Outbox, Post};
+use crate::store::{Answer, Error, Observer, Store, instant, lock};
 
 /// The books of an instance: what it has in flight. Clones share them.
 pub(crate) struct Leases<S: Store> {
@@ -70,12 +70,28 @@ impl<S: Store> Leases<S> {
         let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
         Self { shared: Arc::new(Shared { store, outbox, books, len, away, forgot, doubt, watch }) }
     }
+}
 
+/// [`Leases`] of any store.
+pub trait Hold: fmt::Debug + Send + Sync {
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
     ///
     /// Tell the lease what the store has [answered](Lease::answered). From a grant on, it holds what was taken until it is
     /// dropped.
-    pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
+    fn hold(&self, key: Key, policies: &Policies) -> Option<Lease>;
+
+    /// The same books in an `Arc` of its own, whose count of references no other processor writes to.
+    fn copy(&self) -> Arc<dyn Hold>;
+}
+
+/// What settles in `store`, and the books of what is in flight there. `observer` is told of what could not be done.
+pub(crate) fn desk<S: Store>(store: &S, observer: Option<Arc<dyn Observer>>) -> (Arc<dyn Post>, Arc<dyn Hold>) {
+    let outbox = Outbox::new(store.clone(), observer);
+    (Arc::new(outbox.clone()), Arc::new(Leases::new(store.clone(), outbox)))
+}
+
+impl<S: Store> Hold for Leases<S> {
+    fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
         let now = instant();
         for policy in policies.iter() {
@@ -90,6 +106,10 @@ impl<S: Store> Leases<S> {
         }
         self.shared.attend(now);
         Some(Lease::new(Arc::clone(&self.shared) as Arc<dyn Books>, key, policies.clone()))
+    }
+
+    fn copy(&self) -> Arc<dyn Hold> {
+        Arc::new(self.clone())
     }
 }
 

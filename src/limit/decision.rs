@@ -1,9 +1,7 @@
 use std::time::Duration;
 
-use smallvec::SmallVec;
-
 use super::check::{Charged, LONGEST};
-use super::{Check, Key, Policies, Policy, Verdict, Verdicts};
+use super::{Check, Key, Policies, Policy, Strategy, Verdict, Verdicts};
 
 /// The verdict on one check.
 ///
@@ -185,6 +183,8 @@ impl Decision {
     /// counted in a window that has ended, is not given back again. So `age` counts from before the check was asked, and
     /// up to when this one is. Greater than it is, it is safe: less is given back.
     ///
+    /// What is [in flight](Strategy::InFlight) is not given back, since that goes on.
+    ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back
     /// of a decision once.
     ///
@@ -209,11 +209,11 @@ impl Decision {
     pub fn give_back(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
         let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST);
         let cost = cost.min(self.granted());
-        let resets: SmallVec<[i64; 1]> = self.verdicts.each.iter().map(|verdict| verdict.reset).collect();
-        let charged = Charged { age, cost: self.granted(), resets };
-        (cost > 0 && charged.counts())
-            .then(|| Check::give_back_of(key, &self.policies.whole(), cost, charged))
-            .into_iter()
+        let counted = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
+        let charged = Charged { age, cost: self.granted(), resets: counted.map(|(_, verdict)| verdict.reset).collect() };
+        let whole = self.policies.whole();
+        let policies = whole.without_in_flight().filter(|_| cost > 0 && charged.counts()).cloned();
+        policies.map(|policies| Check::give_back_of(key, &policies, cost, charged)).into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).
@@ -243,11 +243,11 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// The same after another cost took the place of the one that was charged, as far as is known without asking.
-    pub(crate) fn settled(self, cost: u32) -> Self {
+    /// The same after another cost took the place of what was reserved, as far as is known without asking.
+    pub(crate) fn settled(self, reserved: u32, cost: u32) -> Self {
         let Self { policies, mut verdicts, source, .. } = self;
         // More than nothing is given back, less is charged.
-        let back = verdicts.granted - i64::from(cost);
+        let back = i64::from(reserved) - i64::from(cost);
         verdicts.granted = i64::from(cost);
         for (policy, verdict) in policies.iter().zip(&mut verdicts.each) {
             verdict.give_back(policy, back);

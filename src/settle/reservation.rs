@@ -2,6 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{Post, Reserved};
+use crate::leases::Lease;
 use crate::limit::{Decision, RateLimited};
 use crate::store::Error;
 
@@ -36,6 +37,8 @@ pub struct Reservation {
     post: Arc<dyn Post>,
     /// None once it is settled.
     reserved: Option<Reserved>,
+    /// Of the policies that count what is in flight.
+    _lease: Option<Lease>,
 }
 
 /// There is no [`Reservation`].
@@ -49,8 +52,8 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(reserved: Reserved, post: Arc<dyn Post>) -> Self {
-        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved) }
+    pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, post: Arc<dyn Post>) -> Self {
+        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), _lease: lease }
     }
 
     /// The decision that granted it.
@@ -66,7 +69,7 @@ impl Reservation {
 
     /// Leaves the caller charged as much as was reserved.
     pub fn keep(mut self) {
-        self.end(self.decision.granted());
+        self.reserved = None;
     }
 
     fn end(&mut self, cost: u32) {
