@@ -1,8 +1,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::leases::{Hold, desk};
+use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::settle::{Post, Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
 use crate::turns::{Bounds, Refusal, Turns, Wanted};

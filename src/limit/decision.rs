@@ -210,7 +210,8 @@ impl Decision {
         let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST);
         let cost = cost.min(self.granted());
         let counted = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
-        let charged = Charged { age, cost: self.granted(), resets: counted.map(|(_, verdict)| verdict.reset).collect() };
+        let charged =
+            Charged { age, cost: self.granted(), resets: counted.map(|(_, verdict)| verdict.reset).collect() };
         let whole = self.policies.whole();
         let policies = whole.without_in_flight().filter(|_| cost > 0 && charged.counts()).cloned();
         policies.map(|policies| Check::give_back_of(key, &policies, cost, charged)).into_iter()

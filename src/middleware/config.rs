@@ -90,8 +90,7 @@ pub(super) enum Admission<B, By> {
 }
 
 /// What is wrong with a layer whose policies count requests in flight, and that does not know when one has ended.
-const NEVER_ENDS: &str =
-    "a policy counts requests in flight, and the layer does not hold them until they end: add `.until_body_end()` to it";
+const NEVER_ENDS: &str = "a policy counts requests in flight, and the layer does not hold them until they end: add `.until_body_end()` to it";
 
 impl<S, K, R, E: Ending> Config<S, K, R, E> {
     /// Notes who asks, and that it is now, if there is an observer to be told, or something to settle.

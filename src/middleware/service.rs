@@ -51,7 +51,10 @@ where
                 let config = Arc::clone(config);
                 drop(take_ready(&mut self.inner));
                 let inner = self.inner.clone();
-                ResponseFuture::waiting(place, Call { config, inner, parts, body, asked, wanted: None, lease: Default::default() })
+                ResponseFuture::waiting(
+                    place,
+                    Call { config, inner, parts, body, asked, wanted: None, lease: Default::default() },
+                )
             }
             Start::Deciding(future, asked, wanted, lease) => {
                 let config = Arc::clone(config);

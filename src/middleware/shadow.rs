@@ -8,8 +8,8 @@ use std::task::{Context, Poll};
 use http::Response;
 
 use super::asked::Asked;
-use crate::limit::Decision;
 use crate::leases::Lease;
+use crate::limit::Decision;
 use crate::settle::Account;
 use crate::store::{Answer, Error, Observer};
 

@@ -157,7 +157,10 @@ async fn a_layer_that_does_not_know_when_a_request_ends_says_what_to_add() {
     assert!(!response.body().contains("until_body_end"), "that is not for clients: {}", response.body());
     // Nothing would be rejected, and nothing is tried.
     let response = send(&limited(layer.clone().dry_run()), request("alice")).await;
-    assert_eq!((response.status().as_u16(), response.extensions().get::<DryRun>().unwrap().decisions().len()), (200, 0));
+    assert_eq!(
+        (response.status().as_u16(), response.extensions().get::<DryRun>().unwrap().decisions().len()),
+        (200, 0)
+    );
     let problems = problems.0.lock().unwrap();
     assert_eq!(problems.len(), 2);
     assert!(problems.iter().all(|problem| problem.contains("`.until_body_end()`")), "{problems:?}");

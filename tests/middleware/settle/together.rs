@@ -8,7 +8,8 @@ use tokio::task::yield_now;
 use tokio::time::sleep;
 use tower::ServiceExt;
 use tower_redis_ratelimit::{
-    DryRun, Error, ErrorKind, HeaderKey, MockStore, Mode, Observer, Policies, Rejection, Source, Tier, Tiers, Verdict, event,
+    DryRun, Error, ErrorKind, HeaderKey, MockStore, Mode, Observer, Policies, Rejection, Source, Tier, Tiers, Verdict,
+    event,
 };
 
 use super::*;
