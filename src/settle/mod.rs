@@ -20,5 +20,6 @@ pub use reservation::{Reservation, ReserveError};
 pub use settlement::Settlement;
 
 pub(crate) use account::Account;
+pub(crate) use mail::Mail;
 pub(crate) use outbox::{Outbox, Post};
 pub(crate) use reserved::Reserved;

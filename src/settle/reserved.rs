@@ -31,7 +31,11 @@ impl Reserved {
         match cost.cmp(&reserved) {
             Ordering::Less => post.put(Mail::give_back(self.decision, self.key, reserved - cost, self.since)),
             Ordering::Equal => {}
-            Ordering::Greater => post.put(Mail::charge(self.key, &self.decision.policies().whole(), cost - reserved)),
+            Ordering::Greater => {
+                if let Some(policies) = self.decision.policies().whole().without_in_flight() {
+                    post.put(Mail::charge(self.key, policies, cost - reserved));
+                }
+            }
         }
     }
 }
