@@ -2,6 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{Post, Reserved};
+use crate::leases::Lease;
 use crate::limit::{Decision, RateLimited};
 use crate::store::Error;
 
@@ -36,6 +37,8 @@ pub struct Reservation {
     post: Arc<dyn Post>,
     /// None once it is settled.
     reserved: Option<Reserved>,
+    /// What it holds in flight.
+    lease: Option<Lease>,
 }
 
 /// There is no [`Reservation`].
@@ -49,8 +52,8 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(reserved: Reserved, post: Arc<dyn Post>) -> Self {
-        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved) }
+    pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, post: Arc<dyn Post>) -> Self {
+        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), lease }
     }
 
     /// The decision that granted it.
@@ -73,6 +76,7 @@ impl Reservation {
         if let Some(reserved) = self.reserved.take() {
             reserved.settle(cost, &*self.post);
         }
+        self.lease = None;
     }
 }
 
