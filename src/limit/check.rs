@@ -149,7 +149,7 @@ impl Check {
     /// already is renewed, and if nothing is known of it any more, it holds `count` again. Says in
     /// [`Decision::granted`] how many it holds. Charges nothing under policies of other strategies.
     ///
-    /// [`Leases`](crate::Leases) does so for all that they hold.
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) does so for what it holds.
     pub fn renew(key: Key, policies: &Policies, count: u32) -> Self {
         Self::new(key, policies, Mode::Renew, count)
     }
@@ -278,7 +278,10 @@ impl Check {
         for (i, ((verdict, state), policy)) in each.iter_mut().zip(states).zip(self.policies.iter()).enumerate() {
             let ask = Ask { of: self.of(i), ..*ask };
             let (answer, grants) = state.decide(policy.params(), &ask, max);
-            (*verdict, granted) = (answer, granted.max(grants));
+            *verdict = answer;
+            if self.policies.tells_granted(policy) {
+                granted = granted.max(grants);
+            }
         }
         Verdicts { granted, each }
     }

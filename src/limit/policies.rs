@@ -145,6 +145,14 @@ impl Policies {
         }
     }
 
+    /// Whether what this one of them has granted is what the check was: a cost, and not a request in flight beside it.
+    pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
+        match self.0.in_flight {
+            InFlight::None | InFlight::All => true,
+            InFlight::Some { .. } => policy.strategy() != Strategy::InFlight,
+        }
+    }
+
     /// One of them alone.
     pub(crate) fn only(&self, policy: &Policy) -> Self {
         if self.iter().len() == 1 { self.clone() } else { policy.clone().into() }

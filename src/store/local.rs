@@ -117,7 +117,10 @@ fn longest_reset(policy: &Policy) -> i64 {
 /// Whether a check has changed its states. If not, they must not be stored again: a state may also be counted under a
 /// longer quota of the same name, as in a rolling deploy, and would be held only as long as this quota needs it.
 fn changes(check: &Check, verdicts: &Verdicts) -> bool {
-    verdicts.granted > 0 || matches!(check.mode(), Mode::Reset | Mode::Renew | Mode::Hold)
+    let takes_a_request = || check.mode() != Mode::Peek && check.policies().in_flight().is_some();
+    verdicts.granted > 0
+        || matches!(check.mode(), Mode::Reset | Mode::Renew | Mode::Hold)
+        || verdicts.each.iter().all(Verdict::is_allowed) && takes_a_request()
 }
 
 impl Entry {

@@ -51,7 +51,7 @@ async fn counts_requests(store: impl Store) {
     // A request is one, whatever it costs.
     assert_eq!(ask(Check::take(ann, &alone, 1)).await, (1, vec![2]));
     assert_eq!(ask(Check::take(ann, &both, 40)).await, (40, vec![60, 1]));
-    assert_eq!(ask(Check::take(ann, &both, 0)).await, (1, vec![60, 0]));
+    assert_eq!(ask(Check::take(ann, &both, 0)).await, (0, vec![60, 0]));
     assert_eq!(ask(Check::peek(ann, &both, 40)).await, (0, vec![60, 0]));
 
     // It is all or nothing.
@@ -74,7 +74,7 @@ async fn counts_requests(store: impl Store) {
     assert_eq!(ask(Check::take(bob, &alone, 1)).await, (0, vec![0]));
     assert_eq!(ask(Check::hold(bob, &alone, 5)).await, (5, vec![0]), "beyond the limit too");
     assert_eq!(ask(Check::reset(bob, &alone)).await, (5, vec![3]));
-    assert_eq!(ask(Check::renew(bob, &both, 2)).await, (2, vec![100, 1]));
+    assert_eq!(ask(Check::renew(bob, &both, 2)).await, (0, vec![100, 1]));
     assert_eq!(ask(Check::hold(bob, &both, 0)).await, (0, vec![100, 3]));
     assert_eq!(ask(Check::charge(bob, &alone, 9)).await, (6, vec![0]), "down to a debt of one limit");
     assert_eq!(ask(Check::hold(bob, &alone, 0)).await, (0, vec![3]));

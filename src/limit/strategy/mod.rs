@@ -119,7 +119,7 @@ pub enum Strategy {
     ///
     /// The quota's limit is how many, from 1 to 1,000,000, and its period the lease time, from 1 second to 1 hour: what an
     /// instance that has died held is free again after that. [`Policy::in_flight`](super::Policy::in_flight) makes it 30
-    /// seconds. What is held longer is renewed by [`Leases`](crate::Leases), which the layers use.
+    /// seconds. A layer renews what is held longer, a third of the lease time before it ends or sooner.
     ///
     /// Nothing flows back with time but leases that were not renewed. So [`Decision::retry_after`](super::Decision::retry_after)
     /// is no promise, but 100 ms: when to ask again.

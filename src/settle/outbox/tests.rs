@@ -8,10 +8,20 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
 
 use super::*;
-use crate::limit::{Align, Key, Policies, Policy, Quota, Strategy};
+use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::{LocalStore, MockStore};
 
 type Reply = Result<Decision, Error>;
+
+impl<S: Store> Outbox<S> {
+    fn send(&self, check: Check) {
+        self.put(Mail::of_check(check, None));
+    }
+
+    fn send_then(&self, check: Check, then: impl FnOnce(Reply) + Send + 'static) {
+        self.put(Mail::of_check(check, Some(Box::new(then))));
+    }
+}
 
 /// Answers when the test says so, on any runtime.
 #[derive(Clone)]

@@ -157,8 +157,7 @@ impl Caller<'_> {
             // The primary store may have more to give back.
             Mode::GiveBack => check.cost(),
             Mode::Reset | Mode::Renew | Mode::Hold => 0,
-            // Of what costs nothing, a request in flight may have been granted.
-            _ => decision.granted().min(check.cost()),
+            _ => decision.granted(),
         };
         if cost == 0 && mode != Mode::Reset {
             return false;

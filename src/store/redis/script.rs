@@ -7,7 +7,7 @@ use redis::{Cmd, Value};
 use super::batch::Batch;
 use super::lua::Lua;
 use super::wire;
-use crate::limit::{Charged, Check, Key, Mode, Policy, Verdict, Verdicts};
+use crate::limit::{Charged, Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
 /// It decides the checks of a batch.
@@ -110,10 +110,10 @@ impl Batch {
         }
         match reply {
             Value::Array(values) if values.len() == end => Ok(self.checks.iter().map(move |entry| {
-                let length = 4 * self.plans[self.entries[*entry].plan].policies.iter().len();
-                let from = next[*entry];
+                let policies = &self.plans[self.entries[*entry].plan].policies;
+                let (from, length) = (next[*entry], 4 * policies.iter().len());
                 next[*entry] += length;
-                verdicts(&values[from..from + length])
+                verdicts(&values[from..from + length], policies)
             })),
             _ => Err(Error::new(ErrorKind::Protocol)),
         }
@@ -159,14 +159,16 @@ impl Packed {
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
+fn verdicts(answer: &[Value], policies: &Policies) -> Result<Verdicts, Error> {
     let protocol = || Error::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
-    let each = answer.chunks_exact(4).map(|policy| {
-        let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *policy else {
+    let each = answer.chunks_exact(4).zip(policies).map(|(answer, policy)| {
+        let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *answer else {
             return Err(protocol());
         };
-        granted = granted.max(grants);
+        if policies.tells_granted(policy) {
+            granted = granted.max(grants);
+        }
         problem = problem.min(grants);
         let whole = 0..1 << 53;
         if !(whole.contains(&remaining) && (wait == Verdict::NEVER || whole.contains(&wait)) && whole.contains(&reset))
