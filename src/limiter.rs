@@ -1,9 +1,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::leases::Leases;
+use crate::leases::{Hold, desk};
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
-use crate::settle::{Outbox, Post, Reservation, ReserveError, Reserved};
+use crate::settle::{Post, Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
 use crate::turns::{Bounds, Refusal, Turns, Wanted};
 
@@ -34,16 +34,14 @@ pub struct Limiter<S> {
     turns: Turns,
     /// Settles reservations.
     post: Arc<dyn Post>,
-    /// What they hold in flight.
-    leases: Leases,
+    leases: Arc<dyn Hold>,
 }
 
 impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let turns = Turns::new(store.clone(), Bounds::NONE);
-        let post: Arc<dyn Post> = Arc::new(Outbox::new(store.clone(), None));
-        let leases = Leases::new(store.clone(), Arc::clone(&post));
+        let (post, leases) = desk(&store, None);
         Self { store, policies: policies.into(), turns, post, leases }
     }
 
@@ -54,8 +52,8 @@ impl<S: Store> Limiter<S> {
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
-        let post: Arc<dyn Post> = Arc::new(Outbox::new(self.store.clone(), Some(observer)));
-        Self { leases: Leases::new(self.store.clone(), Arc::clone(&post)), post, ..self }
+        let (post, leases) = desk(&self.store, Some(observer));
+        Self { post, leases, ..self }
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
@@ -64,45 +62,22 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is given back if that is
-    /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Strategy::InFlight) it is
-    /// one request, which ends when the reservation is dropped or settled, and is renewed until then:
-    ///
-    /// ```
-    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy};
-    ///
-    /// # #[tokio::main(flavor = "current_thread")]
-    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    /// let jobs = Limiter::new(LocalStore::default(), Policy::in_flight("jobs", 2)?);
-    /// let user = Key::new("user-42");
-    ///
-    /// let one = jobs.reserve(user, 1).await?;
-    /// let two = jobs.reserve(user, 1).await?;
-    /// assert!(jobs.reserve(user, 1).await.is_err());
-    ///
-    /// drop(one);
-    /// assert!(jobs.reserve(user, 1).await.is_ok());
-    /// # drop(two);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time.
+    /// dropped, or kept, or replaced by the real cost.
     ///
     /// # Errors
     ///
     /// [`ReserveError::Denied`], and [`ReserveError::Failed`] if the store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
         self.post.wake();
-        let since = instant();
-        // Before the store is asked.
         let mut lease = self.leases.hold(key, &self.policies);
+        let since = instant();
         let answer = self.take(key, cost).await;
         if let Some(lease) = &mut lease {
             lease.answered(answer.as_ref());
         }
         match answer {
             Ok(decision) if decision.is_allowed() => {
-                Ok(Reservation::new(Reserved::new(decision, key, since), lease, Arc::clone(&self.post)))
+                Ok(Reservation::new(Reserved::new(decision, key, cost, since), lease, Arc::clone(&self.post)))
             }
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),

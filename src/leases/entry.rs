@@ -98,10 +98,6 @@ impl Entry {
         &self.policies
     }
 
-    pub(super) fn lease(&self) -> Duration {
-        self.lease
-    }
-
     /// The store is about to be asked about a request.
     pub(super) fn ask(&mut self) {
         self.asked += 1;

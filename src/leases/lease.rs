@@ -11,7 +11,7 @@ use crate::store::Error;
 /// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then told how
 /// many are in flight.
 #[must_use]
-pub(crate) struct Lease {
+pub struct Lease {
     books: Arc<dyn Books>,
     key: Key,
     /// Those that count what is in flight.
@@ -47,8 +47,9 @@ impl Lease {
     }
 
     /// The request goes on though the store has failed to decide: it is in flight all the same.
-    pub(crate) fn pass(&mut self) {
+    pub(crate) fn passed(mut self) -> Self {
         self.hold(Answered::Elsewhere);
+        self
     }
 
     fn hold(&mut self, answered: Answered) {

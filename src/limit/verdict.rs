@@ -1,6 +1,6 @@
 use smallvec::SmallVec;
 
-use super::Policy;
+use super::{Policy, Strategy};
 
 /// What one policy says of a check. A [`Store`](crate::Store) outside of this crate makes a [`Decision`](super::Decision)
 /// of them, with [`Check::decided`](super::Check::decided).
@@ -24,6 +24,10 @@ impl Verdict {
     /// What the policy says after so much was given back to it, or was charged if that is below zero; as far as is known
     /// without asking.
     pub(super) fn give_back(&mut self, policy: &Policy, back: i64) {
+        if policy.strategy() == Strategy::InFlight {
+            // It is in flight still, and counts as one whatever it costs.
+            return;
+        }
         let (quota, capacity) = (policy.quota(), i64::from(policy.quota().capacity()));
         self.remaining = (self.remaining + back).clamp(0, capacity);
         let time = i64::try_from(quota.time_for(back.unsigned_abs()).as_micros()).unwrap_or(i64::MAX);

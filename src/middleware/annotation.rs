@@ -3,6 +3,7 @@ use http::request::Parts;
 
 use super::Headers;
 use crate::limit::Decision;
+use crate::settle::Settled;
 
 /// A decision, for the request that passes by it, and for the response.
 #[derive(Debug)]
@@ -19,9 +20,11 @@ impl Annotation {
     }
 
     /// The same after the request's cost became known.
-    pub(super) fn settled(self, cost: Option<u32>) -> Self {
+    pub(super) fn settled(self, cost: Option<Settled>) -> Self {
         match cost {
-            Some(cost) if cost != self.decision.granted() => Self { decision: self.decision.settled(cost), ..self },
+            Some(Settled { reserved, cost }) if cost != reserved => {
+                Self { decision: self.decision.settled(reserved, cost), ..self }
+            }
             _ => self,
         }
     }

@@ -8,15 +8,22 @@ use crate::store::{Error, Observer, event, instant};
 #[derive(Debug, Clone, Copy)]
 pub struct Asked {
     key: Key,
+    /// How much was asked for.
+    cost: u32,
     since: Instant,
-    /// When it was charged, if that was before it was asked: as the turn of another.
+    /// When what it waited for was taken, which may have been for another who waited.
     taken_at: Option<Instant>,
 }
 
 impl Asked {
-    /// A check for this caller, asked now.
-    pub(super) fn now(key: Key) -> Self {
-        Self { key, since: instant(), taken_at: None }
+    /// A check for this caller of this cost, asked now.
+    pub(super) fn now(key: Key, cost: u32) -> Self {
+        Self { key, cost, since: instant(), taken_at: None }
+    }
+
+    /// Who.
+    pub(super) fn key(&self) -> Key {
+        self.key
     }
 
     /// The same of a permit that was taken then.
@@ -26,7 +33,7 @@ impl Asked {
 
     /// What was granted by this decision.
     pub(super) fn reserved(&self, decision: Decision) -> Reserved {
-        Reserved::new(decision, self.key, self.taken_at.map_or(self.since, |at| at.min(self.since)))
+        Reserved::new(decision, self.key, self.cost, self.taken_at.unwrap_or(self.since))
     }
 
     /// Tells what came of it.

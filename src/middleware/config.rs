@@ -11,8 +11,9 @@ use super::select::Selector;
 use super::shadow::Shadows;
 use super::wait::{InLine, Place, Waiting};
 use super::{Ending, Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
+use crate::leases::{Hold, desk};
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::settle::{Outbox, Post};
+use crate::settle::Post;
 use crate::store::{Answer, Error, Observer, Store};
 use crate::turns::Wanted;
 
@@ -71,11 +72,11 @@ pub enum OnMissingKey {
 }
 
 /// What is known of a request at once.
-pub(super) enum Start<D, B, By> {
+pub(super) enum Start<D, B, E: Ending> {
     /// What becomes of it.
-    Decided(Admission<B, By>),
-    /// That the store has been asked; and what waits if it says no.
-    Deciding(D, Option<Asked>, Option<Box<Wanted>>),
+    Decided(Admission<B, E::By>),
+    /// That the store has been asked; what waits if it says no, and what is held if it says yes.
+    Deciding(D, Option<Asked>, Option<Box<Wanted>>, E::Lease),
 }
 
 /// What becomes of a request.
@@ -88,15 +89,18 @@ pub(super) enum Admission<B, By> {
     Reject(Response<B>),
 }
 
+/// What is wrong with a layer whose policies count requests in flight, and that does not know when one has ended.
+const NEVER_ENDS: &str = "a policy counts requests in flight, and the layer does not hold them until they end: add `.until_body_end()` to it";
+
 impl<S, K, R, E: Ending> Config<S, K, R, E> {
     /// Notes who asks, and that it is now, if there is an observer to be told, or something to settle.
-    pub(super) fn asked(&self, key: &Key) -> Option<Asked> {
-        (E::SETTLES || self.observer.is_some()).then(|| Asked::now(*key))
+    fn asked(&self, check: &Check) -> Option<Asked> {
+        (E::SETTLES || self.observer.is_some()).then(|| Asked::now(*check.key(), check.cost()))
     }
 
     /// Finds out who asks, and under which policies, and asks the store.
     #[inline]
-    pub(super) fn start<B>(&self, request: &Parts) -> Start<S::Future, B, E::By>
+    pub(super) fn start<B>(&self, request: &Parts) -> Start<S::Future, B, E>
     where
         S: Store,
         K: KeyExtractor,
@@ -121,8 +125,11 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
             Ok(key) => key,
             Err(missing) => return Start::Decided(self.admit_without_key(request, missing)),
         };
-        let asked = self.asked(&key);
+        if !E::SETTLES && policies.in_flight().is_some() {
+            return Start::Decided(self.admit_without_key(request, MissingKey::misconfigured(NEVER_ENDS)));
+        }
         let check = self.check(key, policies, request);
+        let asked = self.asked(&check);
         let wanted = match &self.wait {
             None => None,
             Some(wait) => {
@@ -133,9 +140,10 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
                 Some(Box::new(wanted))
             }
         };
+        let lease = self.ending.hold(key, policies);
         match self.store.check(check) {
-            Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked, wanted)),
-            Answer::Pending { future } => Start::Deciding(future, asked, wanted),
+            Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked, wanted, lease)),
+            Answer::Pending { future } => Start::Deciding(future, asked, wanted, lease),
         }
     }
 
@@ -166,10 +174,16 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
         let ask = |(counted_by, selector): (Key, &Selector)| {
             let policies = selector.policies(request, Some(&key))?;
-            let by = self.asked(&counted_by);
-            Some((self.store.check(self.check(counted_by, &policies, request)), by))
+            if !E::SETTLES && policies.in_flight().is_some() {
+                self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
+                return None;
+            }
+            let check = self.check(counted_by, &policies, request);
+            let by = self.asked(&check);
+            let lease = E::into_lease(self.ending.hold(counted_by, &policies));
+            Some((self.store.check(check), by, lease))
         };
-        let asked = self.observer.clone().zip(self.asked(&key));
+        let asked = self.observer.clone().map(|observer| (observer, Asked::now(key, 0)));
         let checks = own.into_iter().chain(shadows).filter_map(ask);
         Some(Box::new(Shadows::new(checks.collect(), asked, E::account(account))))
     }
@@ -189,15 +203,17 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         answer: Result<Decision, Error>,
         asked: Option<Asked>,
         wanted: Option<Box<Wanted>>,
+        mut lease: E::Lease,
     ) -> Admission<B, E::By>
     where
         R: Reject<B>,
     {
+        E::answered(&mut lease, &answer);
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
                 self.admit_to_line(request, wait.line_up(*wanted, denied), asked)
             }
-            (answer, ..) => self.conclude(request, answer, asked),
+            (answer, ..) => self.conclude(request, answer, asked, lease),
         }
     }
 
@@ -208,12 +224,12 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
     {
         match place {
             Ok(place) => Admission::Wait(place, asked),
-            Err(answer) => self.conclude(request, answer, asked),
+            Err(answer) => self.conclude(request, answer, asked, E::Lease::default()),
         }
     }
 
-    /// What becomes of a request that does not wait any more.
-    pub(super) fn conclude<B>(
+    /// What becomes of a request whose turn has come, or will not come in time.
+    pub(super) fn conclude_turn<B>(
         &self,
         request: &Parts,
         answer: Result<Decision, Error>,
@@ -222,10 +238,33 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
     where
         R: Reject<B>,
     {
+        // Only from here on is it known when it was taken, and for whom.
+        let lease = match (&answer, &asked) {
+            (Ok(decision), Some(asked)) if decision.is_allowed() => {
+                let mut lease = self.ending.hold(asked.key(), &decision.policies().whole());
+                E::answered(&mut lease, &answer);
+                lease
+            }
+            _ => E::Lease::default(),
+        };
+        self.conclude(request, answer, asked, lease)
+    }
+
+    /// What becomes of a request that does not wait any more.
+    fn conclude<B>(
+        &self,
+        request: &Parts,
+        answer: Result<Decision, Error>,
+        asked: Option<Asked>,
+        lease: E::Lease,
+    ) -> Admission<B, E::By>
+    where
+        R: Reject<B>,
+    {
         self.tell(&answer, asked);
         match answer {
             Ok(decision) if decision.is_allowed() => {
-                Admission::Pass(Some(Annotation { decision, headers: self.headers }), E::by(asked))
+                Admission::Pass(Some(Annotation { decision, headers: self.headers }), E::by(asked, lease))
             }
             Ok(decision) => {
                 let mut response = self.reject.reject(Rejection::new(Reason::Denied(&decision), request));
@@ -233,7 +272,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
                 Admission::Reject(response)
             }
             Err(error) => match self.on_error {
-                OnError::Allow => Admission::uncounted(),
+                OnError::Allow => Admission::Pass(None, E::by(None, lease)),
                 OnError::Reject => {
                     Admission::Reject(self.reject.reject(Rejection::new(Reason::Unavailable(&error), request)))
                 }
@@ -257,12 +296,12 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         }
     }
 
-    /// Settles in the store, and tells the observer of what it could not.
-    pub(super) fn post(&self) -> Arc<dyn Post>
+    /// Settles in the store and keeps what is in flight, and tells the observer of what it could not.
+    pub(super) fn desk(&self) -> (Arc<dyn Post>, Arc<dyn Hold>)
     where
         S: Store,
     {
-        Arc::new(Outbox::new(self.store.clone(), self.observer.clone()))
+        desk(&self.store, self.observer.clone())
     }
 
     fn tell(&self, answer: &Result<Decision, Error>, asked: Option<Asked>) {

@@ -67,7 +67,7 @@ pin_project! {
 }
 
 /// What waits for the decision: the ready service, and the request.
-pub(super) struct Call<T, S, K, R, ReqBody, E> {
+pub(super) struct Call<T, S, K, R, ReqBody, E: Ending> {
     pub(super) config: Arc<Config<S, K, R, E>>,
     pub(super) inner: T,
     pub(super) parts: Parts,
@@ -76,6 +76,8 @@ pub(super) struct Call<T, S, K, R, ReqBody, E> {
     pub(super) asked: Option<Asked>,
     /// What it waits for if it is denied and may wait.
     pub(super) wanted: Option<Box<Wanted>>,
+    /// What it holds while it runs, if it passes.
+    pub(super) lease: E::Lease,
 }
 
 impl<T, S, K, R, ReqBody, E> ResponseFuture<T, S, K, R, ReqBody, E>
@@ -171,8 +173,8 @@ where
                     let Some(mut call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    let (asked, wanted) = (call.asked.take(), call.wanted.take());
-                    let admission = call.config.admit(&call.parts, answer, asked, wanted);
+                    let (asked, wanted, lease) = (call.asked.take(), call.wanted.take(), mem::take(&mut call.lease));
+                    let admission = call.config.admit(&call.parts, answer, asked, wanted, lease);
                     call.go_on(admission)
                 }
                 StateProj::Waiting { place, call: waiting } => {
@@ -185,7 +187,7 @@ where
                         polled_after_completion("ResponseFuture");
                     };
                     let asked = place.charged(call.asked.take());
-                    let admission = call.config.conclude(&call.parts, answer, asked);
+                    let admission = call.config.conclude_turn(&call.parts, answer, asked);
                     call.go_on(admission)
                 }
                 StateProj::Calling { response, annotation, account, shadows } => {

@@ -289,8 +289,8 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
         S: Store,
     {
         let config = self.config.current().copy();
-        let post = config.post();
-        RateLimitLayer::with(config.with_ending(UntilBodyEnd::new(rule, post)))
+        let desk = config.desk();
+        RateLimitLayer::with(config.with_ending(UntilBodyEnd::new(rule, desk)))
     }
 
     /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`].
@@ -339,7 +339,8 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
         self.change(|config| {
             config.store.observe(&observer);
             config.observer = Some(observer);
-            config.ending.set_post(config.post());
+            let (post, leases) = config.desk();
+            config.ending.set_desk(post, leases);
         })
     }
 

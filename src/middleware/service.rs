@@ -51,12 +51,15 @@ where
                 let config = Arc::clone(config);
                 drop(take_ready(&mut self.inner));
                 let inner = self.inner.clone();
-                ResponseFuture::waiting(place, Call { config, inner, parts, body, asked, wanted: None })
+                ResponseFuture::waiting(
+                    place,
+                    Call { config, inner, parts, body, asked, wanted: None, lease: Default::default() },
+                )
             }
-            Start::Deciding(future, asked, wanted) => {
+            Start::Deciding(future, asked, wanted, lease) => {
                 let config = Arc::clone(config);
                 let inner = take_ready(&mut self.inner);
-                ResponseFuture::deciding(future, Call { config, inner, parts, body, asked, wanted })
+                ResponseFuture::deciding(future, Call { config, inner, parts, body, asked, wanted, lease })
             }
         }
     }

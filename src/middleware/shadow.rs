@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 use http::Response;
 
 use super::asked::Asked;
+use crate::leases::Lease;
 use crate::limit::Decision;
 use crate::settle::Account;
 use crate::store::{Answer, Error, Observer};
@@ -47,7 +48,7 @@ pub(super) struct Shadows<D> {
 }
 
 enum Shadow<D> {
-    Asked(Pin<Box<D>>, Option<Asked>),
+    Asked(Pin<Box<D>>, Option<Asked>, Option<Lease>),
     Told(Option<Decision>),
 }
 
@@ -64,14 +65,14 @@ where
 {
     /// With the store's first answers, some of which are still to come.
     pub(super) fn new(
-        answers: Vec<(Answer<D>, Option<Asked>)>,
+        answers: Vec<(Answer<D>, Option<Asked>, Option<Lease>)>,
         observer: Option<(Arc<dyn Observer>, Asked)>,
         account: Option<Arc<Account>>,
     ) -> Self {
         let told = Told { observer, account };
-        let checks = answers.into_iter().map(|(answer, by)| match answer {
-            Answer::Ready { answer } => Shadow::Told(told.tell(by, answer)),
-            Answer::Pending { future } => Shadow::Asked(Box::pin(future), by),
+        let checks = answers.into_iter().map(|(answer, by, lease)| match answer {
+            Answer::Ready { answer } => Shadow::Told(told.tell(by, lease, answer)),
+            Answer::Pending { future } => Shadow::Asked(Box::pin(future), by, lease),
         });
         Self { checks: checks.collect(), told }
     }
@@ -80,9 +81,9 @@ where
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let mut all = Poll::Ready(());
         for check in &mut self.checks {
-            if let Shadow::Asked(future, by) = check {
+            if let Shadow::Asked(future, by, lease) = check {
                 match future.as_mut().poll(cx) {
-                    Poll::Ready(answer) => *check = Shadow::Told(self.told.tell(*by, answer)),
+                    Poll::Ready(answer) => *check = Shadow::Told(self.told.tell(*by, lease.take(), answer)),
                     Poll::Pending => all = Poll::Pending,
                 }
             }
@@ -101,7 +102,10 @@ where
 }
 
 impl Told {
-    fn tell(&self, by: Option<Asked>, answer: Result<Decision, Error>) -> Option<Decision> {
+    fn tell(&self, by: Option<Asked>, mut lease: Option<Lease>, answer: Result<Decision, Error>) -> Option<Decision> {
+        if let Some(lease) = &mut lease {
+            lease.answered(answer.as_ref());
+        }
         if let Some((observer, asked)) = &self.observer {
             asked.tell(&**observer, &answer, true);
         }
@@ -109,7 +113,7 @@ impl Told {
         if let (Some(account), Some(by)) = (&self.account, by)
             && decision.is_allowed()
         {
-            account.add(by.reserved(decision.clone()));
+            account.add(by.reserved(decision.clone()), lease);
         }
         Some(decision)
     }

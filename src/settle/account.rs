@@ -6,6 +6,7 @@ use smallvec::SmallVec;
 
 use super::settlement::Counted;
 use super::{Charge, Post, Reserved, Settlement};
+use crate::leases::Lease;
 use crate::store::lock;
 
 /// What one request has reserved. The last one who drops it settles it.
@@ -25,6 +26,15 @@ struct Book {
     /// What is not settled yet: under the layer's policies, or those of a dry run and of shadows.
     open: SmallVec<[Reserved; 1]>,
     settlement: Settlement,
+    /// Of the policies that count requests in flight: dropped with the account.
+    leases: SmallVec<[Lease; 1]>,
+}
+
+/// What a request costs in the place of what it has reserved.
+#[derive(Debug, Clone, Copy)]
+pub struct Settled {
+    pub(crate) reserved: u32,
+    pub(crate) cost: u32,
 }
 
 /// No handle has counted anything.
@@ -32,16 +42,23 @@ const UNUSED: u64 = u64::MAX;
 
 impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
-    pub(crate) fn new(post: Arc<dyn Post>, reserved: Option<Reserved>, outer: Option<Charge>) -> Self {
-        let book = Book { open: reserved.into_iter().collect(), settlement: Settlement::AtEnd };
+    pub(crate) fn new(
+        post: Arc<dyn Post>,
+        reserved: Option<Reserved>,
+        lease: Option<Lease>,
+        outer: Option<Charge>,
+    ) -> Self {
+        let leases = lease.into_iter().collect();
+        let book = Book { open: reserved.into_iter().collect(), settlement: Settlement::AtEnd, leases };
         let reserved = book.open.first().map_or(0, Reserved::cost);
         Self { post, reserved, units: AtomicU64::new(UNUSED), bytes: AtomicU64::new(0), book: Mutex::new(book), outer }
     }
 
     /// Adds what was reserved in a dry run.
-    pub(crate) fn add(&self, reserved: Reserved) {
+    pub(crate) fn add(&self, reserved: Reserved, lease: Option<Lease>) {
         let cost = {
             let mut book = lock(&self.book);
+            book.leases.extend(lease);
             match book.settlement.cost_at_head(reserved.cost()) {
                 None => return book.open.push(reserved),
                 Some(cost) => cost,
@@ -52,7 +69,7 @@ impl Account {
 
     /// Settles by what is known when the head of the response is there, or says how to do so in the end. The cost under the
     /// layer's policies, if that is known.
-    pub(crate) fn settle(&self, settlement: Settlement) -> Option<u32> {
+    pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
         let cost = settlement.cost_at_head(self.reserved);
         let open = {
             let mut book = lock(&self.book);
@@ -63,7 +80,7 @@ impl Account {
             let cost = settlement.cost(reserved.cost(), Counted::default());
             reserved.settle(cost, &*self.post);
         }
-        cost
+        cost.map(|cost| Settled { reserved: self.reserved, cost })
     }
 
     /// So many bytes of the body were sent.

@@ -19,7 +19,6 @@ pub use charge::Charge;
 pub use reservation::{Reservation, ReserveError};
 pub use settlement::Settlement;
 
-pub(crate) use account::Account;
-pub(crate) use mail::Mail;
+pub(crate) use account::{Account, Settled};
 pub(crate) use outbox::{Outbox, Post};
 pub(crate) use reserved::Reserved;

@@ -25,7 +25,7 @@ use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, instant, lo
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
 ///   and of what finds the outbox full.
 /// - It sends on the runtime of whoever came first. If that ends, or there is none, what is left waits for the next one that
-///   [sends](Self::send) or [wakes](Post::wake) it on another. A runtime that stands still is not waited for.
+///   [sends](Post::put) or [wakes](Post::wake) it on another. A runtime that stands still is not waited for.
 pub(crate) struct Outbox<S: Store> {
     shared: Arc<Shared<S>>,
 }
@@ -120,6 +120,7 @@ impl<S: Store> Outbox<S> {
     }
 
     /// Sends a check. Nobody needs to wait: this returns at once.
+    #[cfg(test)]
     pub(crate) fn send(&self, check: Check) {
         self.put(Mail::of_check(check, None));
     }

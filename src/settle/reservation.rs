@@ -37,8 +37,8 @@ pub struct Reservation {
     post: Arc<dyn Post>,
     /// None once it is settled.
     reserved: Option<Reserved>,
-    /// What it holds in flight.
-    lease: Option<Lease>,
+    /// Of the policies that count what is in flight.
+    _lease: Option<Lease>,
 }
 
 /// There is no [`Reservation`].
@@ -53,7 +53,7 @@ pub enum ReserveError {
 
 impl Reservation {
     pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, post: Arc<dyn Post>) -> Self {
-        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), lease }
+        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), _lease: lease }
     }
 
     /// The decision that granted it.
@@ -69,14 +69,13 @@ impl Reservation {
 
     /// Leaves the caller charged as much as was reserved.
     pub fn keep(mut self) {
-        self.end(self.decision.granted());
+        self.reserved = None;
     }
 
     fn end(&mut self, cost: u32) {
         if let Some(reserved) = self.reserved.take() {
             reserved.settle(cost, &*self.post);
         }
-        self.lease = None;
     }
 }
 

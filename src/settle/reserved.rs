@@ -11,18 +11,20 @@ use crate::limit::{Decision, Key};
 pub(crate) struct Reserved {
     pub(super) decision: Decision,
     key: Key,
+    cost: u32,
     /// When it was asked for, or before.
     since: Instant,
 }
 
 impl Reserved {
-    pub(crate) fn new(decision: Decision, key: Key, since: Instant) -> Self {
-        Self { decision, key, since }
+    /// What was granted to a take of this cost.
+    pub(crate) fn new(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
+        Self { decision, key, cost, since }
     }
 
     /// How much.
     pub(super) fn cost(&self) -> u32 {
-        self.decision.granted()
+        self.cost
     }
 
     /// Has the caller charged `cost` instead.
@@ -32,6 +34,7 @@ impl Reserved {
             Ordering::Less => post.put(Mail::give_back(self.decision, self.key, reserved - cost, self.since)),
             Ordering::Equal => {}
             Ordering::Greater => {
+                // A request in flight counts as one, whatever it costs.
                 if let Some(policies) = self.decision.policies().whole().without_in_flight() {
                     post.put(Mail::charge(self.key, policies, cost - reserved));
                 }

@@ -24,6 +24,7 @@ mod memory;
 mod paths;
 mod proxy;
 mod runtimes;
+mod settle;
 #[cfg(feature = "tracing")]
 mod texts;
 mod turns;

@@ -14,7 +14,10 @@ pub(super) use rule::Rule;
 
 use super::annotation::Annotation;
 use super::asked::Asked;
-use crate::settle::{Account, Charge, Post};
+use crate::leases::{Hold, Lease};
+use crate::limit::{Decision, Key, Policies};
+use crate::settle::{Account, Charge, Post, Settled};
+use crate::store::Error;
 
 /// Until when a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and what follows for the body of the
 /// response: [`AsIs`] or [`UntilBodyEnd`].
@@ -35,6 +38,14 @@ pub struct AsIs;
 pub struct UntilBodyEnd {
     rule: Arc<Rule>,
     post: Arc<dyn Post>,
+    leases: Arc<dyn Hold>,
+}
+
+/// Who has asked and when, for a request that passes, and what it holds while it runs.
+#[derive(Debug, Default)]
+pub struct By {
+    asked: Option<Asked>,
+    lease: Option<Lease>,
 }
 
 pub(super) mod sealed {
@@ -42,6 +53,8 @@ pub(super) mod sealed {
 
     /// How a request is accounted for. Each does nothing with [`AsIs`].
     pub trait Ending: Sized + Send + Sync + 'static {
+        /// What is held while a request runs, from before the store is asked on.
+        type Lease: Send + Default;
         /// Who has asked and when, for a request that passes.
         type By: Send + Default;
         type Account: Send + Default;
@@ -52,10 +65,17 @@ pub(super) mod sealed {
         /// The same with an `Arc` of its own; see [`Copies`](crate::middleware::copies::Copies).
         fn copy(&self) -> Self;
 
-        /// Settles by this.
-        fn set_post(&mut self, post: Arc<dyn Post>);
+        /// Settles by these.
+        fn set_desk(&mut self, post: Arc<dyn Post>, leases: Arc<dyn Hold>);
 
-        fn by(asked: Option<Asked>) -> Self::By;
+        /// What a request holds that the store is about to be asked about.
+        fn hold(&self, key: Key, policies: &Policies) -> Self::Lease;
+
+        /// The store has answered.
+        fn answered(lease: &mut Self::Lease, answer: &Result<Decision, Error>);
+
+        /// A request passes, also one that the store could not decide.
+        fn by(asked: Option<Asked>, lease: Self::Lease) -> Self::By;
 
         /// Opens the account of a request that passes, and gives the handler its [`Charge`].
         fn open(&self, request: &mut Parts, annotation: Option<&Annotation>, by: Self::By) -> Self::Account;
@@ -63,8 +83,11 @@ pub(super) mod sealed {
         /// Where more that was reserved is added.
         fn account(account: &Self::Account) -> Option<Arc<Account>>;
 
+        /// The lease of a check that rejects nothing.
+        fn into_lease(lease: Self::Lease) -> Option<Lease>;
+
         /// Settles by the head of the response, as far as that tells. The cost of the request, if it is known.
-        fn settle<B>(account: &Self::Account, response: Response<B>) -> (Response<B>, Option<u32>);
+        fn settle<B>(account: &Self::Account, response: Response<B>) -> (Response<B>, Option<Settled>);
 
         /// Holds the account until the body ends.
         fn wrap<B>(response: Response<B>, account: Self::Account) -> Response<<Self as super::Ending>::Body<B>>
@@ -78,6 +101,7 @@ impl Ending for AsIs {
 }
 
 impl sealed::Ending for AsIs {
+    type Lease = ();
     type By = ();
     type Account = ();
 
@@ -87,10 +111,16 @@ impl sealed::Ending for AsIs {
         Self
     }
 
-    fn set_post(&mut self, _: Arc<dyn Post>) {}
+    fn set_desk(&mut self, _: Arc<dyn Post>, _: Arc<dyn Hold>) {}
 
     #[inline]
-    fn by(_: Option<Asked>) {}
+    fn hold(&self, _: Key, _: &Policies) {}
+
+    #[inline]
+    fn answered((): &mut (), _: &Result<Decision, Error>) {}
+
+    #[inline]
+    fn by(_: Option<Asked>, (): ()) {}
 
     #[inline]
     fn open(&self, _: &mut Parts, _: Option<&Annotation>, (): ()) {}
@@ -100,8 +130,12 @@ impl sealed::Ending for AsIs {
         None
     }
 
+    fn into_lease((): ()) -> Option<Lease> {
+        None
+    }
+
     #[inline]
-    fn settle<B>((): &(), response: Response<B>) -> (Response<B>, Option<u32>) {
+    fn settle<B>((): &(), response: Response<B>) -> (Response<B>, Option<Settled>) {
         (response, None)
     }
 
@@ -112,8 +146,8 @@ impl sealed::Ending for AsIs {
 }
 
 impl UntilBodyEnd {
-    pub(super) fn new(rule: Rule, post: Arc<dyn Post>) -> Self {
-        Self { rule: Arc::new(rule), post }
+    pub(super) fn new(rule: Rule, (post, leases): (Arc<dyn Post>, Arc<dyn Hold>)) -> Self {
+        Self { rule: Arc::new(rule), post, leases }
     }
 }
 
@@ -129,29 +163,41 @@ pub struct Open {
 }
 
 impl sealed::Ending for UntilBodyEnd {
-    type By = Option<Asked>;
+    type Lease = Option<Lease>;
+    type By = By;
     type Account = Option<Open>;
 
     const SETTLES: bool = true;
 
     fn copy(&self) -> Self {
-        Self { rule: Arc::new(self.rule.as_ref().clone()), post: self.post.copy() }
+        Self { rule: Arc::new(self.rule.as_ref().clone()), post: self.post.copy(), leases: self.leases.copy() }
     }
 
-    fn set_post(&mut self, post: Arc<dyn Post>) {
-        self.post = post;
+    fn set_desk(&mut self, post: Arc<dyn Post>, leases: Arc<dyn Hold>) {
+        (self.post, self.leases) = (post, leases);
     }
 
-    fn by(asked: Option<Asked>) -> Option<Asked> {
-        asked
+    fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
+        self.leases.hold(key, policies)
     }
 
-    fn open(&self, request: &mut Parts, annotation: Option<&Annotation>, by: Option<Asked>) -> Option<Open> {
+    fn answered(lease: &mut Option<Lease>, answer: &Result<Decision, Error>) {
+        if let Some(lease) = lease {
+            lease.answered(answer.as_ref());
+        }
+    }
+
+    fn by(asked: Option<Asked>, lease: Option<Lease>) -> By {
+        By { asked, lease: lease.map(Lease::passed) }
+    }
+
+    fn open(&self, request: &mut Parts, annotation: Option<&Annotation>, by: By) -> Option<Open> {
         // In case nobody else has come since a runtime ended.
         self.post.wake();
-        let reserved = annotation.zip(by).map(|(annotation, by)| by.reserved(annotation.decision.clone()));
+        let By { asked, lease } = by;
+        let reserved = annotation.zip(asked).map(|(annotation, asked)| asked.reserved(annotation.decision.clone()));
         let outer = request.extensions.remove();
-        let account = Arc::new(Account::new(Arc::clone(&self.post), reserved, outer));
+        let account = Arc::new(Account::new(Arc::clone(&self.post), reserved, lease, outer));
         request.extensions.insert(Charge::new(Arc::clone(&account)));
         Some(Open { account, rule: Arc::clone(&self.rule) })
     }
@@ -160,7 +206,11 @@ impl sealed::Ending for UntilBodyEnd {
         account.as_ref().map(|open| Arc::clone(&open.account))
     }
 
-    fn settle<B>(account: &Option<Open>, response: Response<B>) -> (Response<B>, Option<u32>) {
+    fn into_lease(lease: Option<Lease>) -> Option<Lease> {
+        lease
+    }
+
+    fn settle<B>(account: &Option<Open>, response: Response<B>) -> (Response<B>, Option<Settled>) {
         let Some(open) = account else { return (response, None) };
         let (parts, body) = response.into_parts();
         let cost = open.account.settle(open.rule.settlement(&parts));

@@ -4,6 +4,7 @@ mod at_end;
 mod at_head;
 mod body;
 mod endings;
+mod in_flight;
 mod together;
 
 use std::convert::Infallible;
