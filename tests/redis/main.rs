@@ -16,6 +16,9 @@ mod fallback;
 mod forbidden;
 #[cfg(feature = "axum")]
 mod http;
+mod in_flight;
+#[path = "../support/in_flight.rs"]
+mod in_flight_load;
 mod keys;
 mod memory;
 mod paths;

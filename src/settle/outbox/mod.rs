@@ -87,7 +87,7 @@ pub(super) enum Next {
 /// How long a wave is gathered.
 const GAP: Duration = Duration::from_millis(2);
 /// How many checks are under way at once, so that live traffic is not held up.
-const AT_ONCE: usize = 256;
+const AT_ONCE: usize = 1_024;
 /// How much may wait.
 const CAPACITY: usize = 100_000;
 /// After how long something is tried again: at first, and at most.
