@@ -61,7 +61,8 @@ async fn survive(group: &mut Group) {
         load.instances.iter().all(|instance| instance.has_denied(Kind::Spent, Source::Redis))
     })
     .await;
-    // Of a check that was not answered before anybody was spent, as on a machine that stalls, it is not known whether it was charged.
+    // Of a check that was not answered before anybody was spent, as on a machine that stalls, it is not known whether it was
+    // charged.
     let early = load.told(|told| &told.failed);
     // Granted while the master changed: no more than that can be lost.
     let mut at_risk = [0; CALLERS.len()];
