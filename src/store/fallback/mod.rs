@@ -1,3 +1,4 @@
+mod backs;
 mod breaker;
 mod future;
 mod grants;
