@@ -2,8 +2,8 @@
 --
 -- KEYS   for each entry, in their order: where its answer is remembered, if its plan says so; one key per policy.
 -- ARGV   strings of packed numbers:
---          call            how many policies, how many plans, and the time: 0 for Redis's own, otherwise microseconds since
---                          the Unix epoch, for tests
+--          call            how many policies, how many plans, the time: 0 for Redis's own, otherwise microseconds since
+--                          the Unix epoch, for tests; and the number of the instance that asks
 --          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), or within which a take ahead has to be due, then its policies
@@ -25,7 +25,7 @@
 -- Redis makes all functions and tables anew for each call. So a strategy is made only if it is asked for, and so is what
 -- decides anything but takes under one policy without an id.
 
-local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
+local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7I6', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
 local NUMBER, NUMBER_LENGTH = '<I4', 4
 local CHARGE_OF, CHARGE_OF_LENGTH, RESET_OF, RESET_OF_LENGTH = '<I4i7', 11, '<i7', 7
 
@@ -33,7 +33,7 @@ local KEYS, ARGV = KEYS, ARGV
 local encode, decode = struct.pack, struct.unpack
 local byte = string.byte
 
-local policy_count, plan_count, now = decode(CALL, ARGV[1])
+local policy_count, plan_count, now, instance = decode(CALL, ARGV[1])
 
 -- The strategies by their number; those that are asked for are made below.
 local strategies = {}

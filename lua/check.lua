@@ -1,6 +1,6 @@
 -- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
 
-local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET, TAKE_AHEAD = 1, 2, 3, 4, 5, 6, 7
+local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET, TAKE_AHEAD, RENEW, HOLD = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local keep = 0
@@ -17,7 +17,7 @@ do
   end
 end
 
-local policies, plans, only_takes = {}, {}, true
+local policies, plans, only_runs = {}, {}, true
 for i = 1, policy_count do
   local number, first, second, third, fourth = decode(POLICY, ARGV[1 + i])
   local strategy = strategies[number]
@@ -46,8 +46,15 @@ for i = 1, plan_count do
   for place = 0, count - 1 do
     plan[place + 1] = policies[(decode(NUMBER, text, PLAN_LENGTH + NUMBER_LENGTH * place + 1))]
   end
-  plan.is_take = mode == TAKE and remember == 0 and #plan == 1
-  plans[i], only_takes = plan, only_takes and plan.is_take
+  if #plan == 1 and plan.remember == 0 then
+    local counts_requests = plan[1].counts_requests
+    plan.is_take = mode == TAKE
+    plan.tells = counts_requests and (mode == GIVE_BACK or mode == RENEW or mode == HOLD)
+    if plan.is_take and counts_requests then
+      plan.cost = 1
+    end
+  end
+  plans[i], only_runs = plan, only_runs and (plan.is_take or plan.tells)
 end
 
 local reply, replied, key_at = {}, 0, 0
@@ -134,9 +141,71 @@ local function takes(plan, entries, times)
   key_at, replied = key_at + entries, n
 end
 
+-- For requests in flight: what a check makes of so many that an instance holds.
+local tell, tells
+if strategies[8] then
+  function tell(mode, cost, own)
+    if mode == GIVE_BACK then
+      return max(0, own - cost)
+    elseif mode == HOLD or own == 0 then
+      return cost
+    end
+    return own
+  end
+
+  -- Decides what instances tell of what they hold under one policy, of callers who come once in the run.
+  function tells(plan, entries, times)
+    local policy, mode, cost, reply, n = plan[1], plan.mode, plan.cost, reply, replied
+    local strategy = policy.strategy
+    -- Those of whom nothing is held any more, and where their answers begin: one command deletes all of them.
+    local gone, gone_from = {}, {}
+    trouble = nil
+    local values = read(key_at + 1, key_at + entries)
+    local unread = trouble
+    for i = 1, entries do
+      local key, from = KEYS[key_at + i], n
+      trouble = unread
+      local own, others, latest, dirty = strategy.load(policy, key, now, values[i])
+      local before, reset = own, 0
+      for _ = 1, times do
+        local held = tell(mode, cost, own)
+        reply[n + 1], own = mode == GIVE_BACK and own - held or held, held
+        reset = strategy.reset(policy, now, own, others, latest)
+        reply[n + 2], reply[n + 3], reply[n + 4] = max(0, strategy.room(policy, now, own, others)), 0, reset
+        n = n + 4
+      end
+      if not trouble and (own ~= before or dirty or mode ~= GIVE_BACK) then
+        if own == 0 and others == 0 then
+          gone[#gone + 1], gone_from[#gone_from + 1] = key, from
+        else
+          strategy.save(policy, key, now, now + reset + keep, 0, own)
+        end
+      end
+      if trouble then
+        fail(from, n)
+      end
+    end
+    trouble = nil
+    if #gone > 0 and not try('DEL', unpack(gone)) then
+      for i = 1, #gone do
+        fail(gone_from[i], gone_from[i] + 4 * times)
+      end
+    end
+    key_at, replied = key_at + entries, n
+  end
+end
+
 -- What is asked less often: `check` decides one entry, `check_once` one whose answer is remembered.
 local check, check_once
-if not only_takes then
+if not only_runs then
+  -- What a check costs under a policy.
+  local function cost_under(policy, mode, cost)
+    if policy.counts_requests and (mode == TAKE or mode == TAKE_AHEAD or mode == UP_TO or mode == PEEK) then
+      return 1
+    end
+    return cost
+  end
+
   -- The room that a policy must have to let the check pass.
   local function needs(mode, cost, capacity)
     if mode == TAKE or mode == TAKE_AHEAD or mode == PEEK then
@@ -149,8 +218,9 @@ if not only_takes then
     return -math.huge
   end
 
-  -- What a policy would grant, if all let the check pass; what it has to give back, or to forget.
-  local function grants(mode, cost, room, capacity)
+  -- What a policy would grant, if all let the check pass; what it has to give back, or to forget; what it holds then.
+  local function grants(mode, cost, room, policy, own)
+    local capacity = policy.capacity
     if mode == TAKE or mode == TAKE_AHEAD then
       return cost
     elseif mode == UP_TO then
@@ -160,7 +230,9 @@ if not only_takes then
     elseif mode == CHARGE then
       return max(0, min(cost, room + capacity))
     elseif mode == GIVE_BACK then
-      return min(cost, capacity - room)
+      return min(cost, policy.counts_requests and own or capacity - room)
+    elseif mode == RENEW or mode == HOLD then
+      return policy.counts_requests and tell(mode, cost, own) or 0
     end
     return capacity - room
   end
@@ -179,20 +251,26 @@ if not only_takes then
 
   -- Asks once, of the states as they are. Returns the most that a policy grants.
   local function ask(plan)
-    local mode, cost, count = plan.mode, plan.cost, #plan
-    local granted = math.huge
+    local mode, count = plan.mode, #plan
+    local each = mode == GIVE_BACK or mode == RESET or mode == RENEW or mode == HOLD
+    local granted, passes = math.huge, true
     for i = 1, count do
-      local capacity = plan[i].capacity
-      if rooms[i] < needs(mode, cost, capacity) and not (mode == TAKE_AHEAD and is_due_in_time(plan, i)) then
-        granted = 0
+      local policy = plan[i]
+      local cost = cost_under(policy, mode, plan.cost)
+      if rooms[i] < needs(mode, cost, policy.capacity) and not (mode == TAKE_AHEAD and is_due_in_time(plan, i)) then
+        granted, passes = 0, false
         break
       end
-      granted = min(granted, grants(mode, cost, rooms[i], capacity))
+      -- A request is one under some policies: that bounds no cost under the others.
+      if not policy.counts_requests or mode == CHARGE or mode == PEEK then
+        granted = min(granted, grants(mode, cost, rooms[i], policy, a[i]))
+      end
     end
 
     local most = 0
     for i = 1, count do
       local policy, key, wait = plan[i], KEYS[key_at + i], 0
+      local cost = cost_under(policy, mode, plan.cost)
       local strategy, need = policy.strategy, needs(mode, cost, policy.capacity)
       if rooms[i] < need then
         wait = -1
@@ -200,14 +278,20 @@ if not only_takes then
           wait = strategy.wait(policy, key, now, need, a[i], b[i], c[i])
         end
       end
-      if mode == GIVE_BACK or mode == RESET then
-        -- Each what it has.
-        granted = grants(mode, cost, rooms[i], policy.capacity)
+      local granted = granted
+      if each or passes and policy.counts_requests and mode ~= CHARGE then
+        -- What it has itself, or a request.
+        granted = grants(mode, cost, rooms[i], policy, a[i])
       end
       if mode == RESET then
         rooms[i], resets[i] = policy.capacity, 0
       else
-        if granted > 0 then
+        if mode == RENEW or mode == HOLD then
+          if policy.counts_requests then
+            a[i], b[i], c[i] = strategy.charge(policy, key, now, granted - a[i], a[i], b[i], c[i])
+            rooms[i] = strategy.room(policy, now, a[i], b[i], c[i])
+          end
+        elseif granted > 0 then
           if mode == GIVE_BACK then
             local given
             given, a[i], b[i], c[i] = strategy.give_back(policy, key, now, cost, plan.of[i], a[i], b[i], c[i])
@@ -232,7 +316,7 @@ if not only_takes then
     local mode, policy, key = plan.mode, plan[i], KEYS[key_at + i]
     if mode == RESET then
       try('DEL', key)
-    elseif totals[i] > 0 or dirty[i] and mode ~= PEEK then
+    elseif totals[i] > 0 or dirty[i] and mode ~= PEEK or (mode == RENEW or mode == HOLD) and policy.counts_requests then
       local charged = mode == GIVE_BACK and -totals[i] or totals[i]
       policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
     end
@@ -313,9 +397,10 @@ local MOST = 4000
 for i = 2 + policy_count + plan_count, #ARGV do
   local number, entries, times = decode(RUN, ARGV[i])
   local plan = plans[number]
-  if plan.is_take then
+  if plan.is_take or plan.tells then
+    local run = plan.is_take and takes or tells
     for first = 0, entries - 1, MOST do
-      takes(plan, min(MOST, entries - first), times)
+      run(plan, min(MOST, entries - first), times)
     end
   else
     for _ = 1, entries do

@@ -9,7 +9,9 @@
 --                                             units of cost; how many ticks make a unit; how many ticks come at a time; and
 --                                             after how many microseconds they come: 0, in every one. A window is told the
 --                                             capacity; its period; when windows of the clock begin, -1 if a first charge
---                                             begins one; and the width of a cell; these three in microseconds
+--                                             begins one; and the width of a cell; these three in microseconds. Requests in
+--                                             flight are told the capacity, and the lease time as a period. A policy has its
+--                                             `capacity`; `counts_requests` if a request is one whatever it costs
 --   load(policy, key, now, value)             a state as it is now: up to three values, then whether it must be saved even
 --                                             if nothing is charged, because it is of a time to come. `value` is the
 --                                             string under the key, or nothing

@@ -11,27 +11,31 @@
 
 #[cfg(doc)]
 pub mod guide;
+mod leases;
 mod limit;
 mod limiter;
 mod middleware;
+mod settle;
 mod store;
 mod turns;
 mod twins;
 
 pub use limit::{
-    Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, Refill, Source, Strategy, Verdict,
+    Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, RateLimited, Refill, Source,
+    Strategy, Verdict,
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Global, HeaderKey, Headers, HttpReject,
-    KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp, PolicySelector, RateLimit, RateLimitLayer,
-    RateLimited, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers, Trio, Wait,
-    key_fn, policies_fn,
+    AsIs, CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Ending, Global, HeaderKey, Headers,
+    HttpReject, KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp, PolicySelector, RateLimit,
+    RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers,
+    TrackedBody, Trio, UntilBodyEnd, Wait, key_fn, policies_fn,
 };
 #[cfg(feature = "tonic")]
 pub use middleware::{GrpcOr, GrpcReject};
 #[cfg(feature = "axum")]
 pub use middleware::{MatchedEndpoint, MatchedRoute};
+pub use settle::{Charge, Reservation, ReserveError, Settlement};
 #[cfg(feature = "metrics")]
 pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]

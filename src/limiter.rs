@@ -1,7 +1,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::limit::{Check, Decision, Key, Policies};
+use crate::leases::{Hold, desk};
+use crate::limit::{Check, Decision, Key, Policies, RateLimited};
+use crate::settle::{Post, Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
 use crate::turns::{Bounds, Refusal, Turns, Wanted};
 
@@ -30,26 +32,56 @@ pub struct Limiter<S> {
     store: S,
     policies: Policies,
     turns: Turns,
+    /// Settles reservations.
+    post: Arc<dyn Post>,
+    leases: Arc<dyn Hold>,
 }
 
 impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let turns = Turns::new(store.clone(), Bounds::NONE);
-        Self { store, policies: policies.into(), turns }
+        let (post, leases) = desk(&store, None);
+        Self { store, policies: policies.into(), turns, post, leases }
     }
 
     /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if that has
-    /// no observer yet. Not of the decisions: whoever asks gets these. Defaults to nobody.
+    /// no observer yet; and of a [`Reservation`] that could not be settled. Not of the decisions: whoever asks gets these.
+    /// Defaults to nobody.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
-        self.store.observe(&(Arc::new(observer) as Arc<dyn Observer>));
-        self
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.store.observe(&observer);
+        let (post, leases) = desk(&self.store, Some(observer));
+        Self { post, leases, ..self }
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
     pub fn take(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::take(key, &self.policies, cost))
+    }
+
+    /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is given back if that is
+    /// dropped, or kept, or replaced by the real cost.
+    ///
+    /// # Errors
+    ///
+    /// [`ReserveError::Denied`], and [`ReserveError::Failed`] if the store could not decide.
+    pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
+        self.post.wake();
+        let mut lease = self.leases.hold(key, &self.policies);
+        let since = instant();
+        let answer = self.take(key, cost).await;
+        if let Some(lease) = &mut lease {
+            lease.answered(answer.as_ref());
+        }
+        match answer {
+            Ok(decision) if decision.is_allowed() => {
+                Ok(Reservation::new(Reserved::new(decision, key, cost, since), lease, Arc::clone(&self.post)))
+            }
+            Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
+            Err(error) => Err(ReserveError::Failed(error)),
+        }
     }
 
     /// Takes as much of `cost` as there is room for. See [`Check::up_to`].

@@ -4,7 +4,7 @@
 /// - the variant of `Strategy`,
 /// - the name of both halves: the module in `src/limit/strategy`, and the file in `lua`,
 /// - the letter in Redis keys, and the number in a script's arguments,
-/// - one of each of its kinds, for `Strategy::ALL`.
+/// - one of each of its kinds, for `Strategy::ALL`: those that count over time.
 macro_rules! twins {
     ($with:ident) => {
         $with! {
@@ -18,6 +18,7 @@ macro_rules! twins {
             TokenBucket: token_bucket, "t", 5, [Self::TokenBucket(Refill::Greedy), Self::TokenBucket(Refill::Interval)];
             LeakyBucket: leaky_bucket, "b", 6, [Self::LeakyBucket];
             Gcra: gcra, "g", 7, [Self::Gcra];
+            InFlight: in_flight, "i", 8, [];
         }
     };
 }

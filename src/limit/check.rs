@@ -88,7 +88,8 @@ impl Charged {
 pub(crate) const LONGEST: i64 = 1 << 52;
 
 impl Check {
-    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing.
+    /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
+    /// [in flight](crate::Strategy::InFlight) counts one, whatever the cost.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
@@ -142,6 +143,21 @@ impl Check {
     /// Forgets all that the caller was charged.
     pub fn reset(key: Key, policies: &Policies) -> Self {
         Self::new(key, policies, Mode::Reset, 0)
+    }
+
+    /// Renews the leases of so many requests that this instance has [in flight](crate::Strategy::InFlight): what it holds
+    /// already is renewed, and if nothing is known of it any more, it holds `count` again. Says in
+    /// [`Decision::granted`] how many it holds. Charges nothing under policies of other strategies.
+    ///
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) does so for what it holds.
+    pub fn renew(key: Key, policies: &Policies, count: u32) -> Self {
+        Self::new(key, policies, Mode::Renew, count)
+    }
+
+    /// Tells that this instance has just so many requests [in flight](crate::Strategy::InFlight), whatever it held before; 0
+    /// for none. Charges nothing under policies of other strategies.
+    pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
+        Self::new(key, policies, Mode::Hold, count)
     }
 
     /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request can
@@ -211,6 +227,19 @@ impl Check {
         }
     }
 
+    /// What another store has to count of the requests in flight, if this is what one has decided: what it does under the
+    /// policies that count these.
+    pub(crate) fn in_flight(&self, decision: &Decision) -> Option<Self> {
+        let policies = self.policies.in_flight()?;
+        let (mode, cost) = match self.mode {
+            Mode::Take | Mode::TakeAhead | Mode::UpTo if decision.is_allowed() => (Mode::Charge, 1),
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => return None,
+            Mode::Charge => (Mode::Charge, decision.granted()),
+            mode => (mode, self.cost),
+        };
+        Some(Self::new(self.key, policies, mode, cost))
+    }
+
     /// What is known of the charge of which it gives back a part, if it is not of just now.
     pub(crate) fn charged(&self) -> Option<&Charged> {
         match self.rare.as_deref() {
@@ -244,12 +273,15 @@ impl Check {
     /// The rarer case of several policies.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
         let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), ask));
-        let max = looks.map(|look| look.grants).min().unwrap_or(0);
+        let max = looks.map(|look| look.max).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for (i, ((verdict, state), policy)) in each.iter_mut().zip(states).zip(self.policies.iter()).enumerate() {
             let ask = Ask { of: self.of(i), ..*ask };
             let (answer, grants) = state.decide(policy.params(), &ask, max);
-            (*verdict, granted) = (answer, granted.max(grants));
+            *verdict = answer;
+            if self.policies.tells_granted(policy) {
+                granted = granted.max(grants);
+            }
         }
         Verdicts { granted, each }
     }

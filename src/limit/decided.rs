@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Check, Decision, Mode, Policy, Source, Verdict, Verdicts};
+use super::{Check, Decision, Mode, Policy, Source, Strategy, Verdict, Verdicts};
 
 /// The longest time that a verdict tells, in microseconds: 142 years. A sum of some such times fits an `i64`.
 const LONGEST: i64 = 1 << 52;
@@ -38,7 +38,8 @@ impl Check {
             Mode::Take | Mode::TakeAhead => self.cost(),
             Mode::UpTo | Mode::Charge | Mode::GiveBack => granted.min(self.cost()),
             Mode::Peek => 0,
-            Mode::Reset => granted,
+            Mode::Reset | Mode::Renew => granted,
+            Mode::Hold => self.cost(),
         };
         let granted = i64::from(granted);
         let verdicts = told.iter().zip(self.policies()).map(|(told, policy)| told.corrected(self, policy, granted));
@@ -77,11 +78,13 @@ impl Verdict {
     /// The same, as far as it can be true of a check that was granted so much.
     fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
         let capacity = i64::from(policy.quota().capacity());
+        let (cost, granted) = match policy.strategy() {
+            Strategy::InFlight if check.mode().takes() => (1, granted.min(1)),
+            _ => (i64::from(check.cost()), granted),
+        };
         let max = match check.mode() {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if self.is_allowed() => capacity - granted,
-            Mode::Take | Mode::TakeAhead | Mode::Peek if !self.is_allowed() => {
-                capacity.min(i64::from(check.cost()) - 1)
-            }
+            Mode::Take | Mode::TakeAhead | Mode::Peek if !self.is_allowed() => capacity.min(cost - 1),
             Mode::UpTo | Mode::Charge => 0,
             _ => capacity,
         };

@@ -1,9 +1,7 @@
 use std::time::Duration;
 
-use smallvec::SmallVec;
-
 use super::check::{Charged, LONGEST};
-use super::{Check, Key, Policies, Policy, Verdict, Verdicts};
+use super::{Check, Key, Policies, Policy, Strategy, Verdict, Verdicts};
 
 /// The verdict on one check.
 ///
@@ -189,6 +187,8 @@ impl Decision {
     /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
     /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
     ///
+    /// What is [in flight](Strategy::InFlight) is not given back, since that goes on.
+    ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back
     /// of a decision once.
     ///
@@ -213,11 +213,12 @@ impl Decision {
     pub fn give_back(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
         let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST);
         let cost = cost.min(self.granted());
-        let resets: SmallVec<[i64; 1]> = self.verdicts.each.iter().map(|verdict| verdict.reset).collect();
-        let charged = Charged { age, cost: self.granted(), resets };
-        (cost > 0 && charged.counts())
-            .then(|| Check::give_back_of(key, &self.policies.whole(), cost, charged))
-            .into_iter()
+        let counted = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
+        let charged =
+            Charged { age, cost: self.granted(), resets: counted.map(|(_, verdict)| verdict.reset).collect() };
+        let whole = self.policies.whole();
+        let policies = whole.without_in_flight().filter(|_| cost > 0 && charged.counts()).cloned();
+        policies.map(|policies| Check::give_back_of(key, &policies, cost, charged)).into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).
@@ -245,6 +246,18 @@ impl Decision {
             verdict.wait = wait(i, verdict);
         }
         Self::new(self.policies, verdicts, self.source)
+    }
+
+    /// The same after another cost took the place of what was reserved, as far as is known without asking.
+    pub(crate) fn settled(self, reserved: u32, cost: u32) -> Self {
+        let Self { policies, mut verdicts, source, .. } = self;
+        // More than nothing is given back, less is charged.
+        let back = i64::from(reserved) - i64::from(cost);
+        verdicts.granted = i64::from(cost);
+        for (policy, verdict) in policies.iter().zip(&mut verdicts.each) {
+            verdict.give_back(policy, back);
+        }
+        Self::new(policies, verdicts, source)
     }
 
     /// What each policy says of the check.

@@ -2,6 +2,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::Quota;
+
 /// A mistake in what the limiter was asked to be: a quota, a policy, a Redis URL.
 ///
 /// Every variant names the value that was refused, and its text says what to write instead.
@@ -30,6 +32,13 @@ pub enum ConfigError {
     Cells(u16),
     /// A limit above 100,000 for a sliding log, which keeps every charge.
     LogTooLong(u32),
+    /// A quota that cannot be one of requests in flight.
+    InFlight {
+        /// The quota.
+        quota: Quota,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
     /// Text that is no quota.
     QuotaSyntax {
         /// The text as it was given.
@@ -168,6 +177,10 @@ impl fmt::Display for ConfigError {
                 "a limit of {limit} for a sliding log, which keeps every charge: it must be at most 100000, \
                  or choose a sliding window"
             ),
+            Self::InFlight { quota, problem } => write!(
+                f,
+                "a quota of {quota} for requests in flight ({problem}): write how many at once and the lease time, like `10/30s`"
+            ),
             Self::QuotaSyntax { text, problem } => {
                 write!(f, "{text:?} is no quota: {problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`")
             }
@@ -175,7 +188,7 @@ impl fmt::Display for ConfigError {
                 f,
                 "{text:?} is no strategy: {problem}; write `gcra`, `token-bucket`, `token-bucket(interval)`, \
                  `leaky-bucket`, `fixed-window`, `fixed-window(clock+22h)`, `fixed-window(first-hit)`, `sliding-log`, \
-                 `sliding-window(10 cells)` or `sliding-counter`"
+                 `sliding-window(10 cells)`, `sliding-counter` or `in-flight`"
             ),
             Self::DurationSyntax { text, problem } => {
                 write!(f, "{text:?} is no duration: {problem}; write it like `250ms`, `2s` or `15m`")
@@ -273,6 +286,7 @@ mod tests {
             BurstOfWindow { burst: 1, limit: 2 },
             Cells(0),
             LogTooLong(100_001),
+            InFlight { quota: Quota::per_day(1), problem: "too long" },
             QuotaSyntax { text: name(), problem: "it has no slash" },
             StrategySyntax { text: name(), problem: "it has no name" },
             DurationSyntax { text: name(), problem: "it has no unit" },

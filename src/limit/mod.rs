@@ -16,6 +16,7 @@ mod mode;
 mod policies;
 mod policy;
 mod quota;
+mod rate_limited;
 mod strategy;
 mod verdict;
 mod words;
@@ -28,6 +29,7 @@ pub use mode::Mode;
 pub use policies::Policies;
 pub use policy::Policy;
 pub use quota::Quota;
+pub use rate_limited::RateLimited;
 pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 

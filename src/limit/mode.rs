@@ -16,9 +16,20 @@ pub enum Mode {
     GiveBack,
     /// Forgets the caller: everything it was charged is gone.
     Reset,
+    /// Renews what this instance holds of [requests in flight](crate::Strategy::InFlight), or holds so many if nothing is
+    /// known of it any more.
+    Renew,
+    /// Holds just so many [requests in flight](crate::Strategy::InFlight), whatever this instance held.
+    Hold,
 }
 
 impl Mode {
+    /// Whether it takes what a request costs: a policy that counts [requests in flight](crate::Strategy::InFlight) then counts
+    /// one.
+    pub(super) fn takes(self) -> bool {
+        matches!(self, Self::Take | Self::TakeAhead | Self::UpTo | Self::Peek)
+    }
+
     /// The room that a policy must have to let the check pass, or for [`TakeAhead`](Self::TakeAhead) to let it pass now.
     pub(super) fn needs(self, cost: i64, capacity: i64) -> i64 {
         match self {
@@ -26,11 +37,11 @@ impl Mode {
             Self::UpTo => cost.min(1),
             Self::Charge => cost.min(1) - capacity,
             // However deep in debt: a quota may have been lowered.
-            Self::GiveBack | Self::Reset => i64::MIN,
+            Self::GiveBack | Self::Reset | Self::Renew | Self::Hold => i64::MIN,
         }
     }
 
-    /// What a policy that lets the check pass would charge; what it would give back, or forget.
+    /// What a policy that lets the check pass would charge; what it would give back, or forget. It holds no requests.
     pub(super) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
         match self {
             Self::Take | Self::TakeAhead => cost,
@@ -39,6 +50,18 @@ impl Mode {
             Self::Charge => cost.min(room + capacity).max(0),
             Self::GiveBack => cost.min(capacity - room),
             Self::Reset => capacity - room,
+            Self::Renew | Self::Hold => 0,
+        }
+    }
+
+    /// The same of a policy that counts requests in flight, of which this instance holds `own`. What it holds afterwards, of
+    /// a renewal.
+    pub(super) fn grants_of_held(self, cost: i64, own: i64, room: i64, capacity: i64) -> i64 {
+        match self {
+            Self::GiveBack => cost.min(own),
+            Self::Renew if own > 0 => own,
+            Self::Renew | Self::Hold => cost,
+            _ => self.grants(cost, room, capacity),
         }
     }
 }

@@ -54,10 +54,18 @@ struct List {
     id: u64,
     /// Made of the addresses of the policies.
     identity: u64,
+    /// Those that count requests in flight, and the others.
+    in_flight: InFlight,
     /// The part of an instance, for the number of instances that was last asked for.
     part: Mutex<Option<(NonZeroU32, Policies)>>,
     /// What was made of the list elsewhere.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
+}
+
+enum InFlight {
+    None,
+    All,
+    Some { in_flight: Policies, others: Policies },
 }
 
 impl Policies {
@@ -92,7 +100,9 @@ impl Policies {
             hasher.finish()
         };
         let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
-        Self(Arc::new(List { policies, id, identity, part: Mutex::default(), derived: OnceLock::new() }))
+        let in_flight = InFlight::of(&policies);
+        let (part, derived) = (Mutex::default(), OnceLock::new());
+        Self(Arc::new(List { policies, id, identity, in_flight, part, derived }))
     }
 
     /// All of them, in their order; there is at least one.
@@ -115,6 +125,37 @@ impl Policies {
                 part.insert((instances, made)).1.clone()
             }
         }
+    }
+
+    /// Those that count requests [in flight](Strategy::InFlight).
+    pub(crate) fn in_flight(&self) -> Option<&Self> {
+        match &self.0.in_flight {
+            InFlight::None => None,
+            InFlight::All => Some(self),
+            InFlight::Some { in_flight, .. } => Some(in_flight),
+        }
+    }
+
+    /// Those that count over time.
+    pub(crate) fn without_in_flight(&self) -> Option<&Self> {
+        match &self.0.in_flight {
+            InFlight::None => Some(self),
+            InFlight::All => None,
+            InFlight::Some { others, .. } => Some(others),
+        }
+    }
+
+    /// Whether what this one of them has granted is what the check was: a cost, and not a request in flight beside it.
+    pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
+        match self.0.in_flight {
+            InFlight::None | InFlight::All => true,
+            InFlight::Some { .. } => policy.strategy() != Strategy::InFlight,
+        }
+    }
+
+    /// One of them alone.
+    pub(crate) fn only(&self, policy: &Policy) -> Self {
+        if self.iter().len() == 1 { self.clone() } else { policy.clone().into() }
     }
 
     /// Those of which they are the parts of an instance, or the same.
@@ -172,6 +213,18 @@ impl Policies {
     /// another type.
     pub(crate) fn derived<T: Send + Sync + 'static>(&self, make: impl FnOnce(&Self) -> T) -> Option<&T> {
         self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref()
+    }
+}
+
+impl InFlight {
+    fn of(policies: &[Policy]) -> Self {
+        let (in_flight, others): (SmallVec<[Policy; 1]>, SmallVec<[Policy; 1]>) =
+            policies.iter().cloned().partition(|policy| policy.strategy() == Strategy::InFlight);
+        match (in_flight.is_empty(), others.is_empty()) {
+            (true, _) => Self::None,
+            (_, true) => Self::All,
+            _ => Self::Some { in_flight: Policies::of(in_flight), others: Policies::of(others) },
+        }
     }
 }
 

@@ -3,6 +3,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::mem;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::strategy::Params;
 use super::{ConfigError, Quota, Strategy};
@@ -28,6 +29,9 @@ use super::{ConfigError, Quota, Strategy};
 #[derive(Clone)]
 pub struct Policy(Arc<Inner>);
 
+/// Of requests in flight, if nothing else is said.
+const LEASE_TIME: Duration = Duration::from_secs(30);
+
 struct Inner {
     name: Box<str>,
     strategy: Strategy,
@@ -47,14 +51,34 @@ impl Policy {
     /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than
     /// ASCII letters, digits, `-`, `_`, `.` and `/`. Of the quota: [`ConfigError::Zero`] for a limit or a burst of 0,
     /// [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], [`ConfigError::BurstOfWindow`] for a burst where the strategy
-    /// has none, and [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`]. Of the
-    /// strategy: [`ConfigError::Cells`].
+    /// has none, [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`], and
+    /// [`ConfigError::InFlight`] for one that cannot be of [`Strategy::InFlight`]. Of the strategy: [`ConfigError::Cells`].
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         if !is_name(name, b"-_./") {
             return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
         }
         quota.check()?;
         Ok(Self::with_params(name, strategy, quota, Params::new(strategy, quota)?))
+    }
+
+    /// At most `limit` requests of a caller at the same moment, over all instances: [`Strategy::InFlight`], with a lease time
+    /// of 30 seconds. For another one, give [`new`](Self::new) a quota whose period it is.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    ///
+    /// let uploads = Policy::in_flight("uploads", 10)?;
+    /// let calls = Policy::new("calls", Strategy::InFlight, Quota::per(10, Duration::from_secs(5)))?;
+    /// assert_eq!((uploads.quota().limit(), calls.quota().to_string()), (10, "10/5s".to_owned()));
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
+        Self::new(name, Strategy::InFlight, Quota::per(limit, LEASE_TIME))
     }
 
     pub(super) fn with_params(name: &str, strategy: Strategy, quota: Quota, params: Params) -> Self {
@@ -142,7 +166,6 @@ impl Eq for Policy {}
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     fn policy(name: &str, quota: Quota) -> Result<Policy, ConfigError> {
         Policy::new(name, Strategy::Gcra, quota)
@@ -178,6 +201,23 @@ mod tests {
         assert_eq!(log(100_001), Err(ConfigError::LogTooLong(100_001)));
         assert!(log(100_001).unwrap_err().to_string().contains("at most 100000"));
         assert!(log(100_000).is_ok());
+    }
+
+    #[test]
+    fn requests_in_flight_are_a_number_and_a_lease_time() {
+        let in_flight = |text: &str| Policy::new("p", Strategy::InFlight, text.parse().unwrap());
+        for (text, part) in [
+            ("10/30s burst 20", "no burst"),
+            ("1000001/30s", "more than 1000000"),
+            ("10/999ms", "from 1 second to 1 hour"),
+            ("10/3601s", "from 1 second to 1 hour"),
+        ] {
+            let error = in_flight(text).unwrap_err().to_string();
+            assert!(error.contains(part) && error.contains("like `10/30s`"), "{error}");
+        }
+        assert!(in_flight("1000000/1s").is_ok() && in_flight("1/1h").is_ok());
+        assert_eq!(in_flight("4/30s"), Policy::in_flight("p", 4));
+        assert_eq!(Policy::in_flight("p", 0), Err(ConfigError::Zero("a quota's limit")));
     }
 
     #[test]

@@ -1,5 +1,7 @@
 use smallvec::SmallVec;
 
+use super::{Policy, Strategy};
+
 /// What one policy says of a check. A [`Store`](crate::Store) outside of this crate makes a [`Decision`](super::Decision)
 /// of them, with [`Check::decided`](super::Check::decided).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,6 +20,25 @@ impl Verdict {
     pub(crate) const NEVER: i64 = -1;
     /// Of a policy that has nothing to say.
     pub(super) const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
+
+    /// What the policy says after so much was given back to it, or was charged if that is below zero; as far as is known
+    /// without asking.
+    pub(super) fn give_back(&mut self, policy: &Policy, back: i64) {
+        if policy.strategy() == Strategy::InFlight {
+            // It is in flight still, and counts as one whatever it costs.
+            return;
+        }
+        let (quota, capacity) = (policy.quota(), i64::from(policy.quota().capacity()));
+        self.remaining = (self.remaining + back).clamp(0, capacity);
+        let time = i64::try_from(quota.time_for(back.unsigned_abs()).as_micros()).unwrap_or(i64::MAX);
+        self.reset = match back {
+            _ if self.remaining == capacity => 0,
+            _ if policy.strategy().is_steady() => self.reset.saturating_sub(time.saturating_mul(back.signum())).max(0),
+            // What begins to count is counted for a period.
+            ..0 if self.reset == 0 => policy.params().period,
+            _ => self.reset,
+        };
+    }
 
     /// Whether this policy let the check pass.
     pub(crate) fn is_allowed(&self) -> bool {

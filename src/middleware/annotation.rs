@@ -3,9 +3,11 @@ use http::request::Parts;
 
 use super::Headers;
 use crate::limit::Decision;
+use crate::settle::Settled;
 
 /// A decision, for the request that passes by it, and for the response.
-pub(super) struct Annotation {
+#[derive(Debug)]
+pub struct Annotation {
     pub(super) decision: Decision,
     /// The header fields that the response gets.
     pub(super) headers: Headers,
@@ -15,6 +17,16 @@ impl Annotation {
     /// Puts the decision into the request's extensions, where the inner service finds it.
     pub(super) fn annotate_request(&self, request: &mut Parts) {
         request.extensions.insert(self.decision.clone());
+    }
+
+    /// The same after the request's cost became known.
+    pub(super) fn settled(self, cost: Option<Settled>) -> Self {
+        match cost {
+            Some(Settled { reserved, cost }) if cost != reserved => {
+                Self { decision: self.decision.settled(reserved, cost), ..self }
+            }
+            _ => self,
+        }
     }
 
     /// Puts the decision into the response's extensions, and adds its header fields.

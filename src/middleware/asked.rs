@@ -1,19 +1,39 @@
 use tokio::time::Instant;
 
 use crate::limit::{Decision, Key};
+use crate::settle::Reserved;
 use crate::store::{Error, Observer, event, instant};
 
 /// What an observer is told of a check beside its answer.
-#[derive(Clone, Copy)]
-pub(super) struct Asked {
+#[derive(Debug, Clone, Copy)]
+pub struct Asked {
     key: Key,
+    /// How much was asked for.
+    cost: u32,
     since: Instant,
+    /// When what it waited for was taken, which may have been for another who waited.
+    taken_at: Option<Instant>,
 }
 
 impl Asked {
-    /// A check for this caller, asked now.
-    pub(super) fn now(key: Key) -> Self {
-        Self { key, since: instant() }
+    /// A check for this caller of this cost, asked now.
+    pub(super) fn now(key: Key, cost: u32) -> Self {
+        Self { key, cost, since: instant(), taken_at: None }
+    }
+
+    /// Who.
+    pub(super) fn key(&self) -> Key {
+        self.key
+    }
+
+    /// The same of a permit that was taken then.
+    pub(super) fn taken_at(self, taken_at: Instant) -> Self {
+        Self { taken_at: Some(taken_at), ..self }
+    }
+
+    /// What was granted by this decision.
+    pub(super) fn reserved(&self, decision: Decision) -> Reserved {
+        Reserved::new(decision, self.key, self.cost, self.taken_at.unwrap_or(self.since))
     }
 
     /// Tells what came of it.

@@ -10,13 +10,15 @@ use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
 use super::shadow::Shadows;
 use super::wait::{InLine, Place, Waiting};
-use super::{Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
+use super::{Ending, Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
+use crate::leases::{Hold, desk};
 use crate::limit::{Check, Decision, Key, Policies};
+use crate::settle::Post;
 use crate::store::{Answer, Error, Observer, Store};
 use crate::turns::Wanted;
 
 /// The settings of a layer, and what they decide.
-pub(super) struct Config<S, K, R> {
+pub(super) struct Config<S, K, R, E> {
     pub(super) store: S,
     pub(super) extractor: Arc<K>,
     pub(super) policies: Selector,
@@ -35,6 +37,8 @@ pub(super) struct Config<S, K, R> {
     /// The header fields of responses.
     pub(super) headers: Headers,
     pub(super) observer: Option<Arc<dyn Observer>>,
+    /// Until when what was taken is held.
+    pub(super) ending: E,
     /// One for all copies.
     pub(super) misconfiguration: Arc<Misconfiguration>,
 }
@@ -68,39 +72,42 @@ pub enum OnMissingKey {
 }
 
 /// What is known of a request at once.
-pub(super) enum Start<D, B> {
+pub(super) enum Start<D, B, E: Ending> {
     /// What becomes of it.
-    Decided(Admission<B>),
-    /// That the store has been asked; and what waits if it says no.
-    Deciding(D, Option<Asked>, Option<Box<Wanted>>),
+    Decided(Admission<B, E::By>),
+    /// That the store has been asked; what waits if it says no, and what is held if it says yes.
+    Deciding(D, Option<Asked>, Option<Box<Wanted>>, E::Lease),
 }
 
 /// What becomes of a request.
-pub(super) enum Admission<B> {
+pub(super) enum Admission<B, By> {
     /// It passes: by this decision, or uncounted.
-    Pass(Option<Annotation>),
+    Pass(Option<Annotation>, By),
     /// It waits for its turn.
     Wait(Box<InLine>, Option<Asked>),
     /// It is answered with this.
     Reject(Response<B>),
 }
 
-impl<S, K, R> Config<S, K, R> {
-    /// Notes who asks, and that it is now, if there is an observer to be told.
-    pub(super) fn asked(&self, key: &Key) -> Option<Asked> {
-        self.observer.as_ref().map(|_| Asked::now(*key))
+/// What is wrong with a layer whose policies count requests in flight, and that does not know when one has ended.
+const NEVER_ENDS: &str = "a policy counts requests in flight, and the layer does not hold them until they end: add `.until_body_end()` to it";
+
+impl<S, K, R, E: Ending> Config<S, K, R, E> {
+    /// Notes who asks, and that it is now, if there is an observer to be told, or something to settle.
+    fn asked(&self, check: &Check) -> Option<Asked> {
+        (E::SETTLES || self.observer.is_some()).then(|| Asked::now(*check.key(), check.cost()))
     }
 
     /// Finds out who asks, and under which policies, and asks the store.
     #[inline]
-    pub(super) fn start<B>(&self, request: &Parts) -> Start<S::Future, B>
+    pub(super) fn start<B>(&self, request: &Parts) -> Start<S::Future, B, E>
     where
         S: Store,
         K: KeyExtractor,
         R: Reject<B>,
     {
         if self.dry_run || self.skips(request) {
-            return Start::Decided(Admission::Pass(None));
+            return Start::Decided(Admission::uncounted());
         }
         let key = self.extractor.extract(request);
         let found;
@@ -111,15 +118,18 @@ impl<S, K, R> Config<S, K, R> {
                     found = policies;
                     &found
                 }
-                None => return Start::Decided(Admission::Pass(None)),
+                None => return Start::Decided(Admission::uncounted()),
             },
         };
         let key = match key {
             Ok(key) => key,
             Err(missing) => return Start::Decided(self.admit_without_key(request, missing)),
         };
-        let asked = self.asked(&key);
+        if !E::SETTLES && policies.in_flight().is_some() {
+            return Start::Decided(self.admit_without_key(request, MissingKey::misconfigured(NEVER_ENDS)));
+        }
         let check = self.check(key, policies, request);
+        let asked = self.asked(&check);
         let wanted = match &self.wait {
             None => None,
             Some(wait) => {
@@ -130,24 +140,25 @@ impl<S, K, R> Config<S, K, R> {
                 Some(Box::new(wanted))
             }
         };
+        let lease = self.ending.hold(key, policies);
         match self.store.check(check) {
-            Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked, wanted)),
-            Answer::Pending { future } => Start::Deciding(future, asked, wanted),
+            Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked, wanted, lease)),
+            Answer::Pending { future } => Start::Deciding(future, asked, wanted, lease),
         }
     }
 
     /// The checks that reject nothing, for a request that passes.
     #[inline]
-    pub(super) fn shadows(&self, request: &Parts) -> Option<Box<Shadows<S::Future>>>
+    pub(super) fn shadows(&self, request: &Parts, account: &E::Account) -> Option<Box<Shadows<S::Future>>>
     where
         S: Store,
         K: KeyExtractor,
     {
         // Most layers have none.
-        if self.dry_run || !self.shadows.is_empty() { self.ask_shadows(request) } else { None }
+        if self.dry_run || !self.shadows.is_empty() { self.ask_shadows(request, account) } else { None }
     }
 
-    fn ask_shadows(&self, request: &Parts) -> Option<Box<Shadows<S::Future>>>
+    fn ask_shadows(&self, request: &Parts, account: &E::Account) -> Option<Box<Shadows<S::Future>>>
     where
         S: Store,
         K: KeyExtractor,
@@ -163,10 +174,18 @@ impl<S, K, R> Config<S, K, R> {
         let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
         let ask = |(counted_by, selector): (Key, &Selector)| {
             let policies = selector.policies(request, Some(&key))?;
-            Some(self.store.check(self.check(counted_by, &policies, request)))
+            if !E::SETTLES && policies.in_flight().is_some() {
+                self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
+                return None;
+            }
+            let check = self.check(counted_by, &policies, request);
+            let by = self.asked(&check);
+            let lease = E::into_lease(self.ending.hold(counted_by, &policies));
+            Some((self.store.check(check), by, lease))
         };
-        let asked = self.observer.clone().zip(self.asked(&key));
-        Some(Box::new(Shadows::new(own.into_iter().chain(shadows).filter_map(ask).collect(), asked)))
+        let asked = self.observer.clone().map(|observer| (observer, Asked::now(key, 0)));
+        let checks = own.into_iter().chain(shadows).filter_map(ask);
+        Some(Box::new(Shadows::new(checks.collect(), asked, E::account(account))))
     }
 
     fn skips(&self, request: &Parts) -> bool {
@@ -184,43 +203,68 @@ impl<S, K, R> Config<S, K, R> {
         answer: Result<Decision, Error>,
         asked: Option<Asked>,
         wanted: Option<Box<Wanted>>,
-    ) -> Admission<B>
+        mut lease: E::Lease,
+    ) -> Admission<B, E::By>
     where
         R: Reject<B>,
     {
+        E::answered(&mut lease, &answer);
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
                 self.admit_to_line(request, wait.line_up(*wanted, denied), asked)
             }
-            (answer, ..) => self.conclude(request, answer, asked),
+            (answer, ..) => self.conclude(request, answer, asked, lease),
         }
     }
 
     /// What becomes of a request that waits if it has a place.
-    fn admit_to_line<B>(&self, request: &Parts, place: Place, asked: Option<Asked>) -> Admission<B>
+    fn admit_to_line<B>(&self, request: &Parts, place: Place, asked: Option<Asked>) -> Admission<B, E::By>
     where
         R: Reject<B>,
     {
         match place {
             Ok(place) => Admission::Wait(place, asked),
-            Err(answer) => self.conclude(request, answer, asked),
+            Err(answer) => self.conclude(request, answer, asked, E::Lease::default()),
         }
     }
 
-    /// What becomes of a request that does not wait any more.
-    pub(super) fn conclude<B>(
+    /// What becomes of a request whose turn has come, or will not come in time.
+    pub(super) fn conclude_turn<B>(
         &self,
         request: &Parts,
         answer: Result<Decision, Error>,
         asked: Option<Asked>,
-    ) -> Admission<B>
+    ) -> Admission<B, E::By>
+    where
+        R: Reject<B>,
+    {
+        // Only from here on is it known when it was taken, and for whom.
+        let lease = match (&answer, &asked) {
+            (Ok(decision), Some(asked)) if decision.is_allowed() => {
+                let mut lease = self.ending.hold(asked.key(), &decision.policies().whole());
+                E::answered(&mut lease, &answer);
+                lease
+            }
+            _ => E::Lease::default(),
+        };
+        self.conclude(request, answer, asked, lease)
+    }
+
+    /// What becomes of a request that does not wait any more.
+    fn conclude<B>(
+        &self,
+        request: &Parts,
+        answer: Result<Decision, Error>,
+        asked: Option<Asked>,
+        lease: E::Lease,
+    ) -> Admission<B, E::By>
     where
         R: Reject<B>,
     {
         self.tell(&answer, asked);
         match answer {
             Ok(decision) if decision.is_allowed() => {
-                Admission::Pass(Some(Annotation { decision, headers: self.headers }))
+                Admission::Pass(Some(Annotation { decision, headers: self.headers }), E::by(asked, lease))
             }
             Ok(decision) => {
                 let mut response = self.reject.reject(Rejection::new(Reason::Denied(&decision), request));
@@ -228,7 +272,7 @@ impl<S, K, R> Config<S, K, R> {
                 Admission::Reject(response)
             }
             Err(error) => match self.on_error {
-                OnError::Allow => Admission::Pass(None),
+                OnError::Allow => Admission::Pass(None, E::by(None, lease)),
                 OnError::Reject => {
                     Admission::Reject(self.reject.reject(Rejection::new(Reason::Unavailable(&error), request)))
                 }
@@ -237,19 +281,27 @@ impl<S, K, R> Config<S, K, R> {
     }
 
     /// What becomes of a request without a key.
-    pub(super) fn admit_without_key<B>(&self, request: &Parts, missing: MissingKey) -> Admission<B>
+    pub(super) fn admit_without_key<B>(&self, request: &Parts, missing: MissingKey) -> Admission<B, E::By>
     where
         R: Reject<B>,
     {
         self.misconfiguration.tell(&missing, self.observer.as_deref());
         match self.on_missing_key {
-            OnMissingKey::Allow if missing.is_absent() => Admission::Pass(None),
+            OnMissingKey::Allow if missing.is_absent() => Admission::uncounted(),
             _ => {
                 let mut response = self.reject.reject(Rejection::new(Reason::MissingKey(&missing), request));
                 missing.annotate(&mut response);
                 Admission::Reject(response)
             }
         }
+    }
+
+    /// Settles in the store and keeps what is in flight, and tells the observer of what it could not.
+    pub(super) fn desk(&self) -> (Arc<dyn Post>, Arc<dyn Hold>)
+    where
+        S: Store,
+    {
+        desk(&self.store, self.observer.clone())
     }
 
     fn tell(&self, answer: &Result<Decision, Error>, asked: Option<Asked>) {
@@ -259,7 +311,18 @@ impl<S, K, R> Config<S, K, R> {
     }
 
     /// The same settings with another rejection.
-    pub(super) fn with_reject<R2>(self, reject: R2) -> Config<S, K, R2> {
+    pub(super) fn with_reject<R2>(self, reject: R2) -> Config<S, K, R2, E> {
+        let ending = self.ending.copy();
+        self.with(Arc::new(reject), ending)
+    }
+
+    /// The same settings with another ending.
+    pub(super) fn with_ending<E2>(self, ending: E2) -> Config<S, K, R, E2> {
+        let reject = Arc::clone(&self.reject);
+        self.with(reject, ending)
+    }
+
+    fn with<R2, E2>(self, reject: Arc<R2>, ending: E2) -> Config<S, K, R2, E2> {
         Config {
             store: self.store,
             extractor: self.extractor,
@@ -267,19 +330,26 @@ impl<S, K, R> Config<S, K, R> {
             shadows: self.shadows,
             dry_run: self.dry_run,
             skip: self.skip,
-            reject: Arc::new(reject),
+            reject,
             cost: self.cost,
             wait: self.wait,
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,
             headers: self.headers,
             observer: self.observer,
+            ending,
             misconfiguration: self.misconfiguration,
         }
     }
 }
 
-impl<S: Clone, K, R> Config<S, K, R> {
+impl<B, By: Default> Admission<B, By> {
+    fn uncounted() -> Self {
+        Self::Pass(None, By::default())
+    }
+}
+
+impl<S: Clone, K, R, E: Ending> Config<S, K, R, E> {
     /// The same settings, with `Arc`s of their own where a request clones one. See [`Copies`](super::copies::Copies).
     pub(super) fn copy(&self) -> Self {
         Self {
@@ -296,12 +366,13 @@ impl<S: Clone, K, R> Config<S, K, R> {
             on_missing_key: self.on_missing_key,
             headers: self.headers,
             observer: self.observer.clone(),
+            ending: self.ending.copy(),
             misconfiguration: Arc::clone(&self.misconfiguration),
         }
     }
 }
 
-impl<S: fmt::Debug, K, R> Config<S, K, R> {
+impl<S: fmt::Debug, K, R, E> Config<S, K, R, E> {
     /// Shows the layer or service of this name that has these settings.
     pub(super) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct(name).field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()

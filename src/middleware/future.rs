@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -14,25 +15,26 @@ use super::asked::Asked;
 use super::config::{Admission, Config};
 use super::shadow::Shadows;
 use super::wait::InLine;
-use super::{KeyExtractor, Reject};
+use super::{AsIs, Ending, KeyExtractor, Reject};
 use crate::store::{Store, polled_after_completion};
 use crate::turns::Wanted;
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
-    pub struct ResponseFuture<T, S, K, R, ReqBody>
+    pub struct ResponseFuture<T, S, K, R, ReqBody, E = AsIs>
     where
         T: Service<Request<ReqBody>>,
         S: Store,
+        E: Ending,
     {
         #[pin]
-        state: State<T::Future, T::Response, S::Future, Call<T, S, K, R, ReqBody>>,
+        state: State<T::Future, T::Response, S::Future, Call<T, S, K, R, ReqBody, E>, E::Account>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<F, Res, D, C> {
+    enum State<F, Res, D, C, A> {
         Deciding {
             #[pin]
             decision: D,
@@ -49,6 +51,7 @@ pin_project! {
             response: F,
             // None for a request that nobody counted.
             annotation: Option<Annotation>,
+            account: A,
             // None if there are none, as with most layers.
             shadows: Option<Box<Shadows<D>>>,
         },
@@ -56,6 +59,7 @@ pin_project! {
         Answered {
             // None once it has been given.
             response: Option<Res>,
+            account: A,
             // None if the response waits for none.
             shadows: Option<Box<Shadows<D>>>,
         },
@@ -63,8 +67,8 @@ pin_project! {
 }
 
 /// What waits for the decision: the ready service, and the request.
-pub(super) struct Call<T, S, K, R, ReqBody> {
-    pub(super) config: Arc<Config<S, K, R>>,
+pub(super) struct Call<T, S, K, R, ReqBody, E: Ending> {
+    pub(super) config: Arc<Config<S, K, R, E>>,
     pub(super) inner: T,
     pub(super) parts: Parts,
     pub(super) body: ReqBody,
@@ -72,18 +76,21 @@ pub(super) struct Call<T, S, K, R, ReqBody> {
     pub(super) asked: Option<Asked>,
     /// What it waits for if it is denied and may wait.
     pub(super) wanted: Option<Box<Wanted>>,
+    /// What it holds while it runs, if it passes.
+    pub(super) lease: E::Lease,
 }
 
-impl<T, S, K, R, ReqBody> ResponseFuture<T, S, K, R, ReqBody>
+impl<T, S, K, R, ReqBody, E> ResponseFuture<T, S, K, R, ReqBody, E>
 where
     T: Service<Request<ReqBody>>,
     S: Store,
+    E: Ending,
 {
-    pub(super) fn deciding(decision: S::Future, call: Call<T, S, K, R, ReqBody>) -> Self {
+    pub(super) fn deciding(decision: S::Future, call: Call<T, S, K, R, ReqBody, E>) -> Self {
         Self { state: State::Deciding { decision, call: Some(call) } }
     }
 
-    pub(super) fn waiting(place: Box<InLine>, call: Call<T, S, K, R, ReqBody>) -> Self {
+    pub(super) fn waiting(place: Box<InLine>, call: Call<T, S, K, R, ReqBody, E>) -> Self {
         Self { state: State::Waiting { place, call: Some(call) } }
     }
 
@@ -92,36 +99,45 @@ where
         parts: Parts,
         body: ReqBody,
         annotation: Option<Annotation>,
+        account: E::Account,
         shadows: Option<Box<Shadows<S::Future>>>,
     ) -> Self {
-        Self { state: State::Calling { response: call(inner, parts, body, annotation.as_ref()), annotation, shadows } }
+        let response = call(inner, parts, body, annotation.as_ref());
+        Self { state: State::Calling { response, annotation, account, shadows } }
     }
 
     pub(super) fn rejected(response: T::Response) -> Self {
-        Self { state: State::Answered { response: Some(response), shadows: None } }
+        Self { state: State::Answered { response: Some(response), account: E::Account::default(), shadows: None } }
     }
 }
 
-impl<T, S, K, R, ReqBody, ResBody> Call<T, S, K, R, ReqBody>
+impl<T, S, K, R, E, ReqBody, ResBody> Call<T, S, K, R, ReqBody, E>
 where
     T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     S: Store,
     K: KeyExtractor,
+    E: Ending,
 {
     /// What follows from what becomes of the request.
-    fn go_on(mut self, admission: Admission<ResBody>) -> State<T::Future, T::Response, S::Future, Self> {
+    fn go_on(
+        mut self,
+        admission: Admission<ResBody, E::By>,
+    ) -> State<T::Future, T::Response, S::Future, Self, E::Account> {
         match admission {
-            Admission::Pass(annotation) => {
-                let shadows = self.config.shadows(&self.parts);
+            Admission::Pass(annotation, by) => {
+                let account = self.config.ending.open(&mut self.parts, annotation.as_ref(), by);
+                let shadows = self.config.shadows(&self.parts, &account);
                 let response = call(&mut self.inner, self.parts, self.body, annotation.as_ref());
-                State::Calling { response, annotation, shadows }
+                State::Calling { response, annotation, account, shadows }
             }
             Admission::Wait(place, asked) => {
                 // The ready one may hold a permit that others wait for.
                 let inner = self.inner.clone();
                 State::Waiting { place, call: Some(Self { inner, asked, ..self }) }
             }
-            Admission::Reject(response) => State::Answered { response: Some(response), shadows: None },
+            Admission::Reject(response) => {
+                State::Answered { response: Some(response), account: E::Account::default(), shadows: None }
+            }
         }
     }
 }
@@ -137,14 +153,15 @@ where
     inner.call(Request::from_parts(parts, body))
 }
 
-impl<T, S, K, R, ReqBody, ResBody> Future for ResponseFuture<T, S, K, R, ReqBody>
+impl<T, S, K, R, E, ReqBody, ResBody> Future for ResponseFuture<T, S, K, R, ReqBody, E>
 where
     T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     S: Store,
     K: KeyExtractor,
     R: Reject<ResBody>,
+    E: Ending,
 {
-    type Output = Result<Response<ResBody>, T::Error>;
+    type Output = Result<Response<E::Body<ResBody>>, T::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut state = self.project().state;
@@ -156,8 +173,8 @@ where
                     let Some(mut call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    let (asked, wanted) = (call.asked.take(), call.wanted.take());
-                    let admission = call.config.admit(&call.parts, answer, asked, wanted);
+                    let (asked, wanted, lease) = (call.asked.take(), call.wanted.take(), mem::take(&mut call.lease));
+                    let admission = call.config.admit(&call.parts, answer, asked, wanted, lease);
                     call.go_on(admission)
                 }
                 StateProj::Waiting { place, call: waiting } => {
@@ -169,23 +186,26 @@ where
                     let Some(mut call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    let admission = call.config.conclude(&call.parts, answer, call.asked.take());
+                    let asked = place.charged(call.asked.take());
+                    let admission = call.config.conclude_turn(&call.parts, answer, asked);
                     call.go_on(admission)
                 }
-                StateProj::Calling { response, annotation, shadows } => {
+                StateProj::Calling { response, annotation, account, shadows } => {
                     if let Some(shadows) = shadows {
                         let _ = shadows.poll(cx);
                     }
-                    let mut response = ready!(response.poll(cx))?;
+                    let response = ready!(response.poll(cx))?;
+                    let account = mem::take(account);
+                    let (mut response, cost) = E::settle(&account, response);
                     if let Some(annotation) = annotation.take() {
-                        annotation.annotate_response(&mut response);
+                        annotation.settled(cost).annotate_response(&mut response);
                     }
                     match shadows.take() {
-                        None => return Poll::Ready(Ok(response)),
-                        shadows => State::Answered { response: Some(response), shadows },
+                        None => return Poll::Ready(Ok(E::wrap(response, account))),
+                        shadows => State::Answered { response: Some(response), account, shadows },
                     }
                 }
-                StateProj::Answered { response, shadows } => {
+                StateProj::Answered { response, account, shadows } => {
                     if let Some(shadows) = shadows {
                         ready!(shadows.poll(cx));
                     }
@@ -193,7 +213,7 @@ where
                     if let Some(shadows) = shadows.take() {
                         shadows.annotate(&mut response);
                     }
-                    return Poll::Ready(Ok(response));
+                    return Poll::Ready(Ok(E::wrap(response, mem::take(account))));
                 }
             };
             state.set(next);
@@ -201,10 +221,11 @@ where
     }
 }
 
-impl<T, S, K, R, ReqBody> fmt::Debug for ResponseFuture<T, S, K, R, ReqBody>
+impl<T, S, K, R, ReqBody, E> fmt::Debug for ResponseFuture<T, S, K, R, ReqBody, E>
 where
     T: Service<Request<ReqBody>>,
     S: Store,
+    E: Ending,
 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()

@@ -16,11 +16,12 @@ mod ready;
 mod reject;
 mod select;
 mod service;
+mod settle;
 mod shadow;
 mod throttle;
 mod wait;
 
-pub use call::{CallFuture, CallLimit, CallLimitLayer, RateLimited};
+pub use call::{CallFuture, CallLimit, CallLimitLayer};
 pub use config::{OnError, OnMissingKey};
 pub use extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
 #[cfg(feature = "axum")]
@@ -33,6 +34,7 @@ pub use reject::{GrpcOr, GrpcReject};
 pub use reject::{HttpReject, Reason, Reject, Rejection};
 pub use select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
 pub use service::RateLimit;
+pub use settle::{AsIs, Ending, TrackedBody, UntilBodyEnd};
 pub use shadow::DryRun;
 pub use throttle::{Throttle, ThrottleLayer};
 pub use wait::Wait;

@@ -9,25 +9,26 @@ use super::config::{Admission, Config, Start};
 use super::copies::Copies;
 use super::future::Call;
 use super::ready::take_ready;
-use super::{KeyExtractor, Reject, ResponseFuture};
+use super::{AsIs, Ending, KeyExtractor, Reject, ResponseFuture};
 use crate::store::Store;
 
 /// The service that a [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, then calls the inner service.
-pub struct RateLimit<T, S, K, R> {
+pub struct RateLimit<T, S, K, R, E = AsIs> {
     pub(super) inner: T,
-    pub(super) config: Copies<Config<S, K, R>>,
+    pub(super) config: Copies<Config<S, K, R, E>>,
 }
 
-impl<T, S, K, R, ReqBody, ResBody> Service<Request<ReqBody>> for RateLimit<T, S, K, R>
+impl<T, S, K, R, E, ReqBody, ResBody> Service<Request<ReqBody>> for RateLimit<T, S, K, R, E>
 where
     T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     S: Store,
     K: KeyExtractor,
     R: Reject<ResBody>,
+    E: Ending,
 {
-    type Response = T::Response;
+    type Response = Response<E::Body<ResBody>>;
     type Error = T::Error;
-    type Future = ResponseFuture<T, S, K, R, ReqBody>;
+    type Future = ResponseFuture<T, S, K, R, ReqBody, E>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         self.inner.poll_ready(cx)
@@ -35,11 +36,12 @@ where
 
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
         let config = self.config.current();
-        let (parts, body) = request.into_parts();
+        let (mut parts, body) = request.into_parts();
         match config.start(&parts) {
-            Start::Decided(Admission::Pass(annotation)) => {
-                let shadows = config.shadows(&parts);
-                ResponseFuture::calling(&mut self.inner, parts, body, annotation, shadows)
+            Start::Decided(Admission::Pass(annotation, by)) => {
+                let account = config.ending.open(&mut parts, annotation.as_ref(), by);
+                let shadows = config.shadows(&parts, &account);
+                ResponseFuture::calling(&mut self.inner, parts, body, annotation, account, shadows)
             }
             Start::Decided(Admission::Reject(response)) => {
                 drop(take_ready(&mut self.inner));
@@ -49,18 +51,21 @@ where
                 let config = Arc::clone(config);
                 drop(take_ready(&mut self.inner));
                 let inner = self.inner.clone();
-                ResponseFuture::waiting(place, Call { config, inner, parts, body, asked, wanted: None })
+                ResponseFuture::waiting(
+                    place,
+                    Call { config, inner, parts, body, asked, wanted: None, lease: Default::default() },
+                )
             }
-            Start::Deciding(future, asked, wanted) => {
+            Start::Deciding(future, asked, wanted, lease) => {
                 let config = Arc::clone(config);
                 let inner = take_ready(&mut self.inner);
-                ResponseFuture::deciding(future, Call { config, inner, parts, body, asked, wanted })
+                ResponseFuture::deciding(future, Call { config, inner, parts, body, asked, wanted, lease })
             }
         }
     }
 }
 
-impl<T, S, K, R> RateLimit<T, S, K, R> {
+impl<T, S, K, R, E> RateLimit<T, S, K, R, E> {
     /// The inner service.
     pub fn get_ref(&self) -> &T {
         &self.inner
@@ -77,13 +82,13 @@ impl<T, S, K, R> RateLimit<T, S, K, R> {
     }
 }
 
-impl<T: Clone, S, K, R> Clone for RateLimit<T, S, K, R> {
+impl<T: Clone, S, K, R, E> Clone for RateLimit<T, S, K, R, E> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), config: self.config.clone() }
     }
 }
 
-impl<T, S: fmt::Debug, K, R> fmt::Debug for RateLimit<T, S, K, R> {
+impl<T, S: fmt::Debug, K, R, E> fmt::Debug for RateLimit<T, S, K, R, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.config.current().fmt("RateLimit", f)
     }

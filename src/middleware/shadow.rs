@@ -8,7 +8,9 @@ use std::task::{Context, Poll};
 use http::Response;
 
 use super::asked::Asked;
+use crate::leases::Lease;
 use crate::limit::Decision;
+use crate::settle::Account;
 use crate::store::{Answer, Error, Observer};
 
 /// What policies that reject nothing have decided: in the extensions of a response.
@@ -42,13 +44,19 @@ impl fmt::Debug for DryRun {
 /// The checks of one request that reject nothing, under way beside the inner call.
 pub(super) struct Shadows<D> {
     checks: Vec<Shadow<D>>,
-    /// Who is told of their answers.
-    observer: Option<(Arc<dyn Observer>, Asked)>,
+    told: Told,
 }
 
 enum Shadow<D> {
-    Asked(Pin<Box<D>>),
+    Asked(Pin<Box<D>>, Option<Asked>, Option<Lease>),
     Told(Option<Decision>),
+}
+
+/// Who is told of their answers.
+struct Told {
+    observer: Option<(Arc<dyn Observer>, Asked)>,
+    /// Where what is granted is settled.
+    account: Option<Arc<Account>>,
 }
 
 impl<D> Shadows<D>
@@ -56,21 +64,26 @@ where
     D: Future<Output = Result<Decision, Error>>,
 {
     /// With the store's first answers, some of which are still to come.
-    pub(super) fn new(answers: Vec<Answer<D>>, observer: Option<(Arc<dyn Observer>, Asked)>) -> Self {
-        let checks = answers.into_iter().map(|answer| match answer {
-            Answer::Ready { answer } => Shadow::Told(tell(&observer, answer)),
-            Answer::Pending { future } => Shadow::Asked(Box::pin(future)),
+    pub(super) fn new(
+        answers: Vec<(Answer<D>, Option<Asked>, Option<Lease>)>,
+        observer: Option<(Arc<dyn Observer>, Asked)>,
+        account: Option<Arc<Account>>,
+    ) -> Self {
+        let told = Told { observer, account };
+        let checks = answers.into_iter().map(|(answer, by, lease)| match answer {
+            Answer::Ready { answer } => Shadow::Told(told.tell(by, lease, answer)),
+            Answer::Pending { future } => Shadow::Asked(Box::pin(future), by, lease),
         });
-        Self { checks: checks.collect(), observer }
+        Self { checks: checks.collect(), told }
     }
 
     /// Ready when all are answered.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let mut all = Poll::Ready(());
         for check in &mut self.checks {
-            if let Shadow::Asked(future) = check {
+            if let Shadow::Asked(future, by, lease) = check {
                 match future.as_mut().poll(cx) {
-                    Poll::Ready(answer) => *check = Shadow::Told(tell(&self.observer, answer)),
+                    Poll::Ready(answer) => *check = Shadow::Told(self.told.tell(*by, lease.take(), answer)),
                     Poll::Pending => all = Poll::Pending,
                 }
             }
@@ -82,15 +95,26 @@ where
     pub(super) fn annotate<B>(self, response: &mut Response<B>) {
         let told = self.checks.into_iter().filter_map(|check| match check {
             Shadow::Told(decision) => decision,
-            Shadow::Asked(_) => None,
+            Shadow::Asked(..) => None,
         });
         response.extensions_mut().get_or_insert_default::<DryRun>().decisions.extend(told);
     }
 }
 
-fn tell(observer: &Option<(Arc<dyn Observer>, Asked)>, answer: Result<Decision, Error>) -> Option<Decision> {
-    if let Some((observer, asked)) = observer {
-        asked.tell(&**observer, &answer, true);
+impl Told {
+    fn tell(&self, by: Option<Asked>, mut lease: Option<Lease>, answer: Result<Decision, Error>) -> Option<Decision> {
+        if let Some(lease) = &mut lease {
+            lease.answered(answer.as_ref());
+        }
+        if let Some((observer, asked)) = &self.observer {
+            asked.tell(&**observer, &answer, true);
+        }
+        let decision = answer.ok()?;
+        if let (Some(account), Some(by)) = (&self.account, by)
+            && decision.is_allowed()
+        {
+            account.add(by.reserved(decision.clone()), lease);
+        }
+        Some(decision)
     }
-    answer.ok()
 }

@@ -4,7 +4,10 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use crate::limit::{Check, Decision};
+use tokio::time::Instant;
+
+use super::asked::Asked;
+use crate::limit::{Check, Decision, Key};
 use crate::store::{Error, Store, instant, polled_after_completion};
 use crate::turns::{Bounds, Permit, Refusal, Turn, Turns, Wanted};
 
@@ -74,6 +77,10 @@ pub(super) struct InLine {
     turn: Turn,
     /// While the service is not ready.
     permit: Option<Permit>,
+    /// When the permit was taken, which may have been for another.
+    taken_at: Option<Instant>,
+    /// Who waits.
+    key: Key,
 }
 
 impl Waiting {
@@ -93,23 +100,34 @@ impl Waiting {
 
     /// Has a request wait behind others, if there are any.
     pub(super) fn line_up_behind(&self, wanted: &Wanted) -> Option<Place> {
-        self.turns.join_others(wanted).map(placed)
+        self.turns.join_others(wanted).map(|turn| placed(wanted.key, turn))
     }
 
     /// Has a request wait for its turn that the store has just `denied`.
     pub(super) fn line_up(&self, wanted: Wanted, denied: Decision) -> Place {
-        placed(self.turns.join(wanted, Some(denied)))
+        placed(wanted.key, self.turns.join(wanted, Some(denied)))
     }
 }
 
 /// A place in the line, or the store's answer if the turn cannot come in time.
 pub(super) type Place = Result<Box<InLine>, Result<Decision, Error>>;
 
-fn placed(turn: Result<Turn, Refusal>) -> Place {
-    turn.map(|turn| Box::new(InLine { turn, permit: None })).map_err(Refusal::into_answer)
+fn placed(key: Key, turn: Result<Turn, Refusal>) -> Place {
+    turn.map(|turn| Box::new(InLine { turn, permit: None, taken_at: None, key })).map_err(Refusal::into_answer)
 }
 
 impl InLine {
+    /// Who waits.
+    pub(super) fn key(&self) -> Key {
+        self.key
+    }
+
+    /// Notes when what was granted was charged.
+    pub(super) fn charged(&self, asked: Option<Asked>) -> Option<Asked> {
+        let asked = asked?;
+        Some(self.taken_at.map_or(asked, |taken_at| asked.taken_at(taken_at)))
+    }
+
     /// Waits for the turn, and then for the service to be ready. The answer, as of a store that was asked; or the error of a
     /// service that fails.
     ///
@@ -123,7 +141,10 @@ impl InLine {
     ) -> Poll<Result<Result<Decision, Error>, E>> {
         if self.permit.is_none() {
             match ready!(Pin::new(&mut self.turn).poll(cx)) {
-                Ok(permit) => self.permit = Some(permit),
+                Ok(permit) => {
+                    self.taken_at = permit.taken_at();
+                    self.permit = Some(permit);
+                }
                 Err(refusal) => return Poll::Ready(Ok(refusal.into_answer())),
             }
         }

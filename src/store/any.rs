@@ -132,6 +132,14 @@ impl Store for AnyStore {
         }
     }
 
+    fn knows(&self, decision: &Decision) -> bool {
+        match self {
+            Self::Fallback(store) => store.knows(decision),
+            Self::Redis(store) => store.knows(decision),
+            Self::Local(store) => store.knows(decision),
+        }
+    }
+
     fn parts(&self) -> usize {
         match self {
             Self::Fallback(store) => store.parts(),

@@ -12,7 +12,9 @@ use super::clock::Clock;
 use super::digest::Digest;
 use super::shards::Shards;
 use super::{Answer, Error, Store, lock};
-use crate::limit::{Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
+use crate::limit::{
+    Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Strategy, Verdict, Verdicts,
+};
 
 /// A store in this process: every instance has counts of its own.
 ///
@@ -115,7 +117,10 @@ fn longest_reset(policy: &Policy) -> i64 {
 /// Whether a check has changed its states. If not, they must not be stored again: a state may also be counted under a
 /// longer quota of the same name, as in a rolling deploy, and would be held only as long as this quota needs it.
 fn changes(check: &Check, verdicts: &Verdicts) -> bool {
-    verdicts.granted > 0 || check.mode() == Mode::Reset
+    let takes_a_request = || check.mode() != Mode::Peek && check.policies().in_flight().is_some();
+    verdicts.granted > 0
+        || matches!(check.mode(), Mode::Reset | Mode::Renew | Mode::Hold)
+        || verdicts.each.iter().all(Verdict::is_allowed) && takes_a_request()
 }
 
 impl Entry {
@@ -268,7 +273,9 @@ impl Shard {
     }
 
     fn follow(&mut self, decision: &Decision, caller: Digest, now: i64) {
-        for (policy, verdict) in decision.verdicts() {
+        // A fallback is told of requests in flight one by one.
+        let over_time = |(policy, _): &(&Policy, &Verdict)| policy.strategy() != Strategy::InFlight;
+        for (policy, verdict) in decision.verdicts().filter(over_time) {
             let key = caller.of_count(policy.id());
             // A store outside of this crate may tell any time.
             let verdict = &Verdict { reset: verdict.reset.min(longest_reset(policy)), ..*verdict };

@@ -131,6 +131,13 @@ pub trait Store: Clone + Send + Sync + 'static {
         0
     }
 
+    /// Whether a decision was made where the count is kept. One that a [`Fallback`] made in place of its primary store was not:
+    /// that knows nothing of it. Defaults to `true`.
+    fn knows(&self, decision: &Decision) -> bool {
+        let _ = decision;
+        true
+    }
+
     /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the store.
     /// One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {

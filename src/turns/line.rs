@@ -252,7 +252,8 @@ impl Line {
         let (number, Waiter { wanted, .. }) = self.waiting.first_key_value()?;
         let Wanted { policies, cost, .. } = wanted;
         let alike = |waiter: &&Waiter| waiter.wanted.cost == *cost && waiter.wanted.policies.is(policies);
-        let most = (room / (*cost).max(1)).max(1);
+        // Of requests in flight a check takes one, whatever it costs.
+        let most = if policies.in_flight().is_some() { 1 } else { (room / (*cost).max(1)).max(1) };
         let first = self.waiting.values().take_while(alike).take(most as usize);
         let (count, deadline) = first.fold((0, None), |(count, earliest), waiter| {
             let deadline = waiter.wanted.deadline;

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::line::Ask;
 use super::{Place, Shared};
-use crate::limit::{Check, Decision, Key, Policies, Policy};
+use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -54,12 +54,17 @@ impl Permit {
         &self.decision
     }
 
+    /// When it was asked for, by whoever was first then.
+    pub(crate) fn taken_at(&self) -> Option<Instant> {
+        self.held.as_ref().map(|held| held.taken_at)
+    }
+
     /// Uses it. Of one that was held for too long, what is counted no more is charged again.
     pub(crate) fn spend(mut self) -> Decision {
         if let Some(held) = self.held.take().filter(|held| !held.is_good(&self.decision)) {
             held.tell(
                 Check::charge,
-                held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost - counted)),
+                held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost(policy) - counted)),
             );
         }
         self.decision.clone()
@@ -85,7 +90,13 @@ impl Permit {
 impl Held {
     /// Whether it may be used as it is: it is counted still, or was due just now.
     fn is_good(&self, decision: &Decision) -> bool {
-        instant() < self.due_at + PATIENCE || self.counted(decision).all(|(_, counted)| counted == self.cost)
+        instant() < self.due_at + PATIENCE
+            || self.counted(decision).all(|(policy, counted)| counted == self.cost(policy))
+    }
+
+    /// What it cost under a policy.
+    fn cost(&self, policy: &Policy) -> u32 {
+        if policy.strategy() == Strategy::InFlight { 1 } else { self.cost }
     }
 
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is
@@ -94,7 +105,7 @@ impl Held {
         let age = instant().saturating_duration_since(self.taken_at);
         self.policies.iter().zip(decision.verdicts()).map(move |(policy, (decided, verdict))| {
             let left = Duration::from_micros(u64::try_from(verdict.reset).unwrap_or_default()).saturating_sub(age);
-            let all = if left.is_zero() { 0 } else { self.cost };
+            let all = if left.is_zero() { 0 } else { self.cost(policy) };
             let is_steady = decided.strategy().is_steady();
             (policy, if is_steady { decided.quota().units_in(left).min(self.cost) } else { all })
         })

@@ -16,6 +16,7 @@ mod reject;
 mod routes;
 mod select;
 mod service;
+mod settle;
 mod shadow;
 mod support;
 mod throttle;

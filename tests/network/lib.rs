@@ -11,5 +11,6 @@ mod clients;
 mod frames;
 mod peers;
 mod server;
+mod settle;
 mod streams;
 mod support;

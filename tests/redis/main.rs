@@ -16,11 +16,15 @@ mod fallback;
 mod forbidden;
 #[cfg(feature = "axum")]
 mod http;
+mod in_flight;
+#[path = "../support/in_flight.rs"]
+mod in_flight_load;
 mod keys;
 mod memory;
 mod paths;
 mod proxy;
 mod runtimes;
+mod settle;
 #[cfg(feature = "tracing")]
 mod texts;
 mod turns;

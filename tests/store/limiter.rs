@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tokio::time::Instant;
-use tower_redis_ratelimit::{Key, Limiter, LocalStore, Outcome, RedisStore, Source, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Outcome, RedisStore, ReserveError, Source, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, free_port, policy, until};
 
@@ -144,4 +144,61 @@ async fn an_error_of_the_store_ends_the_wait() {
     let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
     let limiter = Limiter::new(store, policy(Strategy::Gcra, "1/s"));
     assert!(limiter.wait(ANN, 1, Duration::from_secs(10)).await.is_err());
+}
+
+const LOG: &str = "1000/h";
+
+async fn left(limiter: &Limiter<LocalStore>) -> u32 {
+    limiter.peek(ANN, 0).await.unwrap().remaining()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reservation_is_settled_kept_or_given_back() {
+    for strategy in STRATEGIES.into_iter().filter(|strategy| *strategy != Strategy::InFlight) {
+        let limiter = limiter(strategy, LOG);
+        let reserve = async |cost| limiter.reserve(ANN, cost).await.unwrap();
+        let first = reserve(600).await;
+        assert_eq!((first.decision().granted(), left(&limiter).await), (600, 400), "{strategy:?}");
+        first.settle(100);
+        assert_eq!(left(&limiter).await, 900, "{strategy:?}");
+        drop(reserve(50).await);
+        assert_eq!(left(&limiter).await, 900, "{strategy:?}");
+        reserve(100).await.keep();
+        assert_eq!(left(&limiter).await, 800, "{strategy:?}");
+        reserve(10).await.settle(300);
+        assert_eq!(left(&limiter).await, 500, "{strategy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_reserved_says_why() {
+    let limiter = limiter(Strategy::SlidingLog, "10/h");
+    let first = limiter.reserve(ANN, 8).await.unwrap();
+    let ReserveError::Denied(denied) = limiter.reserve(ANN, 8).await.unwrap_err() else { panic!("a denial") };
+    assert_eq!((denied.decision().remaining(), denied.retry_after()), (2, Some(Duration::from_secs(3_600))));
+    drop(first);
+    assert!(limiter.reserve(ANN, 8).await.is_ok());
+
+    let unreachable = RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
+    let limiter = Limiter::new(unreachable, policy(Strategy::Gcra, "10/h"));
+    let error = limiter.reserve(ANN, 1).await.unwrap_err();
+    assert!(matches!(&error, ReserveError::Failed(error) if error.is_unsent()), "{error:?}");
+    assert!(error.to_string().contains("cannot be reached"), "{error}");
+}
+
+/// One that is dropped where there is no runtime is given back when there is one again.
+#[test]
+fn a_reservation_outlives_its_runtime() {
+    let server = RedisServer::start();
+    let limiter = Limiter::new(RedisStore::connect_lazy(server.url()).unwrap(), policy(Strategy::SlidingLog, "10/h"));
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let first = runtime();
+    let reserved = first.block_on(limiter.reserve(ANN, 10)).unwrap();
+    drop(first);
+    drop(reserved);
+    runtime().block_on(async {
+        // Who asks now is denied, and has it sent.
+        let given_back = async || limiter.reserve(ANN, 10).await.is_ok();
+        until("it is given back", given_back).await;
+    });
 }

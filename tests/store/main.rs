@@ -8,6 +8,7 @@ mod support;
 
 mod any;
 mod contract;
+mod in_flight;
 mod limiter;
 mod lines;
 mod local;

@@ -50,18 +50,28 @@ pub(in crate::limit) struct Look {
     /// The room that lets the check pass.
     needs: i64,
     /// What the policy would grant, if all others let the check pass.
-    pub(in crate::limit) grants: i64,
+    grants: i64,
+    /// The most that the others may grant: below 0, if the policy does not let the check pass.
+    pub(in crate::limit) max: i64,
 }
 
 impl Ask {
     pub(super) fn look<T: Twin>(&self, state: &T, params: &Params) -> Look {
-        let &Self { mode, cost, now, .. } = self;
+        let &Self { mode, now, .. } = self;
+        let cost = if T::COUNTS_REQUESTS && mode.takes() { 1 } else { self.cost };
         let (loaded, dirty) = state.load(params, now);
         let room = T::room(params, now, loaded);
         let needs = mode.needs(cost, params.capacity);
-        let passes = room >= needs || mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, loaded);
-        let grants = if passes { mode.grants(cost, room, params.capacity) } else { 0 };
-        Look { loaded, dirty, room, needs, grants }
+        if room < needs && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, loaded)) {
+            return Look { loaded, dirty, room, needs, grants: 0, max: -1 };
+        }
+        let grants = match T::COUNTS_REQUESTS {
+            true => mode.grants_of_held(cost, loaded[0], room, params.capacity),
+            false => mode.grants(cost, room, params.capacity),
+        };
+        // A request bounds no cost.
+        let max = if T::COUNTS_REQUESTS && mode.takes() && mode != Mode::Peek { i64::MAX } else { grants };
+        Look { loaded, dirty, room, needs, grants, max }
     }
 
     /// Whether a cost that there is no room for is due in time, within the debt that the policy bears.
@@ -74,10 +84,11 @@ impl Ask {
     /// Decides, and charges the state: the verdict, and how much was charged.
     ///
     /// A check charges all its policies alike, so each at most `max`, the least that any of them grants: of an `up_to(5)`
-    /// under policies with room for 3 and for 9, both are charged 3. But each gives back, or forgets, what it has itself.
+    /// under policies with room for 3 and for 9, both are charged 3. But each gives back, or forgets, what it has itself, and
+    /// a request is one. A `max` below 0 is of a check that another policy denies.
     pub(super) fn decide<T: Twin>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
-        let Look { mut loaded, dirty, mut room, needs, grants } = self.look(state, params);
+        let Look { mut loaded, dirty, mut room, needs, grants, .. } = self.look(state, params);
         let wait = if room >= needs {
             0
         } else if needs > params.capacity {
@@ -96,14 +107,24 @@ impl Ask {
                 (loaded, granted) = state.give_back(params, now, self.cost, &self.of, loaded);
                 granted = granted.min(grants);
             }
+            Mode::Renew | Mode::Hold if T::COUNTS_REQUESTS => {
+                granted = grants;
+                loaded = state.charge(params, now, granted - loaded[0], loaded);
+            }
+            // A request, unless another policy denies it.
+            _ if T::COUNTS_REQUESTS && mode.takes() && max >= 0 => {
+                granted = grants;
+                loaded = state.charge(params, now, granted, loaded);
+            }
             _ if granted > 0 => loaded = state.charge(params, now, granted, loaded),
-            _ => {}
+            _ => granted = 0,
         }
-        if granted > 0 {
+        let tells = T::COUNTS_REQUESTS && matches!(mode, Mode::Renew | Mode::Hold);
+        if granted > 0 || tells {
             room = T::room(params, now, loaded);
         }
         let reset = T::reset_after(params, now, loaded);
-        if granted > 0 || dirty && mode != Mode::Peek {
+        if granted > 0 || dirty && mode != Mode::Peek || tells {
             state.save(params, now, if mode == Mode::GiveBack { -granted } else { granted }, loaded);
         }
         (Verdict { remaining: room.max(0), wait, reset }, granted)

@@ -14,6 +14,7 @@
 //! | [`TokenBucket`](Strategy::TokenBucket) | min(B, tokens + refill) >= c |
 //! | [`LeakyBucket`](Strategy::LeakyBucket) | max(0, level - leaked) + c <= B |
 //! | [`Gcra`](Strategy::Gcra) | max(TAT, now) + c*P/L - B*P/L <= now |
+//! | [`InFlight`](Strategy::InFlight) | held + 1 <= L |
 //!
 //! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `src/twins.rs`.
 
@@ -22,6 +23,7 @@ mod ask;
 mod charges;
 mod fixed_window;
 mod gcra;
+mod in_flight;
 mod leaky_bucket;
 mod meter;
 mod params;
@@ -63,6 +65,7 @@ pub(crate) use twin::Followed;
 /// | `sliding-log` | [`SlidingLog`](Self::SlidingLog) |
 /// | `sliding-window(60 cells)` | [`SlidingWindow`](Self::SlidingWindow); 10 cells if it does not say |
 /// | `sliding-counter` | [`SlidingCounter`](Self::SlidingCounter) |
+/// | `in-flight` | [`InFlight`](Self::InFlight), with a quota such as `10/30s`: 10 at once, with a lease time of 30 s |
 ///
 /// `fixed-window(clock)` and `token-bucket(greedy)` name the default. A number alone, as in `sliding-window(60)`, is
 /// refused: it could as well be seconds. With the feature `serde` it is read and written so.
@@ -111,6 +114,18 @@ pub enum Strategy {
     /// As redis-cell's `CL.THROTTLE` and redis_rate since v9.
     #[default]
     Gcra,
+    /// How many requests of a caller run at the same moment, over all instances: each holds one until it is given back. A
+    /// request is one whatever it costs, so that this can stand beside a policy that counts bytes or tokens.
+    ///
+    /// The quota's limit is how many, from 1 to 1,000,000, and its period the lease time, from 1 second to 1 hour: what an
+    /// instance that has died held is free again after that. [`Policy::in_flight`](super::Policy::in_flight) makes it 30
+    /// seconds. A layer renews what is held longer, a third of the lease time before it ends or sooner.
+    ///
+    /// Nothing flows back with time but leases that were not renewed. So [`Decision::retry_after`](super::Decision::retry_after)
+    /// is no promise, but 100 ms: when to ask again.
+    ///
+    /// As semaphores with leases, such as Redisson's `RPermitExpirableSemaphore`.
+    InFlight,
 }
 
 /// How tokens come into a bucket.
@@ -150,6 +165,7 @@ impl Strategy {
     pub(crate) fn has_burst(self) -> bool {
         match self {
             Self::FixedWindow(_) | Self::SlidingLog | Self::SlidingWindow { .. } | Self::SlidingCounter => false,
+            Self::InFlight => false,
             Self::TokenBucket(_) | Self::LeakyBucket | Self::Gcra => true,
         }
     }
@@ -158,6 +174,7 @@ impl Strategy {
     pub(crate) fn is_steady(self) -> bool {
         match self {
             Self::FixedWindow(_) | Self::SlidingLog | Self::SlidingWindow { .. } | Self::SlidingCounter => false,
+            Self::InFlight => false,
             Self::TokenBucket(refill) => refill == Refill::Greedy,
             Self::LeakyBucket | Self::Gcra => true,
         }
@@ -167,7 +184,7 @@ impl Strategy {
     pub(crate) fn trickles(self) -> bool {
         match self {
             Self::SlidingLog | Self::SlidingCounter => true,
-            Self::FixedWindow(_) | Self::SlidingWindow { .. } => false,
+            Self::FixedWindow(_) | Self::SlidingWindow { .. } | Self::InFlight => false,
             Self::TokenBucket(_) | Self::LeakyBucket | Self::Gcra => false,
         }
     }
@@ -177,8 +194,9 @@ impl Strategy {
 macro_rules! list {
     ($($variant:ident: $module:ident, $letter:literal, $number:literal, [$($kind:expr),* $(,)?];)*) => {
         impl Strategy {
-            /// One of each: both alignments of a fixed window, both refills of a token bucket, and a sliding window of
-            /// 10 cells. For tests and comparisons of all of them; there may be more in a later version.
+            /// One of each that counts over time: both alignments of a fixed window, both refills of a token bucket, and a
+            /// sliding window of 10 cells. For tests and comparisons of all of them; there may be more in a later version.
+            /// [`InFlight`](Self::InFlight) answers another question, and is not among them.
             ///
             /// ```
             /// use tower_redis_ratelimit::{Policy, Quota, Strategy};

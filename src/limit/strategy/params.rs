@@ -1,5 +1,13 @@
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
 use super::{Align, Refill, Strategy};
 use crate::limit::{ConfigError, Quota};
+
+/// How many requests may be in flight.
+const MAX_IN_FLIGHT: u32 = 1_000_000;
+/// A lease is renewed three times in its time, and a dead instance's is free again after it.
+const LEASE_TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3_600);
 
 /// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
@@ -37,6 +45,9 @@ const MIN_TICKS: u128 = 1 << 16;
 impl Params {
     pub(in crate::limit) fn new(strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         let capacity = quota.capacity();
+        if strategy == Strategy::InFlight {
+            check_in_flight(quota)?;
+        }
         if capacity != quota.limit() && !strategy.has_burst() {
             return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
         }
@@ -74,6 +85,16 @@ impl Params {
             width: period.div_ceil(u128::from(cells)) as i64,
             batches,
         })
+    }
+}
+
+fn check_in_flight(quota: Quota) -> Result<(), ConfigError> {
+    let wrong = |problem| Err(ConfigError::InFlight { quota, problem });
+    match quota {
+        _ if quota.capacity() != quota.limit() => wrong("they have no burst"),
+        _ if quota.limit() > MAX_IN_FLIGHT => wrong("more than 1000000 at once"),
+        _ if !LEASE_TIMES.contains(&quota.period()) => wrong("the lease time is not from 1 second to 1 hour"),
+        _ => Ok(()),
     }
 }
 

@@ -25,6 +25,7 @@ impl fmt::Display for Strategy {
             Self::TokenBucket(Refill::Interval) => f.write_str("token-bucket(interval)"),
             Self::LeakyBucket => f.write_str("leaky-bucket"),
             Self::Gcra => f.write_str("gcra"),
+            Self::InFlight => f.write_str("in-flight"),
         }
     }
 }
@@ -60,7 +61,8 @@ impl FromStr for Strategy {
             ("sliding-counter", None) => Ok(Self::SlidingCounter),
             ("leaky-bucket", None) => Ok(Self::LeakyBucket),
             ("gcra", None) => Ok(Self::Gcra),
-            ("sliding-log" | "sliding-counter" | "leaky-bucket" | "gcra", Some(_)) => {
+            ("in-flight", None) => Ok(Self::InFlight),
+            ("sliding-log" | "sliding-counter" | "leaky-bucket" | "gcra" | "in-flight", Some(_)) => {
                 Err(wrong("this strategy has no parameter"))
             }
             _ => Err(wrong("there is none of this name")),
@@ -125,6 +127,7 @@ mod tests {
             ("sliding-window(1 cell)", Strategy::SlidingWindow { cells: 1 }, "sliding-window(1 cells)"),
             ("token-bucket(greedy)", Strategy::TokenBucket(Refill::Greedy), "token-bucket"),
             ("token-bucket(interval)", Strategy::TokenBucket(Refill::Interval), "token-bucket(interval)"),
+            ("in-flight", Strategy::InFlight, "in-flight"),
         ] {
             assert_eq!(text.parse(), Ok(strategy), "{text}");
             assert_eq!(strategy.to_string(), canonical);
@@ -146,6 +149,7 @@ mod tests {
             ("fixed_window", "none of this name"),
             ("gcra(2)", "has no parameter"),
             ("gcra()", "has no parameter"),
+            ("in-flight(4)", "has no parameter"),
             ("gcra(", "no `)`"),
             ("token-bucket(interval) x", "no `)`"),
             ("token-bucket(eager)", "neither `greedy` nor `interval`"),

@@ -5,6 +5,10 @@ use super::{Of, Params};
 /// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
 /// state, reckons with what is loaded, and saves it only if something was charged.
 pub(crate) trait Twin: Default {
+    /// Whether it counts requests: each that passes is one, whatever it costs. What this instance holds of them is loaded
+    /// first.
+    const COUNTS_REQUESTS: bool = false;
+
     /// The state as it is at `now`: what has expired is gone, and what this policy could not have made is lowered to the
     /// most that it could.
     ///

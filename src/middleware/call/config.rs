@@ -1,8 +1,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{BoxError, RateLimited};
-use crate::limit::{Check, Decision, Policies};
+use super::BoxError;
+use crate::leases::{Hold, Lease};
+use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::middleware::asked::Asked;
 use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
@@ -24,6 +25,8 @@ pub(super) struct Config<S, K, R> {
     pub(super) on_error: OnError,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) observer: Option<Arc<dyn Observer>>,
+    /// What is in flight.
+    pub(super) leases: Arc<dyn Hold>,
     /// One for all copies.
     pub(super) misconfiguration: Arc<Misconfiguration>,
 }
@@ -38,14 +41,14 @@ pub(super) type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
 pub(super) enum Start<D> {
     /// What becomes of it.
     Decided(Admission),
-    /// That the store has been asked; and what waits if it says no.
-    Deciding(D, Option<Asked>, Option<Box<Wanted>>),
+    /// That the store has been asked; what waits if it says no, and what is held if it says yes.
+    Deciding(D, Option<Asked>, Option<Box<Wanted>>, Option<Lease>),
 }
 
 /// What becomes of a request.
 pub(super) enum Admission {
-    /// It passes, by a decision or uncounted.
-    Pass,
+    /// It passes, by a decision or uncounted, and holds this until it is answered.
+    Pass(Option<Lease>),
     /// It waits for its turn.
     Wait(Box<InLine>, Option<Asked>),
     Fail(BoxError),
@@ -60,18 +63,18 @@ impl<S, K, R> Config<S, K, R> {
         R: 'static,
     {
         if self.skip.as_ref().is_some_and(|skip| skip(request)) {
-            return Start::Decided(Admission::Pass);
+            return Start::Decided(Admission::Pass(None));
         }
         let key = self.extractor.extract(request);
         let Some(policies) = self.policies.policies(request, key.as_ref().ok()) else {
-            return Start::Decided(Admission::Pass);
+            return Start::Decided(Admission::Pass(None));
         };
         let key = match key {
             Ok(key) => key,
             Err(missing) => return Start::Decided(self.admit_without_key(missing)),
         };
         let cost = self.cost.as_ref().map_or(1, |cost| cost(request, &policies));
-        let asked = self.observer.as_ref().map(|_| Asked::now(key));
+        let asked = self.observer.as_ref().map(|_| Asked::now(key, cost));
         let check = Check::take(key, &policies, cost);
         let wanted = match &self.wait {
             None => None,
@@ -83,9 +86,10 @@ impl<S, K, R> Config<S, K, R> {
                 Some(Box::new(wanted))
             }
         };
+        let lease = self.leases.hold(key, &policies);
         match self.store.check(check) {
-            Answer::Ready { answer } => Start::Decided(self.admit(answer, asked, wanted)),
-            Answer::Pending { future } => Start::Deciding(future, asked, wanted),
+            Answer::Ready { answer } => Start::Decided(self.admit(answer, asked, wanted, lease)),
+            Answer::Pending { future } => Start::Deciding(future, asked, wanted, lease),
         }
     }
 
@@ -95,12 +99,16 @@ impl<S, K, R> Config<S, K, R> {
         answer: Result<Decision, Error>,
         asked: Option<Asked>,
         wanted: Option<Box<Wanted>>,
+        mut lease: Option<Lease>,
     ) -> Admission {
+        if let Some(lease) = &mut lease {
+            lease.answered(answer.as_ref());
+        }
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
                 self.admit_to_line(wait.line_up(*wanted, denied), asked)
             }
-            (answer, ..) => self.conclude(answer, asked),
+            (answer, ..) => self.conclude(answer, asked, lease),
         }
     }
 
@@ -108,20 +116,31 @@ impl<S, K, R> Config<S, K, R> {
     fn admit_to_line(&self, place: Place, asked: Option<Asked>) -> Admission {
         match place {
             Ok(place) => Admission::Wait(place, asked),
-            Err(answer) => self.conclude(answer, asked),
+            Err(answer) => self.conclude(answer, asked, None),
         }
     }
 
+    /// What becomes of a request whose turn has come, or will not come in time.
+    pub(super) fn conclude_turn(&self, key: Key, answer: Result<Decision, Error>, asked: Option<Asked>) -> Admission {
+        let granted = answer.as_ref().ok().filter(|decision| decision.is_allowed());
+        let lease = granted.and_then(|decision| {
+            let mut lease = self.leases.hold(key, &decision.policies().whole())?;
+            lease.answered(Ok(decision));
+            Some(lease)
+        });
+        self.conclude(answer, asked, lease)
+    }
+
     /// What becomes of a request that does not wait any more.
-    pub(super) fn conclude(&self, answer: Result<Decision, Error>, asked: Option<Asked>) -> Admission {
+    fn conclude(&self, answer: Result<Decision, Error>, asked: Option<Asked>, lease: Option<Lease>) -> Admission {
         if let (Some(observer), Some(asked)) = (&self.observer, asked) {
             asked.tell(&**observer, &answer, false);
         }
         match answer {
-            Ok(decision) if decision.is_allowed() => Admission::Pass,
+            Ok(decision) if decision.is_allowed() => Admission::Pass(lease),
             Ok(decision) => Admission::Fail(RateLimited::new(decision).into()),
             Err(error) => match self.on_error {
-                OnError::Allow => Admission::Pass,
+                OnError::Allow => Admission::Pass(lease.map(Lease::passed)),
                 OnError::Reject => Admission::Fail(error.into()),
             },
         }
@@ -131,7 +150,7 @@ impl<S, K, R> Config<S, K, R> {
     fn admit_without_key(&self, missing: MissingKey) -> Admission {
         self.misconfiguration.tell(&missing, self.observer.as_deref());
         match self.on_missing_key {
-            OnMissingKey::Allow if missing.is_absent() => Admission::Pass,
+            OnMissingKey::Allow if missing.is_absent() => Admission::Pass(None),
             _ => Admission::Fail(missing.into()),
         }
     }
@@ -149,6 +168,7 @@ impl<S: Clone, K, R> Clone for Config<S, K, R> {
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,
             observer: self.observer.clone(),
+            leases: Arc::clone(&self.leases),
             misconfiguration: Arc::clone(&self.misconfiguration),
         }
     }

@@ -9,6 +9,7 @@ use tower_service::Service;
 
 use super::BoxError;
 use super::config::{Admission, Config};
+use crate::leases::Lease;
 use crate::middleware::asked::Asked;
 use crate::middleware::wait::InLine;
 use crate::store::{Store, polled_after_completion};
@@ -43,6 +44,8 @@ pin_project! {
         Calling {
             #[pin]
             response: F,
+            // Until the response.
+            lease: Option<Lease>,
         },
         Failed {
             // None once it has been given.
@@ -60,6 +63,8 @@ pub(super) struct Call<T, S, K, R> {
     pub(super) asked: Option<Asked>,
     /// What it waits for if it is denied and may wait.
     pub(super) wanted: Option<Box<Wanted>>,
+    /// What it holds while it runs, if it passes.
+    pub(super) lease: Option<Lease>,
 }
 
 impl<T, S, K, R> CallFuture<T, S, K, R>
@@ -75,8 +80,8 @@ where
         Self { state: State::Waiting { place, call: Some(call) } }
     }
 
-    pub(super) fn calling(response: T::Future) -> Self {
-        Self { state: State::Calling { response } }
+    pub(super) fn calling(response: T::Future, lease: Option<Lease>) -> Self {
+        Self { state: State::Calling { response, lease } }
     }
 
     pub(super) fn failed(error: BoxError) -> Self {
@@ -88,7 +93,7 @@ impl<T: Service<R> + Clone, S, K, R> Call<T, S, K, R> {
     /// What follows from what becomes of the request.
     fn go_on<D>(mut self, admission: Admission) -> State<T::Future, D, Self> {
         match admission {
-            Admission::Pass => State::Calling { response: self.inner.call(self.request) },
+            Admission::Pass(lease) => State::Calling { response: self.inner.call(self.request), lease },
             Admission::Wait(place, asked) => {
                 // The ready one may hold a permit that others wait for.
                 let inner = self.inner.clone();
@@ -116,8 +121,8 @@ where
                     let Some(mut call) = call.take() else {
                         polled_after_completion("CallFuture");
                     };
-                    let (asked, wanted) = (call.asked.take(), call.wanted.take());
-                    let admission = call.config.admit(answer, asked, wanted);
+                    let (asked, wanted, lease) = (call.asked.take(), call.wanted.take(), call.lease.take());
+                    let admission = call.config.admit(answer, asked, wanted, lease);
                     call.go_on(admission)
                 }
                 StateProj::Waiting { place, call } => {
@@ -129,10 +134,14 @@ where
                     let Some(mut call) = call.take() else {
                         polled_after_completion("CallFuture");
                     };
-                    let admission = call.config.conclude(answer, call.asked.take());
+                    let admission = call.config.conclude_turn(place.key(), answer, call.asked.take());
                     call.go_on(admission)
                 }
-                StateProj::Calling { response } => return response.poll(cx).map_err(Into::into),
+                StateProj::Calling { response, lease } => {
+                    let response = ready!(response.poll(cx));
+                    *lease = None;
+                    return Poll::Ready(response.map_err(Into::into));
+                }
                 StateProj::Failed { error } => {
                     return Poll::Ready(Err(error.take().unwrap_or_else(|| polled_after_completion("CallFuture"))));
                 }

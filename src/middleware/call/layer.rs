@@ -5,6 +5,7 @@ use tower_layer::Layer;
 
 use super::CallLimit;
 use super::config::Config;
+use crate::leases::desk;
 use crate::limit::Policies;
 use crate::middleware::select::Selector;
 use crate::middleware::wait::Waiting;
@@ -60,6 +61,8 @@ use crate::store::{Observer, Store};
 ///   pass.
 /// - What the inner service fails with, in a box as well.
 ///
+/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped.
+///
 /// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not made.
 pub struct CallLimitLayer<S, K, R> {
     config: Arc<Config<S, K, R>>,
@@ -69,6 +72,7 @@ impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
     /// [`Policy`](crate::Policy), several [`Policies`], or another [`PolicySelector`].
     pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
+        let (_, leases) = desk(&store, None);
         let config = Config {
             store,
             extractor: Arc::new(extractor),
@@ -79,6 +83,7 @@ impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
             observer: None,
+            leases,
             misconfiguration: Arc::default(),
         };
         Self { config: Arc::new(config) }
@@ -140,6 +145,7 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.change(|config| {
             config.store.observe(&observer);
+            (_, config.leases) = desk(&config.store, Some(Arc::clone(&observer)));
             config.observer = Some(observer);
         })
     }

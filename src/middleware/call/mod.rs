@@ -1,12 +1,10 @@
 //! Any other tower service, whose requests are not HTTP's. [`CallLimitLayer`] tells the story.
 
 mod config;
-mod error;
 mod future;
 mod layer;
 mod service;
 
-pub use error::RateLimited;
 pub use future::CallFuture;
 pub use layer::CallLimitLayer;
 pub use service::CallLimit;

@@ -34,19 +34,19 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         match self.config.start(&request) {
-            Start::Decided(Admission::Pass) => CallFuture::calling(self.inner.call(request)),
+            Start::Decided(Admission::Pass(lease)) => CallFuture::calling(self.inner.call(request), lease),
             Start::Decided(Admission::Wait(place, asked)) => {
                 drop(take_ready(&mut self.inner));
                 let (config, inner) = (Arc::clone(&self.config), self.inner.clone());
-                CallFuture::waiting(place, Call { config, inner, request, asked, wanted: None })
+                CallFuture::waiting(place, Call { config, inner, request, asked, wanted: None, lease: None })
             }
             Start::Decided(Admission::Fail(error)) => {
                 drop(take_ready(&mut self.inner));
                 CallFuture::failed(error)
             }
-            Start::Deciding(decision, asked, wanted) => {
+            Start::Deciding(decision, asked, wanted, lease) => {
                 let (config, inner) = (Arc::clone(&self.config), take_ready(&mut self.inner));
-                CallFuture::deciding(decision, Call { config, inner, request, asked, wanted })
+                CallFuture::deciding(decision, Call { config, inner, request, asked, wanted, lease })
             }
         }
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::limit::{Decision, Policies, Policy, Verdict};
+use crate::limit::{Decision, Policies, Policy, Strategy, Verdict};
 
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -22,7 +22,7 @@ pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
     headers.append(RATE_LIMIT, rate_limit(decision));
 }
 
-/// The quota of the policy that decided, as in `50/s burst 100`.
+/// The quota of the policy that decided, as in `50/s burst 100` or `4 requests at once`.
 pub(in crate::middleware) fn quota(decision: &Decision) -> &str {
     let texts = decision.policies().derived(Texts::new);
     texts.and_then(|texts| texts.quotas.get(decision.decider())).map_or("", String::as_str)
@@ -41,11 +41,19 @@ impl Texts {
         let mut text = String::new();
         for policy in policies.iter() {
             let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.quota());
-            // A window is a whole number of seconds above 0 in the draft.
-            let window = seconds(quota.period().as_micros() as u64);
-            let _ = write!(text, "{separator}\"{}\";q={};w={window}", policy.name(), quota.limit());
+            let _ = write!(text, "{separator}\"{}\";q={};", policy.name(), quota.limit());
+            let _ = match policy.strategy() {
+                // The draft's unit for requests in flight, which have no window.
+                Strategy::InFlight => text.write_str("qu=\"concurrent-requests\""),
+                // A window is a whole number of seconds above 0 in the draft.
+                _ => write!(text, "w={}", seconds(quota.period().as_micros() as u64)),
+            };
         }
-        let quotas = policies.iter().map(|policy| policy.quota().to_string()).collect();
+        let quotas = policies.iter().map(|policy| match policy.strategy() {
+            Strategy::InFlight => format!("{} requests at once", policy.quota().limit()),
+            _ => policy.quota().to_string(),
+        });
+        let quotas = quotas.collect();
         Self { policy_field: value(text.as_bytes()), quotas }
     }
 }
@@ -55,7 +63,8 @@ fn value(text: &[u8]) -> HeaderValue {
     HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must do (`t`).
+/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must do (`t`). A request in flight may
+/// end at any time.
 fn rate_limit(decision: &Decision) -> HeaderValue {
     let mut items = decision.verdicts().map(|(policy, verdict)| Item::new(policy, verdict));
     let Some(first) = items.next() else { return value(b"") };
@@ -82,8 +91,10 @@ impl Item {
         item.push(policy.name().as_bytes());
         item.push(b"\";r=");
         item.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
-        item.push(b";t=");
-        item.push(itoa::Buffer::new().format(seconds(effective_window(policy, verdict))).as_bytes());
+        if policy.strategy() != Strategy::InFlight {
+            item.push(b";t=");
+            item.push(itoa::Buffer::new().format(seconds(effective_window(policy, verdict))).as_bytes());
+        }
         item
     }
 
@@ -175,6 +186,24 @@ mod tests {
     fn a_window_tells_when_it_ends() {
         let policies = Policy::new("day", Strategy::FixedWindow(Align::FirstHit), Quota::per_minute(2)).unwrap().into();
         assert_eq!(fields(&policies, 3), ["\"day\";r=1;t=60", "\"day\";r=0;t=60", "\"day\";r=0;t=60"]);
+    }
+
+    #[test]
+    fn requests_in_flight_have_no_window() {
+        let policies = Policies::new([
+            Policy::new("tokens", Strategy::Gcra, Quota::per_minute(3)).unwrap(),
+            Policy::in_flight("streams", 2).unwrap(),
+        ])
+        .unwrap();
+        let expected = [
+            "\"tokens\";r=2;t=40, \"streams\";r=1",
+            "\"tokens\";r=1;t=20, \"streams\";r=0",
+            "\"tokens\";r=1;t=20, \"streams\";r=0",
+        ];
+        assert_eq!(fields(&policies, 3), expected);
+        let texts = Texts::new(&policies);
+        assert_eq!(texts.policy_field, "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\"");
+        assert_eq!(texts.quotas, ["3/m", "2 requests at once"]);
     }
 
     #[test]

@@ -51,7 +51,7 @@ impl Settings {
 
     fn line_up(&self) -> State {
         let Some(policies) = self.policies() else { return State::Ready(None) };
-        let asked = self.observer.as_ref().map(|_| Asked::now(self.key));
+        let asked = self.observer.as_ref().map(|_| Asked::now(self.key, 1));
         let wanted = Wanted { key: self.key, policies, cost: 1, deadline: None };
         match self.turns.join(wanted, None) {
             Ok(turn) => State::Waiting(turn, asked),

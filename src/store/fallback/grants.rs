@@ -150,11 +150,13 @@ impl Caller<'_> {
     /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
     /// anything to settle.
     pub(super) fn note(mut self, check: &Check, sent: bool, decision: &Decision, now: impl FnOnce() -> i64) -> bool {
-        let (mode, policies, id) = (check.mode(), check.policies(), check.id());
+        let (mode, id) = (check.mode(), check.id());
+        // Who holds requests in flight tells so itself.
+        let Some(policies) = check.policies().without_in_flight() else { return false };
         let cost = match mode {
             // The primary store may have more to give back.
             Mode::GiveBack => check.cost(),
-            Mode::Reset => 0,
+            Mode::Reset | Mode::Renew | Mode::Hold => 0,
             _ => decision.granted(),
         };
         if cost == 0 && mode != Mode::Reset {

@@ -27,7 +27,7 @@ pub use self::share::Share;
 use self::future::State;
 use self::shared::{Reply, Shared};
 use super::{Answer, LocalStore, Observer, Store};
-use crate::limit::{Check, Key};
+use crate::limit::{Check, Decision, Key, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -202,6 +202,11 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
             Answer::Ready { answer } => Answer::ready(answer),
             Answer::Pending { future } => pending(State::Fallback { answer: future, check, sent }),
         }
+    }
+
+    fn knows(&self, decision: &Decision) -> bool {
+        // A local one is that of the fallback, unless both are local.
+        decision.source() != Source::Local && self.parts[0].primary.knows(decision)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

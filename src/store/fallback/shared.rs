@@ -124,6 +124,10 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
         // An answer to an id may be an old one.
         if check.id().is_none() {
+            if let Some(mirrored) = check.in_flight(decision) {
+                // So that the fallback knows what this instance holds, when it has to decide.
+                drop(self.fallback.check(mirrored));
+            }
             self.grants.follow(check.key(), asked.epoch, || self.fallback.follow(check.key(), decision));
         }
     }

@@ -69,7 +69,8 @@ impl Batch {
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.entries.len();
-        if check.mode() == Mode::Take && check.id().is_none() {
+        let joins = matches!(check.mode(), Mode::Take | Mode::GiveBack | Mode::Renew | Mode::Hold);
+        if joins && check.id().is_none() {
             let open = self.open.entry(*check.key()).or_insert((plan, entry));
             if open.0 != plan {
                 *open = (plan, entry);

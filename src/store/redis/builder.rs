@@ -1,5 +1,6 @@
 //! The settings of a store.
 
+use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroUsize;
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
@@ -212,6 +213,7 @@ impl RedisStoreBuilder {
             lanes: Arc::new(Lanes {
                 transport,
                 prefix: self.prefix.into_boxed_str(),
+                instance: RandomState::new().hash_one(0) >> 16,
                 limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
                 denials: Denials::new(self.denials),
                 observer: self.observer,

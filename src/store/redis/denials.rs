@@ -10,7 +10,7 @@ use std::sync::{PoisonError, RwLock};
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
+use crate::limit::{Check, Key, Mode, Policies, Policy, Strategy, Verdict, Verdicts};
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
 use crate::store::clock::Clock;
 use crate::store::digest::Digest;
@@ -117,7 +117,7 @@ impl Denials {
         if self.max == 0 {
             return;
         }
-        if matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
+        if gives_room(check) {
             self.forget(check);
         } else if let Some(denial) = Denial::new(check, verdicts, sent) {
             self.change(check.key(), |shard, caller, now| {
@@ -137,7 +137,7 @@ impl Denials {
 
     /// Something may have been given back or forgotten, also if Redis has not answered.
     pub(super) fn forget(&self, check: &Check) {
-        if self.max > 0 && matches!(check.mode(), Mode::GiveBack | Mode::Reset) {
+        if self.max > 0 && gives_room(check) {
             self.change(check.key(), |shard, caller, now| {
                 let gone = shard.callers.remove(caller);
                 shard.gone(gone);
@@ -243,6 +243,11 @@ impl Ranked for Caller {
     }
 }
 
+/// Whether less may be charged after it than before.
+fn gives_room(check: &Check) -> bool {
+    matches!(check.mode(), Mode::GiveBack | Mode::Reset | Mode::Hold)
+}
+
 impl<'a> Question<'a> {
     /// None if no denial of before says anything.
     fn of(check: &'a Check) -> Option<Self> {
@@ -250,14 +255,19 @@ impl<'a> Question<'a> {
             Mode::Take => check.cost(),
             Mode::UpTo => check.cost().min(1),
             // A peek asks how it is at the moment, and a debt depends on more than this.
-            Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset => return None,
+            Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset | Mode::Renew | Mode::Hold => {
+                return None;
+            }
         };
         Some(Self { policies: check.policies(), id: check.id(), needs })
     }
 
     /// How many of the policies never have the room that it needs.
     fn exceeds(&self) -> usize {
-        self.policies.iter().filter(|policy| i64::from(self.needs) > policy.params().capacity).count()
+        let never_has_room = |policy: &&Policy| {
+            policy.strategy() != Strategy::InFlight && i64::from(self.needs) > policy.params().capacity
+        };
+        self.policies.iter().filter(never_has_room).count()
     }
 }
 

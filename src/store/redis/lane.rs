@@ -125,17 +125,18 @@ impl Lane {
 
     async fn attempt(&mut self) -> Result<Replies, Error> {
         let calls = self.work.calls.as_slice();
-        let now = self.lanes.now.load(Ordering::Relaxed);
+        let (now, instance) = (self.lanes.now.load(Ordering::Relaxed), self.lanes.instance);
         let mut connection = self.pool.checkout(&mut self.failures).await?;
         self.sent = true;
         let replies: Result<Replies, RedisError> = match self.lanes.transport.cluster() {
             None => connection
-                .run(&SCRIPT, |name, text| calls[0].batch.command(name, text, now))
+                .run(&SCRIPT, |name, text| calls[0].batch.command(name, text, now, instance))
                 .await
                 .map(|reply| smallvec![Ok(reply)]),
             Some(_) => {
                 let asks: Vec<bool> = calls.iter().map(|call| call.asks).collect();
-                let command = |call: usize, name: &str, text: &str| calls[call].batch.command(name, text, now);
+                let command =
+                    |call: usize, name: &str, text: &str| calls[call].batch.command(name, text, now, instance);
                 connection.run_each(&SCRIPT, &asks, command).await.map(Replies::from_vec)
             }
         };

@@ -31,6 +31,8 @@ use crate::store::{Answer, Error, ErrorKind, Observer, event, lock};
 pub(super) struct Lanes {
     pub(super) transport: Transport,
     pub(super) prefix: Box<str>,
+    /// Tells what this instance has in flight from what others have: random, and of 48 bits.
+    pub(super) instance: u64,
     pub(super) limits: Limits,
     pub(super) denials: Denials,
     pub(super) observer: OnceLock<Arc<dyn Observer>>,

@@ -7,7 +7,7 @@ use redis::{Cmd, Value};
 use super::batch::Batch;
 use super::lua::Lua;
 use super::wire;
-use crate::limit::{Charged, Check, Key, Mode, Policy, Verdict, Verdicts};
+use crate::limit::{Charged, Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
 /// It decides the checks of a batch.
@@ -52,8 +52,8 @@ impl Batch {
         }
     }
 
-    /// The call of the script with this batch. `now` is 0 for Redis's own time.
-    pub(super) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
+    /// The call of the script with this batch, by an instance of this number. `now` is 0 for Redis's own time.
+    pub(super) fn command(&self, name: &str, script: &str, now: i64, instance: u64) -> Cmd {
         let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
         cmd.arg(name).arg(script).arg(self.ends.len());
         let mut start = 0;
@@ -64,7 +64,7 @@ impl Batch {
 
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
-        packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
+        packed.u32(policies().count()).u32(self.plans.len()).i56(now).u48(instance).add_to(&mut cmd);
         for policy in policies() {
             packed.u8(wire::strategy_number(policy.strategy()));
             for argument in wire::arguments(policy) {
@@ -110,10 +110,10 @@ impl Batch {
         }
         match reply {
             Value::Array(values) if values.len() == end => Ok(self.checks.iter().map(move |entry| {
-                let length = 4 * self.plans[self.entries[*entry].plan].policies.iter().len();
-                let from = next[*entry];
+                let policies = &self.plans[self.entries[*entry].plan].policies;
+                let (from, length) = (next[*entry], 4 * policies.iter().len());
                 next[*entry] += length;
-                verdicts(&values[from..from + length])
+                verdicts(&values[from..from + length], policies)
             })),
             _ => Err(Error::new(ErrorKind::Protocol)),
         }
@@ -142,6 +142,11 @@ impl Packed {
         self
     }
 
+    fn u48(&mut self, number: u64) -> &mut Self {
+        self.0.extend_from_slice(&number.to_le_bytes()[..6]);
+        self
+    }
+
     /// Ends the argument, and begins the next.
     fn add_to(&mut self, cmd: &mut Cmd) {
         cmd.arg(self.0.as_slice());
@@ -154,14 +159,16 @@ impl Packed {
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[Value]) -> Result<Verdicts, Error> {
+fn verdicts(answer: &[Value], policies: &Policies) -> Result<Verdicts, Error> {
     let protocol = || Error::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
-    let each = answer.chunks_exact(4).map(|policy| {
-        let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *policy else {
+    let each = answer.chunks_exact(4).zip(policies).map(|(answer, policy)| {
+        let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *answer else {
             return Err(protocol());
         };
-        granted = granted.max(grants);
+        if policies.tells_granted(policy) {
+            granted = granted.max(grants);
+        }
         problem = problem.min(grants);
         let whole = 0..1 << 53;
         if !(whole.contains(&remaining) && (wait == Verdict::NEVER || whole.contains(&wait)) && whole.contains(&reset))
@@ -217,7 +224,7 @@ mod tests {
             let count = text(args.next().unwrap()).parse().unwrap();
             args.by_ref().take(count).map(text).collect()
         };
-        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7])];
+        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7, 6])];
         let (policies, plans) = (packed[0][0] as usize, packed[0][1] as usize);
         packed.extend(args.by_ref().take(policies).map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])));
         packed.extend(args.by_ref().take(plans).map(|bytes| numbers(bytes, &[1, 4, 7])));
@@ -248,7 +255,7 @@ mod tests {
         let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
         let policy = vec![7, 20, 100_000, 1, 0];
         let expected = vec![
-            vec![3, 2, 0],
+            vec![3, 2, 0, 9],
             policy.clone(),
             policy.clone(),
             policy.clone(),
@@ -258,12 +265,12 @@ mod tests {
             vec![2, 1, 1],
             vec![1, 1, 1],
         ];
-        assert_eq!(arguments(&batch.command("EVALSHA", "", 0)), (keys.map(str::to_owned).to_vec(), expected));
+        assert_eq!(arguments(&batch.command("EVALSHA", "", 0, 9)), (keys.map(str::to_owned).to_vec(), expected));
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        let expected = vec![vec![1, 1, 7], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
-        assert_eq!(arguments(&batch.command("EVALSHA", "", 7)), (vec!["rl:{eve}:api:g".to_owned()], expected));
+        let expected = vec![vec![1, 1, 7, 9], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
+        assert_eq!(arguments(&batch.command("EVALSHA", "", 7, 9)), (vec!["rl:{eve}:api:g".to_owned()], expected));
     }
 
     #[test]
@@ -276,7 +283,7 @@ mod tests {
         }
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
-        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0));
+        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0, 9));
         let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
         assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
         // Two of ann's first, bob's, and then in the order in which they came.
@@ -294,7 +301,7 @@ mod tests {
     fn an_id_has_a_key_of_its_own() {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &policies(&["burst", "daily"]), 1).with_id("17"));
-        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0));
+        let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0, 9));
         assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
     }

@@ -24,7 +24,7 @@ macro_rules! agree {
         #[tokio::test]
         async fn $module() {
             let is_of_module = |strategy: &Strategy| matches!(strategy, Strategy::$variant { .. });
-            for strategy in Strategy::ALL.iter().copied().filter(is_of_module) {
+            for strategy in all().filter(is_of_module) {
                 agree($number, strategy).await;
             }
         }
@@ -32,6 +32,11 @@ macro_rules! agree {
 }
 
 twins!(agree);
+
+/// All that count over time, and requests in flight.
+fn all() -> impl Iterator<Item = Strategy> {
+    Strategy::ALL.iter().copied().chain([Strategy::InFlight])
+}
 
 /// The strategy with other parameters.
 fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
@@ -46,12 +51,12 @@ fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
 
 /// Any of them.
 fn any(rng: &mut Rng) -> Strategy {
-    Strategy::ALL[rng.usize(..Strategy::ALL.len())]
+    nth(rng.usize(..=Strategy::ALL.len()))
 }
 
 /// Each of them in turn.
 fn nth(i: usize) -> Strategy {
-    Strategy::ALL[i % Strategy::ALL.len()]
+    *Strategy::ALL.get(i % (Strategy::ALL.len() + 1)).unwrap_or(&Strategy::InFlight)
 }
 
 #[tokio::test]
@@ -222,6 +227,10 @@ fn policy(name: &str, strategy: Strategy, rng: &mut Rng) -> Policy {
     };
     // No log is longer.
     let limit = if strategy == Strategy::SlidingLog { limit.min(100_000) } else { limit };
+    if strategy == Strategy::InFlight {
+        let lease = Duration::from_micros(period).clamp(Duration::from_secs(1), Duration::from_secs(3_600));
+        return Policy::new(name, strategy, Quota::per(limit.min(rng.u32(1..=100)), lease)).unwrap();
+    }
     let quota = Quota::per(limit, Duration::from_micros(period));
     let burst = match rng.u8(..4) {
         0 => 1,
@@ -237,6 +246,8 @@ struct Trace {
     seed: u64,
     now: Arc<AtomicI64>,
     redis: RedisStore,
+    /// More instances of it, which ask in turn.
+    others: Vec<RedisStore>,
     /// The same states by the Rust halves.
     states: Vec<Vec<State>>,
     /// For each caller some of what was granted, and when.
@@ -246,15 +257,17 @@ struct Trace {
 
 impl Trace {
     fn new(seed: u64, server: &RedisServer) -> Self {
+        let now = Arc::new(AtomicI64::new(1_790_000_000_000_000));
         // One connection, so that the checks of a caller are decided in their order.
-        let builder = RedisStore::builder(server.url())
-            .connections(NonZeroUsize::MIN)
-            .timeout(Duration::from_secs(60))
-            .denials(0);
-        let now = Arc::clone(&builder.now);
-        now.store(1_790_000_000_000_000, Relaxed);
-        let (redis, rng) = (builder.connect_lazy().unwrap(), Rng::with_seed(seed));
-        Self { rng, seed, now, redis, states: vec![], granted: vec![], steps: 0 }
+        let store = || {
+            let builder = RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).denials(0);
+            let mut builder = builder.timeout(Duration::from_secs(60));
+            builder.now = Arc::clone(&now);
+            builder.connect_lazy().unwrap()
+        };
+        let (redis, others) = (store(), vec![store(), store()]);
+        let rng = Rng::with_seed(seed);
+        Self { rng, seed, now, redis, others, states: vec![], granted: vec![], steps: 0 }
     }
 
     /// Every caller has policies of its own.
@@ -281,7 +294,14 @@ impl Trace {
                     vec![(i, self.check(i, keys[i], &policies[i], within)); times]
                 })
                 .collect();
-            let in_redis = join_all(checks.iter().map(|(_, check)| self.redis.check(check.clone()))).await;
+            let instance = self.rng.usize(..=self.others.len());
+            let redis = self.others.get(instance).unwrap_or(&self.redis);
+            let in_redis = join_all(checks.iter().map(|(_, check)| redis.check(check.clone()))).await;
+            for state in self.states.iter_mut().flatten() {
+                if let State::InFlight(state) = state {
+                    state.ask_as(instance as u64);
+                }
+            }
             let mut seen = Vec::new();
             for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                 let in_redis = in_redis.expect("an answer of Redis");
@@ -329,6 +349,14 @@ impl Trace {
             4 => rng.u32(..=capacity) / 8,
             _ => 1,
         };
+        if policies.iter().any(|policy| policy.strategy() == Strategy::InFlight) {
+            match rng.u8(..16) {
+                0 | 1 => return Check::renew(key, policies, cost),
+                2 => return Check::hold(key, policies, cost),
+                3..=6 => return Check::give_back(key, policies, cost.min(3)),
+                _ => {}
+            }
+        }
         match rng.u8(..12) {
             0 => Check::peek(key, policies, cost),
             1 => Check::up_to(key, policies, cost),

@@ -45,6 +45,8 @@ pub(super) const fn mode_number(mode: Mode) -> u8 {
         Mode::GiveBack => 5,
         Mode::Reset => 6,
         Mode::TakeAhead => 7,
+        Mode::Renew => 8,
+        Mode::Hold => 9,
     }
 }
 
@@ -55,7 +57,7 @@ pub(super) const fn mode_number(mode: Mode) -> u8 {
 /// - how many ticks come at a time: in every microsecond, or after every period,
 /// - that period in microseconds, or 0.
 ///
-/// Of a window:
+/// Of a window, and of requests in flight, which have a lease time as a period:
 /// - its period in microseconds,
 /// - when windows of the clock begin, in microseconds within a period, or -1 where a first charge begins one,
 /// - the width of a cell in microseconds.

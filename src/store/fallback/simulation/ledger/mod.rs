@@ -90,7 +90,7 @@ impl Ledger {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => sums.charged += granted,
             Mode::GiveBack => sums.given_back += granted,
             Mode::Reset => sums.resets += 1,
-            Mode::Peek => {}
+            Mode::Peek | Mode::Renew | Mode::Hold => {}
         }
         Ran { run: self.runs, charged: sums.charged }
     }
@@ -171,7 +171,7 @@ impl Ledger {
                     account.vague = true;
                 }
             }
-            Mode::Peek => {}
+            Mode::Peek | Mode::Renew | Mode::Hold => {}
         }
         // Once it has given back by itself, it may know better than the answers that it hears.
         if plan.callers[caller].lasting && granted > 0 && !account.gave_back {

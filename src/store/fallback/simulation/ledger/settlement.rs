@@ -40,7 +40,7 @@ impl Ledger {
                 let account = &mut self.accounts[caller][instance];
                 (account.reset, account.before, account.resets) = (false, 0, account.resets.saturating_sub(1));
             }
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => {}
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Renew | Mode::Hold => {}
         }
     }
 
@@ -57,7 +57,7 @@ impl Ledger {
             }
             // It may have had more to give back than the instance.
             Mode::GiveBack => self.sums[caller].given_back += charged,
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset => {}
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset | Mode::Renew | Mode::Hold => {}
         }
         self.landed(caller, instance);
     }

@@ -35,6 +35,8 @@ pub(super) fn shown(check: &Check) -> String {
         Mode::Charge => format!("charge {cost} to {key}{id}"),
         Mode::GiveBack => format!("give {cost} back to {key}{id}"),
         Mode::Reset => format!("reset {key}{id}"),
+        Mode::Renew => format!("renew {cost} of {key}"),
+        Mode::Hold => format!("hold {cost} of {key}"),
     }
 }
 

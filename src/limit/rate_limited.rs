@@ -1,9 +1,9 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::limit::Decision;
+use super::Decision;
 
-/// A call was denied: the inner service was not called, and nothing was charged.
+/// A call or a reservation was denied: nothing was charged, and no inner service was called.
 ///
 /// A [`CallLimit`](crate::CallLimit) fails with it in a box, and other layers hand that on. Whoever made the call finds it there:
 ///
@@ -22,7 +22,7 @@ pub struct RateLimited {
 }
 
 impl RateLimited {
-    pub(super) const fn new(decision: Decision) -> Self {
+    pub(crate) const fn new(decision: Decision) -> Self {
         Self { decision }
     }
 

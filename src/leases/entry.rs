@@ -1,0 +1,246 @@
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::limit::Policies;
+
+/// What is known of the requests of one caller under one policy. Pure: the time is an argument.
+#[derive(Debug)]
+pub(super) struct Entry {
+    /// Of one policy.
+    policies: Policies,
+    limit: u32,
+    lease: Duration,
+    /// How many the store is being asked about.
+    asked: u32,
+    /// How many are in flight.
+    held: u32,
+    /// How many have been given back, and the store has not said so yet.
+    leaving: u32,
+    /// How many have ended, and are told with the next hold, or given back after it.
+    owed: u32,
+    /// Since when the store may count otherwise.
+    doubt: Option<Instant>,
+    /// Whether a hold is under way.
+    holding: bool,
+    /// Whether a renewal is.
+    renewing: bool,
+    /// When the store last said how many it counts. A take renews what is counted too, but tells nothing of that. `None`: it
+    /// is to be asked soon.
+    renewed: Option<Instant>,
+    /// When the store may last have written what it counts.
+    written: Instant,
+    /// No hold is sent before.
+    next_at: Instant,
+    /// How many there were of each.
+    asks: u64,
+    ends: u64,
+    holds: u64,
+}
+
+/// Where an answer came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Answered {
+    /// From where the count is kept.
+    There,
+    /// From elsewhere, as in an outage; or it did not come.
+    Elsewhere,
+}
+
+/// What was known when something was sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sent {
+    /// How many are told.
+    pub(super) count: u32,
+    asked: u32,
+    held: u32,
+    leaving: u32,
+    asks: u64,
+    ends: u64,
+    holds: u64,
+}
+
+/// Holds of one entry are so far apart.
+const PAUSE: Duration = Duration::from_millis(250);
+/// How long a hold waits for a moment in which the store is not asked about the caller.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+impl Answered {
+    pub(super) fn there(there: bool) -> Self {
+        if there { Self::There } else { Self::Elsewhere }
+    }
+}
+
+impl Entry {
+    pub(super) fn new(policies: Policies, now: Instant) -> Self {
+        let quota = policies[0].quota();
+        Self {
+            limit: quota.limit(),
+            lease: quota.period(),
+            policies,
+            asked: 0,
+            held: 0,
+            leaving: 0,
+            owed: 0,
+            doubt: None,
+            holding: false,
+            renewing: false,
+            renewed: Some(now),
+            written: now,
+            next_at: now,
+            asks: 0,
+            ends: 0,
+            holds: 0,
+        }
+    }
+
+    pub(super) fn policies(&self) -> &Policies {
+        &self.policies
+    }
+
+    /// The store is about to be asked about a request.
+    pub(super) fn ask(&mut self) {
+        self.asked += 1;
+        self.asks += 1;
+    }
+
+    /// The request is in flight.
+    pub(super) fn granted(&mut self, answered: Answered, now: Instant) {
+        self.asked = self.asked.saturating_sub(1);
+        self.held += 1;
+        self.heard(answered, now);
+    }
+
+    /// The request is not in flight. What was answered elsewhere the store may have granted.
+    pub(super) fn denied(&mut self, answered: Answered, now: Instant) {
+        self.asked = self.asked.saturating_sub(1);
+        if answered == Answered::Elsewhere {
+            self.heard(answered, now);
+        }
+    }
+
+    /// A request has ended. Returns how many are to be given back.
+    pub(super) fn ended(&mut self, now: Instant) -> u32 {
+        self.held = self.held.saturating_sub(1);
+        self.ends += 1;
+        self.owed += 1;
+        // What is given back now would come to the store before or after a hold, nobody knows.
+        if self.holding || self.wants_hold(now) { 0 } else { self.give_back() }
+    }
+
+    /// Returns how many are to be given back.
+    fn give_back(&mut self) -> u32 {
+        let count = std::mem::take(&mut self.owed);
+        self.leaving += count;
+        count
+    }
+
+    /// What came of giving so many back: how many the store had.
+    pub(super) fn gave_back(&mut self, count: u32, answered: Answered, had: u32, now: Instant) {
+        self.leaving = self.leaving.saturating_sub(count);
+        self.heard(answered, now);
+        if had < count {
+            self.doubts(now);
+        }
+    }
+
+    fn heard(&mut self, answered: Answered, now: Instant) {
+        self.written = now;
+        if answered == Answered::Elsewhere {
+            self.doubts(now);
+        }
+    }
+
+    fn doubts(&mut self, now: Instant) {
+        self.doubt.get_or_insert(now);
+    }
+
+    /// Whether the store may count otherwise.
+    pub(super) fn is_in_doubt(&self) -> bool {
+        self.doubt.is_some()
+    }
+
+    /// The store may have forgotten it.
+    pub(super) fn ask_again(&mut self) {
+        self.renewed = None;
+    }
+
+    fn wants_hold(&self, now: Instant) -> bool {
+        self.doubt.is_some() && now >= self.next_at
+    }
+
+    /// How many the store would count if it were right, and had granted what it is being asked.
+    fn most(&self) -> u32 {
+        self.held.max(self.held.saturating_add(self.asked).min(self.limit))
+    }
+
+    fn sent(&self, count: u32) -> Sent {
+        let &Self { asked, held, leaving, asks, ends, holds, .. } = self;
+        Sent { count, asked, held, leaving, asks, ends, holds }
+    }
+
+    /// Begins a hold, if one is due, and nothing is under way that it could overwrite.
+    pub(super) fn hold(&mut self, now: Instant) -> Option<Sent> {
+        let doubt = self.doubt.filter(|_| self.wants_hold(now) && !self.holding)?;
+        // What is asked all the time is counted as granted: too many rather than too few.
+        if self.leaving > 0 || self.asked > 0 && now < doubt + PATIENCE {
+            return None;
+        }
+        self.holds += 1;
+        (self.holding, self.doubt, self.owed) = (true, None, 0);
+        Some(self.sent(self.most()))
+    }
+
+    /// A hold was answered. Returns how many are to be given back: what has ended meanwhile.
+    pub(super) fn told(&mut self, sent: Sent, answered: Answered, now: Instant) -> u32 {
+        self.holding = false;
+        self.next_at = now + PAUSE;
+        self.heard(answered, now);
+        if answered == Answered::There {
+            // What was asked since may have come before the hold.
+            self.renewed = if self.asks == sent.asks { Some(now) } else { None };
+            if sent.asked > 0 {
+                self.doubts(now);
+            }
+        }
+        self.give_back()
+    }
+
+    /// Begins a renewal, if one is due.
+    pub(super) fn renew(&mut self, now: Instant) -> Option<Sent> {
+        let is_due = self.renewed.is_none_or(|renewed| now >= renewed + self.lease / 4);
+        if !is_due || self.held == 0 || self.holding || self.renewing {
+            return None;
+        }
+        self.renewing = true;
+        Some(self.sent(self.most()))
+    }
+
+    /// A renewal was answered: so many the store counts.
+    pub(super) fn renewed(&mut self, sent: Sent, answered: Answered, counted: u32, now: Instant) {
+        self.renewing = false;
+        self.heard(answered, now);
+        if answered == Answered::There {
+            self.renewed = Some(now);
+            let ended = u32::try_from(self.ends - sent.ends).unwrap_or(u32::MAX);
+            let asked = u32::try_from(self.asks - sent.asks).unwrap_or(u32::MAX);
+            let least = sent.held.saturating_sub(ended);
+            let most = sent.held.saturating_add(sent.leaving).saturating_add(sent.asked).saturating_add(asked);
+            if !(least..=most).contains(&counted) && self.holds == sent.holds {
+                self.doubts(now);
+            }
+        }
+    }
+
+    /// Whether nothing is left to do.
+    pub(super) fn is_done(&self, now: Instant) -> bool {
+        let is_idle = self.asked == 0 && self.held == 0 && self.leaving == 0 && !self.holding && !self.renewing;
+        // What nobody has renewed for so long the store has forgotten.
+        is_idle && (self.doubt.is_none() || now >= self.written + self.lease)
+    }
+
+    /// Whether nothing is in flight.
+    pub(super) fn is_idle(&self) -> bool {
+        self.asked == 0 && self.held == 0
+    }
+}

@@ -1,0 +1,89 @@
+use std::fmt;
+use std::sync::Arc;
+
+use super::entry::Answered;
+use super::{Books, Place};
+use crate::limit::{Decision, Key, Policies};
+use crate::store::Error;
+
+/// What a request holds while it is in flight: it is given back when this is dropped.
+///
+/// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then told how
+/// many are in flight.
+#[must_use]
+pub struct Lease {
+    books: Arc<dyn Books>,
+    key: Key,
+    /// Those that count what is in flight.
+    policies: Policies,
+    state: State,
+    answered: Answered,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Asked,
+    Held,
+    Over,
+}
+
+impl Lease {
+    pub(super) fn new(books: Arc<dyn Books>, key: Key, policies: Policies) -> Self {
+        Self { books, key, policies, state: State::Asked, answered: Answered::Elsewhere }
+    }
+
+    /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is held if the
+    /// request [passes](Self::pass) all the same.
+    pub(crate) fn answered(&mut self, answer: Result<&Decision, &Error>) {
+        self.answered = match answer {
+            Ok(decision) => self.books.worth(decision),
+            Err(error) => Answered::there(error.is_unsent()),
+        };
+        match answer {
+            Ok(decision) if decision.is_allowed() => self.hold(self.answered),
+            Ok(_) => self.leave(),
+            Err(_) => {}
+        }
+    }
+
+    /// The request goes on though the store has failed to decide: it is in flight all the same.
+    pub(crate) fn passed(mut self) -> Self {
+        self.hold(Answered::Elsewhere);
+        self
+    }
+
+    fn hold(&mut self, answered: Answered) {
+        if self.state == State::Asked {
+            self.state = State::Held;
+            self.each(|books, place| books.granted(place, answered));
+        }
+    }
+
+    fn leave(&mut self) {
+        if self.state == State::Asked {
+            self.state = State::Over;
+            self.each(|books, place| books.denied(place, self.answered));
+        }
+    }
+
+    fn each(&self, tell: impl Fn(Arc<dyn Books>, Place)) {
+        for policy in self.policies.iter() {
+            tell(Arc::clone(&self.books), Place { key: self.key, count: policy.id() });
+        }
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.leave();
+        if self.state == State::Held {
+            self.each(|books, place| books.ended(place));
+        }
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").field("policies", &self.policies).field("state", &self.state).finish_non_exhaustive()
+    }
+}

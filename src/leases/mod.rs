@@ -1,0 +1,318 @@
+//! What this instance has in flight.
+//!
+//! A request under a policy of [requests in flight](crate::Strategy::InFlight) has a [`Lease`] for as long as it runs. The store
+//! counts how many this instance holds of each caller; [`Leases`] knows the same by its own books, renews what runs for
+//! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
+//!
+//! - A request is entered in the books before the store is asked, so that they never say less than the store may count.
+//! - What ends is given back off the request path, once, whatever ends it.
+//! - What an [`Entry`](entry::Entry) is not sure of it tells as it should be, by [`Check::hold`]: once nothing of it is under
+//!   way, so that no take is overwritten.
+
+mod entry;
+mod keeper;
+mod lease;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+use tokio::runtime::Handle;
+use tokio::time::Instant;
+
+pub(crate) use self::lease::Lease;
+
+use self::entry::{Answered, Entry, Sent};
+use self::keeper::Watch;
+use crate::limit::{Check, Decision, Key, Policies};
+use crate::settle::{Outbox, Post};
+use crate::store::{Answer, Error, Observer, Store, instant, lock};
+
+/// The books of an instance: what it has in flight. Clones share them.
+pub(crate) struct Leases<S: Store> {
+    shared: Arc<Shared<S>>,
+}
+
+struct Shared<S: Store> {
+    store: S,
+    outbox: Outbox<S>,
+    books: Box<[Mutex<HashMap<Place, Entry>>]>,
+    /// How many entries there are.
+    len: AtomicUsize,
+    /// Whether the last answers did not come from where the count is kept.
+    away: AtomicBool,
+    /// Whether it may have lost counts, since it was away.
+    forgot: AtomicBool,
+    /// Whether an entry is in doubt.
+    doubt: AtomicBool,
+    watch: Watch,
+}
+
+/// What an entry is of: a caller, and what a policy counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Place {
+    key: Key,
+    count: u64,
+}
+
+const SHARDS: usize = 16;
+/// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the others.
+const MAX_IDLE: usize = 100_000;
+
+impl<S: Store> Leases<S> {
+    /// Keeps the books of what is taken in `store`, and tells it through `outbox` what has ended.
+    pub(crate) fn new(store: S, outbox: Outbox<S>) -> Self {
+        let books = (0..SHARDS).map(|_| Mutex::default()).collect();
+        let (away, forgot, doubt) = Default::default();
+        let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
+        Self { shared: Arc::new(Shared { store, outbox, books, len, away, forgot, doubt, watch }) }
+    }
+}
+
+/// [`Leases`] of any store.
+pub trait Hold: fmt::Debug + Send + Sync {
+    /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
+    ///
+    /// Tell the lease what the store has [answered](Lease::answered). From a grant on, it holds what was taken until it is
+    /// dropped.
+    fn hold(&self, key: Key, policies: &Policies) -> Option<Lease>;
+
+    /// The same books in an `Arc` of its own, whose count of references no other processor writes to.
+    fn copy(&self) -> Arc<dyn Hold>;
+}
+
+/// What settles in `store`, and the books of what is in flight there. `observer` is told of what could not be done.
+pub(crate) fn desk<S: Store>(store: &S, observer: Option<Arc<dyn Observer>>) -> (Arc<dyn Post>, Arc<dyn Hold>) {
+    let outbox = Outbox::new(store.clone(), observer);
+    (Arc::new(outbox.clone()), Arc::new(Leases::new(store.clone(), outbox)))
+}
+
+impl<S: Store> Hold for Leases<S> {
+    fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
+        let policies = policies.in_flight()?;
+        let now = instant();
+        for policy in policies.iter() {
+            let place = Place { key, count: policy.id() };
+            let entries = &mut *lock(self.shared.book(&place));
+            let entry = entries.entry(place).or_insert_with(|| {
+                self.shared.len.fetch_add(1, Ordering::AcqRel);
+                self.shared.watch.note(policy.quota().period());
+                Entry::new(policies.only(policy), now)
+            });
+            entry.ask();
+        }
+        // Or what a runtime that has ended has left would wait for the next request that ends.
+        self.shared.outbox.wake();
+        self.shared.attend(now);
+        Some(Lease::new(Arc::clone(&self.shared) as Arc<dyn Books>, key, policies.clone()))
+    }
+
+    fn copy(&self) -> Arc<dyn Hold> {
+        Arc::new(self.clone())
+    }
+}
+
+/// What happens to a lease: [`Leases`] of any store.
+trait Books: Send + Sync {
+    /// What was asked about was granted, or passes for another reason.
+    fn granted(self: Arc<Self>, place: Place, answered: Answered);
+
+    /// What was asked about is not in flight.
+    fn denied(self: Arc<Self>, place: Place, answered: Answered);
+
+    /// A request has ended.
+    fn ended(self: Arc<Self>, place: Place);
+
+    /// Where a decision came from.
+    fn worth(&self, decision: &Decision) -> Answered;
+}
+
+impl<S: Store> Books for Shared<S> {
+    fn granted(self: Arc<Self>, place: Place, answered: Answered) {
+        self.heard(answered);
+        self.change(place, |entry, now| {
+            entry.granted(answered, now);
+            0
+        });
+    }
+
+    fn denied(self: Arc<Self>, place: Place, answered: Answered) {
+        self.change(place, |entry, now| {
+            entry.denied(answered, now);
+            0
+        });
+    }
+
+    fn ended(self: Arc<Self>, place: Place) {
+        self.change(place, Entry::ended);
+    }
+
+    fn worth(&self, decision: &Decision) -> Answered {
+        Answered::there(self.store.knows(decision))
+    }
+}
+
+impl<S: Store> Shared<S> {
+    fn book(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
+        let bytes = place.key.as_bytes();
+        let sum = bytes.iter().fold(place.count, |sum, byte| sum.rotate_left(5) ^ u64::from(*byte));
+        &self.books[(sum.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % SHARDS]
+    }
+
+    /// Changes an entry, gives back what that says, and tells the store what it holds, if that is due.
+    fn change(self: &Arc<Self>, place: Place, change: impl FnOnce(&mut Entry, Instant) -> u32) {
+        let (mut back, mut hold) = (None, None);
+        {
+            let entries = &mut *lock(self.book(&place));
+            let Some(entry) = entries.get_mut(&place) else { return };
+            let now = instant();
+            let count = change(entry, now);
+            if count > 0 {
+                back = Some((count, Check::give_back(place.key, entry.policies(), count)));
+            } else if Handle::try_current().is_ok()
+                && let Some(sent) = entry.hold(now)
+            {
+                // Under the lock, so that every take that is entered from here on comes to the store after it.
+                let check = Check::hold(place.key, entry.policies(), sent.count);
+                hold = Some((sent, self.store.check(check)));
+            }
+            if entry.is_in_doubt() {
+                self.doubt.store(true, Ordering::Release);
+            }
+            self.remove_if_done(entries, place, now);
+        }
+        if let Some((count, check)) = back {
+            self.give_back(place, count, check);
+        }
+        if let Some((sent, answer)) = hold {
+            self.await_hold(place, sent, answer);
+        }
+    }
+
+    fn remove_if_done(&self, entries: &mut HashMap<Place, Entry>, place: Place, now: Instant) {
+        let is_full = || self.len.load(Ordering::Acquire) > MAX_IDLE;
+        if entries.get(&place).is_some_and(|entry| entry.is_done(now) || entry.is_idle() && is_full()) {
+            entries.remove(&place);
+            self.len.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    fn give_back(self: &Arc<Self>, place: Place, count: u32, check: Check) {
+        let shared = Arc::clone(self);
+        self.outbox.send_then(check, move |answer| {
+            let (answered, had) = shared.read(answer);
+            shared.change(place, |entry, now| {
+                entry.gave_back(count, answered, had, now);
+                0
+            });
+        });
+    }
+
+    fn await_hold(self: &Arc<Self>, place: Place, sent: Sent, answer: Answer<S::Future>) {
+        let told = Told { shared: Arc::clone(self), place, sent, answer: None };
+        match answer {
+            Answer::Ready { answer } => told.by(answer),
+            Answer::Pending { future } => {
+                // A runtime that has ended drops it at once.
+                if let Ok(runtime) = Handle::try_current() {
+                    runtime.spawn(async move { told.by(future.await) });
+                }
+            }
+        }
+    }
+
+    /// Where the answer came from, and what it grants.
+    fn read(&self, answer: Result<Decision, Error>) -> (Answered, u32) {
+        let (answered, granted) = match &answer {
+            Ok(decision) => (self.worth(decision), decision.granted()),
+            Err(_) => (Answered::Elsewhere, 0),
+        };
+        self.heard(answered);
+        (answered, granted)
+    }
+
+    /// What the count was while it was away, nobody knows.
+    fn heard(&self, answered: Answered) {
+        match answered {
+            Answered::Elsewhere => self.away.store(true, Ordering::Release),
+            Answered::There if self.away.load(Ordering::Acquire) => {
+                self.away.store(false, Ordering::Release);
+                self.forgot.store(true, Ordering::Release);
+            }
+            Answered::There => {}
+        }
+    }
+
+    /// Does what is due with time.
+    fn look(self: &Arc<Self>, now: Instant) {
+        let forgot = self.forgot.swap(false, Ordering::AcqRel);
+        let doubt = self.doubt.swap(false, Ordering::AcqRel);
+        if !(forgot || doubt || self.watch.is_due(now)) {
+            return;
+        }
+        let mut renewals = Vec::new();
+        for book in &self.books {
+            let mut doubted = Vec::new();
+            lock(book).iter_mut().for_each(|(place, entry)| {
+                if forgot {
+                    entry.ask_again();
+                }
+                if entry.is_in_doubt() {
+                    doubted.push(*place);
+                } else if let Some(sent) = entry.renew(now) {
+                    renewals.push((*place, sent, Check::renew(place.key, entry.policies(), sent.count)));
+                }
+            });
+            for place in doubted {
+                self.change(place, |_, _| 0);
+            }
+        }
+        for (place, sent, check) in renewals {
+            let shared = Arc::clone(self);
+            self.outbox.send_then(check, move |answer| {
+                let (answered, counted) = shared.read(answer);
+                shared.change(place, |entry, now| {
+                    entry.renewed(sent, answered, counted, now);
+                    0
+                });
+            });
+        }
+    }
+}
+
+/// A hold that was sent. Dropped with its runtime, it was not answered.
+struct Told<S: Store> {
+    shared: Arc<Shared<S>>,
+    place: Place,
+    sent: Sent,
+    answer: Option<Result<Decision, Error>>,
+}
+
+impl<S: Store> Told<S> {
+    fn by(mut self, answer: Result<Decision, Error>) {
+        self.answer = Some(answer);
+    }
+}
+
+impl<S: Store> Drop for Told<S> {
+    fn drop(&mut self) {
+        let answer = self.answer.take();
+        let answered = answer.map_or(Answered::Elsewhere, |answer| self.shared.read(answer).0);
+        self.shared.change(self.place, |entry, now| entry.told(self.sent, answered, now));
+    }
+}
+
+impl<S: Store> Clone for Leases<S> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S: Store> fmt::Debug for Leases<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leases").field("entries", &self.shared.len).finish_non_exhaustive()
+    }
+}

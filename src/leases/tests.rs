@@ -1,0 +1,316 @@
+//! The books agree with the store, whatever becomes of requests and answers.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::AtomicU8;
+use std::time::Duration;
+
+use fastrand::Rng;
+use tokio::time::{sleep, timeout};
+
+use super::*;
+use crate::limit::{Mode, Policy, Quota, Source, Strategy, Verdict};
+use crate::settle::Outbox;
+use crate::store::{ErrorKind, LocalStore};
+
+/// A store as a fallback over Redis is: while that is away, another store decides.
+#[derive(Clone)]
+struct Wavering {
+    there: LocalStore,
+    elsewhere: LocalStore,
+    /// [`HERE`], [`AWAY`] or [`LOSES`].
+    mood: Arc<AtomicU8>,
+    asked: Arc<Mutex<Vec<(Mode, u32)>>>,
+}
+
+const HERE: u8 = 0;
+const AWAY: u8 = 1;
+/// It counts, and nobody hears of it.
+const LOSES: u8 = 2;
+
+const THERE: Source = Source::Other("there");
+const LIMIT: u32 = 10;
+const LEASE: Duration = Duration::from_secs(30);
+
+impl Wavering {
+    fn new() -> Self {
+        let (there, elsewhere) = (LocalStore::default(), LocalStore::default());
+        Self { there, elsewhere, mood: Arc::default(), asked: Arc::default() }
+    }
+
+    fn is(&self, mood: u8) {
+        self.mood.store(mood, Ordering::SeqCst);
+    }
+
+    /// What it has been asked since, but for takes.
+    fn told(&self) -> Vec<(Mode, u32)> {
+        std::mem::take(&mut *lock(&self.asked)).into_iter().filter(|(mode, _)| *mode != Mode::Take).collect()
+    }
+
+    /// How many the store counts of a caller.
+    fn counted(&self, key: Key) -> u32 {
+        LIMIT - now(&self.there, Check::peek(key, &policies(), 1)).remaining()
+    }
+}
+
+fn now(store: &LocalStore, check: Check) -> Decision {
+    let Answer::Ready { answer } = store.check(check) else { unreachable!("it never waits") };
+    answer.unwrap()
+}
+
+impl Store for Wavering {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        lock(&self.asked).push((check.mode(), check.cost()));
+        let store = self.clone();
+        // As with Redis, it is decided a little later, and heard of later still.
+        Answer::pending(Box::pin(async move {
+            sleep(Duration::from_millis(2)).await;
+            let mood = store.mood.load(Ordering::SeqCst);
+            if mood == AWAY {
+                return Ok(now(&store.elsewhere, check));
+            }
+            let decision = now(&store.there, check.clone());
+            sleep(Duration::from_millis(2)).await;
+            if mood == LOSES {
+                return Err(Error::new(ErrorKind::Timeout));
+            }
+            Ok(check.decided(THERE, decision.granted(), |policy| {
+                let each = decision.each().find(|each| each.policy() == policy).unwrap();
+                let verdict = each.retry_after().map_or(Verdict::allowed(), Verdict::denied);
+                verdict.with_remaining(each.remaining()).with_reset_after(each.reset_after())
+            }))
+        }))
+    }
+
+    fn knows(&self, decision: &Decision) -> bool {
+        decision.source() == THERE
+    }
+}
+
+fn policies() -> Policies {
+    static POLICIES: std::sync::LazyLock<Policies> = std::sync::LazyLock::new(|| {
+        Policy::new("streams", Strategy::InFlight, Quota::per(LIMIT, LEASE)).unwrap().into()
+    });
+    POLICIES.clone()
+}
+
+fn leases(store: &Wavering) -> Leases<Wavering> {
+    Leases::new(store.clone(), Outbox::new(store.clone(), None))
+}
+
+fn is_empty(leases: &Leases<Wavering>) -> bool {
+    leases.shared.len.load(Ordering::Acquire) == 0
+}
+
+/// Asks for a request, and holds it if that is granted.
+async fn request(store: &Wavering, leases: &Leases<Wavering>, key: Key) -> Option<Lease> {
+    let mut lease = leases.hold(key, &policies()).unwrap();
+    let answer = store.check(Check::take(key, &policies(), 1)).await;
+    lease.answered(answer.as_ref());
+    answer.is_ok_and(|decision| decision.is_allowed()).then_some(lease)
+}
+
+async fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let wait = async {
+        while !condition() {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(LEASE / 2, wait).await.unwrap_or_else(|_| panic!("waited in vain until {what}"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_counted_until_it_ends_however_long() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let one = request(&store, &leases, ann).await.unwrap();
+    sleep(20 * LEASE).await;
+    assert_eq!(store.counted(ann), 1);
+    let renewals = store.told();
+    assert!(
+        renewals.iter().all(|told| *told == (Mode::Renew, 1)) && (60..=80).contains(&renewals.len()),
+        "{renewals:?}"
+    );
+    drop(one);
+    until("it is given back", || store.counted(ann) == 0 && is_empty(&leases)).await;
+    assert_eq!(store.told(), [(Mode::GiveBack, 1)]);
+    sleep(LEASE).await;
+    assert_eq!(store.told(), [], "nobody is left to renew");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_denied_is_not_given_back() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let mut held = vec![];
+    for _ in 0..2 * LIMIT {
+        held.extend(request(&store, &leases, ann).await);
+    }
+    assert_eq!((held.len(), store.counted(ann)), (10, 10));
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(store.told(), []);
+}
+
+/// A client may go away before the store has answered: what was taken then is nobody's.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_was_dropped_before_its_answer_is_not_counted() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let _other = request(&store, &leases, ann).await.unwrap();
+    assert!(timeout(Duration::from_millis(3), request(&store, &leases, ann)).await.is_err());
+    assert_eq!(store.counted(ann), 2);
+    until("it counts one", || store.counted(ann) == 1).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_began_or_ended_in_an_outage_is_told_after_it() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let before = request(&store, &leases, ann).await.unwrap();
+    store.is(AWAY);
+    let _during = (request(&store, &leases, ann).await.unwrap(), request(&store, &leases, ann).await.unwrap());
+    drop(before);
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(store.counted(ann), 1);
+    store.is(HERE);
+    until("it counts both", || store.counted(ann) == 2).await;
+}
+
+/// The lease time would free it too, but only then.
+#[tokio::test(start_paused = true)]
+async fn what_ended_in_an_outage_is_told_though_nothing_is_in_flight() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let one = request(&store, &leases, ann).await.unwrap();
+    store.is(LOSES);
+    // It is back before anything was heard, and counts it anew.
+    drop(one);
+    sleep(Duration::from_secs(1)).await;
+    let _ = now(&store.there, Check::hold(ann, &policies(), 3));
+    store.is(HERE);
+    until("it counts none", || store.counted(ann) == 0 && is_empty(&leases)).await;
+}
+
+/// As by a failover, or a FLUSHALL: with nothing to tell that it did.
+#[tokio::test(start_paused = true)]
+async fn what_the_store_forgot_is_renewed_within_a_third_of_the_lease_time() {
+    let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
+    let leases = leases(&store);
+    let held = [request(&store, &leases, ann).await, request(&store, &leases, ann).await];
+    let bobs = request(&store, &leases, bob).await;
+    for key in [ann, bob] {
+        let _ = now(&store.there, Check::reset(key, &policies()));
+    }
+    // What is taken after that does not hide it.
+    let _third = request(&store, &leases, bob).await;
+    assert_eq!((store.counted(ann), store.counted(bob)), (0, 1));
+    sleep(LEASE / 3 + Duration::from_secs(1)).await;
+    assert_eq!((store.counted(ann), store.counted(bob)), (2, 2));
+    drop((held, bobs));
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_an_outage_all_are_renewed_at_once() {
+    let (store, bob) = (Wavering::new(), Key::new("bob"));
+    let leases = leases(&store);
+    let keys: Vec<Key> = (0..50).map(|i| Key::new(i.to_string())).collect();
+    let mut held = vec![];
+    for key in &keys {
+        held.extend(request(&store, &leases, *key).await);
+    }
+    store.is(AWAY);
+    let _bobs = request(&store, &leases, bob).await;
+    for key in &keys {
+        let _ = now(&store.there, Check::reset(*key, &policies()));
+    }
+    store.is(HERE);
+    let wait = until("all are counted", || keys.iter().all(|key| store.counted(*key) == 1));
+    timeout(Duration::from_secs(1), wait).await.expect("within a second");
+}
+
+/// Requests of every ending, while the store is there, away, or not heard. In the end it counts none.
+#[tokio::test(start_paused = true)]
+async fn nothing_stays_counted_whatever_happens() {
+    for seed in 0..30 {
+        let (store, mut rng) = (Wavering::new(), Rng::with_seed(seed));
+        let leases = leases(&store);
+        let mut tasks = vec![];
+        for _ in 0..300 {
+            let (store, leases) = (store.clone(), leases.clone());
+            let key = Key::new(rng.u8(..4).to_string());
+            let (start, patience, work) = (rng.u64(..20_000), rng.u64(..10_000), rng.u64(..5_000));
+            tasks.push(tokio::spawn(async move {
+                sleep(Duration::from_millis(start)).await;
+                // Some go away before they are answered.
+                let answer = timeout(Duration::from_micros(patience), request(&store, &leases, key)).await;
+                if let Ok(Some(_lease)) = answer {
+                    sleep(Duration::from_millis(work)).await;
+                }
+            }));
+        }
+        for _ in 0..10 {
+            sleep(Duration::from_millis(rng.u64(..3_000))).await;
+            store.is(rng.u8(..3));
+        }
+        store.is(HERE);
+        for task in tasks {
+            task.await.unwrap();
+        }
+        let keys = || (0..4).map(|i| Key::new(i.to_string()));
+        until("nothing is counted", || keys().all(|key| store.counted(key) == 0) && is_empty(&leases)).await;
+    }
+}
+
+/// While the store is there, and nothing is lost but answers that nobody waits for, no more than the limit is in flight.
+#[tokio::test(start_paused = true)]
+async fn no_more_than_the_limit_is_in_flight_while_clients_go_away() {
+    let (in_flight, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    for seed in 0..10 {
+        let (store, mut rng) = (Wavering::new(), Rng::with_seed(seed));
+        let leases = leases(&store);
+        let mut tasks = vec![];
+        for _ in 0..64 {
+            let (store, leases, seed) = (store.clone(), leases.clone(), rng.u64(..));
+            let (in_flight, most) = (Arc::clone(&in_flight), Arc::clone(&most));
+            tasks.push(tokio::spawn(async move {
+                let mut rng = Rng::with_seed(seed);
+                for _ in 0..100 {
+                    let patience = Duration::from_micros(rng.u64(..10_000));
+                    let answer = timeout(patience, request(&store, &leases, Key::new("ann"))).await;
+                    if let Ok(Some(lease)) = answer {
+                        most.fetch_max(in_flight.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                        sleep(Duration::from_millis(rng.u64(..50))).await;
+                        in_flight.fetch_sub(1, Ordering::SeqCst);
+                        drop(lease);
+                    }
+                    sleep(Duration::from_millis(rng.u64(..100))).await;
+                }
+            }));
+        }
+        for task in tasks {
+            task.await.unwrap();
+        }
+    }
+    assert_eq!(most.load(Ordering::SeqCst), LIMIT as usize);
+}
+
+/// What ends outside of a runtime, or on one that has ended, is told by the next one.
+#[test]
+fn nothing_is_lost_with_a_runtime() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let first = runtime();
+    let lease = first.block_on(request(&store, &leases, ann));
+    assert!(lease.is_some());
+    drop(first);
+    drop(lease);
+    let bob = Key::new("bob");
+    runtime().block_on(async {
+        let _bobs = request(&store, &leases, bob).await;
+        until("it counts none", || store.counted(ann) == 0).await;
+        assert_eq!(store.counted(bob), 1);
+    });
+}

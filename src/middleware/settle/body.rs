@@ -1,0 +1,76 @@
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use bytes::Buf;
+use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
+
+use crate::settle::Account;
+
+pin_project! {
+    /// The body of a response, until whose end a request holds what it has taken: see [`UntilBodyEnd`](crate::UntilBodyEnd).
+    ///
+    /// It is the inner service's body, frame by frame. It has ended with its last frame, with an error, or when it is
+    /// dropped.
+    pub struct TrackedBody<B> {
+        #[pin]
+        inner: B,
+        // None once it has ended, or if there is nothing to settle.
+        account: Option<Arc<Account>>,
+    }
+}
+
+impl<B> TrackedBody<B> {
+    pub(super) fn new(inner: B, account: Option<Arc<Account>>) -> Self {
+        Self { inner, account }
+    }
+}
+
+impl<B: Body> Body for TrackedBody<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        let mut this = self.project();
+        let frame = ready!(this.inner.as_mut().poll_frame(cx));
+        if let (Some(Ok(frame)), Some(account)) = (&frame, &this.account)
+            && let Some(data) = frame.data_ref()
+        {
+            account.sent(data.remaining());
+        }
+        if !matches!(frame, Some(Ok(_))) || this.inner.is_end_stream() {
+            *this.account = None;
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+/// One that nobody counts: what another layer around this one answers with.
+impl<B: From<String>> From<String> for TrackedBody<B> {
+    fn from(text: String) -> Self {
+        Self::new(text.into(), None)
+    }
+}
+
+/// One that nobody counts.
+impl<B: Default> Default for TrackedBody<B> {
+    fn default() -> Self {
+        Self::new(B::default(), None)
+    }
+}
+
+impl<B: fmt::Debug> fmt::Debug for TrackedBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrackedBody").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,91 @@
+use std::fmt;
+
+use tokio::time::Instant;
+
+use crate::limit::{Check, Decision, Key, Policies};
+use crate::store::{Error, instant};
+
+/// What is to be done in a store, and who is told of it.
+pub struct Mail {
+    what: What,
+    then: Option<Then>,
+    pub(super) put_at: Instant,
+    /// How often the store has not sent it.
+    pub(super) tries: u32,
+}
+
+/// Is told what came of it.
+type Then = Box<dyn FnOnce(Result<Decision, Error>) + Send>;
+
+enum What {
+    Check(Check),
+    /// What is still counted of it depends on how long ago it was charged: the check is made when it is sent.
+    GiveBack(Box<GiveBack>),
+}
+
+struct GiveBack {
+    decision: Decision,
+    key: Key,
+    cost: u32,
+    since: Instant,
+}
+
+impl Mail {
+    /// Asks this check.
+    pub(super) fn of_check(check: Check, then: Option<Then>) -> Self {
+        Self { what: What::Check(check), then, put_at: instant(), tries: 0 }
+    }
+
+    /// Charges without asking.
+    pub(crate) fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::of_check(Check::charge(key, policies, cost), None)
+    }
+
+    /// Gives back `cost` of what this decision has granted to a caller, who asked at the time `since`.
+    pub(crate) fn give_back(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
+        let what = What::GiveBack(Box::new(GiveBack { decision, key, cost, since }));
+        Self { what, then: None, put_at: instant(), tries: 0 }
+    }
+
+    /// Whose mail it is.
+    pub(super) fn key(&self) -> &Key {
+        match &self.what {
+            What::Check(check) => check.key(),
+            What::GiveBack(back) => &back.key,
+        }
+    }
+
+    /// Whether it still matters: nothing is left of a charge after the longest period of its policies.
+    pub(super) fn matters(&self, now: Instant) -> bool {
+        let policies = match &self.what {
+            What::Check(check) => check.policies(),
+            What::GiveBack(back) => back.decision.policies(),
+        };
+        let age = now.saturating_duration_since(self.put_at);
+        i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_period())
+    }
+
+    /// What to ask for now. `None` if there is nothing to do any more.
+    pub(super) fn check(&self, now: Instant) -> Option<Check> {
+        match &self.what {
+            What::Check(check) => Some(check.clone()),
+            What::GiveBack(back) => {
+                let age = now.saturating_duration_since(back.since);
+                back.decision.give_back(back.key, back.cost, age).next()
+            }
+        }
+    }
+
+    /// Tells what came of it.
+    pub(super) fn tell(self, answer: Result<Decision, Error>) {
+        if let Some(then) = self.then {
+            then(answer);
+        }
+    }
+}
+
+impl fmt::Debug for Mail {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mail").field("key", self.key()).finish_non_exhaustive()
+    }
+}

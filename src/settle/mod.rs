@@ -1,0 +1,24 @@
+//! What becomes of a charge afterwards: what was reserved is kept, given back, or replaced by the real cost.
+//!
+//! **One account for a request.** It has what was reserved for the request under each list of policies. The response's body
+//! holds it, and every clone of the [`Charge`] that the handler finds; the last one of them that is dropped settles it. So
+//! whatever ends the request does so, once: the end of its body, an error, a panic, a time-out, a client that goes away.
+//!
+//! **Nobody waits.** What is to be charged or given back is left to an [`Outbox`], which sends it off the request path.
+
+mod account;
+mod charge;
+mod mail;
+mod outbox;
+mod reservation;
+mod reserved;
+mod sender;
+mod settlement;
+
+pub use charge::Charge;
+pub use reservation::{Reservation, ReserveError};
+pub use settlement::Settlement;
+
+pub(crate) use account::{Account, Settled};
+pub(crate) use outbox::{Outbox, Post};
+pub(crate) use reserved::Reserved;

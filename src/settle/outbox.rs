@@ -1,0 +1,345 @@
+//! Checks that nobody waits for: they are sent off the request path, many at once.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::runtime::{Handle, Id};
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::mail::Mail;
+use super::sender::Sender;
+use crate::limit::{Check, Decision};
+use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, instant, lock};
+
+/// Sends checks that nobody waits for, each once, and tells of those that it could not send. Clones share it.
+///
+/// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
+///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
+/// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more: for
+///   the longest period of its policies.
+/// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
+///   and of what finds the outbox full.
+/// - It sends on the runtime of whoever came first. If that ends, or there is none, what is left waits for the next one that
+///   [sends](Post::put) or [wakes](Post::wake) it on another. A runtime that stands still is not waited for.
+pub(crate) struct Outbox<S: Store> {
+    shared: Arc<Shared<S>>,
+}
+
+pub(super) struct Shared<S: Store> {
+    store: S,
+    observer: Option<Arc<dyn Observer>>,
+    work: Mutex<Work<S>>,
+    /// Written under the lock.
+    status: AtomicU8,
+    /// Wakes the sender.
+    pub(super) came: Notify,
+}
+
+/// Nothing waits: who comes asks the store.
+const IDLE: u8 = 0;
+/// There is a sender: what comes goes with its next wave.
+const SENDING: u8 = 1;
+/// Something waits, and there is no sender.
+const STALLED: u8 = 2;
+
+struct Work<S: Store> {
+    /// What has not been tried yet.
+    fresh: VecDeque<Mail>,
+    /// What is tried again, and when.
+    again: VecDeque<Mail>,
+    again_at: Option<Instant>,
+    /// What has been asked, by whoever is no sender, or by one whose runtime has ended.
+    asked: Vec<Flight<S>>,
+    sender: Option<Place>,
+    /// How many senders there were: each has a number.
+    senders: u64,
+}
+
+#[derive(Clone, Copy)]
+struct Place {
+    runtime: Id,
+    number: u64,
+}
+
+/// A check that the store has not answered yet, and the mail that it is of.
+pub(super) struct Flight<S: Store> {
+    pub(super) mail: Mail,
+    pub(super) answer: Pin<Box<S::Future>>,
+}
+
+/// What a sender does next.
+pub(super) enum Next {
+    Send(Vec<Mail>),
+    /// Waits for an answer, for something new, and at most until then.
+    Wait(Option<Instant>),
+    End,
+}
+
+/// How long a wave is gathered.
+const GAP: Duration = Duration::from_millis(2);
+/// How many checks are under way at once, so that live traffic is not held up.
+const AT_ONCE: usize = 256;
+/// How much may wait.
+const CAPACITY: usize = 100_000;
+/// After how long something is tried again: at first, and at most.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// After how long another runtime sends what waits, if the sender's runs nothing.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// An [`Outbox`] of any store.
+pub trait Post: fmt::Debug + Send + Sync {
+    /// Sends what the mail says. Nobody needs to wait: this returns at once.
+    fn put(&self, mail: Mail);
+
+    /// Has what is left of a runtime that has ended sent on this one.
+    fn wake(&self);
+
+    /// The same outbox in an `Arc` of its own, whose count of references no other processor writes to.
+    fn copy(&self) -> Arc<dyn Post>;
+}
+
+impl<S: Store> Outbox<S> {
+    /// Asks `store`, and tells `observer` of what could not be done.
+    pub(crate) fn new(store: S, observer: Option<Arc<dyn Observer>>) -> Self {
+        let work = Work {
+            fresh: VecDeque::new(),
+            again: VecDeque::new(),
+            again_at: None,
+            asked: Vec::new(),
+            sender: None,
+            senders: 0,
+        };
+        let (work, status, came) = (Mutex::new(work), AtomicU8::new(IDLE), Notify::new());
+        Self { shared: Arc::new(Shared { store, observer, work, status, came }) }
+    }
+
+    /// Sends a check. Nobody needs to wait: this returns at once.
+    #[cfg(test)]
+    pub(crate) fn send(&self, check: Check) {
+        self.put(Mail::of_check(check, None));
+    }
+
+    /// Sends a check, and calls `then` with what came of it: on the sender's task, or before this returns, and without a
+    /// lock. If it was given up, the error says whether it is certain that it was [not sent](Error::is_unsent).
+    pub(crate) fn send_then(&self, check: Check, then: impl FnOnce(Result<Decision, Error>) + Send + 'static) {
+        self.put(Mail::of_check(check, Some(Box::new(then))));
+    }
+}
+
+impl<S: Store> Post for Outbox<S> {
+    fn put(&self, mail: Mail) {
+        if let Err(mail) = self.shared.leave(mail) {
+            let mut asked = Vec::new();
+            self.shared.ask(mail, instant(), &mut asked);
+            if !asked.is_empty() {
+                self.shared.keep(asked);
+            }
+        }
+        self.shared.attend();
+    }
+
+    fn copy(&self) -> Arc<dyn Post> {
+        Arc::new(self.clone())
+    }
+
+    fn wake(&self) {
+        // Or every request would wait for the lock.
+        if self.shared.status() == STALLED {
+            self.shared.attend();
+        }
+    }
+}
+
+impl<S: Store> Shared<S> {
+    fn status(&self) -> u8 {
+        self.status.load(Ordering::Acquire)
+    }
+
+    /// Leaves it to a sender.
+    ///
+    /// # Errors
+    ///
+    /// With the same mail, if nothing waits: the store can be asked at once.
+    fn leave(&self, mail: Mail) -> Result<(), Mail> {
+        if self.status() == IDLE {
+            return Err(mail);
+        }
+        let full = {
+            let work = &mut *lock(&self.work);
+            if self.status() == IDLE {
+                return Err(mail);
+            }
+            if work.is_full() {
+                Some(mail)
+            } else {
+                // Or who waits for the next wave is woken by each that comes.
+                if work.fresh.is_empty() {
+                    self.came.notify_one();
+                }
+                work.fresh.push_back(mail);
+                None
+            }
+        };
+        if let Some(mail) = full {
+            self.give_up(mail, Error::new(ErrorKind::QueueFull).of_check().unsent());
+        }
+        Ok(())
+    }
+
+    /// Asks the store.
+    pub(super) fn ask(&self, mail: Mail, now: Instant, asked: &mut Vec<Flight<S>>) {
+        let Some(check) = mail.check(now) else { return };
+        match self.store.check(check) {
+            Answer::Ready { answer } => self.ended(mail, answer),
+            Answer::Pending { future } => asked.push(Flight { mail, answer: Box::pin(future) }),
+        }
+    }
+
+    /// The store has answered.
+    pub(super) fn ended(&self, mail: Mail, answer: Result<Decision, Error>) {
+        match answer {
+            Err(error) if error.is_unsent() && mail.matters(instant()) => {
+                if let Some(mail) = self.try_again(mail) {
+                    self.give_up(mail, error);
+                }
+            }
+            Err(error) => self.give_up(mail, error),
+            Ok(decision) => mail.tell(Ok(decision)),
+        }
+    }
+
+    /// Keeps what is to be tried again. Gives it back if too much waits.
+    fn try_again(&self, mut mail: Mail) -> Option<Mail> {
+        let work = &mut *lock(&self.work);
+        if work.is_full() {
+            return Some(mail);
+        }
+        let pause = FIRST_PAUSE.saturating_mul(1 << mail.tries.min(8)).min(LONGEST_PAUSE);
+        work.again_at.get_or_insert_with(|| instant() + pause);
+        mail.tries += 1;
+        work.again.push_back(mail);
+        self.came_to(work);
+        None
+    }
+
+    /// Something waits for a sender.
+    fn came_to(&self, work: &Work<S>) {
+        let status = if work.sender.is_some() { SENDING } else { STALLED };
+        self.status.store(status, Ordering::Release);
+        self.came.notify_one();
+    }
+
+    fn give_up(&self, mail: Mail, error: Error) {
+        if let Some(observer) = &self.observer {
+            observer.failed(&event::Failed::new(Some(mail.key()), &error));
+        }
+        mail.tell(Err(error));
+    }
+
+    /// Keeps what has been asked for a sender.
+    fn keep(&self, asked: Vec<Flight<S>>) {
+        let work = &mut *lock(&self.work);
+        work.asked.extend(asked);
+        self.came_to(work);
+    }
+
+    /// Starts a sender on this runtime if something waits and there is none, or if its runtime stands still.
+    fn attend(self: &Arc<Self>) {
+        if self.status() == IDLE {
+            return;
+        }
+        let Ok(runtime) = Handle::try_current() else { return };
+        let number = {
+            let work = &mut *lock(&self.work);
+            if self.status() == IDLE || work.sender.is_some_and(|sender| !work.is_left_by(sender, &runtime)) {
+                return;
+            }
+            work.senders += 1;
+            work.sender = Some(Place { runtime: runtime.id(), number: work.senders });
+            self.status.store(SENDING, Ordering::Release);
+            work.senders
+        };
+        // A runtime that has ended drops it at once.
+        runtime.spawn(Sender::new(Arc::clone(self), number).run());
+    }
+
+    /// What the sender of this number does next, if its last wave was at the time `last`. What has been asked by others
+    /// joins its flights.
+    pub(super) fn next(&self, number: u64, flights: &mut Vec<Flight<S>>, last: Instant, now: Instant) -> Next {
+        let work = &mut *lock(&self.work);
+        if work.sender.is_none_or(|sender| sender.number != number) {
+            return if flights.is_empty() { Next::End } else { Next::Wait(None) };
+        }
+        flights.append(&mut work.asked);
+        let next = last + GAP;
+        if work.again_at.is_some_and(|at| at <= now) {
+            work.again_at = None;
+            work.again.append(&mut work.fresh);
+            std::mem::swap(&mut work.again, &mut work.fresh);
+        }
+        let room = AT_ONCE.saturating_sub(flights.len());
+        match (work.fresh.is_empty(), work.again_at) {
+            (false, _) if now < next => Next::Wait(Some(next)),
+            (false, _) if room == 0 => Next::Wait(None),
+            (false, _) => Next::Send(work.fresh.drain(..room.min(work.fresh.len())).collect()),
+            (true, Some(at)) => Next::Wait(Some(at)),
+            (true, None) if !flights.is_empty() => Next::Wait(None),
+            // What comes before that makes a wave.
+            (true, None) if now < next => Next::Wait(Some(next)),
+            (true, None) => {
+                work.sender = None;
+                self.status.store(IDLE, Ordering::Release);
+                Next::End
+            }
+        }
+    }
+
+    /// The sender of this number is dropped with its runtime, and leaves what it waits for to the next one.
+    pub(super) fn end(&self, number: u64, flights: &mut Vec<Flight<S>>) {
+        let work = &mut *lock(&self.work);
+        work.asked.append(flights);
+        if work.sender.is_some_and(|sender| sender.number == number) {
+            work.sender = None;
+            let status = if work.is_empty() { IDLE } else { STALLED };
+            self.status.store(status, Ordering::Release);
+        }
+    }
+}
+
+impl<S: Store> Work<S> {
+    fn is_empty(&self) -> bool {
+        self.fresh.is_empty() && self.again.is_empty() && self.asked.is_empty()
+    }
+
+    fn is_full(&self) -> bool {
+        self.fresh.len() + self.again.len() >= CAPACITY
+    }
+
+    /// Whether a sender has not sent what waits for it, and this is another runtime.
+    fn is_left_by(&self, sender: Place, runtime: &Handle) -> bool {
+        let oldest = self.fresh.front().map(|mail| mail.put_at);
+        sender.runtime != runtime.id() && oldest.is_some_and(|at| at + PATIENCE < instant())
+    }
+}
+
+impl<S: Store> Clone for Outbox<S> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S: Store> fmt::Debug for Outbox<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let work = lock(&self.shared.work);
+        f.debug_struct("Outbox").field("waiting", &(work.fresh.len() + work.again.len())).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;

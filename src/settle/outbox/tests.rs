@@ -1,0 +1,277 @@
+//! With stores that answer at once, that answer when the test says so, and on runtimes that end.
+
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+
+use tokio::runtime::Builder;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::sleep;
+
+use super::*;
+use crate::limit::{Align, Key, Policies, Policy, Quota, Strategy};
+use crate::store::{LocalStore, MockStore};
+
+type Reply = Result<Decision, Error>;
+
+/// Answers when the test says so, on any runtime.
+#[derive(Clone)]
+struct Asking(mpsc::UnboundedSender<(Check, oneshot::Sender<Reply>)>);
+
+impl Store for Asking {
+    type Future = Pin<Box<dyn Future<Output = Reply> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let (answer, reply) = oneshot::channel();
+        self.0.send((check, answer)).unwrap();
+        Answer::pending(Box::pin(async { reply.await.unwrap() }))
+    }
+}
+
+struct Asked(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
+
+impl Asked {
+    async fn next(&mut self) -> (u32, oneshot::Sender<Reply>) {
+        let (check, answer) = self.0.recv().await.unwrap();
+        (check.cost(), answer)
+    }
+
+    /// The costs of what has been asked by now.
+    fn now(&mut self) -> Vec<(u32, oneshot::Sender<Reply>)> {
+        std::iter::from_fn(|| self.0.try_recv().ok()).map(|(check, answer)| (check.cost(), answer)).collect()
+    }
+}
+
+fn asking() -> (Outbox<Asking>, Asked, Arc<Failures>) {
+    let (sender, asked) = mpsc::unbounded_channel();
+    let failures = Arc::new(Failures::default());
+    (Outbox::new(Asking(sender), Some(Arc::clone(&failures) as Arc<dyn Observer>)), Asked(asked), failures)
+}
+
+#[derive(Default)]
+struct Failures(AtomicU32);
+
+impl Observer for Failures {
+    fn failed(&self, event: &event::Failed<'_>) {
+        assert_eq!(event.key, Some(&Key::GLOBAL));
+        self.0.fetch_add(1, Relaxed);
+    }
+}
+
+fn policies() -> Policies {
+    Policy::new("test", Strategy::FixedWindow(Align::FirstHit), Quota::per_minute(1_000_000)).unwrap().into()
+}
+
+fn charge(cost: u32) -> Check {
+    Check::charge(Key::GLOBAL, &policies(), cost)
+}
+
+fn done(cost: u32) -> Reply {
+    Ok(MockStore::new().check(charge(cost)).now())
+}
+
+impl<F> Answer<F> {
+    fn now(self) -> Decision {
+        match self {
+            Answer::Ready { answer } => answer.unwrap(),
+            Answer::Pending { .. } => panic!("no answer yet"),
+        }
+    }
+}
+
+fn unsent() -> Reply {
+    Err(Error::new(ErrorKind::Unreachable).unsent())
+}
+
+fn status<S: Store>(outbox: &Outbox<S>) -> u8 {
+    outbox.shared.status()
+}
+
+async fn idle<S: Store>(outbox: &Outbox<S>) {
+    while status(outbox) != IDLE {
+        sleep(GAP).await;
+    }
+}
+
+fn costs(asked: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
+    asked.into_iter().map(|(cost, answer)| answer.send(done(cost)).map_or(0, |()| cost)).collect()
+}
+
+#[test]
+fn a_store_that_answers_at_once_is_asked_at_once_without_a_runtime() {
+    let store = LocalStore::default();
+    let outbox = Outbox::new(store.clone(), None);
+    let told = Arc::new(AtomicU32::new(0));
+    let by_call = Arc::clone(&told);
+    outbox.send_then(charge(3), move |answer| by_call.store(answer.unwrap().granted(), Relaxed));
+    assert_eq!(told.load(Relaxed), 3);
+    let left = store.check(Check::peek(Key::GLOBAL, &policies(), 0)).now().remaining();
+    assert_eq!((left, status(&outbox)), (999_997, IDLE));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_comes_together_goes_together() {
+    let (outbox, mut asked, failures) = asking();
+    for cost in 1..=300 {
+        outbox.send(charge(cost));
+    }
+    let (first, answer) = asked.next().await;
+    assert_eq!(first, 1, "who comes first does not wait");
+    sleep(GAP * 2).await;
+    let wave = asked.now();
+    assert_eq!(wave.len(), AT_ONCE - 1, "no more are under way at once");
+    answer.send(done(1)).unwrap();
+    assert_eq!(costs(wave), (2..=256).collect::<Vec<_>>());
+    sleep(GAP * 3).await;
+    assert_eq!(costs(asked.now()), (257..=300).collect::<Vec<_>>());
+    idle(&outbox).await;
+    assert_eq!(failures.0.load(Relaxed), 0);
+    outbox.send(charge(7));
+    assert_eq!(costs(asked.now()), [7]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_not_sent_is_tried_again_while_it_matters() {
+    let (outbox, mut asked, failures) = asking();
+    let told = Arc::new(AtomicU32::new(0));
+    let by_call = Arc::clone(&told);
+    outbox.send_then(charge(1), move |answer| by_call.store(1 + u32::from(answer.is_err()), Relaxed));
+    for _ in 0..5 {
+        asked.next().await.1.send(unsent()).unwrap();
+    }
+    let (_, answer) = asked.next().await;
+    // One that fails does not hold up the others.
+    outbox.send(charge(2));
+    let (cost, other) = asked.next().await;
+    assert_eq!(cost, 2);
+    answer.send(done(1)).unwrap();
+    other.send(done(2)).unwrap();
+    idle(&outbox).await;
+    assert_eq!((told.load(Relaxed), failures.0.load(Relaxed)), (1, 0));
+
+    let by_call = Arc::clone(&told);
+    outbox.send_then(charge(3), move |answer| by_call.store(10 + u32::from(answer.is_err()), Relaxed));
+    let start = instant();
+    while told.load(Relaxed) == 1 {
+        tokio::select! {
+            (_, answer) = asked.next() => answer.send(unsent()).unwrap(),
+            () = sleep(GAP) => {}
+        }
+    }
+    let minute = instant() - start;
+    assert!(minute >= Duration::from_secs(60) && minute < Duration::from_secs(62), "{minute:?}");
+    assert_eq!((told.load(Relaxed), failures.0.load(Relaxed)), (11, 1));
+    idle(&outbox).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_sent_and_not_answered_is_told_and_not_sent_again() {
+    let (outbox, mut asked, failures) = asking();
+    outbox.send(charge(1));
+    asked.next().await.1.send(Err(Error::new(ErrorKind::Timeout))).unwrap();
+    idle(&outbox).await;
+    assert_eq!((asked.now().len(), failures.0.load(Relaxed)), (0, 1));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_finds_it_full_is_told() {
+    let (outbox, mut asked, failures) = asking();
+    for _ in 0..CAPACITY + 11 {
+        outbox.send(charge(1));
+    }
+    assert_eq!(failures.0.load(Relaxed), 10, "one was sent at once");
+    while status(&outbox) != IDLE {
+        costs(asked.now());
+        sleep(GAP).await;
+    }
+    assert_eq!(failures.0.load(Relaxed), 10);
+}
+
+#[test]
+fn what_a_runtime_that_ends_leaves_is_sent_on_the_next_one() {
+    let (outbox, mut asked, failures) = asking();
+    let first = Builder::new_current_thread().enable_all().build().unwrap();
+    first.block_on(async {
+        (1..=3).for_each(|cost| outbox.send(charge(cost)));
+        tokio::task::yield_now().await;
+    });
+    drop(first);
+    assert_eq!(status(&outbox), STALLED);
+    outbox.send(charge(4));
+    assert_eq!(status(&outbox), STALLED, "no runtime: it waits");
+    let (_, answer) = asked.0.try_recv().unwrap();
+    assert!(asked.now().is_empty());
+
+    let second = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    second.block_on(async {
+        outbox.wake();
+        sleep(GAP * 2).await;
+        assert_eq!(costs(asked.now()), [2, 3, 4], "what was under way is not sent again");
+        // The answer comes all the same.
+        answer.send(unsent()).unwrap();
+        let (cost, answer) = asked.next().await;
+        answer.send(done(cost)).unwrap();
+        assert_eq!(cost, 1);
+        idle(&outbox).await;
+    });
+    assert_eq!(failures.0.load(Relaxed), 0);
+}
+
+#[test]
+fn a_runtime_that_stands_still_is_not_waited_for() {
+    let (outbox, mut asked, _) = asking();
+    let still = Builder::new_current_thread().enable_all().build().unwrap();
+    still.block_on(async { (1..=2).for_each(|cost| outbox.send(charge(cost))) });
+    let (_, first) = asked.0.try_recv().unwrap();
+    lock(&outbox.shared.work).fresh[0].put_at -= PATIENCE * 2;
+    let other = Builder::new_current_thread().enable_all().build().unwrap();
+    other.block_on(async {
+        outbox.send(charge(3));
+        let (two, answer) = asked.next().await;
+        answer.send(done(2)).unwrap();
+        let (three, answer) = asked.next().await;
+        answer.send(done(3)).unwrap();
+        assert_eq!((two, three), (2, 3));
+        first.send(done(1)).unwrap();
+        idle(&outbox).await;
+    });
+    still.block_on(async { sleep(GAP * 2).await });
+    assert!(asked.now().is_empty());
+}
+
+/// Several threads put and runtimes end meanwhile: each is asked for once.
+#[test]
+fn each_is_sent_once_whatever_ends() {
+    let (outbox, mut asked, failures) = asking();
+    let answers = std::thread::spawn(move || {
+        let mut sum = 0_u64;
+        while let Some((check, answer)) = asked.0.blocking_recv() {
+            sum += u64::from(check.cost());
+            let _ = answer.send(done(check.cost()));
+        }
+        sum
+    });
+    let threads: Vec<_> = (0..4)
+        .map(|_| {
+            let outbox = outbox.clone();
+            std::thread::spawn(move || {
+                for _ in 0..20 {
+                    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
+                    runtime.block_on(async {
+                        for _ in 0..25 {
+                            outbox.send(charge(1));
+                            tokio::task::yield_now().await;
+                        }
+                    });
+                }
+            })
+        })
+        .collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+    let last = Builder::new_current_thread().enable_all().build().unwrap();
+    last.block_on(async {
+        outbox.wake();
+        idle(&outbox).await;
+    });
+    drop(outbox);
+    assert_eq!((answers.join().unwrap(), failures.0.load(Relaxed)), (2_000, 0));
+}

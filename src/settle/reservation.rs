@@ -1,0 +1,111 @@
+use std::fmt;
+use std::sync::Arc;
+
+use super::{Post, Reserved};
+use crate::leases::Lease;
+use crate::limit::{Decision, RateLimited};
+use crate::store::Error;
+
+/// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. To drop it gives all of it back.
+///
+/// ```
+/// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, ReserveError, Strategy};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000))?;
+/// let limiter = Limiter::new(LocalStore::default(), tokens);
+/// let user = Key::new("user-42");
+///
+/// let answer = limiter.reserve(user, 600).await?;
+/// let denied = limiter.reserve(user, 600).await.unwrap_err();
+/// assert!(matches!(denied, ReserveError::Denied(_)));
+///
+/// // It took less than was reserved.
+/// answer.settle(150);
+/// assert_eq!(limiter.peek(user, 0).await?.remaining(), 850);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// What it gives back or charges is sent at once, and nobody waits for it. In an outage it is sent again, until it matters no
+/// more; what may have been sent already is not, so that nothing is charged twice. The limiter's
+/// [observer](crate::Limiter::observer) is told of what was lost.
+#[must_use = "to drop it gives back what was reserved"]
+pub struct Reservation {
+    decision: Decision,
+    post: Arc<dyn Post>,
+    /// None once it is settled.
+    reserved: Option<Reserved>,
+    /// Of the policies that count what is in flight.
+    _lease: Option<Lease>,
+}
+
+/// There is no [`Reservation`].
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum ReserveError {
+    /// It was denied: nothing was charged.
+    Denied(RateLimited),
+    /// The store could not decide.
+    Failed(Error),
+}
+
+impl Reservation {
+    pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, post: Arc<dyn Post>) -> Self {
+        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), _lease: lease }
+    }
+
+    /// The decision that granted it.
+    pub const fn decision(&self) -> &Decision {
+        &self.decision
+    }
+
+    /// Has the caller charged so much in the place of what was reserved: less is given back, and more is
+    /// [charged](crate::Check::charge) without asking.
+    pub fn settle(mut self, cost: u32) {
+        self.end(cost);
+    }
+
+    /// Leaves the caller charged as much as was reserved.
+    pub fn keep(mut self) {
+        self.reserved = None;
+    }
+
+    fn end(&mut self, cost: u32) {
+        if let Some(reserved) = self.reserved.take() {
+            reserved.settle(cost, &*self.post);
+        }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.end(0);
+    }
+}
+
+impl fmt::Debug for Reservation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reservation").field("decision", &self.decision).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for ReserveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Denied(denied) => denied.fmt(f),
+            Self::Failed(error) => error.fmt(f),
+        }
+    }
+}
+
+/// Its text is that of its cause.
+impl std::error::Error for ReserveError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Denied(denied) => denied.source(),
+            Self::Failed(error) => error.source(),
+        }
+    }
+}

@@ -1,0 +1,44 @@
+use std::cmp::Ordering;
+
+use tokio::time::Instant;
+
+use super::Post;
+use super::mail::Mail;
+use crate::limit::{Decision, Key};
+
+/// What a decision has granted to a caller, until it is settled.
+#[derive(Debug)]
+pub(crate) struct Reserved {
+    pub(super) decision: Decision,
+    key: Key,
+    cost: u32,
+    /// When it was asked for, or before.
+    since: Instant,
+}
+
+impl Reserved {
+    /// What was granted to a take of this cost.
+    pub(crate) fn new(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
+        Self { decision, key, cost, since }
+    }
+
+    /// How much.
+    pub(super) fn cost(&self) -> u32 {
+        self.cost
+    }
+
+    /// Has the caller charged `cost` instead.
+    pub(super) fn settle(self, cost: u32, post: &dyn Post) {
+        let reserved = self.cost();
+        match cost.cmp(&reserved) {
+            Ordering::Less => post.put(Mail::give_back(self.decision, self.key, reserved - cost, self.since)),
+            Ordering::Equal => {}
+            Ordering::Greater => {
+                // A request in flight counts as one, whatever it costs.
+                if let Some(policies) = self.decision.policies().whole().without_in_flight() {
+                    post.put(Mail::charge(self.key, policies, cost - reserved));
+                }
+            }
+        }
+    }
+}

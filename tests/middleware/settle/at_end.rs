@@ -1,0 +1,130 @@
+//! At the end of the body, by what the handle has counted and by bytes.
+
+use std::num::NonZeroU32;
+
+use http_body_util::BodyExt;
+
+use super::*;
+
+/// A service that streams what the test sends, and gives it the handles.
+fn streaming(
+    layer: RateLimitLayer<LocalStore, Global, HttpReject, UntilBodyEnd>,
+) -> (
+    impl Service<Request<String>, Response = Response<TrackedBody<Frames>>, Error = Infallible, Future: Send> + Clone,
+    mpsc::UnboundedReceiver<(Sender, Charge)>,
+) {
+    let (started, streams) = mpsc::unbounded_channel();
+    let inner = service_fn(move |request: Request<String>| {
+        let (sender, body) = frames();
+        started.send((sender, request.extensions().get::<Charge>().unwrap().clone())).unwrap();
+        async { Ok(Response::new(body)) }
+    });
+    (layer.layer(inner), streams)
+}
+
+#[tokio::test]
+async fn what_the_handle_has_counted_is_charged_when_the_body_has_ended() {
+    let count = Count::new();
+    let (service, mut streams) = streaming(count.settling(Settlement::AtEnd));
+    let response = send(&service, request("alice")).await;
+    assert_eq!(decision(&response).unwrap().remaining(), 990, "what is known when the head is sent");
+    let (sender, charge) = streams.recv().await.unwrap();
+    assert_eq!(charge.reserved(), 10);
+    let mut body = response.into_body();
+    for i in 1..=3 {
+        sender.send(data("token")).unwrap();
+        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "token");
+        charge.add(i * 10);
+    }
+    drop(charge);
+    assert_eq!(count.charged(), 10, "still reserved");
+    drop(sender);
+    assert!(body.frame().await.is_none());
+    assert_eq!(count.charged(), 60);
+    drop(body);
+    assert_eq!(count.charged(), 60);
+}
+
+#[tokio::test]
+async fn whoever_keeps_the_handle_longer_settles() {
+    for drop_handle_first in [true, false] {
+        let count = Count::new();
+        let (service, mut streams) = streaming(count.layer().until_body_end());
+        let response = send(&service, request("alice")).await;
+        let (_sender, charge) = streams.recv().await.unwrap();
+        charge.set(3);
+        let other = charge.clone();
+        drop(charge);
+        other.add(1);
+        if drop_handle_first {
+            drop(other);
+            assert_eq!(count.charged(), 10, "the body goes on");
+            drop(response);
+        } else {
+            drop(response);
+            assert_eq!(count.charged(), 10, "a task goes on");
+            other.add(3);
+            drop(other);
+        }
+        assert_eq!(count.charged(), if drop_handle_first { 4 } else { 7 });
+    }
+}
+
+#[tokio::test]
+async fn a_handle_that_was_not_used_keeps_what_was_reserved() {
+    let count = Count::new();
+    let (service, mut streams) = streaming(count.settling(Settlement::AtEnd));
+    drop(send(&service, request("alice")).await);
+    drop(streams.recv().await);
+    assert_eq!(count.charged(), 10);
+    drop(send(&service, request("alice")).await);
+    streams.recv().await.unwrap().1.set(0);
+    assert_eq!(count.charged(), 10, "to count nothing is to use it");
+}
+
+#[tokio::test]
+async fn bytes_that_were_sent_are_charged() {
+    let per = NonZeroU32::new(10).unwrap();
+    for (sent, read, cost) in [(0, 0, 0), (1, 1, 1), (4, 4, 2), (4, 1, 1), (200, 200, 100)] {
+        let count = Count::new();
+        let (service, mut streams) = streaming(count.settling(Settlement::Bytes { per }));
+        let mut body = send(&service, request("alice")).await.into_body();
+        let (sender, _) = streams.recv().await.unwrap();
+        for _ in 0..sent {
+            sender.send(data("token")).unwrap();
+        }
+        for _ in 0..read {
+            body.frame().await.unwrap().unwrap();
+        }
+        sender.send(Ok(Frame::trailers(http::HeaderMap::new()))).unwrap();
+        drop(body);
+        assert_eq!(count.charged(), cost, "{read} of {sent} frames");
+    }
+}
+
+/// A server sends the head only.
+#[tokio::test]
+async fn a_body_that_nobody_reads_has_no_bytes() {
+    let per = NonZeroU32::MIN;
+    let count = Count::new();
+    let layer = count.settling(Settlement::Bytes { per });
+    let inner = service_fn(async |_: Request<String>| Ok::<_, Infallible>(Response::new("a long text".to_owned())));
+    drop(send(&layer.layer(inner), request("alice")).await);
+    assert_eq!(count.charged(), 0);
+}
+
+#[tokio::test]
+async fn what_the_handle_has_counted_is_charged_where_there_is_no_response() {
+    let count = Count::new();
+    for (used, cost) in [(None, 10), (Some(2), 12), (Some(0), 12), (Some(30), 42)] {
+        let inner = service_fn(move |request: Request<String>| {
+            if let Some(units) = used {
+                request.extensions().get::<Charge>().unwrap().set(units);
+            }
+            async { Err::<Response<String>, _>("no response") }
+        });
+        let mut service = count.settling(Settlement::GiveBack).layer(inner);
+        assert!(service.call(request("alice")).await.is_err());
+        assert_eq!(count.charged(), cost, "{used:?}");
+    }
+}

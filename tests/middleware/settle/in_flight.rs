@@ -1,0 +1,207 @@
+//! Requests in flight: each holds its place until its body has ended.
+
+use std::time::Duration;
+
+use tokio::task::yield_now;
+use tokio::time::{Instant, sleep};
+use tower::ServiceExt;
+use tower_redis_ratelimit::{
+    CallLimitLayer, DryRun, Limiter, Observer, OnError, Policies, RateLimited, ReserveError, event,
+};
+
+use super::*;
+
+fn uploads(limit: u32) -> Policy {
+    Policy::in_flight("uploads", limit).unwrap()
+}
+
+fn taken(store: &LocalStore, limit: u32) -> u32 {
+    charged(store, Key::GLOBAL, &uploads(limit))
+}
+
+#[tokio::test]
+async fn a_body_holds_its_place_until_it_is_dropped() {
+    let store = LocalStore::default();
+    let layer = RateLimitLayer::new(store.clone(), Global, uploads(2)).until_body_end();
+    let service = layer.layer(service_fn(hello::<String>));
+    let first = send(&service, request("alice")).await;
+    assert_eq!(field(&first, "ratelimit"), Some("\"uploads\";r=1"));
+    let second = send(&service, request("alice")).await;
+    assert_eq!(send(&service, request("alice")).await.status(), 429);
+    assert_eq!(taken(&store, 2), 2);
+    drop(first);
+    let third = send(&service, request("alice")).await;
+    assert_eq!(third.status(), 200);
+    drop((second, third));
+    assert_eq!(taken(&store, 2), 0);
+}
+
+#[tokio::test]
+async fn whoever_keeps_the_handle_keeps_the_place() {
+    let store = LocalStore::default();
+    let handles = Handles::default();
+    let kept = Arc::clone(&handles);
+    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).until_body_end();
+    let service = layer.layer(service_fn(move |request: Request<String>| {
+        kept.lock().unwrap().push(request.extensions().get::<Charge>().unwrap().clone());
+        hello::<String>(request)
+    }));
+    drop(send(&service, request("alice")).await);
+    assert_eq!(send(&service, request("alice")).await.status(), 429);
+    handles.lock().unwrap().clear();
+    assert_eq!(taken(&store, 1), 0);
+}
+
+#[tokio::test]
+async fn a_request_that_ends_without_a_response_leaves_its_place() {
+    let store = LocalStore::default();
+    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).settle(|_| Settlement::Keep);
+    let failing = service_fn(async |_: Request<String>| Err::<Response<String>, _>("no response"));
+    assert!(layer.clone().layer(failing).oneshot(request("alice")).await.is_err());
+    assert_eq!(taken(&store, 1), 0);
+    let endless = service_fn(async |_: Request<String>| {
+        std::future::pending::<()>().await;
+        Ok::<_, Infallible>(Response::new(String::new()))
+    });
+    let mut call = Box::pin(layer.layer(endless).oneshot(request("alice")));
+    assert!((&mut call).now_or_never().is_none());
+    assert_eq!(taken(&store, 1), 1);
+    drop(call);
+    assert_eq!(taken(&store, 1), 0);
+}
+
+/// What is settled with the head does not end the request.
+#[tokio::test]
+async fn beside_a_policy_of_costs_it_counts_as_one_and_is_not_settled() {
+    for cost in [0, 500, 700] {
+        let count = Count::new();
+        let both = Policies::new([count.policy.clone(), uploads(4)]).unwrap();
+        let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 500);
+        let service = layer.settle(move |_| Settlement::Cost(cost)).layer(service_fn(hello::<String>));
+        let response = send(&service, request("alice")).await;
+        assert_eq!((count.charged(), taken(&count.store, 4)), (cost, 1));
+        let each: Vec<u32> = decision(&response).unwrap().each().map(|each| each.remaining()).collect();
+        assert_eq!(each, [1_000 - cost, 3]);
+        drop(response);
+        assert_eq!((count.charged(), taken(&count.store, 4)), (cost, 0));
+    }
+}
+
+/// What costs nothing has nothing to give back.
+#[tokio::test]
+async fn a_request_without_a_cost_is_in_flight_too() {
+    let count = Count::new();
+    let both = Policies::new([count.policy.clone(), uploads(4)]).unwrap();
+    let layer = RateLimitLayer::new(count.store.clone(), Global, both);
+    drop(send(&layer.clone().until_body_end().layer(service_fn(hello::<String>)), request("alice")).await);
+    assert_eq!((count.charged(), taken(&count.store, 4)), (1, 0));
+    let free = layer.cost(|_| 0).settle(|_| Settlement::GiveBack).layer(service_fn(hello::<String>));
+    let response = send(&free, request("alice")).await;
+    assert_eq!((count.charged(), taken(&count.store, 4)), (1, 1));
+    drop(response);
+    assert_eq!((count.charged(), taken(&count.store, 4)), (1, 0));
+}
+
+#[tokio::test]
+async fn dry_runs_and_shadows_leave_their_places_too() {
+    let store = LocalStore::default();
+    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).shadow(uploads(2)).dry_run().until_body_end();
+    let service = layer.layer(service_fn(hello::<String>));
+    let would = |response: &Response<_>| {
+        let dry: &DryRun = response.extensions().get().unwrap();
+        dry.decisions().iter().map(|decision| decision.is_allowed()).collect::<Vec<_>>()
+    };
+    for _ in 0..3 {
+        let first = send(&service, request("alice")).await;
+        assert_eq!(would(&first), [true, true]);
+        let second = send(&service, request("alice")).await;
+        assert_eq!(would(&second), [false, true]);
+        assert_eq!(would(&send(&service, request("alice")).await), [false, false]);
+    }
+    assert_eq!(taken(&store, 1), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_waits_for_a_place() {
+    let store = LocalStore::default();
+    let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).wait(Duration::from_secs(20)).until_body_end();
+    let service = layer.layer(service_fn(hello::<String>));
+    let first = send(&service, request("alice")).await;
+    let waiting = tokio::spawn(service.clone().oneshot(request("alice")));
+    sleep(Duration::from_secs(5)).await;
+    let freed = Instant::now();
+    drop(first);
+    let second = waiting.await.unwrap().unwrap();
+    assert_eq!(second.status(), 200);
+    assert!(freed.elapsed() < Duration::from_millis(300), "{:?}", freed.elapsed());
+    assert_eq!(taken(&store, 1), 1);
+    drop(second);
+    assert_eq!(taken(&store, 1), 0);
+}
+
+#[derive(Clone, Default)]
+struct Problems(Arc<Mutex<Vec<String>>>);
+
+impl Observer for Problems {
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
+}
+
+#[tokio::test]
+async fn a_layer_that_does_not_know_when_a_request_ends_says_what_to_add() {
+    let problems = Problems::default();
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, uploads(1)).observer(problems.clone());
+    let response = send(&limited(layer.clone()), request("alice")).await;
+    assert_eq!(response.status(), 500);
+    assert!(!response.body().contains("until_body_end"), "that is not for clients: {}", response.body());
+    // Nothing would be rejected, and nothing is tried.
+    let response = send(&limited(layer.clone().dry_run()), request("alice")).await;
+    assert_eq!(
+        (response.status().as_u16(), response.extensions().get::<DryRun>().unwrap().decisions().len()),
+        (200, 0)
+    );
+    let problems = problems.0.lock().unwrap();
+    assert_eq!(problems.len(), 2);
+    assert!(problems.iter().all(|problem| problem.contains("`.until_body_end()`")), "{problems:?}");
+}
+
+/// What no store could decide is in flight all the same.
+#[tokio::test]
+async fn what_passes_without_a_decision_has_a_body_as_any_other() {
+    let layer = RateLimitLayer::new(Broken, Global, uploads(1)).on_error(OnError::Allow).until_body_end();
+    let response = send(&layer.layer(service_fn(hello::<String>)), request("alice")).await;
+    assert_eq!(text(response).await, "hello");
+}
+
+#[tokio::test]
+async fn a_call_is_in_flight_until_its_response() {
+    let store = LocalStore::default();
+    let layer = CallLimitLayer::new(store.clone(), Global, uploads(1));
+    let service = layer.layer(service_fn(async |_: String| {
+        yield_now().await;
+        Ok::<_, Infallible>(())
+    }));
+    let mut first = Box::pin(service.clone().oneshot(String::new()));
+    assert!((&mut first).now_or_never().is_none());
+    let denied = service.clone().oneshot(String::new()).await.unwrap_err();
+    assert!(denied.is::<RateLimited>());
+    first.await.unwrap();
+    assert_eq!(taken(&store, 1), 0);
+    let mut dropped = Box::pin(service.clone().oneshot(String::new()));
+    assert!((&mut dropped).now_or_never().is_none());
+    drop(dropped);
+    assert!(service.oneshot(String::new()).await.is_ok());
+}
+
+#[tokio::test]
+async fn a_reservation_holds_its_place() {
+    let store = LocalStore::default();
+    let limiter = Limiter::new(store.clone(), uploads(1));
+    let first = limiter.reserve(Key::GLOBAL, 1).await.unwrap();
+    assert!(matches!(limiter.reserve(Key::GLOBAL, 1).await, Err(ReserveError::Denied(_))));
+    first.settle(300);
+    assert_eq!(taken(&store, 1), 0);
+    drop(limiter.reserve(Key::GLOBAL, 1).await.unwrap());
+    assert_eq!(taken(&store, 1), 0);
+}

@@ -1,0 +1,111 @@
+//! What becomes of a request's cost afterwards.
+
+mod at_end;
+mod at_head;
+mod body;
+mod endings;
+mod in_flight;
+mod together;
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures_util::{FutureExt, Stream, stream};
+use http::{Request, Response, StatusCode};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::StreamBody;
+use tokio::sync::mpsc;
+use tower::{Layer, Service, service_fn};
+use tower_redis_ratelimit::{
+    Align, Charge, Check, Global, HttpReject, Key, LocalStore, Policy, RateLimitLayer, Settlement, Store, Strategy,
+    TrackedBody, UntilBodyEnd,
+};
+
+use crate::support::*;
+
+/// One that gives nothing back by itself while a test runs.
+pub(crate) fn quota(name: &str, quota: &str) -> Policy {
+    Policy::new(name, Strategy::FixedWindow(Align::FirstHit), quota.parse().unwrap()).unwrap()
+}
+
+/// How much a caller was charged, of 1,000 units.
+pub(crate) fn charged(store: &LocalStore, key: Key, policy: &Policy) -> u32 {
+    let check = Check::peek(key, &policy.clone().into(), 0);
+    policy.quota().capacity() - store.check(check).now_or_never().unwrap().unwrap().remaining()
+}
+
+/// A layer that counts everybody together, under 1,000 units, and its count.
+pub(crate) struct Count {
+    pub(crate) store: LocalStore,
+    pub(crate) policy: Policy,
+}
+
+impl Count {
+    pub(crate) fn new() -> Self {
+        Self { store: LocalStore::default(), policy: quota("test", "1000/d") }
+    }
+
+    /// Each request reserves 10.
+    pub(crate) fn layer(&self) -> RateLimitLayer<LocalStore, Global> {
+        RateLimitLayer::new(self.store.clone(), Global, self.policy.clone()).cost(|_| 10)
+    }
+
+    pub(crate) fn settling(
+        &self,
+        settlement: Settlement,
+    ) -> RateLimitLayer<LocalStore, Global, HttpReject, UntilBodyEnd> {
+        self.layer().settle(move |_| settlement)
+    }
+
+    pub(crate) fn charged(&self) -> u32 {
+        charged(&self.store, Key::GLOBAL, &self.policy)
+    }
+}
+
+/// A body of the test's that a rejection can be made of.
+pub(crate) struct Any<B>(pub(crate) B);
+
+impl<B> From<String> for Any<B> {
+    fn from(_: String) -> Self {
+        panic!("nothing is rejected")
+    }
+}
+
+impl<B: Body + Unpin> Body for Any<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        Pin::new(&mut self.0).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.size_hint()
+    }
+}
+
+/// A response body whose frames the test sends.
+pub(crate) type Frames = Any<StreamBody<Pin<Box<dyn Stream<Item = Received> + Send>>>>;
+
+pub(crate) type Received = Result<Frame<Bytes>, &'static str>;
+
+pub(crate) type Sender = mpsc::UnboundedSender<Received>;
+
+pub(crate) fn frames() -> (Sender, Frames) {
+    let (sender, mut receiver) = mpsc::unbounded_channel();
+    (sender, Any(StreamBody::new(Box::pin(stream::poll_fn(move |cx| receiver.poll_recv(cx))))))
+}
+
+pub(crate) fn data(text: &str) -> Received {
+    Ok(Frame::data(Bytes::copy_from_slice(text.as_bytes())))
+}
+
+/// Gives each request's handle to the test.
+pub(crate) type Handles = Arc<Mutex<Vec<Charge>>>;

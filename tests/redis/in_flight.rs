@@ -1,0 +1,137 @@
+//! Requests in flight of real processes: some are killed or stopped, and Redis is.
+
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use tokio::time::sleep;
+use tower_redis_ratelimit::{Limiter, RedisStore, Reservation};
+
+use crate::in_flight_load::{LEASE, LIMIT, an_outage, ann, is_worker, limiter, patient, processes_are_killed, work};
+use crate::support::{RedisServer, until};
+
+/// `SECONDS=20` for longer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn never_more_than_the_limit_though_processes_are_killed() {
+    if is_worker() {
+        return work().await;
+    }
+    let server = RedisServer::start();
+    let test = "in_flight::never_more_than_the_limit_though_processes_are_killed";
+    processes_are_killed(test, &server.url()).await;
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Outage {
+    /// It comes back empty.
+    Killed,
+    /// It comes back as it was.
+    Frozen,
+}
+
+async fn outage(test: &str, outage: Outage) {
+    let mut server = RedisServer::start();
+    let url = server.url();
+    an_outage(test, &url, async |has_begun| match (outage, has_begun) {
+        (Outage::Killed, false) => server.kill(),
+        (Outage::Killed, true) => server.restart(),
+        (Outage::Frozen, false) => server.freeze(),
+        (Outage::Frozen, true) => server.thaw(),
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn redis_is_killed() {
+    if is_worker() {
+        return work().await;
+    }
+    outage("in_flight::redis_is_killed", Outage::Killed).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn redis_is_frozen() {
+    if is_worker() {
+        return work().await;
+    }
+    outage("in_flight::redis_is_frozen", Outage::Frozen).await;
+}
+
+async fn hold(limiter: &Limiter<RedisStore>, count: u32) -> Vec<Reservation> {
+    join_all((0..count).map(|_| limiter.reserve(ann(), 1))).await.into_iter().flatten().collect()
+}
+
+async fn left(limiter: &Limiter<RedisStore>) -> u32 {
+    limiter.peek(ann(), 1).await.unwrap().remaining()
+}
+
+/// What it holds is another's after the lease time. When it goes on, it is counted again: nobody is let in until there is room.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_instance_that_stood_still_is_counted_again() {
+    let server = RedisServer::start();
+    let (other, url) = (limiter(patient(&server.url())), server.url());
+    // A runtime that runs nothing is an instance that stands still.
+    let stopped = limiter(patient(&url));
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let stops = stopped.clone();
+    let held = runtime.spawn(async move { hold(&stops, 6).await }).await.unwrap();
+    assert_eq!((held.len(), left(&other).await), (6, 4));
+    let (go_on, wait) = std::sync::mpsc::channel::<()>();
+    runtime.spawn(async move { wait.recv() });
+    until("what it holds is free", async || left(&other).await == LIMIT).await;
+    let others = hold(&other, LIMIT).await;
+    assert_eq!(others.len(), LIMIT as usize);
+    go_on.send(()).unwrap();
+    // 16 are in flight: four more than the limit have to end before there is room for one.
+    sleep(LEASE).await;
+    let mut others = others;
+    for _ in 0..6 {
+        others.pop();
+        sleep(Duration::from_millis(20)).await;
+        assert!(hold(&other, 1).await.is_empty());
+    }
+    others.pop();
+    until("there is room again", async || left(&other).await == 1).await;
+    drop((others, held));
+    until("all is free", async || left(&other).await == LIMIT).await;
+    runtime.shutdown_background();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_redis_forgot_is_counted_again() {
+    let server = RedisServer::start();
+    let limiters = [limiter(patient(&server.url())), limiter(patient(&server.url()))];
+    let held = [hold(&limiters[0], 4).await, hold(&limiters[1], 3).await];
+    for _ in 0..3 {
+        let () = server.command("FLUSHALL").await;
+        let forgot_at = Instant::now();
+        // Others come and go meanwhile.
+        until("it is counted again", async || {
+            drop(hold(&limiters[0], 1).await);
+            // Perhaps with the one that has just ended.
+            left(&limiters[1]).await <= LIMIT - 7
+        })
+        .await;
+        assert!(forgot_at.elapsed() < LEASE, "after {:?}", forgot_at.elapsed());
+    }
+    drop(held);
+    until("all is free", async || left(&limiters[0]).await == LIMIT).await;
+    assert_eq!(server.command::<u64>("DBSIZE").await, 0);
+}
+
+/// What ends is told for many callers in one call, and where nothing is left, in one command.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_ends_together_is_told_together() {
+    use tower_redis_ratelimit::Key;
+    const CALLERS: usize = 2_000;
+
+    let server = RedisServer::start();
+    let limiter = limiter(patient(&server.url()));
+    let keys = (0..CALLERS).map(|i| Key::new(i.to_string()));
+    let held: Vec<_> =
+        join_all(keys.map(|key| limiter.reserve(key, 1))).await.into_iter().map(Result::unwrap).collect();
+    let (calls, deletes) = (server.calls("evalsha").await, server.calls("del").await);
+    drop(held);
+    until("nothing is left", async || server.command::<u64>("DBSIZE").await == 0).await;
+    let (calls, deletes) = (server.calls("evalsha").await - calls, server.calls("del").await - deletes);
+    assert!(calls < CALLERS as u64 / 20 && deletes <= calls, "{calls} calls, {deletes} deletes");
+}

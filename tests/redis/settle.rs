@@ -1,0 +1,221 @@
+//! Settling in Redis: what is taken back in time, what it costs, and what an outage does to it.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use http::{Request, Response, StatusCode};
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::{
+    Align, Charge, Fallback, Global, Key, Limiter, LocalStore, Observer, Policies, RateLimitLayer, RedisStore,
+    Reservation, Settlement, Store, Strategy, event,
+};
+
+use crate::support::{RedisServer, policy, until};
+
+const WINDOW: Strategy = Strategy::FixedWindow(Align::FirstHit);
+
+fn store(server: &RedisServer) -> RedisStore {
+    RedisStore::connect_lazy(server.url()).unwrap()
+}
+
+fn request() -> Request<String> {
+    Request::new(String::new())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn parallel_guesses_get_no_more_tries() {
+    let server = RedisServer::start();
+    let tries = Arc::new(AtomicU32::new(0));
+    let layer = RateLimitLayer::new(store(&server), Global, policy(Strategy::SlidingLog, "5/h"));
+    let layer = layer.settle(|response| match response.status {
+        StatusCode::UNAUTHORIZED => Settlement::Keep,
+        _ => Settlement::GiveBack,
+    });
+    let counted = Arc::clone(&tries);
+    let service = layer.layer(service_fn(move |request: Request<String>| {
+        let is_right = request.uri().path() == "/right";
+        counted.fetch_add(1, Relaxed);
+        async move {
+            let mut response = Response::new(String::new());
+            *response.status_mut() = if is_right { StatusCode::OK } else { StatusCode::UNAUTHORIZED };
+            Ok::<_, Infallible>(response)
+        }
+    }));
+    // Those who are right take no try, however often.
+    let mut right = 0;
+    let log_in = || Request::builder().uri("/right").body(String::new()).unwrap();
+    while right < 20 {
+        let logged_in = async || service.clone().oneshot(log_in()).await.unwrap().status() == 200;
+        until("what was reserved before is given back", logged_in).await;
+        right += 1;
+    }
+    let limiter = Limiter::new(store(&server), policy(Strategy::SlidingLog, "5/h"));
+    until("all is given back", async || limiter.peek(Key::GLOBAL, 5).await.unwrap().is_allowed()).await;
+    tries.store(0, Relaxed);
+    let guesses = (0..100).map(|_| tokio::spawn(service.clone().oneshot(request())));
+    let statuses: Vec<_> = join_all(guesses).await.into_iter().map(|guess| guess.unwrap().unwrap().status()).collect();
+    assert_eq!(statuses.iter().filter(|status| **status == 401).count(), 5);
+    assert_eq!((tries.load(Relaxed), statuses.iter().filter(|status| **status == 429).count()), (5, 95));
+}
+
+/// How many script calls it takes to serve so many requests with 64 at once.
+async fn calls<S>(server: &RedisServer, service: S, requests: u32) -> u64
+where
+    S: Service<Request<String>, Error = Infallible, Future: Send> + Clone + Send + 'static,
+    S::Response: Send,
+{
+    let before = server.calls("evalsha").await;
+    let one = move |service: S| async move {
+        for _ in 0..requests / 64 {
+            drop(service.clone().oneshot(request()).await);
+        }
+    };
+    join_all((0..64).map(|_| tokio::spawn(one(service.clone())))).await;
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    server.calls("evalsha").await - before
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn to_settle_costs_few_script_calls() {
+    const REQUESTS: u32 = 64 * 200;
+    let server = RedisServer::start();
+    let policies: Policies = policy(WINDOW, "100000000/d");
+    let layer = RateLimitLayer::new(store(&server), Global, policies.clone()).cost(|_| 10);
+    for handler in [Duration::ZERO, Duration::from_millis(3)] {
+        let inner = service_fn(move |request: Request<String>| async move {
+            if let Some(charge) = request.extensions().get::<Charge>() {
+                charge.set(3);
+            }
+            if !handler.is_zero() {
+                tokio::time::sleep(handler).await;
+            }
+            Ok::<_, Infallible>(Response::new(String::new()))
+        });
+        let without = calls(&server, layer.clone().layer(inner), REQUESTS).await;
+        let limiter = Limiter::new(store(&server), policies.clone());
+        drop(limiter.reset(Key::GLOBAL).await.unwrap());
+        let with = calls(&server, layer.clone().settle(|_| Settlement::AtEnd).layer(inner), REQUESTS).await;
+        let each = |calls: f64| calls / f64::from(REQUESTS);
+        let settling = each(with as f64 - without as f64);
+        println!("{handler:?}: {:.3} calls a request, {settling:.3} more to settle", each(without as f64));
+        assert!(settling <= 0.3, "{handler:?}: {settling:.3} calls to settle a request");
+        let charged = async || limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining() == 100_000_000 - 3 * REQUESTS;
+        until("all is settled", charged).await;
+    }
+}
+
+#[derive(Clone, Default)]
+struct Failures(Arc<AtomicU32>);
+
+impl Observer for Failures {
+    fn failed(&self, event: &event::Failed<'_>) {
+        if event.key.is_some() {
+            self.0.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+const HELD: u32 = 40;
+const RESERVED: u32 = 10;
+
+async fn reserve<S: Store>(limiter: &Limiter<S>) -> Vec<Reservation> {
+    let each = (0..HELD).map(|_| async { limiter.reserve(Key::GLOBAL, RESERVED).await.unwrap() });
+    join_all(each).await
+}
+
+/// How much Redis counts, asked past all stores of the test.
+async fn charged(server: &RedisServer) -> u32 {
+    let limiter = Limiter::new(store(server), policy(WINDOW, "10000/d"));
+    10_000 - limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining()
+}
+
+/// Redis hangs when the first settlements are sent, and for longer than these wait for an answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_fallback_nothing_is_settled_twice_by_a_server_that_hangs() {
+    for cost in [3, 17] {
+        let server = RedisServer::start();
+        let failures = Failures::default();
+        let redis = RedisStore::builder(server.url()).timeout(Duration::from_millis(300)).connect_lazy().unwrap();
+        let limiter = Limiter::new(redis, policy(WINDOW, "10000/d")).observer(failures.clone());
+        let held = reserve(&limiter).await;
+        server.freeze();
+        for (i, reserved) in held.into_iter().enumerate() {
+            reserved.settle(cost);
+            if i % 4 == 0 {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        server.thaw();
+        // What was sent when it hung is done then, though nobody has heard of it. The rest is sent from here on.
+        until("all is settled", async || charged(&server).await == HELD * cost).await;
+        tokio::time::sleep(Duration::from_millis(1_500)).await;
+        assert_eq!(charged(&server).await, HELD * cost, "and not twice");
+        println!("{cost}: {} told as lost", failures.0.load(Relaxed));
+    }
+}
+
+/// Redis dies and comes back empty. What is charged beyond what was reserved is what comes after.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_fallback_nothing_is_charged_twice_to_a_server_that_was_killed() {
+    let mut server = RedisServer::start();
+    let failures = Failures::default();
+    let limiter = Limiter::new(store(&server), policy(WINDOW, "10000/d")).observer(failures.clone());
+    let held = reserve(&limiter).await;
+    server.kill();
+    let mut held = held.into_iter();
+    held.by_ref().take(5).for_each(|reserved| reserved.settle(RESERVED + 7));
+    // The connection broke, so that it is not known what became of what was sent over it.
+    until("it is told", async || failures.0.load(Relaxed) > 0).await;
+    held.for_each(|reserved| reserved.settle(RESERVED + 7));
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    server.restart();
+    let all = async || charged(&server).await + 7 * failures.0.load(Relaxed) == 7 * HELD;
+    until("what was not sent is sent again", all).await;
+    tokio::time::sleep(Duration::from_millis(1_500)).await;
+    assert_eq!(charged(&server).await + 7 * failures.0.load(Relaxed), 7 * HELD);
+    assert!(failures.0.load(Relaxed) <= 5, "{} lost", failures.0.load(Relaxed));
+}
+
+/// The fallback takes over what cannot be settled, and tells it to Redis when that is back.
+#[tokio::test(flavor = "multi_thread")]
+async fn behind_a_fallback_an_outage_doubles_nothing() {
+    for (hangs, cost) in [(true, 3), (true, 17), (false, 17)] {
+        let mut server = RedisServer::start();
+        let store = Fallback::new(store(&server), LocalStore::default());
+        let limiter = Limiter::new(store.clone(), policy(WINDOW, "10000/d"));
+        let held = reserve(&limiter).await;
+        if hangs {
+            server.freeze()
+        } else {
+            server.kill()
+        }
+        for (i, reserved) in held.into_iter().enumerate() {
+            reserved.settle(cost);
+            if i % 4 == 0 {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        until("the fallback decides", async || store.is_degraded()).await;
+        let local = async || 10_000 - limiter.peek(Key::GLOBAL, 0).await.unwrap().remaining();
+        until("all is settled locally", async || local().await == HELD * cost).await;
+        if hangs {
+            server.thaw()
+        } else {
+            server.restart()
+        }
+        until("Redis decides again", async || !store.is_degraded()).await;
+        tokio::time::sleep(Duration::from_millis(1_500)).await;
+        // A server that was killed has lost what was reserved; and what was sent to it is not sent again.
+        let (real, charged) = (HELD * cost, charged(&server).await);
+        println!("{hangs} {cost}: {charged} of {real}");
+        if hangs {
+            assert_eq!(charged, real);
+        } else {
+            assert!(charged <= HELD * (cost - RESERVED), "{charged} charged");
+        }
+    }
+}

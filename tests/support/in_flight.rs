@@ -1,0 +1,257 @@
+//! Processes of a service that have requests in flight, some of which are killed, and a log of these requests.
+
+#![allow(unreachable_pub, reason = "shared by test binaries")]
+#![allow(dead_code, reason = "each test binary uses its part")]
+#![allow(clippy::disallowed_methods, reason = "real processes are timed in real time")]
+
+use std::env;
+use std::num::NonZeroU32;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use fastrand::Rng;
+use tokio::time::sleep;
+use tower_redis_ratelimit::{
+    Fallback, Key, Limiter, LocalStore, Policy, Quota, RedisStore, ReserveError, Share, Store, Strategy, redis,
+};
+
+use crate::support::{RedisServer, until};
+
+pub const LIMIT: u32 = 10;
+pub const LEASE: Duration = Duration::from_secs(2);
+pub const PROCESSES: usize = 4;
+const TASKS: usize = 64;
+const DEADLINE: Duration = Duration::from_millis(100);
+
+const STORE: &str = "IN_FLIGHT_STORE";
+const LOG: &str = "IN_FLIGHT_LOG";
+const NAME: &str = "IN_FLIGHT_NAME";
+const FALLS_BACK: &str = "IN_FLIGHT_FALLS_BACK";
+
+pub fn ann() -> Key {
+    Key::new("ann")
+}
+
+pub fn limiter<S: Store>(store: S) -> Limiter<S> {
+    Limiter::new(store, Policy::new("streams", Strategy::InFlight, Quota::per(LIMIT, LEASE)).unwrap())
+}
+
+/// A store that is given time, however busy the machine is.
+pub fn patient(url: &str) -> RedisStore {
+    RedisStore::builder(url).timeout(Duration::from_secs(20)).connect_lazy().unwrap()
+}
+
+/// What is in flight in each process, noted after it was granted and before it is given back: so it is never more than what
+/// is. It is kept by a Redis of its own.
+pub struct Log {
+    server: RedisServer,
+    connection: redis::aio::MultiplexedConnection,
+}
+
+/// Adds to what a process has in flight, and notes the most that all have.
+const NOTE: &str = "
+    redis.call('HINCRBY', 'in flight', ARGV[1], ARGV[2])
+    local sum = 0
+    for _, count in ipairs(redis.call('HVALS', 'in flight')) do sum = sum + count end
+    if sum > tonumber(redis.call('GET', 'most') or 0) then redis.call('SET', 'most', sum) end
+    if tonumber(ARGV[2]) > 0 then redis.call('INCR', 'granted') end
+";
+
+impl Log {
+    pub async fn start() -> Self {
+        let server = RedisServer::start();
+        let connection = server.connection().await;
+        Self { server, connection }
+    }
+
+    async fn number(&self, command: &[&str]) -> u64 {
+        let mut cmd = redis::cmd(command[0]);
+        cmd.arg(&command[1..]);
+        cmd.query_async::<Option<u64>>(&mut self.connection.clone()).await.unwrap().unwrap_or(0)
+    }
+
+    /// The most that was in flight at once, since it was last asked.
+    pub async fn most(&self) -> u64 {
+        self.number(&["GETDEL", "most"]).await
+    }
+
+    pub async fn granted(&self) -> u64 {
+        self.number(&["GET", "granted"]).await
+    }
+
+    /// How many could not be decided.
+    pub async fn failed(&self) -> u64 {
+        self.number(&["GET", "failed"]).await
+    }
+
+    /// The longest that a request was not answered, in milliseconds.
+    pub async fn longest(&self) -> u64 {
+        self.number(&["GET", "longest"]).await
+    }
+}
+
+/// A process of the test of this name, which calls [`work`].
+pub struct Worker {
+    child: Child,
+    name: String,
+}
+
+impl Worker {
+    pub fn start(test: &str, store: &str, log: &Log, falls_back: bool) -> Self {
+        let name = format!("{:x}", fastrand::u64(..));
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", test, "--nocapture"]).stdin(Stdio::null()).stdout(Stdio::null());
+        command.env(STORE, store).env(LOG, log.server.url()).env(NAME, &name);
+        if falls_back {
+            command.env(FALLS_BACK, "yes");
+        }
+        Self { child: command.spawn().unwrap(), name }
+    }
+
+    /// Kills it as `kill -9` does: what it had in flight has ended.
+    pub async fn kill(mut self, log: &Log) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+        log.number(&["HDEL", "in flight", &self.name]).await;
+    }
+
+    pub fn signal(&self, signal: &str) {
+        let status = Command::new("kill").args([signal, &self.child.id().to_string()]).status();
+        assert!(status.is_ok_and(|status| status.success()), "kill {signal} failed");
+    }
+
+    /// How many it has in flight.
+    pub async fn in_flight(&self, log: &Log) -> u64 {
+        log.number(&["HGET", "in flight", &self.name]).await
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Whether this is one of the processes.
+pub fn is_worker() -> bool {
+    env::var(STORE).is_ok()
+}
+
+/// Has requests in flight until it is killed: 64 tasks, each with one after the other.
+pub async fn work() {
+    let store = env::var(STORE).unwrap();
+    if env::var(FALLS_BACK).is_ok() {
+        let share = Share::Fixed(NonZeroU32::new(PROCESSES as u32).unwrap());
+        let redis = RedisStore::connect_lazy(store.as_str()).unwrap();
+        run(limiter(Fallback::new(redis, LocalStore::default()).deadline(DEADLINE).share(share))).await;
+    } else {
+        run(limiter(patient(&store))).await;
+    }
+}
+
+async fn run<S: Store>(limiter: Limiter<S>) {
+    let client = redis::Client::open(env::var(LOG).unwrap()).unwrap();
+    let log = client.get_multiplexed_async_connection().await.unwrap();
+    let name = env::var(NAME).unwrap();
+    for _ in 0..TASKS {
+        let (limiter, mut log, name) = (limiter.clone(), log.clone(), name.clone());
+        tokio::spawn(async move {
+            let mut rng = Rng::new();
+            let mut longest = 0;
+            loop {
+                let start = Instant::now();
+                let answer = limiter.reserve(ann(), 1).await;
+                let took = start.elapsed().as_millis() as u64;
+                if took > longest {
+                    longest = took;
+                    let script = "if tonumber(ARGV[1]) > tonumber(redis.call('GET', 'longest') or 0) then redis.call('SET', 'longest', ARGV[1]) end";
+                    let _: () = redis::cmd("EVAL").arg(script).arg(0).arg(took).query_async(&mut log).await.unwrap();
+                }
+                match answer {
+                    Ok(reservation) => {
+                        let mut note = async |count: i64| {
+                            let mut cmd = redis::cmd("EVAL");
+                            let () = cmd.arg(NOTE).arg(0).arg(&name).arg(count).query_async(&mut log).await.unwrap();
+                        };
+                        note(1).await;
+                        sleep(Duration::from_millis(rng.u64(1..40))).await;
+                        note(-1).await;
+                        drop(reservation);
+                    }
+                    Err(ReserveError::Denied(_)) => {}
+                    Err(_) => {
+                        let _: () = redis::cmd("INCR").arg("failed").query_async(&mut log).await.unwrap();
+                    }
+                }
+                sleep(Duration::from_millis(rng.u64(1..20))).await;
+            }
+        });
+    }
+    std::future::pending::<()>().await;
+}
+
+/// Has processes work, and kills and starts one after the other, for a time. Never are more in flight than may be; what the dead
+/// held is free again after the lease time.
+pub async fn processes_are_killed(test: &str, url: &str) {
+    let seconds = env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(5);
+    let log = Log::start().await;
+    let start = || Worker::start(test, url, &log, false);
+    let mut workers: Vec<Worker> = (0..PROCESSES).map(|_| start()).collect();
+    let end = Instant::now() + Duration::from_secs(seconds);
+    let (mut rng, mut killed) = (Rng::new(), 0);
+    while Instant::now() < end {
+        sleep(Duration::from_millis(rng.u64(200..1_000))).await;
+        let worker = workers.swap_remove(rng.usize(..workers.len()));
+        killed += u32::from(worker.in_flight(&log).await > 0);
+        worker.kill(&log).await;
+        workers.push(start());
+    }
+    assert!(killed > 0, "none was killed with a request in flight");
+    for worker in workers {
+        worker.kill(&log).await;
+    }
+    let died_at = Instant::now();
+    let limiter = limiter(patient(url));
+    until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
+    let freed = died_at.elapsed();
+    let (most, granted, failed) = (log.most().await, log.granted().await, log.failed().await);
+    println!("most {most}, granted {granted}, failed {failed}, killed {killed}, free after {freed:?}");
+    assert_eq!((most, failed), (LIMIT.into(), 0));
+    assert!(granted > 100, "only {granted} were granted");
+    assert!(freed < LEASE + Duration::from_millis(500), "free after {freed:?}");
+}
+
+/// Has processes work through an outage: `change` is called to begin it, and to end it. No request fails or waits: each process
+/// goes on with its part, and what they have in flight is counted again once Redis is back.
+pub async fn an_outage(test: &str, url: &str, mut change: impl AsyncFnMut(bool)) {
+    let log = Log::start().await;
+    let _workers: Vec<Worker> = (0..PROCESSES).map(|_| Worker::start(test, url, &log, true)).collect();
+    let more = async || {
+        let than = log.granted().await + 100;
+        until("more is granted", async || log.granted().await > than).await;
+    };
+    // A process may have begun with a local grant: from here on all is counted.
+    more().await;
+    sleep(Duration::from_secs(1)).await;
+    log.most().await;
+    sleep(Duration::from_secs(1)).await;
+    let before = log.most().await;
+    change(false).await;
+    more().await;
+    sleep(Duration::from_secs(1)).await;
+    let during = log.most().await;
+    change(true).await;
+    sleep(Duration::from_secs(3)).await;
+    let after = log.most().await;
+    more().await;
+    sleep(Duration::from_secs(1)).await;
+    let later = log.most().await;
+    let (failed, longest) = (log.failed().await, log.longest().await);
+    println!("most {before} before, {during} in the outage, {after} after it, {later} later; longest {longest} ms");
+    assert_eq!(failed, 0);
+    let limit = u64::from(LIMIT);
+    assert!(before <= limit && later <= limit, "{before} before, {later} later");
+    assert!(during <= 2 * limit && after <= 3 * limit, "{during} in it, {after} after it");
+    assert!(longest < 1_000, "one waited for {longest} ms");
+}
