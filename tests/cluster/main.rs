@@ -7,10 +7,12 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-mod faults;
 #[path = "../faults/load.rs"]
 #[allow(dead_code, reason = "the faults of a single server use more of it")]
 mod load;
+#[macro_use]
+mod matrix;
+mod faults;
 mod moves;
 mod nodes;
 #[path = "../faults/proxy.rs"]
