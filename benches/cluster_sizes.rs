@@ -334,7 +334,7 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
                 tries.extend(probes.iter().map(|probe| probe.0));
                 break;
             }
-            let delay = (50_000.0 * f64::powi(2.0, (*count).min(10) as i32)).min(500_000.0);
+            let delay = (50_000.0 * f64::powi(2.0, (*count).min(10) as i32)).min(250_000.0);
             (*at, *count) = (now + TIMEOUT + delay * (1.0 - rng.f64() / 2.0), *count + 1);
             refresher.start(&mut rng, now + TIMEOUT, 50_000.0, |at| at > until);
         }

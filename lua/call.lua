@@ -7,7 +7,8 @@
 --          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), or within which a take ahead has to be due, then its policies
---                          by their place above
+--                          by their place above; of a give back after that the charge of which it gives back: how much
+--                          it was, how many microseconds ago, and for each policy the `reset` that was answered then
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
 --                          times each of these is asked: takes of one caller that ask the same share an entry, so that
 --                          no key comes twice in a run of takes
@@ -26,6 +27,7 @@
 
 local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
 local NUMBER, NUMBER_LENGTH = '<I4', 4
+local CHARGE_OF, CHARGE_OF_LENGTH, RESET_OF, RESET_OF_LENGTH = '<I4i7', 11, '<i7', 7
 
 local KEYS, ARGV = KEYS, ARGV
 local encode, decode = struct.pack, struct.unpack

@@ -32,8 +32,19 @@ for i = 1, plan_count do
   if mode == TAKE_AHEAD then
     plan.within, plan.remember = remember, 0
   end
-  for at = PLAN_LENGTH + 1, #text, NUMBER_LENGTH do
-    plan[#plan + 1] = policies[(decode(NUMBER, text, at))]
+  local count = (#text - PLAN_LENGTH) / NUMBER_LENGTH
+  if mode == GIVE_BACK then
+    count = (#text - PLAN_LENGTH - CHARGE_OF_LENGTH) / (NUMBER_LENGTH + RESET_OF_LENGTH)
+    local charged, age, at = decode(CHARGE_OF, text, PLAN_LENGTH + NUMBER_LENGTH * count + 1)
+    for place = 1, count do
+      local reset
+      reset, at = decode(RESET_OF, text, at)
+      plan.of = plan.of or {}
+      plan.of[place] = { cost = charged, age = age, reset = reset }
+    end
+  end
+  for place = 0, count - 1 do
+    plan[place + 1] = policies[(decode(NUMBER, text, PLAN_LENGTH + NUMBER_LENGTH * place + 1))]
   end
   plan.is_take = mode == TAKE and remember == 0 and #plan == 1
   plans[i], only_takes = plan, only_takes and plan.is_take
@@ -203,8 +214,13 @@ if not only_takes then
         rooms[i], resets[i] = policy.capacity, 0
       else
         if granted > 0 then
-          local charged = mode == GIVE_BACK and -granted or granted
-          a[i], b[i], c[i] = strategy.charge(policy, key, now, charged, a[i], b[i], c[i])
+          if mode == GIVE_BACK then
+            local given
+            given, a[i], b[i], c[i] = strategy.give_back(policy, key, now, cost, plan.of[i], a[i], b[i], c[i])
+            granted = min(granted, given)
+          else
+            a[i], b[i], c[i] = strategy.charge(policy, key, now, granted, a[i], b[i], c[i])
+          end
           rooms[i] = strategy.room(policy, now, a[i], b[i], c[i])
         end
         resets[i] = strategy.reset(policy, now, a[i], b[i], c[i])

@@ -63,7 +63,15 @@ local function wait(policy, key, now, cost, start, count)
 end
 
 local function charge(policy, key, now, cost, start, count)
-  return start, max(0, count + cost)
+  return start, count + cost
+end
+
+-- Of a charge in the window that holds now.
+local function give_back(policy, key, now, cost, of, start, count)
+  if 2 * (window_end(policy, start) - now - (of.reset - of.age)) >= policy.period then
+    return 0, start, count
+  end
+  return cost, start, max(0, count - cost)
 end
 
 local function reset(policy, now, start, count)
@@ -83,6 +91,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
+  give_back = give_back,
   reset = reset,
   save = save,
 }

@@ -4,7 +4,7 @@
 -- Stored: when the meter was filled last, its level then in ticks, and how many ticks made a unit of cost.
 -- Loaded: the level at now, in ticks.
 --
--- Uses decode and encode of call.lua; div_ceil, drained, refilling and write of prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, drained, kept, max, refilling and write of prelude.lua.
 
 local meter
 if strategies[6] or strategies[7] then
@@ -27,8 +27,12 @@ if strategies[6] or strategies[7] then
   end
 
   local function charge(policy, key, now, cost, level)
-    level = level + cost * policy.interval
-    return level > 0 and level or 0
+    return level + cost * policy.interval
+  end
+
+  local function give_back(policy, key, now, cost, of, level)
+    local ticks = kept(policy, cost, of)
+    return div_ceil(ticks, policy.interval), max(0, level - ticks)
   end
 
   local function reset(policy, now, level)
@@ -46,6 +50,7 @@ if strategies[6] or strategies[7] then
     room = room,
     wait = wait,
     charge = charge,
+    give_back = give_back,
     reset = reset,
     save = save,
   }

@@ -15,9 +15,12 @@
 --                                             string under the key, or nothing
 --   room(policy, now, ...)                    the largest cost that would pass now; below 0 in debt
 --   wait(policy, key, now, cost, ...)         microseconds until a cost would pass that does not now
---   charge(policy, key, now, cost, ...)       the state with a cost counted, or given back if it is below 0
+--   charge(policy, key, now, cost, ...)       the state with a cost counted
+--   give_back(policy, key, now, cost, of, ...)  how much of a cost was given back, rounded up, and the state then; `of` is
+--                                             the charge of which it is a part: its cost and age, and the reset told then
 --   reset(policy, now, ...)                   microseconds until the state is as if nothing had been charged
---   save(policy, key, now, at, cost, ...)     stores a state until `at`
+--   save(policy, key, now, at, cost, ...)     stores a state until `at`, in which a cost was charged, or given back if it is
+--                                             below 0
 -- One whose states are not strings says so by `reads = false`.
 --
 -- What runs for every check divides by operators, which cost less than a call: n - n % d is a multiple of d, rounded down,
@@ -34,7 +37,7 @@ local function div_ceil(a, b)
 end
 
 -- For the token bucket, the leaky bucket and GCRA, which refill little by little.
-local refilling, drained
+local refilling, drained, kept, kept_of
 if strategies[5] or strategies[6] or strategies[7] then
   -- A policy that refills little by little: `interval` ticks for each unit of cost, `ticks` in a microsecond.
   function refilling(capacity, interval, ticks)
@@ -45,7 +48,7 @@ if strategies[5] or strategies[6] or strategies[7] then
       ticks = ticks,
       full = full,
       -- Microseconds that no debt reaches.
-      furthest = 2 * full / ticks + 1,
+      furthest = floor(2 * full / ticks) + 1,
     }
   end
 
@@ -72,6 +75,18 @@ if strategies[5] or strategies[6] or strategies[7] then
     end
     ticks = ticks - elapsed * policy.ticks
     return ticks > 0 and ticks or 0
+  end
+
+  -- How much of a cost in ticks is left of a charge of which so much has flowed back.
+  function kept_of(policy, cost, of, flown)
+    local most = 2 * policy.capacity
+    local charge = min(of.cost, most) * policy.interval
+    return max(0, min(charge - flown, min(cost, most) * policy.interval))
+  end
+
+  -- How much of a cost in ticks is given back of a charge; its Rust half explains it.
+  function kept(policy, cost, of)
+    return kept_of(policy, cost, of, min(of.age, policy.furthest) * policy.ticks)
   end
 end
 

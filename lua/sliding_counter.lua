@@ -81,10 +81,21 @@ local function wait(policy, key, now, cost, start, current, previous)
   return left + policy.period - mul_div(policy.period, policy.capacity - cost, current)
 end
 
--- Gives back from the current window first.
 local function charge(policy, key, now, cost, start, current, previous)
-  local rest = min(0, current + cost)
-  return start, max(0, current + cost), max(0, previous + rest)
+  return start, current + cost, previous
+end
+
+-- From the window of the charge: this one, or the one before.
+local function give_back(policy, key, now, cost, of, start, current, previous)
+  local period = policy.period
+  local ahead = 2 * (start + 2 * period - now - (of.reset - of.age))
+  if ahead < period then
+    local rest = max(0, cost - current)
+    return cost, start, max(0, current - cost), max(0, previous - rest)
+  elseif ahead < 3 * period then
+    return min(cost, previous), start, current, max(0, previous - cost)
+  end
+  return 0, start, current, previous
 end
 
 local function reset(policy, now, start, current, previous)
@@ -107,6 +118,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
+  give_back = give_back,
   reset = reset,
   save = save,
 }

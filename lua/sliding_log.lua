@@ -122,42 +122,27 @@ local function wait(policy, key, now, cost, sum, loaded)
   return max(1, policy.period - max(0, age(now, time)))
 end
 
--- Gives back the newest charges first, until so much is left. Returns the time of the newest that is left.
-local function give_back(policy, key, now, cost, left, head, base)
-  if head > 0 and not trouble then
-    try('LTRIM', key, head, '-1')
-  end
-  if trouble then
-    return now
-  end
-  -- Each has a cost of 1 or more, and most have one of 1. The places are from the end, where they are -1, -2 and so on.
-  local last, cut = search(-1 - cost, -1, function(place)
-    local element = try('LINDEX', key, place)
-    return element and (select(2, read_charge(element)) - base) % WRAP > left
-  end)
-  local elements = try('LRANGE', key, last, cut) or {}
-  local time, total = read_charge(elements[1])
-  if (total - base) % WRAP == left then
-    try('LTRIM', key, '0', last)
-  else
-    -- A part of this one is left.
-    time = read_charge(elements[#elements])
-    if try('LSET', key, cut, encode(FORMAT, time, base + left)) then
-      try('LTRIM', key, '0', cut)
-    end
-  end
-  return now - min(age(now, time), policy.period - 1)
+local function charge(policy, key, now, cost, sum, loaded, newest)
+  return sum + cost, loaded, max(newest, now)
 end
 
-local function charge(policy, key, now, cost, sum, loaded, newest)
-  sum = max(0, sum + cost)
-  if cost > 0 then
-    return sum, loaded, max(newest, now)
-  elseif sum > 0 and loaded >= 0 then
-    local head, base = base_of(loaded)
-    return sum, base, give_back(policy, key, now, -cost, sum, head, base)
+-- Of a charge within the period, from the oldest charges first.
+local function give_back(policy, key, now, cost, of, sum, loaded, newest)
+  local left = max(0, sum - cost)
+  if of.reset - of.age <= 0 then
+    return 0, sum, loaded, newest
+  elseif loaded < 0 or left == 0 or newest > now then
+    -- What is left of a clock that has gone back is as if it had been charged now.
+    return cost, left, loaded < 0 and loaded or NOTHING, min(newest, now)
   end
-  return sum, loaded, newest
+  local head, base = base_of(loaded)
+  -- Each has a cost of 1 or more, and most have one of 1.
+  local place = search(head, head + cost + 1, function(place)
+    local element = try('LINDEX', key, place)
+    return not element or (select(2, read_charge(element)) - base) % WRAP > cost
+  end)
+  first_key = nil
+  return cost, left, place * WRAP + (base + cost) % WRAP, newest
 end
 
 local function reset(policy, now, sum, loaded, newest)
@@ -200,6 +185,13 @@ local function save(policy, key, now, at, cost, sum, loaded, newest)
         return
       end
     end
+    if cost < 0 then
+      -- Of the charge after the base a part may have been given back.
+      try('LSET', key, head, encode(FORMAT, (read_charge(try('LINDEX', key, head))), base))
+      if trouble then
+        return
+      end
+    end
     if head > 0 then
       -- The last that has left is the new base.
       try('LTRIM', key, head, '-1')
@@ -219,6 +211,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
+  give_back = give_back,
   reset = reset,
   save = save,
 }

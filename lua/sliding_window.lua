@@ -110,26 +110,23 @@ local function wait(policy, key, now, cost, sum, cells, newest)
 end
 
 local function charge(policy, key, now, cost, sum, cells, newest)
-  sum = max(0, sum + cost)
-  if cost > 0 then
-    return sum, cells, max(newest, cell_end(policy, now))
-  elseif sum == 0 then
-    return 0, cells, newest
+  return sum + cost, cells, max(newest, cell_end(policy, now))
+end
+
+-- Of a charge that counts still, from the oldest cells first.
+local function give_back(policy, key, now, cost, of, sum, cells, newest)
+  if of.reset - of.age <= 0 then
+    return 0, sum, cells, newest
   end
-  -- Gives back from the newest cells first, until so much is left.
-  local _, base = cell(cells, 0)
-  local cut, kept = search(#cells / LENGTH - 1, 0, function(place)
-    local _, total = cell(cells, place)
-    return (total - base) % WRAP <= sum
-  end)
-  local total, rest, ends = base, '', cell(cells, cut)
-  if kept > 0 then
-    newest, total = cell(cells, kept)
+  if sum > cost then
+    local last, base = cell(cells, 0)
+    local gone = search(0, #cells / LENGTH - 1, function(place)
+      local _, total = cell(cells, place)
+      return (total - base) % WRAP > cost
+    end)
+    cells = encode(FORMAT, last, (base + cost) % WRAP) .. after(cells, gone)
   end
-  if (total - base) % WRAP < sum then
-    newest, rest = ends, encode(FORMAT, ends, base + sum)
-  end
-  return sum, up_to(cells, kept) .. rest, newest
+  return cost, max(0, sum - cost), cells, newest
 end
 
 local function reset(policy, now, sum, cells, newest)
@@ -161,6 +158,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
+  give_back = give_back,
   reset = reset,
   save = save,
 }

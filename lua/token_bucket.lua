@@ -3,7 +3,8 @@
 -- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token.
 -- Loaded: the tokens at now, in ticks, and when they were refilled last.
 --
--- Uses decode and encode of call.lua; div_ceil, drained, floor, min, refilling and write of prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, drained, floor, kept, kept_of, max, min, refilling and
+-- write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I7I7', 21
 
@@ -52,7 +53,26 @@ local function wait(policy, key, now, cost, tokens, refilled)
 end
 
 local function charge(policy, key, now, cost, tokens, refilled)
-  return min(policy.full, tokens - cost * policy.interval), refilled
+  return tokens - cost * policy.interval, refilled
+end
+
+-- By how many times ticks have come at once since the charge.
+local function kept_of_periods(policy, now, cost, of, refilled)
+  local period, most = policy.period, policy.furthest
+  local reset = min(of.reset, most * period)
+  local still = floor((now + max(0, reset - of.age) - refilled + floor(period / 2)) / period)
+  local times = max(0, min(div_ceil(reset, period) - still, most))
+  return kept_of(policy, cost, of, times * policy.ticks)
+end
+
+local function give_back(policy, key, now, cost, of, tokens, refilled)
+  local ticks
+  if policy.period > 0 then
+    ticks = kept_of_periods(policy, now, cost, of, refilled)
+  else
+    ticks = kept(policy, cost, of)
+  end
+  return div_ceil(ticks, policy.interval), min(policy.full, tokens + ticks), refilled
 end
 
 local function reset(policy, now, tokens, refilled)
@@ -72,6 +92,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
+  give_back = give_back,
   reset = reset,
   save = save,
 }

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::strategy::{Ask, State};
+use super::strategy::{Ask, Of, State};
 use super::{Decision, Key, Mode, Policies, Policy, Source, Verdict, Verdicts};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
@@ -33,10 +33,59 @@ enum Rare {
     Id(Key),
     /// Within how many microseconds a take ahead has to be due.
     Within(i64),
+    Charged(Charged),
 }
 
-/// The longest time within which a take ahead has to be due, in microseconds: 142 years.
-const LONGEST: u128 = 1 << 52;
+/// What is known of a charge of which a part is given back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Charged {
+    /// How many microseconds ago it was made.
+    pub(crate) age: i64,
+    /// How much it was.
+    pub(crate) cost: u32,
+    /// In how many microseconds each policy was to have nothing charged any more, as told then.
+    pub(crate) resets: SmallVec<[i64; 1]>,
+}
+
+impl Charged {
+    /// The same, or a charge of just now, of which all is given back.
+    pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
+        this.cloned().unwrap_or_else(|| Self { age: 0, cost, resets: smallvec![LONGEST; policies] })
+    }
+
+    /// Whether any policy was to count anything still, as told then.
+    pub(crate) fn counts(&self) -> bool {
+        self.resets.iter().any(|reset| *reset > self.age)
+    }
+
+    /// The same so many microseconds later.
+    pub(crate) fn later(self, elapsed: i64) -> Self {
+        Self { age: self.age.saturating_add(elapsed.max(0)).min(LONGEST), ..self }
+    }
+
+    /// What is certain of both: the older, and the smaller.
+    pub(crate) fn or(self, other: &Self) -> Self {
+        let lefts = self.resets.iter().zip(&other.resets);
+        let lefts = lefts.map(|(ours, theirs)| (ours - self.age).min(theirs - other.age));
+        let (age, cost) = (self.age.max(other.age), self.cost.min(other.cost));
+        Self { age, cost, resets: lefts.map(|left| left + age).collect() }
+    }
+
+    /// Gives back on the state of one policy, at this index. How much that was.
+    pub(crate) fn give_back(&self, index: usize, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        let ask = Ask { mode: Mode::GiveBack, cost, within: 0, of: self.of(index), now };
+        state.decide(policy.params(), &ask, i64::MAX).1
+    }
+
+    /// As the policy at this index knows it.
+    fn of(&self, policy: usize) -> Of {
+        let reset = self.resets.get(policy).copied().unwrap_or(0);
+        Of { age: self.age, cost: self.cost.into(), reset }
+    }
+}
+
+/// The longest time within which a take ahead has to be due, and the greatest age of a charge, in microseconds: 142 years.
+pub(crate) const LONGEST: i64 = 1 << 52;
 
 impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing.
@@ -54,7 +103,7 @@ impl Check {
     /// debt.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.strategy().has_burst());
-        let within = if owes { within.as_micros().min(LONGEST) as i64 } else { 0 };
+        let within = if owes { within.as_micros().min(LONGEST as u128) as i64 } else { 0 };
         let rare = Some(Box::new(Rare::Within(within)));
         Self { rare, ..Self::new(key, policies, Mode::TakeAhead, cost) }
     }
@@ -75,10 +124,19 @@ impl Check {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Gives `cost` back, to each policy at most what it has charged. [`Decision::granted`] tells how much that was: of
-    /// several policies, the most that one of them gave back.
+    /// Gives `cost` back, of what was charged just now; to each policy at most what it has charged. [`Decision::granted`]
+    /// tells how much that was: of several policies, the most that one of them gave back.
+    ///
+    /// Of a charge that is older, some may have flowed back already, and who gets it twice gets more than the policy
+    /// allows: [`Decision::give_back`] takes that into account.
     pub fn give_back(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::GiveBack, cost)
+    }
+
+    /// Gives `cost` back of a charge that was made before.
+    pub(crate) fn give_back_of(key: Key, policies: &Policies, cost: u32, charged: Charged) -> Self {
+        let rare = Some(Box::new(Rare::Charged(charged)));
+        Self { rare, ..Self::give_back(key, policies, cost) }
     }
 
     /// Forgets all that the caller was charged.
@@ -102,7 +160,8 @@ impl Check {
     ///
     /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one who sends the
     /// same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys, and beyond
-    /// that forgets the oldest of a few. A [take ahead](Self::take_ahead) has no id, and this leaves it as it is.
+    /// that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a [decision gives back](Decision::give_back)
+    /// have no id, and this leaves them as they are.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
         self.with_id_key(Some(Key::new(id)))
@@ -110,8 +169,8 @@ impl Check {
 
     /// The same check with the id of another.
     pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
-        match self.mode {
-            Mode::TakeAhead => self,
+        match self.rare.as_deref() {
+            Some(Rare::Within(_) | Rare::Charged(_)) => self,
             _ => Self { rare: id.map(|id| Box::new(Rare::Id(id))), ..self },
         }
     }
@@ -152,6 +211,14 @@ impl Check {
         }
     }
 
+    /// What is known of the charge of which it gives back a part, if it is not of just now.
+    pub(crate) fn charged(&self) -> Option<&Charged> {
+        match self.rare.as_deref() {
+            Some(Rare::Charged(charged)) => Some(charged),
+            _ => None,
+        }
+    }
+
     /// The same check under other policies.
     pub(crate) fn under(self, policies: Policies) -> Self {
         Self { policies, ..self }
@@ -161,7 +228,7 @@ impl Check {
     ///
     /// A state changes only if something is charged, given back or forgotten, or if the clock has gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
-        let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), now };
+        let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.of(0), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts { granted, each: SmallVec::from_buf([verdict]) };
@@ -169,13 +236,19 @@ impl Check {
         self.decide_all(states, &ask)
     }
 
+    /// The charge of which it gives back a part, as the policy at this index knows it.
+    fn of(&self, policy: usize) -> Of {
+        self.charged().map_or(Of::just_now(self.cost.into()), |charged| charged.of(policy))
+    }
+
     /// The rarer case of several policies.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
         let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), ask));
         let max = looks.map(|look| look.grants).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
-        for ((verdict, state), policy) in each.iter_mut().zip(states).zip(self.policies.iter()) {
-            let (answer, grants) = state.decide(policy.params(), ask, max);
+        for (i, ((verdict, state), policy)) in each.iter_mut().zip(states).zip(self.policies.iter()).enumerate() {
+            let ask = Ask { of: self.of(i), ..*ask };
+            let (answer, grants) = state.decide(policy.params(), &ask, max);
             (*verdict, granted) = (answer, granted.max(grants));
         }
         Verdicts { granted, each }
@@ -191,6 +264,6 @@ impl Check {
 impl Mode {
     /// Counts on the state of one policy, and tells how much was charged, given back or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        state.decide(policy.params(), &Ask { mode: self, cost, within: 0, now }, i64::MAX).1
+        state.decide(policy.params(), &Ask { mode: self, cost, within: 0, of: Of::just_now(cost), now }, i64::MAX).1
     }
 }

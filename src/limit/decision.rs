@@ -1,6 +1,9 @@
 use std::time::Duration;
 
-use super::{Policies, Policy, Verdict, Verdicts};
+use smallvec::SmallVec;
+
+use super::check::{Charged, LONGEST};
+use super::{Check, Key, Policies, Policy, Verdict, Verdicts};
 
 /// The verdict on one check.
 ///
@@ -174,6 +177,47 @@ impl Decision {
             decider.reset = decider.reset.max(decider.wait);
         }
         Self::new(self.policies, verdicts, self.source)
+    }
+
+    /// What gives back `cost` of what this decision granted `age` ago, such as the part of an estimate that was too much.
+    ///
+    /// Nobody gets more by it than if the rest alone had been charged at the time: what has flowed back meanwhile, or was
+    /// counted in a window that has ended, is not given back again. So `age` counts from before the check was asked, and
+    /// up to when this one is. Greater than it is, it is safe: less is given back.
+    ///
+    /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
+    /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
+    /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
+    ///
+    /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back
+    /// of a decision once.
+    ///
+    /// ```
+    /// use std::time::Instant;
+    /// use tower_redis_ratelimit::{Check, Key, LocalStore, Policy, Quota, Store, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let (store, key) = (LocalStore::default(), Key::new("user-42"));
+    /// let policies = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000))?.into();
+    ///
+    /// let asked_at = Instant::now();
+    /// let decision = store.check(Check::take(key, &policies, 500)).await?;
+    /// // It took only 312 of them.
+    /// for check in decision.give_back(key, 500 - 312, asked_at.elapsed()) {
+    ///     assert_eq!(store.check(check).await?.remaining(), 1_000 - 312);
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn give_back(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
+        let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST);
+        let cost = cost.min(self.granted());
+        let resets: SmallVec<[i64; 1]> = self.verdicts.each.iter().map(|verdict| verdict.reset).collect();
+        let charged = Charged { age, cost: self.granted(), resets };
+        (cost > 0 && charged.counts())
+            .then(|| Check::give_back_of(key, &self.policies.whole(), cost, charged))
+            .into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).

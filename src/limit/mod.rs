@@ -31,6 +31,7 @@ pub use quota::Quota;
 pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 
+pub(crate) use check::Charged;
 pub(crate) use policy::is_name;
 pub(crate) use strategy::{Followed, State};
 pub(crate) use verdict::Verdicts;

@@ -33,6 +33,8 @@ struct Inner {
     strategy: Strategy,
     quota: Quota,
     params: Params,
+    /// Of which it is the part of an instance.
+    whole: Option<Policy>,
     /// Tells one count from another in a process, by the name and the variant of the strategy.
     id: u64,
 }
@@ -58,7 +60,7 @@ impl Policy {
     pub(super) fn with_params(name: &str, strategy: Strategy, quota: Quota, params: Params) -> Self {
         let mut hasher = DefaultHasher::new();
         (name, mem::discriminant(&strategy)).hash(&mut hasher);
-        Self(Arc::new(Inner { name: name.into(), strategy, quota, params, id: hasher.finish() }))
+        Self(Arc::new(Inner { name: name.into(), strategy, quota, params, whole: None, id: hasher.finish() }))
     }
 
     /// The name.
@@ -85,7 +87,21 @@ impl Policy {
         let by_limit = Quota::per(part(quota.limit()), quota.period()).burst(burst);
         let by_period = Quota::per(quota.limit(), quota.period().saturating_mul(instances.get())).burst(burst);
         let exact = if strategy.is_steady() { Self::new(name, *strategy, by_period).ok() } else { None };
-        exact.or_else(|| Self::new(name, *strategy, by_limit).ok()).unwrap_or_else(|| self.clone())
+        let part = exact.or_else(|| Self::new(name, *strategy, by_limit).ok());
+        part.map_or_else(|| self.clone(), |part| part.of(self.clone()))
+    }
+
+    /// The same as a part of another.
+    fn of(mut self, whole: Self) -> Self {
+        if let Some(inner) = Arc::get_mut(&mut self.0) {
+            inner.whole = Some(whole);
+        }
+        self
+    }
+
+    /// What it is the part of, or itself.
+    pub(crate) fn whole(&self) -> &Self {
+        self.0.whole.as_ref().unwrap_or(self)
     }
 
     pub(crate) fn params(&self) -> &Params {

@@ -1,15 +1,42 @@
 use super::Params;
 use super::twin::{Loaded, Twin};
+use crate::limit::check::LONGEST;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
 
 /// What each policy is asked.
+#[derive(Clone, Copy)]
 pub(in crate::limit) struct Ask {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
     /// Within how many microseconds a take ahead has to be due.
     pub(in crate::limit) within: i64,
+    /// The charge of which a part is given back.
+    pub(in crate::limit) of: Of,
     pub(in crate::limit) now: i64,
+}
+
+/// A charge of which a part is given back, as one policy knows it.
+#[derive(Debug, Clone, Copy)]
+pub(in crate::limit) struct Of {
+    /// How many microseconds ago it was made.
+    pub(in crate::limit) age: i64,
+    /// How much it was.
+    pub(in crate::limit) cost: i64,
+    /// In how many microseconds nothing was to be charged any more, as told then.
+    pub(in crate::limit) reset: i64,
+}
+
+impl Of {
+    /// A charge of just now, of which all is given back.
+    pub(in crate::limit) fn just_now(cost: i64) -> Self {
+        Self { age: 0, cost, reset: LONGEST }
+    }
+
+    /// In how many microseconds from now nothing was to be charged any more, as told then.
+    pub(super) fn left(&self) -> i64 {
+        self.reset - self.age
+    }
 }
 
 /// What a policy answers, if it is alone.
@@ -58,21 +85,26 @@ impl Ask {
         } else {
             state.wait(params, now, needs, loaded)
         };
-        let (granted, charged) = match mode {
+        let mut granted = grants.min(max);
+        match mode {
             Mode::Reset => {
                 *state = T::default();
                 return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
             }
-            Mode::GiveBack => (grants, -grants),
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge => (grants.min(max), grants.min(max)),
-        };
+            // Each what it has.
+            Mode::GiveBack if grants > 0 => {
+                (loaded, granted) = state.give_back(params, now, self.cost, &self.of, loaded);
+                granted = granted.min(grants);
+            }
+            _ if granted > 0 => loaded = state.charge(params, now, granted, loaded),
+            _ => {}
+        }
         if granted > 0 {
-            loaded = state.charge(params, now, charged, loaded);
             room = T::room(params, now, loaded);
         }
         let reset = T::reset_after(params, now, loaded);
         if granted > 0 || dirty && mode != Mode::Peek {
-            state.save(params, now, charged, loaded);
+            state.save(params, now, if mode == Mode::GiveBack { -granted } else { granted }, loaded);
         }
         (Verdict { remaining: room.max(0), wait, reset }, granted)
     }

@@ -102,16 +102,15 @@ impl Charges {
         search(self.last(), base, |place| self.time(place) <= time).0
     }
 
-    /// Gives back the newest first, until so much is left after the base, which is above 0.
-    pub(super) fn give_back(&mut self, base: usize, left: i64) {
-        let (cut, last) = search(self.last(), base, |place| self.sum_to(base, place) <= left);
-        let time = self.time(cut);
-        let sum = self.sum_to(base, last);
-        self.truncate(last);
-        if sum < left {
-            // A part of this one is left.
-            self.push(time, left - sum);
+    /// Gives back so much after the base, the oldest first; there is more. Returns the place of the base from then on.
+    pub(super) fn give_back(&mut self, base: usize, cost: i64) -> usize {
+        let (new_base, _) = search(base, self.last(), |place| self.sum_to(base, place) > cost);
+        if let Some(queue) = &mut self.0 {
+            // A part of the charge after it may be gone too.
+            let total = queue[base].total() + cost;
+            queue[new_base] = Charge::new(queue[new_base].time(), total);
         }
+        new_base
     }
 
     /// All from a place on, which is after the base, become one charge at a time.

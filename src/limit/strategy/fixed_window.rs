@@ -21,7 +21,7 @@
 
 use super::arithmetic::late;
 use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Params};
+use super::{Followed, Of, Params};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -66,7 +66,17 @@ impl Twin for State {
     }
 
     fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, count, _]: Loaded) -> Loaded {
-        [start, (count + cost).max(0), 0]
+        [start, count + cost, 0]
+    }
+
+    /// Of a charge in the window that holds now: that ends when the window of the charge was to end. Any other ends at
+    /// least a period later, and what lies in between is the time that a check is on its way.
+    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
+        let [start, count, _] = loaded;
+        if 2 * (window_end(params, start) - now - of.left()) >= params.period {
+            return (loaded, 0);
+        }
+        ([start, (count - cost).max(0), 0], cost)
     }
 
     fn reset_after(params: &Params, now: i64, [start, count, _]: Loaded) -> i64 {

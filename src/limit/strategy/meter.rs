@@ -3,9 +3,9 @@
 //! [`LeakyBucket`](super::Strategy::LeakyBucket) and [`Gcra`](super::Strategy::Gcra) are two ways to say this. The level of
 //! the bucket is the backlog of GCRA: how far its theoretical arrival time is ahead of now. Each has counts of its own.
 
-use super::arithmetic::{div_ceil, drained};
+use super::arithmetic::{div_ceil, drained, kept};
 use super::twin::{Loaded, Twin};
-use super::{Followed, Params};
+use super::{Followed, Of, Params};
 
 /// A type for each of the two: functions that both call are not inlined, and a take then runs a twentieth more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -34,7 +34,12 @@ impl<const IS_GCRA: bool> Twin for Meter<IS_GCRA> {
     }
 
     fn charge(&mut self, params: &Params, _now: i64, cost: i64, [level, ..]: Loaded) -> Loaded {
-        [(level + cost * params.interval).max(0), 0, 0]
+        [level + cost * params.interval, 0, 0]
+    }
+
+    fn give_back(&mut self, params: &Params, _now: i64, cost: i64, of: &Of, [level, ..]: Loaded) -> (Loaded, i64) {
+        let ticks = kept(params, cost, of);
+        ([(level - ticks).max(0), 0, 0], div_ceil(ticks, params.interval))
     }
 
     fn reset_after(params: &Params, _now: i64, [level, ..]: Loaded) -> i64 {

@@ -41,7 +41,7 @@ use std::time::Duration;
 
 use crate::twins::twins;
 
-pub(super) use ask::Ask;
+pub(super) use ask::{Ask, Of};
 pub(super) use params::Params;
 pub(crate) use state::State;
 pub(crate) use twin::Followed;

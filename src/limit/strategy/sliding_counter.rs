@@ -21,7 +21,7 @@
 
 use super::arithmetic::late;
 use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Params};
+use super::{Followed, Of, Params};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -78,10 +78,22 @@ impl Twin for State {
         left + params.period - mul_div(params.period, params.capacity - cost, current).0
     }
 
-    /// Gives back from the current window first.
     fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, current, previous]: Loaded) -> Loaded {
-        let rest = (current + cost).min(0);
-        [start, (current + cost).max(0), (previous + rest).max(0)]
+        [start, current + cost, previous]
+    }
+
+    /// From the window of the charge, which was to be gone with the end of the next one: this window, or the one before.
+    /// No two such times are less than a period apart, and what lies in between is the time that a check is on its way.
+    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
+        let ([start, current, previous], period) = (loaded, params.period);
+        let ahead = 2 * (start + 2 * period - now - of.left());
+        if ahead < period {
+            let rest = (cost - current).max(0);
+            return ([start, (current - cost).max(0), (previous - rest).max(0)], cost);
+        } else if ahead < 3 * period {
+            return ([start, current, (previous - cost).max(0)], cost.min(previous));
+        }
+        (loaded, 0)
     }
 
     fn reset_after(params: &Params, now: i64, [start, current, previous]: Loaded) -> i64 {

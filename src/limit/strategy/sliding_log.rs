@@ -17,7 +17,7 @@
 
 use super::charges::Charges;
 use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Params};
+use super::{Followed, Of, Params};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -50,15 +50,22 @@ impl Twin for State {
         frees.map_or(newest, |time| time.min(now)) + params.period - now
     }
 
-    fn charge(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
-        let sum = (sum + cost).max(0);
-        if cost > 0 {
-            return [sum, head, now];
-        } else if sum > 0 && head != NOTHING {
-            self.charges.give_back(head as usize, sum);
-            return [sum, head, self.charges.newest().map_or(newest, |newest| newest.min(now))];
+    fn charge(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, _]: Loaded) -> Loaded {
+        [sum + cost, head, now]
+    }
+
+    /// Of a charge within the period, from the oldest charges first. If the charge itself went instead, or the newest, the
+    /// others would stay: but one that is older goes before long by itself, and gives the same room again.
+    fn give_back(&mut self, _params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
+        let [sum, head, newest] = loaded;
+        let left = (sum - cost).max(0);
+        if of.left() <= 0 {
+            return (loaded, 0);
+        } else if head == NOTHING || left == 0 || self.charges.newest().is_some_and(|newest| newest > now) {
+            // What is left of a clock that has gone back is as if it had been charged now.
+            return ([left, NOTHING, newest], cost);
         }
-        [sum, head, newest]
+        ([left, self.charges.give_back(head as usize, cost) as i64, newest], cost)
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Loaded) -> i64 {

@@ -17,7 +17,7 @@
 
 use super::charges::Charges;
 use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Params};
+use super::{Followed, Of, Params};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -59,15 +59,19 @@ impl Twin for State {
     }
 
     fn charge(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
-        let sum = (sum + cost).max(0);
-        if cost > 0 {
-            return [sum, head, newest.max(cell_end(params, now))];
-        } else if sum > 0 && head != NOTHING {
+        [sum + cost, head, newest.max(cell_end(params, now))]
+    }
+
+    /// Of a charge that counts still, from the oldest cells first: see the sliding log.
+    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
+        let [sum, mut head, newest] = loaded;
+        if of.left() <= 0 {
+            return (loaded, 0);
+        } else if sum > cost && head != NOTHING {
             self.merge_late(params, now, head as usize);
-            self.cells.give_back(head as usize, sum);
-            return [sum, head, self.cells.newest().unwrap_or(newest)];
+            head = self.cells.give_back(head as usize, cost) as i64;
         }
-        [sum, head, newest]
+        ([(sum - cost).max(0), head, newest], cost)
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Loaded) -> i64 {

@@ -16,9 +16,9 @@
 //! **Two quotas under one name.** They share what the bucket lacks, in tokens, and each refills at its own rate since it
 //! was refilled last.
 
-use super::arithmetic::{div_ceil, drained};
+use super::arithmetic::{div_ceil, drained, kept, kept_of};
 use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Params};
+use super::{Followed, Of, Params};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -57,7 +57,16 @@ impl Twin for State {
     }
 
     fn charge(&mut self, params: &Params, _now: i64, cost: i64, [tokens, refilled, _]: Loaded) -> Loaded {
-        [(tokens - cost * params.interval).min(params.full), refilled, 0]
+        [tokens - cost * params.interval, refilled, 0]
+    }
+
+    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
+        let [tokens, refilled, _] = loaded;
+        let ticks = match params.batches {
+            true => kept_of_periods(params, now, cost, of, refilled),
+            false => kept(params, cost, of),
+        };
+        ([(tokens + ticks).min(params.full), refilled, 0], div_ceil(ticks, params.interval))
     }
 
     fn reset_after(params: &Params, now: i64, [tokens, refilled, _]: Loaded) -> i64 {
@@ -86,6 +95,18 @@ fn refill(params: &Params, now: i64, ticks: i64, refilled: i64) -> i64 {
         true => refilled + div_ceil(ticks, params.ticks) * params.period - now,
         false => div_ceil(ticks, params.ticks),
     }
+}
+
+/// As [`kept`] where ticks come at once, by how many times they have come since the charge: as often as they were to come
+/// until the bucket is full, less how often they still are. Each time is a period after another, and what lies in between is
+/// the time that a check is on its way.
+fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &Of, refilled: i64) -> i64 {
+    // No debt takes more times.
+    let (period, most) = (params.period, params.furthest);
+    let reset = of.reset.min(most * period);
+    let still = (now + (reset - of.age).max(0) - refilled + period / 2).div_euclid(period);
+    let times = (div_ceil(reset, period) - still).clamp(0, most);
+    kept_of(params, cost, of, times * params.ticks)
 }
 
 /// The definition: see `tests`.

@@ -1,4 +1,4 @@
-use super::Params;
+use super::{Of, Params};
 
 /// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
 ///
@@ -15,8 +15,11 @@ pub(crate) trait Twin: Default {
     fn room(params: &Params, now: i64, loaded: Loaded) -> i64;
     /// How long until `cost` would pass, where it would not now. It is never more than the capacity.
     fn wait(&self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> i64;
-    /// Counts `cost`, whether there is room or not; below zero gives back.
+    /// Counts `cost`, whether there is room or not.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> Loaded;
+    /// Gives back up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
+    /// been charged. And at least how much that makes of what counts now; if it is 0, nothing has changed.
+    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64);
     /// How long until the state is as if nothing had been charged.
     fn reset_after(params: &Params, now: i64, loaded: Loaded) -> i64;
     /// Stores a state in which `cost` was charged.

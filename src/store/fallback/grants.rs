@@ -164,7 +164,7 @@ impl Caller<'_> {
         let (cost, now) = (u64::from(cost), now());
         self.change(policies, id, mode, cost, |notes| {
             notes.go_under(policies);
-            notes.add(mode, id.copied(), cost, now, sent);
+            notes.add(mode, id.copied(), cost, check.charged(), now, sent);
         });
         true
     }

@@ -219,7 +219,7 @@ fn answers_that_are_followed() {
             for _ in 0..2 {
                 let taken = grants.take(0);
                 for step in &taken.steps {
-                    let _ = decide(primary, &step.check());
+                    let _ = decide(primary, &step.check(0));
                 }
                 grants.settled(taken.number);
                 if breaker.is_open() {

@@ -3,7 +3,8 @@
 use indexmap::IndexMap;
 use smallvec::SmallVec;
 
-use crate::limit::{Check, Key, Mode, Policies, Quota, State};
+use super::backs::{Back, Backs};
+use crate::limit::{Charged, Check, Key, Mode, Policies, Quota, State};
 
 /// The notes of one caller under one list of policies.
 ///
@@ -15,15 +16,12 @@ pub(super) struct Notes {
     /// What was done under an id, once each: before what is given back, and after it.
     before: IndexMap<Key, Once>,
     after: IndexMap<Key, Once>,
-    back: Amount,
+    back: Backs,
     /// What is to be charged without an id, as each whole policy would count it alone: so it lapses as it would there.
     charge: SmallVec<[State; 1]>,
     /// The same with what is charged under ids, to tell when each of these lapses. `None` until there is one.
     all: Option<SmallVec<[State; 1]>>,
 }
-
-/// What is given back for a reset: more than any caller is ever charged.
-const ALL: u64 = u64::MAX;
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Amount {
@@ -48,6 +46,8 @@ pub(super) struct Step {
     pub(super) mode: Mode,
     pub(super) cost: u64,
     expires_at: i64,
+    /// What it gives back without an id.
+    back: Option<Back>,
     /// What this charges, as each policy counts it; empty if that is not known, or there is an id.
     charge: SmallVec<[State; 1]>,
     /// Those of a lower number come first; the order of the others does not matter.
@@ -55,12 +55,15 @@ pub(super) struct Step {
 }
 
 impl Step {
-    pub(super) fn check(&self) -> Check {
+    pub(super) fn check(&self, now: i64) -> Check {
         let (key, policies) = (self.key, &self.policies);
         let cost = u32::try_from(self.cost).unwrap_or(u32::MAX);
         let check = match self.mode {
             Mode::Reset => Check::reset(key, policies),
-            Mode::GiveBack => Check::give_back(key, policies, cost),
+            Mode::GiveBack => match &self.back {
+                Some(back) => Check::give_back_of(key, policies, cost, back.charged(now)),
+                None => Check::give_back(key, policies, cost),
+            },
             _ => Check::charge(key, policies, cost),
         };
         check.with_id_key(self.id)
@@ -70,7 +73,7 @@ impl Step {
 impl Notes {
     pub(super) fn new(policies: Policies) -> Self {
         let charge = policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
-        Self { policies, before: IndexMap::new(), after: IndexMap::new(), back: Amount::default(), charge, all: None }
+        Self { policies, before: IndexMap::new(), after: IndexMap::new(), back: Backs::default(), charge, all: None }
     }
 
     /// Whether it is of the same counts.
@@ -96,13 +99,13 @@ impl Notes {
 
     /// Notes what was done now. What was charged counts for as long as the whole policies say, which may be less than an
     /// instance's part of them: its rate is lower. Under an id that was `sent` to the primary store, it counts for no longer
-    /// than that knows the id.
-    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, now: i64, sent: bool) {
+    /// than that knows the id. What was given back is `of` a charge, if not of just now.
+    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, of: Option<&Charged>, now: i64, sent: bool) {
         let Some(id) = id else {
             return match mode {
                 Mode::Charge => drop(self.count(Mode::Charge, cost, now)),
-                Mode::Reset => self.give_back(Amount { cost: ALL, expires_at: self.undone(now) }, now),
-                _ => self.give_back(Amount { cost, expires_at: self.undone(now) }, now),
+                Mode::Reset => self.reset(self.undone(now), now),
+                _ => self.give_back(cost, of, now),
             };
         };
         if self.has_id(&id) {
@@ -118,7 +121,7 @@ impl Notes {
         let amount = Amount { cost, expires_at };
         self.after.insert(id, Once { mode, amount });
         match mode {
-            Mode::Reset => self.give_back(Amount { cost: ALL, expires_at }, now),
+            Mode::Reset => self.reset(expires_at, now),
             Mode::GiveBack => drop(self.count_with_id(mode, cost, now)),
             _ => {}
         }
@@ -131,7 +134,7 @@ impl Notes {
     }
 
     /// Notes again what is still to be done, before all of this.
-    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, charge, .. }: Step, now: i64) {
+    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, back, charge, .. }: Step, now: i64) {
         let amount = Amount { cost, expires_at };
         match (mode, id) {
             (_, Some(id)) => {
@@ -142,11 +145,11 @@ impl Notes {
                     }
                 }
             }
-            (Mode::Reset, None) => self.back = Amount { cost: ALL, ..amount },
-            (Mode::GiveBack, None) => self.back.add(amount),
+            (Mode::Reset, None) => self.back.reset(expires_at),
+            (Mode::GiveBack, None) => back.into_iter().for_each(|back| self.back.add(back)),
             // As old as it was, or what fails again and again would never lapse.
             _ if !charge.is_empty()
-                && self.back.cost == 0
+                && self.back.is_empty()
                 && self.counts(&self.charge, now).all(|count| count == 0) =>
             {
                 self.charge = charge;
@@ -155,22 +158,42 @@ impl Notes {
             (_, None) => {
                 let cost = self.counts(&charge, now).max().map_or(cost, |counts| cost.min(counts));
                 // What has been given back since comes first of this.
-                let of_this = cost.min(self.back.cost);
-                if self.back.cost != ALL {
-                    self.back.cost -= of_this;
-                }
+                let of_this = self.back.spend(cost);
                 self.count(Mode::Charge, cost - of_this, now);
             }
         }
     }
 
-    /// Gives back first of what is still to be charged.
-    fn give_back(&mut self, Amount { cost, expires_at }: Amount, now: i64) {
-        let of_charge = self.count(Mode::GiveBack, cost, now);
-        if cost > of_charge {
-            self.back.add(Amount { cost: if cost == ALL { ALL } else { cost - of_charge }, expires_at });
+    /// Gives back first of what is still to be charged. What that does not hold of an older charge may have flowed back
+    /// already, unless it holds nothing: then the charge is in the primary store, or is forgotten there and here.
+    fn give_back(&mut self, cost: u64, of: Option<&Charged>, now: i64) {
+        let cost_32 = u32::try_from(cost).unwrap_or(u32::MAX);
+        let charged = of.cloned().unwrap_or_else(|| self.just_now(cost_32, now));
+        let is_fresh = self.counts(&self.charge, now).all(|count| count == 0);
+        let of_charge = [Some(&mut self.charge), self.all.as_mut()].map(|states| {
+            let states = self.policies.iter().zip(states.into_iter().flatten()).enumerate();
+            let given = states.map(|(i, (policy, state))| charged.give_back(i, policy, state, cost_32.into(), now));
+            given.max().unwrap_or(0).max(0) as u64
+        });
+        if cost > of_charge[0] && (of.is_none() || is_fresh) {
+            self.back.add(Back::new(cost - of_charge[0], charged, now));
             self.before.append(&mut self.after);
         }
+    }
+
+    /// A charge of just now, as the first of a caller.
+    fn just_now(&self, cost: u32, now: i64) -> Charged {
+        let mut states: SmallVec<[State; 1]> =
+            self.policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
+        let verdicts = Check::charge(Key::GLOBAL, &self.policies, cost).decide(&mut states, now);
+        Charged { age: 0, cost, resets: verdicts.each.iter().map(|verdict| verdict.reset).collect() }
+    }
+
+    /// Forgets what is still to be charged.
+    fn reset(&mut self, until: i64, now: i64) {
+        self.count(Mode::GiveBack, u64::MAX, now);
+        self.back.reset(until);
+        self.before.append(&mut self.after);
     }
 
     /// Counts on what is to be charged without an id. The most that a policy counted.
@@ -207,7 +230,7 @@ impl Notes {
         let Self { policies, before, after, back, charge, .. } = self;
         let step = |id, mode, Amount { cost, expires_at }, order| {
             let policies = policies.clone();
-            Step { key, policies, id, mode, cost, expires_at, charge: SmallVec::new(), order }
+            Step { key, policies, id, mode, cost, expires_at, back: None, charge: SmallVec::new(), order }
         };
         let mut steps = vec![];
         for (ids, order) in [(before, 0), (after, 2)] {
@@ -215,10 +238,13 @@ impl Notes {
             let counting = ids.into_iter().filter(|(_, once)| once.mode != Mode::Reset && once.amount.expires_at > now);
             steps.extend(counting.map(|(id, Once { mode, amount })| step(Some(id), mode, amount, order)));
         }
-        if back.cost > 0 && back.expires_at > now {
-            let mode = if back.cost == ALL { Mode::Reset } else { Mode::GiveBack };
-            steps.push(step(None, mode, back, 1));
+        if let Some(expires_at) = back.reset_until.filter(|until| *until > now) {
+            steps.push(step(None, Mode::Reset, Amount { cost: 0, expires_at }, 1));
         }
+        steps.extend(back.into_each(now).map(|back| {
+            let amount = Amount { cost: back.cost, expires_at: now };
+            Step { back: Some(back), ..step(None, Mode::GiveBack, amount, 1) }
+        }));
         // As much as counts under all policies, then what is left under some of them.
         let mut charged = 0;
         while let Some(next) = counts.iter().copied().filter(|count| *count > charged).min() {
@@ -234,13 +260,6 @@ impl Notes {
             charged = next;
         }
         steps
-    }
-}
-
-impl Amount {
-    fn add(&mut self, Self { cost, expires_at }: Self) {
-        self.cost = self.cost.saturating_add(cost);
-        self.expires_at = self.expires_at.max(expires_at);
     }
 }
 
@@ -290,15 +309,44 @@ mod tests {
     fn an_id_is_noted_once_and_what_has_expired_not_at_all() {
         let mut notes = notes();
         let later = 2 * 86_400_000_000;
-        notes.add(Mode::Charge, Some(Key::new("c")), 5, 0, false);
-        notes.add(Mode::GiveBack, None, 5, 0, false);
+        notes.add(Mode::Charge, Some(Key::new("c")), 5, None, 0, false);
+        notes.add(Mode::GiveBack, None, 5, None, 0, false);
         for id in ["a", "b", "a"] {
-            notes.add(Mode::Charge, Some(Key::new(id)), 5, later, false);
+            notes.add(Mode::Charge, Some(Key::new(id)), 5, None, later, false);
         }
         assert_eq!(notes.len(), 4);
         let steps = notes.into_steps(Key::GLOBAL, later);
         assert!(steps.iter().all(|step| step.mode == Mode::Charge));
         assert_eq!(steps.iter().map(|step| step.cost).sum::<u64>(), 10);
+    }
+
+    /// It is sent as old as it is by then, and not at all once its charge counts no more.
+    #[test]
+    fn what_is_given_back_gets_older() {
+        const S: i64 = 1_000_000;
+        let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
+        let of = Charged { age: 20 * S, cost: 5, resets: [60 * S].into_iter().collect() };
+        let sent = |at: i64| {
+            let mut notes = Notes::new(policies.clone());
+            notes.add(Mode::GiveBack, None, 3, Some(&of), 0, false);
+            let steps = notes.into_steps(Key::GLOBAL, at);
+            steps.iter().map(|step| step.check(at).charged().unwrap().age).collect::<Vec<_>>()
+        };
+        assert_eq!(sent(30 * S), [50 * S]);
+        assert_eq!(sent(40 * S - 1), [60 * S - 1]);
+        assert!(sent(40 * S).is_empty());
+    }
+
+    /// Of a charge in the outage what has flowed back is not given back of another's charge in the primary store.
+    #[test]
+    fn what_is_noted_is_given_back_there_only() {
+        const HOUR: i64 = 3_600_000_000;
+        let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
+        let mut notes = Notes::new(policies);
+        notes.add(Mode::Charge, None, 10, None, 0, false);
+        let of = Charged { age: 4 * HOUR, cost: 10, resets: [10 * HOUR].into_iter().collect() };
+        notes.add(Mode::GiveBack, None, 10, Some(&of), 4 * HOUR, false);
+        assert!(notes.into_steps(Key::GLOBAL, 4 * HOUR).is_empty());
     }
 
     proptest! {
@@ -314,7 +362,7 @@ mod tests {
                 if i == cut {
                     taken = steps(std::mem::replace(&mut notes, self::notes()));
                 }
-                notes.add(mode, None, cost, 0, false);
+                notes.add(mode, None, cost, None, 0, false);
                 used = done(used, mode, cost);
             }
             for step in taken.into_iter().rev() {
@@ -328,12 +376,12 @@ mod tests {
         fn a_reset_is_between_what_was_before_and_after_it(before in 0u64..5, after in 0u64..5, again: bool) {
             let mut notes = notes();
             for id in 0..before {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, false);
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, None, 0, false);
             }
             let taken = if again { steps(std::mem::replace(&mut notes, self::notes())) } else { vec![] };
-            notes.add(Mode::Reset, None, 0, 0, false);
+            notes.add(Mode::Reset, None, 0, None, 0, false);
             for id in before..before + after {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, 0, false);
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, None, 0, false);
             }
             for step in taken.into_iter().rev() {
                 notes.put_back(step, 0);

@@ -102,7 +102,7 @@ impl<'a, P: Store, F: Store> Round<'a, P, F> {
     fn next(&mut self) -> Option<(u64, Check, Arc<AtomicBool>)> {
         let (step, asked) = (self.left.pop_front()?, Arc::new(AtomicBool::new(false)));
         let call = self.calls.last_key_value().map_or(0, |(call, _)| call + 1);
-        let check = step.check();
+        let check = step.check(self.shared.clock.micros());
         self.calls.insert(call, Call { step, asked: Arc::clone(&asked) });
         Some((call, check, asked))
     }

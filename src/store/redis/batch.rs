@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::limit::{Check, Key, Mode, Policies};
+use crate::limit::{Charged, Check, Key, Mode, Policies};
 
 /// What one script call asks. Its other half, in [`script`](super::script), writes the call and reads the reply.
 #[derive(Debug, Default)]
@@ -31,6 +31,8 @@ pub(super) struct Plan {
     pub(super) with_id: bool,
     /// Within how many microseconds a take ahead has to be due.
     pub(super) within: i64,
+    /// The charge of which a part is given back.
+    pub(super) charged: Option<Charged>,
 }
 
 /// What a plan is found by, instead of a search through all of them. Two lists of policies could by chance share an
@@ -42,6 +44,7 @@ struct PlanKey {
     cost: u32,
     with_id: bool,
     within: i64,
+    age: i64,
 }
 
 /// Checks of one caller that ask the same.
@@ -103,6 +106,7 @@ impl Batch {
             cost: check.cost(),
             with_id: check.id().is_some(),
             within: check.within(),
+            charged: check.charged().cloned(),
         });
         self.plan_of.insert(key, index);
         index
@@ -116,6 +120,7 @@ impl Plan {
             && self.cost == check.cost()
             && self.with_id == check.id().is_some()
             && self.within == check.within()
+            && self.charged.as_ref() == check.charged()
     }
 }
 
@@ -127,6 +132,7 @@ impl PlanKey {
             cost: check.cost(),
             with_id: check.id().is_some(),
             within: check.within(),
+            age: check.charged().map_or(0, |charged| charged.age),
         }
     }
 }

@@ -7,7 +7,7 @@ use redis::{Cmd, Value};
 use super::batch::Batch;
 use super::lua::Lua;
 use super::wire;
-use crate::limit::{Check, Key, Policy, Verdict, Verdicts};
+use crate::limit::{Charged, Check, Key, Mode, Policy, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
 /// It decides the checks of a batch.
@@ -78,6 +78,13 @@ impl Batch {
             packed.u8(wire::mode_number(plan.mode)).u32(plan.cost as usize).i56(time);
             for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
+            }
+            if plan.mode == Mode::GiveBack {
+                let charged = Charged::or_just_now(plan.charged.as_ref(), plan.cost, plan.policies.iter().len());
+                packed.u32(charged.cost as usize).i56(charged.age);
+                for reset in charged.resets {
+                    packed.i56(reset);
+                }
             }
             packed.add_to(&mut cmd);
             first += plan.policies.iter().len();

@@ -9,7 +9,7 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 
 use super::{RedisStore, wire};
-use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Refill, Source, State, Strategy};
+use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Refill, Source, State, Strategy};
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
 use crate::twins::twins;
@@ -239,6 +239,8 @@ struct Trace {
     redis: RedisStore,
     /// The same states by the Rust halves.
     states: Vec<Vec<State>>,
+    /// For each caller some of what was granted, and when.
+    granted: Vec<Vec<(Decision, i64)>>,
     steps: usize,
 }
 
@@ -251,13 +253,15 @@ impl Trace {
             .denials(0);
         let now = Arc::clone(&builder.now);
         now.store(1_790_000_000_000_000, Relaxed);
-        Self { rng: Rng::with_seed(seed), seed, now, redis: builder.connect_lazy().unwrap(), states: vec![], steps: 0 }
+        let (redis, rng) = (builder.connect_lazy().unwrap(), Rng::with_seed(seed));
+        Self { rng, seed, now, redis, states: vec![], granted: vec![], steps: 0 }
     }
 
     /// Every caller has policies of its own.
     async fn run(&mut self, policies: &[Policies], steps: usize) {
         // A caller whose strategy has changed has a key of its own in Redis, and starts afresh.
         self.states.resize(policies.len(), Vec::new());
+        self.granted.resize(policies.len(), Vec::new());
         for (states, policies) in self.states.iter_mut().zip(policies) {
             let fresh = policies.iter().map(|policy| State::fresh(policy.strategy()));
             let same = |a: &State, b: &State| std::mem::discriminant(a) == std::mem::discriminant(b);
@@ -274,7 +278,7 @@ impl Trace {
                 .flat_map(|i| {
                     let times = [1, 1, 2, 5][self.rng.usize(..4)];
                     let within = waits[self.rng.usize(..waits.len())];
-                    vec![(i, self.check(keys[i], &policies[i], within)); times]
+                    vec![(i, self.check(i, keys[i], &policies[i], within)); times]
                 })
                 .collect();
             let in_redis = join_all(checks.iter().map(|(_, check)| self.redis.check(check.clone()))).await;
@@ -289,6 +293,11 @@ impl Trace {
                     self.seed, self.steps
                 );
                 self.steps += 1;
+                if in_redis.granted() > 0 && self.rng.u8(..4) == 0 {
+                    let granted = &mut self.granted[*i];
+                    granted.truncate(7);
+                    granted.insert(self.rng.usize(..=granted.len()), (in_redis.clone(), self.now.load(Relaxed)));
+                }
                 seen.extend(in_redis.retry_after());
                 seen.push(in_redis.reset_after());
             }
@@ -299,8 +308,18 @@ impl Trace {
         }
     }
 
-    fn check(&mut self, key: Key, policies: &Policies, within: Duration) -> Check {
+    fn check(&mut self, caller: usize, key: Key, policies: &Policies, within: Duration) -> Check {
         let rng = &mut self.rng;
+        if rng.u8(..6) == 0
+            && let Some((decision, at)) = rng.choice(&self.granted[caller])
+        {
+            // Also of one that takes longer than the check that gives it back, or less.
+            let late = [0, 0, 1, rng.i64(0..1_000_000)][rng.usize(..4)];
+            let age = Duration::from_micros((self.now.load(Relaxed) - at + late).max(0) as u64);
+            if let Some(check) = decision.give_back(key, rng.u32(1..=decision.granted()), age).next() {
+                return check;
+            }
+        }
         let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
         let cost = match rng.u8(..8) {
             0 => 0,

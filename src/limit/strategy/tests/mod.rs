@@ -1,5 +1,6 @@
 //! Every strategy against its definition: a naive model that keeps every grant and reckons in fractions.
 
+mod back;
 mod clock;
 mod definition;
 mod quotas;
@@ -8,14 +9,14 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::ask::{Ask, Look};
+use super::ask::{Ask, Look, Of};
 use super::{Align, Followed, Params, State, Strategy, params};
 use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
 use crate::twins::twins;
 
 /// A state at a moment.
 fn look(state: &State, params: &Params, now: i64) -> Look {
-    state.look(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, now })
+    state.look(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: Of::just_now(0), now })
 }
 
 /// All that was granted, and what the definition says of one more.
