@@ -57,7 +57,13 @@ for i = 1, plan_count do
   plans[i], only_runs = plan, only_runs and (plan.is_take or plan.tells)
 end
 
-local reply, replied, key_at = {}, 0, 0
+-- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
+local reply = {
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+}
+local replied, key_at = 0, 0
 
 -- Why Redis refused to read or to write, as a number below 0. The words are those of the versions from 6.2 on.
 local function problem(err)

@@ -107,7 +107,7 @@ pub struct StoreConfig {
     pub queue: NonZeroUsize,
     /// See [`RedisStoreBuilder::batch`]. Defaults to 128.
     pub batch: NonZeroUsize,
-    /// See [`RedisStoreBuilder::buckets`]. Defaults to 16.
+    /// See [`RedisStoreBuilder::buckets`]. Defaults to 12.
     pub buckets: NonZeroUsize,
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     pub denials: usize,
@@ -139,7 +139,7 @@ impl Default for StoreConfig {
             timeout: Duration::from_millis(250),
             queue: number(10_000),
             batch: number(128),
-            buckets: number(16),
+            buckets: number(12),
             denials: 10_000,
             deadline: Both::DEFAULT_DEADLINE,
             failures: Both::DEFAULT_FAILURES,
