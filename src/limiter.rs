@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::leases::{Hold, desk};
+use crate::leases::{Leases, desk};
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::settle::{Post, Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
@@ -34,7 +34,8 @@ pub struct Limiter<S> {
     turns: Turns,
     /// Settles reservations.
     post: Arc<dyn Post>,
-    leases: Arc<dyn Hold>,
+    /// What they hold in flight.
+    leases: Leases,
 }
 
 impl<S: Store> Limiter<S> {
@@ -62,15 +63,38 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is given back if that is
-    /// dropped, or kept, or replaced by the real cost.
+    /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Strategy::InFlight) it is
+    /// one request, which ends when the reservation is dropped or settled, and is renewed until then:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let jobs = Limiter::new(LocalStore::default(), Policy::in_flight("jobs", 2)?);
+    /// let user = Key::new("user-42");
+    ///
+    /// let one = jobs.reserve(user, 1).await?;
+    /// let two = jobs.reserve(user, 1).await?;
+    /// assert!(jobs.reserve(user, 1).await.is_err());
+    ///
+    /// drop(one);
+    /// assert!(jobs.reserve(user, 1).await.is_ok());
+    /// # drop(two);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time.
     ///
     /// # Errors
     ///
     /// [`ReserveError::Denied`], and [`ReserveError::Failed`] if the store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
         self.post.wake();
-        let mut lease = self.leases.hold(key, &self.policies);
         let since = instant();
+        // Before the store is asked.
+        let mut lease = self.leases.hold(key, &self.policies);
         let answer = self.take(key, cost).await;
         if let Some(lease) = &mut lease {
             lease.answered(answer.as_ref());

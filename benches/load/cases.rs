@@ -43,6 +43,9 @@ pub enum What {
     Pool(Load),
     /// `RedisStore` through the layer.
     Redis(Load),
+    /// `RedisStore` through a layer that holds each request until its body has ended, of 100,000 callers: a request is a take,
+    /// and what it gives back.
+    InFlight,
     /// `LocalStore` through the layer.
     Local(Load),
     /// `tower_governor`.
@@ -92,6 +95,7 @@ fn all() -> Vec<Case> {
         What::Redis(Load::Many),
         What::Redis(Load::Granted),
         What::Redis(Load::Denied),
+        What::InFlight,
         What::Local(HOURLY),
         What::Governor(HOURLY),
         What::Local(Load::Granted),
@@ -132,6 +136,7 @@ impl Case {
             What::Multiplexed(what) => format!("a script call each, multiplexed, {}", load(what)),
             What::Pool(what) => format!("a script call each, pool of 16, {}", load(what)),
             What::Redis(what) => format!("RedisStore, {}", load(what)),
+            What::InFlight => "RedisStore, 100k callers, in flight".to_owned(),
             What::Local(what) => format!("LocalStore, {}", load(what)),
             What::Governor(what) => format!("tower_governor, {}", load(what)),
             What::Http(Layers::Limited) => "axum over HTTP with LocalStore".to_owned(),
@@ -186,6 +191,12 @@ impl Case {
                 let service = limited(store, load);
                 load.hold(server, |caller| request(service.clone(), caller)).await;
                 serve(&[server], service, load, tasks, amount).await
+            }
+            What::InFlight => {
+                let store = RedisStore::connect(server.url()).await.unwrap();
+                let layer = RateLimitLayer::new(store, PeerIp, Policy::in_flight("api", 100).unwrap());
+                let service = layer.until_body_end().layer(service_fn(inner));
+                serve(&[server], service, Load::Many, tasks, amount).await
             }
             What::Local(load) => serve(&[server], limited(LocalStore::default(), load), load, tasks, amount).await,
             What::Governor(load) => governor(server, load, tasks, amount).await,
@@ -259,9 +270,9 @@ async fn inner(_: Request<()>) -> Result<Response<Body>, Infallible> {
 }
 
 /// Through a whole middleware.
-pub async fn serve<S>(servers: &[&RedisServer], service: S, what: Load, tasks: u64, amount: Amount) -> Measure
+pub async fn serve<S, B>(servers: &[&RedisServer], service: S, what: Load, tasks: u64, amount: Amount) -> Measure
 where
-    S: Service<Request<()>, Response = Response<Body>, Error = Infallible, Future: Send> + Clone + Send + 'static,
+    S: Service<Request<()>, Response = Response<B>, Error = Infallible, Future: Send> + Clone + Send + 'static,
 {
     load(servers, tasks, amount, |mut meter| {
         let mut service = service.clone();
@@ -279,9 +290,9 @@ where
 }
 
 /// One request of one caller.
-async fn request<S>(mut service: S, caller: u32)
+async fn request<S, B>(mut service: S, caller: u32)
 where
-    S: Service<Request<()>, Response = Response<Body>, Error = Infallible>,
+    S: Service<Request<()>, Response = Response<B>, Error = Infallible>,
 {
     let mut request = Request::new(());
     request.extensions_mut().insert(ConnectInfo(SocketAddr::new(IpAddr::from(address(caller)), 1)));

@@ -55,6 +55,8 @@ impl Report {
             " x",
             "",
         );
+        let in_flight = self.ratio(Case(What::InFlight, 256), REDIS, throughput);
+        row("requests in flight, of decisions by `Gcra`", in_flight, " x", "0.6 x");
         let granted = Case(What::Redis(Load::Granted), 256);
         row("one caller, granted, of `redis-benchmark`", self.ratio(granted, GET, throughput), " x", "6 x");
         let denied = self.median(Case(What::Redis(Load::Denied), 256), throughput).map(|value| value / 1e6);

@@ -25,8 +25,7 @@ pub(super) struct Entry {
     holding: bool,
     /// Whether a renewal is.
     renewing: bool,
-    /// When the store last said how many it counts. A take renews what is counted too, but tells nothing of that. `None`: it
-    /// is to be asked soon.
+    /// When the store last said that it counts them. `None`: it is to be asked soon.
     renewed: Option<Instant>,
     /// When the store may last have written what it counts.
     written: Instant,
@@ -98,6 +97,10 @@ impl Entry {
         &self.policies
     }
 
+    pub(super) fn lease(&self) -> Duration {
+        self.lease
+    }
+
     /// The store is about to be asked about a request.
     pub(super) fn ask(&mut self) {
         self.asked += 1;
@@ -146,8 +149,9 @@ impl Entry {
 
     fn heard(&mut self, answered: Answered, now: Instant) {
         self.written = now;
-        if answered == Answered::Elsewhere {
-            self.doubts(now);
+        match answered {
+            Answered::There => self.renewed = self.renewed.map(|_| now),
+            Answered::Elsewhere => self.doubts(now),
         }
     }
 

@@ -28,17 +28,16 @@ pub(crate) use self::lease::Lease;
 use self::entry::{Answered, Entry, Sent};
 use self::keeper::Watch;
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::settle::{Outbox, Post};
+use crate::settle::{Mail, Outbox, Post};
 use crate::store::{Answer, Error, Observer, Store, instant, lock};
 
 /// The books of an instance: what it has in flight. Clones share them.
-pub(crate) struct Leases<S: Store> {
-    shared: Arc<Shared<S>>,
-}
+#[derive(Clone)]
+pub struct Leases(Arc<dyn Books>);
 
 struct Shared<S: Store> {
     store: S,
-    outbox: Outbox<S>,
+    post: Arc<dyn Post>,
     books: Box<[Mutex<HashMap<Place, Entry>>]>,
     /// How many entries there are.
     len: AtomicUsize,
@@ -62,61 +61,40 @@ const SHARDS: usize = 16;
 /// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the others.
 const MAX_IDLE: usize = 100_000;
 
-impl<S: Store> Leases<S> {
-    /// Keeps the books of what is taken in `store`, and tells it through `outbox` what has ended.
-    pub(crate) fn new(store: S, outbox: Outbox<S>) -> Self {
+impl Leases {
+    /// Keeps the books of what is taken in `store`, and tells it by `post` what has ended.
+    pub(crate) fn new(store: impl Store, post: Arc<dyn Post>) -> Self {
         let books = (0..SHARDS).map(|_| Mutex::default()).collect();
         let (away, forgot, doubt) = Default::default();
         let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
-        Self { shared: Arc::new(Shared { store, outbox, books, len, away, forgot, doubt, watch }) }
+        Self(Arc::new(Shared { store, post, books, len, away, forgot, doubt, watch }))
     }
-}
 
-/// [`Leases`] of any store.
-pub trait Hold: fmt::Debug + Send + Sync {
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
     ///
     /// Tell the lease what the store has [answered](Lease::answered). From a grant on, it holds what was taken until it is
     /// dropped.
-    fn hold(&self, key: Key, policies: &Policies) -> Option<Lease>;
-
-    /// The same books in an `Arc` of its own, whose count of references no other processor writes to.
-    fn copy(&self) -> Arc<dyn Hold>;
-}
-
-/// What settles in `store`, and the books of what is in flight there. `observer` is told of what could not be done.
-pub(crate) fn desk<S: Store>(store: &S, observer: Option<Arc<dyn Observer>>) -> (Arc<dyn Post>, Arc<dyn Hold>) {
-    let outbox = Outbox::new(store.clone(), observer);
-    (Arc::new(outbox.clone()), Arc::new(Leases::new(store.clone(), outbox)))
-}
-
-impl<S: Store> Hold for Leases<S> {
-    fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
+    pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
         let now = instant();
         for policy in policies.iter() {
-            let place = Place { key, count: policy.id() };
-            let entries = &mut *lock(self.shared.book(&place));
-            let entry = entries.entry(place).or_insert_with(|| {
-                self.shared.len.fetch_add(1, Ordering::AcqRel);
-                self.shared.watch.note(policy.quota().period());
-                Entry::new(policies.only(policy), now)
-            });
-            entry.ask();
+            Arc::clone(&self.0).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
         }
-        // Or what a runtime that has ended has left would wait for the next request that ends.
-        self.shared.outbox.wake();
-        self.shared.attend(now);
-        Some(Lease::new(Arc::clone(&self.shared) as Arc<dyn Books>, key, policies.clone()))
-    }
-
-    fn copy(&self) -> Arc<dyn Hold> {
-        Arc::new(self.clone())
+        Some(Lease::new(Arc::clone(&self.0), key, policies.clone()))
     }
 }
 
-/// What happens to a lease: [`Leases`] of any store.
+/// What settles in `store`, and the books of what is in flight there. `observer` is told of what could not be done.
+pub(crate) fn desk<S: Store>(store: &S, observer: Option<Arc<dyn Observer>>) -> (Arc<dyn Post>, Leases) {
+    let post: Arc<dyn Post> = Arc::new(Outbox::new(store.clone(), observer));
+    (Arc::clone(&post), Leases::new(store.clone(), post))
+}
+
+/// What happens to a lease, with any store.
 trait Books: Send + Sync {
+    /// The store is about to be asked about a request.
+    fn asks(self: Arc<Self>, place: Place, policies: &Policies, now: Instant);
+
     /// What was asked about was granted, or passes for another reason.
     fn granted(self: Arc<Self>, place: Place, answered: Answered);
 
@@ -128,9 +106,28 @@ trait Books: Send + Sync {
 
     /// Where a decision came from.
     fn worth(&self, decision: &Decision) -> Answered;
+
+    /// How many entries there are.
+    fn len(&self) -> usize;
 }
 
 impl<S: Store> Books for Shared<S> {
+    fn asks(self: Arc<Self>, place: Place, policies: &Policies, now: Instant) {
+        {
+            let entries = &mut *lock(self.book(&place));
+            let entry = entries.entry(place).or_insert_with(|| {
+                self.len.fetch_add(1, Ordering::AcqRel);
+                let entry = Entry::new(policies.clone(), now);
+                self.watch.note(entry.lease());
+                entry
+            });
+            entry.ask();
+        }
+        // Or what a runtime that has ended has left would wait for the next that ends.
+        self.post.wake();
+        self.attend(now);
+    }
+
     fn granted(self: Arc<Self>, place: Place, answered: Answered) {
         self.heard(answered);
         self.change(place, |entry, now| {
@@ -152,6 +149,10 @@ impl<S: Store> Books for Shared<S> {
 
     fn worth(&self, decision: &Decision) -> Answered {
         Answered::there(self.store.knows(decision))
+    }
+
+    fn len(&self) -> usize {
+        self.len.load(Ordering::Acquire)
     }
 }
 
@@ -202,13 +203,13 @@ impl<S: Store> Shared<S> {
 
     fn give_back(self: &Arc<Self>, place: Place, count: u32, check: Check) {
         let shared = Arc::clone(self);
-        self.outbox.send_then(check, move |answer| {
+        self.post.put(Mail::ask_then(check, move |answer| {
             let (answered, had) = shared.read(answer);
             shared.change(place, |entry, now| {
                 entry.gave_back(count, answered, had, now);
                 0
             });
-        });
+        }));
     }
 
     fn await_hold(self: &Arc<Self>, place: Place, sent: Sent, answer: Answer<S::Future>) {
@@ -272,13 +273,13 @@ impl<S: Store> Shared<S> {
         }
         for (place, sent, check) in renewals {
             let shared = Arc::clone(self);
-            self.outbox.send_then(check, move |answer| {
+            self.post.put(Mail::ask_then(check, move |answer| {
                 let (answered, counted) = shared.read(answer);
                 shared.change(place, |entry, now| {
                     entry.renewed(sent, answered, counted, now);
                     0
                 });
-            });
+            }));
         }
     }
 }
@@ -305,14 +306,8 @@ impl<S: Store> Drop for Told<S> {
     }
 }
 
-impl<S: Store> Clone for Leases<S> {
-    fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared) }
-    }
-}
-
-impl<S: Store> fmt::Debug for Leases<S> {
+impl fmt::Debug for Leases {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Leases").field("entries", &self.shared.len).finish_non_exhaustive()
+        f.debug_struct("Leases").field("entries", &self.0.len()).finish_non_exhaustive()
     }
 }

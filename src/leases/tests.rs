@@ -96,16 +96,12 @@ fn policies() -> Policies {
     POLICIES.clone()
 }
 
-fn leases(store: &Wavering) -> Leases<Wavering> {
-    Leases::new(store.clone(), Outbox::new(store.clone(), None))
-}
-
-fn is_empty(leases: &Leases<Wavering>) -> bool {
-    leases.shared.len.load(Ordering::Acquire) == 0
+fn leases(store: &Wavering) -> Leases {
+    Leases::new(store.clone(), Arc::new(Outbox::new(store.clone(), None)))
 }
 
 /// Asks for a request, and holds it if that is granted.
-async fn request(store: &Wavering, leases: &Leases<Wavering>, key: Key) -> Option<Lease> {
+async fn request(store: &Wavering, leases: &Leases, key: Key) -> Option<Lease> {
     let mut lease = leases.hold(key, &policies()).unwrap();
     let answer = store.check(Check::take(key, &policies(), 1)).await;
     lease.answered(answer.as_ref());
@@ -134,7 +130,7 @@ async fn a_request_is_counted_until_it_ends_however_long() {
         "{renewals:?}"
     );
     drop(one);
-    until("it is given back", || store.counted(ann) == 0 && is_empty(&leases)).await;
+    until("it is given back", || store.counted(ann) == 0 && leases.0.len() == 0).await;
     assert_eq!(store.told(), [(Mode::GiveBack, 1)]);
     sleep(LEASE).await;
     assert_eq!(store.told(), [], "nobody is left to renew");
@@ -190,7 +186,7 @@ async fn what_ended_in_an_outage_is_told_though_nothing_is_in_flight() {
     sleep(Duration::from_secs(1)).await;
     let _ = now(&store.there, Check::hold(ann, &policies(), 3));
     store.is(HERE);
-    until("it counts none", || store.counted(ann) == 0 && is_empty(&leases)).await;
+    until("it counts none", || store.counted(ann) == 0 && leases.0.len() == 0).await;
 }
 
 /// As by a failover, or a FLUSHALL: with nothing to tell that it did.
@@ -259,7 +255,7 @@ async fn nothing_stays_counted_whatever_happens() {
             task.await.unwrap();
         }
         let keys = || (0..4).map(|i| Key::new(i.to_string()));
-        until("nothing is counted", || keys().all(|key| store.counted(key) == 0) && is_empty(&leases)).await;
+        until("nothing is counted", || keys().all(|key| store.counted(key) == 0) && leases.0.len() == 0).await;
     }
 }
 

@@ -1,5 +1,7 @@
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use super::check::{Charged, LONGEST};
 use super::{Check, Key, Policies, Policy, Strategy, Verdict, Verdicts};
 
@@ -187,7 +189,7 @@ impl Decision {
     /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
     /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
     ///
-    /// What is [in flight](Strategy::InFlight) is not given back, since that goes on.
+    /// A policy of requests [in flight](crate::Strategy::InFlight) gets nothing back: that counts a request until it ends.
     ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back
     /// of a decision once.
@@ -213,12 +215,12 @@ impl Decision {
     pub fn give_back(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
         let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST);
         let cost = cost.min(self.granted());
-        let counted = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
-        let charged =
-            Charged { age, cost: self.granted(), resets: counted.map(|(_, verdict)| verdict.reset).collect() };
-        let whole = self.policies.whole();
-        let policies = whole.without_in_flight().filter(|_| cost > 0 && charged.counts()).cloned();
-        policies.map(|policies| Check::give_back_of(key, &policies, cost, charged)).into_iter()
+        let over_time = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
+        let resets: SmallVec<[i64; 1]> = over_time.map(|(_, verdict)| verdict.reset).collect();
+        let charged = Charged { age, cost: self.granted(), resets };
+        let policies = || self.policies.whole().without_in_flight().cloned();
+        let check = |policies| Check::give_back_of(key, &policies, cost, charged.clone());
+        (cost > 0 && charged.counts()).then(policies).flatten().map(check).into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).

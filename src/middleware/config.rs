@@ -8,10 +8,9 @@ use super::annotation::Annotation;
 use super::asked::Asked;
 use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
-use super::shadow::Shadows;
 use super::wait::{InLine, Place, Waiting};
 use super::{Ending, Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
-use crate::leases::{Hold, desk};
+use crate::leases::{Leases, desk};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::settle::Post;
 use crate::store::{Answer, Error, Observer, Store};
@@ -90,11 +89,11 @@ pub(super) enum Admission<B, By> {
 }
 
 /// What is wrong with a layer whose policies count requests in flight, and that does not know when one has ended.
-const NEVER_ENDS: &str = "a policy counts requests in flight, and the layer does not hold them until they end: add `.until_body_end()` to it";
+pub(super) const NEVER_ENDS: &str = "a policy counts requests in flight, and the layer does not hold them until they end: add `.until_body_end()` to it";
 
 impl<S, K, R, E: Ending> Config<S, K, R, E> {
     /// Notes who asks, and that it is now, if there is an observer to be told, or something to settle.
-    fn asked(&self, check: &Check) -> Option<Asked> {
+    pub(super) fn asked(&self, check: &Check) -> Option<Asked> {
         (E::SETTLES || self.observer.is_some()).then(|| Asked::now(*check.key(), check.cost()))
     }
 
@@ -147,52 +146,11 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         }
     }
 
-    /// The checks that reject nothing, for a request that passes.
-    #[inline]
-    pub(super) fn shadows(&self, request: &Parts, account: &E::Account) -> Option<Box<Shadows<S::Future>>>
-    where
-        S: Store,
-        K: KeyExtractor,
-    {
-        // Most layers have none.
-        if self.dry_run || !self.shadows.is_empty() { self.ask_shadows(request, account) } else { None }
-    }
-
-    fn ask_shadows(&self, request: &Parts, account: &E::Account) -> Option<Box<Shadows<S::Future>>>
-    where
-        S: Store,
-        K: KeyExtractor,
-    {
-        if self.skips(request) {
-            return None;
-        }
-        let key = self.extractor.extract(request);
-        let key = key.inspect_err(|missing| self.misconfiguration.tell(missing, self.observer.as_deref())).ok()?;
-        // What is enforced later goes on from what a dry run has counted. A shadow counts apart: it may have a policy of a
-        // name that is enforced, which it must not charge.
-        let own = self.dry_run.then_some((key, &self.policies));
-        let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let ask = |(counted_by, selector): (Key, &Selector)| {
-            let policies = selector.policies(request, Some(&key))?;
-            if !E::SETTLES && policies.in_flight().is_some() {
-                self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
-                return None;
-            }
-            let check = self.check(counted_by, &policies, request);
-            let by = self.asked(&check);
-            let lease = E::into_lease(self.ending.hold(counted_by, &policies));
-            Some((self.store.check(check), by, lease))
-        };
-        let asked = self.observer.clone().map(|observer| (observer, Asked::now(key, 0)));
-        let checks = own.into_iter().chain(shadows).filter_map(ask);
-        Some(Box::new(Shadows::new(checks.collect(), asked, E::account(account))))
-    }
-
-    fn skips(&self, request: &Parts) -> bool {
+    pub(super) fn skips(&self, request: &Parts) -> bool {
         self.skip.as_ref().is_some_and(|skip| skip(request))
     }
 
-    fn check(&self, key: Key, policies: &Policies, request: &Parts) -> Check {
+    pub(super) fn check(&self, key: Key, policies: &Policies, request: &Parts) -> Check {
         Check::take(key, policies, self.cost.as_ref().map_or(1, |cost| cost(request, policies)))
     }
 
@@ -297,7 +255,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
     }
 
     /// Settles in the store and keeps what is in flight, and tells the observer of what it could not.
-    pub(super) fn desk(&self) -> (Arc<dyn Post>, Arc<dyn Hold>)
+    pub(super) fn desk(&self) -> (Arc<dyn Post>, Leases)
     where
         S: Store,
     {

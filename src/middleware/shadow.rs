@@ -6,12 +6,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use http::Response;
+use http::request::Parts;
 
 use super::asked::Asked;
+use super::config::{Config, NEVER_ENDS};
+use super::select::Selector;
+use super::{Ending, KeyExtractor, MissingKey, PolicySelector};
 use crate::leases::Lease;
-use crate::limit::Decision;
+use crate::limit::{Decision, Key};
 use crate::settle::Account;
-use crate::store::{Answer, Error, Observer};
+use crate::store::{Answer, Error, Observer, Store};
 
 /// What policies that reject nothing have decided: in the extensions of a response.
 ///
@@ -38,6 +42,49 @@ impl DryRun {
 impl fmt::Debug for DryRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list().entries(&self.decisions).finish()
+    }
+}
+
+impl<S, K, R, E: Ending> Config<S, K, R, E> {
+    /// The checks that reject nothing, for a request that passes.
+    #[inline]
+    pub(super) fn shadows(&self, request: &Parts, account: &E::Account) -> Option<Box<Shadows<S::Future>>>
+    where
+        S: Store,
+        K: KeyExtractor,
+    {
+        // Most layers have none.
+        if self.dry_run || !self.shadows.is_empty() { self.ask_shadows(request, account) } else { None }
+    }
+
+    fn ask_shadows(&self, request: &Parts, account: &E::Account) -> Option<Box<Shadows<S::Future>>>
+    where
+        S: Store,
+        K: KeyExtractor,
+    {
+        if self.skips(request) {
+            return None;
+        }
+        let key = self.extractor.extract(request);
+        let key = key.inspect_err(|missing| self.misconfiguration.tell(missing, self.observer.as_deref())).ok()?;
+        // What is enforced later goes on from what a dry run has counted. A shadow counts apart: it may have a policy of a
+        // name that is enforced, which it must not charge.
+        let own = self.dry_run.then_some((key, &self.policies));
+        let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
+        let ask = |(counted_by, selector): (Key, &Selector)| {
+            let policies = selector.policies(request, Some(&key))?;
+            if !E::SETTLES && policies.in_flight().is_some() {
+                self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
+                return None;
+            }
+            let check = self.check(counted_by, &policies, request);
+            let by = self.asked(&check);
+            let lease = E::into_lease(self.ending.hold(counted_by, &policies));
+            Some((self.store.check(check), by, lease))
+        };
+        let asked = self.observer.clone().map(|observer| (observer, Asked::now(key, 0)));
+        let checks = own.into_iter().chain(shadows).filter_map(ask);
+        Some(Box::new(Shadows::new(checks.collect(), asked, E::account(account))))
     }
 }
 

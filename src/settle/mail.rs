@@ -36,6 +36,12 @@ impl Mail {
         Self { what: What::Check(check), then, put_at: instant(), tries: 0 }
     }
 
+    /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without a lock.
+    /// If it was given up, the error says whether it is certain that it was [not sent](Error::is_unsent).
+    pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, Error>) + Send + 'static) -> Self {
+        Self::of_check(check, Some(Box::new(then)))
+    }
+
     /// Charges without asking.
     pub(crate) fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::of_check(Check::charge(key, policies, cost), None)

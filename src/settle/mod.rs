@@ -12,7 +12,6 @@ mod mail;
 mod outbox;
 mod reservation;
 mod reserved;
-mod sender;
 mod settlement;
 
 pub use charge::Charge;
@@ -20,5 +19,6 @@ pub use reservation::{Reservation, ReserveError};
 pub use settlement::Settlement;
 
 pub(crate) use account::{Account, Settled};
+pub(crate) use mail::Mail;
 pub(crate) use outbox::{Outbox, Post};
 pub(crate) use reserved::Reserved;

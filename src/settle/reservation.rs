@@ -37,8 +37,8 @@ pub struct Reservation {
     post: Arc<dyn Post>,
     /// None once it is settled.
     reserved: Option<Reserved>,
-    /// Of the policies that count what is in flight.
-    _lease: Option<Lease>,
+    /// What it holds in flight.
+    lease: Option<Lease>,
 }
 
 /// There is no [`Reservation`].
@@ -53,7 +53,7 @@ pub enum ReserveError {
 
 impl Reservation {
     pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, post: Arc<dyn Post>) -> Self {
-        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), _lease: lease }
+        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), lease }
     }
 
     /// The decision that granted it.
@@ -76,6 +76,7 @@ impl Reservation {
         if let Some(reserved) = self.reserved.take() {
             reserved.settle(cost, &*self.post);
         }
+        self.lease = None;
     }
 }
 

@@ -10,11 +10,11 @@ use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, Service};
 use tower_redis_ratelimit::{
-    AnyStore, AnyStoreFuture, Check, ClientIp, ClientIpBuilder, ConfigError, Decision, DryRun, Error, ErrorKind,
-    Fallback, FallbackFuture, Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, Live, LocalStore, MissingKey,
-    OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit, RateLimitLayer, Reason, RedisFuture, RedisStore,
-    RedisStoreBuilder, Reject, Rejection, ResponseFuture, ShareConfig, StoreConfig, StoreKind, Strategy, Tier, Tiers,
-    Trio,
+    AnyStore, AnyStoreFuture, AsIs, Charge, Check, ClientIp, ClientIpBuilder, ConfigError, Decision, DryRun, Ending,
+    Error, ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, Limiter,
+    Live, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit, RateLimitLayer,
+    Reason, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, Reservation, ReserveError, ResponseFuture,
+    Settlement, ShareConfig, Store, StoreConfig, StoreKind, Strategy, Tier, Tiers, TrackedBody, Trio, UntilBodyEnd,
 };
 
 use crate::support::*;
@@ -63,6 +63,9 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
     shared::<RateLimitLayer<RedisStore, HeaderKey>>();
     shared::<RateLimitLayer<Fallback<RedisStore, LocalStore>, (PeerIp, HeaderKey), HttpReject>>();
     shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject>>();
+    shared::<RateLimitLayer<RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
+    shared::<RateLimit<Hello, RedisStore, HeaderKey, HttpReject, UntilBodyEnd>>();
+    shared::<(Charge, Settlement, AsIs, Limiter<RedisStore>, ReserveError)>();
     shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>, AnyStore)>();
     shared::<(StoreConfig, StoreKind, ShareConfig)>();
     shared::<(Decision, Key, Check, Policy, Policies, Quota, Strategy)>();
@@ -79,6 +82,8 @@ fn futures_can_be_spawned_and_shown() {
     spawnable::<ResponseFuture<Hello, LocalStore, HeaderKey, HttpReject, String>>();
     spawnable::<ResponseFuture<Hello, RedisStore, Global, HttpReject, axum::body::Body>>();
     spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, PeerIp, HttpReject, String>>();
+    spawnable::<ResponseFuture<Hello, RedisStore, Global, HttpReject, axum::body::Body, UntilBodyEnd>>();
+    spawnable::<(Reservation, TrackedBody<axum::body::Body>)>();
     spawnable::<(RedisFuture, FallbackFuture<RedisStore, LocalStore>, AnyStoreFuture, RedisStoreBuilder)>();
 }
 
@@ -88,6 +93,7 @@ fn errors_are_errors() {
     error::<Error>();
     error::<ConfigError>();
     error::<MissingKey>();
+    error::<ReserveError>();
 }
 
 #[tokio::test]
@@ -96,6 +102,50 @@ async fn the_response_future_has_a_name() {
     let service = Around(layer_with(store, "1/h").layer(Hello));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
     assert_eq!(send(&service, request("alice")).await.status(), 429);
+}
+
+/// A service of one's own around one that settles.
+#[derive(Debug, Clone)]
+struct Settling(RateLimit<Hello, LocalStore, HeaderKey, HttpReject, UntilBodyEnd>);
+
+impl Service<Request<String>> for Settling {
+    type Response = Response<TrackedBody<String>>;
+    type Error = Infallible;
+    type Future = ResponseFuture<Hello, LocalStore, HeaderKey, HttpReject, String, UntilBodyEnd>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Service::<Request<String>>::poll_ready(&mut self.0, cx)
+    }
+
+    fn call(&mut self, request: Request<String>) -> Self::Future {
+        self.0.call(request)
+    }
+}
+
+/// Over layers of every ending, as of a library that takes what its users made.
+fn around<S: Store, K: KeyExtractor, R, E: Ending>(
+    layer: &RateLimitLayer<S, K, R, E>,
+) -> impl Service<Request<String>, Response = Response<E::Body<String>>, Error = Infallible> + use<S, K, R, E>
+where
+    R: Reject<String>,
+{
+    layer.layer(Hello)
+}
+
+#[tokio::test]
+async fn what_settles_has_names_and_the_closure_needs_no_type() {
+    let store = LocalStore::default();
+    let layer = layer_with(store, "1/h").settle(|response| match response.status.as_u16() {
+        200 => Settlement::GiveBack,
+        _ => Settlement::Keep,
+    });
+    let _ = (around(&layer), around(&layer_with(LocalStore::default(), "1/h")));
+    let app: Router = Router::new().route("/books", get(|| async { "hello" })).layer(layer.clone());
+    let service = Settling(layer.layer(Hello));
+    for _ in 0..3 {
+        assert_eq!(text(send(&service, request("alice")).await).await, "hello");
+        assert_eq!(send(&app, request("alice")).await.status(), 200);
+    }
 }
 
 #[test]

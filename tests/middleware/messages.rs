@@ -167,3 +167,15 @@ fn a_grpc_body_is_answered_with_the_reject_for_grpc() {
         }),
     );
 }
+
+#[test]
+fn a_rule_that_says_no_settlement_is_answered_with_its_type() {
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), Global, policy).settle(|response| response.status == 401);",
+        &["expected `Settlement`, found `bool`"],
+        "RateLimitLayer::new(LocalStore::default(), Global, policy).settle(|response| match response.status.as_u16() {
+             401 => Settlement::Keep,
+             _ => Settlement::GiveBack,
+         });",
+    );
+}

@@ -422,3 +422,33 @@ async fn it_wakes_whoever_polled_last() {
     once.await;
     tokio::spawn(async move { service.ready().await.unwrap().call("").await.unwrap() }).await.unwrap();
 }
+
+#[derive(Clone, Default)]
+struct Problems(Arc<Mutex<Vec<String>>>);
+
+impl Observer for Problems {
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
+}
+
+/// A throttle does not know when a call has ended: it would never be free again.
+#[tokio::test(start_paused = true)]
+async fn what_counts_requests_in_flight_is_left_out_and_told() {
+    let rate = Policy::new("rate", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
+    let in_flight = Policy::in_flight("calls", 1).unwrap();
+    let both = Policies::new([rate, in_flight.clone()]).unwrap();
+    for (policies, took) in [(both, 200), (in_flight.into(), 0)] {
+        let problems = Problems::default();
+        let layer = ThrottleLayer::new(LocalStore::default(), KEY, policies).observer(problems.clone());
+        let mut service = layer.layer(service_fn(ok));
+        let start = Instant::now();
+        for _ in 0..3 {
+            service.ready().await.unwrap().call("").await.unwrap();
+        }
+        let elapsed = start.elapsed().as_millis();
+        assert!((took..took + 20).contains(&elapsed), "{elapsed} ms");
+        let problems = problems.0.lock().unwrap();
+        assert!(problems.len() == 1 && problems[0].contains("`CallLimitLayer`"), "{problems:?}");
+    }
+}

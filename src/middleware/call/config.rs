@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::BoxError;
-use crate::leases::{Hold, Lease};
+use crate::leases::{Lease, Leases};
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::middleware::asked::Asked;
 use crate::middleware::misconfiguration::Misconfiguration;
@@ -26,7 +26,7 @@ pub(super) struct Config<S, K, R> {
     pub(super) on_missing_key: OnMissingKey,
     pub(super) observer: Option<Arc<dyn Observer>>,
     /// What is in flight.
-    pub(super) leases: Arc<dyn Hold>,
+    pub(super) leases: Leases,
     /// One for all copies.
     pub(super) misconfiguration: Arc<Misconfiguration>,
 }
@@ -168,7 +168,7 @@ impl<S: Clone, K, R> Clone for Config<S, K, R> {
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,
             observer: self.observer.clone(),
-            leases: Arc::clone(&self.leases),
+            leases: self.leases.clone(),
             misconfiguration: Arc::clone(&self.misconfiguration),
         }
     }

@@ -1,6 +1,7 @@
 //! Until when a layer holds what a request has taken.
 
 mod body;
+mod layer;
 mod rule;
 
 use std::fmt;
@@ -10,11 +11,11 @@ use http::Response;
 use http::request::Parts;
 
 pub use body::TrackedBody;
-pub(super) use rule::Rule;
+use rule::Rule;
 
 use super::annotation::Annotation;
 use super::asked::Asked;
-use crate::leases::{Hold, Lease};
+use crate::leases::{Lease, Leases};
 use crate::limit::{Decision, Key, Policies};
 use crate::settle::{Account, Charge, Post, Settled};
 use crate::store::Error;
@@ -38,7 +39,7 @@ pub struct AsIs;
 pub struct UntilBodyEnd {
     rule: Arc<Rule>,
     post: Arc<dyn Post>,
-    leases: Arc<dyn Hold>,
+    leases: Leases,
 }
 
 /// Who has asked and when, for a request that passes, and what it holds while it runs.
@@ -66,7 +67,7 @@ pub(super) mod sealed {
         fn copy(&self) -> Self;
 
         /// Settles by these.
-        fn set_desk(&mut self, post: Arc<dyn Post>, leases: Arc<dyn Hold>);
+        fn set_desk(&mut self, post: Arc<dyn Post>, leases: Leases);
 
         /// What a request holds that the store is about to be asked about.
         fn hold(&self, key: Key, policies: &Policies) -> Self::Lease;
@@ -111,7 +112,7 @@ impl sealed::Ending for AsIs {
         Self
     }
 
-    fn set_desk(&mut self, _: Arc<dyn Post>, _: Arc<dyn Hold>) {}
+    fn set_desk(&mut self, _: Arc<dyn Post>, _: Leases) {}
 
     #[inline]
     fn hold(&self, _: Key, _: &Policies) {}
@@ -146,7 +147,7 @@ impl sealed::Ending for AsIs {
 }
 
 impl UntilBodyEnd {
-    pub(super) fn new(rule: Rule, (post, leases): (Arc<dyn Post>, Arc<dyn Hold>)) -> Self {
+    fn new(rule: Rule, (post, leases): (Arc<dyn Post>, Leases)) -> Self {
         Self { rule: Arc::new(rule), post, leases }
     }
 }
@@ -170,10 +171,10 @@ impl sealed::Ending for UntilBodyEnd {
     const SETTLES: bool = true;
 
     fn copy(&self) -> Self {
-        Self { rule: Arc::new(self.rule.as_ref().clone()), post: self.post.copy(), leases: self.leases.copy() }
+        Self { rule: Arc::new(self.rule.as_ref().clone()), post: self.post.copy(), leases: self.leases.clone() }
     }
 
-    fn set_desk(&mut self, post: Arc<dyn Post>, leases: Arc<dyn Hold>) {
+    fn set_desk(&mut self, post: Arc<dyn Post>, leases: Leases) {
         (self.post, self.leases) = (post, leases);
     }
 

@@ -7,15 +7,15 @@ use crate::settle::Settlement;
 
 /// What becomes of a request's cost, by the head of its response.
 #[derive(Clone)]
-pub(in crate::middleware) struct Rule(Option<Arc<Settle>>);
+pub(super) struct Rule(Option<Arc<Settle>>);
 
 type Settle = dyn Fn(&Parts) -> Settlement + Send + Sync;
 
 impl Rule {
     /// As the [`Charge`](crate::Charge) of the request says.
-    pub(in crate::middleware) const AT_END: Self = Self(None);
+    pub(super) const AT_END: Self = Self(None);
 
-    pub(in crate::middleware) fn new(settle: impl Fn(&Parts) -> Settlement + Send + Sync + 'static) -> Self {
+    pub(super) fn new(settle: impl Fn(&Parts) -> Settlement + Send + Sync + 'static) -> Self {
         Self(Some(Arc::new(settle)))
     }
 

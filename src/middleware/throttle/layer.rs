@@ -70,11 +70,22 @@ pub struct ThrottleLayer {
 impl ThrottleLayer {
     /// Takes permits from `store`, on the count of `key`, under the policies that `policies` gives: a
     /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::Live) ones, which count for whoever begins to
-    /// wait after they were replaced. Without any, every call goes on.
+    /// wait after they were replaced. Without any, every call goes on. Policies of requests
+    /// [in flight](crate::Policy::in_flight) are left out, and the observer is told that it is
+    /// [misconfigured](Observer::misconfigured): a throttle does not know when a call has ended.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let turns = Turns::new(store, Bounds::NONE);
         let policies = Selector::new(policies);
-        Self { settings: Settings { turns, key, policies, on_error: OnError::default(), observer: None } }
+        Self {
+            settings: Settings {
+                turns,
+                key,
+                policies,
+                on_error: OnError::default(),
+                observer: None,
+                misconfiguration: Arc::default(),
+            },
+        }
     }
 
     /// Sets what becomes of a wait that the store cannot decide: to go on waiting and to ask again ([`OnError::Reject`],

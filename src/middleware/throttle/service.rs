@@ -11,8 +11,9 @@ use tower_service::Service;
 
 use crate::limit::{Key, Policies};
 use crate::middleware::asked::Asked;
+use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
-use crate::middleware::{OnError, PolicySelector};
+use crate::middleware::{MissingKey, OnError, PolicySelector};
 use crate::store::Observer;
 use crate::turns::{Permit, Refusal, Turn, Turns, Wanted};
 
@@ -30,6 +31,7 @@ pub(super) struct Settings {
     pub(super) policies: Selector<()>,
     pub(super) on_error: OnError,
     pub(super) observer: Option<Arc<dyn Observer>>,
+    pub(super) misconfiguration: Arc<Misconfiguration>,
 }
 
 enum State {
@@ -44,9 +46,17 @@ enum State {
 /// How long to wait before a store that could not decide is asked again.
 const PAUSE: Duration = Duration::from_millis(250);
 
+const NEVER_ENDS: &str = "a policy counts requests in flight, which a `ThrottleLayer` does not: put that policy into a \
+                          `CallLimitLayer` or a `RateLimitLayer`";
+
 impl Settings {
+    /// Those that count what begins. Nobody says when it ends.
     fn policies(&self) -> Option<Policies> {
-        self.policies.policies(&(), Some(&self.key))
+        let policies = self.policies.policies(&(), Some(&self.key))?;
+        if policies.in_flight().is_some() {
+            self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
+        }
+        policies.without_in_flight().cloned()
     }
 
     fn line_up(&self) -> State {

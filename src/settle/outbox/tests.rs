@@ -8,10 +8,20 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::sleep;
 
 use super::*;
-use crate::limit::{Align, Key, Policies, Policy, Quota, Strategy};
+use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::{LocalStore, MockStore};
 
 type Reply = Result<Decision, Error>;
+
+impl<S: Store> Outbox<S> {
+    fn send(&self, check: Check) {
+        self.put(Mail::of_check(check, None));
+    }
+
+    fn send_then(&self, check: Check, then: impl FnOnce(Reply) + Send + 'static) {
+        self.put(Mail::of_check(check, Some(Box::new(then))));
+    }
+}
 
 /// Answers when the test says so, on any runtime.
 #[derive(Clone)]
@@ -110,8 +120,9 @@ fn a_store_that_answers_at_once_is_asked_at_once_without_a_runtime() {
 
 #[tokio::test(start_paused = true)]
 async fn what_comes_together_goes_together() {
+    const ALL: u32 = AT_ONCE as u32 + 44;
     let (outbox, mut asked, failures) = asking();
-    for cost in 1..=300 {
+    for cost in 1..=ALL {
         outbox.send(charge(cost));
     }
     let (first, answer) = asked.next().await;
@@ -120,9 +131,9 @@ async fn what_comes_together_goes_together() {
     let wave = asked.now();
     assert_eq!(wave.len(), AT_ONCE - 1, "no more are under way at once");
     answer.send(done(1)).unwrap();
-    assert_eq!(costs(wave), (2..=256).collect::<Vec<_>>());
+    assert_eq!(costs(wave), (2..=AT_ONCE as u32).collect::<Vec<_>>());
     sleep(GAP * 3).await;
-    assert_eq!(costs(asked.now()), (257..=300).collect::<Vec<_>>());
+    assert_eq!(costs(asked.now()), (AT_ONCE as u32 + 1..=ALL).collect::<Vec<_>>());
     idle(&outbox).await;
     assert_eq!(failures.0.load(Relaxed), 0);
     outbox.send(charge(7));

@@ -7,6 +7,7 @@ use http_body_util::BodyExt;
 use super::*;
 
 /// A service that streams what the test sends, and gives it the handles.
+#[expect(clippy::type_complexity, reason = "services have no short names")]
 fn streaming(
     layer: RateLimitLayer<LocalStore, Global, HttpReject, UntilBodyEnd>,
 ) -> (

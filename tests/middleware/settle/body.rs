@@ -5,10 +5,7 @@ use http_body_util::{BodyExt, Empty, Full};
 
 use super::*;
 
-async fn tracked<B: Send + 'static>(count: &Count, body: B) -> TrackedBody<B>
-where
-    B: From<String>,
-{
+async fn tracked<B: From<String> + Send + 'static>(count: &Count, body: B) -> TrackedBody<B> {
     let body = Arc::new(Mutex::new(Some(body)));
     let inner = move |_: Request<String>| {
         let response = Response::new(body.lock().unwrap().take().unwrap());

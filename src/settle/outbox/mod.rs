@@ -1,5 +1,9 @@
 //! Checks that nobody waits for: they are sent off the request path, many at once.
 
+mod sender;
+#[cfg(test)]
+mod tests;
+
 use std::collections::VecDeque;
 use std::fmt;
 use std::pin::Pin;
@@ -11,9 +15,9 @@ use tokio::runtime::{Handle, Id};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use self::sender::Sender;
 use super::mail::Mail;
-use super::sender::Sender;
-use crate::limit::{Check, Decision};
+use crate::limit::Decision;
 use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, instant, lock};
 
 /// Sends checks that nobody waits for, each once, and tells of those that it could not send. Clones share it.
@@ -83,7 +87,7 @@ pub(super) enum Next {
 /// How long a wave is gathered.
 const GAP: Duration = Duration::from_millis(2);
 /// How many checks are under way at once, so that live traffic is not held up.
-const AT_ONCE: usize = 256;
+const AT_ONCE: usize = 1_024;
 /// How much may wait.
 const CAPACITY: usize = 100_000;
 /// After how long something is tried again: at first, and at most.
@@ -117,18 +121,6 @@ impl<S: Store> Outbox<S> {
         };
         let (work, status, came) = (Mutex::new(work), AtomicU8::new(IDLE), Notify::new());
         Self { shared: Arc::new(Shared { store, observer, work, status, came }) }
-    }
-
-    /// Sends a check. Nobody needs to wait: this returns at once.
-    #[cfg(test)]
-    pub(crate) fn send(&self, check: Check) {
-        self.put(Mail::of_check(check, None));
-    }
-
-    /// Sends a check, and calls `then` with what came of it: on the sender's task, or before this returns, and without a
-    /// lock. If it was given up, the error says whether it is certain that it was [not sent](Error::is_unsent).
-    pub(crate) fn send_then(&self, check: Check, then: impl FnOnce(Result<Decision, Error>) + Send + 'static) {
-        self.put(Mail::of_check(check, Some(Box::new(then))));
     }
 }
 
@@ -340,6 +332,3 @@ impl<S: Store> fmt::Debug for Outbox<S> {
         f.debug_struct("Outbox").field("waiting", &(work.fresh.len() + work.again.len())).finish_non_exhaustive()
     }
 }
-
-#[cfg(test)]
-mod tests;

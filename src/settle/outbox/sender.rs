@@ -5,7 +5,7 @@ use std::task::Poll;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::outbox::{Flight, Next, Shared};
+use super::{Flight, Next, Shared};
 use crate::store::{Store, instant};
 
 /// The task that sends what waits in an [`Outbox`](super::Outbox), until there is nothing.
