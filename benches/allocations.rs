@@ -15,14 +15,19 @@
 
 #[path = "load/cases.rs"]
 mod cases;
+#[path = "load/cluster.rs"]
+mod cluster;
 #[path = "load/meter.rs"]
 mod meter;
+#[path = "../tests/cluster/nodes.rs"]
+mod nodes;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
 use std::env;
 
-use cases::{Case, What};
+use cases::{Case, Servers, What};
+use cluster::Sites;
 use meter::Amount;
 use support::RedisServer;
 use tokio::runtime;
@@ -33,22 +38,22 @@ const MORE: u64 = 40 * 1024;
 
 fn main() {
     let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
-    let server = RedisServer::start();
+    let servers = Servers { single: RedisServer::start(), sites: Sites::default() };
     for case in cases::named(&texts) {
         // Others do not run in this process, or make their own allocations beside those of a request.
         if !matches!(case.0, What::Get | What::Http(_)) {
-            let count = (count(case, &server, MORE) - count(case, &server, FEW)) / (MORE - FEW) as f64;
+            let count = (count(case, &servers, MORE) - count(case, &servers, FEW)) / (MORE - FEW) as f64;
             println!("{}: {count:.2}", case.full_name());
         }
     }
 }
 
 /// How many allocations so many requests take, and all around them.
-fn count(case: Case, server: &RedisServer, requests: u64) -> f64 {
+fn count(case: Case, servers: &Servers, requests: u64) -> f64 {
     // Allocations are counted by the thread.
     let runtime = runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let info = allocation_counter::measure(|| {
-        runtime.block_on(case.run(server, Amount::Count(requests)));
+        runtime.block_on(case.run(servers, Amount::Count(requests)));
     });
     info.count_total as f64
 }

@@ -1,6 +1,7 @@
 //! `cargo bench --bench faults`
 //!
-//! Runs every fault of `tests/faults` one after the other, with the same assertions, and prints them as a table.
+//! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints them as
+//! tables. `-- server` has only the first of them, and `-- cluster` only the second.
 
 #![allow(
     missing_docs,
@@ -12,40 +13,73 @@
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
 #![allow(unreachable_pub, reason = "shared with the tests")]
 
+#[path = "../tests/cluster/matrix.rs"]
+mod cluster;
 #[path = "../tests/faults/load.rs"]
 mod load;
 #[path = "../tests/faults/matrix.rs"]
 mod matrix;
+#[path = "../tests/cluster/nodes.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
+mod nodes;
 #[path = "../tests/faults/proxy.rs"]
 mod proxy;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
+use std::env;
 use std::time::Duration;
 
 fn main() {
-    println!(
-        "| Fault | Requests | Failed | Worst wait | Granted / allowed | Not answered | Settled | Recovery | p99 before | p99 once open |"
-    );
-    println!("|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|");
-    for (name, fault) in matrix::ROWS {
-        // One of its own for each row, so that no task of one is in the way of another.
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-        let row = runtime.block_on(async move { tokio::spawn(matrix::run(*fault)).await.expect(name) });
-        println!(
-            "| {name} | {} | {} | {} | {} / {} | {} | {} | {} | {} | {} |",
-            row.requests,
-            row.errors,
-            millis(Some(row.worst)),
-            row.granted,
-            row.allowed,
-            row.unanswered,
-            row.settled,
-            millis(row.recovery),
-            millis(row.healthy_p99),
-            millis(row.open_p99),
-        );
+    let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
+    let wants = |table: &str| texts.is_empty() || texts.iter().any(|text| text == table);
+    if wants("server") {
+        println!("{HEAD} |\n{LINE}|");
+        for (name, fault) in matrix::ROWS {
+            let row = run(name, matrix::run(*fault));
+            let cells = Cells {
+                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.settled],
+                times: [Some(row.worst), row.recovery, row.healthy_p99, row.open_p99],
+            };
+            println!("{} |", cells.line(name));
+        }
     }
+    if wants("cluster") {
+        println!("{HEAD} | Of other masters: by Redis, locally |\n{LINE}|--:|");
+        for (name, fault) in cluster::ROWS {
+            let row = run(name, cluster::run(*fault));
+            let cells = Cells {
+                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.settled],
+                times: [Some(row.worst), Some(row.recovery), row.healthy_p99, row.open_p99],
+            };
+            println!("{} | {}, {} |", cells.line(name), row.others.0, row.others.1);
+        }
+    }
+}
+
+const HEAD: &str = "| Fault | Requests | Failed | Worst wait | Granted / allowed | Not answered | Settled | Recovery | p99 before | p99 once open";
+const LINE: &str = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:";
+
+/// What both tables have of a row.
+struct Cells {
+    counts: [u64; 6],
+    times: [Option<Duration>; 4],
+}
+
+impl Cells {
+    fn line(&self, name: &str) -> String {
+        let [requests, errors, granted, allowed, unanswered, settled] = self.counts;
+        let [worst, recovery, before, open] = self.times.map(millis);
+        format!(
+            "| {name} | {requests} | {errors} | {worst} | {granted} / {allowed} | {unanswered} | {settled} | {recovery} | {before} | {open}"
+        )
+    }
+}
+
+/// On a runtime of its own, so that no task of one row is in the way of another.
+fn run<T: Send + 'static>(name: &str, row: impl Future<Output = T> + Send + 'static) -> T {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async move { tokio::spawn(row).await }).expect(name)
 }
 
 fn millis(time: Option<Duration>) -> String {

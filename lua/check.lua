@@ -46,18 +46,23 @@ for i = 1, plan_count do
   for place = 0, count - 1 do
     plan[place + 1] = policies[(decode(NUMBER, text, PLAN_LENGTH + NUMBER_LENGTH * place + 1))]
   end
-  if #plan == 1 and plan.remember == 0 then
-    local counts_requests = plan[1].counts_requests
-    plan.is_take = mode == TAKE
-    plan.tells = counts_requests and (mode == GIVE_BACK or mode == RENEW or mode == HOLD)
-    if plan.is_take and counts_requests then
+  plan.is_take = mode == TAKE and remember == 0 and #plan == 1
+  if #plan == 1 and plan[1].counts_requests then
+    plan.tells = plan.remember == 0 and (mode == GIVE_BACK or mode == RENEW or mode == HOLD)
+    if plan.is_take then
       plan.cost = 1
     end
   end
   plans[i], only_runs = plan, only_runs and (plan.is_take or plan.tells)
 end
 
-local reply, replied, key_at = {}, 0, 0
+-- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
+local reply = {
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+}
+local replied, key_at = 0, 0
 
 -- Why Redis refused to read or to write, as a number below 0. The words are those of the versions from 6.2 on.
 local function problem(err)

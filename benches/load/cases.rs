@@ -21,6 +21,7 @@ use tower_governor::governor::GovernorConfigBuilder;
 use tower_governor::key_extractor::PeerIpKeyExtractor;
 use tower_redis_ratelimit::{LocalStore, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Store, Strategy, redis};
 
+use crate::cluster::{Side, Sites};
 use crate::meter::{Amount, Measure, load};
 use crate::support::{self, RedisServer};
 
@@ -51,6 +52,14 @@ pub enum What {
     Governor(Load),
     /// An axum service over HTTP, under some layer.
     Http(Layers),
+    /// A cluster, or what it is compared with.
+    Beside(Side),
+}
+
+/// The servers of a run.
+pub struct Servers {
+    pub single: RedisServer,
+    pub sites: Sites,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -99,6 +108,7 @@ fn all() -> Vec<Case> {
     cases.push(Case(What::Multiplexed(HOURLY), 256));
     cases.extend(support::STRATEGIES.map(|strategy| Case(What::Redis(Load::Hourly(strategy)), 256)));
     cases.extend([Layers::Limited, Layers::Idle, Layers::None].map(|layers| Case(What::Http(layers), 64)));
+    cases.extend(Side::ALL.map(|side| Case(What::Beside(side), 256)));
     cases
 }
 
@@ -132,10 +142,12 @@ impl Case {
             What::Http(Layers::Limited) => "axum over HTTP with LocalStore".to_owned(),
             What::Http(Layers::Idle) => "axum over HTTP with a layer that does nothing".to_owned(),
             What::Http(Layers::None) => "axum over HTTP without a layer".to_owned(),
+            What::Beside(side) => side.name(),
         }
     }
 
-    pub async fn run(&self, server: &RedisServer, amount: Amount) -> Measure {
+    pub async fn run(&self, servers: &Servers, amount: Amount) -> Measure {
+        let server = &servers.single;
         let _: String = server.command("FLUSHALL").await;
         let Self(what, tasks) = *self;
         match what {
@@ -147,7 +159,7 @@ impl Case {
                     async move { one_by_one(&mut connection, what, caller).await }
                 };
                 what.hold(server, count).await;
-                load(server, tasks, amount, |mut meter| {
+                load(&[server], tasks, amount, |mut meter| {
                     let mut connection = connection.clone();
                     async move {
                         while meter.next() {
@@ -161,7 +173,7 @@ impl Case {
             }
             What::Pool(what) => {
                 let pool = pool(server).await;
-                load(server, tasks, amount, |mut meter| {
+                load(&[server], tasks, amount, |mut meter| {
                     let pool = pool.clone();
                     async move {
                         while meter.next() {
@@ -176,20 +188,20 @@ impl Case {
             }
             What::Redis(load) => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
-                let service = layer(store, load).layer(service_fn(inner));
+                let service = limited(store, load);
                 load.hold(server, |caller| request(service.clone(), caller)).await;
-                serve(server, service, load, tasks, amount).await
+                serve(&[server], service, load, tasks, amount).await
             }
             What::InFlight => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
                 let layer = RateLimitLayer::new(store, PeerIp, Policy::in_flight("api", 100).unwrap());
-                serve(server, layer.until_body_end().layer(service_fn(inner)), Load::Many, tasks, amount).await
+                let service = layer.until_body_end().layer(service_fn(inner));
+                serve(&[server], service, Load::Many, tasks, amount).await
             }
-            What::Local(load) => {
-                serve(server, layer(LocalStore::default(), load).layer(service_fn(inner)), load, tasks, amount).await
-            }
+            What::Local(load) => serve(&[server], limited(LocalStore::default(), load), load, tasks, amount).await,
             What::Governor(load) => governor(server, load, tasks, amount).await,
             What::Http(layers) => http(server, layers, tasks, amount).await,
+            What::Beside(side) => side.run(&servers.sites, tasks, amount).await,
         }
     }
 }
@@ -212,7 +224,7 @@ impl Load {
         }
     }
 
-    fn callers(self) -> u32 {
+    pub fn callers(self) -> u32 {
         match self {
             Self::Many | Self::Hourly(_) => MANY,
             Self::Granted | Self::Denied => 1,
@@ -235,6 +247,14 @@ fn layer<S: Store>(store: S, load: Load) -> RateLimitLayer<S, PeerIp> {
     RateLimitLayer::new(store, PeerIp, Policy::new("api", load.strategy(), load.quota()).unwrap())
 }
 
+/// A service that does nothing, under a limit.
+pub fn limited<S: Store>(
+    store: S,
+    load: Load,
+) -> impl Service<Request<()>, Response = Response<Body>, Error = Infallible, Future: Send> + Clone + Send + 'static {
+    layer(store, load).layer(service_fn(inner))
+}
+
 /// With header fields, as ours has.
 async fn governor(server: &RedisServer, load: Load, tasks: u64, amount: Amount) -> Measure {
     let quota = load.quota();
@@ -242,7 +262,7 @@ async fn governor(server: &RedisServer, load: Load, tasks: u64, amount: Amount) 
     let config = config.period(quota.period() / quota.limit()).burst_size(quota.capacity());
     let config = config.key_extractor(PeerIpKeyExtractor).use_headers().finish();
     let layer = GovernorLayer::new(config.unwrap());
-    serve(server, layer.layer(service_fn(inner)), load, tasks, amount).await
+    serve(&[server], layer.layer(service_fn(inner)), load, tasks, amount).await
 }
 
 async fn inner(_: Request<()>) -> Result<Response<Body>, Infallible> {
@@ -250,11 +270,11 @@ async fn inner(_: Request<()>) -> Result<Response<Body>, Infallible> {
 }
 
 /// Through a whole middleware.
-async fn serve<S, B>(server: &RedisServer, service: S, what: Load, tasks: u64, amount: Amount) -> Measure
+pub async fn serve<S, B>(servers: &[&RedisServer], service: S, what: Load, tasks: u64, amount: Amount) -> Measure
 where
     S: Service<Request<()>, Response = Response<B>, Error = Infallible, Future: Send> + Clone + Send + 'static,
 {
-    load(server, tasks, amount, |mut meter| {
+    load(servers, tasks, amount, |mut meter| {
         let mut service = service.clone();
         async move {
             while meter.next() {
@@ -279,7 +299,7 @@ where
     service.ready().await.unwrap().call(request).await.unwrap();
 }
 
-fn address(caller: u32) -> Ipv4Addr {
+pub fn address(caller: u32) -> Ipv4Addr {
     Ipv4Addr::from_bits(0x0a00_0000 + caller)
 }
 
@@ -297,7 +317,7 @@ end
 redis.call('SET', KEYS[1], string.format('%.0f', new), 'PX', math.ceil((new - now) / 1000))
 return {1, math.floor(-ahead / interval), 0, new - now}";
 
-async fn one_by_one(connection: &mut MultiplexedConnection, load: Load, caller: u32) {
+pub async fn one_by_one(connection: &mut MultiplexedConnection, load: Load, caller: u32) {
     static SCRIPT: LazyLock<redis::Script> = LazyLock::new(|| redis::Script::new(ONE_BY_ONE));
     let mut call = SCRIPT.prepare_invoke();
     let _: Vec<i64> = call
@@ -342,7 +362,7 @@ async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) 
     let address = listener.local_addr().unwrap();
     let service = app.into_make_service_with_connect_info::<SocketAddr>();
     let serving = tokio::spawn(async move { axum::serve(listener, service).await });
-    let measure = load(server, tasks, amount, |mut meter| async move {
+    let measure = load(&[server], tasks, amount, |mut meter| async move {
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream.set_nodelay(true).unwrap();
         let mut response = vec![0; 4096];

@@ -3,7 +3,8 @@
 //! Decisions per second through the whole middleware, beside what others do with the same Redis, in one run: rounds of
 //! all cases in turn, medians, ratios first. Client and server share the machine.
 //!
-//! `-- TEXT...` runs only the cases whose name has one of the texts; `-- --save` also writes the tables into
+//! `-- TEXT...` runs only the cases whose name has one of the texts: `-- cluster` those on a cluster, and what they are
+//! compared with. `-- --save` also writes the tables into
 //! `docs/performance.md` and draws `docs/throughput.svg`.
 
 #![allow(
@@ -17,7 +18,10 @@
 #![allow(unreachable_pub, dead_code, reason = "shared with another benchmark")]
 
 mod cases;
+mod cluster;
 mod meter;
+#[path = "../../tests/cluster/nodes.rs"]
+mod nodes;
 mod report;
 #[path = "../../tests/support/mod.rs"]
 mod support;
@@ -27,7 +31,8 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::{env, fs};
 
-use cases::Case;
+use cases::{Case, Servers};
+use cluster::Sites;
 use meter::{Amount, Measure};
 use report::Report;
 use support::RedisServer;
@@ -42,12 +47,12 @@ fn main() {
 
     let cases = cases::named(&texts);
     let allocations = allocations(&cases, &texts);
-    let server = Arc::new(RedisServer::start());
+    let servers = Arc::new(Servers { single: RedisServer::start(), sites: Sites::default() });
     let mut measures = vec![vec![]; cases.len()];
     for round in 1..=ROUNDS {
         eprintln!("round {round} of {ROUNDS}");
         for (case, measures) in cases.iter().zip(&mut measures) {
-            measures.push(run(*case, &server));
+            measures.push(run(*case, &servers));
         }
     }
     let report = Report { cases, measures, allocations };
@@ -63,10 +68,10 @@ fn main() {
 }
 
 /// On a runtime of its own, so that no task of one is in the way of another.
-fn run(case: Case, server: &Arc<RedisServer>) -> Measure {
+fn run(case: Case, servers: &Arc<Servers>) -> Measure {
     let runtime = runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    let server = Arc::clone(server);
-    runtime.block_on(async move { tokio::spawn(async move { case.run(&server, Amount::Time).await }).await.unwrap() })
+    let servers = Arc::clone(servers);
+    runtime.block_on(async move { tokio::spawn(async move { case.run(&servers, Amount::Time).await }).await.unwrap() })
 }
 
 /// How many allocations a request takes: counted by a process of its own, since counting takes time.

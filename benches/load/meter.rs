@@ -25,6 +25,8 @@ pub struct Measure {
     pub server: f64,
     /// Decisions for each script call.
     pub batch: f64,
+    /// Decisions each time that a server has read from a connection.
+    pub read: f64,
 }
 
 /// How much a case is asked for.
@@ -68,22 +70,22 @@ impl Meter {
     }
 }
 
-/// Runs so many tasks.
-pub async fn load<F>(server: &RedisServer, tasks: u64, amount: Amount, task: impl Fn(Meter) -> F) -> Measure
+/// Runs so many tasks, which have these servers decide.
+pub async fn load<F>(servers: &[&RedisServer], tasks: u64, amount: Amount, task: impl Fn(Meter) -> F) -> Measure
 where
     F: Future<Output = Meter> + Send + 'static,
 {
     if let Amount::Time = amount {
         run(tasks, 0, WARM, u64::MAX, &task).await;
     }
-    let (cpu, calls) = (processor(server).await, server.calls("evalsha").await);
+    let before = Used::by(servers).await;
     let start = Instant::now();
     let meters = match amount {
         Amount::Time => run(tasks, tasks, TIME, u64::MAX, &task).await,
         Amount::Count(count) => run(tasks, tasks, Duration::from_secs(60), count.div_ceil(tasks), &task).await,
     };
     let elapsed = start.elapsed().as_secs_f64();
-    let (cpu, calls) = (processor(server).await - cpu, server.calls("evalsha").await - calls);
+    let after = Used::by(servers).await;
 
     let count = meters.iter().map(|meter| meter.count).sum::<u64>() as f64;
     let mut times: Vec<u64> = meters.into_iter().flat_map(|meter| meter.times).collect();
@@ -93,9 +95,14 @@ where
         per_second: count / elapsed,
         p50: quantile(0.5),
         p99: quantile(0.99),
-        server: cpu / count,
-        batch: if calls == 0 { 0.0 } else { count / calls as f64 },
+        server: (after.processor - before.processor) / count,
+        batch: count_by(count, after.calls - before.calls),
+        read: count_by(count, after.reads - before.reads),
     }
+}
+
+fn count_by(count: f64, times: u64) -> f64 {
+    if times == 0 { 0.0 } else { count / times as f64 }
 }
 
 /// Tasks of other seeds ask for other callers.
@@ -111,11 +118,29 @@ where
     meters.into_iter().map(Result::unwrap).collect()
 }
 
-/// Microseconds of processor that the server has used.
-async fn processor(server: &RedisServer) -> f64 {
-    let info: String = server.command("INFO cpu").await;
-    let of = |field: &str| -> f64 {
-        info.lines().find_map(|line| line.strip_prefix(field)).expect(field).trim().parse().expect("seconds")
-    };
-    (of("used_cpu_user:") + of("used_cpu_sys:")) * 1e6
+/// What servers have done since they were started, all together.
+#[derive(Default)]
+struct Used {
+    /// In microseconds.
+    processor: f64,
+    /// Script calls.
+    calls: u64,
+    /// Reads from connections.
+    reads: u64,
+}
+
+impl Used {
+    async fn by(servers: &[&RedisServer]) -> Self {
+        let mut used = Self::default();
+        for server in servers {
+            let info: String = server.command("INFO cpu").await;
+            let of = |field: &str| -> f64 {
+                info.lines().find_map(|line| line.strip_prefix(field)).expect(field).trim().parse().expect("seconds")
+            };
+            used.processor += (of("used_cpu_user:") + of("used_cpu_sys:")) * 1e6;
+            used.calls += server.calls("evalsha").await;
+            used.reads += server.info("stats", "total_reads_processed").await;
+        }
+        used
+    }
 }

@@ -3,6 +3,7 @@
 use std::fmt::Write as _;
 
 use crate::cases::{CONCURRENCY, Case, HOURLY, Layers, Load, What};
+use crate::cluster::{Side, Who};
 use crate::meter::Measure;
 
 /// All that was measured.
@@ -74,6 +75,23 @@ impl Report {
         let governor = self.ratio(local, Case(What::Governor(HOURLY), 64), throughput);
         row("`LocalStore`, of `tower_governor`", governor, " x", "1 x");
         let [limited, idle, none] = [Layers::Limited, Layers::Idle, Layers::None].map(|l| Case(What::Http(l), 64));
+        for (with, replicas) in [("", false), (", all with replicas", true)] {
+            let side = |who| Case(What::Beside(Side { who, replicas }), 256);
+            let [one, cluster, single_calls] = [Who::Single, Who::Cluster, Who::OneByOne].map(side);
+            row(
+                &format!("3 masters{with}: Redis's processor for a decision, of one server's"),
+                self.ratio(cluster, one, |m| m.server),
+                " x",
+                "at most 1.3 x",
+            );
+            row(&format!("3 masters{with}: checks a script call"), self.median(cluster, |m| m.batch), "", "8");
+            row(
+                &format!("3 masters{with}: of a script call each, pipelined"),
+                self.ratio(cluster, single_calls, throughput),
+                " x",
+                "2 x",
+            );
+        }
         row("axum over HTTP with the layer, of without", self.ratio(limited, none, throughput), " x", "0.97 x");
         row("the same, of with a layer that does nothing", self.ratio(limited, idle, throughput), " x", "");
         text
@@ -81,16 +99,16 @@ impl Report {
 
     pub fn table(&self) -> String {
         let mut text = String::from(
-            "| case | at a time | of GET | decisions/s | p50 us | p99 us | Redis us | checks a call | allocations |\n\
-             |---|--:|--:|--:|--:|--:|--:|--:|--:|\n",
+            "| case | at a time | of GET | decisions/s | p50 us | p99 us | Redis us | checks a call | checks a read | allocations |\n\
+             |---|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n",
         );
         for (case, allocations) in self.cases.iter().zip(&self.allocations) {
             let value = |value: fn(&Measure) -> f64| self.median(*case, value).unwrap_or_default();
             let or_dash = |value: f64, text: String| if value > 0.005 { text } else { "-".to_owned() };
-            let (server, batch) = (value(|m| m.server), value(|m| m.batch));
+            let (server, batch, read) = (value(|m| m.server), value(|m| m.batch), value(|m| m.read));
             let _ = writeln!(
                 text,
-                "| {} | {} | {} | {:.0} | {:.1} | {:.1} | {} | {} | {} |",
+                "| {} | {} | {} | {:.0} | {:.1} | {:.1} | {} | {} | {} | {} |",
                 case.name(),
                 case.1,
                 self.ratio(*case, GET, throughput).map_or("-".to_owned(), |ratio| format!("{ratio:.2}")),
@@ -99,6 +117,7 @@ impl Report {
                 value(|m| m.p99),
                 or_dash(server.min(batch), format!("{server:.2}")),
                 or_dash(batch, format!("{batch:.1}")),
+                or_dash(read.min(batch), format!("{read:.1}")),
                 allocations.map_or("-".to_owned(), |count| format!("{count:.1}")),
             );
         }

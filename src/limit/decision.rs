@@ -185,6 +185,10 @@ impl Decision {
     /// counted in a window that has ended, is not given back again. So `age` counts from before the check was asked, and
     /// up to when this one is. Greater than it is, it is safe: less is given back.
     ///
+    /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
+    /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
+    /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
+    ///
     /// A policy of requests [in flight](crate::Strategy::InFlight) gets nothing back: that counts a request until it ends.
     ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::Quota;
@@ -98,7 +99,7 @@ pub enum ConfigError {
     Ipv6Prefix(u8),
     /// A Redis URL that cannot be read. The URL itself is left out, since it may hold a password.
     RedisUrl(String),
-    /// A Redis URL that asks for TLS, in a build without it.
+    /// A Redis URL that asks for TLS, or settings for it, in a build without it.
     NoTls,
     /// Certificates, or what goes with them, that cannot be used.
     Certificate {
@@ -106,6 +107,22 @@ pub enum ConfigError {
         what: &'static str,
         /// What is wrong with it.
         problem: String,
+    },
+    /// A file that settings name, and that cannot be read.
+    File {
+        /// The setting.
+        setting: &'static str,
+        /// What it names.
+        path: PathBuf,
+        /// Why it cannot be read.
+        problem: String,
+    },
+    /// A setting without the one that goes with it.
+    Unpaired {
+        /// The one that is set.
+        setting: &'static str,
+        /// The one that is not.
+        without: &'static str,
     },
     /// A name that no server's certificate can have.
     ServerName(String),
@@ -210,11 +227,16 @@ impl fmt::Display for ConfigError {
                 write!(f, "the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`")
             }
             Self::NoTls => f.write_str(
-                "the Redis URL asks for TLS, which is not built in: turn on the feature `tls` of tower-redis-ratelimit",
+                "TLS is asked for, and is not built in: turn on the feature `tls` of tower-redis-ratelimit",
             ),
             Self::Certificate { what, problem } => {
                 write!(f, "the {what} cannot be used: {problem}; give it in PEM, which begins with `-----BEGIN`")
             }
+            Self::File { setting, path, problem } => write!(
+                f,
+                "the file {path:?} of `{setting}` cannot be read: {problem}; write the path of a file that this process may read"
+            ),
+            Self::Unpaired { setting, without } => write!(f, "`{setting}` is set without `{without}`: set both or neither"),
             Self::ServerName(name) => {
                 write!(f, "{name:?} is no server's name: write one such as `redis.example`, or an IP address")
             }
@@ -280,6 +302,8 @@ mod tests {
             Ipv6Prefix(0),
             RedisUrl(name()),
             NoTls,
+            File { setting: "client_key", path: name().into(), problem: "there is none".to_owned() },
+            Unpaired { setting: "client_key", without: "client_certificate" },
             NoCluster(name()),
             TooManyBuckets(2_000),
             Buckets { ours: 32, theirs: 64, prefix: name() },

@@ -270,7 +270,10 @@ impl Eq for Policies {}
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::limit::{Check, Key, Source, Verdict};
 
     fn policy(name: &str, limit: u32) -> Policy {
         Policy::new(name, Strategy::Gcra, Quota::per_second(limit)).unwrap()
@@ -307,6 +310,19 @@ mod tests {
         assert!(part(4).is(&part(4)));
         assert_eq!(part(4).as_slice()[0].quota().capacity(), 25);
         assert_eq!(part(5).as_slice()[0].quota().capacity(), 20);
+    }
+
+    /// So that a decision on a part gives back under what the caller was asked about.
+    #[test]
+    fn a_part_knows_its_whole() {
+        let list = Policies::new([policy("one", 100), policy("two", 7)]).unwrap();
+        let part = list.share(NonZeroU32::new(4).unwrap());
+        assert!(!part.is(&list) && part.whole().is(&list) && list.whole().is(&list));
+        let second = Duration::from_secs(1);
+        let take = Check::take(Key::GLOBAL, &part, 1);
+        let decision = take.decided(Source::Local, 1, |_| Verdict::allowed().with_reset_after(second));
+        let back = decision.give_back(Key::GLOBAL, 1, Duration::ZERO).next();
+        assert!(back.is_some_and(|back| back.policies().is(&list)));
     }
 
     #[test]

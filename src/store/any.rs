@@ -53,9 +53,11 @@ impl AnyStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for settings that [`RedisStore::connect_lazy`] refuses,
-    /// that need a URL and have none, or that give a fallback a deadline of 0; [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) for
-    /// [`ShareConfig::Alive`](crate::ShareConfig::Alive) outside of a tokio runtime.
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for settings that
+    /// [`RedisStoreBuilder::connect_lazy`](crate::RedisStoreBuilder::connect_lazy) refuses, that need a URL and have none, that
+    /// name files of certificates which cannot be read, or that give a fallback a deadline of 0;
+    /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) for [`ShareConfig::Alive`](crate::ShareConfig::Alive) outside of a
+    /// tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, Error> {
         config.store()
     }

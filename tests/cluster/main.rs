@@ -7,13 +7,15 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-mod faults;
 mod in_flight;
 #[path = "../support/in_flight.rs"]
 mod in_flight_load;
 #[path = "../faults/load.rs"]
 #[allow(dead_code, reason = "the faults of a single server use more of it")]
 mod load;
+#[macro_use]
+mod matrix;
+mod faults;
 mod moves;
 mod nodes;
 #[path = "../faults/proxy.rs"]

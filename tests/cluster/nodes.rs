@@ -20,8 +20,9 @@ pub struct Node {
 }
 
 impl Node {
-    async fn start(number: usize) -> Self {
-        let server = RedisServer::start_with(&[
+    /// `known_as` is the port that it tells others, by its own.
+    async fn start(number: usize, known_as: impl Fn(u16) -> u16) -> Self {
+        let mut server = RedisServer::start_with(&[
             "--cluster-enabled",
             "yes",
             "--cluster-node-timeout",
@@ -34,6 +35,12 @@ impl Node {
             "--repl-diskless-sync-delay",
             "0",
         ]);
+        let port = known_as(server.port());
+        if port != server.port() {
+            // Redis 6.2 takes it at the start only.
+            server.kill();
+            server.restart_with(&["--cluster-announce-port", &port.to_string()]);
+        }
         let id = server.command("CLUSTER MYID").await;
         let _: String = server.command(&format!("CLUSTER SET-CONFIG-EPOCH {}", number + 1)).await;
         Self { server, id }
@@ -53,8 +60,13 @@ impl Node {
 impl Cluster {
     /// Three masters, with a replica each if these are needed.
     pub async fn start(with_replicas: bool) -> Self {
+        Self::start_known_as(with_replicas, |port| port).await
+    }
+
+    /// As [`start`](Self::start), of nodes that tell others another port than their own: that of a proxy.
+    pub async fn start_known_as(with_replicas: bool, known_as: impl Fn(u16) -> u16) -> Self {
         let count = if with_replicas { 2 * MASTERS } else { MASTERS };
-        let nodes = join_all((0..count).map(Node::start)).await;
+        let nodes = join_all((0..count).map(|number| Node::start(number, &known_as))).await;
         for (i, node) in nodes.iter().enumerate().take(MASTERS) {
             // One by one: Redis 6.2 knows no ranges.
             let slots: Vec<String> =
@@ -117,7 +129,7 @@ impl Cluster {
 
     /// One more master, without slots.
     pub async fn add(&mut self) -> usize {
-        let node = Node::start(self.nodes.len()).await;
+        let node = Node::start(self.nodes.len(), |port| port).await;
         self.meet(&node).await;
         self.nodes.push(node);
         self.know_each_other().await;

@@ -13,7 +13,8 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
 }
 
 const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `buckets`, `denials`, `deadline`, \
-                      `failures`, `share`, `local_keys`, `url`";
+                      `failures`, `share`, `local_keys`, `url`, `root_certificates`, `client_certificate`, `client_key`, \
+                      `server_name`";
 
 #[test]
 fn of_a_store() {
@@ -50,6 +51,7 @@ fn of_a_store() {
         ),
         (json!({ "prefix": 1 }), "invalid type: integer `1`, expected text as `prefix`"),
         (json!({ "url": ["hunter2"] }), "invalid type: sequence, expected a string"),
+        (json!({ "client_key": 1 }), "invalid type: integer `1`, expected path string"),
     ] {
         assert_eq!(error::<StoreConfig>(&value), text);
     }

@@ -28,6 +28,10 @@ fn expected() -> Service {
     let mut store = StoreConfig::default();
     store.kind = StoreKind::Fallback;
     store.url = Some("redis://:hunter2@10.0.0.7/".to_owned());
+    store.root_certificates = Some("/etc/shop/ca.pem".into());
+    store.client_certificate = Some("/etc/shop/client.pem".into());
+    store.client_key = Some("/etc/shop/client.key".into());
+    store.server_name = Some("redis.internal".to_owned());
     store.prefix = "shop".to_owned();
     store.connections = NonZeroUsize::new(4).unwrap();
     store.timeout = Duration::from_secs(2);
@@ -55,6 +59,10 @@ fn toml() {
         [store]
         kind = "fallback"
         url = "redis://:hunter2@10.0.0.7/"
+        root_certificates = "/etc/shop/ca.pem"
+        client_certificate = "/etc/shop/client.pem"
+        client_key = "/etc/shop/client.key"
+        server_name = "redis.internal"
         prefix = "shop"
         connections = 4
         timeout = "2s"
@@ -88,6 +96,10 @@ fn yaml() {
         store:
           kind: fallback
           url: redis://:hunter2@10.0.0.7/
+          root_certificates: /etc/shop/ca.pem
+          client_certificate: /etc/shop/client.pem
+          client_key: /etc/shop/client.key
+          server_name: redis.internal
           prefix: shop
           connections: "4"
           timeout: 2s
@@ -114,7 +126,8 @@ fn json() {
         "store": {
             "kind": "fallback", "url": "redis://:hunter2@10.0.0.7/", "prefix": "shop", "connections": 4, "timeout": "2s",
             "queue": 50000, "batch": 64, "buckets": 256, "denials": 0, "deadline": "50ms", "failures": 5, "share": 3,
-            "local_keys": 1000000
+            "local_keys": 1000000, "root_certificates": "/etc/shop/ca.pem", "client_certificate": "/etc/shop/client.pem",
+            "client_key": "/etc/shop/client.key", "server_name": "redis.internal"
         },
         "policies": [
             { "name": "burst", "strategy": "gcra", "quota": "100/s burst 200" },
@@ -140,6 +153,10 @@ fn environment_variables() {
         ("APP_ON_ERROR", "allow"),
         ("APP_STORE__KIND", "fallback"),
         ("APP_STORE__URL", "redis://:hunter2@10.0.0.7/"),
+        ("APP_STORE__ROOT_CERTIFICATES", "/etc/shop/ca.pem"),
+        ("APP_STORE__CLIENT_CERTIFICATE", "/etc/shop/client.pem"),
+        ("APP_STORE__CLIENT_KEY", "/etc/shop/client.key"),
+        ("APP_STORE__SERVER_NAME", "redis.internal"),
         ("APP_STORE__PREFIX", "shop"),
         ("APP_STORE__CONNECTIONS", "4"),
         ("APP_STORE__TIMEOUT", "2s"),

@@ -74,14 +74,20 @@ fn stores() -> impl Generate<Value = StoreConfig> {
     let kind = select(&[StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local][..]);
     let instances = || (1u32..).prop_filter_map("not zero", NonZeroU32::new);
     let share = prop_oneof![Just(ShareConfig::Alive), instances().prop_map(ShareConfig::Fixed)];
-    let text = (option::of("\\PC{0,20}"), "\\PC{0,20}");
+    let optional = || option::of("\\PC{0,20}");
+    let text = (optional(), "\\PC{0,20}", [optional(), optional(), optional(), optional()]);
     let sizes = (size(), size(), size(), size(), size(), 0..=i64::MAX as usize);
     (kind, text, sizes, time(), time(), instances(), share).prop_map(
-        |(kind, (url, prefix), sizes, timeout, deadline, failures, share)| {
+        |(kind, (url, prefix, tls), sizes, timeout, deadline, failures, share)| {
             let mut store = StoreConfig::default();
             (store.kind, store.url, store.prefix, store.share) = (kind, url, prefix, share);
             (store.connections, store.queue, store.batch, store.buckets, store.local_keys, store.denials) = sizes;
             (store.timeout, store.deadline, store.failures) = (timeout, deadline, failures);
+            let [root_certificates, client_certificate, client_key, server_name] = tls;
+            store.root_certificates = root_certificates.map(Into::into);
+            store.client_certificate = client_certificate.map(Into::into);
+            store.client_key = client_key.map(Into::into);
+            store.server_name = server_name;
             store
         },
     )
@@ -237,7 +243,7 @@ connections = 2
 timeout = "250ms"
 queue = 10000
 batch = 128
-buckets = 16
+buckets = 12
 denials = 10000
 deadline = "100ms"
 failures = 3

@@ -138,8 +138,12 @@ impl Instance {
 
     /// Whether every caller of this kind was denied by this source.
     pub fn has_denied(&self, kind: Kind, source: Source) -> bool {
-        let denied = CALLERS.iter().zip(&self.denied[usize::from(source == Source::Local)]);
-        denied.filter(|((_, of), _)| *of == kind).all(|(_, denied)| denied.load(SeqCst))
+        (0..CALLERS.len()).filter(|caller| CALLERS[*caller].1 == kind).all(|caller| self.denies(caller, source))
+    }
+
+    /// Whether a caller was denied by this source.
+    pub fn denies(&self, caller: usize, source: Source) -> bool {
+        self.denied[usize::from(source == Source::Local)][caller].load(SeqCst)
     }
 }
 

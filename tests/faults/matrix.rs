@@ -17,7 +17,7 @@ const FAULT: Duration = Duration::from_millis(700);
 /// What a busy machine may add to a wait, beside a stall.
 const SLACK: Duration = Duration::from_millis(900);
 
-/// The promise is two seconds, and the table shows what it takes; this is for a busy machine.
+/// The promise is a second, and the table shows what it takes; this is for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(10);
 /// What a stall may add to it: a probe that fails, the longest wait for the next one, and the wait for the others.
 const ATTEMPT: Duration = Duration::from_millis(1_500);

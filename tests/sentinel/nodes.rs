@@ -16,6 +16,10 @@ use crate::support::{RedisServer, free_port, until};
 
 pub const NAME: &str = "mymaster";
 
+/// In milliseconds. A sentinel that has lost a server tries to reach it once a second, and the one that takes over not sooner
+/// than that: with less than this it takes the new master for dead too, and fails over again.
+const DOWN_AFTER: u32 = 2_000;
+
 /// A real sentinel.
 pub struct Sentinel {
     child: Child,
@@ -31,7 +35,7 @@ impl Sentinel {
             let (path, file) = (dir.path().display(), dir.path().join("sentinel.conf"));
             let text = format!(
                 "port {port}\nbind 127.0.0.1\ndir {path}\nsentinel monitor {NAME} 127.0.0.1 {master} {quorum}\n\
-                 sentinel down-after-milliseconds {NAME} 500\nsentinel failover-timeout {NAME} 1000\n\
+                 sentinel down-after-milliseconds {NAME} {DOWN_AFTER}\nsentinel failover-timeout {NAME} 3000\n\
                  sentinel parallel-syncs {NAME} 2\n{more}"
             );
             fs::write(&file, text).unwrap();

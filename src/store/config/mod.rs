@@ -1,3 +1,4 @@
+mod certificates;
 #[cfg(feature = "serde")]
 mod formats;
 mod kind;
@@ -7,6 +8,7 @@ mod tests;
 use std::env::{self, VarError};
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
+use std::path::PathBuf;
 use std::time::Duration;
 
 pub use kind::{ShareConfig, StoreKind};
@@ -83,6 +85,18 @@ pub struct StoreConfig {
     pub kind: StoreKind,
     /// The URL of Redis, as [`RedisStore::connect`] takes it. Defaults to none.
     pub url: Option<String>,
+    /// A file with the certificates of the authorities to trust, and no others, in PEM. Defaults to none: those that this
+    /// machine trusts, or with the feature `tls-webpki-roots` Mozilla's.
+    ///
+    /// This and the three below need the feature `tls` and a URL that asks for TLS. Files are paths from the working directory,
+    /// and are read when the store is made.
+    pub root_certificates: Option<PathBuf>,
+    /// A file with the certificate that shows who we are, and those between it and its authority, in PEM. Defaults to none.
+    pub client_certificate: Option<PathBuf>,
+    /// A file with the key of that certificate, in PEM. Defaults to none.
+    pub client_key: Option<PathBuf>,
+    /// For which name the servers' certificates must be, if not for the hosts in the URL. Defaults to each server's host.
+    pub server_name: Option<String>,
     /// See [`RedisStoreBuilder::prefix`]. Defaults to `rl`.
     pub prefix: String,
     /// See [`RedisStoreBuilder::connections`]. Defaults to 2.
@@ -93,7 +107,7 @@ pub struct StoreConfig {
     pub queue: NonZeroUsize,
     /// See [`RedisStoreBuilder::batch`]. Defaults to 128.
     pub batch: NonZeroUsize,
-    /// See [`RedisStoreBuilder::buckets`]. Defaults to 16.
+    /// See [`RedisStoreBuilder::buckets`]. Defaults to 12.
     pub buckets: NonZeroUsize,
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     pub denials: usize,
@@ -116,12 +130,16 @@ impl Default for StoreConfig {
         Self {
             kind: StoreKind::Auto,
             url: None,
+            root_certificates: None,
+            client_certificate: None,
+            client_key: None,
+            server_name: None,
             prefix: "rl".to_owned(),
             connections: number(2),
             timeout: Duration::from_millis(250),
             queue: number(10_000),
             batch: number(128),
-            buckets: number(16),
+            buckets: number(12),
             denials: 10_000,
             deadline: Both::DEFAULT_DEADLINE,
             failures: Both::DEFAULT_FAILURES,
@@ -154,9 +172,9 @@ impl StoreConfig {
     pub(super) fn store(&self) -> Result<AnyStore, Error> {
         Ok(match (self.kind, &self.url) {
             (StoreKind::Local, _) | (StoreKind::Auto, None) => AnyStore::Local(self.local()),
-            (StoreKind::Redis, Some(url)) => AnyStore::Redis(self.redis(url).connect_lazy()?),
+            (StoreKind::Redis, Some(url)) => AnyStore::Redis(self.connect_lazy(url)?),
             (StoreKind::Auto | StoreKind::Fallback, Some(url)) => {
-                AnyStore::Fallback(self.fallback(self.redis(url).connect_lazy()?)?)
+                AnyStore::Fallback(self.fallback(self.connect_lazy(url)?)?)
             }
             (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
                 let problem = format!("there is none, which a store of the kind `{kind}` needs");
@@ -196,6 +214,10 @@ impl fmt::Debug for StoreConfig {
         let Self {
             kind,
             url,
+            root_certificates,
+            client_certificate,
+            client_key,
+            server_name,
             prefix,
             connections,
             timeout,
@@ -212,6 +234,10 @@ impl fmt::Debug for StoreConfig {
         f.debug_struct("StoreConfig")
             .field("kind", kind)
             .field("url", &url.as_ref().map(address))
+            .field("root_certificates", root_certificates)
+            .field("client_certificate", client_certificate)
+            .field("client_key", client_key)
+            .field("server_name", server_name)
             .field("prefix", prefix)
             .field("connections", connections)
             .field("timeout", timeout)

@@ -6,12 +6,16 @@ use crate::store::Share;
 
 const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
 
-/// Everything is other than the default.
+/// Everything is other than the default, but for what is for TLS.
 fn other() -> StoreConfig {
     let number = |number| NonZeroUsize::new(number).unwrap();
     StoreConfig {
         kind: StoreKind::Fallback,
         url: Some(URL.to_owned()),
+        root_certificates: None,
+        client_certificate: None,
+        client_key: None,
+        server_name: None,
         prefix: "shop".to_owned(),
         connections: number(3),
         timeout: Duration::from_millis(500),
@@ -84,7 +88,7 @@ fn every_setting_reaches_its_store() {
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
     let ours = ["prefix", "connections", "timeout", "queue", "batch", "buckets", "denials"];
-    // Certificates are no text: who has some makes the store with its builder, and an `AnyStore` of that.
+    // What is for TLS is in files: `tests/tls` connects with it.
     assert_eq!(fields(&text), [&["servers", "tls"], &ours[..], &["observer", "now"]].concat());
     let fallback = Fallback::new(builder().connect_lazy().unwrap(), LocalStore::default());
     assert_eq!(fields(&settings(&fallback)), ["deadline", "failures", "share", "observer"]);
@@ -166,7 +170,7 @@ fn debug_shows_the_address_and_no_password() {
     let text = format!("{:?}", StoreConfig { url: Some(url), ..other() });
     assert!(text.contains(r#"url: Some("a:1,b:2")"#) && !text.contains("hunter2"), "{text}");
     let fields = fields(&format!("{:#?}", other())).len();
-    assert_eq!(fields, 13, "every setting is shown");
+    assert_eq!(fields, 17, "every setting is shown");
 }
 
 #[test]

@@ -80,3 +80,21 @@ impl Backs {
         self.each.into_iter().filter(move |back| back.charged(now).counts())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of many, two become one of the age of the older: less is given back than might be, and no memory grows.
+    #[test]
+    fn many_become_a_few_of_the_oldest_age() {
+        let mut backs = Backs::default();
+        for i in 0..100 {
+            let charged = Charged { age: i, cost: 9, resets: [1_000].into_iter().collect() };
+            backs.add(Back::new(2, charged, 0));
+        }
+        assert_eq!(backs.each.len(), MAX);
+        let last = backs.into_each(5).last().unwrap();
+        assert_eq!((last.cost, last.charged(5).age, last.charged(5).cost), (2 * 85, 99 + 5, 9));
+    }
+}

@@ -54,8 +54,8 @@ pub(super) enum Pass {
 
 impl Breaker {
     const FIRST_DELAY: Duration = Duration::from_millis(50);
-    /// Short enough that all instances are back within two seconds, though each waits for the others' probes.
-    pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(500);
+    /// Short enough that all instances are back within a second, though each waits for the others' probes.
+    pub(super) const LONGEST_DELAY: Duration = Duration::from_millis(250);
 
     pub(super) fn new(threshold: u32) -> Self {
         Self { threshold, state: AtomicU8::new(SOUND), row: Mutex::default() }
@@ -141,8 +141,8 @@ impl Breaker {
         self.state.store(SOUND, Ordering::Release);
     }
 
-    /// How long to wait before the next probe, after so many in this outage: doubling up to half a second, and then
-    /// shorter by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
+    /// How long to wait before the next probe, after so many in this outage: doubling up to a quarter of a second, and
+    /// then shorter by up to a half, by `jitter` from 0 to 1, so that instances do not come back all at once.
     pub(super) fn delay(probes: u32, jitter: f64) -> Duration {
         let delay = Self::FIRST_DELAY.saturating_mul(1 << probes.min(10)).min(Self::LONGEST_DELAY);
         delay.mul_f64(1.0 - jitter.clamp(0.0, 1.0) / 2.0)

@@ -57,7 +57,7 @@ use crate::limit::{Check, Decision, Key, Source};
 /// # Runtimes
 ///
 /// The task that probes and settles runs on the tokio runtime of the check that noticed a failure. If that runtime ends,
-/// or runs nothing for more than a second and two deadlines, the next check on another one starts a task there. So at
+/// or runs nothing for more than half a second and two deadlines, the next check on another one starts a task there. So at
 /// least one runtime that uses the store must run between its checks too, as any multi-threaded one does, and
 /// `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: where each check has a
 /// `block_on` of its own, and there is no other runtime, nothing would end an outage. Keep one thread in `block_on` there,

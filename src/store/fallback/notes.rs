@@ -320,6 +320,35 @@ mod tests {
         assert_eq!(steps.iter().map(|step| step.cost).sum::<u64>(), 10);
     }
 
+    /// It is sent as old as it is by then, and not at all once its charge counts no more.
+    #[test]
+    fn what_is_given_back_gets_older() {
+        const S: i64 = 1_000_000;
+        let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
+        let of = Charged { age: 20 * S, cost: 5, resets: [60 * S].into_iter().collect() };
+        let sent = |at: i64| {
+            let mut notes = Notes::new(policies.clone());
+            notes.add(Mode::GiveBack, None, 3, Some(&of), 0, false);
+            let steps = notes.into_steps(Key::GLOBAL, at);
+            steps.iter().map(|step| step.check(at).charged().unwrap().age).collect::<Vec<_>>()
+        };
+        assert_eq!(sent(30 * S), [50 * S]);
+        assert_eq!(sent(40 * S - 1), [60 * S - 1]);
+        assert!(sent(40 * S).is_empty());
+    }
+
+    /// Of a charge in the outage what has flowed back is not given back of another's charge in the primary store.
+    #[test]
+    fn what_is_noted_is_given_back_there_only() {
+        const HOUR: i64 = 3_600_000_000;
+        let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
+        let mut notes = Notes::new(policies);
+        notes.add(Mode::Charge, None, 10, None, 0, false);
+        let of = Charged { age: 4 * HOUR, cost: 10, resets: [10 * HOUR].into_iter().collect() };
+        notes.add(Mode::GiveBack, None, 10, Some(&of), 4 * HOUR, false);
+        assert!(notes.into_steps(Key::GLOBAL, 4 * HOUR).is_empty());
+    }
+
     proptest! {
         /// Also if part of it was to be done and was not, and is noted again.
         #[test]

@@ -35,8 +35,8 @@ impl<P: Store, F: Store> Shared<P, F> {
         self.lease.renew(runtime, self.clock.micros(), self.lease_length())
     }
 
-    /// How long a task may go without renewing its lease, in microseconds. It waits for half a second and two deadlines at
-    /// most: see [`others`](Self::others).
+    /// How long a task may go without renewing its lease, in microseconds. It waits for a quarter of a second and two
+    /// deadlines at most: see [`others`](Self::others).
     fn lease_length(&self) -> i64 {
         let length = self.settings.deadline.saturating_add(Breaker::LONGEST_DELAY).saturating_mul(2);
         i64::try_from(length.as_micros()).unwrap_or(i64::MAX)

@@ -40,6 +40,9 @@ pub(super) struct Work {
     calls: Calls,
 }
 
+/// For how many turns of the runtime a lane waits for more to send.
+const GATHER: u32 = 4;
+
 /// What Redis has said to each call.
 type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 
@@ -64,9 +67,23 @@ impl Lane {
                 Err(error) => self.fail(&error),
             }
             if self.lanes.transport.cluster().is_some() {
-                // Those who were answered may ask again, so that more of each bucket is there.
-                yield_now().await;
+                self.gather().await;
             }
+        }
+    }
+
+    /// Lets those who were answered ask again, so that more of each bucket is there: as long as each turn of the runtime
+    /// brings more, and a few turns at most. Where nobody asks, that is one turn.
+    async fn gather(&self) {
+        let pushed = || self.lanes.queues().of(&self.pool).map(|queue| queue.next_number());
+        let mut before = pushed();
+        for _ in 0..GATHER {
+            yield_now().await;
+            let now = pushed();
+            if now == before {
+                break;
+            }
+            before = now;
         }
     }
 

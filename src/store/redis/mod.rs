@@ -33,6 +33,8 @@ use redis::IntoConnectionInfo;
 pub use builder::RedisStoreBuilder;
 pub use future::RedisFuture;
 pub use servers::Servers;
+#[cfg(feature = "tls")]
+pub(super) use tls::{CLIENT_KEY, ROOT_CERTIFICATE};
 
 use self::lanes::Lanes;
 use super::{Answer, Error, Instances, Observer, Store};

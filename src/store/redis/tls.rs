@@ -1,6 +1,8 @@
 //! TLS, with the feature `tls`.
 
 #[cfg(feature = "tls")]
+pub(in crate::store) use with::{CLIENT_KEY, ROOT_CERTIFICATE};
+#[cfg(feature = "tls")]
 pub(super) use with::{ServerName, Tls, problem};
 #[cfg(not(feature = "tls"))]
 pub(super) use without::{ServerName, Tls, problem};
@@ -24,6 +26,10 @@ mod with {
 
     use crate::limit::ConfigError;
     use crate::store::ErrorKind;
+
+    /// What a [`ConfigError::Certificate`] is about, where that is one file.
+    pub(in crate::store) const ROOT_CERTIFICATE: &str = "root certificate";
+    pub(in crate::store) const CLIENT_KEY: &str = "key of a client certificate";
 
     /// What redis-rs keeps of a cause.
     type Shared = Arc<dyn std::error::Error + Send + Sync>;
@@ -89,14 +95,14 @@ mod with {
     }
 
     fn check_roots(pem: &[u8]) -> Result<(), ConfigError> {
-        const WHAT: &str = "root certificate";
         let mut roots = RootCertStore::empty();
-        certificates(WHAT, pem)?.into_iter().try_for_each(|root| roots.add(root)).map_err(|error| wrong(WHAT, error))
+        let all = certificates(ROOT_CERTIFICATE, pem)?;
+        all.into_iter().try_for_each(|root| roots.add(root)).map_err(|error| wrong(ROOT_CERTIFICATE, error))
     }
 
     fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
         let chain = certificates("client certificate", certificate)?;
-        let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| wrong("key of a client certificate", error))?;
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| wrong(CLIENT_KEY, error))?;
         let pair = CertifiedKey::from_der(chain, key, &ring::default_provider());
         pair.map(drop).map_err(|error| wrong("client certificate with its key", error))
     }

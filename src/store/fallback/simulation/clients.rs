@@ -12,7 +12,7 @@ use tokio::time::{sleep, timeout};
 use super::plan::{Caller, Habit, pick};
 use super::primary::{Local, Primary};
 use super::world::World;
-use crate::limit::Check;
+use crate::limit::{Check, Decision};
 use crate::store::{Answer, Fallback, Store};
 
 pub(super) type Instance = Fallback<Primary, Local>;
@@ -44,6 +44,8 @@ impl Client {
         };
         // Some callers are never idle, some hardly ask.
         let pause = *pick(&mut self.rng, &[8, 20, 60]);
+        // What was granted, and when it was asked for.
+        let mut taken: Option<(Decision, u64)> = None;
         loop {
             sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
             let now = self.world.state().now();
@@ -59,7 +61,7 @@ impl Client {
                 _ => Check::take(key, &policies, cost),
             };
             match habit {
-                Habit::Steady => self.ask(instance, take, Patience::Waits).await,
+                Habit::Steady => drop(self.ask(instance, take, Patience::Waits).await),
                 Habit::Bursting => {
                     let degraded = self.instances.iter().position(Fallback::is_degraded);
                     let count = if degraded.is_some() { 8 } else { 1 };
@@ -74,8 +76,12 @@ impl Client {
                 }
                 Habit::GivingBack => {
                     let back = Check::give_back(key, &policies, if rng.bool() { cost } else { 3 * cost });
-                    let check = if rng.u8(..3) == 0 { back } else { take };
-                    self.ask(instance, check, Patience::Waits).await;
+                    let older = taken.take_if(|_| rng.u8(..3) == 0).and_then(|(decision, at)| {
+                        decision.give_back(key, cost, Duration::from_millis(now - at)).next()
+                    });
+                    let check = if rng.u8(..4) == 0 { back } else { older.unwrap_or(take) };
+                    let decision = self.ask(instance, check, Patience::Waits).await;
+                    taken = taken.or(decision.filter(Decision::is_allowed).map(|decision| (decision, now)));
                 }
                 Habit::Dropping => {
                     let millis = rng.u64(..150);
@@ -91,13 +97,14 @@ impl Client {
         }
     }
 
-    async fn ask(&self, instance: usize, check: Check, patience: Patience) {
+    async fn ask(&self, instance: usize, check: Check, patience: Patience) -> Option<Decision> {
         let (world, store) = (&self.world, &self.instances[instance]);
         let ask = world.state().asks(instance, self.caller, &check);
         let future = match world.during(ask, || store.check(check)) {
             Answer::Ready { answer } => {
                 let now = world.state().now();
-                return world.state().told(ask, now, store.is_degraded(), &answer);
+                world.state().told(ask, now, store.is_degraded(), &answer);
+                return answer.ok();
             }
             Answer::Pending { future } => future,
         };
@@ -113,10 +120,11 @@ impl Client {
                 Some(future.await)
             }
         };
-        match answer {
-            Some(answer) => world.state().told(ask, polled, store.is_degraded(), &answer),
+        match &answer {
+            Some(answer) => world.state().told(ask, polled, store.is_degraded(), answer),
             None => world.state().dropped(ask),
         }
+        answer?.ok()
     }
 }
 

@@ -60,7 +60,7 @@ fn run(seed: u64, kept: bool) -> Outcome {
 }
 
 /// How long after the last fault every instance has its primary store decide again, and how long after that all is quiet.
-const RECOVERY: Duration = Duration::from_secs(2);
+const RECOVERY: Duration = Duration::from_secs(1);
 const REST: Duration = Duration::from_secs(2);
 /// How long the tasks of stores that are gone may go on.
 const REMAINS: Duration = Duration::from_secs(3);

@@ -109,7 +109,7 @@ async fn what_fits_the_whole_but_not_a_part_is_denied_for_as_long_as_by_the_whol
         assert!(wait.abs_diff(alone) <= exact, "{strategy:?}: {wait:?} instead of {alone:?}");
         // There is room in the whole, and that is another's to give, until the next probe perhaps.
         let fresh = store.check(Check::peek(Key::new("bob"), &policies, 50)).await.unwrap();
-        assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_millis(500) }, "{strategy:?}");
+        assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_millis(250) }, "{strategy:?}");
         assert_eq!(take(101).await.unwrap().outcome(), Outcome::NeverFits, "{strategy:?}");
         assert!(store.check(Check::take(Key::new("bob"), &policies, 25)).await.unwrap().is_allowed());
     }

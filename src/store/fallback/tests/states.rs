@@ -116,8 +116,8 @@ fn a_probe_that_fails_lets_no_second_trial_through() {
 }
 
 #[test]
-fn probes_back_off_up_to_half_a_second() {
+fn probes_back_off_up_to_a_quarter_of_a_second() {
     let delays: Vec<u128> = (0..8).map(|probes| Breaker::delay(probes, 0.0).as_millis()).collect();
-    assert_eq!(delays, [50, 100, 200, 400, 500, 500, 500, 500]);
-    assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(250));
+    assert_eq!(delays, [50, 100, 200, 250, 250, 250, 250, 250]);
+    assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(125));
 }

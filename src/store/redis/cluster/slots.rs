@@ -196,6 +196,10 @@ mod tests {
         for (buckets, masters) in [(12, 3), (16, 4), (64, 16)] {
             assert_eq!(each(&slots(buckets), masters), vec![4; masters]);
         }
+        for masters in [1, 2, 3, 4, 6, 12] {
+            assert_eq!(each(&slots(12), masters), vec![12 / masters; masters]);
+        }
+        assert_eq!(each(&slots(12), 5).into_iter().max(), Some(3));
         assert_eq!(each(&slots(16), 3), [5, 6, 5]);
         assert_eq!(each(&slots(400), 100).into_iter().max(), Some(5));
         for buckets in [16, 50, 100, 128, 400, 1_024] {

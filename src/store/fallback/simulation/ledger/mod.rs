@@ -43,6 +43,8 @@ pub(super) struct Granted<'a> {
     pub(super) mode: Mode,
     pub(super) cost: i64,
     pub(super) id: Option<&'a [u8]>,
+    /// Whether it gives back of an older charge: what of that has flowed back by then, only the stores know.
+    pub(super) of_older: bool,
     /// Whether the primary store was not asked.
     pub(super) unasked: bool,
     pub(super) degraded: bool,
@@ -113,7 +115,7 @@ impl Ledger {
 
     /// An instance has decided by itself.
     pub(super) fn decides(&mut self, plan: &Plan, now: u64, asked: &Granted<'_>, granted: i64) {
-        let &Granted { caller, instance, mode, cost, id, unasked, degraded, settling } = asked;
+        let &Granted { caller, instance, mode, cost, id, of_older, unasked, degraded, settling } = asked;
         let (sums, account) = (&mut self.sums[caller], &mut self.accounts[caller][instance]);
         let mut again = false;
         if let (Some(id), true) = (id, granted > 0) {
@@ -147,6 +149,7 @@ impl Ledger {
                 account.since -= granted;
                 sums.given_back += granted;
                 account.gave_back = true;
+                account.vague |= of_older;
                 if unasked {
                     account.owed -= granted;
                     account.beyond += cost - granted;

@@ -199,6 +199,7 @@ impl State {
             mode,
             cost,
             id,
+            of_older: check.charged().is_some(),
             unasked: !asked || unsent,
             degraded: self.degraded[instance],
             settling: now <= self.turned[instance],

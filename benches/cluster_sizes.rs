@@ -1,0 +1,362 @@
+//! `cargo bench --bench cluster_sizes`
+//!
+//! A Redis Cluster as large as one likes, on paper: instances and masters are simulated, without a network, and each run
+//! gives the same figures. Prints the tables of `docs/running.md`: what is sent, and how often the map of slots is asked for.
+//!
+//! It has the rules of `src/store/redis` (lanes, batches, denials that are remembered, when the map is asked for) and of the
+//! breaker's probes. What Redis takes for them is measured: see [`READ`].
+
+#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
+
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, HashMap, HashSet};
+use std::mem;
+
+use fastrand::Rng;
+
+/// Callers, of whom the n-th asks a n-th as often as the first: Zipf's law.
+const CALLERS: usize = 1_000_000;
+/// The limit of each, in checks a second; as many at once.
+const LIMIT: f64 = 100.0;
+
+/// All times are in microseconds. From an instance to a server and back.
+const ROUND_TRIP: f64 = 500.0;
+/// What a server takes for a read and the write that answers it, for a script call, and for each caller in it.
+const READ: f64 = 8.0;
+const CALL: f64 = 7.0;
+const CHECK: f64 = 2.2;
+/// A store's `batch`.
+const BATCH: usize = 128;
+
+/// What is counted, after as much time to begin.
+const TIME: f64 = 250_000.0;
+
+#[derive(Clone, Copy)]
+struct Size {
+    instances: usize,
+    masters: usize,
+    buckets: usize,
+    /// Requests a second, of each instance.
+    rate: f64,
+}
+
+fn main() {
+    println!(
+        "| instances | masters | buckets | requests/s, each | of these to Redis | connections of a master | checks a call | calls a pipeline | \
+         busy, mean and most | p50, p99 us |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
+    );
+    let size = |instances, masters, buckets, rate| Size { instances, masters, buckets, rate };
+    for size in [
+        size(1, 3, 12, 150_000.0),
+        size(4, 3, 12, 60_000.0),
+        size(50, 3, 12, 2_000.0),
+        size(50, 6, 24, 2_000.0),
+        size(1_000, 100, 400, 500.0),
+        size(1_000, 100, 400, 2_000.0),
+        size(1_000, 100, 100, 2_000.0),
+        size(10, 100, 400, 200_000.0),
+    ] {
+        println!("{}", Traffic::new(size).run());
+    }
+    println!(
+        "\n| 1,000 instances, 100 masters with a replica each | asked for the slots | in the busiest second | of one node, at most |"
+    );
+    println!("|---|--:|--:|--:|");
+    let size = size(1_000, 100, 400, 2_000.0);
+    println!("{}", asked("one bucket's slot moves", &reshard(size, &[0.0])));
+    let each_second: Vec<f64> = (0..16).map(|bucket| f64::from(bucket) * 1e6).collect();
+    println!("{}", asked("16 of them move, one every second", &reshard(size, &each_second)));
+    for seconds in [5.0, 20.0] {
+        let (asks, tries) = failover(size, seconds * 1e6);
+        println!("{}", asked(&format!("a master fails, its replica takes over after {seconds} s"), &asks));
+        let most = busiest(tries.iter().copied(), 100_000.0);
+        println!(
+            "| its heir, meanwhile: tries of its buckets | {} in all, {most} in the busiest 100 ms | | |",
+            tries.len()
+        );
+    }
+}
+
+/// Something happens to an instance: a request comes, or a master has answered one of its lanes.
+#[derive(Clone, Copy, PartialEq)]
+enum Event {
+    Request,
+    Answer { master: usize, pipeline: usize },
+}
+
+/// The lanes of an instance to a master: at most two, the second only if more than a batch waits.
+#[derive(Default)]
+struct Lanes {
+    /// Callers, and since when they wait.
+    waiting: Vec<(usize, f64)>,
+    running: usize,
+    connections: usize,
+}
+
+struct Traffic {
+    size: Size,
+    rng: Rng,
+    /// How many of the requests are of the first callers.
+    shares: Vec<f64>,
+    /// By instance and master.
+    lanes: Vec<Lanes>,
+    /// Until when an instance remembers that a caller is denied.
+    denied: Vec<HashMap<usize, f64>>,
+    /// When each caller's limit is whole again.
+    full_at: Vec<f64>,
+    /// Until when each master is busy, and for how long it was.
+    busy: Vec<(f64, f64)>,
+    /// Pipelines under way: what each asks, and what came of it.
+    pipelines: Vec<Vec<(usize, f64)>>,
+    events: BinaryHeap<Reverse<(u64, usize, usize)>>,
+    happening: Vec<(usize, Event)>,
+    counts: Counts,
+}
+
+#[derive(Default)]
+struct Counts {
+    requests: usize,
+    checks: usize,
+    calls: usize,
+    pipelines: usize,
+    times: Vec<f64>,
+}
+
+impl Traffic {
+    fn new(size: Size) -> Self {
+        let mut sum = 0.0;
+        let mut shares: Vec<f64> = (1..=CALLERS)
+            .map(|rank| {
+                sum += 1.0 / rank as f64;
+                sum
+            })
+            .collect();
+        shares.iter_mut().for_each(|share| *share /= sum);
+        let mut lanes = vec![];
+        lanes.resize_with(size.instances * size.masters, Lanes::default);
+        Self {
+            size,
+            rng: Rng::with_seed(14),
+            shares,
+            lanes,
+            denied: vec![HashMap::new(); size.instances],
+            full_at: vec![f64::MIN; CALLERS],
+            busy: vec![(0.0, 0.0); size.masters],
+            pipelines: vec![],
+            events: BinaryHeap::new(),
+            happening: vec![],
+            counts: Counts::default(),
+        }
+    }
+
+    fn plan(&mut self, at: f64, instance: usize, event: Event) {
+        self.happening.push((instance, event));
+        self.events.push(Reverse(((at * 1e3) as u64, self.happening.len() - 1, instance)));
+    }
+
+    fn run(mut self) -> String {
+        for instance in 0..self.size.instances {
+            let at = self.pause();
+            self.plan(at, instance, Event::Request);
+        }
+        let mut is_counted = false;
+        while let Some(Reverse((nanos, event, instance))) = self.events.pop() {
+            let now = nanos as f64 / 1e3;
+            if now > 2.0 * TIME {
+                break;
+            } else if !is_counted && now > TIME {
+                is_counted = true;
+                self.counts = Counts::default();
+                self.busy.iter_mut().for_each(|busy| busy.1 = 0.0);
+            }
+            match self.happening[event].1 {
+                Event::Request => {
+                    let next = now + self.pause();
+                    self.plan(next, instance, Event::Request);
+                    self.ask(instance, now);
+                }
+                Event::Answer { master, pipeline } => {
+                    for (_, since) in mem::take(&mut self.pipelines[pipeline]) {
+                        self.counts.times.push(now - since);
+                    }
+                    self.lanes[instance * self.size.masters + master].running -= 1;
+                    self.send(instance, master, now);
+                }
+            }
+        }
+        self.told()
+    }
+
+    /// Until the next request of an instance.
+    fn pause(&mut self) -> f64 {
+        -(1.0 - self.rng.f64()).ln() * 1e6 / self.size.rate
+    }
+
+    fn ask(&mut self, instance: usize, now: f64) {
+        self.counts.requests += 1;
+        let share = self.rng.f64();
+        let caller = self.shares.partition_point(|sum| *sum < share).min(CALLERS - 1);
+        if self.denied[instance].get(&caller).is_some_and(|until| now < *until) {
+            return;
+        }
+        let master = self.bucket(caller) * self.size.masters / self.size.buckets;
+        self.lanes[instance * self.size.masters + master].waiting.push((caller, now));
+        self.send(instance, master, now);
+    }
+
+    fn bucket(&self, caller: usize) -> usize {
+        // Any hash.
+        Rng::with_seed(caller as u64).usize(..self.size.buckets)
+    }
+
+    fn send(&mut self, instance: usize, master: usize, now: f64) {
+        let lanes = &mut self.lanes[instance * self.size.masters + master];
+        let starts = lanes.running == 0 || lanes.running == 1 && lanes.waiting.len() > BATCH;
+        if lanes.waiting.is_empty() || !starts {
+            return;
+        }
+        lanes.running += 1;
+        lanes.connections = lanes.connections.max(lanes.running);
+        let rest = lanes.waiting.split_off(lanes.waiting.len().min(BATCH));
+        let jobs = mem::replace(&mut lanes.waiting, rest);
+
+        let callers: HashSet<usize> = jobs.iter().map(|job| job.0).collect();
+        let calls = callers.iter().map(|caller| self.bucket(*caller)).collect::<HashSet<_>>().len();
+        let takes = READ + CALL * calls as f64 + CHECK * callers.len() as f64;
+        let busy = &mut self.busy[master];
+        let starts = busy.0.max(now + ROUND_TRIP / 2.0);
+        *busy = (starts + takes, busy.1 + takes);
+        for (caller, _) in &jobs {
+            let full_at = &mut self.full_at[*caller];
+            let next = full_at.max(starts) + 1e6 / LIMIT;
+            let wait = next - starts - 1e6;
+            if wait <= 0.0 {
+                *full_at = next;
+            } else {
+                // From when it is told; a little late, as the code has it.
+                self.denied[instance].insert(*caller, now + wait);
+            }
+        }
+        self.counts.pipelines += 1;
+        self.counts.calls += calls;
+        self.counts.checks += jobs.len();
+        self.pipelines.push(jobs);
+        let answer = Event::Answer { master, pipeline: self.pipelines.len() - 1 };
+        self.plan(starts + takes + ROUND_TRIP / 2.0, instance, answer);
+    }
+
+    fn told(self) -> String {
+        let Self { size, mut counts, lanes, busy, .. } = self;
+        counts.times.sort_by(f64::total_cmp);
+        let quantile = |share: f64| counts.times[(counts.times.len() as f64 * share) as usize];
+        let each = |master: usize| lanes.iter().skip(master).step_by(size.masters).map(|lanes| lanes.connections).sum();
+        let connections: usize = (0..size.masters).map(each).max().unwrap_or(0);
+        let busy: Vec<f64> = busy.iter().map(|busy| busy.1 / TIME * 100.0).collect();
+        format!(
+            "| {} | {} | {} | {} | {:.0} % | {connections} | {:.1} | {:.1} | {:.0} %, {:.0} % | {:.0}, {:.0} |",
+            size.instances,
+            size.masters,
+            size.buckets,
+            size.rate,
+            100.0 * counts.checks as f64 / counts.requests as f64,
+            counts.checks as f64 / counts.calls as f64,
+            counts.calls as f64 / counts.pipelines as f64,
+            busy.iter().sum::<f64>() / busy.len() as f64,
+            busy.iter().copied().fold(0.0, f64::max),
+            quantile(0.5),
+            quantile(0.99),
+        )
+    }
+}
+
+/// A delay, or the second half of it.
+fn jitter(rng: &mut Rng, delay: f64) -> f64 {
+    delay * (1.0 + rng.f64()) / 2.0
+}
+
+/// When an instance asks for the slots, as `Refresher` plans it: one at a time, and the less there is to hear the longer it
+/// waits.
+#[derive(Default)]
+struct Refresher {
+    last: Option<f64>,
+    idle: i32,
+    asks: Vec<f64>,
+}
+
+impl Refresher {
+    /// `changed` is whether another map is heard at a time. A task that is planned covers what happens until it asks.
+    fn start(&mut self, rng: &mut Rng, now: f64, delay: f64, changed: impl Fn(f64) -> bool) {
+        let gap = jitter(rng, (100_000.0 * f64::powi(2.0, self.idle.min(10))).min(400_000.0));
+        if self.last.is_some_and(|last| last > now) {
+            return;
+        }
+        let at = (now + jitter(rng, delay)).max(self.last.map_or(now, |last| last + gap));
+        self.idle = if changed(at) { 0 } else { self.idle + 1 };
+        self.last = Some(at);
+        self.asks.push(at);
+    }
+}
+
+/// Slots of buckets move at these times: each instance is sent elsewhere by its next check for that bucket.
+fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
+    let mut rng = Rng::with_seed(14);
+    let mut asks = vec![];
+    for _ in 0..size.instances {
+        let mut refresher = Refresher::default();
+        for moved in moves {
+            let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.buckets as f64;
+            refresher.start(&mut rng, moved + next, 500_000.0, |_| true);
+        }
+        asks.append(&mut refresher.asks);
+    }
+    asks
+}
+
+/// A master is gone until its replica takes over. Each of its buckets is tried again and again, and each failure asks for the
+/// slots. Returns when these are asked for, and when the heir is tried, from then on.
+fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
+    /// A connection that nobody answers is given up after this.
+    const TIMEOUT: f64 = 250_000.0;
+    let mut rng = Rng::with_seed(14);
+    let (mut asks, mut tries) = (vec![], vec![]);
+    for _ in 0..size.instances {
+        let mut refresher = Refresher::default();
+        let mut probes: Vec<(f64, u32)> = vec![];
+        for _ in 0..size.buckets / size.masters {
+            let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.buckets as f64;
+            probes.push((next, 0));
+        }
+        loop {
+            let (at, count) = probes.iter_mut().min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
+            let now = *at;
+            if refresher.asks.iter().any(|asked| (until..now).contains(asked)) {
+                // The map has the heir.
+                tries.extend(probes.iter().map(|probe| probe.0));
+                break;
+            }
+            let delay = (50_000.0 * f64::powi(2.0, (*count).min(10) as i32)).min(250_000.0);
+            (*at, *count) = (now + TIMEOUT + delay * (1.0 - rng.f64() / 2.0), *count + 1);
+            refresher.start(&mut rng, now + TIMEOUT, 50_000.0, |at| at > until);
+        }
+        asks.append(&mut refresher.asks);
+    }
+    (asks, tries)
+}
+
+/// How many at most in a time so long.
+fn busiest(times: impl Iterator<Item = f64>, length: f64) -> usize {
+    let mut slots: HashMap<u64, usize> = HashMap::new();
+    times.for_each(|at| *slots.entry((at / length) as u64).or_default() += 1);
+    slots.into_values().max().unwrap_or(0)
+}
+
+/// Any node is asked, of 200.
+fn asked(what: &str, asks: &[f64]) -> String {
+    let mut rng = Rng::with_seed(14);
+    let nodes: Vec<usize> = asks.iter().map(|_| rng.usize(..200)).collect();
+    let of_one = (0..200)
+        .map(|node| busiest(asks.iter().zip(&nodes).filter(|(_, of)| **of == node).map(|(at, _)| *at), 1e6))
+        .max()
+        .unwrap_or(0);
+    format!("| {what} | {} | {} | {of_one} |", asks.len(), busiest(asks.iter().copied(), 1e6))
+}

@@ -1,0 +1,139 @@
+//! A cluster of three masters beside a single server, in the same run: with a replica for each master, and without.
+
+use std::time::Duration;
+
+use redis::aio::MultiplexedConnection;
+use tokio::sync::OnceCell;
+use tower_redis_ratelimit::{RedisStore, redis};
+
+use crate::cases::{Load, address, limited, one_by_one, serve};
+use crate::meter::{Amount, Measure, load};
+use crate::nodes::{Cluster, MASTERS};
+use crate::support::{RedisServer, until};
+
+const LOAD: Load = Load::Many;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Side {
+    pub who: Who,
+    /// Whether each master has a replica, to which it sends what it writes.
+    pub replicas: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Who {
+    /// `RedisStore` on a single server.
+    Single,
+    /// `RedisStore` on a cluster.
+    Cluster,
+    /// A script call for each request, in pipelines, over one connection to each master of a cluster.
+    OneByOne,
+}
+
+/// What is started once it is needed, by whether there are replicas.
+#[derive(Default)]
+pub struct Sites {
+    single: [OnceCell<Vec<RedisServer>>; 2],
+    cluster: [OnceCell<Cluster>; 2],
+}
+
+impl Side {
+    const fn of(who: Who, replicas: bool) -> Self {
+        Self { who, replicas }
+    }
+
+    /// In the order in which they take turns.
+    pub const ALL: [Self; 6] = [
+        Self::of(Who::Single, false),
+        Self::of(Who::Cluster, false),
+        Self::of(Who::OneByOne, false),
+        Self::of(Who::Single, true),
+        Self::of(Who::Cluster, true),
+        Self::of(Who::OneByOne, true),
+    ];
+
+    pub fn name(self) -> String {
+        let what = match self.who {
+            Who::Single => "RedisStore on one server",
+            Who::Cluster => "RedisStore on 3 masters",
+            Who::OneByOne => "a script call each, pipelined, on 3 masters",
+        };
+        format!("cluster: {what}{}", if self.replicas { ", with replicas" } else { "" })
+    }
+
+    pub async fn run(self, sites: &Sites, tasks: u64, amount: Amount) -> Measure {
+        let place = usize::from(self.replicas);
+        let (url, masters): (_, Vec<&RedisServer>) = match self.who {
+            Who::Single => {
+                let servers = sites.single[place].get_or_init(|| single(self.replicas)).await;
+                (servers[0].url(), vec![&servers[0]])
+            }
+            Who::Cluster | Who::OneByOne => {
+                let cluster = sites.cluster[place].get_or_init(|| cluster(self.replicas)).await;
+                (cluster.url(), cluster.nodes.iter().take(MASTERS).map(|node| &node.server).collect())
+            }
+        };
+        for master in &masters {
+            let _: String = master.command("FLUSHALL").await;
+        }
+        if self.who == Who::OneByOne {
+            return pipelined(&masters, tasks, amount).await;
+        }
+        serve(&masters, limited(RedisStore::connect(url).await.unwrap(), LOAD), LOAD, tasks, amount).await
+    }
+}
+
+async fn single(replicas: bool) -> Vec<RedisServer> {
+    let server = RedisServer::start();
+    if !replicas {
+        return vec![server];
+    }
+    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
+    until("the replica follows", async || {
+        replica.command::<String>("INFO replication").await.contains("master_link_status:up")
+    })
+    .await;
+    vec![server, replica]
+}
+
+async fn cluster(replicas: bool) -> Cluster {
+    let cluster = Cluster::start(replicas).await;
+    for node in &cluster.nodes {
+        // Under this load a node may be late, and must not be taken for dead.
+        let _: String = node.server.command("CONFIG SET cluster-node-timeout 60000").await;
+    }
+    cluster
+}
+
+async fn pipelined(masters: &[&RedisServer], tasks: u64, amount: Amount) -> Measure {
+    let mut connections = vec![];
+    for master in masters {
+        let mut connection = master.connection().await;
+        connection.set_response_timeout(Duration::from_secs(20));
+        connections.push(connection);
+    }
+    load(masters, tasks, amount, |mut meter| {
+        let mut connections: Vec<MultiplexedConnection> = connections.clone();
+        async move {
+            while meter.next() {
+                let caller = meter.rng.u32(..LOAD.callers());
+                let slot = usize::from(slot(address(caller).to_string().as_bytes()));
+                let master = (1..MASTERS).filter(|master| slot >= SLOTS * master / MASTERS).count();
+                one_by_one(&mut connections[master], LOAD, caller).await;
+                meter.done();
+            }
+            meter
+        }
+    })
+    .await
+}
+
+const SLOTS: usize = 16_384;
+
+/// The slot of a hash tag: CRC-16/XMODEM.
+fn slot(tag: &[u8]) -> u16 {
+    let crc = tag.iter().fold(0u16, |crc, byte| {
+        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ 0x1021 })
+    });
+    crc % SLOTS as u16
+}

@@ -1,0 +1,84 @@
+//! An example as a process of its own, on a free port, and requests to it.
+
+use std::env::consts::EXE_SUFFIX;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::Duration;
+use std::{env, thread};
+
+pub(crate) struct Example {
+    process: Child,
+    port: u16,
+    /// What it prints.
+    lines: Receiver<String>,
+}
+
+impl Example {
+    /// Starts it with these settings of the environment, and waits until it listens.
+    pub(crate) fn start(name: &str, settings: &[(&str, &str)]) -> Self {
+        let mut path = env::current_exe().unwrap();
+        // From `deps` to `examples`.
+        path.pop();
+        path.pop();
+        let mut command = Command::new(path.join("examples").join(format!("{name}{EXE_SUFFIX}")));
+        command.env("PORT", "0").env_remove("REDIS_URL").envs(settings.iter().copied()).stdout(Stdio::piped());
+        let mut process = command.spawn().unwrap();
+        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines().map(Result::unwrap);
+        let port = lines.find_map(|line| line.split_once("localhost:")?.1.split('/').next()?.parse().ok());
+        let (printed, later) = mpsc::channel();
+        thread::spawn(move || lines.for_each(|line| drop(printed.send(line))));
+        Self { process, port: port.expect("it prints where it listens"), lines: later }
+    }
+
+    /// Waits until it has printed this line.
+    #[allow(dead_code, reason = "not every example prints what it does")]
+    pub(crate) fn wait_for(&self, line: &str) {
+        while self.lines.recv_timeout(Duration::from_secs(60)).expect("it prints the line") != line {}
+    }
+
+    /// Sends a request with these lines of the head. Its answer is not read yet.
+    pub(crate) fn post(&self, path: &str, head: &[&str], body: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
+        let length = body.len();
+        let request = format!(
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}\r\n{head}\r\n{body}"
+        );
+        stream.write_all(request.as_bytes()).unwrap();
+        stream
+    }
+}
+
+impl Drop for Example {
+    fn drop(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+}
+
+/// What was answered: the status, the fields, the body as it was sent.
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) body: String,
+}
+
+impl Answer {
+    /// Reads it to its end.
+    pub(crate) fn read(mut stream: TcpStream) -> Self {
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap_or_else(|| panic!("no whole head: {text:?}"));
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        Self { status, head: head.to_lowercase(), body: body.to_owned() }
+    }
+
+    /// What remains of a policy, by the `RateLimit` field.
+    pub(crate) fn remaining(&self, policy: &str) -> u32 {
+        let item = self.head.split_once(&format!("\"{policy}\";r=")).unwrap_or_else(|| panic!("{}", self.head)).1;
+        item.split(|other: char| !other.is_ascii_digit()).next().unwrap().parse().unwrap()
+    }
+}
