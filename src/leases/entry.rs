@@ -25,7 +25,8 @@ pub(super) struct Entry {
     holding: bool,
     /// Whether a renewal is.
     renewing: bool,
-    /// When the store last said that it counts them. `None`: it is to be asked soon.
+    /// When the store last said how many it counts. A take renews what is counted too, but tells nothing of that. `None`: it
+    /// is to be asked soon.
     renewed: Option<Instant>,
     /// When the store may last have written what it counts.
     written: Instant,
@@ -149,9 +150,8 @@ impl Entry {
 
     fn heard(&mut self, answered: Answered, now: Instant) {
         self.written = now;
-        match answered {
-            Answered::There => self.renewed = self.renewed.map(|_| now),
-            Answered::Elsewhere => self.doubts(now),
+        if answered == Answered::Elsewhere {
+            self.doubts(now);
         }
     }
 
