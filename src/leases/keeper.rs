@@ -114,6 +114,11 @@ impl<S: Store> Keeper<S> {
             }
             self.shared.look(now);
             if self.shared.len.load(Ordering::Acquire) == 0 {
+                self.shared.watch.leave(self.number);
+                // Who came just before that has found a keeper.
+                if self.shared.len.load(Ordering::Acquire) > 0 {
+                    self.shared.attend(now);
+                }
                 return;
             }
         }

@@ -4,6 +4,7 @@
 //! counts how many this instance holds of each caller; [`Leases`] knows the same by its own books, renews what runs for
 //! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
 //!
+//! - All layers over one store share its [books](shelf), since the store counts what they hold as one.
 //! - A request is entered in the books before the store is asked, so that they never say less than the store may count.
 //! - What ends is given back off the request path, once, whatever ends it.
 //! - What an [`Entry`](entry::Entry) is not sure of it tells as it should be, by [`Check::hold`]: once nothing of it is under
@@ -12,13 +13,14 @@
 mod entry;
 mod keeper;
 mod lease;
+mod shelf;
 #[cfg(test)]
 mod tests;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use tokio::runtime::Handle;
 use tokio::time::Instant;
@@ -31,9 +33,15 @@ use crate::limit::{Check, Decision, Key, Policies};
 use crate::settle::{Mail, Outbox, Post};
 use crate::store::{Answer, Error, Observer, Store, instant, lock};
 
-/// The books of an instance: what it has in flight. Clones share them.
+/// The books of an instance: what it has in flight. Clones share them, and so do all that are of one store.
 #[derive(Clone)]
-pub struct Leases(Arc<dyn Books>);
+pub struct Leases(Arc<Opening>);
+
+/// Books that are opened with the first request.
+struct Opening {
+    books: OnceLock<Arc<dyn Books>>,
+    open: Box<dyn Fn() -> Arc<dyn Books> + Send + Sync>,
+}
 
 struct Shared<S: Store> {
     store: S,
@@ -64,10 +72,13 @@ const MAX_IDLE: usize = 100_000;
 impl Leases {
     /// Keeps the books of what is taken in `store`, and tells it by `post` what has ended.
     pub(crate) fn new(store: impl Store, post: Arc<dyn Post>) -> Self {
-        let books = (0..SHARDS).map(|_| Mutex::default()).collect();
-        let (away, forgot, doubt) = Default::default();
-        let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
-        Self(Arc::new(Shared { store, post, books, len, away, forgot, doubt, watch }))
+        let identity = store.identity();
+        let new = move || Arc::new(Shared::new(store.clone(), Arc::clone(&post))) as Arc<dyn Books>;
+        Self(Arc::new(Opening { books: OnceLock::new(), open: Box::new(move || shelf::find(identity, &new)) }))
+    }
+
+    fn books(&self) -> &Arc<dyn Books> {
+        self.0.books.get_or_init(|| (self.0.open)())
     }
 
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
@@ -76,11 +87,11 @@ impl Leases {
     /// dropped.
     pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
-        let now = instant();
+        let (books, now) = (self.books(), instant());
         for policy in policies.iter() {
-            Arc::clone(&self.0).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
+            Arc::clone(books).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
         }
-        Some(Lease::new(Arc::clone(&self.0), key, policies.clone()))
+        Some(Lease::new(Arc::clone(books), key, policies.clone()))
     }
 }
 
@@ -157,6 +168,13 @@ impl<S: Store> Books for Shared<S> {
 }
 
 impl<S: Store> Shared<S> {
+    fn new(store: S, post: Arc<dyn Post>) -> Self {
+        let books = (0..SHARDS).map(|_| Mutex::default()).collect();
+        let (away, forgot, doubt) = Default::default();
+        let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
+        Self { store, post, books, len, away, forgot, doubt, watch }
+    }
+
     fn book(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
         let bytes = place.key.as_bytes();
         let sum = bytes.iter().fold(place.count, |sum, byte| sum.rotate_left(5) ^ u64::from(*byte));
@@ -308,6 +326,8 @@ impl<S: Store> Drop for Told<S> {
 
 impl fmt::Debug for Leases {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Leases").field("entries", &self.0.len()).finish_non_exhaustive()
+        f.debug_struct("Leases")
+            .field("entries", &self.0.books.get().map_or(0, |books| books.len()))
+            .finish_non_exhaustive()
     }
 }

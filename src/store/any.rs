@@ -140,6 +140,14 @@ impl Store for AnyStore {
         }
     }
 
+    fn identity(&self) -> Option<usize> {
+        match self {
+            Self::Fallback(store) => store.identity(),
+            Self::Redis(store) => store.identity(),
+            Self::Local(store) => store.identity(),
+        }
+    }
+
     fn parts(&self) -> usize {
         match self {
             Self::Fallback(store) => store.parts(),

@@ -138,6 +138,13 @@ pub trait Store: Clone + Send + Sync + 'static {
         true
     }
 
+    /// What tells this store and its clones from all others in this process, as the address of what they share does. All
+    /// layers over one store then know together what is [in flight](crate::Strategy::InFlight). Defaults to `None`: only one
+    /// layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the store.
+    fn identity(&self) -> Option<usize> {
+        None
+    }
+
     /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the store.
     /// One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {

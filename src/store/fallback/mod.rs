@@ -209,6 +209,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         decision.source() != Source::Local && self.parts[0].primary.knows(decision)
     }
 
+    fn identity(&self) -> Option<usize> {
+        self.parts[0].primary.identity()
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         for part in &*self.parts {
             part.settings.observer.get_or_init(|| Arc::clone(observer));

@@ -209,6 +209,10 @@ impl Store for RedisStore {
         self.lanes.transport.bucket(key).into()
     }
 
+    fn identity(&self) -> Option<usize> {
+        Some(Arc::as_ptr(&self.lanes) as usize)
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.lanes.observer.get_or_init(|| Arc::clone(observer));
     }
