@@ -87,7 +87,7 @@ fn of_a_policy() {
             json!({ "name": "api", "quota": "10/s", "strategy": "gcar" }),
             "\"gcar\" is no strategy: there is none of this name; write `gcra`, `token-bucket`, \
              `token-bucket(interval)`, `leaky-bucket`, `fixed-window`, `fixed-window(clock+22h)`, \
-             `fixed-window(first-hit)`, `sliding-log`, `sliding-window(10 cells)` or `sliding-counter`",
+             `fixed-window(first-hit)`, `sliding-log`, `sliding-window(10 cells)`, `sliding-counter` or `in-flight`",
         ),
         (
             json!({ "name": "api", "quota": "10/s", "strategy": "sliding-window(0 cells)" }),

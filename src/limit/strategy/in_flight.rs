@@ -21,9 +21,13 @@ use super::{Followed, Of, Params};
 /// A request may end at any time: who waits asks again after so many microseconds.
 const AGAIN: i64 = 100_000;
 
+/// Boxed, so that those of other strategies take no more memory.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct State(Box<Holders>);
+
 /// Asked by one instance.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct State {
+struct Holders {
     own: Holder,
     /// A local store is asked by one instance, so that it has others only if it goes on from another store.
     others: Vec<Holder>,
@@ -53,12 +57,12 @@ impl Twin for State {
     const COUNTS_REQUESTS: bool = true;
 
     fn load(&self, _params: &Params, now: i64) -> (Loaded, bool) {
-        let own = self.own.at(now).map_or(0, |own| own.count);
+        let own = self.0.own.at(now).map_or(0, |own| own.count);
         let (mut others, mut latest) = (0, 0);
-        for other in self.others.iter().filter_map(|other| other.at(now)) {
+        for other in self.0.others.iter().filter_map(|other| other.at(now)) {
             (others, latest) = (others + other.count, latest.max(other.told + other.lease));
         }
-        let future = self.own.told > now || self.others.iter().any(|other| other.told > now);
+        let future = self.0.own.told > now || self.0.others.iter().any(|other| other.told > now);
         ([own, others, latest], future)
     }
 
@@ -84,16 +88,16 @@ impl Twin for State {
     }
 
     fn save(&mut self, params: &Params, now: i64, _cost: i64, [own, ..]: Loaded) {
-        self.own = match own {
-            0 => Holder { instance: self.own.instance, ..Holder::default() },
-            count => Holder { count, told: now, lease: params.period, ..self.own },
+        self.0.own = match own {
+            0 => Holder { instance: self.0.own.instance, ..Holder::default() },
+            count => Holder { count, told: now, lease: params.period, ..self.0.own },
         };
-        self.others = self.others.iter().filter_map(|other| other.at(now)).collect();
+        self.0.others = self.0.others.iter().filter_map(|other| other.at(now)).collect();
     }
 
     fn resume(_params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
         let other = Holder { instance: u64::MAX, count: used, told: now, lease: until - now };
-        Self { own: Holder::default(), others: vec![other] }
+        Self(Box::new(Holders { own: Holder::default(), others: vec![other] }))
     }
 }
 
@@ -101,13 +105,13 @@ impl Twin for State {
 impl State {
     /// From here on another instance asks.
     pub(crate) fn ask_as(&mut self, instance: u64) {
-        if instance == self.own.instance {
+        if instance == self.0.own.instance {
             return;
         }
-        let found = self.others.iter().position(|other| other.instance == instance);
-        let next = found.map_or(Holder { instance, ..Holder::default() }, |i| self.others.swap_remove(i));
-        let former = std::mem::replace(&mut self.own, next);
-        self.others.extend((former.count > 0).then_some(former));
+        let found = self.0.others.iter().position(|other| other.instance == instance);
+        let next = found.map_or(Holder { instance, ..Holder::default() }, |i| self.0.others.swap_remove(i));
+        let former = std::mem::replace(&mut self.0.own, next);
+        self.0.others.extend((former.count > 0).then_some(former));
     }
 }
 
