@@ -10,6 +10,7 @@
 //!   way, so that no take is overwritten.
 
 mod entry;
+mod holdings;
 mod keeper;
 mod lease;
 #[cfg(test)]
@@ -17,37 +18,30 @@ mod tests;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
+pub use self::holdings::Holdings;
 pub(crate) use self::lease::Lease;
 
 use self::entry::{Answered, Entry, Sent};
-use self::keeper::Watch;
+use self::holdings::Shelf;
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::settle::{Mail, Outbox, Post};
 use crate::store::{Answer, Error, Observer, Store, instant, lock};
 
-/// The books of an instance: what it has in flight. Clones share them.
+/// Holds what is in flight, in the books of a store. Clones do so alike.
 #[derive(Clone)]
 pub struct Leases(Arc<dyn Books>);
 
 struct Shared<S: Store> {
     store: S,
     post: Arc<dyn Post>,
-    books: Box<[Mutex<HashMap<Place, Entry>>]>,
-    /// How many entries there are.
-    len: AtomicUsize,
-    /// Whether the last answers did not come from where the count is kept.
-    away: AtomicBool,
-    /// Whether it may have lost counts, since it was away.
-    forgot: AtomicBool,
-    /// Whether an entry is in doubt.
-    doubt: AtomicBool,
-    watch: Watch,
+    /// One for all who ask the store.
+    shelf: Arc<Shelf>,
 }
 
 /// What an entry is of: a caller, and what a policy counts.
@@ -57,17 +51,14 @@ struct Place {
     count: u64,
 }
 
-const SHARDS: usize = 16;
 /// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the others.
 const MAX_IDLE: usize = 100_000;
 
 impl Leases {
-    /// Keeps the books of what is taken in `store`, and tells it by `post` what has ended.
+    /// Keeps what is taken in `store` in its books, and tells it by `post` what has ended.
     pub(crate) fn new(store: impl Store, post: Arc<dyn Post>) -> Self {
-        let books = (0..SHARDS).map(|_| Mutex::default()).collect();
-        let (away, forgot, doubt) = Default::default();
-        let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
-        Self(Arc::new(Shared { store, post, books, len, away, forgot, doubt, watch }))
+        let Holdings(shelf) = store.holdings();
+        Self(Arc::new(Shared { store, post, shelf }))
     }
 
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
@@ -114,11 +105,11 @@ trait Books: Send + Sync {
 impl<S: Store> Books for Shared<S> {
     fn asks(self: Arc<Self>, place: Place, policies: &Policies, now: Instant) {
         {
-            let entries = &mut *lock(self.book(&place));
+            let entries = &mut *lock(self.shelf.book(&place));
             let entry = entries.entry(place).or_insert_with(|| {
-                self.len.fetch_add(1, Ordering::AcqRel);
+                self.shelf.len.fetch_add(1, Ordering::AcqRel);
                 let entry = Entry::new(policies.clone(), now);
-                self.watch.note(entry.lease());
+                self.shelf.watch.note(entry.lease());
                 entry
             });
             entry.ask();
@@ -152,22 +143,16 @@ impl<S: Store> Books for Shared<S> {
     }
 
     fn len(&self) -> usize {
-        self.len.load(Ordering::Acquire)
+        self.shelf.len()
     }
 }
 
 impl<S: Store> Shared<S> {
-    fn book(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
-        let bytes = place.key.as_bytes();
-        let sum = bytes.iter().fold(place.count, |sum, byte| sum.rotate_left(5) ^ u64::from(*byte));
-        &self.books[(sum.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % SHARDS]
-    }
-
     /// Changes an entry, gives back what that says, and tells the store what it holds, if that is due.
     fn change(self: &Arc<Self>, place: Place, change: impl FnOnce(&mut Entry, Instant) -> u32) {
         let (mut back, mut hold) = (None, None);
         {
-            let entries = &mut *lock(self.book(&place));
+            let entries = &mut *lock(self.shelf.book(&place));
             let Some(entry) = entries.get_mut(&place) else { return };
             let now = instant();
             let count = change(entry, now);
@@ -181,7 +166,7 @@ impl<S: Store> Shared<S> {
                 hold = Some((sent, self.store.check(check)));
             }
             if entry.is_in_doubt() {
-                self.doubt.store(true, Ordering::Release);
+                self.shelf.doubt.store(true, Ordering::Release);
             }
             self.remove_if_done(entries, place, now);
         }
@@ -194,10 +179,10 @@ impl<S: Store> Shared<S> {
     }
 
     fn remove_if_done(&self, entries: &mut HashMap<Place, Entry>, place: Place, now: Instant) {
-        let is_full = || self.len.load(Ordering::Acquire) > MAX_IDLE;
+        let is_full = || self.shelf.len() > MAX_IDLE;
         if entries.get(&place).is_some_and(|entry| entry.is_done(now) || entry.is_idle() && is_full()) {
             entries.remove(&place);
-            self.len.fetch_sub(1, Ordering::AcqRel);
+            self.shelf.len.fetch_sub(1, Ordering::AcqRel);
         }
     }
 
@@ -238,10 +223,10 @@ impl<S: Store> Shared<S> {
     /// What the count was while it was away, nobody knows.
     fn heard(&self, answered: Answered) {
         match answered {
-            Answered::Elsewhere => self.away.store(true, Ordering::Release),
-            Answered::There if self.away.load(Ordering::Acquire) => {
-                self.away.store(false, Ordering::Release);
-                self.forgot.store(true, Ordering::Release);
+            Answered::Elsewhere => self.shelf.away.store(true, Ordering::Release),
+            Answered::There if self.shelf.away.load(Ordering::Acquire) => {
+                self.shelf.away.store(false, Ordering::Release);
+                self.shelf.forgot.store(true, Ordering::Release);
             }
             Answered::There => {}
         }
@@ -249,13 +234,13 @@ impl<S: Store> Shared<S> {
 
     /// Does what is due with time.
     fn look(self: &Arc<Self>, now: Instant) {
-        let forgot = self.forgot.swap(false, Ordering::AcqRel);
-        let doubt = self.doubt.swap(false, Ordering::AcqRel);
-        if !(forgot || doubt || self.watch.is_due(now)) {
+        let forgot = self.shelf.forgot.swap(false, Ordering::AcqRel);
+        let doubt = self.shelf.doubt.swap(false, Ordering::AcqRel);
+        if !(forgot || doubt || self.shelf.watch.is_due(now)) {
             return;
         }
         let mut renewals = Vec::new();
-        for book in &self.books {
+        for book in self.shelf.books() {
             let mut doubted = Vec::new();
             lock(book).iter_mut().for_each(|(place, entry)| {
                 if forgot {

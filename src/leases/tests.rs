@@ -2,7 +2,8 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::AtomicU8;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU8, AtomicUsize};
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -82,6 +83,10 @@ impl Store for Wavering {
                 verdict.with_remaining(each.remaining()).with_reset_after(each.reset_after())
             }))
         }))
+    }
+
+    fn holdings(&self) -> Holdings {
+        self.there.holdings()
     }
 
     fn knows(&self, decision: &Decision) -> bool {
@@ -309,4 +314,25 @@ fn nothing_is_lost_with_a_runtime() {
         until("it counts none", || store.counted(ann) == 0).await;
         assert_eq!(store.counted(bob), 1);
     });
+}
+
+/// As two layers of one policy do, on two routes; or a layer and a [`Limiter`](crate::Limiter).
+#[tokio::test(start_paused = true)]
+async fn several_books_of_one_store_do_not_overwrite_each_other() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let books = [leases(&store), leases(&store)];
+    let mut held = vec![];
+    for leases in &books {
+        for _ in 0..3 {
+            held.push(request(&store, leases, ann).await.unwrap());
+        }
+    }
+    let mut least = u32::MAX;
+    for _ in 0..3_000 {
+        sleep(Duration::from_millis(20)).await;
+        least = least.min(store.counted(ann));
+    }
+    assert_eq!(least, 6, "{:?}", store.told());
+    drop(held);
+    until("it counts none", || store.counted(ann) == 0 && books.iter().all(|leases| leases.0.len() == 0)).await;
 }

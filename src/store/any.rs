@@ -9,6 +9,7 @@ use pin_project_lite::pin_project;
 use super::{
     Answer, Error, Fallback, FallbackFuture, LocalStore, Observer, RedisFuture, RedisStore, Store, StoreConfig,
 };
+use crate::leases::Holdings;
 use crate::limit::{Check, Decision, Key};
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
@@ -137,6 +138,14 @@ impl Store for AnyStore {
             Self::Fallback(store) => store.knows(decision),
             Self::Redis(store) => store.knows(decision),
             Self::Local(store) => store.knows(decision),
+        }
+    }
+
+    fn holdings(&self) -> Holdings {
+        match self {
+            Self::Fallback(store) => store.holdings(),
+            Self::Redis(store) => store.holdings(),
+            Self::Local(store) => store.holdings(),
         }
     }
 

@@ -12,6 +12,7 @@ use super::clock::Clock;
 use super::digest::Digest;
 use super::shards::Shards;
 use super::{Answer, Error, Store, lock};
+use crate::leases::Holdings;
 use crate::limit::{
     Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Strategy, Verdict, Verdicts,
 };
@@ -60,6 +61,7 @@ struct Shared {
     /// All keys of a caller are in one shard, so that one lock decides on all its policies.
     shards: Shards<Mutex<Shard>>,
     clock: Clock,
+    holdings: Holdings,
 }
 
 struct Shard {
@@ -158,7 +160,7 @@ impl LocalStore {
             let max = keys.get().div_ceil(shards).max(Policies::MAX);
             Mutex::new(Shard { states: BoundedMap::new(max), answers: BoundedMap::new(max) })
         });
-        Self { shared: Arc::new(Shared { shards, clock: Clock::new() }) }
+        Self { shared: Arc::new(Shared { shards, clock: Clock::new(), holdings: Holdings::new() }) }
     }
 
     /// How many keys it holds.
@@ -217,6 +219,10 @@ impl Store for LocalStore {
     fn follow(&self, key: &Key, decision: &Decision) {
         let (mut shard, caller) = self.shard(key);
         shard.follow(decision, caller, self.shared.clock.micros());
+    }
+
+    fn holdings(&self) -> Holdings {
+        self.shared.holdings.clone()
     }
 }
 

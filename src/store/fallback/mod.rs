@@ -27,6 +27,7 @@ pub use self::share::Share;
 use self::future::State;
 use self::shared::{Reply, Shared};
 use super::{Answer, LocalStore, Observer, Store};
+use crate::leases::Holdings;
 use crate::limit::{Check, Decision, Key, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -207,6 +208,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     fn knows(&self, decision: &Decision) -> bool {
         // A local one is that of the fallback, unless both are local.
         decision.source() != Source::Local && self.parts[0].primary.knows(decision)
+    }
+
+    fn holdings(&self) -> Holdings {
+        self.parts[0].primary.holdings()
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

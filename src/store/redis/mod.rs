@@ -38,6 +38,7 @@ pub(super) use tls::{CLIENT_KEY, ROOT_CERTIFICATE};
 
 use self::lanes::Lanes;
 use super::{Answer, Error, Instances, Observer, Store};
+use crate::leases::Holdings;
 use crate::limit::{Check, ConfigError, Key};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
@@ -207,6 +208,10 @@ impl Store for RedisStore {
 
     fn part(&self, key: &Key) -> usize {
         self.lanes.transport.bucket(key).into()
+    }
+
+    fn holdings(&self) -> Holdings {
+        self.lanes.holdings.clone()
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
