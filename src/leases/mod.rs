@@ -108,11 +108,10 @@ impl<S: Store> Books for Shared<S> {
             let entries = &mut *lock(self.shelf.book(&place));
             let entry = entries.entry(place).or_insert_with(|| {
                 self.shelf.len.fetch_add(1, Ordering::AcqRel);
-                let entry = Entry::new(policies.clone(), now);
-                self.shelf.watch.note(entry.lease());
-                entry
+                Entry::new(policies.clone(), now)
             });
-            entry.ask();
+            entry.ask(policies);
+            self.shelf.watch.note(entry.lease());
         }
         // Or what a runtime that has ended has left would wait for the next that ends.
         self.post.wake();
@@ -187,11 +186,11 @@ impl<S: Store> Shared<S> {
     }
 
     fn give_back(self: &Arc<Self>, place: Place, count: u32, check: Check) {
-        let shared = Arc::clone(self);
+        let (shared, since) = (Arc::clone(self), instant());
         self.post.put(Mail::ask_then(check, move |answer| {
             let (answered, had) = shared.read(answer);
             shared.change(place, |entry, now| {
-                entry.gave_back(count, answered, had, now);
+                entry.gave_back(count, since, answered, had, now);
                 0
             });
         }));
