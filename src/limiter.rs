@@ -5,7 +5,7 @@ use crate::leases::{Leases, desk};
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::settle::{Post, Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
-use crate::turns::{Bounds, Refusal, Turns, Wanted};
+use crate::turns::{Bounds, Turns, Wanted};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
 ///
@@ -151,6 +151,13 @@ impl<S: Store> Limiter<S> {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),
         };
-        permit.map_or_else(Refusal::into_answer, |permit| Ok(permit.spend()))
+        let (decision, lease) = match permit {
+            Ok(permit) => permit.spend(),
+            Err(refusal) => return refusal.into_answer(),
+        };
+        if let Some(lease) = lease {
+            lease.leave_counted();
+        }
+        Ok(decision)
     }
 }

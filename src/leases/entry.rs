@@ -147,6 +147,12 @@ impl Entry {
         }
     }
 
+    /// Nobody will tell when a request ends.
+    pub(super) fn left(&mut self) {
+        self.held = self.held.saturating_sub(1);
+        self.ends += 1;
+    }
+
     /// A request has ended. Returns how many are to be given back.
     pub(super) fn ended(&mut self, now: Instant) -> u32 {
         self.held = self.held.saturating_sub(1);

@@ -117,6 +117,11 @@ impl<S: Store> Keeper<S> {
             }
             self.shared.look(now);
             if self.shared.shelf.len() == 0 {
+                self.shared.shelf.watch.leave(self.number);
+                // Who has come meanwhile may have found a keeper.
+                if self.shared.shelf.len() > 0 {
+                    self.shared.attend(now);
+                }
                 return;
             }
         }

@@ -92,6 +92,9 @@ trait Books: Send + Sync {
     /// What was asked about is not in flight.
     fn denied(self: Arc<Self>, place: Place, answered: Answered);
 
+    /// Nobody will tell when a request ends.
+    fn left(self: Arc<Self>, place: Place);
+
     /// A request has ended.
     fn ended(self: Arc<Self>, place: Place);
 
@@ -129,6 +132,13 @@ impl<S: Store> Books for Shared<S> {
     fn denied(self: Arc<Self>, place: Place, answered: Answered) {
         self.change(place, |entry, now| {
             entry.denied(answered, now);
+            0
+        });
+    }
+
+    fn left(self: Arc<Self>, place: Place) {
+        self.change(place, |entry, _| {
+            entry.left();
             0
         });
     }

@@ -13,6 +13,7 @@ use super::*;
 use crate::limit::{Mode, Policy, Quota, Source, Strategy, Verdict};
 use crate::settle::Outbox;
 use crate::store::{ErrorKind, LocalStore};
+use crate::turns::{Bounds, Turns, Wanted};
 
 /// A store as a fallback over Redis is: while that is away, another store decides.
 #[derive(Clone)]
@@ -397,4 +398,28 @@ async fn what_is_given_back_late_is_not_that_of_others() {
         least = if second < 75 { u32::MAX } else { least.min(store.counted(ann)) };
     }
     assert_eq!(least, 2, "{:?}", store.told());
+}
+
+/// A service that is not ready keeps a request waiting whose turn has come.
+#[tokio::test(start_paused = true)]
+async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let turns = Turns::new(store.clone(), Bounds::NONE);
+    let _held = request(&store, &leases, ann).await.unwrap();
+    let wanted = || Wanted { key: ann, policies: policies(), cost: 1, deadline: None };
+    let permit = turns.join(wanted(), None).unwrap().await.unwrap();
+    // Somebody goes away, so that the store is told how many are held.
+    assert!(timeout(Duration::from_millis(3), request(&store, &leases, ann)).await.is_err());
+    sleep(2 * LEASE).await;
+    assert_eq!(store.counted(ann), 2);
+    drop(permit);
+    until("it is given back", || store.counted(ann) == 1).await;
+
+    let permit = turns.join(wanted(), None).unwrap().await.unwrap();
+    let (_, lease) = permit.spend();
+    sleep(2 * LEASE).await;
+    assert_eq!(store.counted(ann), 2);
+    drop(lease);
+    until("it is given back", || store.counted(ann) == 1).await;
 }
