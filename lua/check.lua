@@ -382,10 +382,24 @@ if not only_runs then
     return true
   end
 
+  -- Whether the answer that begins in the reply after `from` tells that something was charged: a cost, where a request in
+  -- flight stands beside it.
+  local function has_charged(plan, from)
+    local charged, in_flight = false, 0
+    for i = 1, #plan do
+      in_flight = in_flight + (plan[i].counts_requests and 1 or 0)
+    end
+    for i = 1, #plan do
+      local tells = in_flight == #plan or not plan[i].counts_requests
+      charged = charged or tells and reply[from + 4 * i - 3] > 0
+    end
+    return charged
+  end
+
   -- Decides a check with an id, which is asked once, and remembers what was charged.
   function check_once(plan)
     local key, from = KEYS[key_at + 1], replied
-    if not repeat_answer(plan) and check(plan, 1) > 0 then
+    if not repeat_answer(plan) and check(plan, 1) > 0 and has_charged(plan, from) then
       local forget_at = now + plan.remember
       local answer = encode(UNTIL, forget_at)
       for i = from + 1, replied, 4 do

@@ -20,7 +20,6 @@ mod store;
 mod turns;
 mod twins;
 
-pub use leases::Holdings;
 pub use limit::{
     Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, RateLimited, Refill, Source,
     Strategy, Verdict,

@@ -25,7 +25,8 @@ pub(super) struct Entry {
     holding: bool,
     /// Whether a renewal is.
     renewing: bool,
-    /// When the store last said that it counts them. `None`: it is to be asked soon.
+    /// When the store last said how many it counts. A take renews what is counted too, but tells nothing of that. `None`: it
+    /// is to be asked soon.
     renewed: Option<Instant>,
     /// When the store may last have written what it counts.
     written: Instant,
@@ -181,9 +182,8 @@ impl Entry {
 
     fn heard(&mut self, answered: Answered, now: Instant) {
         self.written = now;
-        match answered {
-            Answered::There => self.renewed = self.renewed.map(|_| now),
-            Answered::Elsewhere => self.doubts(now),
+        if answered == Answered::Elsewhere {
+            self.doubts(now);
         }
     }
 
@@ -279,5 +279,55 @@ impl Entry {
     /// Whether nothing is in flight.
     pub(super) fn is_idle(&self) -> bool {
         self.asked == 0 && self.held == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::Policy;
+
+    /// A give-back might come to the store before the hold or after it.
+    #[tokio::test(start_paused = true)]
+    async fn what_ends_during_a_hold_is_given_back_after_it() {
+        let now = crate::store::instant();
+        let policies = Policy::in_flight("streams", 4).unwrap().into();
+        let mut entry = Entry::new(Policies::clone(&policies), now);
+        for _ in 0..3 {
+            entry.ask(&policies);
+            entry.granted(Answered::Elsewhere, now);
+        }
+        assert!(entry.hold(now).is_none(), "what was asked may still be on its way");
+        let now = now + PAUSE;
+        let sent = entry.hold(now).unwrap();
+        assert_eq!((sent.count, entry.hold(now).is_none(), entry.ended(now)), (3, true, 0));
+        assert_eq!(entry.told(sent, Answered::There, now), 1);
+        assert!(!entry.is_in_doubt() && entry.hold(now + PAUSE).is_none());
+        entry.gave_back(1, now, Answered::There, 1, now);
+        assert_eq!((entry.ended(now), entry.ended(now)), (1, 1));
+    }
+
+    /// What is under way already has to come before it.
+    #[tokio::test(start_paused = true)]
+    async fn a_hold_waits_for_what_is_under_way() {
+        let now = crate::store::instant();
+        let policies = Policy::in_flight("streams", 4).unwrap().into();
+        let mut entry = Entry::new(Policies::clone(&policies), now);
+        for _ in 0..3 {
+            entry.ask(&policies);
+            entry.granted(Answered::There, now);
+        }
+        assert_eq!(entry.ended(now), 1);
+        entry.ask(&policies);
+        entry.denied(Answered::Elsewhere, now);
+        let now = now + PAUSE;
+        assert!(entry.hold(now).is_none(), "one is being given back");
+        // From here on what ends is told by the hold.
+        assert_eq!(entry.ended(now), 0);
+        entry.gave_back(1, now, Answered::There, 1, now);
+        entry.ask(&policies);
+        assert!(entry.hold(now).is_none(), "the store is being asked");
+        let later = now + PATIENCE;
+        assert_eq!(entry.hold(later).unwrap().count, 2, "what is asked all the time counts as granted");
     }
 }

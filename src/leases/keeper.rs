@@ -94,7 +94,7 @@ impl<S: Store> Shared<S> {
     /// Starts a keeper, if there is none.
     pub(super) fn attend(self: &Arc<Self>, now: Instant) {
         if let Ok(runtime) = Handle::try_current()
-            && let Some(number) = self.shelf.watch.enlist(now)
+            && let Some(number) = self.watch.enlist(now)
         {
             // A runtime that has ended drops it at once.
             runtime.spawn(Keeper { shared: Arc::clone(self), number }.run());
@@ -110,16 +110,16 @@ struct Keeper<S: Store> {
 impl<S: Store> Keeper<S> {
     async fn run(self) {
         loop {
-            sleep(TICK.min(self.shared.shelf.watch.gap())).await;
+            sleep(TICK.min(self.shared.watch.gap())).await;
             let now = instant();
-            if !self.shared.shelf.watch.beat(self.number, now) {
+            if !self.shared.watch.beat(self.number, now) {
                 return;
             }
             self.shared.look(now);
-            if self.shared.shelf.len() == 0 {
-                self.shared.shelf.watch.leave(self.number);
-                // Who has come meanwhile may have found a keeper.
-                if self.shared.shelf.len() > 0 {
+            if self.shared.len.load(Ordering::Acquire) == 0 {
+                self.shared.watch.leave(self.number);
+                // Who came just before that has found a keeper.
+                if self.shared.len.load(Ordering::Acquire) > 0 {
                     self.shared.attend(now);
                 }
                 return;
@@ -130,6 +130,6 @@ impl<S: Store> Keeper<S> {
 
 impl<S: Store> Drop for Keeper<S> {
     fn drop(&mut self) {
-        self.shared.shelf.watch.leave(self.number);
+        self.shared.watch.leave(self.number);
     }
 }

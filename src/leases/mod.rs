@@ -4,44 +4,58 @@
 //! counts how many this instance holds of each caller; [`Leases`] knows the same by its own books, renews what runs for
 //! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
 //!
+//! - All layers over one store share its [books](shelf), since the store counts what they hold as one.
 //! - A request is entered in the books before the store is asked, so that they never say less than the store may count.
 //! - What ends is given back off the request path, once, whatever ends it.
 //! - What an [`Entry`](entry::Entry) is not sure of it tells as it should be, by [`Check::hold`]: once nothing of it is under
 //!   way, so that no take is overwritten.
 
 mod entry;
-mod holdings;
 mod keeper;
 mod lease;
+mod shelf;
 #[cfg(test)]
 mod tests;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
-pub use self::holdings::Holdings;
 pub(crate) use self::lease::Lease;
 
 use self::entry::{Answered, Entry, Sent};
-use self::holdings::Shelf;
+use self::keeper::Watch;
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::settle::{Mail, Outbox, Post};
 use crate::store::{Answer, Error, Observer, Store, instant, lock};
 
-/// Holds what is in flight, in the books of a store. Clones do so alike.
+/// The books of an instance: what it has in flight. Clones share them, and so do all that are of one store.
 #[derive(Clone)]
-pub struct Leases(Arc<dyn Books>);
+pub struct Leases(Arc<Opening>);
+
+/// Books that are opened with the first request.
+struct Opening {
+    books: OnceLock<Arc<dyn Books>>,
+    open: Box<dyn Fn() -> Arc<dyn Books> + Send + Sync>,
+}
 
 struct Shared<S: Store> {
     store: S,
     post: Arc<dyn Post>,
-    /// One for all who ask the store.
-    shelf: Arc<Shelf>,
+    books: Box<[Mutex<HashMap<Place, Entry>>]>,
+    /// How many entries there are.
+    len: AtomicUsize,
+    /// Whether the last answers did not come from where the count is kept.
+    away: AtomicBool,
+    /// Whether it may have lost counts, since it was away.
+    forgot: AtomicBool,
+    /// Whether an entry is in doubt.
+    doubt: AtomicBool,
+    watch: Watch,
 }
 
 /// What an entry is of: a caller, and what a policy counts.
@@ -51,14 +65,20 @@ struct Place {
     count: u64,
 }
 
+const SHARDS: usize = 16;
 /// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the others.
 const MAX_IDLE: usize = 100_000;
 
 impl Leases {
-    /// Keeps what is taken in `store` in its books, and tells it by `post` what has ended.
+    /// Keeps the books of what is taken in `store`, and tells it by `post` what has ended.
     pub(crate) fn new(store: impl Store, post: Arc<dyn Post>) -> Self {
-        let Holdings(shelf) = store.holdings();
-        Self(Arc::new(Shared { store, post, shelf }))
+        let identity = store.identity();
+        let new = move || Arc::new(Shared::new(store.clone(), Arc::clone(&post))) as Arc<dyn Books>;
+        Self(Arc::new(Opening { books: OnceLock::new(), open: Box::new(move || shelf::find(identity, &new)) }))
+    }
+
+    fn books(&self) -> &Arc<dyn Books> {
+        self.0.books.get_or_init(|| (self.0.open)())
     }
 
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
@@ -67,11 +87,11 @@ impl Leases {
     /// dropped.
     pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
-        let now = instant();
+        let (books, now) = (self.books(), instant());
         for policy in policies.iter() {
-            Arc::clone(&self.0).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
+            Arc::clone(books).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
         }
-        Some(Lease::new(Arc::clone(&self.0), key, policies.clone()))
+        Some(Lease::new(Arc::clone(books), key, policies.clone()))
     }
 }
 
@@ -108,13 +128,13 @@ trait Books: Send + Sync {
 impl<S: Store> Books for Shared<S> {
     fn asks(self: Arc<Self>, place: Place, policies: &Policies, now: Instant) {
         {
-            let entries = &mut *lock(self.shelf.book(&place));
+            let entries = &mut *lock(self.book(&place));
             let entry = entries.entry(place).or_insert_with(|| {
-                self.shelf.len.fetch_add(1, Ordering::AcqRel);
+                self.len.fetch_add(1, Ordering::AcqRel);
                 Entry::new(policies.clone(), now)
             });
             entry.ask(policies);
-            self.shelf.watch.note(entry.lease());
+            self.watch.note(entry.lease());
         }
         // Or what a runtime that has ended has left would wait for the next that ends.
         self.post.wake();
@@ -152,16 +172,29 @@ impl<S: Store> Books for Shared<S> {
     }
 
     fn len(&self) -> usize {
-        self.shelf.len()
+        self.len.load(Ordering::Acquire)
     }
 }
 
 impl<S: Store> Shared<S> {
+    fn new(store: S, post: Arc<dyn Post>) -> Self {
+        let books = (0..SHARDS).map(|_| Mutex::default()).collect();
+        let (away, forgot, doubt) = Default::default();
+        let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
+        Self { store, post, books, len, away, forgot, doubt, watch }
+    }
+
+    fn book(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
+        let bytes = place.key.as_bytes();
+        let sum = bytes.iter().fold(place.count, |sum, byte| sum.rotate_left(5) ^ u64::from(*byte));
+        &self.books[(sum.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % SHARDS]
+    }
+
     /// Changes an entry, gives back what that says, and tells the store what it holds, if that is due.
     fn change(self: &Arc<Self>, place: Place, change: impl FnOnce(&mut Entry, Instant) -> u32) {
         let (mut back, mut hold) = (None, None);
         {
-            let entries = &mut *lock(self.shelf.book(&place));
+            let entries = &mut *lock(self.book(&place));
             let Some(entry) = entries.get_mut(&place) else { return };
             let now = instant();
             let count = change(entry, now);
@@ -175,7 +208,7 @@ impl<S: Store> Shared<S> {
                 hold = Some((sent, self.store.check(check)));
             }
             if entry.is_in_doubt() {
-                self.shelf.doubt.store(true, Ordering::Release);
+                self.doubt.store(true, Ordering::Release);
             }
             self.remove_if_done(entries, place, now);
         }
@@ -188,10 +221,10 @@ impl<S: Store> Shared<S> {
     }
 
     fn remove_if_done(&self, entries: &mut HashMap<Place, Entry>, place: Place, now: Instant) {
-        let is_full = || self.shelf.len() > MAX_IDLE;
+        let is_full = || self.len.load(Ordering::Acquire) > MAX_IDLE;
         if entries.get(&place).is_some_and(|entry| entry.is_done(now) || entry.is_idle() && is_full()) {
             entries.remove(&place);
-            self.shelf.len.fetch_sub(1, Ordering::AcqRel);
+            self.len.fetch_sub(1, Ordering::AcqRel);
         }
     }
 
@@ -232,10 +265,10 @@ impl<S: Store> Shared<S> {
     /// What the count was while it was away, nobody knows.
     fn heard(&self, answered: Answered) {
         match answered {
-            Answered::Elsewhere => self.shelf.away.store(true, Ordering::Release),
-            Answered::There if self.shelf.away.load(Ordering::Acquire) => {
-                self.shelf.away.store(false, Ordering::Release);
-                self.shelf.forgot.store(true, Ordering::Release);
+            Answered::Elsewhere => self.away.store(true, Ordering::Release),
+            Answered::There if self.away.load(Ordering::Acquire) => {
+                self.away.store(false, Ordering::Release);
+                self.forgot.store(true, Ordering::Release);
             }
             Answered::There => {}
         }
@@ -243,13 +276,13 @@ impl<S: Store> Shared<S> {
 
     /// Does what is due with time.
     fn look(self: &Arc<Self>, now: Instant) {
-        let forgot = self.shelf.forgot.swap(false, Ordering::AcqRel);
-        let doubt = self.shelf.doubt.swap(false, Ordering::AcqRel);
-        if !(forgot || doubt || self.shelf.watch.is_due(now)) {
+        let forgot = self.forgot.swap(false, Ordering::AcqRel);
+        let doubt = self.doubt.swap(false, Ordering::AcqRel);
+        if !(forgot || doubt || self.watch.is_due(now)) {
             return;
         }
         let mut renewals = Vec::new();
-        for book in self.shelf.books() {
+        for book in &self.books {
             let mut doubted = Vec::new();
             lock(book).iter_mut().for_each(|(place, entry)| {
                 if forgot {
@@ -302,6 +335,8 @@ impl<S: Store> Drop for Told<S> {
 
 impl fmt::Debug for Leases {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Leases").field("entries", &self.0.len()).finish_non_exhaustive()
+        f.debug_struct("Leases")
+            .field("entries", &self.0.books.get().map_or(0, |books| books.len()))
+            .finish_non_exhaustive()
     }
 }

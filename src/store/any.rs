@@ -9,7 +9,6 @@ use pin_project_lite::pin_project;
 use super::{
     Answer, Error, Fallback, FallbackFuture, LocalStore, Observer, RedisFuture, RedisStore, Store, StoreConfig,
 };
-use crate::leases::Holdings;
 use crate::limit::{Check, Decision, Key};
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
@@ -141,11 +140,11 @@ impl Store for AnyStore {
         }
     }
 
-    fn holdings(&self) -> Holdings {
+    fn identity(&self) -> Option<usize> {
         match self {
-            Self::Fallback(store) => store.holdings(),
-            Self::Redis(store) => store.holdings(),
-            Self::Local(store) => store.holdings(),
+            Self::Fallback(store) => store.identity(),
+            Self::Redis(store) => store.identity(),
+            Self::Local(store) => store.identity(),
         }
     }
 

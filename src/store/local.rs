@@ -12,7 +12,6 @@ use super::clock::Clock;
 use super::digest::Digest;
 use super::shards::Shards;
 use super::{Answer, Error, Store, lock};
-use crate::leases::Holdings;
 use crate::limit::{
     Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Strategy, Verdict, Verdicts,
 };
@@ -61,7 +60,6 @@ struct Shared {
     /// All keys of a caller are in one shard, so that one lock decides on all its policies.
     shards: Shards<Mutex<Shard>>,
     clock: Clock,
-    holdings: Holdings,
 }
 
 struct Shard {
@@ -160,7 +158,7 @@ impl LocalStore {
             let max = keys.get().div_ceil(shards).max(Policies::MAX);
             Mutex::new(Shard { states: BoundedMap::new(max), answers: BoundedMap::new(max) })
         });
-        Self { shared: Arc::new(Shared { shards, clock: Clock::new(), holdings: Holdings::new() }) }
+        Self { shared: Arc::new(Shared { shards, clock: Clock::new() }) }
     }
 
     /// How many keys it holds.
@@ -216,13 +214,13 @@ impl Store for LocalStore {
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 
+    fn identity(&self) -> Option<usize> {
+        Some(Arc::as_ptr(&self.shared) as usize)
+    }
+
     fn follow(&self, key: &Key, decision: &Decision) {
         let (mut shard, caller) = self.shard(key);
         shard.follow(decision, caller, self.shared.clock.micros());
-    }
-
-    fn holdings(&self) -> Holdings {
-        self.shared.holdings.clone()
     }
 }
 

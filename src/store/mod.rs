@@ -42,7 +42,6 @@ pub use observer::{Observer, event};
 
 pub(crate) use clock::{instant, unix_time};
 
-use crate::leases::Holdings;
 use crate::limit::{Check, Decision, Key};
 
 /// Decides checks, and remembers what was charged.
@@ -60,7 +59,7 @@ use crate::limit::{Check, Decision, Key};
 ///
 /// ```
 /// use std::sync::Arc;
-/// use tower_redis_ratelimit::{Answer, Check, Decision, Holdings, Key, Observer, Source, Store, Verdict};
+/// use tower_redis_ratelimit::{Answer, Check, Decision, Key, Observer, Source, Store, Verdict};
 ///
 /// /// Never denies these callers.
 /// #[derive(Clone)]
@@ -79,14 +78,6 @@ use crate::limit::{Check, Decision, Key};
 ///
 ///     fn follow(&self, key: &Key, decision: &Decision) {
 ///         self.0.follow(key, decision);
-///     }
-///
-///     fn holdings(&self) -> Holdings {
-///         self.0.holdings()
-///     }
-///
-///     fn knows(&self, decision: &Decision) -> bool {
-///         self.0.knows(decision)
 ///     }
 ///
 ///     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -147,12 +138,11 @@ pub trait Store: Clone + Send + Sync + 'static {
         true
     }
 
-    /// What this process has [in flight](crate::Strategy::InFlight) here. Clones share the count, so they must return the same
-    /// each time: or two layers that ask one store would each tell it that only their own requests are in flight. Defaults to
-    /// new ones, which serve a store that only one layer or [`Limiter`](crate::Limiter) asks. A store that asks another one
-    /// should pass this on, and [`knows`](Self::knows).
-    fn holdings(&self) -> Holdings {
-        Holdings::new()
+    /// What tells this store and its clones from all others in this process, as the address of what they share does. All
+    /// layers over one store then know together what is [in flight](crate::Strategy::InFlight). Defaults to `None`: only one
+    /// layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the store.
+    fn identity(&self) -> Option<usize> {
+        None
     }
 
     /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the store.

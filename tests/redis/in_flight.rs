@@ -135,3 +135,68 @@ async fn what_ends_together_is_told_together() {
     let (calls, deletes) = (server.calls("evalsha").await - calls, server.calls("del").await - deletes);
     assert!(calls < CALLERS as u64 / 20 && deletes <= calls, "{calls} calls, {deletes} deletes");
 }
+
+/// A flood of requests that are denied costs next to nothing, and a request that ends here lets the next one in at once. What
+/// costs more than there may be at once is a request like any other.
+#[tokio::test]
+async fn a_denial_is_remembered_until_a_request_ends() {
+    use tower_redis_ratelimit::{Check, Outcome, Policy, Source, Store};
+
+    let server = RedisServer::start();
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let policies = Policy::in_flight("streams", 2).unwrap().into();
+    let take = async |cost| store.check(Check::take(ann(), &policies, cost)).await.unwrap();
+    assert!(take(1).await.is_allowed() && take(100).await.is_allowed());
+    let denied = take(100).await;
+    assert_eq!(denied.outcome(), Outcome::Denied { retry_after: Duration::from_millis(100) });
+    let (before, mut cached) = (server.calls("evalsha").await, 0);
+    for _ in 0..1_000 {
+        let denied = take(100).await;
+        assert!(!denied.is_allowed() && denied.retry_after() <= Some(Duration::from_millis(100)));
+        cached += u32::from(denied.source() == Source::Cached);
+    }
+    let calls = server.calls("evalsha").await - before;
+    assert!(cached > 900 && calls < 100, "{cached} of 1000 were remembered, {calls} calls");
+    for check in [Check::give_back(ann(), &policies, 1), Check::hold(ann(), &policies, 1)] {
+        let _ = take(1).await;
+        let _ = store.check(check).await.unwrap();
+        assert!(take(100).await.is_allowed());
+    }
+    // What ends elsewhere is seen when it is to be asked again.
+    assert!(!take(100).await.is_allowed());
+    let other = RedisStore::connect(server.url()).await.unwrap();
+    let _ = other.check(Check::reset(ann(), &policies)).await.unwrap();
+    sleep(Duration::from_millis(110)).await;
+    assert!(take(100).await.is_allowed());
+}
+
+/// What Redis grants is known when it goes away: this instance then grants only what its share has left.
+#[tokio::test]
+async fn an_outage_is_no_second_helping() {
+    use std::num::NonZeroU32;
+    use tower_redis_ratelimit::{Fallback, LocalStore, Share, Source};
+
+    let mut server = RedisServer::start();
+    let share = Share::Fixed(NonZeroU32::new(2).unwrap());
+    let limiter = limiter(Fallback::new(patient(&server.url()), LocalStore::default()).share(share));
+    let mut held = vec![];
+    for _ in 0..7 {
+        held.push(limiter.reserve(ann(), 1).await.unwrap());
+    }
+    server.kill();
+    until("the outage is noticed", async || limiter.peek(ann(), 1).await.unwrap().source() == Source::Local).await;
+    assert!(limiter.reserve(ann(), 1).await.is_err(), "it holds more than its share of 5");
+    held.truncate(4);
+    until("there is room", async || limiter.peek(ann(), 1).await.unwrap().remaining() == 1).await;
+    held.push(limiter.reserve(ann(), 1).await.unwrap());
+    assert!(limiter.reserve(ann(), 1).await.is_err());
+    server.restart();
+    // No note of it is charged: the books say what is held.
+    until("Redis knows what is held", async || {
+        let peek = limiter.peek(ann(), 1).await.unwrap();
+        peek.source() == Source::Redis && peek.remaining() == LIMIT - 5
+    })
+    .await;
+    drop(held);
+    until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
+}

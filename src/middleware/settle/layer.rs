@@ -37,7 +37,7 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// # use tower_redis_ratelimit::{HeaderKey, LocalStore, Policy, Quota, RateLimitLayer, Settlement, Strategy};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let policy = Policy::new("tokens", Strategy::Gcra, Quota::per_minute(60_000))?;
-    /// # let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key".parse()?), policy);
+    /// # let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key"), policy);
     /// let layer = layer.cost(|_| 500).settle(|response| {
     ///     let tokens = response.headers.get("x-tokens").and_then(|tokens| tokens.to_str().ok()?.parse().ok());
     ///     tokens.map_or(Settlement::AtEnd, Settlement::Cost)
@@ -56,7 +56,7 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     ///   quota larger than if the real cost had been charged at once.
     /// - **In an outage** a [`Fallback`](crate::Fallback) settles as it decides. Without one, what was not sent is sent again
     ///   until it matters no more; what may have been charged already is not, so that nothing is charged twice. The observer
-    ///   is [told](Observer::failed) what was lost.
+    ///   is [told](crate::Observer::failed) what was lost.
     /// - **Header fields** and the [`Decision`](crate::Decision) of the response tell the state by what is known when its head is
     ///   sent: what the rule gives back then remains, and what is settled only at the end of the body is still reserved.
     #[must_use]

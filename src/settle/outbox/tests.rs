@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use tokio::runtime::Builder;
 use tokio::sync::{mpsc, oneshot};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::*;
 use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Strategy};
@@ -41,7 +41,8 @@ struct Asked(mpsc::UnboundedReceiver<(Check, oneshot::Sender<Reply>)>);
 
 impl Asked {
     async fn next(&mut self) -> (u32, oneshot::Sender<Reply>) {
-        let (check, answer) = self.0.recv().await.unwrap();
+        // What is never asked for is to fail the test, not to hang it.
+        let (check, answer) = timeout(Duration::from_secs(20), self.0.recv()).await.expect("it is asked").unwrap();
         (check.cost(), answer)
     }
 

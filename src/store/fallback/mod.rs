@@ -27,7 +27,6 @@ pub use self::share::Share;
 use self::future::State;
 use self::shared::{Reply, Shared};
 use super::{Answer, LocalStore, Observer, Store};
-use crate::leases::Holdings;
 use crate::limit::{Check, Decision, Key, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
@@ -210,8 +209,8 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         decision.source() != Source::Local && self.parts[0].primary.knows(decision)
     }
 
-    fn holdings(&self) -> Holdings {
-        self.parts[0].primary.holdings()
+    fn identity(&self) -> Option<usize> {
+        self.parts[0].primary.identity()
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -12,7 +12,6 @@ use super::lanes::{Lanes, Limits};
 use super::tls::Tls;
 use super::transport::Transport;
 use super::{RedisStore, Servers};
-use crate::leases::Holdings;
 use crate::limit::{ConfigError, is_name};
 use crate::store::{Error, Observer};
 
@@ -215,7 +214,6 @@ impl RedisStoreBuilder {
                 transport,
                 prefix: self.prefix.into_boxed_str(),
                 instance: RandomState::new().hash_one(0) >> 16,
-                holdings: Holdings::new(),
                 limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
                 denials: Denials::new(self.denials),
                 observer: self.observer,

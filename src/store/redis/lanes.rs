@@ -25,7 +25,6 @@ use super::lua::Lua;
 use super::queue::Full;
 use super::runtimes::{Queues, runtime};
 use super::transport::{Node, Transport};
-use crate::leases::Holdings;
 use crate::limit::{Check, Decision, Key, Source, Verdicts};
 use crate::store::{Answer, Error, ErrorKind, Observer, event, lock};
 
@@ -34,7 +33,6 @@ pub(super) struct Lanes {
     pub(super) prefix: Box<str>,
     /// Tells what this instance has in flight from what others have: random, and of 48 bits.
     pub(super) instance: u64,
-    pub(super) holdings: Holdings,
     pub(super) limits: Limits,
     pub(super) denials: Denials,
     pub(super) observer: OnceLock<Arc<dyn Observer>>,
