@@ -41,6 +41,8 @@ pub struct Leases(Arc<Opening>);
 struct Opening {
     books: OnceLock<Arc<dyn Books>>,
     open: Box<dyn Fn() -> Arc<dyn Books> + Send + Sync>,
+    /// Where a decision came from. Others who have these books may ask another store, which asks the same one.
+    worth: Box<dyn Fn(&Decision) -> Answered + Send + Sync>,
 }
 
 struct Shared<S: Store> {
@@ -72,9 +74,14 @@ const MAX_IDLE: usize = 100_000;
 impl Leases {
     /// Keeps the books of what is taken in `store`, and tells it by `post` what has ended.
     pub(crate) fn new(store: impl Store, post: Arc<dyn Post>) -> Self {
-        let identity = store.identity();
+        let (identity, asked) = (store.identity(), store.clone());
+        let worth = Box::new(move |decision: &Decision| Answered::there(asked.knows(decision)));
         let new = move || Arc::new(Shared::new(store.clone(), Arc::clone(&post))) as Arc<dyn Books>;
-        Self(Arc::new(Opening { books: OnceLock::new(), open: Box::new(move || shelf::find(identity, &new)) }))
+        Self(Arc::new(Opening { books: OnceLock::new(), open: Box::new(move || shelf::find(identity, &new)), worth }))
+    }
+
+    fn worth(&self, decision: &Decision) -> Answered {
+        (self.0.worth)(decision)
     }
 
     fn books(&self) -> &Arc<dyn Books> {
@@ -91,7 +98,7 @@ impl Leases {
         for policy in policies.iter() {
             Arc::clone(books).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
         }
-        Some(Lease::new(Arc::clone(books), key, policies.clone()))
+        Some(Lease::new(self.clone(), key, policies.clone()))
     }
 }
 
@@ -117,9 +124,6 @@ trait Books: Send + Sync {
 
     /// A request has ended.
     fn ended(self: Arc<Self>, place: Place);
-
-    /// Where a decision came from.
-    fn worth(&self, decision: &Decision) -> Answered;
 
     /// How many entries there are.
     fn len(&self) -> usize;
@@ -165,10 +169,6 @@ impl<S: Store> Books for Shared<S> {
 
     fn ended(self: Arc<Self>, place: Place) {
         self.change(place, Entry::ended);
-    }
-
-    fn worth(&self, decision: &Decision) -> Answered {
-        Answered::there(self.store.knows(decision))
     }
 
     fn len(&self) -> usize {
@@ -255,7 +255,7 @@ impl<S: Store> Shared<S> {
     /// Where the answer came from, and what it grants.
     fn read(&self, answer: Result<Decision, Error>) -> (Answered, u32) {
         let (answered, granted) = match &answer {
-            Ok(decision) => (self.worth(decision), decision.granted()),
+            Ok(decision) => (Answered::there(self.store.knows(decision)), decision.granted()),
             Err(_) => (Answered::Elsewhere, 0),
         };
         self.heard(answered);

@@ -423,3 +423,31 @@ async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
     drop(lease);
     until("it is given back", || store.counted(ann) == 1).await;
 }
+
+/// The primary store of a fallback, which other code asks by itself. Its decisions are always its own.
+#[derive(Clone)]
+struct Primary(Wavering);
+
+impl Store for Primary {
+    type Future = <Wavering as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        self.0.check(check)
+    }
+
+    fn identity(&self) -> Option<usize> {
+        self.0.identity()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_fallback_grants_is_told_though_others_ask_its_primary_store() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let primary = Primary(store.clone());
+    let [others, leases] = [Leases::new(primary.clone(), Arc::new(Outbox::new(primary, None))), leases(&store)];
+    let _others = request(&store, &others, ann).await.unwrap();
+    store.is(AWAY);
+    let _during = request(&store, &leases, ann).await.unwrap();
+    store.is(HERE);
+    timeout(Duration::from_secs(1), until("it counts both", || store.counted(ann) == 2)).await.expect("soon");
+}

@@ -86,10 +86,10 @@ impl Clerk {
                 }
                 let decision = decision.due(ask.cost);
                 for _ in 0..ask.count {
+                    let permit =
+                        Permit::new(&self.shared, self.place, &self.runtime, &ask, decision.clone(), asked_at, due_at);
                     // It is asked for one at a time under a policy that has one.
-                    let (decision, lease) = (decision.clone(), lease.take());
-                    Permit::new(&self.shared, self.place, &self.runtime, &ask, decision, asked_at, due_at, lease)
-                        .hand_on();
+                    permit.with_lease(lease.take()).hand_on();
                 }
                 self.with_line(Line::all_served);
             }

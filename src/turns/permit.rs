@@ -46,11 +46,18 @@ impl Permit {
         decision: Decision,
         taken_at: Instant,
         due_at: Instant,
-        lease: Option<Lease>,
     ) -> Self {
         let (shared, runtime) = (Arc::clone(shared), runtime.clone());
         let (policies, cost) = (ask.policies.clone(), ask.cost);
-        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, taken_at, due_at, lease }) }
+        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, taken_at, due_at, lease: None }) }
+    }
+
+    /// The same with what it holds in flight.
+    pub(super) fn with_lease(mut self, lease: Option<Lease>) -> Self {
+        if let Some(held) = &mut self.held {
+            held.lease = lease;
+        }
+        self
     }
 
     /// What was decided on it.
