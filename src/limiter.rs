@@ -85,7 +85,10 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     ///
-    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time.
+    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time, or
+    /// before, if reservations or layers over the same store hold requests of this caller too, and tell how many these are.
+    ///
+    /// To drop the future is not to drop a reservation: what it has charged by then stays charged, but nothing is in flight.
     ///
     /// # Errors
     ///
@@ -118,12 +121,14 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::peek(key, &self.policies, cost))
     }
 
-    /// Charges `cost` without asking. See [`Check::charge`].
+    /// Charges `cost` without asking. See [`Check::charge`]. Under a policy of requests [in flight](crate::Strategy::InFlight)
+    /// it counts as many requests: a budget beside one is best settled by a [reservation](Self::reserve).
     pub fn charge(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::charge(key, &self.policies, cost))
     }
 
-    /// Gives `cost` back. See [`Check::give_back`].
+    /// Gives `cost` back. See [`Check::give_back`]. Under a policy of requests [in flight](crate::Strategy::InFlight) as many
+    /// requests end: a budget beside one is best settled by a [reservation](Self::reserve).
     pub fn give_back(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::give_back(key, &self.policies, cost))
     }
