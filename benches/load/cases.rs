@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::process::Command;
 use std::sync::LazyLock;
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -19,7 +20,9 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_governor::GovernorLayer;
 use tower_governor::governor::GovernorConfigBuilder;
 use tower_governor::key_extractor::PeerIpKeyExtractor;
-use tower_redis_ratelimit::{LocalStore, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Store, Strategy, redis};
+use tower_redis_ratelimit::{
+    LocalStore, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Settlement, Store, Strategy, redis,
+};
 
 use crate::cluster::{Side, Sites};
 use crate::meter::{Amount, Measure, load};
@@ -28,6 +31,9 @@ use crate::support::{self, RedisServer};
 /// Callers, where there are many.
 const MANY: u32 = 100_000;
 pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
+
+/// Between the requests of a connection, where the machine is to have time left: 64 of them ask some 7,000 times a second.
+const PAUSE: Duration = Duration::from_millis(8);
 
 /// A case: what, and with how many requests at a time.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -69,6 +75,10 @@ pub enum Layers {
     Idle,
     /// Ours, with a `LocalStore`.
     Limited,
+    /// Ours, with a `RedisStore`.
+    Shared,
+    /// The same, which gives back a half of what each request takes.
+    Settled,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -107,7 +117,8 @@ fn all() -> Vec<Case> {
     }
     cases.push(Case(What::Multiplexed(HOURLY), 256));
     cases.extend(support::STRATEGIES.map(|strategy| Case(What::Redis(Load::Hourly(strategy)), 256)));
-    cases.extend([Layers::Limited, Layers::Idle, Layers::None].map(|layers| Case(What::Http(layers), 64)));
+    let layers = [Layers::Limited, Layers::Idle, Layers::None, Layers::Shared, Layers::Settled];
+    cases.extend(layers.map(|layers| Case(What::Http(layers), 64)));
     cases.extend(Side::ALL.map(|side| Case(What::Beside(side), 256)));
     cases
 }
@@ -142,6 +153,8 @@ impl Case {
             What::Http(Layers::Limited) => "axum over HTTP with LocalStore".to_owned(),
             What::Http(Layers::Idle) => "axum over HTTP with a layer that does nothing".to_owned(),
             What::Http(Layers::None) => "axum over HTTP without a layer".to_owned(),
+            What::Http(Layers::Shared) => "axum over HTTP with RedisStore".to_owned(),
+            What::Http(Layers::Settled) => "axum over HTTP with RedisStore and a settlement".to_owned(),
             What::Beside(side) => side.name(),
         }
     }
@@ -351,22 +364,39 @@ async fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
 }
 
 /// The example's service, and clients that keep their connections.
+/// Takes 2 for each request, in a window: what refills at once has nothing to give back.
+async fn windowed(server: &RedisServer) -> RateLimitLayer<RedisStore, PeerIp> {
+    let store = RedisStore::connect(server.url()).await.unwrap();
+    let policy = Policy::new("api", Strategy::SlidingWindow { cells: 10 }, Quota::per_day(u32::MAX)).unwrap();
+    RateLimitLayer::new(store, PeerIp, policy).cost(|_request| 2)
+}
+
 async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) -> Measure {
     let app = Router::new().route("/", get(|| async { "Hello!\n" }));
     let app = match layers {
         Layers::None => app,
         Layers::Idle => app.layer(MapRequestLayer::new(|request: Request<Body>| request)),
         Layers::Limited => app.layer(layer(LocalStore::default(), Load::Granted)),
+        Layers::Shared => app.layer(windowed(server).await),
+        Layers::Settled => app.layer(windowed(server).await.settle(|_response| Settlement::Cost(1))),
     };
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let service = app.into_make_service_with_connect_info::<SocketAddr>();
     let serving = tokio::spawn(async move { axum::serve(listener, service).await });
+    // What a settlement adds to the waits is to be seen, and not what it adds to a queue before a machine that has no time left.
+    let pause = matches!(layers, Layers::Shared | Layers::Settled).then_some(PAUSE);
     let measure = load(&[server], tasks, amount, |mut meter| async move {
         let mut stream = TcpStream::connect(address).await.unwrap();
         stream.set_nodelay(true).unwrap();
         let mut response = vec![0; 4096];
-        while meter.next() {
+        loop {
+            if let Some(pause) = pause {
+                tokio::time::sleep(pause).await;
+            }
+            if !meter.next() {
+                break;
+            }
             stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
             let mut length = 0;
             while !response[..length].ends_with(b"\r\n\r\nHello!\n") {

@@ -94,6 +94,9 @@ impl Report {
         }
         row("axum over HTTP with the layer, of without", self.ratio(limited, none, throughput), " x", "0.97 x");
         row("the same, of with a layer that does nothing", self.ratio(limited, idle, throughput), " x", "");
+        let [settled, kept] = [Layers::Settled, Layers::Shared].map(|l| Case(What::Http(l), 64));
+        let p99 = self.ratio(settled, kept, |m| m.p99);
+        row("axum over HTTP with a settlement, p99, of without", p99, " x", "at most 1.05 x");
         text
     }
 

@@ -1,6 +1,7 @@
 //! Settling in Redis: what is taken back in time, what it costs, and what an outage does to it.
 
 use std::convert::Infallible;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
@@ -163,7 +164,9 @@ async fn without_a_fallback_nothing_is_settled_twice_by_a_server_that_hangs() {
 async fn without_a_fallback_nothing_is_charged_twice_to_a_server_that_was_killed() {
     let mut server = RedisServer::start();
     let failures = Failures::default();
-    let limiter = Limiter::new(store(&server), policy(WINDOW, "10000/d")).observer(failures.clone());
+    // Of each connection it has to be found out that it is broken, and what that was tried with may have been done.
+    let store = RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).connect_lazy().unwrap();
+    let limiter = Limiter::new(store, policy(WINDOW, "10000/d")).observer(failures.clone());
     let held = reserve(&limiter).await;
     server.kill();
     let mut held = held.into_iter();

@@ -13,7 +13,9 @@ async fn assert_counts(server: &RedisServer, url: &str, database: u32, expected:
     let clients: String = server.command("CLIENT LIST TYPE normal").await;
     let ours = clients.lines().find(|line| line.contains("cmd=evalsha")).expect("our connection");
     for field in [&format!("db={database}"), expected] {
-        assert!(ours.split(' ').any(|part| part == field), "{url}: {ours} lacks {field}");
+        // Redis 6.2 does not list the protocol.
+        let is_listed = ours.contains(" resp=") || !field.starts_with("resp=");
+        assert!(!is_listed || ours.split(' ').any(|part| part == field), "{url}: {ours} lacks {field}");
     }
     drop(store);
     let _: String = server.command("FLUSHALL").await;
