@@ -121,16 +121,20 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::peek(key, &self.policies, cost))
     }
 
-    /// Charges `cost` without asking. See [`Check::charge`]. Under a policy of requests [in flight](crate::Strategy::InFlight)
-    /// it counts as many requests: a budget beside one is best settled by a [reservation](Self::reserve).
+    /// Charges `cost` without asking. See [`Check::charge`]. Beside other policies, one of requests
+    /// [in flight](crate::Strategy::InFlight) is left out, also of the decision: it counts requests and no costs.
     pub fn charge(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::charge(key, &self.policies, cost))
+        self.store.check(Check::charge(key, self.of_costs(), cost))
     }
 
-    /// Gives `cost` back. See [`Check::give_back`]. Under a policy of requests [in flight](crate::Strategy::InFlight) as many
-    /// requests end: a budget beside one is best settled by a [reservation](Self::reserve).
+    /// Gives `cost` back. See [`Check::give_back`]. A policy of requests in flight is left out as of a [charge](Self::charge).
     pub fn give_back(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::give_back(key, &self.policies, cost))
+        self.store.check(Check::give_back(key, self.of_costs(), cost))
+    }
+
+    /// Those that count costs, or all if there are none.
+    fn of_costs(&self) -> &Policies {
+        self.policies.without_in_flight().unwrap_or(&self.policies)
     }
 
     /// Forgets all that the caller was charged. See [`Check::reset`].
