@@ -5,7 +5,7 @@ use crate::leases::{Leases, desk};
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::settle::{Post, Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
-use crate::turns::{Bounds, Refusal, Turns, Wanted};
+use crate::turns::{Bounds, Turns, Wanted};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
 ///
@@ -85,7 +85,10 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     ///
-    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time.
+    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time, or
+    /// before, if reservations or layers over the same store hold requests of this caller too, and tell how many these are.
+    ///
+    /// To drop the future is not to drop a reservation: what it has charged by then stays charged, but nothing is in flight.
     ///
     /// # Errors
     ///
@@ -118,14 +121,20 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::peek(key, &self.policies, cost))
     }
 
-    /// Charges `cost` without asking. See [`Check::charge`].
+    /// Charges `cost` without asking. See [`Check::charge`]. Beside other policies, one of requests
+    /// [in flight](crate::Strategy::InFlight) is left out, also of the decision: it counts requests and no costs.
     pub fn charge(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::charge(key, &self.policies, cost))
+        self.store.check(Check::charge(key, self.of_costs(), cost))
     }
 
-    /// Gives `cost` back. See [`Check::give_back`].
+    /// Gives `cost` back. See [`Check::give_back`]. A policy of requests in flight is left out as of a [charge](Self::charge).
     pub fn give_back(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::give_back(key, &self.policies, cost))
+        self.store.check(Check::give_back(key, self.of_costs(), cost))
+    }
+
+    /// Those that count costs, or all if there are none.
+    fn of_costs(&self) -> &Policies {
+        self.policies.without_in_flight().unwrap_or(&self.policies)
     }
 
     /// Forgets all that the caller was charged. See [`Check::reset`].
@@ -151,6 +160,13 @@ impl<S: Store> Limiter<S> {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),
         };
-        permit.map_or_else(Refusal::into_answer, |permit| Ok(permit.spend()))
+        let (decision, lease) = match permit {
+            Ok(permit) => permit.spend(),
+            Err(refusal) => return refusal.into_answer(),
+        };
+        if let Some(lease) = lease {
+            lease.leave_counted();
+        }
+        Ok(decision)
     }
 }

@@ -32,6 +32,8 @@ pub(super) struct Entry {
     written: Instant,
     /// No hold is sent before.
     next_at: Instant,
+    /// When nobody had heard an answer last: what was asked may come to the store until [`PAUSE`] after that.
+    lost: Option<Instant>,
     /// How many there were of each.
     asks: u64,
     ends: u64,
@@ -58,11 +60,14 @@ pub(super) struct Sent {
     asks: u64,
     ends: u64,
     holds: u64,
+    /// Whether something that was asked may have come after it.
+    is_early: bool,
 }
 
 /// Holds of one entry are so far apart.
 const PAUSE: Duration = Duration::from_millis(250);
-/// How long a hold waits for a moment in which the store is not asked about the caller.
+/// How long a hold waits for a moment in which the store is not asked about the caller, and how late something may be given
+/// back.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Answered {
@@ -88,6 +93,7 @@ impl Entry {
             renewed: Some(now),
             written: now,
             next_at: now,
+            lost: None,
             asks: 0,
             ends: 0,
             holds: 0,
@@ -102,8 +108,14 @@ impl Entry {
         self.lease
     }
 
-    /// The store is about to be asked about a request.
-    pub(super) fn ask(&mut self) {
+    /// The store is about to be asked about a request, under policies that count the same, maybe by another quota. Who is
+    /// asked last says how long the store keeps what it counts: so of several lease times it is renewed by the shortest.
+    pub(super) fn ask(&mut self, policies: &Policies) {
+        let quota = policies[0].quota();
+        if quota.period() < self.lease {
+            (self.policies, self.lease) = (policies.clone(), quota.period());
+        }
+        self.limit = self.limit.max(quota.limit());
         self.asked += 1;
         self.asks += 1;
     }
@@ -112,6 +124,9 @@ impl Entry {
     pub(super) fn granted(&mut self, answered: Answered, now: Instant) {
         self.asked = self.asked.saturating_sub(1);
         self.held += 1;
+        if answered == Answered::Elsewhere {
+            self.loses(now);
+        }
         self.heard(answered, now);
     }
 
@@ -119,8 +134,24 @@ impl Entry {
     pub(super) fn denied(&mut self, answered: Answered, now: Instant) {
         self.asked = self.asked.saturating_sub(1);
         if answered == Answered::Elsewhere {
+            self.loses(now);
             self.heard(answered, now);
         }
+    }
+
+    /// What was asked may still be on its way, and on another connection than a hold.
+    fn loses(&mut self, now: Instant) {
+        self.lost = Some(now);
+        // Who goes away again and again does not put it off again.
+        if self.doubt.is_none() {
+            self.next_at = self.next_at.max(now + PAUSE);
+        }
+    }
+
+    /// Nobody will tell when a request ends.
+    pub(super) fn left(&mut self) {
+        self.held = self.held.saturating_sub(1);
+        self.ends += 1;
     }
 
     /// A request has ended. Returns how many are to be given back.
@@ -139,11 +170,12 @@ impl Entry {
         count
     }
 
-    /// What came of giving so many back: how many the store had.
-    pub(super) fn gave_back(&mut self, count: u32, answered: Answered, had: u32, now: Instant) {
+    /// What came of giving so many back at the time `since`: how many the store had.
+    pub(super) fn gave_back(&mut self, count: u32, since: Instant, answered: Answered, had: u32, now: Instant) {
         self.leaving = self.leaving.saturating_sub(count);
         self.heard(answered, now);
-        if had < count {
+        // Of those that it was late for, the lease time may have ended: then it had others.
+        if had < count || now > since + PATIENCE {
             self.doubts(now);
         }
     }
@@ -178,9 +210,10 @@ impl Entry {
         self.held.max(self.held.saturating_add(self.asked).min(self.limit))
     }
 
-    fn sent(&self, count: u32) -> Sent {
+    fn sent(&self, count: u32, now: Instant) -> Sent {
         let &Self { asked, held, leaving, asks, ends, holds, .. } = self;
-        Sent { count, asked, held, leaving, asks, ends, holds }
+        let is_early = self.lost.is_some_and(|lost| now < lost + PAUSE);
+        Sent { count, asked, held, leaving, asks, ends, holds, is_early }
     }
 
     /// Begins a hold, if one is due, and nothing is under way that it could overwrite.
@@ -192,7 +225,7 @@ impl Entry {
         }
         self.holds += 1;
         (self.holding, self.doubt, self.owed) = (true, None, 0);
-        Some(self.sent(self.most()))
+        Some(self.sent(self.most(), now))
     }
 
     /// A hold was answered. Returns how many are to be given back: what has ended meanwhile.
@@ -203,7 +236,7 @@ impl Entry {
         if answered == Answered::There {
             // What was asked since may have come before the hold.
             self.renewed = if self.asks == sent.asks { Some(now) } else { None };
-            if sent.asked > 0 {
+            if sent.asked > 0 || sent.is_early {
                 self.doubts(now);
             }
         }
@@ -217,7 +250,7 @@ impl Entry {
             return None;
         }
         self.renewing = true;
-        Some(self.sent(self.most()))
+        Some(self.sent(self.most(), now))
     }
 
     /// A renewal was answered: so many the store counts.
@@ -258,16 +291,19 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_ends_during_a_hold_is_given_back_after_it() {
         let now = crate::store::instant();
-        let mut entry = Entry::new(Policy::in_flight("streams", 4).unwrap().into(), now);
+        let policies = Policy::in_flight("streams", 4).unwrap().into();
+        let mut entry = Entry::new(Policies::clone(&policies), now);
         for _ in 0..3 {
-            entry.ask();
+            entry.ask(&policies);
             entry.granted(Answered::Elsewhere, now);
         }
+        assert!(entry.hold(now).is_none(), "what was asked may still be on its way");
+        let now = now + PAUSE;
         let sent = entry.hold(now).unwrap();
         assert_eq!((sent.count, entry.hold(now).is_none(), entry.ended(now)), (3, true, 0));
         assert_eq!(entry.told(sent, Answered::There, now), 1);
         assert!(!entry.is_in_doubt() && entry.hold(now + PAUSE).is_none());
-        entry.gave_back(1, Answered::There, 1, now);
+        entry.gave_back(1, now, Answered::There, 1, now);
         assert_eq!((entry.ended(now), entry.ended(now)), (1, 1));
     }
 
@@ -275,19 +311,21 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_hold_waits_for_what_is_under_way() {
         let now = crate::store::instant();
-        let mut entry = Entry::new(Policy::in_flight("streams", 4).unwrap().into(), now);
+        let policies = Policy::in_flight("streams", 4).unwrap().into();
+        let mut entry = Entry::new(Policies::clone(&policies), now);
         for _ in 0..3 {
-            entry.ask();
+            entry.ask(&policies);
             entry.granted(Answered::There, now);
         }
         assert_eq!(entry.ended(now), 1);
-        entry.ask();
+        entry.ask(&policies);
         entry.denied(Answered::Elsewhere, now);
+        let now = now + PAUSE;
         assert!(entry.hold(now).is_none(), "one is being given back");
         // From here on what ends is told by the hold.
         assert_eq!(entry.ended(now), 0);
-        entry.gave_back(1, Answered::There, 1, now);
-        entry.ask();
+        entry.gave_back(1, now, Answered::There, 1, now);
+        entry.ask(&policies);
         assert!(entry.hold(now).is_none(), "the store is being asked");
         let later = now + PATIENCE;
         assert_eq!(entry.hold(later).unwrap().count, 2, "what is asked all the time counts as granted");

@@ -43,7 +43,10 @@ impl Watch {
     /// Among the entries is one of this lease time.
     pub(super) fn note(&self, lease: Duration) {
         let lease = i64::try_from(lease.as_micros()).unwrap_or(i64::MAX);
-        self.shortest.fetch_min(lease, Ordering::Relaxed);
+        // Each request tells it, and hardly one makes it shorter.
+        if lease < self.shortest.load(Ordering::Relaxed) {
+            self.shortest.fetch_min(lease, Ordering::Relaxed);
+        }
     }
 
     /// From one look to the next: what is renewed after a quarter of the lease time is renewed within a third.

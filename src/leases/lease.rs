@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::entry::Answered;
-use super::{Books, Place};
+use super::{Books, Leases, Place};
 use crate::limit::{Decision, Key, Policies};
 use crate::store::Error;
 
@@ -12,7 +12,7 @@ use crate::store::Error;
 /// many are in flight.
 #[must_use]
 pub struct Lease {
-    books: Arc<dyn Books>,
+    leases: Leases,
     key: Key,
     /// Those that count what is in flight.
     policies: Policies,
@@ -28,15 +28,15 @@ enum State {
 }
 
 impl Lease {
-    pub(super) fn new(books: Arc<dyn Books>, key: Key, policies: Policies) -> Self {
-        Self { books, key, policies, state: State::Asked, answered: Answered::Elsewhere }
+    pub(super) fn new(leases: Leases, key: Key, policies: Policies) -> Self {
+        Self { leases, key, policies, state: State::Asked, answered: Answered::Elsewhere }
     }
 
     /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is held if the
     /// request [passes](Self::pass) all the same.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &Error>) {
         self.answered = match answer {
-            Ok(decision) => self.books.worth(decision),
+            Ok(decision) => self.leases.worth(decision),
             Err(error) => Answered::there(error.is_unsent()),
         };
         match answer {
@@ -50,6 +50,14 @@ impl Lease {
     pub(crate) fn passed(mut self) -> Self {
         self.hold(Answered::Elsewhere);
         self
+    }
+
+    /// Leaves it counted: nobody tells when it ends, and its lease time does.
+    pub(crate) fn leave_counted(mut self) {
+        if self.state == State::Held {
+            self.state = State::Over;
+            self.each(|books, place| books.left(place));
+        }
     }
 
     fn hold(&mut self, answered: Answered) {
@@ -68,7 +76,7 @@ impl Lease {
 
     fn each(&self, tell: impl Fn(Arc<dyn Books>, Place)) {
         for policy in self.policies.iter() {
-            tell(Arc::clone(&self.books), Place { key: self.key, count: policy.id() });
+            tell(Arc::clone(self.leases.books()), Place { key: self.key, count: policy.id() });
         }
     }
 }

@@ -41,6 +41,8 @@ pub struct Leases(Arc<Opening>);
 struct Opening {
     books: OnceLock<Arc<dyn Books>>,
     open: Box<dyn Fn() -> Arc<dyn Books> + Send + Sync>,
+    /// Where a decision came from. Others who have these books may ask another store, which asks the same one.
+    worth: Box<dyn Fn(&Decision) -> Answered + Send + Sync>,
 }
 
 struct Shared<S: Store> {
@@ -72,9 +74,14 @@ const MAX_IDLE: usize = 100_000;
 impl Leases {
     /// Keeps the books of what is taken in `store`, and tells it by `post` what has ended.
     pub(crate) fn new(store: impl Store, post: Arc<dyn Post>) -> Self {
-        let identity = store.identity();
+        let (identity, asked) = (store.identity(), store.clone());
+        let worth = Box::new(move |decision: &Decision| Answered::there(asked.knows(decision)));
         let new = move || Arc::new(Shared::new(store.clone(), Arc::clone(&post))) as Arc<dyn Books>;
-        Self(Arc::new(Opening { books: OnceLock::new(), open: Box::new(move || shelf::find(identity, &new)) }))
+        Self(Arc::new(Opening { books: OnceLock::new(), open: Box::new(move || shelf::find(identity, &new)), worth }))
+    }
+
+    fn worth(&self, decision: &Decision) -> Answered {
+        (self.0.worth)(decision)
     }
 
     fn books(&self) -> &Arc<dyn Books> {
@@ -91,7 +98,7 @@ impl Leases {
         for policy in policies.iter() {
             Arc::clone(books).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
         }
-        Some(Lease::new(Arc::clone(books), key, policies.clone()))
+        Some(Lease::new(self.clone(), key, policies.clone()))
     }
 }
 
@@ -112,11 +119,11 @@ trait Books: Send + Sync {
     /// What was asked about is not in flight.
     fn denied(self: Arc<Self>, place: Place, answered: Answered);
 
+    /// Nobody will tell when a request ends.
+    fn left(self: Arc<Self>, place: Place);
+
     /// A request has ended.
     fn ended(self: Arc<Self>, place: Place);
-
-    /// Where a decision came from.
-    fn worth(&self, decision: &Decision) -> Answered;
 
     /// How many entries there are.
     fn len(&self) -> usize;
@@ -128,11 +135,10 @@ impl<S: Store> Books for Shared<S> {
             let entries = &mut *lock(self.book(&place));
             let entry = entries.entry(place).or_insert_with(|| {
                 self.len.fetch_add(1, Ordering::AcqRel);
-                let entry = Entry::new(policies.clone(), now);
-                self.watch.note(entry.lease());
-                entry
+                Entry::new(policies.clone(), now)
             });
-            entry.ask();
+            entry.ask(policies);
+            self.watch.note(entry.lease());
         }
         // Or what a runtime that has ended has left would wait for the next that ends.
         self.post.wake();
@@ -154,12 +160,15 @@ impl<S: Store> Books for Shared<S> {
         });
     }
 
-    fn ended(self: Arc<Self>, place: Place) {
-        self.change(place, Entry::ended);
+    fn left(self: Arc<Self>, place: Place) {
+        self.change(place, |entry, _| {
+            entry.left();
+            0
+        });
     }
 
-    fn worth(&self, decision: &Decision) -> Answered {
-        Answered::there(self.store.knows(decision))
+    fn ended(self: Arc<Self>, place: Place) {
+        self.change(place, Entry::ended);
     }
 
     fn len(&self) -> usize {
@@ -220,11 +229,11 @@ impl<S: Store> Shared<S> {
     }
 
     fn give_back(self: &Arc<Self>, place: Place, count: u32, check: Check) {
-        let shared = Arc::clone(self);
+        let (shared, since) = (Arc::clone(self), instant());
         self.post.put(Mail::ask_then(check, move |answer| {
             let (answered, had) = shared.read(answer);
             shared.change(place, |entry, now| {
-                entry.gave_back(count, answered, had, now);
+                entry.gave_back(count, since, answered, had, now);
                 0
             });
         }));
@@ -246,7 +255,7 @@ impl<S: Store> Shared<S> {
     /// Where the answer came from, and what it grants.
     fn read(&self, answer: Result<Decision, Error>) -> (Answered, u32) {
         let (answered, granted) = match &answer {
-            Ok(decision) => (self.worth(decision), decision.granted()),
+            Ok(decision) => (Answered::there(self.store.knows(decision)), decision.granted()),
             Err(_) => (Answered::Elsewhere, 0),
         };
         self.heard(answered);

@@ -12,13 +12,14 @@ use super::*;
 use crate::limit::{Mode, Policy, Quota, Source, Strategy, Verdict};
 use crate::settle::Outbox;
 use crate::store::{ErrorKind, LocalStore};
+use crate::turns::{Bounds, Turns, Wanted};
 
 /// A store as a fallback over Redis is: while that is away, another store decides.
 #[derive(Clone)]
 struct Wavering {
     there: LocalStore,
     elsewhere: LocalStore,
-    /// [`HERE`], [`AWAY`] or [`LOSES`].
+    /// [`HERE`], [`AWAY`], [`LOSES`] or [`REFUSES`].
     mood: Arc<AtomicU8>,
     asked: Arc<Mutex<Vec<(Mode, u32)>>>,
 }
@@ -27,6 +28,8 @@ const HERE: u8 = 0;
 const AWAY: u8 = 1;
 /// It counts, and nobody hears of it.
 const LOSES: u8 = 2;
+/// It is not asked.
+const REFUSES: u8 = 3;
 
 const THERE: Source = Source::Other("there");
 const LIMIT: u32 = 10;
@@ -71,6 +74,9 @@ impl Store for Wavering {
             if mood == AWAY {
                 return Ok(now(&store.elsewhere, check));
             }
+            if mood == REFUSES {
+                return Err(Error::new(ErrorKind::Unreachable).unsent());
+            }
             let decision = now(&store.there, check.clone());
             sleep(Duration::from_millis(2)).await;
             if mood == LOSES {
@@ -106,8 +112,12 @@ fn leases(store: &Wavering) -> Leases {
 
 /// Asks for a request, and holds it if that is granted.
 async fn request(store: &Wavering, leases: &Leases, key: Key) -> Option<Lease> {
-    let mut lease = leases.hold(key, &policies()).unwrap();
-    let answer = store.check(Check::take(key, &policies(), 1)).await;
+    request_under(store, leases, key, &policies()).await
+}
+
+async fn request_under(store: &Wavering, leases: &Leases, key: Key, policies: &Policies) -> Option<Lease> {
+    let mut lease = leases.hold(key, policies).unwrap();
+    let answer = store.check(Check::take(key, policies, 1)).await;
     lease.answered(answer.as_ref());
     answer.is_ok_and(|decision| decision.is_allowed()).then_some(lease)
 }
@@ -335,4 +345,109 @@ fn nothing_is_lost_with_a_runtime() {
         until("it counts none", || store.counted(ann) == 0).await;
         assert_eq!(store.counted(bob), 1);
     });
+}
+
+/// As while a configuration changes, or with tiers that differ in it.
+#[tokio::test(start_paused = true)]
+async fn of_two_lease_times_the_shorter_is_kept_to() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let short = Policy::new("streams", Strategy::InFlight, "10/2s".parse().unwrap()).unwrap().into();
+    let _long = request(&store, &leases, ann).await.unwrap();
+    let _short = request_under(&store, &leases, ann, &short).await.unwrap();
+    let mut least = u32::MAX;
+    for _ in 0..1_000 {
+        sleep(Duration::from_millis(20)).await;
+        least = least.min(store.counted(ann));
+    }
+    assert_eq!(least, 2);
+}
+
+/// What was taken is still on its way on one connection, and what is held goes by another.
+#[tokio::test(start_paused = true)]
+async fn what_is_held_is_not_told_before_what_was_taken_may_have_come() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let asked = request(&store, &leases, ann);
+    assert!(timeout(Duration::from_millis(1), asked).await.is_err());
+    // Nobody hears of it, but it was sent.
+    sleep(Duration::from_millis(50)).await;
+    let _ = now(&store.there, Check::take(ann, &policies(), 1));
+    assert_eq!(store.counted(ann), 1);
+    until("it counts none", || store.counted(ann) == 0 && leases.books().len() == 0).await;
+    let waited = store.told();
+    assert_eq!(waited, [(Mode::Hold, 0)]);
+}
+
+/// What was counted for the requests that ended has run out, and others are counted by then.
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_late_is_not_that_of_others() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let first = [request(&store, &leases, ann).await, request(&store, &leases, ann).await];
+    store.is(REFUSES);
+    sleep(Duration::from_secs(10)).await;
+    drop(first);
+    sleep(Duration::from_millis(22_500)).await;
+    store.is(HERE);
+    let _others = [request(&store, &leases, ann).await.unwrap(), request(&store, &leases, ann).await.unwrap()];
+    assert_eq!(store.counted(ann), 2);
+    let mut least = u32::MAX;
+    for second in 0..150 {
+        sleep(Duration::from_millis(20)).await;
+        least = if second < 75 { u32::MAX } else { least.min(store.counted(ann)) };
+    }
+    assert_eq!(least, 2, "{:?}", store.told());
+}
+
+/// A service that is not ready keeps a request waiting whose turn has come.
+#[tokio::test(start_paused = true)]
+async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    let turns = Turns::new(store.clone(), Bounds::NONE);
+    let _held = request(&store, &leases, ann).await.unwrap();
+    let wanted = || Wanted { key: ann, policies: policies(), cost: 1, deadline: None };
+    let permit = turns.join(wanted(), None).unwrap().await.unwrap();
+    // Somebody goes away, so that the store is told how many are held.
+    assert!(timeout(Duration::from_millis(3), request(&store, &leases, ann)).await.is_err());
+    sleep(2 * LEASE).await;
+    assert_eq!(store.counted(ann), 2);
+    drop(permit);
+    until("it is given back", || store.counted(ann) == 1).await;
+
+    let permit = turns.join(wanted(), None).unwrap().await.unwrap();
+    let (_, lease) = permit.spend();
+    sleep(2 * LEASE).await;
+    assert_eq!(store.counted(ann), 2);
+    drop(lease);
+    until("it is given back", || store.counted(ann) == 1).await;
+}
+
+/// The primary store of a fallback, which other code asks by itself. Its decisions are always its own.
+#[derive(Clone)]
+struct Primary(Wavering);
+
+impl Store for Primary {
+    type Future = <Wavering as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        self.0.check(check)
+    }
+
+    fn identity(&self) -> Option<usize> {
+        self.0.identity()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_fallback_grants_is_told_though_others_ask_its_primary_store() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let primary = Primary(store.clone());
+    let [others, leases] = [Leases::new(primary.clone(), Arc::new(Outbox::new(primary, None))), leases(&store)];
+    let _others = request(&store, &others, ann).await.unwrap();
+    store.is(AWAY);
+    let _during = request(&store, &leases, ann).await.unwrap();
+    store.is(HERE);
+    timeout(Duration::from_secs(1), until("it counts both", || store.counted(ann) == 2)).await.expect("soon");
 }

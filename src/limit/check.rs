@@ -120,7 +120,8 @@ impl Check {
     }
 
     /// Charges `cost` without asking, for a cost that is known only afterwards. The debt that this makes is bounded:
-    /// each policy counts at most twice its capacity, and [`Decision::granted`] tells how much was charged.
+    /// each policy counts at most twice its capacity, and [`Decision::granted`] tells how much was charged. A policy of requests
+    /// [in flight](crate::Strategy::InFlight) counts as many requests.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
@@ -129,7 +130,8 @@ impl Check {
     /// tells how much that was: of several policies, the most that one of them gave back.
     ///
     /// Of a charge that is older, some may have flowed back already, and who gets it twice gets more than the policy
-    /// allows: [`Decision::give_back`] takes that into account.
+    /// allows: [`Decision::give_back`] takes that into account. To a policy of requests
+    /// [in flight](crate::Strategy::InFlight) it gives back as many requests of this instance.
     pub fn give_back(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::GiveBack, cost)
     }

@@ -21,11 +21,6 @@ impl Asked {
         Self { key, cost, since: instant(), taken_at: None }
     }
 
-    /// Who.
-    pub(super) fn key(&self) -> Key {
-        self.key
-    }
-
     /// The same of a permit that was taken then.
     pub(super) fn taken_at(self, taken_at: Instant) -> Self {
         Self { taken_at: Some(taken_at), ..self }

@@ -10,7 +10,7 @@ use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
 use super::wait::{InLine, Place, Waiting};
 use super::{Ending, Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
-use crate::leases::{Leases, desk};
+use crate::leases::{Lease, Leases, desk};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::settle::Post;
 use crate::store::{Answer, Error, Observer, Store};
@@ -192,20 +192,12 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         request: &Parts,
         answer: Result<Decision, Error>,
         asked: Option<Asked>,
+        lease: Option<Lease>,
     ) -> Admission<B, E::By>
     where
         R: Reject<B>,
     {
-        // Only from here on is it known when it was taken, and for whom.
-        let lease = match (&answer, &asked) {
-            (Ok(decision), Some(asked)) if decision.is_allowed() => {
-                let mut lease = self.ending.hold(asked.key(), &decision.policies().whole());
-                E::answered(&mut lease, &answer);
-                lease
-            }
-            _ => E::Lease::default(),
-        };
-        self.conclude(request, answer, asked, lease)
+        self.conclude(request, answer, asked, E::lease(lease))
     }
 
     /// What becomes of a request that does not wait any more.

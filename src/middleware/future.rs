@@ -187,7 +187,7 @@ where
                         polled_after_completion("ResponseFuture");
                     };
                     let asked = place.charged(call.asked.take());
-                    let admission = call.config.conclude_turn(&call.parts, answer, asked);
+                    let admission = call.config.conclude_turn(&call.parts, answer, asked, place.lease());
                     call.go_on(admission)
                 }
                 StateProj::Calling { response, annotation, account, shadows } => {

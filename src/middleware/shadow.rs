@@ -70,6 +70,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         // What is enforced later goes on from what a dry run has counted. A shadow counts apart: it may have a policy of a
         // name that is enforced, which it must not charge.
         let own = self.dry_run.then_some((key, &self.policies));
+        let account = E::account(account);
         let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
         let ask = |(counted_by, selector): (Key, &Selector)| {
             let policies = selector.policies(request, Some(&key))?;
@@ -78,13 +79,16 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
                 return None;
             }
             let check = self.check(counted_by, &policies, request);
+            if let Some(account) = account.as_ref().filter(|_| counted_by == key) {
+                account.reserves(check.cost());
+            }
             let by = self.asked(&check);
             let lease = E::into_lease(self.ending.hold(counted_by, &policies));
             Some((self.store.check(check), by, lease))
         };
         let asked = self.observer.clone().map(|observer| (observer, Asked::now(key, 0)));
         let checks = own.into_iter().chain(shadows).filter_map(ask);
-        Some(Box::new(Shadows::new(checks.collect(), asked, E::account(account))))
+        Some(Box::new(Shadows::new(checks.collect(), asked, account.clone())))
     }
 }
 

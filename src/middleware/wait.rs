@@ -7,7 +7,8 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::asked::Asked;
-use crate::limit::{Check, Decision, Key};
+use crate::leases::Lease;
+use crate::limit::{Check, Decision};
 use crate::store::{Error, Store, instant, polled_after_completion};
 use crate::turns::{Bounds, Permit, Refusal, Turn, Turns, Wanted};
 
@@ -79,8 +80,8 @@ pub(super) struct InLine {
     permit: Option<Permit>,
     /// When the permit was taken, which may have been for another.
     taken_at: Option<Instant>,
-    /// Who waits.
-    key: Key,
+    /// What it holds in flight from then on.
+    lease: Option<Lease>,
 }
 
 impl Waiting {
@@ -100,26 +101,26 @@ impl Waiting {
 
     /// Has a request wait behind others, if there are any.
     pub(super) fn line_up_behind(&self, wanted: &Wanted) -> Option<Place> {
-        self.turns.join_others(wanted).map(|turn| placed(wanted.key, turn))
+        self.turns.join_others(wanted).map(placed)
     }
 
     /// Has a request wait for its turn that the store has just `denied`.
     pub(super) fn line_up(&self, wanted: Wanted, denied: Decision) -> Place {
-        placed(wanted.key, self.turns.join(wanted, Some(denied)))
+        placed(self.turns.join(wanted, Some(denied)))
     }
 }
 
 /// A place in the line, or the store's answer if the turn cannot come in time.
 pub(super) type Place = Result<Box<InLine>, Result<Decision, Error>>;
 
-fn placed(key: Key, turn: Result<Turn, Refusal>) -> Place {
-    turn.map(|turn| Box::new(InLine { turn, permit: None, taken_at: None, key })).map_err(Refusal::into_answer)
+fn placed(turn: Result<Turn, Refusal>) -> Place {
+    turn.map(|turn| Box::new(InLine { turn, permit: None, taken_at: None, lease: None })).map_err(Refusal::into_answer)
 }
 
 impl InLine {
-    /// Who waits.
-    pub(super) fn key(&self) -> Key {
-        self.key
+    /// What the request holds whose turn has come.
+    pub(super) fn lease(&mut self) -> Option<Lease> {
+        self.lease.take()
     }
 
     /// Notes when what was granted was charged.
@@ -150,7 +151,11 @@ impl InLine {
         }
         ready!(poll_ready(cx))?;
         match self.permit.take() {
-            Some(permit) => Poll::Ready(Ok(Ok(permit.spend()))),
+            Some(permit) => {
+                let (decision, lease) = permit.spend();
+                self.lease = lease;
+                Poll::Ready(Ok(Ok(decision)))
+            }
             None => polled_after_completion("InLine"),
         }
     }

@@ -1,5 +1,5 @@
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use smallvec::SmallVec;
@@ -12,8 +12,8 @@ use crate::store::lock;
 /// What one request has reserved. The last one who drops it settles it.
 pub struct Account {
     post: Arc<dyn Post>,
-    /// How much was reserved under the layer's policies.
-    reserved: u32,
+    /// How much is reserved under the layer's policies, also in a dry run.
+    reserved: AtomicU32,
     /// What was counted, or [`UNUSED`].
     units: AtomicU64,
     bytes: AtomicU64,
@@ -50,8 +50,13 @@ impl Account {
     ) -> Self {
         let leases = lease.into_iter().collect();
         let book = Book { open: reserved.into_iter().collect(), settlement: Settlement::AtEnd, leases };
-        let reserved = book.open.first().map_or(0, Reserved::cost);
+        let reserved = AtomicU32::new(book.open.first().map_or(0, Reserved::cost));
         Self { post, reserved, units: AtomicU64::new(UNUSED), bytes: AtomicU64::new(0), book: Mutex::new(book), outer }
+    }
+
+    /// A dry run is about to reserve so much, in the place of the layer.
+    pub(crate) fn reserves(&self, cost: u32) {
+        self.reserved.store(cost, Relaxed);
     }
 
     /// Adds what was reserved in a dry run.
@@ -70,7 +75,8 @@ impl Account {
     /// Settles by what is known when the head of the response is there, or says how to do so in the end. The cost under the
     /// layer's policies, if that is known.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
-        let cost = settlement.cost_at_head(self.reserved);
+        let reserved = self.reserved();
+        let cost = settlement.cost_at_head(reserved);
         let open = {
             let mut book = lock(&self.book);
             book.settlement = settlement;
@@ -80,7 +86,7 @@ impl Account {
             let cost = settlement.cost(reserved.cost(), Counted::default());
             reserved.settle(cost, &*self.post);
         }
-        cost.map(|cost| Settled { reserved: self.reserved, cost })
+        cost.map(|cost| Settled { reserved, cost })
     }
 
     /// So many bytes of the body were sent.
@@ -89,7 +95,7 @@ impl Account {
     }
 
     pub(super) fn reserved(&self) -> u32 {
-        self.reserved
+        self.reserved.load(Relaxed)
     }
 
     /// Counts for this account, and for those around it.
@@ -117,6 +123,6 @@ impl Drop for Account {
 
 impl fmt::Debug for Account {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Account").field("reserved", &self.reserved).finish_non_exhaustive()
+        f.debug_struct("Account").field("reserved", &self.reserved()).finish_non_exhaustive()
     }
 }

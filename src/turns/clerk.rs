@@ -9,6 +9,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::line::{Ask, Line};
 use super::{Permit, Place, Refusal, Shared, TICK};
+use crate::leases::Lease;
 use crate::limit::{Check, Decision, Outcome, Policies, Policy};
 use crate::store::{Error, instant};
 
@@ -33,8 +34,14 @@ impl Clerk {
             let asked_at = instant();
             let within = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(asked_at));
             let check = Check::take_ahead(self.place.key, &ask.policies, ask.cost.saturating_mul(ask.count), within);
-            match self.shared.store.ask(check).await {
-                Ok(decision) => self.act_on(decision, ask, asked_at, &mut pace).await,
+            // Before the store is asked.
+            let mut lease = self.shared.leases.hold(self.place.key, &ask.policies);
+            let answer = self.shared.store.ask(check).await;
+            if let Some(lease) = &mut lease {
+                lease.answered(answer.as_ref());
+            }
+            match answer {
+                Ok(decision) => self.act_on(decision, lease, ask, asked_at, &mut pace).await,
                 Err(error) => self.fail(&error),
             }
         }
@@ -63,7 +70,7 @@ impl Clerk {
     }
 
     /// Does what the decision says.
-    async fn act_on(&self, decision: Decision, ask: Ask, asked_at: Instant, pace: &mut Pace) {
+    async fn act_on(&self, decision: Decision, mut lease: Option<Lease>, ask: Ask, asked_at: Instant, pace: &mut Pace) {
         let now = instant();
         let room = mem::take(&mut pace.room);
         match decision.outcome() {
@@ -79,8 +86,10 @@ impl Clerk {
                 }
                 let decision = decision.due(ask.cost);
                 for _ in 0..ask.count {
-                    let decision = decision.clone();
-                    Permit::new(&self.shared, self.place, &self.runtime, &ask, decision, asked_at, due_at).hand_on();
+                    let permit =
+                        Permit::new(&self.shared, self.place, &self.runtime, &ask, decision.clone(), asked_at, due_at);
+                    // It is asked for one at a time under a policy that has one.
+                    permit.with_lease(lease.take()).hand_on();
                 }
                 self.with_line(Line::all_served);
             }

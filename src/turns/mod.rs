@@ -34,6 +34,7 @@ pub(crate) use turn::Turn;
 
 use self::clerk::Clerk;
 use self::line::{Line, Waiter};
+use crate::leases::{Leases, desk};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Error, ErrorKind, Observer, Store, instant, lock};
 
@@ -45,6 +46,8 @@ pub(crate) struct Turns {
 
 struct Shared {
     store: Box<dyn AnyStore>,
+    /// What permits hold in flight.
+    leases: Leases,
     bounds: Bounds,
     lines: Mutex<Lines>,
     /// How many lines there are: while there are none, nobody looks for one.
@@ -126,7 +129,9 @@ impl Bounds {
 impl Turns {
     pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
         let lines = Mutex::new(Lines { each: HashMap::new(), waiting: 0, made: 0 });
-        Self { shared: Arc::new(Shared { store: Box::new(store), bounds, lines, count: AtomicUsize::new(0) }) }
+        let (_, leases) = desk(&store, None);
+        let count = AtomicUsize::new(0);
+        Self { shared: Arc::new(Shared { store: Box::new(store), leases, bounds, lines, count }) }
     }
 
     /// Waits behind those who wait on this runtime already, if anybody does.

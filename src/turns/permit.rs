@@ -7,6 +7,7 @@ use tokio::time::Instant;
 
 use super::line::Ask;
 use super::{Place, Shared};
+use crate::leases::Lease;
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::store::instant;
 
@@ -32,6 +33,8 @@ struct Held {
     cost: u32,
     taken_at: Instant,
     due_at: Instant,
+    /// Of the policies that count requests in flight: given back with the permit.
+    lease: Option<Lease>,
 }
 
 impl Permit {
@@ -46,7 +49,15 @@ impl Permit {
     ) -> Self {
         let (shared, runtime) = (Arc::clone(shared), runtime.clone());
         let (policies, cost) = (ask.policies.clone(), ask.cost);
-        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, taken_at, due_at }) }
+        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, taken_at, due_at, lease: None }) }
+    }
+
+    /// The same with what it holds in flight.
+    pub(super) fn with_lease(mut self, lease: Option<Lease>) -> Self {
+        if let Some(held) = &mut self.held {
+            held.lease = lease;
+        }
+        self
     }
 
     /// What was decided on it.
@@ -59,15 +70,18 @@ impl Permit {
         self.held.as_ref().map(|held| held.taken_at)
     }
 
-    /// Uses it. Of one that was held for too long, what is counted no more is charged again.
-    pub(crate) fn spend(mut self) -> Decision {
-        if let Some(held) = self.held.take().filter(|held| !held.is_good(&self.decision)) {
+    /// Uses it: the request is in flight while it has the lease. Of one that was held for too long, what is counted no more
+    /// is charged again.
+    pub(crate) fn spend(mut self) -> (Decision, Option<Lease>) {
+        let mut held = self.held.take();
+        let lease = held.as_mut().and_then(|held| held.lease.take());
+        if let Some(held) = held.filter(|held| !held.is_good(&self.decision)) {
             held.tell(
                 Check::charge,
                 held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost(policy) - counted)),
             );
         }
-        self.decision.clone()
+        (self.decision.clone(), lease)
     }
 
     /// Hands it on to whoever is first in the line, or gives what is still counted of it back to the store.
@@ -94,9 +108,9 @@ impl Held {
             || self.counted(decision).all(|(policy, counted)| counted == self.cost(policy))
     }
 
-    /// What it cost under a policy.
+    /// What it cost under a policy. For what is in flight it has a lease.
     fn cost(&self, policy: &Policy) -> u32 {
-        if policy.strategy() == Strategy::InFlight { 1 } else { self.cost }
+        if policy.strategy() == Strategy::InFlight { 0 } else { self.cost }
     }
 
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tokio::time::Instant;
-use tower_redis_ratelimit::{Key, Limiter, LocalStore, Outcome, RedisStore, ReserveError, Source, Strategy};
+use tower_redis_ratelimit::{
+    Key, Limiter, LocalStore, Outcome, Policies, Policy, Quota, RedisStore, ReserveError, Source, Strategy,
+};
 
 use crate::support::{RedisServer, STRATEGIES, free_port, policy, until};
 
@@ -201,4 +203,18 @@ fn a_reservation_outlives_its_runtime() {
         let given_back = async || limiter.reserve(ANN, 10).await.is_ok();
         until("it is given back", given_back).await;
     });
+}
+
+/// Or two requests in flight would be free by five tokens that are given back, and 300 tokens be as many requests.
+#[tokio::test]
+async fn what_is_charged_or_given_back_is_no_request_in_flight() {
+    let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000)).unwrap();
+    let both = Policies::new([tokens, Policy::in_flight("streams", 4).unwrap()]).unwrap();
+    let limiter = Limiter::new(LocalStore::default(), both);
+    let user = Key::new("user");
+    let _held = [limiter.reserve(user, 10).await.unwrap(), limiter.reserve(user, 10).await.unwrap()];
+    assert_eq!(limiter.give_back(user, 5).await.unwrap().granted(), 5);
+    assert_eq!(limiter.charge(user, 300).await.unwrap().granted(), 300);
+    let each: Vec<u32> = limiter.peek(user, 0).await.unwrap().each().map(|each| each.remaining()).collect();
+    assert_eq!(each, [685, 2]);
 }

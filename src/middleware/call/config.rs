@@ -3,7 +3,7 @@ use std::sync::Arc;
 
 use super::BoxError;
 use crate::leases::{Lease, Leases};
-use crate::limit::{Check, Decision, Key, Policies, RateLimited};
+use crate::limit::{Check, Decision, Policies, RateLimited};
 use crate::middleware::asked::Asked;
 use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
@@ -120,19 +120,13 @@ impl<S, K, R> Config<S, K, R> {
         }
     }
 
-    /// What becomes of a request whose turn has come, or will not come in time.
-    pub(super) fn conclude_turn(&self, key: Key, answer: Result<Decision, Error>, asked: Option<Asked>) -> Admission {
-        let granted = answer.as_ref().ok().filter(|decision| decision.is_allowed());
-        let lease = granted.and_then(|decision| {
-            let mut lease = self.leases.hold(key, &decision.policies().whole())?;
-            lease.answered(Ok(decision));
-            Some(lease)
-        });
-        self.conclude(answer, asked, lease)
-    }
-
     /// What becomes of a request that does not wait any more.
-    fn conclude(&self, answer: Result<Decision, Error>, asked: Option<Asked>, lease: Option<Lease>) -> Admission {
+    pub(super) fn conclude(
+        &self,
+        answer: Result<Decision, Error>,
+        asked: Option<Asked>,
+        lease: Option<Lease>,
+    ) -> Admission {
         if let (Some(observer), Some(asked)) = (&self.observer, asked) {
             asked.tell(&**observer, &answer, false);
         }

@@ -134,7 +134,7 @@ where
                     let Some(mut call) = call.take() else {
                         polled_after_completion("CallFuture");
                     };
-                    let admission = call.config.conclude_turn(place.key(), answer, call.asked.take());
+                    let admission = call.config.conclude(answer, call.asked.take(), place.lease());
                     call.go_on(admission)
                 }
                 StateProj::Calling { response, lease } => {

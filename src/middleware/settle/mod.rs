@@ -84,6 +84,9 @@ pub(super) mod sealed {
         /// Where more that was reserved is added.
         fn account(account: &Self::Account) -> Option<Arc<Account>>;
 
+        /// What a request holds that has waited for its turn.
+        fn lease(lease: Option<Lease>) -> Self::Lease;
+
         /// The lease of a check that rejects nothing.
         fn into_lease(lease: Self::Lease) -> Option<Lease>;
 
@@ -130,6 +133,9 @@ impl sealed::Ending for AsIs {
     fn account((): &()) -> Option<Arc<Account>> {
         None
     }
+
+    #[inline]
+    fn lease(_: Option<Lease>) {}
 
     fn into_lease((): ()) -> Option<Lease> {
         None
@@ -205,6 +211,10 @@ impl sealed::Ending for UntilBodyEnd {
 
     fn account(account: &Option<Open>) -> Option<Arc<Account>> {
         account.as_ref().map(|open| Arc::clone(&open.account))
+    }
+
+    fn lease(lease: Option<Lease>) -> Option<Lease> {
+        lease
     }
 
     fn into_lease(lease: Option<Lease>) -> Option<Lease> {

@@ -296,10 +296,11 @@ impl<S: Store> Shared<S> {
     pub(super) fn end(&self, number: u64, flights: &mut Vec<Flight<S>>) {
         let work = &mut *lock(&self.work);
         work.asked.append(flights);
-        if work.sender.is_some_and(|sender| sender.number == number) {
-            work.sender = None;
-            let status = if work.is_empty() { IDLE } else { STALLED };
-            self.status.store(status, Ordering::Release);
+        work.sender = work.sender.filter(|sender| sender.number != number);
+        if !work.is_empty() {
+            self.came_to(work);
+        } else if work.sender.is_none() {
+            self.status.store(IDLE, Ordering::Release);
         }
     }
 }

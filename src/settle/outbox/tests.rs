@@ -287,3 +287,34 @@ fn each_is_sent_once_whatever_ends() {
     drop(outbox);
     assert_eq!((answers.join().unwrap(), failures.0.load(Relaxed)), (2_000, 0));
 }
+
+/// Another runtime has taken over by then, and has nothing left to do.
+#[test]
+fn what_a_runtime_that_stood_still_leaves_is_heard_on_the_next_one() {
+    let (outbox, mut asked, _) = asking();
+    let (told, mut heard) = oneshot::channel();
+    let still = Builder::new_current_thread().enable_all().build().unwrap();
+    still.block_on(async {
+        outbox.send_then(charge(1), move |answer| told.send(answer.map(drop)).unwrap());
+        // The sender has it.
+        sleep(GAP * 2).await;
+        outbox.send(charge(2));
+    });
+    let (_, first) = asked.0.try_recv().unwrap();
+    lock(&outbox.shared.work).fresh[0].put_at -= PATIENCE * 2;
+    let other = Builder::new_current_thread().enable_all().build().unwrap();
+    other.block_on(async {
+        outbox.wake();
+        outbox.shared.attend();
+        let (two, answer) = asked.next().await;
+        answer.send(done(two)).unwrap();
+        idle(&outbox).await;
+    });
+    drop(still);
+    other.block_on(async {
+        first.send(done(1)).unwrap();
+        outbox.wake();
+        idle(&outbox).await;
+    });
+    assert!(matches!(heard.try_recv(), Ok(Ok(()))), "its answer is heard");
+}

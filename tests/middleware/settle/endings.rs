@@ -12,7 +12,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
-use tower_redis_ratelimit::{Answer, Decision, Error, Mode};
+use tower_redis_ratelimit::{Answer, Decision, Error, Limiter, Mode, Policies};
 
 use super::*;
 
@@ -407,4 +407,23 @@ async fn nothing_is_lost_of_10_000_parallel_requests_whose_bodies_are_dropped_ha
     assert!(timeout(Duration::from_secs(60), settled).await.is_ok(), "{} charged", charged());
     let log = store.log.lock().unwrap();
     assert_eq!(log.len(), 2 * REQUESTS as usize, "each is taken and settled once");
+}
+
+/// Nobody knows by then whether it was granted. What it costs is the caller's, or else who hangs up would pay nothing.
+#[tokio::test(start_paused = true)]
+async fn a_reservation_that_nobody_waits_for_is_charged_and_not_in_flight() {
+    let (count, streams) = (Count::new(), Policy::in_flight("streams", 4).unwrap());
+    let store = Slow { local: count.store.clone(), log: Arc::default(), polls: (1, 5) };
+    let both = Policies::new([count.policy.clone(), streams.clone()]).unwrap();
+    let limiter = Limiter::new(store, both);
+    let mut reserving = Box::pin(limiter.reserve(Key::GLOBAL, 500));
+    for _ in 0..3 {
+        assert!((&mut reserving).now_or_never().is_none());
+    }
+    drop(reserving);
+    let in_flight = || charged(&count.store, Key::GLOBAL, &streams);
+    assert_eq!((count.charged(), in_flight()), (500, 1));
+    // In a time that is no lease time.
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!((count.charged(), in_flight()), (500, 0));
 }

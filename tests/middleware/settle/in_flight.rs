@@ -72,6 +72,18 @@ async fn a_request_that_ends_without_a_response_leaves_its_place() {
     assert_eq!(taken(&store, 1), 0);
 }
 
+/// As one that ends without a response: what it has reserved is kept.
+#[tokio::test]
+async fn a_rule_that_panics_leaves_its_place() {
+    let count = Count::new();
+    let both = Policies::new([count.policy.clone(), uploads(1)]).unwrap();
+    let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 10);
+    let service = layer.settle(|_| panic!("a fault of the rule")).layer(service_fn(hello::<String>));
+    let call = std::panic::AssertUnwindSafe(service.oneshot(request("alice")));
+    assert!(call.catch_unwind().await.is_err());
+    assert_eq!((count.charged(), taken(&count.store, 1)), (10, 0));
+}
+
 /// What is settled with the head does not end the request.
 #[tokio::test]
 async fn beside_a_policy_of_costs_it_counts_as_one_and_is_not_settled() {

@@ -52,6 +52,19 @@ async fn shadows_settle_as_they_would_in_earnest() {
     }
 }
 
+/// As a handler that counts in parts of it expects.
+#[tokio::test]
+async fn the_handle_tells_what_a_dry_run_reserves() {
+    let count = Count::new();
+    let half = service_fn(async |request: Request<String>| {
+        let charge: &Charge = request.extensions().get().expect("a handle");
+        charge.set(charge.reserved() / 2);
+        Ok::<_, Infallible>(Response::new(String::new()))
+    });
+    drop(send(&count.settling(Settlement::AtEnd).dry_run().layer(half), request("alice")).await);
+    assert_eq!(count.charged(), 5);
+}
+
 /// The head of the response is there first.
 #[tokio::test]
 async fn a_shadow_whose_answer_is_late_is_settled_too() {
