@@ -80,6 +80,22 @@ use crate::limit::{Check, Decision, Key};
 ///         self.0.follow(key, decision);
 ///     }
 ///
+///     fn parts(&self) -> usize {
+///         self.0.parts()
+///     }
+///
+///     fn part(&self, key: &Key) -> usize {
+///         self.0.part(key)
+///     }
+///
+///     fn knows(&self, decision: &Decision) -> bool {
+///         self.0.knows(decision)
+///     }
+///
+///     fn identity(&self) -> Option<usize> {
+///         self.0.identity()
+///     }
+///
 ///     fn observe(&self, observer: &Arc<dyn Observer>) {
 ///         self.0.observe(observer);
 ///     }
