@@ -21,4 +21,5 @@ mod nodes;
 #[path = "../faults/proxy.rs"]
 #[allow(dead_code, reason = "the faults of a single server use more of it")]
 mod proxy;
+mod settle;
 mod sound;

@@ -16,7 +16,7 @@ const LIMIT: u32 = 10_000_000;
 const TASKS: usize = 32;
 
 /// Callers whose keys are in one slot, and that slot.
-async fn neighbours(cluster: &Cluster, store: &RedisStore, policies: &Policies) -> (u16, Vec<Key>) {
+pub async fn neighbours(cluster: &Cluster, store: &RedisStore, policies: &Policies) -> (u16, Vec<Key>) {
     let mut slots: HashMap<u16, Vec<Key>> = HashMap::new();
     for i in 0..200 {
         let name = format!("caller-{i}");
