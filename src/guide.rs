@@ -29,7 +29,7 @@ pub mod running {}
 
 /// Every fault that we know of: what is promised, and what was measured.
 ///
-/// [choosing]: crate::guide::choosing#requests-in-flight
+/// [choosing]: crate::guide::choosing
 /// [running]: crate::guide::running
 /// [servers]: crate::guide::servers
 #[doc = include_str!("../docs/faults.md")]
