@@ -26,7 +26,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
 
     let tokens_a_minute = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, tokens)?;
     let policies = Policies::new([tokens_a_minute, Policy::in_flight("streams", streams)?])?;
-    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, HeaderKey::new("x-api-key"), policies)
+    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, HeaderKey::new("x-api-key")?, policies)
         .cost(max_tokens)
         .settle(|_response| Settlement::AtEnd);
     let app = Router::new().route("/chat", post(chat)).layer(layer);

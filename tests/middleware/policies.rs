@@ -7,7 +7,7 @@ use crate::support::*;
 
 fn layer_of<const N: usize>(policies: [(&str, &str); N]) -> RateLimitLayer<LocalStore, HeaderKey> {
     let policies = policies.map(|(name, quota)| policy(name, quota));
-    RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER), Policies::new(policies).unwrap())
+    RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).unwrap(), Policies::new(policies).unwrap())
 }
 
 #[tokio::test(start_paused = true)]

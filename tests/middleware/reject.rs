@@ -60,7 +60,7 @@ async fn a_request_without_a_key_is_the_clients_mistake() {
 #[tokio::test]
 async fn a_request_of_nobody_is_challenged() {
     let by_api_key = || {
-        let key = HeaderKey::new("x-api-key").challenge(HeaderValue::from_static("ApiKey realm=\"books\""));
+        let key = HeaderKey::new("x-api-key").unwrap().challenge(HeaderValue::from_static("ApiKey realm=\"books\""));
         RateLimitLayer::new(LocalStore::default(), key, policy("api", "1/h"))
     };
     let response = send(&limited(by_api_key()), anonymous()).await;

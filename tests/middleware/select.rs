@@ -16,7 +16,7 @@ use crate::support::*;
 
 /// Counts by user, under what is selected.
 fn by(policies: impl PolicySelector) -> RateLimitLayer<LocalStore, HeaderKey> {
-    RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).readable(), policies)
+    RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).unwrap().readable(), policies)
 }
 
 /// The names and quotas that a response tells, without their windows.
@@ -197,7 +197,7 @@ async fn a_caller_may_have_policies_of_its_own_whatever_its_tier() {
 async fn an_override_is_found_by_the_secret_that_the_extractor_makes_of_it() {
     const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
     let tiers = Tiers::new(policy("free", "1/m")).caller(Key::secret("k-17"), policy("large", "9/m"));
-    let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(API_KEY), tiers);
+    let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(API_KEY).unwrap(), tiers);
     let mut request = anonymous();
     request.headers_mut().insert(API_KEY, "k-17".parse().unwrap());
     assert_eq!(told(&send(&limited(layer), request).await), "\"large\";q=9");

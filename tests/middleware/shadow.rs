@@ -121,7 +121,7 @@ async fn a_shadow_may_try_what_is_exempt_until_now() {
     let tried = policies_fn(move |request| {
         request.extensions.get::<Tier>().filter(|tier| tier.0 == "internal").map(|_| tried.clone())
     });
-    let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER), tiers).shadow(tried);
+    let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).unwrap(), tiers).shadow(tried);
     let service = limited(layer);
     for allowed in [true, false] {
         let mut internal = request("robot");

@@ -76,10 +76,27 @@ async fn both_protocols_are_counted_together_over_one_port() {
     assert_eq!(response.status(), 429);
 }
 
+/// HTTP/1.1 has no blanks around a value. HTTP/2 forbids them (RFC 9113), and lets them through.
+#[tokio::test]
+async fn blanks_around_a_value_make_no_other_caller_over_http2() {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
+
+    let mut page = tonic::transport::Endpoint::new(url).unwrap().connect().await.unwrap();
+    let mut statuses = vec![];
+    for value in ["k-1", "k-1 ", "k-1\t", " k-1", "\t \tk-1  \t", "k 1", "", " ", "\t "] {
+        let request = Request::get("/page").header("x-user", value).body(tonic::body::Body::empty()).unwrap();
+        let response = tower::Service::call(page.ready().await.unwrap(), request).await.unwrap();
+        statuses.push(response.status().as_u16());
+    }
+    assert_eq!(statuses, [200, 200, 429, 429, 429, 200, 400, 400, 400]);
+}
+
 /// RFC 9110: a 401 has a challenge. Whoever makes it.
 #[tokio::test]
 async fn http_clients_without_a_key_get_the_challenge() {
-    let key = HeaderKey::new("x-api-key").challenge(API_KEY);
+    let key = HeaderKey::new("x-api-key").unwrap().challenge(API_KEY);
     let limits = RateLimitLayer::new(tower_redis_ratelimit::LocalStore::default(), key, policy("api", "1/h"));
     let app = Router::new().route("/page", get(|| async {}));
     let both = app.layer(limits.reject(GrpcReject::new().or(HttpReject::new())));

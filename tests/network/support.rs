@@ -40,7 +40,7 @@ pub(crate) fn layer_with<S: Store>(
     store: S,
     policies: impl Into<Policies>,
 ) -> RateLimitLayer<S, HeaderKey, GrpcReject> {
-    RateLimitLayer::new(store, HeaderKey::new("x-user"), policies.into()).reject(GrpcReject::new())
+    RateLimitLayer::new(store, HeaderKey::new("x-user").unwrap(), policies.into()).reject(GrpcReject::new())
 }
 
 /// A client's way to a server in memory, and the server's ends of the connections.

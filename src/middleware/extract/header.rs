@@ -2,13 +2,14 @@ use http::request::Parts;
 use http::{HeaderName, HeaderValue};
 
 use super::{KeyExtractor, MissingKey};
-use crate::limit::Key;
+use crate::limit::{ConfigError, Key};
 
 /// Counts by the value of a header, such as an API key.
 ///
 /// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
 ///
-/// A request without the header is one [without a key](crate::OnMissingKey), which is told the name of the header: "the
+/// Blanks around a value are none of it, whatever HTTP's version. A request without the header, or with a blank one, is
+/// one [without a key](crate::OnMissingKey), which is told the name of the header: "the
 /// header x-api-key is missing". With a [`challenge`](Self::challenge) it is asked to authenticate. One that has the header more
 /// than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of the values may be of the client's choice,
 /// beside one that a proxy has added: to count by it, or by all of them, would give the client a new key whenever it likes.
@@ -27,13 +28,13 @@ use crate::limit::Key;
 /// ```
 /// use tower_redis_ratelimit::HeaderKey;
 ///
-/// let by_api_key = HeaderKey::new("x-api-key");
-/// let by_tenant = HeaderKey::new("x-tenant").readable();
+/// let by_api_key = HeaderKey::new("x-api-key")?;
+/// let by_tenant = HeaderKey::new("x-tenant")?.readable();
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 #[derive(Debug, Clone)]
 pub struct HeaderKey {
-    /// `None` if what was given is not the name of a header.
-    name: Option<HeaderName>,
+    name: HeaderName,
     secret: bool,
     challenge: Option<HeaderValue>,
 }
@@ -41,10 +42,13 @@ pub struct HeaderKey {
 impl HeaderKey {
     /// The header of this name: a text in any case, or a [`HeaderName`].
     ///
-    /// A text that is not the name of a header, such as `"api key"`, is the
-    /// [server's fault](MissingKey::misconfigured): over HTTP every request gets a 500.
-    pub fn new(name: impl TryInto<HeaderName>) -> Self {
-        Self { name: name.try_into().ok(), secret: true, challenge: None }
+    /// # Errors
+    ///
+    /// [`ConfigError::HeaderName`] for a text that no header can have as its name, such as `"api key"`.
+    pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
+        let name = name.as_ref();
+        let wrong = |_| ConfigError::HeaderName(name.chars().take(80).collect());
+        Ok(Self { name: name.parse().map_err(wrong)?, secret: true, challenge: None })
     }
 
     /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
@@ -64,7 +68,8 @@ impl HeaderKey {
     /// use http::HeaderValue;
     /// use tower_redis_ratelimit::HeaderKey;
     ///
-    /// let by_api_key = HeaderKey::new("x-api-key").challenge(HeaderValue::from_static("ApiKey"));
+    /// let by_api_key = HeaderKey::new("x-api-key")?.challenge(HeaderValue::from_static("ApiKey"));
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
     #[must_use]
     pub fn challenge(mut self, challenge: HeaderValue) -> Self {
@@ -75,14 +80,10 @@ impl HeaderKey {
 
 impl KeyExtractor for HeaderKey {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        let Some(name) = &self.name else {
-            return Err(MissingKey::misconfigured(
-                "requests are counted by a header whose name no header can have; \
-                 give `HeaderKey::new` letters, digits and `-`, such as \"x-api-key\"",
-            ));
-        };
+        let name = &self.name;
         let mut values = request.headers.get_all(name).iter();
-        let first = values.next().map(|value| value.as_bytes());
+        // Over HTTP/2, blanks around a value are still there.
+        let first = values.next().map(|value| value.as_bytes().trim_ascii());
         if values.next().is_some() {
             return Err(MissingKey::malformed(format!("the header {name} is there more than once")));
         }
@@ -112,11 +113,15 @@ mod tests {
 
     const USER: HeaderName = HeaderName::from_static("x-user");
 
+    fn by(name: impl AsRef<str>) -> HeaderKey {
+        HeaderKey::new(name).unwrap()
+    }
+
     #[test]
     fn headers_are_hashed_unless_readable() {
         let parts = request(b"alice");
-        assert_eq!(HeaderKey::new(USER).extract(&parts), Ok(Key::secret("alice")));
-        assert_eq!(HeaderKey::new(USER).readable().extract(&parts), Ok(Key::new("alice")));
+        assert_eq!(by(USER).extract(&parts), Ok(Key::secret("alice")));
+        assert_eq!(by(USER).readable().extract(&parts), Ok(Key::new("alice")));
     }
 
     #[test]
@@ -128,11 +133,11 @@ mod tests {
             // An empty value tells nobody apart.
             ("x-user", "the header x-user is empty"),
         ] {
-            let problem = HeaderKey::new(name).extract(&parts).unwrap_err();
+            let problem = by(name).extract(&parts).unwrap_err();
             assert_eq!(problem.to_string(), expected);
             assert!(problem.is_absent() && problem.challenge().is_none());
 
-            let challenged = HeaderKey::new(name).challenge(HeaderValue::from_static("ApiKey")).extract(&parts);
+            let challenged = by(name).challenge(HeaderValue::from_static("ApiKey")).extract(&parts);
             let challenged = challenged.unwrap_err();
             assert_eq!(challenged.to_string(), expected);
             assert_eq!(challenged.challenge().unwrap(), "ApiKey");
@@ -145,7 +150,7 @@ mod tests {
         for (first, second) in [("alice", "bob"), ("alice", "alice"), ("", "alice"), ("alice", "")] {
             let request = Request::builder().header("x-user", first).header("x-user", second);
             let parts = request.body(()).unwrap().into_parts().0;
-            for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
+            for extractor in [by(USER), by(USER).readable()] {
                 let problem = extractor.extract(&parts).unwrap_err();
                 assert_eq!(problem.to_string(), "the header x-user is there more than once", "{first:?}, {second:?}");
                 assert!(!problem.is_absent() && !problem.is_misconfigured());
@@ -156,7 +161,7 @@ mod tests {
     #[test]
     fn any_header_value_makes_a_short_key() {
         for value in [&[b'x'; 10_240][..], b"\xff\xfe", b"{}:"] {
-            for extractor in [HeaderKey::new(USER), HeaderKey::new(USER).readable()] {
+            for extractor in [by(USER), by(USER).readable()] {
                 let key = extractor.extract(&request(value)).unwrap();
                 assert_eq!(key.as_bytes().len(), 33);
             }
@@ -166,12 +171,24 @@ mod tests {
     #[test]
     fn names_are_texts_in_any_case_or_header_names() {
         let parts = request(b"alice");
-        for extractor in [HeaderKey::new("x-user"), HeaderKey::new("X-User"), HeaderKey::new(&USER)] {
+        for extractor in [by("x-user"), by("X-User"), by(&USER), by("X-User".to_owned())] {
             assert_eq!(extractor.extract(&parts), Ok(Key::secret("alice")));
         }
         for name in ["", "x user", "x-user:", "x-us\u{e9}r", &"x".repeat(1 << 17)] {
-            let problem = HeaderKey::new(name).extract(&parts).unwrap_err();
-            assert!(problem.is_misconfigured() && problem.to_string().contains("such as \"x-api-key\""), "{name}");
+            let error = HeaderKey::new(name).unwrap_err();
+            assert_eq!(error, ConfigError::HeaderName(name.chars().take(80).collect()));
         }
+    }
+
+    #[test]
+    fn blanks_around_a_value_make_no_other_key() {
+        for value in [&b"alice "[..], b" alice", b"\talice", b"alice\t", b" \t alice \t "] {
+            assert_eq!(by(USER).extract(&request(value)), Ok(Key::secret("alice")), "{value:?}");
+        }
+        for value in [&b" "[..], b"\t", b"  \t "] {
+            let problem = by(USER).extract(&request(value)).unwrap_err();
+            assert!(problem.is_absent() && problem.to_string() == "the header x-user is empty", "{value:?}: {problem}");
+        }
+        assert_eq!(by(USER).extract(&request(b"a b")), Ok(Key::secret("a b")));
     }
 }

@@ -25,7 +25,7 @@ use crate::limit::Key;
 ///
 /// [`PeerIp`], [`ClientIp`], [`HeaderKey`] and [`Global`] do, with the feature `axum` also `MatchedRoute` and
 /// `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each combination by itself:
-/// `(PeerIp, HeaderKey::new("x-api-key"))` every pair of an address and an API key.
+/// `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
 ///
 /// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
 /// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
@@ -167,7 +167,7 @@ mod tests {
         let by_path = key_fn(|request| Some(Key::new(request.uri.path())));
         let parts = request(b"alice");
         assert_eq!(by_path.extract(&parts), Ok(Key::new("/books")));
-        let both = (by_path, HeaderKey::new("x-user").readable());
+        let both = (by_path, HeaderKey::new("x-user").unwrap().readable());
         assert_eq!(both.extract(&parts), Ok(Key::tuple(&[Key::new("/books"), Key::new("alice")])));
         let nobody = |_: &Parts| None;
         assert!((Global, nobody).extract(&parts).is_err());

@@ -37,7 +37,7 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// # use tower_redis_ratelimit::{HeaderKey, LocalStore, Policy, Quota, RateLimitLayer, Settlement, Strategy};
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// # let policy = Policy::new("tokens", Strategy::Gcra, Quota::per_minute(60_000))?;
-    /// # let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key"), policy);
+    /// # let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key")?, policy);
     /// let layer = layer.cost(|_| 500).settle(|response| {
     ///     let tokens = response.headers.get("x-tokens").and_then(|tokens| tokens.to_str().ok()?.parse().ok());
     ///     tokens.map_or(Settlement::AtEnd, Settlement::Cost)

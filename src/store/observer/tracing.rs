@@ -29,7 +29,7 @@ use crate::store::{Error, ErrorKind};
 ///
 /// let store = Fallback::new(RedisStore::connect_lazy("redis://127.0.0.1/")?, LocalStore::default());
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
-/// let layer = RateLimitLayer::new(store, HeaderKey::new("x-user").readable(), policy)
+/// let layer = RateLimitLayer::new(store, HeaderKey::new("x-user")?.readable(), policy)
 ///     .observer(TracingObserver::new().reveal_keys());
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())

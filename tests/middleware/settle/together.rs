@@ -179,7 +179,7 @@ fn plain(rejection: Rejection<'_>) -> Response<String> {
 #[tokio::test]
 async fn what_is_set_before_and_after_is_kept() {
     let count = Count::new();
-    let key = || HeaderKey::new(USER);
+    let key = || HeaderKey::new(USER).unwrap();
     let layer = RateLimitLayer::new(count.store.clone(), key(), count.policy.clone());
     let before = layer
         .clone()

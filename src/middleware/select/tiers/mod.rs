@@ -26,7 +26,7 @@ use crate::middleware::copies::Copies;
 ///     .tier("pro", policy("pro", 6_000)?)
 ///     .exempt("internal")
 ///     .caller(Key::secret("the-key-of-our-largest-customer"), policy("large", 100_000)?);
-/// let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(http::HeaderName::from_static("x-api-key")), tiers);
+/// let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key")?, tiers);
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
