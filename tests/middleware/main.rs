@@ -10,6 +10,8 @@ mod cost;
 mod fields;
 mod messages;
 mod observe;
+#[cfg(feature = "axum")]
+mod paths;
 mod policies;
 mod reject;
 #[cfg(feature = "axum")]

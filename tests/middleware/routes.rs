@@ -108,6 +108,8 @@ async fn an_endpoint_is_a_method_and_a_template() {
     for (request, method, template) in [
         ("GET /users/1", "GET", "/users/{id}"),
         ("HEAD /users/1", "GET", "/users/{id}"),
+        // RFC 8441: over HTTP/2, how a WebSocket begins.
+        ("CONNECT /files/a", "GET", "/files/{*path}"),
         ("DELETE /users/1", "DELETE", "/users/{id}"),
         ("POST /users/1", "POST", "/users/{id}"),
         ("PATCH /files/a", "PATCH", "/files/{*path}"),

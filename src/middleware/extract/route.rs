@@ -46,7 +46,7 @@ impl KeyExtractor for MatchedRoute {
 
 /// Counts by method and [`MatchedRoute`], such as `POST /users/{id}`.
 ///
-/// `HEAD` counts as `GET`, whose handlers answer it. All methods that HTTP and `PATCH` (RFC 5789) do not define count as
+/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended `CONNECT`, by which a WebSocket begins over HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count as
 /// one, and requests that match no route share one key for all methods: clients cannot make keys by either.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedEndpoint;
@@ -64,14 +64,14 @@ fn template(request: &Parts) -> Option<&str> {
 
 fn method(method: &Method) -> &'static str {
     match *method {
-        Method::GET | Method::HEAD => "GET",
+        // A `CONNECT` that matches a route is an extended one (RFC 8441), by which a WebSocket begins over HTTP/2.
+        Method::GET | Method::HEAD | Method::CONNECT => "GET",
         Method::POST => "POST",
         Method::PUT => "PUT",
         Method::PATCH => "PATCH",
         Method::DELETE => "DELETE",
         Method::OPTIONS => "OPTIONS",
         Method::TRACE => "TRACE",
-        Method::CONNECT => "CONNECT",
         _ => "OTHER",
     }
 }

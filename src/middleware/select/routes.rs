@@ -4,6 +4,7 @@ use std::fmt;
 
 use http::Method;
 use http::request::Parts;
+use http::uri::PathAndQuery;
 use matchit::Router;
 
 use super::{PolicySelector, Selector};
@@ -13,7 +14,8 @@ use crate::limit::{ConfigError, Key, Policies};
 ///
 /// Patterns are axum's: `/users/{id}`, and `/files/{*path}` for all below. Of several that fit, the most exact one
 /// counts; one for the request's method goes before one for all methods. A pattern for `GET` stands for `HEAD` too, as in
-/// axum, unless there is one for `HEAD`. What fits none is under what `new` was given.
+/// axum, and for an extended `CONNECT`, by which a WebSocket begins over HTTP/2, unless these have their own. What fits none is
+/// under what `new` was given.
 ///
 /// ```
 /// use http::Method;
@@ -29,13 +31,19 @@ use crate::limit::{ConfigError, Key, Policies};
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// With the feature `axum`, a request that axum has matched (its `MatchedPath`) is looked up by its route's
-/// template, that of a nested router in full: `/users/{id}`, not `/users/7`. So it is with `Router::layer`, where no
-/// rewriting of paths leads around a limit. Any other request is looked up by its path as it was sent, not decoded: in a
-/// layer around the whole router, and on its fallback.
+/// # Which pattern counts
 ///
-/// Put the layer on the outermost router, or on one that is nested in it. Of a router that stands in a `route_service`, or in
-/// the fallback of a nested router, axum does not tell whole templates, and patterns for whole paths do not fit them.
+/// A request is under the most exact pattern that its path fits, not decoded, as axum matches its routes; if the path was
+/// rewritten after axum had matched it (with the feature `axum`), the route's template counts in its place. It is exempt only
+/// if it would also be exempt as a more lenient server reads its path: decoded as often as it can be, `\` as `/`, and
+/// without parameters (`;v=1`), `.`, `..` and empty segments.
+///
+/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. But it is not under the limit of `/login` either if it
+/// has one of its own: what rewrites paths, such as tower-http's `NormalizePath`, belongs around the layer, not within.
+///
+/// Put the layer on the outermost router, around it, or on one that is nested in it. Of a router that stands in a
+/// `route_service`, or in the fallback of a nested router, axum does not tell whole templates, and patterns for whole paths do
+/// not fit them.
 ///
 /// To count each route by itself under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
@@ -54,7 +62,8 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Route`] for a pattern that is none, or one like another: `/users/{id}` and `/users/{name}`.
+    /// [`ConfigError::Route`] for a pattern that is none, that no path fits, such as `/users/:id`, or that is like another:
+    /// `/users/{id}` and `/users/{name}`.
     pub fn route(mut self, pattern: &str, policies: impl PolicySelector) -> Result<Self, ConfigError> {
         insert(&mut self.all, pattern, policies)?;
         Ok(self)
@@ -85,46 +94,142 @@ impl Routes {
             return None;
         }
         let find = |method| Some(self.methods.get(method)?.at(path).ok()?.value);
-        find(method).or_else(|| if method == Method::HEAD { find(&Method::GET) } else { None })
+        find(method).or_else(|| match *method {
+            // A `CONNECT` that has a path is an extended one (RFC 8441).
+            Method::HEAD | Method::CONNECT => find(&Method::GET),
+            _ => None,
+        })
+    }
+
+    fn find(&self, method: &Method, path: &str) -> &Selector {
+        let found = self.of_method(method, path).or_else(|| Some(self.all.at(path).ok()?.value));
+        found.unwrap_or(&self.default)
     }
 }
+
+/// With more, `matchit` panics.
+const MAX_PARAMETERS: usize = 25;
 
 fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySelector) -> Result<(), ConfigError> {
     let wrong = |problem: String| ConfigError::Route { pattern: pattern.to_owned(), problem };
     if !pattern.starts_with('/') {
         return Err(wrong("it does not begin with `/`".to_owned()));
     }
+    if !matches!(pattern.parse::<PathAndQuery>(), Ok(path) if path.path() == pattern) {
+        return Err(wrong("it has a character that no path has".to_owned()));
+    }
+    if pattern.split('/').any(|segment| segment.starts_with([':', '*'])) {
+        return Err(wrong("a segment begins with `:` or `*`, which is no parameter".to_owned()));
+    }
+    if pattern.replace("{{", "").matches('{').count() > MAX_PARAMETERS {
+        return Err(wrong(format!("it has more than {MAX_PARAMETERS} parameters")));
+    }
     router.insert(pattern, Selector::new(policies)).map_err(|error| wrong(error.to_string()))
 }
 
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-        let path = &*path(request);
-        let found = self.of_method(&request.method, path).or_else(|| Some(self.all.at(path).ok()?.value));
-        found.unwrap_or(&self.default).policies(request, key)
+        let under = |path: &str| self.find(&request.method, path).policies(request, key);
+        match target(request) {
+            Target::Path(path) => under(path).or_else(|| under(&lenient(path)?)),
+            // Paths that are unknown fit it, and not all of them may fit the pattern.
+            Target::Template(template) => under(&template).or_else(|| self.default.policies(request, key)),
+        }
     }
 }
 
 /// What patterns are compared with.
-#[cfg(feature = "axum")]
-fn path(request: &Parts) -> Cow<'_, str> {
-    use axum::extract::{MatchedPath, OriginalUri};
+enum Target<'a> {
+    Path(&'a str),
+    /// That of a request whose path is not known.
+    #[cfg_attr(not(feature = "axum"), allow(dead_code, reason = "only axum tells templates"))]
+    Template(Cow<'a, str>),
+}
 
-    if let Some(matched) = request.extensions.get::<MatchedPath>() {
-        let template = matched.as_str();
-        // A brace that is none of a parameter is written twice in a template, but not in the path that fits it.
-        return match template.as_bytes().windows(2).any(|two| two == b"{{" || two == b"}}") {
-            true => template.replace("{{", "{").replace("}}", "}").into(),
-            false => template.into(),
-        };
-    }
+#[cfg(feature = "axum")]
+fn target(request: &Parts) -> Target<'_> {
+    use axum::extract::{MatchedPath, NestedPath, OriginalUri};
+
+    let (here, extensions) = (request.uri.path(), &request.extensions);
+    let sent = || extensions.get().map_or(here, |OriginalUri(uri)| uri.path());
     // A nested router cuts what it stands under from the path.
-    request.extensions.get::<OriginalUri>().map_or(&request.uri, |OriginalUri(uri)| uri).path().into()
+    let whole = if extensions.get::<NestedPath>().is_some() { sent() } else { here };
+    match extensions.get().map(MatchedPath::as_str) {
+        Some(template) if !fits(template, whole) => match sent() {
+            sent if fits(template, sent) => Target::Path(sent),
+            // In a template, a brace that is none of a parameter is written twice.
+            _ => Target::Template(template.replace("{{", "{").replace("}}", "}").into()),
+        },
+        _ => Target::Path(whole),
+    }
 }
 
 #[cfg(not(feature = "axum"))]
-fn path(request: &Parts) -> Cow<'_, str> {
-    request.uri.path().into()
+fn target(request: &Parts) -> Target<'_> {
+    Target::Path(request.uri.path())
+}
+
+/// Whether axum matches this path by this template.
+#[cfg(feature = "axum")]
+fn fits(template: &str, path: &str) -> bool {
+    let (mut template, mut path) = (template.as_bytes(), path.as_bytes());
+    loop {
+        (template, path) = match (template, path) {
+            ([], []) => return true,
+            ([b'{', b'{', template @ ..], [b'{', path @ ..]) => (template, path),
+            ([b'}', b'}', template @ ..], [b'}', path @ ..]) => (template, path),
+            ([b'{', b'{', ..], _) => return false,
+            ([b'{', parameter @ ..], _) => {
+                let end = parameter.iter().position(|byte| *byte == b'}').map_or(parameter.len(), |end| end + 1);
+                if parameter.starts_with(b"*") {
+                    // In the middle, it is of a router around another one, whose path is not known.
+                    return end == parameter.len() && !path.is_empty();
+                }
+                let segment = path.iter().position(|byte| *byte == b'/').unwrap_or(path.len());
+                (&parameter[end..], &path[segment..])
+            }
+            ([one, template @ ..], [other, path @ ..]) if one == other => (template, path),
+            _ => return false,
+        };
+    }
+}
+
+/// The path as a server reads it that is more lenient than axum. `None` if that is the same.
+fn lenient(path: &str) -> Option<String> {
+    // Of most paths it is.
+    if !path.contains(['%', ';', '\\']) && !path.contains("//") && !path.contains("/.") {
+        return None;
+    }
+    let decoded = decoded(path);
+    let mut segments = vec![];
+    for segment in decoded.split(|byte| matches!(byte, b'/' | b'\\')) {
+        match segment.split(|byte| *byte == b';').next().unwrap_or_default() {
+            b"" | b"." => {}
+            b".." => drop(segments.pop()),
+            segment => segments.push(segment),
+        }
+    }
+    let mut read = [b"/", &*segments.join(&b'/')].concat();
+    if !segments.is_empty() && decoded.ends_with(b"/") {
+        read.push(b'/');
+    }
+    Some(String::from_utf8_lossy(&read).into_owned())
+}
+
+/// Without escapes, also those of which a part is escaped: `%2e`, `%252e`.
+fn decoded(path: &str) -> Vec<u8> {
+    let digit = |byte: u8| char::from(byte).to_digit(16);
+    let mut decoded = Vec::with_capacity(path.len());
+    for byte in path.bytes() {
+        decoded.push(byte);
+        while let [.., b'%', high, low] = *decoded
+            && let (Some(high), Some(low)) = (digit(high), digit(low))
+        {
+            decoded.truncate(decoded.len() - 3);
+            decoded.push((high << 4 | low) as u8);
+        }
+    }
+    decoded
 }
 
 impl fmt::Debug for Routes {
