@@ -8,10 +8,10 @@ use std::env;
 use std::error::Error;
 use std::time::Duration;
 
-use axum::extract::Path;
-use axum::{Router, routing::post};
+use axum::extract::{Path, Request};
+use axum::middleware::{Next, from_fn};
+use axum::{Router, response::Response, routing::post};
 use http::StatusCode;
-use http::request::Parts;
 use tower_redis_ratelimit::{AnyStore, Key, Policy, Quota, RateLimitLayer, Settlement, Strategy, key_fn};
 
 #[tokio::main]
@@ -20,21 +20,30 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let quota: Quota = setting("FAILURES", "5/min")?;
     let failures = Policy::new("login", Strategy::SlidingLog, quota)?;
 
-    // The path has the user's name.
-    let user = key_fn(|request: &Parts| Some(Key::new(request.uri.path())));
+    let user = key_fn(|request| request.extensions.get().map(|User(name)| Key::new(name)));
     let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, user, failures).settle(|response| match response
         .status
     {
         StatusCode::UNAUTHORIZED => Settlement::Keep,
         _ => Settlement::GiveBack,
     });
-    let app = Router::new().route("/login/{user}", post(login)).layer(layer);
+    // The last one is the outermost: the limit knows the user.
+    let app = Router::new().route("/login/{user}", post(login).layer(layer).layer(from_fn(note_user)));
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
     println!("{quota} wrong passwords for each user. Try: curl -i -d 'open sesame' localhost:{port}/login/alice");
     axum::serve(listener, app).await?;
     Ok(())
+}
+
+#[derive(Clone)]
+struct User(String);
+
+/// Notes the user as `login` sees it, which is decoded: one user has many paths, such as `/login/alice` and `/login/%61lice`.
+async fn note_user(Path(user): Path<String>, mut request: Request, next: Next) -> Response {
+    request.extensions_mut().insert(User(user));
+    next.run(request).await
 }
 
 /// Takes its time, as whoever looks at a password does.

@@ -37,3 +37,16 @@ fn who_hangs_up_before_the_answer_has_tried() {
     assert_eq!(remaining(), 4);
     assert_eq!(remaining(), 4);
 }
+
+/// One user has as many paths as one likes to write.
+#[test]
+fn another_spelling_of_a_user_has_no_guesses_of_its_own() {
+    let login = Example::start("login", &[("FAILURES", "3/h")]);
+    let guess = |user: &str| Answer::read(login.post(&format!("/login/{user}"), &[], "abc")).status;
+    let spellings = ["alice", "%61lice", "a%6cice", "a%6Cice", "alic%65", "%61%6c%69%63%65", "alice?", "alice?a=b"];
+    let answers = spellings.map(guess);
+    assert_eq!(answers, [401, 401, 401, 429, 429, 429, 429, 429]);
+    assert_eq!(guess("Alice"), 401, "another user");
+    assert_eq!(guess("%ff"), 400, "nobody's name");
+    assert_eq!(guess("alice/"), 404);
+}

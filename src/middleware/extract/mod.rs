@@ -30,8 +30,8 @@ use crate::limit::Key;
 /// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
 /// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
 ///
-/// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path, and the host too;
-/// it does not choose what your authentication finds out:
+/// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path and how that is
+/// spelled, and the host too; it does not choose what your authentication finds out:
 ///
 /// ```
 /// use http::request::Parts;
@@ -86,6 +86,11 @@ pub trait KeyExtractor<R = Parts> {
 /// [without a key](crate::OnMissingKey).
 ///
 /// It gives the closure back: `key_fn` is there so that the compiler knows the type of its argument.
+///
+/// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and `/login/a%6cice` are one
+/// user and three keys, each with guesses of its own. Decode what the key is made of, best where the handler does, as with
+/// axum's `Path` in a layer in front, which leaves it in the extensions: the recipe "Only failures count" in the
+/// [recipes](crate::guide::recipes) does so.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy, key_fn};
