@@ -89,7 +89,7 @@ pub(super) enum Admission<B, By> {
 }
 
 /// What is wrong with a layer whose policies count requests in flight, and that does not know when one has ended.
-pub(super) const NEVER_ENDS: &str = "a policy counts requests in flight, and the layer does not hold them until they end: add `.until_body_end()` to it";
+const NEVER_ENDS: &str = "a policy that counts requests in flight cannot hold, since the layer does not know when they end: add `.until_body_end()` to it";
 
 impl<S, K, R, E: Ending> Config<S, K, R, E> {
     /// Notes who asks, and that it is now, if there is an observer to be told, or something to settle.
@@ -124,9 +124,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
             Ok(key) => key,
             Err(missing) => return Start::Decided(self.admit_without_key(request, missing)),
         };
-        if !E::SETTLES && policies.in_flight().is_some() {
-            return Start::Decided(self.admit_without_key(request, MissingKey::misconfigured(NEVER_ENDS)));
-        }
+        let Some(policies) = self.countable(policies) else { return Start::Decided(Admission::uncounted()) };
         let check = self.check(key, policies, request);
         let asked = self.asked(&check);
         let wanted = match &self.wait {
@@ -143,6 +141,28 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         match self.store.check(check) {
             Answer::Ready { answer } => Start::Decided(self.admit(request, answer, asked, wanted, lease)),
             Answer::Pending { future } => Start::Deciding(future, asked, wanted, lease),
+        }
+    }
+
+    /// Those of them that this layer can count: all, unless it does not know when a request has ended.
+    #[inline]
+    pub(super) fn countable<'a>(&self, policies: &'a Policies) -> Option<&'a Policies> {
+        if E::SETTLES || policies.in_flight().is_none() {
+            return Some(policies);
+        }
+        self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
+        policies.without_in_flight()
+    }
+
+    /// Makes sure that the layer can count by the policies that it has from the start.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot. A server that does not start is better than one that goes without a limit until somebody reads its log.
+    pub(super) fn assert_countable(&self) {
+        for selector in self.shadows.iter().chain([&self.policies]) {
+            let in_flight = matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
+            assert!(E::SETTLES || !in_flight, "{NEVER_ENDS}");
         }
     }
 

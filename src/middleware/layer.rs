@@ -268,10 +268,17 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     }
 }
 
-impl<T, S, K, R, E> Layer<T> for RateLimitLayer<S, K, R, E> {
+impl<T, S, K, R, E: Ending> Layer<T> for RateLimitLayer<S, K, R, E> {
     type Service = RateLimit<T, S, K, R, E>;
 
+    /// # Panics
+    ///
+    /// If it was given a policy of requests [in flight](crate::Policy::in_flight), and neither
+    /// [`until_body_end`](Self::until_body_end) nor a rule to [`settle`](Self::settle) by. One that a [`PolicySelector`] finds
+    /// for a request is left out instead, and the observer is told that the server is
+    /// [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
+        self.config.current().assert_countable();
         RateLimit { inner, config: self.config.clone() }
     }
 }

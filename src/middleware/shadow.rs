@@ -9,9 +9,9 @@ use http::Response;
 use http::request::Parts;
 
 use super::asked::Asked;
-use super::config::{Config, NEVER_ENDS};
+use super::config::Config;
 use super::select::Selector;
-use super::{Ending, KeyExtractor, MissingKey, PolicySelector};
+use super::{Ending, KeyExtractor, PolicySelector};
 use crate::leases::Lease;
 use crate::limit::{Decision, Key};
 use crate::settle::Account;
@@ -74,16 +74,13 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
         let ask = |(counted_by, selector): (Key, &Selector)| {
             let policies = selector.policies(request, Some(&key))?;
-            if !E::SETTLES && policies.in_flight().is_some() {
-                self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
-                return None;
-            }
-            let check = self.check(counted_by, &policies, request);
+            let policies = self.countable(&policies)?;
+            let check = self.check(counted_by, policies, request);
             if let Some(account) = account.as_ref().filter(|_| counted_by == key) {
                 account.reserves(check.cost());
             }
             let by = self.asked(&check);
-            let lease = E::into_lease(self.ending.hold(counted_by, &policies));
+            let lease = E::into_lease(self.ending.hold(counted_by, policies));
             Some((self.store.check(check), by, lease))
         };
         let asked = self.observer.clone().map(|observer| (observer, Asked::now(key, 0)));

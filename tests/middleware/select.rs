@@ -2,14 +2,16 @@
 
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
 
 use axum::{Router, routing::get};
 use http::request::Parts;
 use http::{HeaderName, Method, Request, Response};
 use tokio::sync::watch;
 use tower_redis_ratelimit::{
-    ClientIp, ConfigError, Global, HeaderKey, Key, KeyExtractor, Live, LocalStore, MissingKey, OnMissingKey, Policies,
-    Policy, PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier, Tiers, policies_fn,
+    ClientIp, ConfigError, DryRun, Global, HeaderKey, Key, KeyExtractor, Live, LocalStore, MissingKey, Observer,
+    OnMissingKey, Policies, Policy, PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier, Tiers, event,
+    policies_fn,
 };
 
 use crate::support::*;
@@ -267,7 +269,7 @@ async fn a_reload_under_load_mixes_nothing_and_forgets_nothing() {
     };
     let live = Live::new(edition(10_000));
     let service = Router::new().route("/books", get(|| async { "hello" })).layer(by(live.clone()));
-    let done = std::sync::Arc::new(AtomicBool::new(false));
+    let done = Arc::new(AtomicBool::new(false));
     let reload = tokio::task::spawn_blocking({
         let done = done.clone();
         move || {
@@ -353,6 +355,61 @@ async fn selectors_are_made_of_selectors() {
     assert_eq!(told(&send(&service, export.clone()).await), "\"pro\";q=2");
     live.store(Routes::new(policy("api", "5/m")));
     assert_eq!(told(&send(&service, export).await), "\"api\";q=5");
+}
+
+#[derive(Clone, Default)]
+struct Problems(Arc<Mutex<Vec<String>>>);
+
+impl Observer for Problems {
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
+    }
+}
+
+/// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
+/// others hold.
+#[tokio::test]
+async fn what_a_reload_a_plan_or_a_route_brings_makes_no_request_fail() {
+    let uploads = || Policy::in_flight("uploads", 1).unwrap();
+    let (alone, both) = (Policies::from(uploads()), Policies::new([policy("api", "2/m"), uploads()]).unwrap());
+    let live = Live::new(Policies::from(policy("api", "9/m")));
+    live.store(both.clone());
+    let (sender, receiver) = watch::channel(Policies::from(policy("api", "9/m")));
+    sender.send_replace(both.clone());
+    let routes = Routes::new(policy("api", "9/m")).route("/books", both.clone()).unwrap();
+    let found = both.clone();
+    let layers: [RateLimitLayer<_, _>; 5] = [
+        by(live.clone()),
+        by(receiver),
+        by(Tiers::new(both.clone())),
+        by(routes),
+        by(policies_fn(move |_| found.clone())),
+    ];
+    for layer in layers {
+        let problems = Problems::default();
+        let service = limited(layer.observer(problems.clone()));
+        for status in [200, 200, 429, 429] {
+            let response = send(&service, request("alice")).await;
+            assert_eq!((response.status().as_u16(), &*told(&response)), (status, "\"api\";q=2"));
+        }
+        let problems = problems.0.lock().unwrap();
+        assert!(problems.len() == 1 && problems[0].contains("`.until_body_end()`"), "{problems:?}");
+    }
+
+    let service = limited(by(live.clone()));
+    live.store(alone);
+    assert_exempt(&send(&service, request("alice")).await);
+    live.store(both);
+    assert_eq!(told(&send(&service, request("alice")).await), "\"api\";q=2", "and the next reload is as any other");
+
+    // What is only tried, too.
+    let tried = Tiers::new(Policies::new([policy("tried", "1/m"), uploads()]).unwrap());
+    let service = limited(by(policy("api", "9/m")).shadow(tried));
+    for allowed in [true, false] {
+        let response = send(&service, request("alice")).await;
+        assert_eq!(response.status(), 200);
+        assert_eq!(response.extensions().get::<DryRun>().unwrap().is_allowed(), allowed);
+    }
 }
 
 /// The inner layer exempts, the outer one counts.

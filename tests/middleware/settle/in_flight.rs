@@ -8,7 +8,7 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 use tower::ServiceExt;
 use tower_redis_ratelimit::{
-    CallLimitLayer, DryRun, Limiter, Observer, OnError, Policies, RateLimited, ReserveError, event,
+    CallLimitLayer, DryRun, Limiter, Live, Observer, OnError, Policies, RateLimited, ReserveError, event,
 };
 
 use super::*;
@@ -165,10 +165,10 @@ impl Observer for Problems {
 #[tokio::test]
 async fn a_layer_that_does_not_know_when_a_request_ends_says_what_to_add() {
     let problems = Problems::default();
-    let layer = RateLimitLayer::new(LocalStore::default(), Global, uploads(1)).observer(problems.clone());
+    let found = Live::new(uploads(1));
+    let layer = RateLimitLayer::new(LocalStore::default(), Global, found).observer(problems.clone());
     let response = send(&limited(layer.clone()), request("alice")).await;
-    assert_eq!(response.status(), 500);
-    assert!(!response.body().contains("until_body_end"), "that is not for clients: {}", response.body());
+    assert!(response.status() == 200 && decision(&response).is_none(), "that is left out: {response:?}");
     // Nothing would be rejected, and nothing is tried.
     let response = send(&limited(layer.clone().dry_run()), request("alice")).await;
     assert_eq!(
@@ -178,6 +178,26 @@ async fn a_layer_that_does_not_know_when_a_request_ends_says_what_to_add() {
     let problems = problems.0.lock().unwrap();
     assert_eq!(problems.len(), 2);
     assert!(problems.iter().all(|problem| problem.contains("`.until_body_end()`")), "{problems:?}");
+}
+
+/// What such a layer has from the start makes it fail where it is made.
+#[test]
+fn a_layer_that_could_never_count_cannot_be_made() {
+    let layer = |policies| RateLimitLayer::new(LocalStore::default(), Global, policies);
+    let (rate, both) = (policy("api", "9/m"), Policies::new([policy("api", "9/m"), uploads(1)]).unwrap());
+    for layer in [
+        layer(Policies::from(uploads(1))),
+        layer(both.clone()),
+        layer(both.clone()).dry_run(),
+        layer(rate.clone().into()).shadow(both.clone()),
+    ] {
+        let made = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(limited(layer.clone()))));
+        let text = *made.expect_err("it cannot count").downcast::<String>().unwrap();
+        assert!(text.contains("add `.until_body_end()`"), "{text}");
+        drop(layer.clone().until_body_end().layer(service_fn(hello::<String>)));
+        drop(layer.settle(|_| Settlement::Keep).layer(service_fn(hello::<String>)));
+    }
+    drop(limited(layer(rate.into())));
 }
 
 /// What no store could decide is in flight all the same.
