@@ -117,6 +117,8 @@ pub enum ConfigError {
         /// Why it cannot be read.
         problem: String,
     },
+    /// A deadline of a [`Fallback`](crate::Fallback) below a millisecond.
+    Deadline(Duration),
     /// A setting without the one that goes with it.
     Unpaired {
         /// The one that is set.
@@ -236,6 +238,10 @@ impl fmt::Display for ConfigError {
                 f,
                 "the file {path:?} of `{setting}` cannot be read: {problem}; write the path of a file that this process may read"
             ),
+            Self::Deadline(deadline) => write!(
+                f,
+                "a deadline of {deadline:?} for Redis: it must be at least 1 ms, or no answer is in time; 100 ms suit most"
+            ),
             Self::Unpaired { setting, without } => write!(f, "`{setting}` is set without `{without}`: set both or neither"),
             Self::ServerName(name) => {
                 write!(f, "{name:?} is no server's name: write one such as `redis.example`, or an IP address")
@@ -304,6 +310,7 @@ mod tests {
             NoTls,
             File { setting: "client_key", path: name().into(), problem: "there is none".to_owned() },
             Unpaired { setting: "client_key", without: "client_certificate" },
+            Deadline(Duration::from_nanos(1)),
             NoCluster(name()),
             TooManyBuckets(2_000),
             Buckets { ours: 32, theirs: 64, prefix: name() },

@@ -171,6 +171,68 @@ fn errors() {
     }
 }
 
+/// What looks like another kind of key, and would be a caller that nobody is.
+#[test]
+fn callers_that_nobody_can_be_are_refused() {
+    let caller = |text: &str| json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
+    for text in [
+        "192.0.2.7",
+        " 192.0.2.7",
+        "2001:db8::7",
+        "::ffff:192.0.2.7",
+        "10.0.0.0/8",
+        "2001:db8::/64",
+        "tenant-7,192.0.2.7",
+        "IP:192.0.2.7",
+        "Ip:2001:db8::/64",
+        " ip:192.0.2.7",
+        "ip: 192.0.2.7",
+        "ip:192.0.2.7 ",
+        "ip:192.0.2.7, ",
+        "ip:UNIX",
+        "ip:192.0.2.7, tenant-7",
+        "ip:192.0.2.7 ,tenant-7",
+        "tenant-7, ip:192.0.2.7",
+        "tenant-7,\ttenant-8",
+        "ROUTE:none",
+        "route:None",
+        " *",
+        "* ",
+        "~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c ",
+        " ~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c",
+    ] {
+        let error = read::<Tiers>(caller(text)).expect_err(text);
+        assert!(error.starts_with(&format!("{text:?} is no caller: write a caller's key as it is")), "{error}");
+    }
+}
+
+#[test]
+fn no_error_shows_a_secret() {
+    let caller = |text: &str| json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
+    for text in [
+        "SECRET:sk-live-1",
+        "Secret:sk-live-1",
+        " secret:sk-live-1",
+        "secret :sk-live-1, a",
+        "ip:x,secret:sk-live-1",
+        "a, secret:sk-live-1",
+        "a,,secret:sk-live-1",
+        "~secret:sk-live-1",
+        "a,SECRET:sk-live-1",
+    ] {
+        let error = read::<Tiers>(caller(text)).expect_err(text);
+        assert!(error.contains("is no caller") && !error.contains("sk-live"), "{error}");
+    }
+}
+
+/// What cannot be read again is not written.
+#[test]
+fn a_caller_that_no_file_can_name_is_not_written() {
+    let tiers = Tiers::new(policy("free")).exempt_caller(Key::new("192.0.2.7"));
+    let error = serde_json::to_string(&tiers).unwrap_err().to_string();
+    assert!(error.starts_with("\"192.0.2.7\" is no caller"), "{error}");
+}
+
 /// A format may allow it, and two texts may be one caller. A secret is not told.
 #[test]
 fn what_is_there_twice_is_refused() {

@@ -356,6 +356,16 @@ fn mistakes_are_told_when_the_layer_is_made() {
     for text in ["0.0.0.0/0", "::/0", "::ffff:0:0/96"] {
         assert!(refused(text).contains("every address"));
     }
+    for all in [
+        &["0.0.0.0/1", "128.0.0.0/1"][..],
+        &["::/1", "8000::/1"],
+        &["private", "128.0.0.0/1", "203.0.113.7", "64.0.0.0/2", "0.0.0.0/2"],
+        &["0.0.0.0/1", "::ffff:128.0.0.0/97"],
+    ] {
+        let error = header().trust(all).unwrap_err();
+        assert!(error.to_string().contains("together they cover every address"), "{error}");
+    }
+    assert!(header().trust(["0.0.0.0/1", "128.0.0.0/2", "8000::/1"]).is_ok());
     let none: [&str; 0] = [];
     assert_eq!(header().trust(none), Err(ConfigError::Zero("the number of trusted networks")));
     assert_eq!(header().hops(0), Err(ConfigError::Zero("the number of trusted hops")));

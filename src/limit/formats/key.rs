@@ -1,6 +1,7 @@
 use std::net::{IpAddr, Ipv6Addr};
 
-use serde::ser::Serializer;
+use ipnet::IpNet;
+use serde::ser::{Error, Serializer};
 
 use super::Setting;
 use crate::limit::{ConfigError, Key};
@@ -11,11 +12,32 @@ impl Setting for Key {
                                     or `~` and 32 digits as in Redis";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        read(text).ok_or_else(|| ConfigError::choice("caller", text, Self::EXPECTED))
+        read(text).ok_or_else(|| ConfigError::choice("caller", &redacted(text), Self::EXPECTED))
     }
 
     fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self.reveal())
+        serializer.serialize_str(self.written().map_err(S::Error::custom)?)
+    }
+}
+
+impl Key {
+    /// As it is read again.
+    ///
+    /// # Errors
+    ///
+    /// For a key that looks like one of another kind, such as an address that code has made with [`Key::new`].
+    pub(crate) fn written(&self) -> Result<&str, ConfigError> {
+        Self::read(self.reveal()).map(|_| self.reveal())
+    }
+}
+
+/// Without what follows `secret:`, in any case, also where blanks or what is in front keep it from being one.
+fn redacted(text: &str) -> String {
+    let lower = text.to_ascii_lowercase();
+    let colon = lower.find("secret").and_then(|secret| Some(secret + lower[secret..].find(':')?));
+    match colon {
+        Some(colon) if colon + 1 < text.len() => format!("{}\u{2026}", &text[..=colon]),
+        _ => text.to_owned(),
     }
 }
 
@@ -25,7 +47,8 @@ fn read(text: &str) -> Option<Key> {
         return (!secret.is_empty()).then(|| Key::secret(secret));
     }
     if text.contains(',') {
-        let parts: Option<Vec<Key>> = text.split(',').map(read).collect();
+        let part = |part: &str| if part == part.trim() { read(part) } else { None };
+        let parts: Option<Vec<Key>> = text.split(',').map(part).collect();
         return parts.map(|parts| Key::tuple(&parts));
     }
     if let Some(address) = text.strip_prefix("ip:") {
@@ -38,8 +61,16 @@ fn read(text: &str) -> Option<Key> {
         "" => None,
         "*" => Some(Key::GLOBAL),
         "route:none" => Some(Key::NO_ROUTE),
+        _ if is_of_another_kind(text) => None,
         _ => Some(Key::new(text)),
     }
+}
+
+/// Whether a name is meant as another kind of key: nobody is called so.
+fn is_of_another_kind(name: &str) -> bool {
+    let name = name.trim().to_ascii_lowercase();
+    let marked = ["ip:", "secret:", "route:", "~"].iter().any(|mark| name.starts_with(mark));
+    marked || name == "*" || name.parse::<IpAddr>().is_ok() || name.parse::<IpNet>().is_ok()
 }
 
 /// The key of an address, or of an IPv6 network: `2001:db8::/64`, and `20010db8000000000000000000000001/128` as in Redis.

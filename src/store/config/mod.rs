@@ -111,7 +111,8 @@ pub struct StoreConfig {
     pub buckets: NonZeroUsize,
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     pub denials: usize,
-    /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`].
+    /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`], and less than a millisecond a
+    /// [`ConfigError::Deadline`].
     pub deadline: Duration,
     /// See [`Fallback::failures`]. Defaults to 3.
     pub failures: NonZeroU32,
@@ -198,6 +199,9 @@ impl StoreConfig {
         // All answers of Redis would be late: every instance would count for itself, though Redis is well.
         if self.deadline.is_zero() {
             return Err(ConfigError::Zero("the deadline of a Fallback, in nanoseconds,").into());
+        }
+        if self.deadline < Duration::from_millis(1) {
+            return Err(ConfigError::Deadline(self.deadline).into());
         }
         let share = self.share.of(&redis)?;
         Ok(Fallback::new(redis, self.local()).deadline(self.deadline).failures(self.failures).share(share))

@@ -141,6 +141,10 @@ fn what_cannot_work_is_refused() {
     assert!(zero.to_string().contains("the time-out of a RedisStore, in nanoseconds, is 0"), "{zero}");
     let zero = refused(StoreConfig { deadline: Duration::ZERO, ..other() });
     assert!(zero.to_string().contains("the deadline of a Fallback, in nanoseconds, is 0"), "{zero}");
+    let nanosecond = refused(StoreConfig { deadline: Duration::from_nanos(1), ..other() });
+    assert!(nanosecond.to_string().contains("a deadline of 1ns"), "{nanosecond}");
+    let short = StoreConfig { deadline: Duration::from_millis(1), ..other() };
+    assert!(AnyStore::from_config(&short).is_ok());
     let prefix = refused(StoreConfig { prefix: "{shop}".to_owned(), ..other() });
     assert!(prefix.to_string().contains("\"{shop}\" is no key prefix: use"), "{prefix}");
     let url = refused(StoreConfig { url: Some("http://user:hunter2@host/".to_owned()), ..other() });

@@ -3,7 +3,7 @@ use std::num::NonZeroU8;
 use http::HeaderName;
 
 use super::ClientIp;
-use super::trust::{Trust, Trusted};
+use super::trust::{Trust, Trusted, cover_all};
 use crate::limit::ConfigError;
 
 /// A [`ClientIp`] of which only the header is known. It lacks who is believed to write that.
@@ -31,7 +31,7 @@ impl ClientIpBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::TrustedNetwork`] for another text, and for a network of all addresses, such as `0.0.0.0/0`;
+    /// [`ConfigError::TrustedNetwork`] for another text, and for networks of all addresses, such as `0.0.0.0/0` or its halves;
     /// [`ConfigError::Zero`] for no network; [`ConfigError::HeaderName`] if the header's name is none.
     pub fn trust<T: AsRef<str>>(self, proxies: impl IntoIterator<Item = T>) -> Result<ClientIp, ConfigError> {
         let trusted = proxies.into_iter().map(|proxies| proxies.as_ref().parse()).collect::<Result<Vec<_>, _>>();
@@ -42,6 +42,13 @@ impl ClientIpBuilder {
         let (header, trusted) = (self.header?, trusted?);
         if trusted.is_empty() {
             return Err(ConfigError::Zero("the number of trusted networks"));
+        }
+        if cover_all(&trusted) {
+            let text = trusted.iter().map(Trusted::to_string).collect::<Vec<_>>().join(", ");
+            return Err(ConfigError::TrustedNetwork {
+                text,
+                problem: "together they cover every address, so that clients were believed too",
+            });
         }
         Ok(ClientIp::behind(header, Trust::Networks(trusted)))
     }

@@ -33,6 +33,15 @@ impl Trust {
     }
 }
 
+/// Whether these networks cover all addresses of IPv4 or of IPv6 together.
+pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
+    let networks = trusted.iter().filter_map(|trusted| match trusted {
+        Trusted::Network(network) => Some(*network),
+        Trusted::Private | Trusted::Loopback | Trusted::Unix => None,
+    });
+    IpNet::aggregate(&networks.collect()).iter().any(|network| network.prefix_len() == 0)
+}
+
 /// Proxies that are believed, as they are named in a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trusted {

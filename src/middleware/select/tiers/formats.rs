@@ -49,8 +49,9 @@ impl Serialize for Tiers {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let Plans { default, named } = &**self.plans.current();
         let tiers = named.iter().map(|(name, policies)| (&**name, Choice(policies.as_ref()))).collect();
-        let callers = self.callers.iter().map(|(key, policies)| (key.reveal(), Choice(policies.as_ref()))).collect();
-        Written { default, tiers, callers }.serialize(serializer)
+        let callers = self.callers.iter().map(|(key, policies)| Ok((key.written()?, Choice(policies.as_ref()))));
+        let callers = callers.collect::<Result<_, ConfigError>>();
+        Written { default, tiers, callers: callers.map_err(serde::ser::Error::custom)? }.serialize(serializer)
     }
 }
 

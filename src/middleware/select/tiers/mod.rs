@@ -79,6 +79,10 @@ use crate::middleware::copies::Copies;
 /// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of what the commas part |
 /// | `*` | [`Key::GLOBAL`] |
 ///
+/// What only looks like one of these is refused, since nobody would be that caller: an address without `ip:`, `IP:`, blanks
+/// around a comma. Our errors leave out what follows `secret:`, but those of `toml` show the line that is wrong: write the
+/// digits, or show no more of the error than its `message()`.
+///
 /// How [plans are named](Self::named_by) is code, and is not written: call `named_by` again on what is read.
 #[derive(Clone)]
 pub struct Tiers {
