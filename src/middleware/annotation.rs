@@ -14,9 +14,10 @@ pub struct Annotation {
 }
 
 impl Annotation {
-    /// Puts the decision into the request's extensions, where the inner service finds it.
-    pub(super) fn annotate_request(&self, request: &mut Parts) {
-        request.extensions.insert(self.decision.clone());
+    /// Puts the decision into the request's extensions, where the inner service finds it. Gives back that of a layer around
+    /// this one.
+    pub(super) fn annotate_request(&self, request: &mut Parts) -> Option<Decision> {
+        request.extensions.insert(self.decision.clone())
     }
 
     /// The same after the request's cost became known.

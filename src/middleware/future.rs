@@ -95,6 +95,7 @@ where
     }
 
     pub(super) fn calling(
+        config: &Config<S, K, R, E>,
         inner: &mut T,
         parts: Parts,
         body: ReqBody,
@@ -102,7 +103,7 @@ where
         account: E::Account,
         shadows: Option<Box<Shadows<S::Future>>>,
     ) -> Self {
-        let response = call(inner, parts, body, annotation.as_ref());
+        let response = call(config, inner, parts, body, annotation.as_ref());
         Self { state: State::Calling { response, annotation, account, shadows } }
     }
 
@@ -127,7 +128,7 @@ where
             Admission::Pass(annotation, by) => {
                 let account = self.config.ending.open(&mut self.parts, annotation.as_ref(), by);
                 let shadows = self.config.shadows(&self.parts, &account);
-                let response = call(&mut self.inner, self.parts, self.body, annotation.as_ref());
+                let response = call(&self.config, &mut self.inner, self.parts, self.body, annotation.as_ref());
                 State::Calling { response, annotation, account, shadows }
             }
             Admission::Wait(place, asked) => {
@@ -143,12 +144,20 @@ where
 }
 
 /// Calls the service, which finds the decision in the request's extensions.
-fn call<T, B>(inner: &mut T, mut parts: Parts, body: B, annotation: Option<&Annotation>) -> T::Future
+fn call<T, S, K, R, E, B>(
+    config: &Config<S, K, R, E>,
+    inner: &mut T,
+    mut parts: Parts,
+    body: B,
+    annotation: Option<&Annotation>,
+) -> T::Future
 where
     T: Service<Request<B>>,
 {
-    if let Some(annotation) = annotation {
-        annotation.annotate_request(&mut parts);
+    if let Some(annotation) = annotation
+        && let Some(outer) = annotation.annotate_request(&mut parts)
+    {
+        config.misconfiguration.tell_twice(&outer, &annotation.decision, config.observer.as_deref());
     }
     inner.call(Request::from_parts(parts, body))
 }

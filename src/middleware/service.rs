@@ -41,7 +41,7 @@ where
             Start::Decided(Admission::Pass(annotation, by)) => {
                 let account = config.ending.open(&mut parts, annotation.as_ref(), by);
                 let shadows = config.shadows(&parts, &account);
-                ResponseFuture::calling(&mut self.inner, parts, body, annotation, account, shadows)
+                ResponseFuture::calling(config, &mut self.inner, parts, body, annotation, account, shadows)
             }
             Start::Decided(Admission::Reject(response)) => {
                 drop(take_ready(&mut self.inner));

@@ -46,7 +46,7 @@ impl<'a> Failed<'a> {
     }
 }
 
-/// The server is set up so that a layer can count no request.
+/// The server is set up so that a layer cannot count as it should.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Misconfigured<'a> {

@@ -15,8 +15,8 @@ use tokio::time::advance;
 use tower::limit::ConcurrencyLimit;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Fallback, Key, Limiter, LocalStore, Observer, OnMissingKey, PeerIp, RateLimitLayer, RedisStore, RedisStoreBuilder,
-    event,
+    Fallback, Global, Key, Limiter, LocalStore, Observer, OnMissingKey, PeerIp, RateLimitLayer, RedisStore,
+    RedisStoreBuilder, event,
 };
 
 use crate::support::{Broken, anonymous, asking, hello, layer, layer_with, limited, policy, request, send};
@@ -182,6 +182,26 @@ async fn a_misconfigured_server_is_told_once_a_minute_by_each_layer() {
     let client = limited(crate::support::layer("1/h").observer(notes.clone()));
     assert_eq!(send(&client, anonymous()).await.status(), 400);
     assert_eq!(notes.take().len(), 0, "a client's mistake is none of the server's");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_that_is_there_twice_is_told_of_once() {
+    let notes = Notes::default();
+    let problems = |notes: &Notes| notes.take().into_iter().filter(|note| note.contains("twice")).collect::<Vec<_>>();
+    let twice = layer("9/h").observer(notes.clone());
+    let service = twice.layer(limited(twice.clone()));
+    for _ in 0..3 {
+        assert_eq!(send(&service, request("alice")).await.status(), 200);
+        advance(Duration::from_secs(60)).await;
+    }
+    let told = problems(&notes);
+    assert!(told.len() == 1 && told[0].contains("\"api\""), "{told:?}");
+
+    // Two layers that are not the same one.
+    let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h")).observer(notes.clone());
+    let service = another.layer(limited(layer("9/h").observer(notes.clone())));
+    send(&service, request("alice")).await;
+    assert_eq!(problems(&notes), [""; 0]);
 }
 
 /// Wherever a request happens to be handled.
