@@ -111,6 +111,9 @@ async fn a_path_is_exempt_only_if_every_reading_of_it_is() {
         ("/%6cogin", "login"),
         ("/%6Cogi%256e", "login"),
         ("/login;v=1", "login"),
+        ("/login%3Fv=1", "login"),
+        ("/login%23v", "login"),
+        ("/login%00.css", "login"),
         ("/;/login", "default"),
         ("//login", "default"),
         ("/LOGIN", "none"),
@@ -120,7 +123,17 @@ async fn a_path_is_exempt_only_if_every_reading_of_it_is() {
     // Where all is exempt that has no pattern.
     let named = |name| policy(name, "9999/h");
     let listed = || Routes::new(None::<Policies>).route("/login", named("login")).unwrap();
-    for target in ["/login", "//login", "/./login", "/a/../login", "/%6cogin", "/login;a", "http://host/login"] {
+    for target in [
+        "/login",
+        "/login/",
+        "/%6cogin/",
+        "//login",
+        "/./login",
+        "/a/../login",
+        "/%6cogin",
+        "/login;a",
+        "http://host/login",
+    ] {
         let [_, around] = both(listed, router);
         assert_eq!(under(&around, Method::GET, target).await, "login", "{target}");
     }
@@ -128,6 +141,26 @@ async fn a_path_is_exempt_only_if_every_reading_of_it_is() {
         let [_, around] = both(listed, router);
         assert_eq!(under(&around, Method::GET, target).await, "none", "{target}");
     }
+}
+
+/// A slash at the end is another path, and what rewrites paths mostly cuts it.
+#[tokio::test]
+async fn a_slash_at_the_end_exempts_nothing() {
+    let named = |name| policy(name, "9999/h");
+    let routes = || routes().unwrap().exempt("/static/").unwrap().exempt("/a/{*all}").unwrap();
+    let routes = || routes().route("/a/b", named("b")).unwrap().route("/a/c/", named("c")).unwrap();
+    let router = || router().route("/a/{*all}", any(ok)).route("/static/", any(ok));
+    let expected = [
+        ("/a/b", "b"),
+        ("/a/b/", "b"),
+        ("/a/b//", "b"),
+        ("/a/c", "c"),
+        ("/a/d/", "none"),
+        ("/static/", "none"),
+        ("/static", "default"),
+        ("/login/", "default"),
+    ];
+    assert_under(&both(routes, router), &expected).await;
 }
 
 /// A path of 60 KB that is decoded as often as it can be.
@@ -189,6 +222,29 @@ async fn an_alias_is_counted_as_what_it_stands_for() {
         ("/files/secret.bin/", "secret"),
         ("/alias/a", "files"),
         ("/alias/", "default"),
+    ] {
+        assert_eq!(under(&app, Method::GET, path).await, name, "{path}");
+    }
+}
+
+/// Then it is the template that counts, which is no path: a pattern of one segment does not exempt all that it stands for.
+#[tokio::test]
+async fn an_alias_of_a_nested_router_is_counted_by_the_template() {
+    let routes = || routes().unwrap().exempt("/public/{file}").unwrap().exempt("/alias/{*path}").unwrap();
+    let nested = || Router::new().route("/{*path}", any(ok)).layer(layer(routes()));
+    let router = Router::new().nest("/files", nested()).nest("/public", nested());
+    let alias = MapRequest::new(router, |request: Request<Body>| {
+        let path = request.uri().path().replace("/alias", "");
+        set_path(request, &path)
+    });
+    let app = Router::new().fallback_service(alias);
+    for (path, name) in [
+        ("/alias/files/a", "files"),
+        ("/alias/public/a", "default"),
+        ("/alias/public/a/b", "default"),
+        ("/files/a", "files"),
+        ("/public/a", "none"),
+        ("/public/a/b", "default"),
     ] {
         assert_eq!(under(&app, Method::GET, path).await, name, "{path}");
     }

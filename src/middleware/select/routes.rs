@@ -35,11 +35,11 @@ use crate::limit::{ConfigError, Key, Policies};
 ///
 /// A request is under the most exact pattern that its path fits, not decoded, as axum matches its routes; if the path was
 /// rewritten after axum had matched it (with the feature `axum`), the route's template counts in its place. It is exempt only
-/// if it would also be exempt as a more lenient server reads its path: decoded as often as it can be, `\` as `/`, and
-/// without parameters (`;v=1`), `.`, `..` and empty segments.
+/// if it also is as a more lenient server reads its path: decoded as often as it can be, `\` as `/`, without parameters
+/// (`;v=1`), `.`, `..` and empty segments, with or without a slash at its end.
 ///
-/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. But it is not under the limit of `/login` either if it
-/// has one of its own: what rewrites paths, such as tower-http's `NormalizePath`, belongs around the layer, not within.
+/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. Had that a limit, it would be under that one, and not
+/// under that of `/login`: what rewrites paths, such as tower-http's `NormalizePath`, belongs around the layer, not within.
 ///
 /// Put the layer on the outermost router, around it, or on one that is nested in it. Of a router that stands in a
 /// `route_service`, or in the fallback of a nested router, axum does not tell whole templates, and patterns for whole paths do
@@ -101,9 +101,8 @@ impl Routes {
         })
     }
 
-    fn find(&self, method: &Method, path: &str) -> &Selector {
-        let found = self.of_method(method, path).or_else(|| Some(self.all.at(path).ok()?.value));
-        found.unwrap_or(&self.default)
+    fn find(&self, method: &Method, path: &str) -> Option<&Selector> {
+        self.of_method(method, path).or_else(|| Some(self.all.at(path).ok()?.value))
     }
 }
 
@@ -129,9 +128,13 @@ fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySel
 
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
-        let under = |path: &str| self.find(&request.method, path).policies(request, key);
+        let find = |path: &str| self.find(&request.method, path);
+        let under = |path: &str| find(path).unwrap_or(&self.default).policies(request, key);
         match target(request) {
-            Target::Path(path) => under(path).or_else(|| under(&lenient(path)?)),
+            Target::Path(path) => under(path).or_else(|| match lenient(path) {
+                Some(read) => under(&read).or_else(|| find(&other_end(&read))?.policies(request, key)),
+                None => find(&other_end(path))?.policies(request, key),
+            }),
             // Paths that are unknown fit it, and not all of them may fit the pattern.
             Target::Template(template) => under(&template).or_else(|| self.default.policies(request, key)),
         }
@@ -201,6 +204,7 @@ fn lenient(path: &str) -> Option<String> {
         return None;
     }
     let decoded = decoded(path);
+    let decoded = decoded.split(|byte| matches!(byte, b'?' | b'#' | b'\0')).next().unwrap_or_default();
     let mut segments = vec![];
     for segment in decoded.split(|byte| matches!(byte, b'/' | b'\\')) {
         match segment.split(|byte| *byte == b';').next().unwrap_or_default() {
@@ -214,6 +218,11 @@ fn lenient(path: &str) -> Option<String> {
         read.push(b'/');
     }
     Some(String::from_utf8_lossy(&read).into_owned())
+}
+
+/// The path without the slash at its end, or with one.
+fn other_end(path: &str) -> Cow<'_, str> {
+    path.strip_suffix('/').map_or_else(|| format!("{path}/").into(), Cow::Borrowed)
 }
 
 /// Without escapes, also those of which a part is escaped: `%2e`, `%252e`.
