@@ -135,8 +135,12 @@ fn read(file: &str) -> Result<String, String> {
     fs::read_to_string(file).map_err(|error| error.to_string())
 }
 
+/// An error tells the number of the line, and not the line itself, which may have an API key.
 fn parse(text: &str) -> Result<Settings, String> {
-    toml::from_str(text).map_err(|error| error.to_string())
+    toml::from_str(text).map_err(|error: toml::de::Error| {
+        let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+        format!("line {}: {}", before.matches('\n').count() + 1, error.message())
+    })
 }
 
 fn help(at: SocketAddr) {

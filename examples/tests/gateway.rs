@@ -192,6 +192,7 @@ fn what_is_printed_works() {
 
 #[test]
 fn a_change_of_the_file_is_seen_and_a_wrong_one_refused() {
+    const CAROL: &str = "carol = { name = \"carol\", quota = \"50/min\" }";
     let gateway = Gateway::start("a_change_of_the_file");
     assert_eq!(gateway.alice("/").field("ratelimit-policy"), Some("\"free\";q=30;w=60"));
     let with = |quota: &str| FILE.replace("30/min", quota);
@@ -203,11 +204,18 @@ fn a_change_of_the_file_is_seen_and_a_wrong_one_refused() {
         (with("5/M"), ["line 19", "\"5/M\" is no quota"]),
         (with("5/min").replace("carol = {", "carol = 5 #"), ["line 27", "expected `exempt`, a policy such as"]),
         (with("5/min").replace("[trial]", "[trail]"), ["unknown field `trail`", "`trial`"]),
+        (
+            with("5/min").replace(CAROL, "\"secret:sk-live-1\" = { name = \"a\", quota = \"6/M\" }"),
+            ["line 27", "\"6/M\" is no quota"],
+        ),
+        (with("5/min").replace("key-of-bob = {", "key-of-bob = 7 #"), ["line 38", "invalid type: integer `7`"]),
     ] {
         gateway.change(&text);
         problems.into_iter().for_each(|problem| gateway.until_the_log_has(problem));
         assert_eq!(gateway.alice("/").field("ratelimit-policy"), Some("\"free\";q=3000;w=3600"), "{problems:?}");
     }
+    let log = gateway.log.lock().unwrap().clone();
+    assert!(!log.contains("sk-live") && !log.contains("key-of-"), "it shows a key: {log}");
     fs::remove_file(&gateway.file).unwrap();
     gateway.until_the_log_has("No such file");
     assert_eq!(gateway.alice("/").field("ratelimit-policy"), Some("\"free\";q=3000;w=3600"));

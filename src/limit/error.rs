@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -151,7 +152,18 @@ pub enum ConfigError {
 
 impl ConfigError {
     pub(crate) fn choice(what: &'static str, text: &str, choices: &'static str) -> Self {
-        Self::Choice { what, text: text.chars().take(80).collect(), choices }
+        Self::Choice { what, text: redacted(text).chars().take(80).collect(), choices }
+    }
+}
+
+/// Without what follows `secret:`, which is the text form of a key. In any case, and also where blanks or what is in front
+/// keep it from being one.
+fn redacted(text: &str) -> Cow<'_, str> {
+    let lower = text.to_ascii_lowercase();
+    let colon = lower.find("secret").and_then(|secret| Some(secret + lower[secret..].find(':')?));
+    match colon {
+        Some(colon) if colon + 1 < text.len() => format!("{}\u{2026}", &text[..=colon]).into(),
+        _ => text.into(),
     }
 }
 

@@ -223,6 +223,9 @@ fn no_error_shows_a_secret() {
         let error = read::<Tiers>(caller(text)).expect_err(text);
         assert!(error.contains("is no caller") && !error.contains("sk-live"), "{error}");
     }
+    let turned_round = json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { "a": "secret:sk-live-1" } });
+    let error = read::<Tiers>(turned_round).unwrap_err();
+    assert!(error.starts_with("\"secret:\u{2026}\" is no policy"), "{error}");
 }
 
 /// What cannot be read again is not written.

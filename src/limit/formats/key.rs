@@ -12,7 +12,7 @@ impl Setting for Key {
                                     or `~` and 32 digits as in Redis";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        read(text).ok_or_else(|| ConfigError::choice("caller", &redacted(text), Self::EXPECTED))
+        read(text).ok_or_else(|| ConfigError::choice("caller", text, Self::EXPECTED))
     }
 
     fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -28,16 +28,6 @@ impl Key {
     /// For a key that looks like one of another kind, such as an address that code has made with [`Key::new`].
     pub(crate) fn written(&self) -> Result<&str, ConfigError> {
         Self::read(self.reveal()).map(|_| self.reveal())
-    }
-}
-
-/// Without what follows `secret:`, in any case, also where blanks or what is in front keep it from being one.
-fn redacted(text: &str) -> String {
-    let lower = text.to_ascii_lowercase();
-    let colon = lower.find("secret").and_then(|secret| Some(secret + lower[secret..].find(':')?));
-    match colon {
-        Some(colon) if colon + 1 < text.len() => format!("{}\u{2026}", &text[..=colon]),
-        _ => text.to_owned(),
     }
 }
 

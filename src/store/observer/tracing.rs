@@ -131,7 +131,7 @@ impl fmt::Debug for TracingObserver {
 
 /// A layer without an observer calls it too, or nobody would know why all requests are rejected.
 pub(crate) fn misconfigured(&event::Misconfigured { problem }: &event::Misconfigured<'_>) {
-    error!(problem, "the server is set up so that requests cannot be counted");
+    error!(problem, "the server is set up so that requests are not counted as they should be");
 }
 
 impl Observer for TracingObserver {
