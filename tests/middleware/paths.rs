@@ -143,6 +143,22 @@ async fn a_path_is_exempt_only_if_every_reading_of_it_is() {
     }
 }
 
+/// A path that is named letter by letter is exempt, however it could be read.
+#[tokio::test]
+async fn what_is_named_letter_by_letter_is_exempt() {
+    let paths = ["/caf%C3%A9", "/a;v=1", "/a//b", "/a/./b", "/100%25", "/.well-known/a"];
+    let routes = || {
+        let named = paths[..5].iter().try_fold(routes().unwrap(), |routes, path| routes.exempt(path));
+        named.unwrap().exempt("/.well-known/{*path}").unwrap()
+    };
+    let expected = paths.map(|path| (path, "none"));
+    assert_under(&both(routes, router), &expected).await;
+    assert_under(&both(routes, router), &[("/caf\u{e9}", "default"), ("/a", "default"), ("/a/b", "default")]).await;
+    for pattern in ["/caf%C3%A9/{id}", "/{id}/a;v=1", "//a/{*path}", "/../{id}"] {
+        assert!(routes().exempt(pattern).unwrap_err().to_string().contains("would exempt nothing"), "{pattern}");
+    }
+}
+
 /// A slash at the end is another path, and what rewrites paths mostly cuts it.
 #[tokio::test]
 async fn a_slash_at_the_end_exempts_nothing() {

@@ -171,7 +171,7 @@ mod tests {
     #[test]
     fn names_are_texts_in_any_case_or_header_names() {
         let parts = request(b"alice");
-        for extractor in [by("x-user"), by("X-User"), by(&USER), by("X-User".to_owned())] {
+        for extractor in [by("x-user"), by("X-User"), by(&USER)] {
             assert_eq!(extractor.extract(&parts), Ok(Key::secret("alice")));
         }
         for name in ["", "x user", "x-user:", "x-us\u{e9}r", &"x".repeat(1 << 17)] {

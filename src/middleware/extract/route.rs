@@ -46,8 +46,8 @@ impl KeyExtractor for MatchedRoute {
 
 /// Counts by method and [`MatchedRoute`], such as `POST /users/{id}`.
 ///
-/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended `CONNECT`, by which a WebSocket begins over HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count as
-/// one, and requests that match no route share one key for all methods: clients cannot make keys by either.
+/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended `CONNECT`, by which a WebSocket begins over
+/// HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count as one, and requests that match no route share one key for all methods: clients cannot make keys by either.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedEndpoint;
 

@@ -83,17 +83,23 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// As [`route`](Self::route).
+    /// As [`route`](Self::route), and for a pattern with parameters that a lenient server would read as another one, such as
+    /// `/caf%C3%A9/{id}`: it would exempt nothing.
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
+        if pattern.contains('{') && lenient(pattern).is_some_and(|read| read != pattern) {
+            let problem =
+                "beside a parameter, it has escapes, a `;` or an empty segment, and would exempt nothing".to_owned();
+            return Err(ConfigError::Route { pattern: pattern.to_owned(), problem });
+        }
         self.route(pattern, None::<Policies>)
     }
 
-    fn of_method(&self, method: &Method, path: &str) -> Option<&Selector> {
+    fn of_method(&self, method: &Method, path: &str) -> Option<Found<'_>> {
         // Most have none.
         if self.methods.is_empty() {
             return None;
         }
-        let find = |method| Some(self.methods.get(method)?.at(path).ok()?.value);
+        let find = |method| at(self.methods.get(method)?, path);
         find(method).or_else(|| match *method {
             // A `CONNECT` that has a path is an extended one (RFC 8441).
             Method::HEAD | Method::CONNECT => find(&Method::GET),
@@ -101,9 +107,22 @@ impl Routes {
         })
     }
 
-    fn find(&self, method: &Method, path: &str) -> Option<&Selector> {
-        self.of_method(method, path).or_else(|| Some(self.all.at(path).ok()?.value))
+    fn find(&self, method: &Method, path: &str) -> Option<Found<'_>> {
+        self.of_method(method, path).or_else(|| at(&self.all, path))
     }
+}
+
+/// A pattern that fits.
+#[derive(Clone, Copy)]
+struct Found<'a> {
+    selector: &'a Selector,
+    /// Whether it has no parameter, so that the path is the pattern.
+    is_path: bool,
+}
+
+fn at<'a>(router: &'a Router<Selector>, path: &str) -> Option<Found<'a>> {
+    let found = router.at(path).ok()?;
+    Some(Found { selector: found.value, is_path: found.params.is_empty() })
 }
 
 /// With more, `matchit` panics.
@@ -129,14 +148,20 @@ fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySel
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
         let find = |path: &str| self.find(&request.method, path);
-        let under = |path: &str| find(path).unwrap_or(&self.default).policies(request, key);
+        let under =
+            |found: Option<Found<'_>>| found.map_or(&self.default, |found| found.selector).policies(request, key);
         match target(request) {
-            Target::Path(path) => under(path).or_else(|| match lenient(path) {
-                Some(read) => under(&read).or_else(|| find(&other_end(&read))?.policies(request, key)),
-                None => find(&other_end(path))?.policies(request, key),
-            }),
+            Target::Path(path) => match find(path) {
+                // It says that this very path is exempt, if it does.
+                found @ Some(Found { is_path: true, .. }) => under(found),
+                found => under(found).or_else(|| {
+                    let read = lenient(path);
+                    let policies = read.as_deref().and_then(|read| under(find(read)));
+                    policies.or_else(|| under(Some(find(&other_end(read.as_deref().unwrap_or(path)))?)))
+                }),
+            },
             // Paths that are unknown fit it, and not all of them may fit the pattern.
-            Target::Template(template) => under(&template).or_else(|| self.default.policies(request, key)),
+            Target::Template(template) => under(find(&template)).or_else(|| under(None)),
         }
     }
 }
