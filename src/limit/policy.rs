@@ -64,6 +64,9 @@ impl Policy {
     /// At most `limit` requests of a caller at the same moment, over all instances: [`Strategy::InFlight`], with a lease time
     /// of 30 seconds. For another one, give [`new`](Self::new) a quota whose period it is.
     ///
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or a rule to
+    /// [`settle`](crate::RateLimitLayer::settle) by, or it does not know when a request ends.
+    ///
     /// ```
     /// use std::time::Duration;
     /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
