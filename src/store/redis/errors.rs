@@ -85,6 +85,12 @@ pub(super) fn not_a_master(server: &impl fmt::Display) -> Error {
     Error::with_source(ErrorKind::NotReady, cause)
 }
 
+/// A server at the address of a node of the cluster that is none.
+pub(super) fn other_cluster(server: &impl fmt::Display) -> Error {
+    let cause = Cause(format!("{server} is not of this cluster any more: another one may have its address now"));
+    Error::with_source(ErrorKind::NotReady, cause)
+}
+
 /// The same error, with the server that it is of.
 pub(super) fn error_at(server: &impl fmt::Display, error: &RedisError) -> Error {
     let told = error_of(error);

@@ -19,6 +19,7 @@ pub(super) mod refresh;
 mod slots;
 mod waiting;
 
+use std::collections::HashMap;
 use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
@@ -27,14 +28,15 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
-use redis::{ConnectionAddr, ConnectionInfo};
+use redis::{ConnectionAddr, ConnectionInfo, Value};
 use siphasher::sip::SipHasher13;
 
 use self::refresh::Refresher;
-use self::slots::SlotMap;
+use self::slots::{SlotMap, Slots};
 use super::dial::Dialer;
+use super::errors::{error_of, other_cluster};
 use super::transport::{Node, with_address};
-use crate::limit::Key;
+use crate::limit::{ConfigError, Key};
 use crate::store::clock::Clock;
 use crate::store::{Error, ErrorKind, lock};
 
@@ -47,8 +49,7 @@ pub(super) struct Cluster {
     dialer: Dialer,
     buckets: Box<[Bucket]>,
     map: ArcSwap<SlotMap>,
-    /// The addresses of nodes, by their numbers. It only grows: a cluster hardly ever gains a node.
-    known: Mutex<Vec<Address>>,
+    known: Mutex<Known>,
     refresher: Refresher,
     /// Why no check may be sent: another number of buckets.
     refused: OnceLock<Error>,
@@ -64,10 +65,27 @@ struct Bucket {
 }
 
 /// Where a node is.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Address {
     host: Box<str>,
     port: u16,
+}
+
+/// The addresses of nodes, by their numbers, and the other way round. It only grows: a cluster hardly ever gains a node.
+#[derive(Debug, Default)]
+struct Known {
+    addresses: Vec<Address>,
+    numbers: HashMap<Address, Node>,
+}
+
+impl Known {
+    fn number(&mut self, address: Address) -> Node {
+        let Self { addresses, numbers } = self;
+        *numbers.entry(address).or_insert_with_key(|address| {
+            addresses.push(address.clone());
+            Node::new(addresses.len() as u32 - 1)
+        })
+    }
 }
 
 impl Cluster {
@@ -147,33 +165,48 @@ impl Cluster {
     }
 
     /// The number of the node at an address.
-    fn number(&self, address: &Address) -> Node {
-        let mut known = lock(&self.known);
-        let place = known.iter().position(|other| other == address).unwrap_or_else(|| {
-            known.push(address.clone());
-            known.len() - 1
-        });
-        Node::new(place as u32)
+    fn number(&self, address: Address) -> Node {
+        lock(&self.known).number(address)
     }
 
     fn address(&self, node: Node) -> Option<Address> {
-        lock(&self.known).get(node.index()).cloned()
+        lock(&self.known).addresses.get(node.index()).cloned()
     }
 
-    /// A new connection to a node.
+    /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of another server.
     pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, Error> {
-        match self.address(node) {
-            Some(address) => self.connect_to(&address).await,
-            None => {
-                let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
-                Err(Error::with_source(ErrorKind::Unreachable, cause))
-            }
+        let Some(address) = self.address(node) else {
+            let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
+            return Err(Error::with_source(ErrorKind::Unreachable, cause));
+        };
+        match self.ask(&address).await {
+            Ok((connection, slots)) if self.map.load().is_of_cluster(&slots) => Ok(connection),
+            Err(error) if error.kind() != ErrorKind::Configuration => Err(error),
+            _ => Err(other_cluster(&address)),
         }
     }
 
-    async fn connect_to(&self, address: &Address) -> Result<MultiplexedConnection, Error> {
-        // There is at least one.
-        self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await
+    /// What a node says of the slots, and the connection that it was asked over.
+    async fn ask(&self, address: &Address) -> Result<(MultiplexedConnection, Slots), Error> {
+        // There is at least one seed.
+        let mut connection = self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await?;
+        let mut cmd = redis::cmd("CLUSTER");
+        cmd.arg("SLOTS");
+        match connection.send_packed_command(&cmd).await {
+            Ok(Value::ServerError(error))
+                if error.details().is_some_and(|text| text.contains("cluster support disabled")) =>
+            {
+                Err(ConfigError::NoCluster(address.to_string()).into())
+            }
+            Ok(Value::ServerError(error)) => Err(error_of(&error.into())),
+            Ok(reply) => match slots::read(&reply, address) {
+                Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
+                // It has not met the others yet, or was told to forget them.
+                Some(_) => Err(Error::new(ErrorKind::NotReady)),
+                None => Err(Error::new(ErrorKind::Protocol)),
+            },
+            Err(error) => Err(error_of(&error)),
+        }
     }
 }
 
@@ -193,6 +226,12 @@ impl Address {
     /// What a node at this address calls so. Without a host it means itself.
     fn sibling(&self, host: &str, port: u16) -> Self {
         Self::new(if host.is_empty() { &self.host } else { host }, port)
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
     }
 }
 
