@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use redis::{ErrorKind as Kind, RedisError, ServerErrorKind};
+use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 
 use super::tls;
 use crate::store::{Error, ErrorKind};
@@ -41,6 +41,17 @@ pub(super) fn error_of(error: &RedisError) -> Error {
     };
     let told = Error::with_source(kind, Cause::new(error));
     if was_not_run(kind, error) { told.unsent() } else { told }
+}
+
+/// A failure to log in or to agree on the protocol.
+pub(super) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> Error {
+    let greeting = server.redis_settings();
+    let told = error_of(error);
+    // `HELLO` has the password in it, and its refusal is handed on as the server words it.
+    if error.is_io_error() || greeting.password().is_none() || greeting.protocol() == ProtocolVersion::RESP2 {
+        return told;
+    }
+    Error::with_source(told.kind(), Cause(format!("the server refused the greeting: {}", error.category())))
 }
 
 /// A node of a cluster has said that nobody decides a check just now.

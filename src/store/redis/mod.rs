@@ -13,6 +13,7 @@ mod instances;
 mod lane;
 mod lanes;
 mod lua;
+mod names;
 mod pool;
 mod queue;
 mod runtimes;
