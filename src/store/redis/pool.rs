@@ -125,7 +125,7 @@ impl Connection {
         reply
     }
 
-    /// The server was heard, or the connection broke: whether it did, and by what.
+    /// Notes what came of a call: what broke the connection, if anything did.
     fn ended_by(&mut self, failure: Option<&RedisError>) {
         self.failure = failure.map(error_of);
         self.broken = failure.is_some();
@@ -258,11 +258,13 @@ impl bb8::ManageConnection for Manager {
     fn has_broken(&self, connection: &mut Connection) -> bool {
         if !connection.proven {
             match (connection.broken, connection.failure.take()) {
-                (false, _) => self.backoff.worked(),
+                (false, _) => {
+                    connection.proven = true;
+                    self.backoff.worked();
+                }
                 (true, Some(failure)) => self.backoff.failed(failure),
                 (true, None) => {}
             }
-            connection.proven = true;
         }
         connection.broken
     }
