@@ -21,6 +21,7 @@ mod waiting;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::hash::Hash;
 use std::io;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
@@ -72,14 +73,18 @@ pub(super) struct Address {
 }
 
 /// The addresses of nodes, by their numbers, and the other way round. It only grows: a cluster hardly ever gains a node.
-#[derive(Debug, Default)]
-struct Known {
-    addresses: Vec<Address>,
-    numbers: HashMap<Address, Node>,
+#[derive(Debug)]
+struct Known<A = Address> {
+    addresses: Vec<A>,
+    numbers: HashMap<A, Node>,
 }
 
-impl Known {
-    fn number(&mut self, address: Address) -> Node {
+impl<A: Clone + Eq + Hash> Known<A> {
+    fn new() -> Self {
+        Self { addresses: vec![], numbers: HashMap::new() }
+    }
+
+    fn number(&mut self, address: A) -> Node {
         let Self { addresses, numbers } = self;
         *numbers.entry(address).or_insert_with_key(|address| {
             addresses.push(address.clone());
@@ -104,7 +109,7 @@ impl Cluster {
             dialer,
             buckets: slots::tags(buckets).into_iter().map(bucket).collect(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
-            known: Mutex::default(),
+            known: Mutex::new(Known::new()),
             refresher: Refresher::default(),
             refused: OnceLock::new(),
             clock: Clock::new(),
@@ -238,5 +243,40 @@ impl fmt::Display for Address {
 impl fmt::Debug for Cluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Cluster").field("buckets", &self.buckets.len()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        static COMPARED: Cell<usize> = const { Cell::new(0) };
+    }
+
+    /// Counts how often it is compared.
+    #[derive(Debug, Clone, Eq, Hash)]
+    struct Counted(u16);
+
+    impl PartialEq for Counted {
+        fn eq(&self, other: &Self) -> bool {
+            COMPARED.set(COMPARED.get() + 1);
+            self.0 == other.0
+        }
+    }
+
+    /// A map may have another one for each slot, and the runtime waits for it.
+    #[test]
+    fn an_address_is_found_without_a_search() {
+        let mut known = Known::new();
+        for _ in 0..2 {
+            for address in 0..slots::SLOTS {
+                assert_eq!(known.number(Counted(address)), Node::new(address.into()));
+            }
+        }
+        let compared = COMPARED.get();
+        assert!(compared < 4 * usize::from(slots::SLOTS), "{compared} comparisons of {} addresses", slots::SLOTS);
     }
 }
