@@ -98,6 +98,7 @@ impl AsyncDNSResolver for Host {
 #[cfg(test)]
 mod tests {
     use std::pin::pin;
+    use std::sync::Condvar;
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
     use std::time::Duration;
 
@@ -110,20 +111,20 @@ mod tests {
     /// As where no name server answers: those who give up leave nothing behind that those after them would add to.
     #[tokio::test]
     async fn a_host_is_looked_up_once_at_a_time() {
-        static HUNG: Mutex<()> = Mutex::new(());
+        static HANGS: Mutex<bool> = Mutex::new(true);
+        static ANSWERED: Condvar = Condvar::new();
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         static LOOK_UPS: LookUps = LookUps {
             under_way: Mutex::new(BTreeMap::new()),
             look_up: |host| {
                 COUNT.fetch_add(1, SeqCst);
-                let _answered = lock(&HUNG);
+                drop(ANSWERED.wait_while(lock(&HANGS), |hangs| *hangs));
                 match host {
                     "none" => Err(io::Error::new(io::ErrorKind::NotFound, "no such host")),
                     _ => Ok(vec![SocketAddr::from(([127, 0, 0, 1], 0))]),
                 }
             },
         };
-        let hangs = lock(&HUNG);
         for _ in 0..100 {
             for host in ["some", "none"] {
                 assert!(timeout(Duration::from_millis(1), LOOK_UPS.find(host)).await.is_err());
@@ -131,7 +132,8 @@ mod tests {
         }
         let mut waiting = pin!(LOOK_UPS.find("none"));
         assert!(waiting.as_mut().now_or_never().is_none());
-        drop(hangs);
+        *lock(&HANGS) = false;
+        ANSWERED.notify_all();
         let error = waiting.await.unwrap_err();
         assert!(error.kind() == io::ErrorKind::NotFound && error.to_string() == "no such host", "{error:?}");
         until("both have ended", async || lock(&LOOK_UPS.under_way).is_empty()).await;

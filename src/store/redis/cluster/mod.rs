@@ -258,6 +258,7 @@ mod tests {
 
     /// Counts how often it is compared.
     #[derive(Debug, Clone, Eq, Hash)]
+    #[allow(clippy::derived_hash_with_manual_eq, reason = "both are of its number")]
     struct Counted(u16);
 
     impl PartialEq for Counted {
