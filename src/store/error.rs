@@ -122,6 +122,12 @@ impl Error {
         )
     }
 
+    /// Of two failures the one that says more: a mistake that can be put right, rather than that a server is away.
+    #[must_use]
+    pub(crate) fn or_telling(self, other: Self) -> Self {
+        if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) { other } else { self }
+    }
+
     /// Whether the check is known [not to have been sent](Self::unsent).
     pub fn is_unsent(&self) -> bool {
         self.unsent

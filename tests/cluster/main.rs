@@ -23,3 +23,4 @@ mod nodes;
 mod proxy;
 mod settle;
 mod sound;
+mod strangers;

@@ -1,7 +1,11 @@
-//! A node of a Redis Cluster is no single Redis: it says so, instead of deciding a part of the checks.
+//! A node of a Redis Cluster is no single Redis: it says so, instead of deciding a part of the checks. And what a cluster of one
+//! node is enough for.
 
+use std::net::TcpListener;
 use std::ops::Range;
+use std::time::Duration;
 
+use tokio::runtime::{Builder, Runtime};
 use tower_redis_ratelimit::{ErrorKind, Fallback, LocalStore, RedisStore, Store};
 
 use crate::support::{RedisServer, check, until};
@@ -70,4 +74,35 @@ async fn a_fallback_stays_degraded() {
     let before = refused().await;
     until("it has probed twice more", async || refused().await >= before + 2).await;
     assert!(store.is_degraded());
+}
+
+/// It takes connections, and never answers.
+#[tokio::test]
+async fn a_silent_seed_keeps_nobody_waiting() {
+    let server = node(0..16384).await;
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("redis+cluster://{},127.0.0.1:{}", silent.local_addr().unwrap(), server.port());
+    // A busy machine may be late itself, but not each time.
+    until("it connects", async || RedisStore::connect(url.as_str()).await.is_ok()).await;
+}
+
+/// It was about to ask for the slots, and runs nothing any more.
+#[test]
+fn a_runtime_that_stands_still_stops_no_other() {
+    let runtime = || -> Runtime { Builder::new_current_thread().enable_all().build().unwrap() };
+    let (still, other) = (runtime(), runtime());
+    let server = other.block_on(node(0..16384));
+    let url = format!("redis+cluster://127.0.0.1:{}", server.port());
+    let store = RedisStore::builder(url).timeout(Duration::from_secs(5)).connect_lazy().unwrap();
+    let entered = still.enter();
+    let waits = store.check(check("ann", "10/s"));
+    drop(entered);
+    still.block_on(async {
+        // Its lane, and the task that this starts.
+        for _ in 0..3 {
+            tokio::task::yield_now().await;
+        }
+    });
+    assert!(other.block_on(async { store.check(check("bob", "10/s")).await }).unwrap().is_allowed());
+    assert!(still.block_on(waits).unwrap().is_allowed());
 }

@@ -2,7 +2,7 @@
 
 use std::error::Error as _;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
 use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy, event};
@@ -295,6 +295,33 @@ async fn any_time_out_will_do() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).timeout(Duration::MAX).connect().await.unwrap();
     assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+}
+
+/// The time-out is for connecting too, however long it is.
+#[tokio::test]
+async fn a_server_that_is_late_to_greet_is_waited_for() {
+    let server = RedisServer::start();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    let ((tell, told), (go, may_go)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    let port = server.port();
+    std::thread::spawn(move || {
+        let client = listener.accept().unwrap().0;
+        tell.send(()).unwrap();
+        may_go.recv().unwrap();
+        let server = TcpStream::connect(("127.0.0.1", port)).unwrap();
+        for (mut from, mut to) in [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)] {
+            std::thread::spawn(move || std::io::copy(&mut from, &mut to));
+        }
+    });
+    let store = RedisStore::builder(url).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    let asked = tokio::spawn(async move { store.check(check("ann", "10/s")).await });
+    tokio::task::spawn_blocking(move || told.recv().unwrap()).await.unwrap();
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(10)).await;
+    tokio::time::resume();
+    go.send(()).unwrap();
+    assert!(asked.await.unwrap().unwrap().is_allowed());
 }
 
 /// Checks of a runtime that wait behind a lane of another, which ends, are answered; and the store goes on.

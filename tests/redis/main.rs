@@ -6,6 +6,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod backoff;
 mod batches;
 mod cluster;
 mod connect;

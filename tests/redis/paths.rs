@@ -63,6 +63,25 @@ async fn a_connection_that_is_forgotten_in_use_costs_one_check() {
     until("it is connected anew", async || store.check(check("ann", "100/h")).await.is_ok()).await;
 }
 
+/// A check that writes nothing, such as a peek, is decided by a replica too. Another of its batch tells what the server is.
+#[tokio::test]
+async fn a_replica_is_left_whichever_check_it_refuses() {
+    let (former, server) = (RedisServer::start(), RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]));
+    let path = Path::to(&former).await;
+    let builder = RedisStore::builder(path.url()).connections(ONE).timeout(Duration::from_secs(20));
+    let store = builder.connect_lazy().unwrap();
+    assert!(store.check(check("ann", "10/h")).await.unwrap().is_allowed());
+    let _: String = former.command(&format!("REPLICAOF 127.0.0.1 {}", server.port())).await;
+    until("it follows", async || former.command::<String>("INFO replication").await.contains("master_link_status:up"))
+        .await;
+    path.lead_to(&server);
+    let peek = Check::peek(Key::new("bob"), &policy(Strategy::Gcra, "10/h"), 1);
+    let (peeked, taken) = tokio::join!(store.check(peek), store.check(check("ann", "10/h")));
+    assert!(peeked.unwrap().is_allowed());
+    assert_eq!(taken.unwrap_err().kind(), ErrorKind::ReadOnly);
+    assert_eq!(store.check(check("ann", "10/h")).await.unwrap().remaining(), 9);
+}
+
 /// The system probes connections that rest, so that nothing between forgets them: it tells of the timer of each.
 #[cfg(target_os = "linux")]
 #[tokio::test]

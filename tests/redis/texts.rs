@@ -4,7 +4,10 @@ use std::error::Error as _;
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
 
-use tower_redis_ratelimit::{Check, Error, Key, Observer, RedisStore, Store, Strategy, TracingObserver, event};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tower_redis_ratelimit::{
+    Check, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy, TracingObserver, event,
+};
 
 use crate::support::{RedisServer, policy, until};
 
@@ -126,6 +129,30 @@ async fn debug_says_what_to_do() {
         assert!(text.contains("write it like `redis://"), "{text}");
     }
     assert_tells_no_secret(&error, "a wrong URL");
+}
+
+/// With RESP3 the password is in the greeting, which a server may refuse in its own words.
+#[tokio::test]
+async fn a_greeting_that_is_repeated_shows_no_secret() {
+    for (words, kind) in [
+        ("-ERR no `HELLO 3 AUTH telling-user hunter2` here", ErrorKind::Refused),
+        ("-hunter2 is what you said", ErrorKind::Refused),
+        ("-WRONGPASS telling-user has not hunter2", ErrorKind::Authentication),
+    ] {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("redis://telling-user:hunter2@{}/?protocol=resp3", listener.local_addr().unwrap());
+        tokio::spawn(async move {
+            while let Ok((mut stream, _)) = listener.accept().await {
+                let mut asked = [0; 4096];
+                let Ok(length) = stream.read(&mut asked).await else { continue };
+                let commands = asked[..length].iter().filter(|byte| **byte == b'*').count();
+                let _ = stream.write_all(format!("{words}\r\n").repeat(commands).as_bytes()).await;
+            }
+        });
+        let error = RedisStore::connect(url).await.unwrap_err();
+        assert_eq!(error.kind(), kind, "{words}: {error:?}");
+        assert_tells_no_secret(&error, words);
+    }
 }
 
 /// A proxy may answer a command with anything, its own words included.

@@ -1,6 +1,7 @@
 //! What a URL may say: a socket, a user, a database, the protocol.
 
-use tower_redis_ratelimit::{RedisStore, Store};
+use tower_redis_ratelimit::redis::IntoConnectionInfo;
+use tower_redis_ratelimit::{ConfigError, RedisStore, Servers, Store};
 
 use crate::support::{RedisServer, check};
 
@@ -42,5 +43,45 @@ async fn all_that_a_url_says_is_heeded() {
         (format!("redis+unix://{socket}?user=limiter&pass=hunter2&protocol=resp3"), 0, "resp=3"),
     ] {
         assert_counts(&server, &url, database, expected).await;
+    }
+}
+
+/// What nobody would read is refused, and what is wrong with it is said.
+#[test]
+fn mistakes_in_a_url_are_named() {
+    let info = "redis://a/-1".into_connection_info().unwrap();
+    let mut mistakes: Vec<(Servers, &str)> = vec![(info.into(), "its database is -1, and the first one is 0")];
+    let of_text = [
+        (
+            "redis+cluster://app:hunter2@a:1,app:hunter2@b:2",
+            "more than one `@` before \"b:2\": write user and password once",
+        ),
+        ("redis+sentinel://app:hunter2@a:1,app:hunter2@b:2/mymaster", "more than one `@` before \"b:2\": write"),
+        ("redis+cluster://app:hunter@2@a:1", "and an `@` in them as `%40`"),
+        ("redis://a/?protocl=resp3", "parameter `protocl` is unknown: write `protocol`"),
+        ("redis://a/?db=3", "parameter `db` is unknown"),
+        ("redis+cluster://a:1?sentinel_user=app", "parameter `sentinel_user` is unknown"),
+        (
+            "redis+sentinel://a/mymaster?sentinel_pasword=hunter2",
+            "`sentinel_pasword` is unknown: write `protocol`, `sentinel_user`",
+        ),
+        ("redis+unix:///tmp/redis?password=hunter2", "parameter `password` is unknown: write `db`, `user`, `pass`"),
+        ("redis://a/?protocol=resp2&protocol=resp3", "parameter `protocol` is there more than once"),
+        ("redis://app:1234?hunter2@a/", "its parameter is unknown: write `protocol`, and a `?` in a password as `%3F`"),
+        ("redis://a/-1", "its database is -1"),
+        ("redis+unix:///tmp/redis?db=-1", "its database is -1"),
+        ("redis+sentinel://a/mymaster/-1", "its database is -1"),
+        ("redis+sentinel://a/", "it names no master: write its name after the sentinels"),
+        ("redis+sentinel://a:26379,b:26379", "it names no master"),
+    ];
+    mistakes.extend(of_text.map(|(url, problem)| (url.into(), problem)));
+    for (servers, problem) in mistakes {
+        match RedisStore::connect_lazy(servers) {
+            Err(error @ ConfigError::RedisUrl(_)) => {
+                let text = error.to_string();
+                assert!(text.contains(problem) && !text.contains("hunter2"), "{text:?} lacks {problem:?}");
+            }
+            other => panic!("{other:?}, where {problem:?}"),
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! Logins, and whatever is wrong with the sentinels: a typed error whose text says what to do.
 
 use std::error::Error as _;
-use std::time::Duration;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
 
 use tower_redis_ratelimit::{ConfigError, Error, ErrorKind, RedisStore, Servers, Store};
 
@@ -92,6 +93,21 @@ async fn a_sentinel_is_not_taken_for_a_server() {
     let sentinel = Sentinel::start(server.port(), 1, "");
     let error = connect(format!("redis://127.0.0.1:{}", sentinel.port)).await.unwrap_err();
     assert!(error.source().unwrap().to_string().contains("unknown command"), "{error:?}");
+}
+
+/// Those who ask on while there is no master do not each ask the sentinels.
+#[tokio::test]
+async fn failing_checks_ask_sentinels_now_and_then() {
+    let sentinel = Fake::start(free_port(), 1);
+    let store = RedisStore::builder(url(&[sentinel.port])).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    let since = Instant::now();
+    for _ in 0..200 {
+        assert_eq!(store.check(check("ann", "10/s")).await.unwrap_err().kind(), ErrorKind::Unreachable);
+    }
+    // The first three are free, and the watch asks too.
+    let passed = since.elapsed().as_millis() as u64;
+    let (asked, most) = (sentinel.asked.load(SeqCst), 5 + passed / 50 + passed / 200);
+    assert!(asked <= most, "asked {asked} times for 200 checks, more than {most}");
 }
 
 #[tokio::test]

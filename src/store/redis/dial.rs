@@ -5,14 +5,13 @@ use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use bb8::ManageConnection;
-use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
-use redis::{ConnectionAddr, ConnectionInfo, RedisError};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::errors::{error_of, no_tls, tls_wanted};
+use super::errors::{error_of_greeting, no_tls, tls_wanted};
+use super::names::{self, Host};
 use super::tls::ServerName;
 use crate::store::Error;
 
@@ -24,7 +23,7 @@ pub(super) struct Dialer {
     connected: AtomicBool,
 }
 
-/// Redis-rs does not wait for longer than twice as long.
+/// A server that has said nothing for so long is asked whether it speaks TLS.
 const LONGEST_DOUBT: Duration = Duration::from_millis(500);
 
 impl Dialer {
@@ -36,7 +35,7 @@ impl Dialer {
     /// A new connection to a server.
     pub(super) async fn dial(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, Error> {
         let connection = match self.connected.load(Relaxed) {
-            true => self.open(server).await.map_err(|error| error_of(&error)),
+            true => self.open(server).await.map_err(|error| error_of_greeting(&error, server)),
             false => self.open_first(server).await,
         };
         self.connected.fetch_or(connection.is_ok(), Relaxed);
@@ -44,10 +43,14 @@ impl Dialer {
     }
 
     async fn open(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, RedisError> {
-        match self.server_name.at(server) {
-            None => RedisConnectionManager::new(server.clone())?.connect().await,
-            Some((client, config)) => client.get_multiplexed_async_connection_with_config(&config).await,
+        // Redis-rs has times of its own.
+        let mut config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.timeout))
+            .set_response_timeout(Some(self.timeout.saturating_mul(2)));
+        if let ConnectionAddr::Tcp(host, _) | ConnectionAddr::TcpTls { host, .. } = server.addr() {
+            config = config.set_dns_resolver(Host(host.clone()));
         }
+        Client::open(self.server_name.of(server))?.get_multiplexed_async_connection_with_config(&config).await
     }
 
     /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
@@ -77,13 +80,13 @@ impl Dialer {
             },
             _ => opening.await,
         };
-        opened.map_err(|error| error_of(&error))
+        opened.map_err(|error| error_of_greeting(&error, server))
     }
 
     /// Whether a server answers these bytes by one that begins so.
     async fn hears(&self, host: &str, port: u16, said: &[u8], expected: impl Fn(u8) -> bool) -> bool {
         let asking = async {
-            let stream = TcpStream::connect((host, port)).await.ok()?;
+            let stream = TcpStream::connect(&*names::addresses(host, port).await.ok()?).await.ok()?;
             stream.writable().await.ok()?;
             stream.try_write(said).ok()?;
             let mut reply = [0];

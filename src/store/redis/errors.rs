@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use redis::{ErrorKind as Kind, RedisError, ServerErrorKind};
+use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 
 use super::tls;
 use crate::store::{Error, ErrorKind};
@@ -41,6 +41,17 @@ pub(super) fn error_of(error: &RedisError) -> Error {
     };
     let told = Error::with_source(kind, Cause::new(error));
     if was_not_run(kind, error) { told.unsent() } else { told }
+}
+
+/// A failure to log in or to agree on the protocol.
+pub(super) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> Error {
+    let greeting = server.redis_settings();
+    let told = error_of(error);
+    // `HELLO` has the password in it, and its refusal is handed on as the server words it.
+    if error.is_io_error() || greeting.password().is_none() || greeting.protocol() == ProtocolVersion::RESP2 {
+        return told;
+    }
+    Error::with_source(told.kind(), Cause(format!("the server refused the greeting: {}", error.category())))
 }
 
 /// A node of a cluster has said that nobody decides a check just now.
@@ -82,6 +93,12 @@ pub(super) fn tls_wanted() -> Error {
 /// The sentinels tell of a server that says that it is no master. They may be late.
 pub(super) fn not_a_master(server: &impl fmt::Display) -> Error {
     let cause = Cause(format!("the sentinels tell of {server}, which is no master"));
+    Error::with_source(ErrorKind::NotReady, cause)
+}
+
+/// A server at the address of a node of the cluster that is none.
+pub(super) fn other_cluster(server: &impl fmt::Display) -> Error {
+    let cause = Cause(format!("{server} is not of this cluster any more: another one may have its address now"));
     Error::with_source(ErrorKind::NotReady, cause)
 }
 

@@ -159,7 +159,7 @@ impl Lane {
         };
         let is_read_only = |reply: &Result<Value, _>| reply.as_ref().is_ok_and(script::is_read_only);
         if replies.as_ref().is_ok_and(|replies| replies.iter().any(is_read_only)) {
-            connection.give_up();
+            connection.give_up_for(Error::new(ErrorKind::ReadOnly));
         }
         replies.map_err(|error| error_of(&error))
     }

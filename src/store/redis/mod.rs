@@ -13,6 +13,7 @@ mod instances;
 mod lane;
 mod lanes;
 mod lua;
+mod names;
 mod pool;
 mod queue;
 mod runtimes;
@@ -63,6 +64,8 @@ use crate::limit::{Check, ConfigError, Key};
 ///   that is down degrades its callers only, until its replica has taken over. Replicas are not asked.
 /// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a slot has
 ///   moved. A call that was refused for that is sent to the right node; no other call is sent twice.
+/// - An address that another cluster has by now is left alone: a node must know of one that the store knows, by its id. If none of
+///   those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the start.
 /// - While a slot is moved, its callers are asked one by one. One with several policies, whose keys are for a moment on two nodes,
 ///   may get an error of [`ErrorKind::NotReady`](crate::ErrorKind::NotReady): a fallback decides then, and settles it.
 /// - The Redis user needs `+asking +cluster|slots` besides (`+cluster` before Redis 7). With TLS, the certificates must be of

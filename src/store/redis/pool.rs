@@ -4,19 +4,24 @@
 //! pool of its own, which is gone with it.
 
 use std::future::{Future, poll_fn};
+use std::hash::BuildHasher;
 use std::pin::pin;
+use std::sync::Mutex;
 use std::task::Poll;
 use std::time::Duration;
 
+use bb8_redis::bb8;
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::errors::error_of;
 use super::lua::Lua;
 use super::transport::{Link, Node, Term, Transport};
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind as Kind};
+use crate::store::seed::RandomState;
+use crate::store::{Error, ErrorKind as Kind, lock};
 
 /// Makes the connections to a node. Unlike bb8-redis's own manager it knows whether the last use of one failed, and so
 /// needs no ping at every checkout.
@@ -25,6 +30,46 @@ pub(super) struct Manager {
     transport: Transport,
     node: Node,
     timeout: Duration,
+    backoff: Backoff,
+}
+
+/// Keeps those who ask on while a server is away from connecting each time. A few failures in a row are free: a single one may
+/// be chance.
+#[derive(Debug, Default)]
+struct Backoff(Mutex<Streak>);
+
+/// Connections that could not be made, or were of no use.
+#[derive(Debug, Default)]
+struct Streak {
+    failures: u32,
+    last: Option<Error>,
+    /// Until when no other is made.
+    until: Option<Instant>,
+}
+
+impl Backoff {
+    /// As many as open the breaker of a fallback, whose probe then finds the way free.
+    const FREE: u32 = 3;
+    /// How long to wait, and at most twice as long.
+    const SHORTEST: Duration = Duration::from_millis(50);
+
+    /// Why no connection may be made now.
+    fn error(&self) -> Option<Error> {
+        let streak = lock(&self.0);
+        streak.last.as_ref().filter(|_| streak.until.is_some_and(|until| instant() < until)).cloned()
+    }
+
+    fn failed(&self, error: Error) {
+        let jitter = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
+        let mut streak = lock(&self.0);
+        streak.failures += 1;
+        streak.until = (streak.failures > Self::FREE).then(|| instant() + Self::SHORTEST.mul_f64(1.0 + jitter));
+        streak.last = Some(error);
+    }
+
+    fn worked(&self) {
+        *lock(&self.0) = Streak::default();
+    }
 }
 
 #[derive(Debug)]
@@ -33,6 +78,10 @@ pub(super) struct Connection {
     /// For how long its server is the one to ask. None for as long as it answers.
     term: Option<Term>,
     broken: bool,
+    /// Whether it has been of use.
+    proven: bool,
+    /// What broke it.
+    failure: Option<Error>,
     /// When the server was last heard.
     used: Instant,
     /// How long a ping may take.
@@ -72,9 +121,15 @@ impl Connection {
             Ok(Value::ServerError(error)) => Err(error.into()),
             reply => reply,
         };
-        self.broken = reply.as_ref().is_err_and(is_lasting);
-        self.used = instant();
+        self.ended_by(reply.as_ref().err().filter(|error| is_lasting(error)));
         reply
+    }
+
+    /// Notes what came of a call: what broke the connection, if anything did.
+    fn ended_by(&mut self, failure: Option<&RedisError>) {
+        self.failure = failure.map(error_of);
+        self.broken = failure.is_some();
+        self.used = instant();
     }
 
     /// Runs a script by its hash, and by its text if Redis does not know the hash: then it has run nothing, so that
@@ -132,8 +187,8 @@ impl Connection {
             pipeline.add_command(command(call));
         }
         self.broken = true;
-        let replies = self.inner.send_packed_commands(&pipeline, 0, pipeline.len()).await?;
-        self.used = instant();
+        let replies = self.inner.send_packed_commands(&pipeline, 0, pipeline.len()).await;
+        let replies = replies.inspect_err(|error| self.ended_by(Some(error)))?;
         let mut all = replies.into_iter();
         let mut replies = Vec::with_capacity(these.len());
         for &call in these {
@@ -146,28 +201,35 @@ impl Connection {
             });
         }
         let is_bad = |error: &RedisError| is_lasting(error) && !error.is_cluster_error();
-        self.broken = replies.iter().any(|reply| reply.as_ref().is_err_and(is_bad));
+        self.ended_by(replies.iter().filter_map(|reply| reply.as_ref().err()).find(|error| is_bad(error)));
         Ok(replies)
     }
 
     /// Has the pool make another connection, which may lead to another server.
-    pub(super) fn give_up(&mut self) {
+    fn give_up(&mut self) {
         self.broken = true;
+    }
+
+    /// As [`give_up`](Self::give_up), as this server is of no use.
+    pub(super) fn give_up_for(&mut self, failure: Error) {
+        self.failure = Some(failure);
+        self.give_up();
     }
 }
 
 /// Whether the next call on this connection would likely fail too, while one on a new connection may not: this one is
-/// broken, or leads to a server that is not the master any more.
+/// broken, or leads to a server that is not the master any more, or to one that wants another password.
 fn is_lasting(error: &RedisError) -> bool {
-    !matches!(
-        error.kind(),
-        ErrorKind::Server(
-            ServerErrorKind::NoScript
-                | ServerErrorKind::ResponseError
-                | ServerErrorKind::NoPerm
-                | ServerErrorKind::ExecAbort
-        ) | ErrorKind::Extension
-    )
+    error.code() == Some("NOAUTH")
+        || !matches!(
+            error.kind(),
+            ErrorKind::Server(
+                ServerErrorKind::NoScript
+                    | ServerErrorKind::ResponseError
+                    | ServerErrorKind::NoPerm
+                    | ServerErrorKind::ExecAbort
+            ) | ErrorKind::Extension
+        )
 }
 
 impl bb8::ManageConnection for Manager {
@@ -175,16 +237,17 @@ impl bb8::ManageConnection for Manager {
     type Error = Error;
 
     async fn connect(&self) -> Result<Connection, Error> {
-        match tokio::time::timeout(self.timeout, self.transport.connect(self.node)).await {
-            Ok(connected) => {
-                let Link { mut inner, term } = connected?;
-                // The lanes have their own, which is shorter.
-                inner.set_response_timeout(self.timeout.saturating_mul(2));
-                // Half of the time is left to connect anew and to ask.
-                Ok(Connection { inner, term, broken: false, used: instant(), patience: self.timeout / 2 })
-            }
-            Err(_) => Err(Error::new(Kind::Timeout)),
+        if let Some(error) = self.backoff.error() {
+            return Err(error);
         }
+        let connected = tokio::time::timeout(self.timeout, self.transport.connect(self.node)).await;
+        let connected = connected.unwrap_or_else(|_| Err(Error::new(Kind::Timeout)));
+        let Link { mut inner, term } = connected.inspect_err(|error| self.backoff.failed(error.clone()))?;
+        // The lanes have their own, which is shorter.
+        inner.set_response_timeout(self.timeout.saturating_mul(2));
+        // Half of the time is left to connect anew and to ask.
+        let patience = self.timeout / 2;
+        Ok(Connection { inner, term, broken: false, proven: false, failure: None, used: instant(), patience })
     }
 
     /// The pool never asks: [`Pool::checkout`] finds out.
@@ -193,6 +256,16 @@ impl bb8::ManageConnection for Manager {
     }
 
     fn has_broken(&self, connection: &mut Connection) -> bool {
+        if !connection.proven {
+            match (connection.broken, connection.failure.take()) {
+                (false, _) => {
+                    connection.proven = true;
+                    self.backoff.worked();
+                }
+                (true, Some(failure)) => self.backoff.failed(failure),
+                (true, None) => {}
+            }
+        }
         connection.broken
     }
 }
@@ -207,7 +280,7 @@ pub(super) struct Pool {
 impl Pool {
     /// A pool of at most so many connections. Each is made when it is needed, within the time-out.
     pub(super) fn new(transport: Transport, node: Node, max: usize, timeout: Duration) -> Self {
-        let manager = Manager { transport, node, timeout };
+        let manager = Manager { transport, node, timeout, backoff: Backoff::default() };
         let failures = Failures(watch::Sender::new(None));
         let connections = bb8::Pool::builder()
             .max_size(u32::try_from(max).unwrap_or(u32::MAX))
@@ -258,13 +331,17 @@ impl Pool {
     ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
         failures.mark_unchanged();
         let mut getting = pin!(self.connections.get());
-        let got = {
+        let got = loop {
             let mut failing = pin!(failures.changed());
-            poll_fn(|cx| match getting.as_mut().poll(cx) {
+            let got = poll_fn(|cx| match getting.as_mut().poll(cx) {
                 Poll::Ready(got) => Poll::Ready(Some(got)),
                 Poll::Pending => failing.as_mut().poll(cx).map(|_| None),
-            })
-            .await
+            });
+            match got.await {
+                // There is no second one, as with `maxclients`: the first will come back.
+                None if self.connections.state().connections > 0 => {}
+                got => break got,
+            }
         };
         match got {
             Some(Ok(connection)) => Ok(connection),

@@ -190,9 +190,10 @@ fn verdicts(answer: &[Value], policies: &Policies) -> Result<Verdicts, Error> {
     }
 }
 
-/// Whether the server is a replica, and so refused the first check.
+/// Whether the server is a replica, and so refused a check that would write.
 pub(super) fn is_read_only(reply: &Value) -> bool {
-    matches!(reply, Value::Array(values) if values.first() == Some(&Value::Int(READ_ONLY)))
+    // The first of the four numbers for each policy.
+    matches!(reply, Value::Array(values) if values.iter().step_by(4).any(|granted| *granted == Value::Int(READ_ONLY)))
 }
 
 /// What stands for a refused write in place of what was granted; see `problem` in `lua/check.lua`.

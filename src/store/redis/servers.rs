@@ -80,7 +80,12 @@ impl Servers {
     }
 
     pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
-        self.0
+        let mut kind = self.0?;
+        let databases: Vec<i64> = kind.all().iter().map(|server| server.redis_settings().db()).collect();
+        match databases.into_iter().find(|database| *database < 0) {
+            Some(database) => wrong(format!("its database is {database}, and the first one is 0")),
+            None => Ok(kind),
+        }
     }
 
     fn of_text(text: &str) -> Self {
@@ -89,12 +94,63 @@ impl Servers {
             _ => sentinel_of_url(scheme, rest),
         };
         let scheme = text.split_once("://").and_then(|(scheme, rest)| Some((scheme.split_once('+')?, rest)));
-        match scheme {
+        let (kind, parameters) = match scheme {
             Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), what @ ("cluster" | "sentinel")), rest)) => {
-                Self(of_many(scheme, what, rest))
+                let parameters: &[_] = match what {
+                    "cluster" => &["protocol"],
+                    _ => &["protocol", "sentinel_user", "sentinel_password"],
+                };
+                (of_many(scheme, what, rest), parameters)
             }
-            _ => Self(text.into_connection_info().map(|server| Kind::Server(Box::new(server))).map_err(url_error)),
+            _ => {
+                let server = text.into_connection_info().map_err(url_error);
+                let is_socket = server.as_ref().is_ok_and(|server| matches!(server.addr(), ConnectionAddr::Unix(_)));
+                let parameters: &[_] = if is_socket { &["db", "user", "pass", "protocol"] } else { &["protocol"] };
+                (server.map(|server| Kind::Server(Box::new(server))), parameters)
+            }
+        };
+        Self(kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind)))
+    }
+}
+
+fn wrong<T>(what: impl Into<String>) -> Result<T, ConfigError> {
+    Err(ConfigError::RedisUrl(what.into()))
+}
+
+/// Refuses what nobody would read.
+fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
+    let url = url.split_once('#').map_or(url, |(url, _)| url);
+    let query = url.split_once('?').map_or("", |(_, query)| query);
+    let mut seen: Vec<&str> = vec![];
+    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+        let name = pair.split_once('=').map_or(pair, |(name, _)| name);
+        let known_as = known.join("`, `");
+        if !known.contains(&name) {
+            // Perhaps it is a part of a password.
+            let is_shown =
+                !query.contains('@') && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+            let name = if is_shown { format!(" `{name}`") } else { String::new() };
+            return wrong(format!(
+                "its parameter{name} is unknown: write `{known_as}`, and a `?` in a password as `%3F`"
+            ));
         }
+        if seen.contains(&name) {
+            return wrong(format!("its parameter `{name}` is there more than once: write it once"));
+        }
+        seen.push(name);
+    }
+    Ok(())
+}
+
+/// The user and password that stand before the hosts, and the hosts.
+fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
+    let (login, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
+    match login.contains('@') {
+        true => wrong(format!(
+            "it has more than one `@` before {hosts:?}: write user and password once, before the first host, and an `@` in \
+             them as `%40`"
+        )),
+        false => Ok((login, hosts)),
     }
 }
 
@@ -102,10 +158,10 @@ impl Servers {
 fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
     // A password may have any of these characters only if they are escaped.
     let (authority, query) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-    let (user, hosts) = authority.rsplit_once('@').map_or(("", authority), |(user, hosts)| (user, hosts));
+    let (user, hosts) = split_login(authority)?;
     let at = if user.is_empty() { "" } else { "@" };
     if hosts.split(',').any(str::is_empty) {
-        return Err(ConfigError::RedisUrl("it names no host, or has one comma too many".to_owned()));
+        return wrong("it names no host, or has one comma too many");
     }
     Ok(hosts.split(',').map(|host| format!("{scheme}://{user}{at}{host}{query}")).collect())
 }
@@ -119,7 +175,7 @@ fn read(urls: Vec<String>) -> impl Iterator<Item = Result<ConnectionInfo, Config
 fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-    let (user, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
+    let (user, hosts) = split_login(authority)?;
     let (name, database) = path.split_once('/').unwrap_or((path, ""));
     let (mut of_sentinels, mut of_all) = (["", ""], vec![]);
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
@@ -151,7 +207,11 @@ fn sentinel(
     sentinels: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>,
 ) -> Result<Kind, ConfigError> {
     let sentinels: Vec<_> = sentinels.collect::<Result<_, _>>()?;
-    let wrong = |what: &str| Err(ConfigError::RedisUrl(what.to_owned()));
+    if master.is_empty() {
+        return wrong(
+            "it names no master: write its name after the sentinels, as in `redis+sentinel://host:26379/mymaster`",
+        );
+    }
     let Some(first) = sentinels.first() else { return wrong("the URL of at least one sentinel is needed") };
     if sentinels.iter().any(|sentinel| matches!(sentinel.addr(), ConnectionAddr::Unix(_))) {
         return wrong("sentinels have no unix sockets");
@@ -177,7 +237,6 @@ fn sentinel(
 
 fn cluster(nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>) -> Result<Kind, ConfigError> {
     let nodes: Vec<_> = nodes.collect::<Result<_, _>>()?;
-    let wrong = |what: &str| Err(ConfigError::RedisUrl(what.to_owned()));
     if nodes.is_empty() {
         wrong("a cluster needs the address of at least one of its nodes")
     } else if nodes.iter().any(|node| matches!(node.addr(), ConnectionAddr::Unix(_))) {

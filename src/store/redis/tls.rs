@@ -13,11 +13,7 @@ mod with {
     use std::sync::Arc;
     use std::{fmt, io};
 
-    use redis::io::AsyncDNSResolver;
-    use redis::{
-        AsyncConnectionConfig, Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, RedisError, RedisFuture,
-        TlsCertificates,
-    };
+    use redis::{Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo, RedisError, TlsCertificates};
     use rustls::crypto::{CryptoProvider, ring};
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{self, CertificateDer, PrivateKeyDer};
@@ -123,33 +119,14 @@ mod with {
     pub(in super::super) struct ServerName(Option<String>);
 
     impl ServerName {
-        /// How to connect to a server under this name. Redis-rs takes the host for the name, so it is given the name for
-        /// the host, and the host's addresses for those of the name.
-        pub(in super::super) fn at(&self, server: &ConnectionInfo) -> Option<(Client, AsyncConnectionConfig)> {
-            let (name, ConnectionAddr::TcpTls { host, port, insecure, tls_params }) = (self.0.clone()?, server.addr())
-            else {
-                return None;
-            };
-            let renamed =
-                ConnectionAddr::TcpTls { host: name, port: *port, insecure: *insecure, tls_params: tls_params.clone() };
-            let client = Client::open(server.clone().set_addr(renamed)).ok()?;
-            Some((client, AsyncConnectionConfig::new().set_dns_resolver(Host(host.clone()))))
-        }
-    }
-
-    /// Finds the addresses of this host, whatever it is asked for.
-    struct Host(String);
-
-    impl AsyncDNSResolver for Host {
-        fn resolve<'a, 'b: 'a>(
-            &'a self,
-            _name: &'b str,
-            port: u16,
-        ) -> RedisFuture<'a, Box<dyn Iterator<Item = std::net::SocketAddr> + Send + 'a>> {
-            Box::pin(async move {
-                let found = tokio::net::lookup_host((self.0.as_str(), port)).await?;
-                Ok(Box::new(found) as Box<dyn Iterator<Item = _> + Send>)
-            })
+        /// The server under this name, for redis-rs, which takes the host for the name. The host's addresses must be found apart.
+        pub(in super::super) fn of(&self, server: &ConnectionInfo) -> ConnectionInfo {
+            match (self.0.clone(), server.addr().clone()) {
+                (Some(host), ConnectionAddr::TcpTls { port, insecure, tls_params, .. }) => {
+                    server.clone().set_addr(ConnectionAddr::TcpTls { host, port, insecure, tls_params })
+                }
+                _ => server.clone(),
+            }
         }
     }
 
@@ -201,7 +178,7 @@ mod with {
 
 #[cfg(not(feature = "tls"))]
 mod without {
-    use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
+    use redis::{ConnectionAddr, ConnectionInfo, RedisError};
 
     use crate::limit::ConfigError;
     use crate::store::ErrorKind;
@@ -227,8 +204,8 @@ mod without {
     pub(in super::super) struct ServerName {}
 
     impl ServerName {
-        pub(in super::super) fn at(self, _server: &ConnectionInfo) -> Option<(Client, AsyncConnectionConfig)> {
-            None
+        pub(in super::super) fn of(self, server: &ConnectionInfo) -> ConnectionInfo {
+            server.clone()
         }
     }
 

@@ -19,7 +19,9 @@ pub(super) mod refresh;
 mod slots;
 mod waiting;
 
+use std::collections::HashMap;
 use std::fmt;
+use std::hash::Hash;
 use std::io;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{Mutex, OnceLock};
@@ -27,14 +29,15 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use redis::aio::MultiplexedConnection;
-use redis::{ConnectionAddr, ConnectionInfo};
+use redis::{ConnectionAddr, ConnectionInfo, Value};
 use siphasher::sip::SipHasher13;
 
 use self::refresh::Refresher;
-use self::slots::SlotMap;
+use self::slots::{SlotMap, Slots};
 use super::dial::Dialer;
+use super::errors::{error_of, other_cluster};
 use super::transport::{Node, with_address};
-use crate::limit::Key;
+use crate::limit::{ConfigError, Key};
 use crate::store::clock::Clock;
 use crate::store::{Error, ErrorKind, lock};
 
@@ -47,8 +50,7 @@ pub(super) struct Cluster {
     dialer: Dialer,
     buckets: Box<[Bucket]>,
     map: ArcSwap<SlotMap>,
-    /// The addresses of nodes, by their numbers. It only grows: a cluster hardly ever gains a node.
-    known: Mutex<Vec<Address>>,
+    known: Mutex<Known>,
     refresher: Refresher,
     /// Why no check may be sent: another number of buckets.
     refused: OnceLock<Error>,
@@ -64,10 +66,31 @@ struct Bucket {
 }
 
 /// Where a node is.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Address {
     host: Box<str>,
     port: u16,
+}
+
+/// The addresses of nodes, by their numbers, and the other way round. It only grows: a cluster hardly ever gains a node.
+#[derive(Debug)]
+struct Known<A = Address> {
+    addresses: Vec<A>,
+    numbers: HashMap<A, Node>,
+}
+
+impl<A: Clone + Eq + Hash> Known<A> {
+    fn new() -> Self {
+        Self { addresses: vec![], numbers: HashMap::new() }
+    }
+
+    fn number(&mut self, address: A) -> Node {
+        let Self { addresses, numbers } = self;
+        *numbers.entry(address).or_insert_with_key(|address| {
+            addresses.push(address.clone());
+            Node::new(addresses.len() as u32 - 1)
+        })
+    }
 }
 
 impl Cluster {
@@ -86,7 +109,7 @@ impl Cluster {
             dialer,
             buckets: slots::tags(buckets).into_iter().map(bucket).collect(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
-            known: Mutex::default(),
+            known: Mutex::new(Known::new()),
             refresher: Refresher::default(),
             refused: OnceLock::new(),
             clock: Clock::new(),
@@ -147,33 +170,48 @@ impl Cluster {
     }
 
     /// The number of the node at an address.
-    fn number(&self, address: &Address) -> Node {
-        let mut known = lock(&self.known);
-        let place = known.iter().position(|other| other == address).unwrap_or_else(|| {
-            known.push(address.clone());
-            known.len() - 1
-        });
-        Node::new(place as u32)
+    fn number(&self, address: Address) -> Node {
+        lock(&self.known).number(address)
     }
 
     fn address(&self, node: Node) -> Option<Address> {
-        lock(&self.known).get(node.index()).cloned()
+        lock(&self.known).addresses.get(node.index()).cloned()
     }
 
-    /// A new connection to a node.
+    /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of another server.
     pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, Error> {
-        match self.address(node) {
-            Some(address) => self.connect_to(&address).await,
-            None => {
-                let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
-                Err(Error::with_source(ErrorKind::Unreachable, cause))
-            }
+        let Some(address) = self.address(node) else {
+            let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
+            return Err(Error::with_source(ErrorKind::Unreachable, cause));
+        };
+        match self.ask(&address).await {
+            Ok((connection, slots)) if self.map.load().is_of_cluster(&slots) => Ok(connection),
+            Err(error) if error.kind() != ErrorKind::Configuration => Err(error),
+            _ => Err(other_cluster(&address)),
         }
     }
 
-    async fn connect_to(&self, address: &Address) -> Result<MultiplexedConnection, Error> {
-        // There is at least one.
-        self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await
+    /// What a node says of the slots, and the connection that it was asked over.
+    async fn ask(&self, address: &Address) -> Result<(MultiplexedConnection, Slots), Error> {
+        // There is at least one seed.
+        let mut connection = self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await?;
+        let mut cmd = redis::cmd("CLUSTER");
+        cmd.arg("SLOTS");
+        match connection.send_packed_command(&cmd).await {
+            Ok(Value::ServerError(error))
+                if error.details().is_some_and(|text| text.contains("cluster support disabled")) =>
+            {
+                Err(ConfigError::NoCluster(address.to_string()).into())
+            }
+            Ok(Value::ServerError(error)) => Err(error_of(&error.into())),
+            Ok(reply) => match slots::read(&reply, address) {
+                Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
+                // It has not met the others yet, or was told to forget them.
+                Some(_) => Err(Error::new(ErrorKind::NotReady)),
+                None => Err(Error::new(ErrorKind::Protocol)),
+            },
+            Err(error) => Err(error_of(&error)),
+        }
     }
 }
 
@@ -196,8 +234,50 @@ impl Address {
     }
 }
 
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
 impl fmt::Debug for Cluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Cluster").field("buckets", &self.buckets.len()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    thread_local! {
+        static COMPARED: Cell<usize> = const { Cell::new(0) };
+    }
+
+    /// Counts how often it is compared.
+    #[derive(Debug, Clone, Eq, Hash)]
+    #[allow(clippy::derived_hash_with_manual_eq, reason = "both are of its number")]
+    struct Counted(u16);
+
+    impl PartialEq for Counted {
+        fn eq(&self, other: &Self) -> bool {
+            COMPARED.set(COMPARED.get() + 1);
+            self.0 == other.0
+        }
+    }
+
+    /// A map may have another one for each slot, and the runtime waits for it.
+    #[test]
+    fn an_address_is_found_without_a_search() {
+        let mut known = Known::new();
+        for _ in 0..2 {
+            for address in 0..slots::SLOTS {
+                assert_eq!(known.number(Counted(address)), Node::new(address.into()));
+            }
+        }
+        let compared = COMPARED.get();
+        assert!(compared < 4 * usize::from(slots::SLOTS), "{compared} comparisons of {} addresses", slots::SLOTS);
     }
 }

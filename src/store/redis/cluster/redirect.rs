@@ -56,7 +56,7 @@ impl Cluster {
             let (host, port) = address.rsplit_once(':')?;
             let host = host.trim_start_matches('[').trim_end_matches(']');
             let address = self.address(asked)?.sibling(host, port.parse().ok().filter(|port| *port > 0)?);
-            (host != "?").then(|| (slot, self.number(&address)))
+            (host != "?").then(|| (slot, self.number(address)))
         };
         match error.kind() {
             Kind::Server(ServerErrorKind::Moved) => match elsewhere() {
@@ -168,12 +168,12 @@ mod tests {
     fn a_refusal_is_understood_or_none() {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         let cluster = Cluster::new(vec![seed], Dialer::new(Duration::from_secs(1), ServerName::default()), "rl", 1);
-        let asked = cluster.number(&Address::new("seed", 1));
+        let asked = cluster.number(Address::new("seed", 1));
         let refusal = |line: &str| {
             let error = parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err();
             cluster.refusal(&error, asked)
         };
-        let node = |host, port| cluster.number(&Address::new(host, port));
+        let node = |host, port| cluster.number(Address::new(host, port));
         for (line, expected) in [
             ("-MOVED 3999 b:6381\r\n", Refusal::Moved { slot: 3999, node: node("b", 6381) }),
             ("-MOVED 0 :6381\r\n", Refusal::Moved { slot: 0, node: node("seed", 6381) }),

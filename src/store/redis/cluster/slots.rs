@@ -1,5 +1,8 @@
 //! Slots: which one a hash tag is in, and which node serves each.
 
+use std::collections::HashSet;
+use std::sync::Arc;
+
 use redis::Value;
 
 use super::Address;
@@ -37,8 +40,20 @@ pub(super) fn tags(buckets: usize) -> Vec<u32> {
 #[derive(Debug)]
 pub(in super::super) struct SlotMap {
     owners: Box<[Node]>,
-    /// All that the cluster named, replicas too: any of them may be asked for the slots.
+    /// All that the cluster named, replicas too: any of them may be asked for the slots. In their order, but for those that
+    /// were learned since.
     pub(super) nodes: Vec<Node>,
+    ids: Arc<Ids>,
+}
+
+/// What a node calls all nodes of its cluster, wherever they are. A node keeps its id for as long as it is of that cluster.
+type Ids = HashSet<Box<str>>;
+
+/// What a node says of the slots.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Slots {
+    pub(super) ranges: Vec<Range>,
+    ids: Ids,
 }
 
 /// Slots and who serves them: first the master, then its replicas.
@@ -52,13 +67,14 @@ pub(super) struct Range {
 impl SlotMap {
     /// Before the cluster was asked.
     pub(super) fn empty() -> Self {
-        Self { owners: Box::default(), nodes: vec![] }
+        Self { owners: Box::default(), nodes: vec![], ids: Arc::default() }
     }
 
-    pub(super) fn new(ranges: &[Range], mut node: impl FnMut(&Address) -> Node) -> Self {
-        let mut map = Self { owners: vec![Node::NOWHERE; usize::from(SLOTS)].into(), nodes: vec![] };
-        for range in ranges {
-            let nodes: Vec<Node> = range.nodes.iter().map(&mut node).collect();
+    pub(super) fn new(slots: Slots, mut node: impl FnMut(Address) -> Node) -> Self {
+        let owners = vec![Node::NOWHERE; usize::from(SLOTS)].into();
+        let mut map = Self { owners, nodes: vec![], ids: Arc::new(slots.ids) };
+        for range in slots.ranges {
+            let nodes: Vec<Node> = range.nodes.into_iter().map(&mut node).collect();
             map.owners[usize::from(range.first)..=usize::from(range.last)].fill(nodes[0]);
             map.nodes.extend(nodes);
         }
@@ -81,6 +97,11 @@ impl SlotMap {
         self.owners == other.owners
     }
 
+    /// Whether this is told of the same cluster: it has a node in common with this map, or one of both has no ids.
+    pub(super) fn is_of_cluster(&self, slots: &Slots) -> bool {
+        self.ids.is_empty() || slots.ids.is_empty() || !self.ids.is_disjoint(&slots.ids)
+    }
+
     /// The same map, but for one slot.
     pub(super) fn with(&self, slot: u16, owner: Node) -> Self {
         let (mut owners, mut nodes) = (self.owners.clone(), self.nodes.clone());
@@ -90,7 +111,7 @@ impl SlotMap {
         if !nodes.contains(&owner) {
             nodes.push(owner);
         }
-        Self { owners, nodes }
+        Self { owners, nodes, ids: Arc::clone(&self.ids) }
     }
 }
 
@@ -98,9 +119,9 @@ impl SlotMap {
 ///
 /// A node without a name, or of the name `""`, is the one that was asked. One of the name `?` has one that the cluster does not
 /// know: it is left out, as is a range whose master is.
-pub(super) fn read(reply: &Value, asked: &Address) -> Option<Vec<Range>> {
+pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     let Value::Array(ranges) = reply else { return None };
-    let mut read = vec![];
+    let (mut read, mut ids) = (vec![], HashSet::new());
     for range in ranges {
         let Value::Array(parts) = range else { return None };
         let [Value::Int(first), Value::Int(last), master, replicas @ ..] = parts.as_slice() else { return None };
@@ -108,21 +129,28 @@ pub(super) fn read(reply: &Value, asked: &Address) -> Option<Vec<Range>> {
         if first > last || last >= SLOTS {
             return None;
         }
-        if let Some(master) = node(master, asked)? {
-            let mut nodes = vec![master];
-            for replica in replicas {
-                nodes.extend(node(replica, asked)?);
-            }
+        let master = node(master, asked, &mut ids)?;
+        let mut nodes: Vec<Address> = master.into_iter().collect();
+        for replica in replicas {
+            nodes.extend(node(replica, asked, &mut ids)?.filter(|_| !nodes.is_empty()));
+        }
+        if !nodes.is_empty() {
             read.push(Range { first, last, nodes });
         }
     }
-    Some(read)
+    Some(Slots { ranges: read, ids })
 }
 
-/// The address of a node: `[host, port, ...]`. The inner `None` if the cluster does not know its host.
-fn node(node: &Value, asked: &Address) -> Option<Option<Address>> {
+/// The address of a node: `[host, port, id, ...]`. The inner `None` if the cluster does not know its host.
+fn node(node: &Value, asked: &Address, ids: &mut Ids) -> Option<Option<Address>> {
     let Value::Array(parts) = node else { return None };
-    let [host, Value::Int(port), ..] = parts.as_slice() else { return None };
+    let [host, Value::Int(port), rest @ ..] = parts.as_slice() else { return None };
+    if let Some(Value::BulkString(id)) = rest.first() {
+        let id = str::from_utf8(id).ok()?;
+        if !ids.contains(id) {
+            ids.insert(id.into());
+        }
+    }
     let host = match host {
         Value::BulkString(host) => str::from_utf8(host).ok()?,
         Value::SimpleString(host) => host,
@@ -135,6 +163,7 @@ fn node(node: &Value, asked: &Address) -> Option<Option<Address>> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Known;
     use super::*;
 
     fn asked() -> Address {
@@ -219,17 +248,11 @@ mod tests {
             range(5_462, 5_470, &[host(text("?"), 7004), host(text("c"), 7005)]),
             range(5_471, 16_383, &[host(Value::SimpleString("d".to_owned()), 7006), host(text("?"), 7007)]),
         ]);
-        let ranges = read(&reply, &asked()).unwrap();
-        let mut known: Vec<Address> = vec![];
-        let mut intern = |address: &Address| match known.iter().position(|known| known == address) {
-            Some(place) => Node::new(place as u32),
-            None => {
-                known.push(address.clone());
-                Node::new(known.len() as u32 - 1)
-            }
-        };
-        let map = SlotMap::new(&ranges, &mut intern);
-        let owner = |slot, host, port| assert_eq!(map.owner(slot), intern(&Address::new(host, port)), "{slot}");
+        let slots = read(&reply, &asked()).unwrap();
+        let mut known = Known::new();
+        let mut intern = |address| known.number(address);
+        let map = SlotMap::new(slots, &mut intern);
+        let owner = |slot, host, port| assert_eq!(map.owner(slot), intern(Address::new(host, port)), "{slot}");
         let mut owner = owner;
         owner(0, "a", 7000);
         owner(5_460, "a", 7000);
@@ -263,6 +286,29 @@ mod tests {
         ] {
             assert_eq!(read(&reply, &asked()), None, "{reply:?}");
         }
-        assert_eq!(read(&Value::Array(vec![]), &asked()), Some(vec![]));
+        assert_eq!(read(&Value::Array(vec![]), &asked()).unwrap().ranges, vec![]);
+    }
+
+    #[test]
+    fn a_cluster_is_told_by_its_nodes() {
+        let slots = |ids: &[&str]| {
+            let node = |id: &&str| Value::Array(vec![text("a"), Value::Int(1), text(id)]);
+            let nodes: Vec<Value> = ids.iter().map(node).collect();
+            read(&Value::Array(vec![range(0, 16_383, &nodes)]), &asked()).unwrap()
+        };
+        let map = |ids: &[&str]| SlotMap::new(slots(ids), |_| Node::new(0));
+        let ours = map(&["a", "b", "c"]);
+        for ids in [&["a", "b", "c"][..], &["c"], &["x", "y", "a"]] {
+            assert!(
+                ours.is_of_cluster(&slots(ids)) && ours.with(7, Node::new(1)).is_of_cluster(&slots(ids)),
+                "{ids:?}"
+            );
+        }
+        assert!(!ours.is_of_cluster(&slots(&["x", "y", "z"])));
+        assert!(!ours.with(7, Node::new(1)).is_of_cluster(&slots(&["x"])));
+        // Before the first answer, and of a server that gives no ids.
+        assert!(SlotMap::empty().is_of_cluster(&slots(&["x"])));
+        let nameless = Value::Array(vec![range(0, 1, &[Value::Array(vec![text("a"), Value::Int(1)])])]);
+        assert!(ours.is_of_cluster(&read(&nameless, &asked()).unwrap()));
     }
 }

@@ -8,13 +8,13 @@ pub(super) struct Ballot {
     sentinels: usize,
     /// Each server that was told, and by how many.
     told: Vec<(Master, usize)>,
-    failure: Option<Error>,
+    failure: Error,
 }
 
 impl Ballot {
     /// Of so many sentinels.
     pub(super) fn new(sentinels: usize) -> Self {
-        Self { sentinels, told: vec![], failure: None }
+        Self { sentinels, told: vec![], failure: Error::new(ErrorKind::Unreachable) }
     }
 
     pub(super) fn add(&mut self, answer: Result<Master, Error>) {
@@ -27,11 +27,7 @@ impl Ballot {
                 None => self.told.push((master, 1)),
             },
             Err(error) => {
-                // A mistake that can be put right says more than that a sentinel is away.
-                let is_plain = |error: &Error| matches!(error.kind(), ErrorKind::Unreachable | ErrorKind::Timeout);
-                if self.failure.as_ref().is_none_or(is_plain) {
-                    self.failure = Some(error);
-                }
+                self.failure = self.failure.clone().or_telling(error);
             }
         }
     }
@@ -69,8 +65,7 @@ impl Ballot {
             let is_of_now = is_unanimous(*votes) || master.epoch >= known_epoch;
             std::cmp::Reverse((is_of_now, self.is_majority(*votes), master.epoch, *votes))
         });
-        let failure = self.failure.unwrap_or_else(|| Error::new(ErrorKind::Unreachable));
-        (told.into_iter().map(|(master, _)| master).collect(), failure)
+        (told.into_iter().map(|(master, _)| master).collect(), self.failure)
     }
 }
 

@@ -1,0 +1,68 @@
+//! Those who ask on, though Redis cannot be reached or refuses, do not connect each time.
+
+use std::num::NonZeroUsize;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use tower_redis_ratelimit::{ErrorKind, RedisStore, Store};
+
+use crate::proxy::Path;
+use crate::support::{RedisServer, check, until};
+
+const PATIENT: Duration = Duration::from_secs(20);
+
+/// How many connections so many failing checks make, and how many they may make.
+async fn connections_of(path: &Path, store: &RedisStore, kind: ErrorKind) -> (usize, usize) {
+    let (before, since) = (path.connections.load(SeqCst), Instant::now());
+    for _ in 0..200 {
+        let error = store.check(check("ann", "10/s")).await.unwrap_err();
+        assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
+    }
+    // The first three are free.
+    (path.connections.load(SeqCst) - before, 4 + since.elapsed().as_millis() as usize / 50)
+}
+
+#[tokio::test]
+async fn failing_checks_connect_now_and_then() {
+    let server = RedisServer::start_with(&["--requirepass", "right"]);
+    let master = RedisServer::start();
+    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &master.port().to_string()]);
+    until("the replica has synchronized", async || {
+        replica.command::<String>("INFO replication").await.contains("master_link_status:up")
+    })
+    .await;
+    for (server, login, kind) in [
+        (&server, ":wrong@", ErrorKind::Authentication),
+        (&server, "", ErrorKind::Authentication),
+        (&replica, "", ErrorKind::ReadOnly),
+    ] {
+        let path = Path::to(server).await;
+        let url = path.url().replace("://", &format!("://{login}"));
+        let store = RedisStore::builder(url).timeout(PATIENT).connect_lazy().unwrap();
+        let (made, most) = connections_of(&path, &store, kind).await;
+        println!("{kind:?}: {made} connections for 200 checks, {most} may be");
+        assert!(made <= most, "{kind:?}: {made} connections, more than {most}");
+        // It is not given up.
+        if login.is_empty() {
+            path.lead_to(&master);
+            until("it decides", async || store.check(check("ann", "10000/s")).await.is_ok()).await;
+        }
+    }
+}
+
+/// A server that lets in no second connection goes on deciding over the first.
+#[tokio::test]
+async fn one_connection_is_enough() {
+    let server = RedisServer::start();
+    let one = NonZeroUsize::MIN;
+    let store = RedisStore::builder(server.url()).batch(one).timeout(PATIENT).connect_lazy().unwrap();
+    assert!(store.check(check("ann", "10000/s")).await.unwrap().is_allowed());
+    let _: String = server.command("CONFIG SET maxclients 1").await;
+    for _ in 0..5 {
+        let checks = (0..20).map(|i| store.check(check(&format!("caller-{i}"), "10000/s")));
+        for decision in join_all(checks).await {
+            assert!(decision.unwrap().is_allowed());
+        }
+    }
+}
