@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::Settings;
 use super::breaker::{Breaker, Pass};
-use super::grants::{Caller, Grants};
+use super::grants::{Budget, Caller, Grants};
 use super::lease::Lease;
 use super::settlement::Sums;
 use super::share;
@@ -22,6 +22,8 @@ pub(super) struct Shared<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
+    /// How many parts the primary store has.
+    pub(super) parts: usize,
     /// The caller by whom this part of the primary store is tried.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
@@ -55,26 +57,31 @@ impl<P: Store, F: Store> Shared<P, F> {
         primary: P,
         fallback: F,
         settings: Settings,
-        callers: usize,
+        parts: usize,
+        budget: Budget,
         probe: Key,
         open: Arc<AtomicI64>,
     ) -> Self {
         Self {
             primary,
             fallback,
+            parts,
             probe,
             open,
             breaker: Breaker::new(settings.failures.get()),
             settings,
             lease: Lease::new(),
-            grants: Grants::new(callers),
+            grants: Grants::new(budget),
             sums: Mutex::default(),
             clock: Clock::new(),
         }
     }
 
-    pub(super) fn observer(&self) -> &dyn Observer {
-        self.settings.observer.get().map_or(&(), |observer| &**observer)
+    /// Tells the observer of an event.
+    pub(super) fn observe(&self, tell: impl FnOnce(&dyn Observer)) {
+        if let Some(observer) = self.settings.observer.get() {
+            tell(&**observer);
+        }
     }
 
     /// Asks the primary store, if that may be asked.
@@ -134,7 +141,7 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     /// The primary store could not decide a check, or has not by its deadline.
     pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &Error, asked: Asked) {
-        self.observer().failed(&event::Failed::new(Some(check.key()), error));
+        self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         // A full queue is of our own making: what waits in it tells whether the primary store answers.
         if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.pass);
@@ -148,7 +155,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
             self.grants.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
-                self.observer().degraded(&event::Degraded::new(error));
+                self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
             }
         }
     }

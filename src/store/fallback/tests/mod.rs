@@ -2,7 +2,9 @@
 
 mod answers;
 mod breaker;
+mod far;
 mod parts;
+mod reconcile;
 mod runtimes;
 mod settlement;
 mod states;
