@@ -41,6 +41,8 @@ struct Shard {
     notes: HashMap<Key, Lists, RandomState>,
     /// Whose notes a settlement has taken out, for each that is under way: one, unless a task's runtime stands still.
     settling: SmallVec<[(u64, HashSet<Key, RandomState>); 1]>,
+    /// About whom a fallback is deciding outside of the lock.
+    deciding: SmallVec<[Key; 1]>,
     /// What was granted beyond the bound.
     dropped: u64,
 }
@@ -53,6 +55,12 @@ pub(super) struct Caller<'a> {
     key: &'a Key,
     grants: &'a Grants,
     shard: MutexGuard<'a, Shard>,
+}
+
+/// A caller about whom a fallback is deciding.
+pub(super) struct Deciding<'a> {
+    key: &'a Key,
+    grants: &'a Grants,
 }
 
 impl Budget {
@@ -99,6 +107,12 @@ impl Grants {
         Caller { key, grants: self, shard: self.shard(key) }
     }
 
+    /// Until this is dropped, no thread begins to follow an answer about the caller.
+    pub(super) fn deciding<'a>(&'a self, key: &'a Key) -> Deciding<'a> {
+        self.shard(key).deciding.push(*key);
+        Deciding { key, grants: self }
+    }
+
     /// Goes on from an answer about a caller, unless that does not know of something which the fallback granted.
     ///
     /// The fallback decides and notes under the same lock. So what it granted before this is one of these:
@@ -110,6 +124,12 @@ impl Grants {
         if self.epoch() == asked && !caller.is_held() {
             follow();
         }
+    }
+
+    /// Whether an answer knows of all that the fallback has granted a caller until now.
+    pub(super) fn is_known(&self, key: &Key, asked: u64) -> bool {
+        let caller = self.caller(key);
+        self.epoch() == asked && !caller.is_held()
     }
 
     /// Notes again a step that was not done, if there is room. It comes before what has been noted since.
@@ -193,10 +213,12 @@ impl Grants {
 }
 
 impl Caller<'_> {
-    /// Whether something is noted of the caller, or being settled.
+    /// Whether something is noted of the caller, or being settled, or decided.
     fn is_held(&self) -> bool {
-        let Shard { notes, settling, .. } = &*self.shard;
-        notes.contains_key(self.key) || settling.iter().any(|(_, callers)| callers.contains(self.key))
+        let Shard { notes, settling, deciding, .. } = &*self.shard;
+        notes.contains_key(self.key)
+            || settling.iter().any(|(_, callers)| callers.contains(self.key))
+            || deciding.contains(self.key)
     }
 
     /// Where the notes under these policies are among those of the caller.
@@ -263,5 +285,14 @@ impl Caller<'_> {
         };
         change(&mut lists[place]);
         budget.take(lists[place].len() - before);
+    }
+}
+
+impl Drop for Deciding<'_> {
+    fn drop(&mut self) {
+        let deciding = &mut self.grants.shard(self.key).deciding;
+        if let Some(place) = deciding.iter().position(|key| key == self.key) {
+            deciding.swap_remove(place);
+        }
     }
 }

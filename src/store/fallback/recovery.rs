@@ -1,10 +1,13 @@
 //! The way back: the one task that looks after the primary store, off the request path.
 
+use std::future::{Future, poll_fn};
 use std::hash::BuildHasher;
 use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
@@ -134,8 +137,10 @@ impl<P: Store, F: Store> Recovery<P, F> {
             }
             sleep(Breaker::delay(attempts, jitter.hash_one(attempts) as f64 / u64::MAX as f64)).await;
             let Some(shared) = self.current() else { break };
-            let well =
-                if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend(self.runtime).await };
+            let well = unless_it_panics(async {
+                if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend(self.runtime).await }
+            });
+            let well = well.await.unwrap_or(false);
             attempts = if well { 0 } else { attempts.saturating_add(1) };
         }
         let shared = self.shared.upgrade();
@@ -194,6 +199,16 @@ impl<P: Store, F: Store> Recovery<P, F> {
         shared.tell();
         recovered
     }
+}
+
+/// What comes of this, or `None` if it panics, as the code of a user may that it calls.
+async fn unless_it_panics<T>(work: impl Future<Output = T>) -> Option<T> {
+    let mut work = pin!(work);
+    poll_fn(|cx| {
+        let polled = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(cx)));
+        polled.map_or(Poll::Ready(None), |poll| poll.map(Some))
+    })
+    .await
 }
 
 /// Also when the task is dropped with its runtime: the next check on another one starts it again.

@@ -1,6 +1,8 @@
 //! Who decides a check, and what is learned of it.
 
+use std::any::TypeId;
 use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +17,7 @@ use super::settlement::Sums;
 use super::share;
 use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::store::clock::{Clock, instant};
-use crate::store::{Answer, Error, ErrorKind, Observer, Store, event};
+use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, event};
 
 /// One part of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
@@ -77,10 +79,10 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
-    /// Tells the observer of an event.
+    /// Tells the observer of an event. If it panics, it has missed that.
     pub(super) fn observe(&self, tell: impl FnOnce(&dyn Observer)) {
         if let Some(observer) = self.settings.observer.get() {
-            tell(&**observer);
+            let _ = catch_unwind(AssertUnwindSafe(|| tell(&**observer)));
         }
     }
 
@@ -135,7 +137,12 @@ impl<P: Store, F: Store> Shared<P, F> {
                 // So that the fallback knows what this instance holds, when it has to decide.
                 drop(self.fallback.check(mirrored));
             }
-            self.grants.follow(check.key(), asked.epoch, || self.fallback.follow(check.key(), decision));
+            let follow = || self.fallback.follow(check.key(), decision);
+            if self.locks_while_it_decides() {
+                self.grants.follow(check.key(), asked.epoch, follow);
+            } else if self.grants.is_known(check.key(), asked.epoch) {
+                follow();
+            }
         }
     }
 
@@ -165,11 +172,24 @@ impl<P: Store, F: Store> Shared<P, F> {
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         let part = self.part(check.clone());
         // So that no answer is followed between what is granted here and the note of it.
-        let caller = self.grants.caller(check.key());
+        if self.locks_while_it_decides() {
+            let caller = self.grants.caller(check.key());
+            return match self.fallback.check(part) {
+                Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
+                pending => pending,
+            };
+        }
+        let _deciding = self.grants.deciding(check.key());
         match self.fallback.check(part) {
-            Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
+            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer)),
             pending => pending,
         }
+    }
+
+    /// Whether the fallback decides and follows under the lock of a caller: only ours does, which runs no code of a user's.
+    /// In front of another one, an answer may be followed that does not know of what is granted at the same moment.
+    fn locks_while_it_decides(&self) -> bool {
+        TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
     /// The fallback has answered later. Nothing held the answers of the primary store back meanwhile, so a fallback that

@@ -8,6 +8,7 @@ mod reconcile;
 mod runtimes;
 mod settlement;
 mod states;
+mod user_code;
 
 use std::future::Future;
 use std::pin::Pin;
