@@ -51,9 +51,10 @@ impl Window {
         Self { now: least, least, most }
     }
 
-    /// One more if a step took less than half of the deadline, as others may wait for as long behind it, and else one less.
+    /// One more if a step took less than a quarter of the deadline, and else one less. What is sent before that is noticed may
+    /// double what is under way, and is answered in time all the same.
     fn learn(&mut self, took: Duration, deadline: Duration) {
-        self.now = if took < deadline / 2 { self.now + 1 } else { self.now - 1 }.clamp(self.least, self.most);
+        self.now = if took < deadline / 4 { self.now + 1 } else { self.now - 1 }.clamp(self.least, self.most);
     }
 }
 

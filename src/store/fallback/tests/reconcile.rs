@@ -18,7 +18,7 @@ async fn an_instance_that_reconciles_for_long_is_waited_for() {
     const DELAY: Duration = Duration::from_millis(40);
     let second = Far::new(DELAY);
     let far = [second.of(1, DELAY), second];
-    let [first, second] = far.each_ref().map(|far| far.fallback(2));
+    let [first, second] = far.each_ref().map(|far| far.fallback(2).deadline(5 * DELAY));
     let (limit, two) = (policies(Strategy::Gcra, "60/100d"), policies(Strategy::Gcra, "2/100d"));
     cut(&first, &far[0]).await;
     cut(&second, &far[1]).await;
