@@ -182,6 +182,18 @@ impl Policies {
         PROBE.clone()
     }
 
+    /// Under which an instance tells the others for how long it charges what it granted in an outage: it has one request in
+    /// flight as long.
+    pub(crate) fn reconciling() -> Self {
+        const QUOTA: Quota = Quota::per_second(1_000_000);
+        static RECONCILING: LazyLock<Policies> = LazyLock::new(|| {
+            let params =
+                Params::new(Strategy::InFlight, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
+            Policy::with_params("reconciling", Strategy::InFlight, QUOTA, params).into()
+        });
+        RECONCILING.clone()
+    }
+
     /// Tells this list from others, by what it counts.
     pub(crate) fn id(&self) -> u64 {
         self.0.id

@@ -11,6 +11,7 @@ mod load;
 #[macro_use]
 mod matrix;
 mod proxy;
+mod reconcile;
 
 use std::process::Command;
 use std::time::Duration;
@@ -34,6 +35,14 @@ async fn the_deadline_alone_bounds_the_wait() {
     for mode in [Mode::Silent, Mode::BlackHole, Mode::Swallow, Mode::Delay(Duration::from_secs(5))] {
         matrix::deadline(mode).await;
     }
+}
+
+/// What one instance has yet to charge is granted by no other again, however long that takes.
+#[tokio::test]
+async fn an_instance_that_reconciles_for_long_is_waited_for() {
+    let row = reconcile::run(Duration::from_millis(2), 20_000).await;
+    println!("{row}");
+    assert_eq!(row.beyond, 0, "{row}");
 }
 
 /// In a process of its own, as the memory is the whole process's.

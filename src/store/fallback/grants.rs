@@ -1,11 +1,11 @@
 //! What the fallback did while the primary store could not decide, until the primary store is told of it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use smallvec::SmallVec;
 
 use super::notes::{Notes, Step};
-use super::sync::{AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
+use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::seed::RandomState;
 use crate::store::shards::Shards;
@@ -17,8 +17,7 @@ const SHARDS: usize = 16;
 #[derive(Debug)]
 pub(super) struct Grants {
     shards: Shards<Mutex<Shard>>,
-    /// How much a shard may hold.
-    max: usize,
+    budget: Budget,
     /// How many callers are held.
     callers: AtomicUsize,
     /// How many settlements have begun.
@@ -28,16 +27,28 @@ pub(super) struct Grants {
     epoch: AtomicU64,
 }
 
+/// How many callers and ids may be held, by all parts of a primary store together: about, as threads that note something
+/// at the same moment may exceed it by one each.
+#[derive(Debug, Clone)]
+pub(super) struct Budget {
+    held: Arc<AtomicUsize>,
+    max: usize,
+}
+
 #[derive(Debug, Default)]
 struct Shard {
     /// By the caller, for each list of policies.
-    notes: HashMap<Key, SmallVec<[Notes; 1]>, RandomState>,
-    len: usize,
+    notes: HashMap<Key, Lists, RandomState>,
     /// Whose notes a settlement has taken out, for each that is under way: one, unless a task's runtime stands still.
     settling: SmallVec<[(u64, HashSet<Key, RandomState>); 1]>,
+    /// About whom a fallback is deciding outside of the lock.
+    deciding: SmallVec<[Key; 1]>,
     /// What was granted beyond the bound.
     dropped: u64,
 }
+
+/// The notes of a caller.
+pub(super) type Lists = SmallVec<[Notes; 1]>;
 
 /// A caller about whom one thread at a time decides.
 pub(super) struct Caller<'a> {
@@ -46,23 +57,35 @@ pub(super) struct Caller<'a> {
     shard: MutexGuard<'a, Shard>,
 }
 
-/// What is to be settled.
-#[derive(Debug)]
-pub(super) struct Taken {
-    /// Which settlement this is.
-    pub(super) number: u64,
-    /// In their order.
-    pub(super) steps: Vec<Step>,
-    /// What was granted, but too much to note.
-    pub(super) dropped: u64,
+/// A caller about whom a fallback is deciding.
+pub(super) struct Deciding<'a> {
+    key: &'a Key,
+    grants: &'a Grants,
+}
+
+impl Budget {
+    pub(super) fn new(max: usize) -> Self {
+        Self { held: Arc::new(AtomicUsize::new(0)), max }
+    }
+
+    fn has_room(&self, more: usize) -> bool {
+        self.held.load(Ordering::Relaxed).saturating_add(more) <= self.max
+    }
+
+    fn take(&self, more: usize) {
+        self.held.fetch_add(more, Ordering::Relaxed);
+    }
+
+    fn free(&self, less: usize) {
+        self.held.fetch_sub(less, Ordering::Relaxed);
+    }
 }
 
 impl Grants {
-    /// Holds about so many callers and ids.
-    pub(super) fn new(max: usize) -> Self {
+    pub(super) fn new(budget: Budget) -> Self {
         let shards = Shards::new(SHARDS, |_| Mutex::new(Shard::default()));
         let (callers, settlements, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
-        Self { shards, max: max.div_ceil(SHARDS), callers, settlements, epoch }
+        Self { shards, budget, callers, settlements, epoch }
     }
 
     /// Whether nothing is noted.
@@ -84,6 +107,12 @@ impl Grants {
         Caller { key, grants: self, shard: self.shard(key) }
     }
 
+    /// Until this is dropped, no thread begins to follow an answer about the caller.
+    pub(super) fn deciding<'a>(&'a self, key: &'a Key) -> Deciding<'a> {
+        self.shard(key).deciding.push(*key);
+        Deciding { key, grants: self }
+    }
+
     /// Goes on from an answer about a caller, unless that does not know of something which the fallback granted.
     ///
     /// The fallback decides and notes under the same lock. So what it granted before this is one of these:
@@ -97,6 +126,12 @@ impl Grants {
         }
     }
 
+    /// Whether an answer knows of all that the fallback has granted a caller until now.
+    pub(super) fn is_known(&self, key: &Key, asked: u64) -> bool {
+        let caller = self.caller(key);
+        self.epoch() == asked && !caller.is_held()
+    }
+
     /// Notes again a step that was not done, if there is room. It comes before what has been noted since.
     pub(super) fn put_back(&self, step: Step, now: i64) {
         let (key, policies) = (step.key, step.policies.clone());
@@ -104,26 +139,63 @@ impl Grants {
         self.caller(&key).change(&policies, id.as_ref(), mode, cost, |notes| notes.put_back(step, now));
     }
 
-    /// Takes out all that is to be done. It is being settled from then on, until it is [`settled`](Self::settled).
-    pub(super) fn take(&self, now: i64) -> Taken {
-        let number = self.settlements.fetch_add(1, Ordering::Relaxed);
-        let (mut steps, mut dropped) = (vec![], 0);
-        for shard in self.shards.iter() {
-            let mut shard = lock(shard);
-            let notes = std::mem::take(&mut shard.notes);
-            if !notes.is_empty() {
-                shard.settling.push((number, notes.keys().copied().collect()));
-            }
-            shard.len = 0;
-            dropped += std::mem::take(&mut shard.dropped);
-            drop(shard);
-            self.callers.fetch_sub(notes.len(), Ordering::AcqRel);
-            for (key, lists) in notes {
-                steps.extend(lists.into_iter().flat_map(|notes| notes.into_steps(key, now)));
+    /// Notes again what is left of notes that were taken out, as [`put_back`](Self::put_back) does.
+    pub(super) fn restore(&self, key: &Key, mut left: Notes, now: i64) {
+        if left.is_done(now) {
+            return;
+        }
+        let mut caller = self.caller(key);
+        let is_new = caller.place(left.policies()).is_none();
+        if is_new && self.budget.has_room(left.len()) {
+            self.budget.take(left.len());
+            return caller.lists().push(left);
+        }
+        drop(caller);
+        let (mut steps, mut stage) = (vec![], 0);
+        while stage < Notes::STAGES {
+            if !left.take_some(*key, stage, now, &mut steps) {
+                stage += 1;
             }
         }
-        steps.sort_by_key(|step| step.order);
-        Taken { number, steps, dropped }
+        steps.into_iter().rev().for_each(|step| self.put_back(step, now));
+    }
+
+    /// Begins a settlement, of which this is the number.
+    pub(super) fn begin(&self) -> u64 {
+        self.settlements.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn shards(&self) -> usize {
+        self.shards.iter().count()
+    }
+
+    /// Adds the callers of a shard of whom something is noted, by how much of a limit they have used. Returns what was
+    /// granted there, but too much to note.
+    pub(super) fn list(&self, shard: usize, callers: &mut BTreeMap<u8, Vec<Key>>) -> u64 {
+        let Some(shard) = self.shards.iter().nth(shard) else { return 0 };
+        let mut shard = lock(shard);
+        for (key, lists) in &shard.notes {
+            let used = lists.iter().map(Notes::used).max().unwrap_or(0);
+            callers.entry(used).or_default().push(*key);
+        }
+        std::mem::take(&mut shard.dropped)
+    }
+
+    /// Takes out all that is to be done about a caller. It is being settled from then on, until the settlement of this
+    /// number is [`settled`](Self::settled).
+    pub(super) fn take(&self, number: u64, key: &Key) -> Lists {
+        let mut shard = self.shard(key);
+        let Some(lists) = shard.notes.remove(key) else { return Lists::new() };
+        if shard.notes.is_empty() {
+            shard.notes.shrink_to_fit();
+        }
+        match shard.settling.iter_mut().find(|(other, _)| *other == number) {
+            Some((_, callers)) => drop(callers.insert(*key)),
+            None => shard.settling.push((number, HashSet::from_iter([*key]))),
+        }
+        self.callers.fetch_sub(1, Ordering::AcqRel);
+        self.budget.free(lists.iter().map(Notes::len).sum());
+        lists
     }
 
     /// What a settlement took out has been done, or put back.
@@ -141,10 +213,24 @@ impl Grants {
 }
 
 impl Caller<'_> {
-    /// Whether something is noted of the caller, or being settled.
+    /// Whether something is noted of the caller, or being settled, or decided.
     fn is_held(&self) -> bool {
-        let Shard { notes, settling, .. } = &*self.shard;
-        notes.contains_key(self.key) || settling.iter().any(|(_, callers)| callers.contains(self.key))
+        let Shard { notes, settling, deciding, .. } = &*self.shard;
+        notes.contains_key(self.key)
+            || settling.iter().any(|(_, callers)| callers.contains(self.key))
+            || deciding.contains(self.key)
+    }
+
+    /// Where the notes under these policies are among those of the caller.
+    fn place(&self, policies: &Policies) -> Option<usize> {
+        self.shard.notes.get(self.key)?.iter().position(|notes| notes.is_under(policies))
+    }
+
+    fn lists(&mut self) -> &mut Lists {
+        self.shard.notes.entry(*self.key).or_insert_with(|| {
+            self.grants.callers.fetch_add(1, Ordering::AcqRel);
+            Lists::new()
+        })
     }
 
     /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
@@ -167,6 +253,7 @@ impl Caller<'_> {
         self.change(policies, id, mode, cost, |notes| {
             notes.go_under(policies);
             notes.add(mode, id.copied(), cost, check.charged(), now, sent);
+            notes.set_used(decision);
         });
         true
     }
@@ -180,18 +267,16 @@ impl Caller<'_> {
         cost: u64,
         change: impl FnOnce(&mut Notes),
     ) {
-        let Shard { notes, len, dropped, .. } = &mut *self.shard;
-        let noted = notes.get(self.key).and_then(|lists| lists.iter().find(|notes| notes.is_under(policies)));
-        let more = noted.is_none() || id.is_some_and(|id| !noted.is_some_and(|notes| notes.has_id(id)));
-        if more && *len >= self.grants.max {
-            *dropped += if mode == Mode::Charge { cost } else { 0 };
+        let place = self.place(policies);
+        let has_id = |id| place.is_some_and(|place| self.shard.notes[self.key][place].has_id(id));
+        let more = place.is_none() || id.is_some_and(|id| !has_id(id));
+        let budget = &self.grants.budget;
+        if more && !budget.has_room(1) {
+            self.shard.dropped += if mode == Mode::Charge { cost } else { 0 };
             return;
         }
-        let lists = notes.entry(*self.key).or_insert_with(|| {
-            self.grants.callers.fetch_add(1, Ordering::AcqRel);
-            SmallVec::new()
-        });
-        let (place, before) = match lists.iter().position(|notes| notes.is_under(policies)) {
+        let lists = self.lists();
+        let (place, before) = match place {
             Some(place) => (place, lists[place].len()),
             None => {
                 lists.push(Notes::new(policies.clone()));
@@ -199,6 +284,15 @@ impl Caller<'_> {
             }
         };
         change(&mut lists[place]);
-        *len = *len + lists[place].len() - before;
+        budget.take(lists[place].len() - before);
+    }
+}
+
+impl Drop for Deciding<'_> {
+    fn drop(&mut self) {
+        let deciding = &mut self.grants.shard(self.key).deciding;
+        if let Some(place) = deciding.iter().position(|key| key == self.key) {
+            deciding.swap_remove(place);
+        }
     }
 }

@@ -6,6 +6,7 @@ mod lease;
 #[cfg(test)]
 mod model;
 mod notes;
+mod reconciling;
 mod recovery;
 mod settlement;
 mod share;
@@ -25,6 +26,7 @@ pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
 use self::future::State;
+use self::grants::Budget;
 use self::shared::{Reply, Shared};
 use super::{Answer, LocalStore, Observer, Store};
 use crate::limit::{Check, Decision, Key, Source};
@@ -44,10 +46,12 @@ use crate::limit::{Check, Decision, Key, Source};
 /// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share). A cost
 ///   that the whole policy has room for but no part is [denied](crate::Outcome::Denied) for as long as the whole would.
 /// - **Settle.** What the fallback granted in place of the primary store, and still counts, is charged to that; what was
-///   given back or reset, is there too. After an outage that is before the primary store decides again. With more than
-///   one instance in the [`Share`], each waits until all the others have had the time to do so, or the first one back
-///   would be granted what they have granted already. With the breaker closed, as where a queue was full, it is within a
-///   second. An id is charged once, however often it was asked and by whom it was answered.
+///   given back or reset, is there too. After an outage that is before the primary store decides again, those callers first
+///   who have used most of their limits. With more than one instance in the [`Share`], each waits until all the others have
+///   had the time to notice that the outage is over, and then for those that still settle, up to ten seconds: or the first
+///   one back would be granted what they have granted already. Each says in the primary store that it settles, as a request
+///   [in flight](crate::Strategy::InFlight). With the breaker closed, as where a queue was full, it is within a second. An id
+///   is charged once, however often it was asked and by whom it was answered.
 ///
 /// [`Decision::source`](crate::Decision::source) tells for each decision where it was made, and an [`Observer`] is told
 /// of every change.
@@ -147,11 +151,12 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
         let (count, open) = (primary.parts().max(1), Arc::default());
-        let callers = LocalStore::DEFAULT_KEYS.get().div_ceil(count);
+        let budget = Budget::new(LocalStore::DEFAULT_KEYS.get());
         let probes = probes(&primary, count);
         let part = |probe| {
             let (primary, fallback) = (primary.clone(), fallback.clone());
-            Arc::new(Shared::new(primary, fallback, settings.clone(), callers, probe, Arc::clone(&open)))
+            let (settings, budget, open) = (settings.clone(), budget.clone(), Arc::clone(&open));
+            Arc::new(Shared::new(primary, fallback, settings, count, budget, probe, open))
         };
         Self { parts: probes.into_iter().map(part).collect() }
     }

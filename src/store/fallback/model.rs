@@ -13,10 +13,10 @@ use shuttle::thread::{self, JoinHandle, yield_now};
 use shuttle::{Config, Runner};
 
 use self::breaker::{Breaker, Pass};
-use self::grants::Grants;
+use self::grants::{Budget, Grants};
 use self::lease::Lease;
 use self::sync::{Arc, AtomicUsize, Mutex, Ordering::SeqCst, lock};
-use super::notes;
+use super::notes::{self, Notes};
 use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::seed::Seed;
 use crate::store::{Answer, LocalStore, Store};
@@ -181,7 +181,7 @@ fn answers_that_are_followed() {
     explore(move || {
         let policies = Policy::new("test", Strategy::Gcra, Quota::per_day(1_000)).unwrap().into();
         let (primary, local) = (LocalStore::default(), LocalStore::default());
-        let (breaker, grants) = (Breaker::new(1), Grants::new(16));
+        let (breaker, grants) = (Breaker::new(1), Grants::new(Budget::new(16)));
         let shared = Arc::new(Shared { breaker, grants, primary, local, policies, granted: AtomicUsize::new(0) });
 
         let asking = Arc::clone(&shared);
@@ -217,11 +217,15 @@ fn answers_that_are_followed() {
         let settle = move || {
             let Shared { breaker, grants, primary, .. } = &*settling;
             for _ in 0..2 {
-                let taken = grants.take(0);
-                for step in &taken.steps {
-                    let _ = decide(primary, &step.check(0));
+                let number = grants.begin();
+                for mut notes in grants.take(number, &Key::GLOBAL) {
+                    let mut steps = vec![];
+                    (0..Notes::STAGES).for_each(|stage| while notes.take_some(Key::GLOBAL, stage, 0, &mut steps) {});
+                    for step in steps {
+                        let _ = decide(primary, &step.check(0));
+                    }
                 }
-                grants.settled(taken.number);
+                grants.settled(number);
                 if breaker.is_open() {
                     breaker.close(0);
                 }

@@ -4,7 +4,7 @@ use indexmap::IndexMap;
 use smallvec::SmallVec;
 
 use super::backs::{Back, Backs};
-use crate::limit::{Charged, Check, Key, Mode, Policies, Quota, State};
+use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, Quota, State};
 
 /// The notes of one caller under one list of policies.
 ///
@@ -21,6 +21,8 @@ pub(super) struct Notes {
     charge: SmallVec<[State; 1]>,
     /// The same with what is charged under ids, to tell when each of these lapses. `None` until there is one.
     all: Option<SmallVec<[State; 1]>>,
+    /// How much of a limit the caller has used, in 255ths.
+    used: u8,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -50,8 +52,7 @@ pub(super) struct Step {
     back: Option<Back>,
     /// What this charges, as each policy counts it; empty if that is not known, or there is an id.
     charge: SmallVec<[State; 1]>,
-    /// Those of a lower number come first; the order of the others does not matter.
-    pub(super) order: u8,
+    used: u8,
 }
 
 impl Step {
@@ -71,9 +72,18 @@ impl Step {
 }
 
 impl Notes {
+    /// What is noted is done in so many stages, one after the other: what came before what is given back, that, and what
+    /// came after it. The order within a stage does not matter.
+    pub(super) const STAGES: u8 = 3;
+
     pub(super) fn new(policies: Policies) -> Self {
-        let charge = policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
-        Self { policies, before: IndexMap::new(), after: IndexMap::new(), back: Backs::default(), charge, all: None }
+        let (before, after, back) = (IndexMap::new(), IndexMap::new(), Backs::default());
+        let charge = fresh(&policies);
+        Self { policies, before, after, back, charge, all: None, used: 0 }
+    }
+
+    pub(super) fn policies(&self) -> &Policies {
+        &self.policies
     }
 
     /// Whether it is of the same counts.
@@ -90,6 +100,25 @@ impl Notes {
 
     pub(super) fn has_id(&self, id: &Key) -> bool {
         self.before.contains_key(id) || self.after.contains_key(id)
+    }
+
+    /// Whether nothing is left to be done.
+    pub(super) fn is_done(&self, now: i64) -> bool {
+        let ids = self.before.len() + self.after.len();
+        ids == 0 && self.back.is_empty() && self.counts(&self.charge, now).all(|count| count == 0)
+    }
+
+    /// How much of a limit the caller had used when it was last granted something, in 255ths, rounded down.
+    pub(super) fn used(&self) -> u8 {
+        self.used
+    }
+
+    pub(super) fn set_used(&mut self, decision: &Decision) {
+        let used = decision.verdicts().map(|(policy, verdict)| {
+            let capacity = policy.params().capacity.max(1);
+            ((capacity - verdict.remaining).clamp(0, capacity) as u64 * 255 / capacity as u64) as u8
+        });
+        self.used = used.max().unwrap_or(0);
     }
 
     /// How much room it takes.
@@ -134,8 +163,9 @@ impl Notes {
     }
 
     /// Notes again what is still to be done, before all of this.
-    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, back, charge, .. }: Step, now: i64) {
+    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, back, charge, used, .. }: Step, now: i64) {
         let amount = Amount { cost, expires_at };
+        self.used = self.used.max(used);
         match (mode, id) {
             (_, Some(id)) => {
                 if !self.has_id(&id) {
@@ -224,43 +254,60 @@ impl Notes {
         })
     }
 
-    /// What is to be done, but for what no longer counts.
-    pub(super) fn into_steps(self, key: Key, now: i64) -> Vec<Step> {
-        let counts: Vec<u64> = self.counts(&self.charge, now).collect();
-        let Self { policies, before, after, back, charge, .. } = self;
-        let step = |id, mode, Amount { cost, expires_at }, order| {
+    /// Takes out a little of what is to be done in a stage, but for what no longer counts. `false` if nothing is left in it.
+    pub(super) fn take_some(&mut self, key: Key, stage: u8, now: i64, steps: &mut Vec<Step>) -> bool {
+        let (policies, used) = (&self.policies, self.used);
+        let step = |id, mode, Amount { cost, expires_at }| {
             let policies = policies.clone();
-            Step { key, policies, id, mode, cost, expires_at, back: None, charge: SmallVec::new(), order }
+            Step { key, policies, id, mode, cost, expires_at, back: None, charge: SmallVec::new(), used }
         };
-        let mut steps = vec![];
-        for (ids, order) in [(before, 0), (after, 2)] {
+        if let Some((id, Once { mode, amount })) = match stage {
+            0 => self.before.pop(),
+            2 => self.after.pop(),
+            _ => None,
+        } {
             // A reset is in what is given back.
-            let counting = ids.into_iter().filter(|(_, once)| once.mode != Mode::Reset && once.amount.expires_at > now);
-            steps.extend(counting.map(|(id, Once { mode, amount })| step(Some(id), mode, amount, order)));
+            if mode != Mode::Reset && amount.expires_at > now {
+                steps.push(step(Some(id), mode, amount));
+            }
+            return true;
         }
-        if let Some(expires_at) = back.reset_until.filter(|until| *until > now) {
-            steps.push(step(None, Mode::Reset, Amount { cost: 0, expires_at }, 1));
+        if stage == 1 && !self.back.is_empty() {
+            let back = std::mem::take(&mut self.back);
+            if let Some(expires_at) = back.reset_until.filter(|until| *until > now) {
+                steps.push(step(None, Mode::Reset, Amount { cost: 0, expires_at }));
+            }
+            steps.extend(back.into_each(now).map(|back| {
+                let amount = Amount { cost: back.cost, expires_at: now };
+                Step { back: Some(back), ..step(None, Mode::GiveBack, amount) }
+            }));
+            return true;
         }
-        steps.extend(back.into_each(now).map(|back| {
-            let amount = Amount { cost: back.cost, expires_at: now };
-            Step { back: Some(back), ..step(None, Mode::GiveBack, amount, 1) }
-        }));
+        let counts: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
+        if stage != 2 || counts.iter().all(|count| *count == 0) {
+            return false;
+        }
         // As much as counts under all policies, then what is left under some of them.
         let mut charged = 0;
         while let Some(next) = counts.iter().copied().filter(|count| *count > charged).min() {
             let some =
                 policies.iter().zip(&counts).filter(|(_, count)| **count > charged).map(|(policy, _)| policy.clone());
-            let mut step = step(None, Mode::Charge, Amount { cost: next - charged, expires_at: now }, 2);
+            let mut step = step(None, Mode::Charge, Amount { cost: next - charged, expires_at: now });
             if counts.iter().all(|count| *count == next) {
-                step.charge = charge.clone();
+                step.charge = self.charge.clone();
             } else if counts.contains(&charged) {
                 step.policies = Policies::new(some).unwrap_or(step.policies);
             }
             steps.push(step);
             charged = next;
         }
-        steps
+        self.charge = fresh(policies);
+        true
     }
+}
+
+fn fresh(policies: &Policies) -> SmallVec<[State; 1]> {
+    policies.iter().map(|policy| State::fresh(policy.strategy())).collect()
 }
 
 /// Counts on one state for each policy. The most that a policy counted.
@@ -287,8 +334,14 @@ mod tests {
     }
 
     fn steps(notes: Notes) -> Vec<Step> {
-        let mut steps = notes.into_steps(Key::GLOBAL, 0);
-        steps.sort_by_key(|step| step.order);
+        steps_at(notes, 0)
+    }
+
+    fn steps_at(mut notes: Notes, now: i64) -> Vec<Step> {
+        let mut steps = vec![];
+        for stage in 0..Notes::STAGES {
+            while notes.take_some(Key::GLOBAL, stage, now, &mut steps) {}
+        }
         steps
     }
 
@@ -315,7 +368,7 @@ mod tests {
             notes.add(Mode::Charge, Some(Key::new(id)), 5, None, later, false);
         }
         assert_eq!(notes.len(), 4);
-        let steps = notes.into_steps(Key::GLOBAL, later);
+        let steps = steps_at(notes, later);
         assert!(steps.iter().all(|step| step.mode == Mode::Charge));
         assert_eq!(steps.iter().map(|step| step.cost).sum::<u64>(), 10);
     }
@@ -329,7 +382,7 @@ mod tests {
         let sent = |at: i64| {
             let mut notes = Notes::new(policies.clone());
             notes.add(Mode::GiveBack, None, 3, Some(&of), 0, false);
-            let steps = notes.into_steps(Key::GLOBAL, at);
+            let steps = steps_at(notes, at);
             steps.iter().map(|step| step.check(at).charged().unwrap().age).collect::<Vec<_>>()
         };
         assert_eq!(sent(30 * S), [50 * S]);
@@ -346,7 +399,7 @@ mod tests {
         notes.add(Mode::Charge, None, 10, None, 0, false);
         let of = Charged { age: 4 * HOUR, cost: 10, resets: [10 * HOUR].into_iter().collect() };
         notes.add(Mode::GiveBack, None, 10, Some(&of), 4 * HOUR, false);
-        assert!(notes.into_steps(Key::GLOBAL, 4 * HOUR).is_empty());
+        assert!(steps_at(notes, 4 * HOUR).is_empty());
     }
 
     proptest! {

@@ -1,10 +1,13 @@
 //! The way back: the one task that looks after the primary store, off the request path.
 
+use std::future::{Future, poll_fn};
 use std::hash::BuildHasher;
 use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
@@ -13,8 +16,13 @@ use tokio::time::{sleep, timeout};
 use super::breaker::{Breaker, Pass};
 use super::shared::Shared;
 use crate::limit::{Check, Decision};
+use crate::store::clock::instant;
 use crate::store::seed::RandomState;
 use crate::store::{Answer, Error, ErrorKind, Store, event};
+
+/// For how long others that reconcile are waited for, and how often an instance looks whether any still does.
+const LONGEST_WAIT: Duration = Duration::from_secs(10);
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 impl<P: Store, F: Store> Shared<P, F> {
     /// Starts the task that looks after the primary store on the present runtime, if no task does so.
@@ -63,11 +71,11 @@ impl<P: Store, F: Store> Shared<P, F> {
         self.asked_in_time(Check::probe(self.probe)).await.map(drop)
     }
 
-    /// How long it takes all other instances to find out that the primary store is back, and to settle. `None` if there are
-    /// no others.
+    /// How long it takes all other instances to find out that the primary store is back, and to say that they reconcile.
+    /// `None` if there are no others.
     fn others(&self) -> Option<Duration> {
         let others = self.settings.share.instances() > NonZeroU32::MIN;
-        // The longest wait until a probe, a deadline for the probe, and one for a charge.
+        // The longest wait until a probe, a deadline for the probe, and one for what they say.
         others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
     }
 
@@ -100,7 +108,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         if let Some(after) = self.breaker.close(self.clock.micros())
             && self.open.fetch_sub(1, Ordering::AcqRel) == 1
         {
-            self.observer().recovered(&event::Recovered::new(after));
+            self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
         // What fails here, `tend` settles later.
         self.settle(runtime).await;
@@ -129,8 +137,10 @@ impl<P: Store, F: Store> Recovery<P, F> {
             }
             sleep(Breaker::delay(attempts, jitter.hash_one(attempts) as f64 / u64::MAX as f64)).await;
             let Some(shared) = self.current() else { break };
-            let well =
-                if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend(self.runtime).await };
+            let well = unless_it_panics(async {
+                if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend(self.runtime).await }
+            });
+            let well = well.await.unwrap_or(false);
             attempts = if well { 0 } else { attempts.saturating_add(1) };
         }
         let shared = self.shared.upgrade();
@@ -146,24 +156,59 @@ impl<P: Store, F: Store> Recovery<P, F> {
         self.shared.upgrade().filter(|shared| shared.renew(self.runtime))
     }
 
-    /// With the breaker open: tries to close it. Tells the other instances nothing, but waits until they have had the time
-    /// to settle too.
+    /// With the breaker open: tries to close it. Settles first, and waits until the other instances have settled too: or
+    /// they would be granted, and so would this one, what the others have granted already.
     async fn recover(&self, mut shared: Arc<Shared<P, F>>) -> bool {
         if shared.ping().await.is_err() || !shared.renew(self.runtime) {
             return false;
         }
-        let mut well = shared.settle(self.runtime).await;
+        let found = instant();
+        let announcement = shared.others().map(|_| shared.announce());
+        let mut well = shared.settle(self.runtime).await && shared.renew(self.runtime);
+        let is_told = match announcement {
+            Some(announcement) if well => announcement.end().await,
+            _ => false,
+        };
         if let (true, Some(others)) = (well, shared.others()) {
+            let settled = instant();
+            // Those of whom nothing is told may take as long to settle as this one did.
+            let since = if is_told { found } else { settled };
             drop(shared);
-            sleep(others).await;
-            let Some(again) = self.current() else { return false };
-            shared = again;
-            well = shared.ping().await.is_ok() && shared.renew(self.runtime);
+            sleep(others.saturating_sub(since.elapsed())).await;
+            loop {
+                let Some(again) = self.current() else { return false };
+                shared = again;
+                if !is_told || settled.elapsed() >= LONGEST_WAIT {
+                    break;
+                }
+                match shared.others_reconciling().await {
+                    Some(0) => break,
+                    // What is granted meanwhile is settled, so that little is left in the end.
+                    Some(_) => well = shared.settle(self.runtime).await,
+                    None => well = shared.ping().await.is_ok(),
+                }
+                if !well {
+                    break;
+                }
+                drop(shared);
+                sleep(LOOK_AGAIN).await;
+            }
+            well = well && shared.ping().await.is_ok() && shared.renew(self.runtime);
         }
         let recovered = well && shared.close(self.runtime).await;
         shared.tell();
         recovered
     }
+}
+
+/// What comes of this, or `None` if it panics, as the code of a user may that it calls.
+async fn unless_it_panics<T>(work: impl Future<Output = T>) -> Option<T> {
+    let mut work = pin!(work);
+    poll_fn(|cx| {
+        let polled = catch_unwind(AssertUnwindSafe(|| work.as_mut().poll(cx)));
+        polled.map_or(Poll::Ready(None), |poll| poll.map(Some))
+    })
+    .await
 }
 
 /// Also when the task is dropped with its runtime: the next check on another one starts it again.

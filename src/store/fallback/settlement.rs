@@ -1,25 +1,61 @@
 //! The settlement: what was done in place of the primary store is done there too, once.
+//!
+//! Callers are taken out of the notes one by one, those first who have used most of a limit: what another instance might
+//! grant them once more is too much. What is still to be done about a caller is reckoned then, so that nothing is sent that
+//! no longer counts.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use tokio::runtime::Id;
-use tokio::task::{JoinError, JoinSet};
+use tokio::task::{JoinError, JoinSet, yield_now};
 
-use super::notes::Step;
+use super::grants::Lists;
+use super::notes::{Notes, Step};
 use super::shared::Shared;
-use crate::limit::{Check, Mode};
+use crate::limit::{Check, Key, Mode};
+use crate::store::clock::instant;
 use crate::store::{Error, Store, event, lock};
 
-/// How many steps are under way at once, so that live traffic is not held up.
-const AT_ONCE: usize = 64;
+/// How many steps are under way at once: as many as the primary store answers in time, so that live traffic is not held up.
+#[derive(Debug)]
+struct Window {
+    now: usize,
+    least: usize,
+    most: usize,
+}
+
+/// After so many looks for what may be sent others get their turn on the runtime.
+const LOOKS: usize = 256;
 
 /// What was charged and not told yet, in units of cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Sums {
     charged: u64,
     dropped: u64,
+}
+
+impl Window {
+    const START: usize = 64;
+    /// Keeps the connections of a Redis store busy, and is a tenth of its queue.
+    const MOST: usize = 1_024;
+    /// Of each of many parts.
+    const LEAST: usize = 16;
+
+    /// That of one of so many parts.
+    fn of(parts: usize) -> Self {
+        let most = (Self::MOST / parts).max(Self::LEAST);
+        let least = most.min(Self::START);
+        Self { now: least, least, most }
+    }
+
+    /// One more if a step took less than a quarter of the deadline, and else one less. What is sent before that is noticed may
+    /// double what is under way, and is answered in time all the same.
+    fn learn(&mut self, took: Duration, deadline: Duration) {
+        self.now = if took < deadline / 4 { self.now + 1 } else { self.now - 1 }.clamp(self.least, self.most);
+    }
 }
 
 impl<P: Store, F: Store> Shared<P, F> {
@@ -30,23 +66,35 @@ impl<P: Store, F: Store> Shared<P, F> {
             return true;
         }
         let mut round = Round::new(self);
-        let mut calls = JoinSet::new();
-        let mut order = 0;
-        while let Some(next) = round.left.front().map(|step| step.order) {
-            while calls.len() >= AT_ONCE || (next != order && !calls.is_empty()) {
-                calls.join_next().await.into_iter().for_each(|ended| round.ended(ended));
-                round.failed |= !self.renew(runtime);
-            }
-            if round.failed {
-                break;
-            }
-            order = next;
-            if let Some((call, check, asked)) = round.next() {
-                let shared = Arc::clone(self);
-                calls.spawn(async move { (call, shared.send(check, &asked).await) });
-            }
+        for shard in 0..self.grants.shards() {
+            let dropped = self.grants.list(shard, &mut round.callers);
+            lock(&self.sums).dropped += dropped;
+            yield_now().await;
         }
-        while let Some(ended) = calls.join_next().await {
+        let (mut calls, mut window, mut looks) = (JoinSet::new(), Window::of(self.parts), 0);
+        loop {
+            while !round.failed && calls.len() < window.now {
+                looks += 1;
+                if looks % LOOKS == 0 {
+                    yield_now().await;
+                    round.failed |= !self.renew(runtime);
+                }
+                match round.look() {
+                    Look::Send(call, check, asked) => {
+                        let shared = Arc::clone(self);
+                        calls.spawn(async move {
+                            let since = instant();
+                            (call, shared.send(check, &asked).await, since.elapsed())
+                        });
+                    }
+                    Look::Again => {}
+                    Look::Later => break,
+                }
+            }
+            let Some(ended) = calls.join_next().await else { break };
+            if let Ok((.., took)) = &ended {
+                window.learn(*took, self.settings.deadline);
+            }
             round.ended(ended);
             round.failed |= !self.renew(runtime);
         }
@@ -65,52 +113,122 @@ impl<P: Store, F: Store> Shared<P, F> {
     pub(super) fn tell(&self) {
         let sums = std::mem::take(&mut *lock(&self.sums));
         if sums != Sums::default() {
-            self.observer().settled(&event::Settled::new(sums.charged, sums.dropped));
+            self.observe(|observer| observer.settled(&event::Settled::new(sums.charged, sums.dropped)));
         }
     }
 }
 
 /// A step that is under way. Whoever sets `asked` first decides whether it is sent or noted again.
 struct Call {
+    /// The number of what it is of.
+    account: u64,
     step: Step,
     asked: Arc<AtomicBool>,
 }
 
-/// The number of a call, and what was answered, if it was sent.
-type Ended = (u64, Option<Result<u64, Error>>);
+/// The number of a call, what was answered, if it was sent, and how long that took.
+type Ended = (u64, Option<Result<u64, Error>>, Duration);
+
+/// What was taken out of the notes of a caller, and is not done.
+struct Account {
+    key: Key,
+    lists: Lists,
+    /// What may be sent now, of this stage of all lists.
+    due: Vec<Step>,
+    stage: u8,
+    under_way: usize,
+    /// Whether the next stage waits for what is under way.
+    waits: bool,
+}
+
+/// What a look for the next step has found.
+enum Look {
+    /// This is under way from now on.
+    Send(u64, Check, Arc<AtomicBool>),
+    /// Nothing yet.
+    Again,
+    /// Nothing until a call ends, if one is under way.
+    Later,
+}
 
 /// A settlement. When it ends, or its runtime does, what was not sent is noted again.
 struct Round<'a, P: Store, F: Store> {
     shared: &'a Shared<P, F>,
     number: u64,
-    /// In the order in which they were begun.
+    /// Who is still to be taken out of the notes, by how much of a limit they have used.
+    callers: BTreeMap<u8, Vec<Key>>,
+    /// Those who have been taken out, by a number.
+    accounts: BTreeMap<u64, Account>,
+    /// Of which something may be sent now.
+    ready: Vec<u64>,
+    /// By a number, in the order in which they were begun.
     calls: BTreeMap<u64, Call>,
-    left: VecDeque<Step>,
+    /// How many numbers have been given.
+    numbers: u64,
     back: Vec<Step>,
     failed: bool,
 }
 
 impl<'a, P: Store, F: Store> Round<'a, P, F> {
     fn new(shared: &'a Shared<P, F>) -> Self {
-        let taken = shared.grants.take(shared.clock.micros());
-        lock(&shared.sums).dropped += taken.dropped;
-        let (number, left) = (taken.number, taken.steps.into());
-        Self { shared, number, calls: BTreeMap::new(), left, back: vec![], failed: false }
+        Self {
+            shared,
+            number: shared.grants.begin(),
+            callers: BTreeMap::new(),
+            accounts: BTreeMap::new(),
+            ready: vec![],
+            calls: BTreeMap::new(),
+            numbers: 0,
+            back: vec![],
+            failed: false,
+        }
     }
 
-    /// The next step, which is under way from now on.
-    fn next(&mut self) -> Option<(u64, Check, Arc<AtomicBool>)> {
-        let (step, asked) = (self.left.pop_front()?, Arc::new(AtomicBool::new(false)));
-        let call = self.calls.last_key_value().map_or(0, |(call, _)| call + 1);
-        let check = step.check(self.shared.clock.micros());
-        self.calls.insert(call, Call { step, asked: Arc::clone(&asked) });
-        Some((call, check, asked))
+    /// Looks a little further for the next step.
+    fn look(&mut self) -> Look {
+        let Some(number) = self.ready.last().copied() else { return self.take() };
+        let Some(account) = self.accounts.get_mut(&number) else { return Look::Later };
+        let now = self.shared.clock.micros();
+        if let Some(step) = account.next(now) {
+            account.under_way += 1;
+            let (check, asked) = (step.check(now), Arc::new(AtomicBool::new(false)));
+            self.numbers += 1;
+            self.calls.insert(self.numbers, Call { account: number, step, asked: Arc::clone(&asked) });
+            return Look::Send(self.numbers, check, asked);
+        }
+        if account.waits {
+            self.ready.pop();
+        } else if account.stage == Notes::STAGES {
+            self.ready.pop();
+            self.accounts.remove(&number);
+        }
+        Look::Again
+    }
+
+    /// Takes out the next caller.
+    fn take(&mut self) -> Look {
+        let Some(mut callers) = self.callers.last_entry() else { return Look::Later };
+        let Some(key) = callers.get_mut().pop() else {
+            callers.remove();
+            return Look::Again;
+        };
+        let lists = self.shared.grants.take(self.number, &key);
+        self.numbers += 1;
+        self.accounts.insert(self.numbers, Account { key, lists, due: vec![], stage: 0, under_way: 0, waits: false });
+        self.ready.push(self.numbers);
+        Look::Again
     }
 
     fn ended(&mut self, ended: Result<Ended, JoinError>) {
         // What a task that panicked leaves behind is for the end.
-        let Ok((call, result)) = ended else { return self.failed = true };
-        let Some(Call { step, .. }) = self.calls.remove(&call) else { return };
+        let Ok((call, result, _)) = ended else { return self.failed = true };
+        let Some(Call { account: number, step, .. }) = self.calls.remove(&call) else { return };
+        if let Some(account) = self.accounts.get_mut(&number) {
+            account.under_way -= 1;
+            if account.under_way == 0 && std::mem::take(&mut account.waits) {
+                self.ready.push(number);
+            }
+        }
         match result {
             None => self.back.push(step),
             Some(Ok(granted)) if step.mode == Mode::Charge => lock(&self.shared.sums).charged += granted,
@@ -131,18 +249,36 @@ impl<'a, P: Store, F: Store> Round<'a, P, F> {
     }
 }
 
+impl Account {
+    /// The next step of this stage. Without one, this is to be asked again unless it `waits`, or is at the end.
+    fn next(&mut self, now: i64) -> Option<Step> {
+        if self.due.is_empty() {
+            let Self { key, lists, due, stage, .. } = self;
+            if !lists.iter_mut().any(|notes| notes.take_some(*key, *stage, now, due)) {
+                self.waits = self.under_way > 0;
+                self.stage += u8::from(!self.waits);
+            }
+        }
+        self.due.pop()
+    }
+}
+
 impl<P: Store, F: Store> Drop for Round<'_, P, F> {
     fn drop(&mut self) {
-        let now = self.shared.clock.micros();
+        let (shared, now) = (self.shared, self.shared.clock.micros());
+        // The last first, since each is put before what is noted.
+        for Account { key, lists, due, .. } in std::mem::take(&mut self.accounts).into_values() {
+            lists.into_iter().rev().for_each(|notes| shared.grants.restore(&key, notes, now));
+            due.into_iter().for_each(|step| shared.grants.put_back(step, now));
+        }
         // Calls are left only if the runtime has ended under them.
-        for Call { step, asked } in std::mem::take(&mut self.calls).into_values() {
+        for Call { step, asked, .. } in std::mem::take(&mut self.calls).into_values() {
             let sent = asked.swap(true, Ordering::Relaxed);
             if sent && step.id.is_none() { self.lost(&step) } else { self.back.push(step) }
         }
-        // The last first, since each is put before what is noted.
-        for step in self.back.drain(..).chain(self.left.drain(..)).rev() {
-            self.shared.grants.put_back(step, now);
+        for step in self.back.drain(..).rev() {
+            shared.grants.put_back(step, now);
         }
-        self.shared.grants.settled(self.number);
+        shared.grants.settled(self.number);
     }
 }

@@ -1,6 +1,8 @@
 //! Who decides a check, and what is learned of it.
 
+use std::any::TypeId;
 use std::num::NonZeroU32;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -9,19 +11,21 @@ use tokio::time::Instant;
 
 use super::Settings;
 use super::breaker::{Breaker, Pass};
-use super::grants::{Caller, Grants};
+use super::grants::{Budget, Caller, Grants};
 use super::lease::Lease;
 use super::settlement::Sums;
 use super::share;
 use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::store::clock::{Clock, instant};
-use crate::store::{Answer, Error, ErrorKind, Observer, Store, event};
+use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, event};
 
 /// One part of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
+    /// How many parts the primary store has.
+    pub(super) parts: usize,
     /// The caller by whom this part of the primary store is tried.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
@@ -55,26 +59,31 @@ impl<P: Store, F: Store> Shared<P, F> {
         primary: P,
         fallback: F,
         settings: Settings,
-        callers: usize,
+        parts: usize,
+        budget: Budget,
         probe: Key,
         open: Arc<AtomicI64>,
     ) -> Self {
         Self {
             primary,
             fallback,
+            parts,
             probe,
             open,
             breaker: Breaker::new(settings.failures.get()),
             settings,
             lease: Lease::new(),
-            grants: Grants::new(callers),
+            grants: Grants::new(budget),
             sums: Mutex::default(),
             clock: Clock::new(),
         }
     }
 
-    pub(super) fn observer(&self) -> &dyn Observer {
-        self.settings.observer.get().map_or(&(), |observer| &**observer)
+    /// Tells the observer of an event. If it panics, it has missed that.
+    pub(super) fn observe(&self, tell: impl FnOnce(&dyn Observer)) {
+        if let Some(observer) = self.settings.observer.get() {
+            let _ = catch_unwind(AssertUnwindSafe(|| tell(&**observer)));
+        }
     }
 
     /// Asks the primary store, if that may be asked.
@@ -128,13 +137,18 @@ impl<P: Store, F: Store> Shared<P, F> {
                 // So that the fallback knows what this instance holds, when it has to decide.
                 drop(self.fallback.check(mirrored));
             }
-            self.grants.follow(check.key(), asked.epoch, || self.fallback.follow(check.key(), decision));
+            let follow = || self.fallback.follow(check.key(), decision);
+            if self.locks_while_it_decides() {
+                self.grants.follow(check.key(), asked.epoch, follow);
+            } else if self.grants.is_known(check.key(), asked.epoch) {
+                follow();
+            }
         }
     }
 
     /// The primary store could not decide a check, or has not by its deadline.
     pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &Error, asked: Asked) {
-        self.observer().failed(&event::Failed::new(Some(check.key()), error));
+        self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         // A full queue is of our own making: what waits in it tells whether the primary store answers.
         if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
             return self.breaker.learned_nothing(asked.pass);
@@ -148,7 +162,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
             self.grants.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
-                self.observer().degraded(&event::Degraded::new(error));
+                self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
             }
         }
     }
@@ -158,11 +172,24 @@ impl<P: Store, F: Store> Shared<P, F> {
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         let part = self.part(check.clone());
         // So that no answer is followed between what is granted here and the note of it.
-        let caller = self.grants.caller(check.key());
+        if self.locks_while_it_decides() {
+            let caller = self.grants.caller(check.key());
+            return match self.fallback.check(part) {
+                Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
+                pending => pending,
+            };
+        }
+        let _deciding = self.grants.deciding(check.key());
         match self.fallback.check(part) {
-            Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
+            Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer)),
             pending => pending,
         }
+    }
+
+    /// Whether the fallback decides and follows under the lock of a caller: only ours does, which runs no code of a user's.
+    /// In front of another one, an answer may be followed that does not know of what is granted at the same moment.
+    fn locks_while_it_decides(&self) -> bool {
+        TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
     /// The fallback has answered later. Nothing held the answers of the primary store back meanwhile, so a fallback that

@@ -28,7 +28,8 @@ pub(crate) use self::tracing::misconfigured as log_misconfigured;
 /// a store, the first one's observer hears of the store. A pair of observers is one.
 ///
 /// Every method does nothing unless it is written. They are called on the request path or a task of the store's:
-/// they must not block. One that panics fails the requests that it is told of.
+/// they must not block. One that panics fails the requests that a layer tells it of; of what a [`Fallback`](crate::Fallback)
+/// tells it, it misses that event.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Observer, event};

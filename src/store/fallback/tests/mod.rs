@@ -2,10 +2,13 @@
 
 mod answers;
 mod breaker;
+mod far;
 mod parts;
+mod reconcile;
 mod runtimes;
 mod settlement;
 mod states;
+mod user_code;
 
 use std::future::Future;
 use std::pin::Pin;

@@ -111,3 +111,23 @@ async fn a_part_that_fails_degrades_its_callers_only() {
     let (zero, one, two) = (used("0").await, used("1").await, used("2").await);
     assert!(zero > 100 && zero == one && one == two, "{zero}, {one}, {two}");
 }
+
+/// One part is out, with more callers than would be its share of what may be noted.
+#[tokio::test(start_paused = true)]
+async fn what_may_be_noted_is_shared_by_all_parts() {
+    let (primary, settled) = (Parted::default(), Settled::default());
+    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(settled.clone());
+    let policies = policies(Strategy::Gcra, "1000/100d");
+    let take = |caller: usize| store.check(Check::take(Key::new(format!("{caller}-0")), &policies, 1));
+    let part = &primary.0[primary.part(&Key::new("0"))];
+    part.set(Manner::Each(away));
+    for i in 0..40_000 {
+        assert!(take(i).await.unwrap().is_allowed());
+    }
+    part.set(Manner::AtOnce);
+    while store.is_degraded() || settled.told().is_empty() {
+        sleep(Duration::from_millis(5)).await;
+    }
+    let (charged, dropped) = settled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
+    assert_eq!((charged, dropped), (40_000, 0));
+}

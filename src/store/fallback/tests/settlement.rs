@@ -1,6 +1,7 @@
 //! What was granted, given back and forgotten in place of the primary store is told to it, once.
 
-use super::super::grants::Grants;
+use super::super::grants::{Budget, Grants};
+use super::super::notes::Notes;
 use super::*;
 use crate::limit::Align;
 
@@ -234,28 +235,47 @@ async fn a_debt_is_charged_though_no_part_has_room_for_it() {
     assert_eq!(primary.used(&policies).await, 40);
 }
 
-/// Notes that were taken out to be settled are put back beside those that have come since.
+/// Notes that were taken out to be settled are put back beside those that have come since, by themselves or in steps.
 #[test]
 fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
-    let (grants, local) = (Grants::new(160), LocalStore::default());
-    let policies = policies(Strategy::Gcra, "100/100d");
-    let mut callers = (0..).map(|i: u32| Key::new(i.to_string()));
-    let (mut granted, mut dropped) = (0, 0);
-    for _ in 0..10 {
-        let taken = grants.take(0);
-        for key in callers.by_ref().take(400) {
-            let check = Check::take(key, &policies, 1);
-            let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
-            assert!(grants.caller(&key).note(&check, false, &answer.unwrap(), || 0));
-            granted += 1;
+    for whole in [true, false] {
+        let (grants, local) = (Grants::new(Budget::new(160)), LocalStore::default());
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let mut callers = (0..).map(|i: u32| Key::new(i.to_string()));
+        let mut dropped = 0;
+        let mut take_all = |number| {
+            let mut callers = std::collections::BTreeMap::new();
+            dropped += (0..grants.shards()).map(|shard| grants.list(shard, &mut callers)).sum::<u64>();
+            let take = |key| (key, grants.take(number, &key));
+            callers.into_values().flatten().map(take).collect::<Vec<_>>()
+        };
+        let mut granted = 0;
+        for _ in 0..10 {
+            let number = grants.begin();
+            let taken = take_all(number);
+            for key in callers.by_ref().take(400) {
+                let check = Check::take(key, &policies, 1);
+                let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
+                assert!(grants.caller(&key).note(&check, false, &answer.unwrap(), || 0));
+                granted += 1;
+            }
+            for (key, lists) in taken {
+                for mut notes in lists {
+                    if whole {
+                        grants.restore(&key, notes, 0);
+                        continue;
+                    }
+                    let mut steps = vec![];
+                    (0..Notes::STAGES).for_each(|stage| while notes.take_some(key, stage, 0, &mut steps) {});
+                    steps.into_iter().for_each(|step| grants.put_back(step, 0));
+                }
+            }
+            grants.settled(number);
         }
-        dropped += taken.dropped;
-        taken.steps.into_iter().for_each(|step| grants.put_back(step, 0));
-        grants.settled(taken.number);
+        let held = take_all(grants.begin()).len();
+        assert!(held <= 160, "{held} callers are held of at most 160");
+        assert_eq!(held as u64 + dropped, granted, "what is lost is told");
     }
-    let taken = grants.take(0);
-    assert!(taken.steps.len() <= 160, "{} callers are held of at most 160", taken.steps.len());
-    assert_eq!(taken.steps.len() as u64 + dropped + taken.dropped, granted, "what is lost is told");
 }
 
 /// Notes of one name are under the quota that was asked last, as the counts of the stores are.

@@ -1,0 +1,69 @@
+//! How the instances know of each other that they reconcile: each has a request in flight in the primary store as long.
+//!
+//! It is of no caller, and is counted as any other: with a lease time, so that an instance that dies keeps nobody waiting,
+//! and in each part of the primary store by itself.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use super::shared::Shared;
+use crate::limit::{Check, Policies};
+use crate::store::Store;
+
+/// How often an instance says it again: four times in a lease time.
+const EVERY: Duration = Duration::from_millis(250);
+
+/// Says that this instance reconciles, until it is ended or dropped. If it is dropped, what was said last holds for the
+/// lease time: the instance has failed, and is going to try again.
+pub(super) struct Announcement {
+    done: oneshot::Sender<()>,
+    task: JoinHandle<bool>,
+}
+
+impl Announcement {
+    /// Says that this instance no longer reconciles. Returns whether the primary store can tell such things.
+    pub(super) async fn end(self) -> bool {
+        let _ = self.done.send(());
+        self.task.await.unwrap_or(false)
+    }
+}
+
+impl<P: Store, F: Store> Shared<P, F> {
+    /// Says that this instance reconciles.
+    pub(super) fn announce(self: &Arc<Self>) -> Announcement {
+        let (done, mut ended) = oneshot::channel();
+        let shared = Arc::clone(self);
+        let task = tokio::spawn(async move {
+            let hold = |ours| Check::hold(shared.probe, &Policies::reconciling(), ours);
+            let mut is_told = false;
+            loop {
+                is_told |= shared.reconciling(hold(1)).await.is_some();
+                match timeout(EVERY, &mut ended).await {
+                    Err(_) => {}
+                    Ok(Ok(())) => break,
+                    Ok(Err(_)) => return is_told,
+                }
+            }
+            shared.reconciling(hold(0)).await;
+            is_told
+        });
+        Announcement { done, task }
+    }
+
+    /// How many other instances reconcile, where this one does not. `None` if the primary store does not tell.
+    pub(super) async fn others_reconciling(&self) -> Option<u32> {
+        self.reconciling(Check::peek(self.probe, &Policies::reconciling(), 0)).await
+    }
+
+    /// How many instances reconcile, after this check.
+    async fn reconciling(&self, check: Check) -> Option<u32> {
+        let decision = self.asked_in_time(check).await.ok()?;
+        // A store that knows nothing of requests in flight may say anything.
+        let left = decision.remaining();
+        (left > 0).then(|| decision.capacity().saturating_sub(left))
+    }
+}

@@ -1,0 +1,124 @@
+//! A primary store of several instances, each so far away.
+
+use std::collections::HashMap;
+
+use tokio::time::Instant;
+
+use super::*;
+use crate::limit::{Mode, Source, Verdict};
+use crate::store::instant;
+
+/// One count for several instances, each so far away.
+#[derive(Clone)]
+pub(super) struct Far {
+    pub(super) counts: LocalStore,
+    instance: u32,
+    pub(super) delay: Arc<Mutex<Option<Duration>>>,
+    pub(super) seen: Arc<Mutex<Seen>>,
+}
+
+#[derive(Default)]
+pub(super) struct Seen {
+    /// When each was charged, and how much.
+    pub(super) charged: HashMap<Key, Vec<Instant>>,
+    /// Who was charged, in this order.
+    pub(super) order: Vec<Key>,
+    under_way: usize,
+    pub(super) most: usize,
+    /// Those that have said that they reconcile.
+    instances: u32,
+}
+
+impl Far {
+    pub(super) fn new(delay: Duration) -> Self {
+        let delay = Arc::new(Mutex::new(Some(delay)));
+        Self { counts: LocalStore::default(), instance: 0, delay, seen: Arc::default() }
+    }
+
+    /// The same counts, asked by another instance over a way of its own.
+    pub(super) fn of(&self, instance: u32, delay: Duration) -> Self {
+        Self { instance, delay: Arc::new(Mutex::new(Some(delay))), ..self.clone() }
+    }
+
+    pub(super) fn set(&self, delay: Option<Duration>) {
+        *lock(&self.delay) = delay;
+    }
+
+    pub(super) fn fallback(&self, share: u32) -> Fallback<Self, LocalStore> {
+        Fallback::new(self.clone(), LocalStore::default()).share(Share::Fixed(share.try_into().unwrap()))
+    }
+
+    /// Requests in flight are held by instance, which a local store cannot tell apart.
+    pub(super) fn hold(&self, check: &Check) -> Decision {
+        let key = |instance: u32| Key::new(format!("instance-{instance}"));
+        let policies = check.policies();
+        let ask = |check: Check| match self.counts.check(check) {
+            Answer::Ready { answer } => answer.unwrap(),
+            Answer::Pending { .. } => unreachable!(),
+        };
+        if check.mode() == Mode::Hold {
+            drop(ask(Check::hold(key(self.instance), policies, check.cost())));
+        }
+        let mut seen = lock(&self.seen);
+        seen.instances = seen.instances.max(self.instance + 1);
+        let left = |instance| ask(Check::peek(key(instance), policies, 0)).remaining();
+        let capacity = policies.as_slice()[0].quota().capacity();
+        let held: u32 = (0..seen.instances).map(|instance| capacity - left(instance)).sum();
+        check.decided(Source::Redis, 0, |_| Verdict::allowed().with_remaining(capacity - held))
+    }
+}
+
+impl Store for Far {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let Some(delay) = *lock(&self.delay) else { return Answer::ready(Err(unreachable().unsent())) };
+        if check.policies().in_flight().is_some() {
+            let decision = self.hold(&check);
+            return Answer::pending(Box::pin(async move {
+                sleep(delay).await;
+                Ok(decision)
+            }));
+        }
+        let mut seen = lock(&self.seen);
+        if check.mode() == Mode::Charge {
+            seen.charged.entry(*check.key()).or_default().push(instant());
+            seen.order.push(*check.key());
+            seen.under_way += 1;
+            seen.most = seen.most.max(seen.under_way);
+        }
+        let (decision, seen, is_charge) =
+            (self.counts.check(check.clone()), Arc::clone(&self.seen), check.mode() == Mode::Charge);
+        Answer::pending(Box::pin(async move {
+            sleep(delay).await;
+            lock(&seen).under_way -= usize::from(is_charge);
+            decision.await
+        }))
+    }
+}
+
+pub(super) fn caller(i: usize) -> Key {
+    Key::new(format!("caller-{i}"))
+}
+
+pub(super) async fn take(store: &Fallback<Far, LocalStore>, key: Key, policies: &Policies) -> Decision {
+    store.check(Check::take(key, policies, 1)).await.unwrap()
+}
+
+/// Makes the primary store unreachable for an instance until its breaker is open.
+pub(super) async fn cut(store: &Fallback<Far, LocalStore>, far: &Far) {
+    far.set(None);
+    while !store.is_degraded() {
+        let _ = take(store, Key::new("somebody"), &policies(Strategy::Gcra, "1000/s")).await;
+        advance(Duration::from_millis(2)).await;
+    }
+}
+
+/// How long it takes until the breaker is closed.
+pub(super) async fn recovery(store: &Fallback<Far, LocalStore>) -> Duration {
+    let start = instant();
+    while store.is_degraded() {
+        sleep(Duration::from_millis(5)).await;
+    }
+    start.elapsed()
+}

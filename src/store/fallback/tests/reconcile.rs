@@ -1,0 +1,227 @@
+//! A settlement that takes long: in which order, how much at once, who waits for it, and what it leaves to others meanwhile.
+
+use std::future::poll_fn;
+use std::pin::pin;
+
+use futures_util::future::join_all;
+use tokio::runtime::Handle;
+
+use super::far::{Far, caller, cut, recovery, take};
+use super::*;
+use crate::store::{RedisStore, instant};
+use crate::support::{RedisServer, until};
+
+/// Two instances have granted most of some limits between them. One of them has to charge others before these, which takes
+/// about a second, and the other has hardly anything to charge.
+#[tokio::test(start_paused = true)]
+async fn an_instance_that_reconciles_for_long_is_waited_for() {
+    const DELAY: Duration = Duration::from_millis(40);
+    let second = Far::new(DELAY);
+    let far = [second.of(1, DELAY), second];
+    let [first, second] = far.each_ref().map(|far| far.fallback(2).deadline(5 * DELAY));
+    let (limit, two) = (policies(Strategy::Gcra, "60/100d"), policies(Strategy::Gcra, "2/100d"));
+    cut(&first, &far[0]).await;
+    cut(&second, &far[1]).await;
+    for i in 0..20_000 {
+        let _ = take(&second, Key::new(format!("other-{i}")), &two).await;
+    }
+    let ask = async |store| {
+        let answers = join_all((0..50).map(|i| take(store, caller(i), &limit))).await;
+        answers.iter().map(Decision::granted).sum::<u32>()
+    };
+    let mut granted = 0;
+    for _ in 0..30 {
+        granted += ask(&first).await;
+    }
+    for _ in 0..20 {
+        granted += ask(&second).await;
+    }
+    assert_eq!(granted, 50 * (30 + 20));
+
+    far.iter().for_each(|far| far.set(Some(DELAY)));
+    let (start, mut took) = (instant(), [None; 2]);
+    while took.contains(&None) {
+        for (store, took) in [&first, &second].into_iter().zip(&mut took) {
+            if !store.is_degraded() {
+                took.get_or_insert(start.elapsed());
+            }
+        }
+        granted += ask(&first).await;
+        sleep(Duration::from_millis(10)).await;
+    }
+    for _ in 0..60 {
+        granted += ask(&first).await + ask(&second).await;
+    }
+    assert_eq!(granted, 50 * 60, "of limits that come to that, with instances back after {took:?}");
+    let [first, second] = took.map(Option::unwrap);
+    assert!(first.abs_diff(second) < Duration::from_millis(300), "one comes back after the other: {took:?}");
+}
+
+/// As Redis counts it.
+#[tokio::test]
+async fn instances_know_of_each_other_that_they_reconcile() {
+    let server = RedisServer::start();
+    let instance = || {
+        let redis = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+        Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(20))
+    };
+    let [one, other] = [instance(), instance()];
+    let reconciling = async || other.parts[0].others_reconciling().await;
+    assert_eq!(reconciling().await, Some(0));
+    let announcement = one.parts[0].announce();
+    until("it is announced", async || reconciling().await == Some(1)).await;
+    let both = other.parts[0].announce();
+    until("both are", async || reconciling().await == Some(2)).await;
+    assert!(both.end().await);
+    assert_eq!(reconciling().await, Some(1));
+    // As if it had failed: it is going to try again.
+    drop(announcement);
+    assert_eq!(reconciling().await, Some(1));
+    until("it has died, for all that is known", async || reconciling().await == Some(0)).await;
+}
+
+/// An instance that says again and again that it reconciles keeps the others out for no longer than they wait.
+#[tokio::test(start_paused = true)]
+async fn nobody_is_waited_for_for_ever() {
+    let far = Far::new(Duration::from_millis(2));
+    let store = far.fallback(2);
+    cut(&store, &far).await;
+    let _ = take(&store, caller(0), &policies(Strategy::Gcra, "60/100d")).await;
+    far.set(Some(Duration::from_millis(2)));
+    let forever = far.of(1, Duration::ZERO);
+    let announcing = tokio::spawn(async move {
+        loop {
+            drop(forever.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 1)));
+            sleep(Duration::from_millis(100)).await;
+        }
+    });
+    let took = recovery(&store).await;
+    assert!((Duration::from_secs(10)..Duration::from_secs(12)).contains(&took), "{took:?}");
+    announcing.abort();
+}
+
+/// A unit counts for 3.6 s, and the settlement takes longer.
+#[tokio::test(start_paused = true)]
+async fn a_charge_that_lapses_while_others_are_settled_is_not_sent() {
+    const COUNTS: Duration = Duration::from_millis(3_600);
+    let far = Far::new(Duration::from_millis(90));
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "1000/h");
+    cut(&store, &far).await;
+    for i in 0..6_000 {
+        let _ = take(&store, caller(i), &policies).await;
+    }
+    let granted = instant();
+    far.set(Some(Duration::from_millis(90)));
+    recovery(&store).await;
+    sleep(Duration::from_secs(20)).await;
+    let seen = lock(&far.seen);
+    let late = seen.charged.values().flatten().filter(|at| **at - granted > COUNTS).count();
+    let sent = seen.charged.len();
+    assert!(sent > 100, "{sent} are charged");
+    assert_eq!(late, 0, "of {sent} charges so many had lapsed when they were sent");
+}
+
+/// What others may be granted again is first of all what nobody may be granted any more.
+#[tokio::test(start_paused = true)]
+async fn those_who_have_used_most_of_their_limit_are_settled_first() {
+    let far = Far::new(Duration::from_millis(50));
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    cut(&store, &far).await;
+    for i in 0..1_000 {
+        for _ in 0..if i % 10 == 3 { 100 } else { 1 + i % 50 } {
+            let _ = take(&store, caller(i), &policies).await;
+        }
+    }
+    far.set(Some(Duration::from_millis(50)));
+    recovery(&store).await;
+    let seen = lock(&far.seen);
+    let spent = |key: &Key| (0..1_000).any(|i| i % 10 == 3 && caller(i) == *key);
+    let last = seen.order.iter().rposition(spent).unwrap();
+    assert_eq!(seen.order.len(), 1_000);
+    assert!(last < 110, "{last} are charged before the last of 100 who have used up their limits");
+}
+
+/// A near store is sent far more at once than a far one, which would answer the last of them too late.
+#[tokio::test(start_paused = true)]
+async fn as_many_steps_are_under_way_as_are_answered_in_time() {
+    let far = Far::new(Duration::from_millis(2));
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let mut most = vec![];
+    for delay in [2, 90].map(Duration::from_millis) {
+        cut(&store, &far).await;
+        for i in 0..6_000 {
+            let _ = take(&store, caller(i), &policies).await;
+        }
+        lock(&far.seen).most = 0;
+        far.set(Some(delay));
+        recovery(&store).await;
+        most.push(lock(&far.seen).most);
+    }
+    assert!(most[0] >= 512 && most[1] <= 64, "{most:?} steps at once, 2 ms and 90 ms away");
+}
+
+/// Whatever there is to settle, other tasks of the runtime run in between.
+#[tokio::test(start_paused = true)]
+async fn a_settlement_does_a_little_at_a_time() {
+    const CALLERS: usize = 20_000;
+    let far = Far::new(Duration::ZERO);
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "1000/s");
+    cut(&store, &far).await;
+    for i in 0..CALLERS {
+        let _ = take(&store, caller(i), &policies).await;
+    }
+    // All have lapsed, so that nothing is sent and nothing waited for.
+    advance(Duration::from_secs(2)).await;
+    let shared = &store.parts[0];
+    let mut settling = pin!(shared.settle(Handle::current().id()));
+    let mut polls = 0;
+    assert!(
+        poll_fn(|cx| {
+            polls += 1;
+            settling.as_mut().poll(cx)
+        })
+        .await
+    );
+    assert!(shared.grants.is_empty());
+    assert!(polls >= CALLERS / 1_000, "{CALLERS} callers in {polls} goes");
+}
+
+/// What is left when the primary store fails again is not gone through.
+#[tokio::test(start_paused = true)]
+async fn a_settlement_that_fails_leaves_what_it_has_not_sent() {
+    let far = Far::new(Duration::ZERO);
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "1000/100d");
+    cut(&store, &far).await;
+    for i in 0..5_000 {
+        let _ = take(&store, caller(i), &policies).await;
+    }
+    let shared = &store.parts[0];
+    assert!(!shared.settle(Handle::current().id()).await);
+    far.set(Some(Duration::from_millis(1)));
+    recovery(&store).await;
+    assert_eq!(lock(&far.seen).order.len(), 5_000);
+}
+
+/// One caller may have any number of ids.
+#[tokio::test(start_paused = true)]
+async fn the_ids_of_one_caller_are_settled_a_little_at_a_time() {
+    const IDS: usize = 3_000;
+    let far = Far::new(Duration::from_millis(2));
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "100000/100d");
+    cut(&store, &far).await;
+    for i in 0..IDS {
+        let check = Check::take(ann(), &policies, 1).with_id(format!("id-{i}"));
+        assert!(store.check(check).await.unwrap().is_allowed());
+    }
+    let _ = store.check(Check::take(ann(), &policies, 5)).await.unwrap();
+    far.set(Some(Duration::from_millis(2)));
+    recovery(&store).await;
+    let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+    assert_eq!(peek.capacity() - peek.remaining(), IDS as u32 + 5);
+}

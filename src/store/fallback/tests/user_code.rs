@@ -1,0 +1,143 @@
+//! Observers and stores of a user's own: under which locks they run, and what it costs if they panic.
+
+use std::future::Pending;
+use std::panic::panic_any;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::mpsc;
+
+use super::far::{Far, cut, recovery, take};
+use super::*;
+
+/// Is told of everything, and panics each time.
+struct Panics(Arc<AtomicUsize>);
+
+impl Panics {
+    fn told(&self) {
+        self.0.fetch_add(1, SeqCst);
+        // Without a message for each.
+        panic_any(());
+    }
+}
+
+impl Observer for Panics {
+    fn failed(&self, _: &event::Failed<'_>) {
+        self.told();
+    }
+
+    fn degraded(&self, _: &event::Degraded<'_>) {
+        self.told();
+    }
+
+    fn recovered(&self, _: &event::Recovered) {
+        self.told();
+    }
+
+    fn settled(&self, _: &event::Settled) {
+        self.told();
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_observer_that_panics_costs_its_events_only() {
+    let told = Arc::new(AtomicUsize::new(0));
+    let far = Far::new(Duration::from_millis(2));
+    let store = Fallback::new(far.clone(), LocalStore::default()).observer(Panics(Arc::clone(&told)));
+    let policies = policies(Strategy::Gcra, "100/100d");
+    cut(&store, &far).await;
+    for _ in 0..40 {
+        assert!(take(&store, ann(), &policies).await.is_allowed());
+    }
+    far.set(Some(Duration::from_millis(2)));
+    // Nobody asks meanwhile, who would start the task again.
+    recovery(&store).await;
+    sleep(Duration::from_secs(1)).await;
+    let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+    assert_eq!(peek.remaining(), 60);
+    assert_eq!(told.load(SeqCst), 3 + 1 + 1 + 1, "failures, the outage, its end, and what was settled");
+}
+
+/// A primary store that panics once, on the task that probes.
+#[derive(Clone)]
+struct PanicsOnce(Far, Arc<AtomicUsize>);
+
+impl Store for PanicsOnce {
+    type Future = <Far as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        if *check.key() == Key::PROBE && lock(&self.0.delay).is_some() && self.1.fetch_add(1, SeqCst) < 2 {
+            panic_any(());
+        }
+        self.0.check(check)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_panics_does_not_end_the_recovery() {
+    let far = Far::new(Duration::from_millis(2));
+    let store = Fallback::new(PanicsOnce(far.clone(), Arc::default()), LocalStore::default());
+    far.set(None);
+    while !store.is_degraded() {
+        assert!(store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1)).await.unwrap().is_allowed());
+    }
+    far.set(Some(Duration::from_millis(2)));
+    sleep(Duration::from_secs(2)).await;
+    assert!(!store.is_degraded());
+}
+
+/// A fallback of a user's own, which asks the store that it is a part of, as an observer might that it tells.
+#[derive(Clone, Default)]
+struct AsksBack {
+    counts: LocalStore,
+    whole: Arc<Mutex<Option<Fallback<Far, Self>>>>,
+    asked: Arc<AtomicUsize>,
+}
+
+impl AsksBack {
+    fn ask_back(&self, key: &Key) {
+        // Once each time.
+        let Some(whole) = lock(&self.whole).take() else { return };
+        self.asked.fetch_add(1, SeqCst);
+        drop(whole.check(Check::take(*key, &policies(Strategy::Gcra, "100/100d"), 1)));
+        *lock(&self.whole) = Some(whole);
+    }
+}
+
+impl Store for AsksBack {
+    type Future = Pending<Result<Decision, Error>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        self.ask_back(check.key());
+        self.counts.check(check)
+    }
+
+    fn follow(&self, key: &Key, decision: &Decision) {
+        self.ask_back(key);
+        self.counts.follow(key, decision);
+    }
+}
+
+/// In a thread of its own, which hangs for ever if a lock is held.
+#[test]
+fn a_fallback_is_asked_and_told_under_no_lock() {
+    let (tell, told) = mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        runtime.block_on(async {
+            let far = Far::new(Duration::from_millis(2));
+            let local = AsksBack::default();
+            let store = Fallback::new(far.clone(), local.clone());
+            *lock(&local.whole) = Some(store.clone());
+            let check = || store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1));
+            assert!(check().await.unwrap().is_allowed());
+            tell.send(()).unwrap();
+            far.set(None);
+            assert!(check().await.unwrap().is_allowed());
+            tell.send(()).unwrap();
+            assert_eq!(local.asked.load(SeqCst), 2);
+            lock(&local.whole).take();
+        });
+    });
+    for what in ["an answer is followed", "the fallback decides"] {
+        assert!(told.recv_timeout(Duration::from_secs(20)).is_ok(), "it hangs when {what}");
+    }
+}
