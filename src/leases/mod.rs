@@ -171,8 +171,9 @@ impl Books {
                 self.len.fetch_add(1, Ordering::AcqRel);
                 Entry::new(policies.clone(), now)
             });
+            let side = entry.ask(policies, route);
             self.watch.note(entry.lease());
-            entry.ask(policies, route)
+            side
         };
         // Or what a runtime that has ended has left would wait for the next that ends.
         route.post.wake();

@@ -598,3 +598,33 @@ fn an_observer_may_drop_a_reservation() {
     });
     assert!(wait.recv_timeout(Duration::from_secs(20)).is_ok(), "it hangs");
 }
+
+/// What others ask, in an outage in which a fallback goes on.
+#[derive(Clone)]
+struct Refusing(Wavering);
+
+impl Store for Refusing {
+    type Future = <Wavering as Store>::Future;
+
+    fn check(&self, _: Check) -> Answer<Self::Future> {
+        Answer::ready(Err(Error::new(ErrorKind::Unreachable).unsent()))
+    }
+
+    fn identity(&self) -> Option<usize> {
+        self.0.identity()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_has_no_answer_holds_up_no_renewals_of_others() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let [first, second] = [Leases::new(&Refusing(store.clone()), None), leases(&store)];
+    let _first = first.hold(ann, &policies()).unwrap().passed();
+    let _second = request(&store, &second, ann).await.unwrap();
+    let mut least = u32::MAX;
+    for _ in 0..1_000 {
+        sleep(LEASE / 100).await;
+        least = least.min(store.counted(ann));
+    }
+    assert!(least > 0);
+}

@@ -2,7 +2,7 @@ use std::fmt;
 
 use tokio::time::Instant;
 
-use crate::limit::{Check, Decision, Key, Policies};
+use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::{Error, ErrorKind, instant};
 
 /// What is to be done in a store, and who is told of it.
@@ -15,7 +15,9 @@ pub(crate) struct Mail {
 }
 
 /// Is told what came of it, once: also if nobody is left to send it.
-struct Then(Option<Box<dyn FnOnce(Result<Decision, Error>) + Send>>);
+struct Then(Option<Box<Tell>>);
+
+type Tell = dyn FnOnce(Result<Decision, Error>) + Send;
 
 enum What {
     Check(Check),
@@ -69,6 +71,11 @@ impl Mail {
         };
         let age = now.saturating_duration_since(self.put_at);
         i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_period())
+    }
+
+    /// Whether whoever puts it does so again if it was not sent.
+    pub(super) fn is_repeated(&self) -> bool {
+        matches!(&self.what, What::Check(check) if check.mode() == Mode::Renew)
     }
 
     /// What to ask for now. `None` if there is nothing to do any more.

@@ -26,7 +26,7 @@ use crate::store::{Answer, Error, ErrorKind, Observer, Store, contain, event, in
 /// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
 /// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more: for
-///   the longest period of its policies.
+///   the longest period of its policies. But not a renewal: whoever asks for it does so again, with what is in flight then.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
 ///   and of what finds the outbox full.
 /// - It sends on the runtime of whoever came first. If that ends, or there is none, what is left waits for the next one that
@@ -198,6 +198,7 @@ impl<S: Store> Shared<S> {
     /// The store has answered, or panicked.
     pub(super) fn ended(&self, mail: Mail, answer: Result<Decision, Error>) {
         match answer {
+            Err(error) if error.is_unsent() && mail.is_repeated() => mail.tell(Err(error)),
             Err(error) if error.is_unsent() && mail.matters(instant()) => {
                 if let Some(mail) = self.try_again(mail) {
                     self.give_up(mail, error);
