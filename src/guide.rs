@@ -9,6 +9,7 @@ pub mod recipes {}
 
 /// Which strategy fits which limit, and what it is called elsewhere.
 ///
+/// [recipes]: crate::guide::recipes
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}

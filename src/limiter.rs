@@ -1,9 +1,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::leases::{Leases, desk};
+use crate::leases::Leases;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
-use crate::settle::{Post, Reservation, ReserveError, Reserved};
+use crate::settle::{Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
 use crate::turns::{Bounds, Turns, Wanted};
 
@@ -32,18 +32,16 @@ pub struct Limiter<S> {
     store: S,
     policies: Policies,
     turns: Turns,
-    /// Settles reservations.
-    post: Arc<dyn Post>,
-    /// What they hold in flight.
+    /// What reservations hold in flight, and what settles them.
     leases: Leases,
 }
 
 impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
-        let turns = Turns::new(store.clone(), Bounds::NONE);
-        let (post, leases) = desk(&store, None);
-        Self { store, policies: policies.into(), turns, post, leases }
+        let leases = Leases::new(&store, None);
+        let turns = Turns::new(store.clone(), leases.clone(), Bounds::NONE);
+        Self { store, policies: policies.into(), turns, leases }
     }
 
     /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if that has
@@ -53,8 +51,8 @@ impl<S: Store> Limiter<S> {
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
-        let (post, leases) = desk(&self.store, Some(observer));
-        Self { post, leases, ..self }
+        let leases = self.leases.observed(&self.store, observer);
+        Self { leases, ..self }
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
@@ -88,13 +86,16 @@ impl<S: Store> Limiter<S> {
     /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time, or
     /// before, if reservations or layers over the same store hold requests of this caller too, and tell how many these are.
     ///
+    /// Outside of a tokio runtime, which only a [`LocalStore`](crate::LocalStore) does without, nothing renews by itself: the
+    /// next call of this does, before it asks.
+    ///
     /// To drop the future is not to drop a reservation: what it has charged by then stays charged, but nothing is in flight.
     ///
     /// # Errors
     ///
     /// [`ReserveError::Denied`], and [`ReserveError::Failed`] if the store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
-        self.post.wake();
+        self.leases.post().wake();
         let since = instant();
         // Before the store is asked.
         let mut lease = self.leases.hold(key, &self.policies);
@@ -104,7 +105,7 @@ impl<S: Store> Limiter<S> {
         }
         match answer {
             Ok(decision) if decision.is_allowed() => {
-                Ok(Reservation::new(Reserved::new(decision, key, cost, since), lease, Arc::clone(&self.post)))
+                Ok(Reservation::new(Reserved::new(decision, key, cost, since), lease, Arc::clone(self.leases.post())))
             }
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),

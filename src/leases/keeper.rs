@@ -5,8 +5,8 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep};
 
-use super::Shared;
-use crate::store::{Store, instant};
+use super::Books;
+use crate::store::instant;
 
 /// Who looks after the entries: one task at a time, on the runtime of whoever came first. If that ends or stands still, whoever
 /// comes next on another takes over.
@@ -64,6 +64,11 @@ impl Watch {
         is_due
     }
 
+    /// Whether there is no keeper.
+    fn is_left(&self, now: Instant) -> bool {
+        self.micros(now).saturating_sub(self.beat.load(Ordering::Acquire)) >= PATIENCE
+    }
+
     /// Whether there is none. Then the caller is the one of this number.
     fn enlist(&self, now: Instant) -> Option<u64> {
         let (now, beat) = (self.micros(now), self.beat.load(Ordering::Acquire));
@@ -90,37 +95,42 @@ impl Watch {
     }
 }
 
-impl<S: Store> Shared<S> {
-    /// Starts a keeper, if there is none.
+impl Books {
+    /// Starts a keeper, if there is none. Outside of a runtime there can be none: whoever comes does its work, before the
+    /// store is asked.
     pub(super) fn attend(self: &Arc<Self>, now: Instant) {
-        if let Ok(runtime) = Handle::try_current()
-            && let Some(number) = self.watch.enlist(now)
-        {
-            // A runtime that has ended drops it at once.
-            runtime.spawn(Keeper { shared: Arc::clone(self), number }.run());
+        match Handle::try_current() {
+            Ok(runtime) => {
+                if let Some(number) = self.watch.enlist(now) {
+                    // A runtime that has ended drops it at once.
+                    runtime.spawn(Keeper { books: Arc::clone(self), number }.run());
+                }
+            }
+            Err(_) if self.watch.is_left(now) => self.look(now),
+            Err(_) => {}
         }
     }
 }
 
-struct Keeper<S: Store> {
-    shared: Arc<Shared<S>>,
+struct Keeper {
+    books: Arc<Books>,
     number: u64,
 }
 
-impl<S: Store> Keeper<S> {
+impl Keeper {
     async fn run(self) {
         loop {
-            sleep(TICK.min(self.shared.watch.gap())).await;
+            sleep(TICK.min(self.books.watch.gap())).await;
             let now = instant();
-            if !self.shared.watch.beat(self.number, now) {
+            if !self.books.watch.beat(self.number, now) {
                 return;
             }
-            self.shared.look(now);
-            if self.shared.len.load(Ordering::Acquire) == 0 {
-                self.shared.watch.leave(self.number);
+            self.books.look(now);
+            if self.books.len.load(Ordering::Acquire) == 0 {
+                self.books.watch.leave(self.number);
                 // Who came just before that has found a keeper.
-                if self.shared.len.load(Ordering::Acquire) > 0 {
-                    self.shared.attend(now);
+                if self.books.len.load(Ordering::Acquire) > 0 {
+                    self.books.attend(now);
                 }
                 return;
             }
@@ -128,8 +138,8 @@ impl<S: Store> Keeper<S> {
     }
 }
 
-impl<S: Store> Drop for Keeper<S> {
+impl Drop for Keeper {
     fn drop(&mut self) {
-        self.shared.watch.leave(self.number);
+        self.books.watch.leave(self.number);
     }
 }

@@ -1,8 +1,10 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::entry::Answered;
-use super::{Books, Leases, Place};
+use smallvec::SmallVec;
+
+use super::entry::{Answered, Side};
+use super::{Books, Leases, Place, Route};
 use crate::limit::{Decision, Key, Policies};
 use crate::store::Error;
 
@@ -16,6 +18,8 @@ pub struct Lease {
     key: Key,
     /// Those that count what is in flight.
     policies: Policies,
+    /// Of each of these, on which side of a look it was asked about.
+    sides: SmallVec<[Side; 1]>,
     state: State,
     answered: Answered,
 }
@@ -28,15 +32,15 @@ enum State {
 }
 
 impl Lease {
-    pub(super) fn new(leases: Leases, key: Key, policies: Policies) -> Self {
-        Self { leases, key, policies, state: State::Asked, answered: Answered::Elsewhere }
+    pub(super) fn new(leases: Leases, key: Key, policies: Policies, sides: SmallVec<[Side; 1]>) -> Self {
+        Self { leases, key, policies, sides, state: State::Asked, answered: Answered::Elsewhere }
     }
 
     /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is held if the
     /// request [passes](Self::pass) all the same.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &Error>) {
         self.answered = match answer {
-            Ok(decision) => self.leases.worth(decision),
+            Ok(decision) => self.leases.route().answered(decision),
             Err(error) => Answered::there(error.is_unsent()),
         };
         match answer {
@@ -56,27 +60,27 @@ impl Lease {
     pub(crate) fn leave_counted(mut self) {
         if self.state == State::Held {
             self.state = State::Over;
-            self.each(|books, place| books.left(place));
+            self.each(|books, place, _, route| books.left(place, route));
         }
     }
 
     fn hold(&mut self, answered: Answered) {
         if self.state == State::Asked {
             self.state = State::Held;
-            self.each(|books, place| books.granted(place, answered));
+            self.each(|books, place, side, _| books.granted(place, side, answered));
         }
     }
 
     fn leave(&mut self) {
         if self.state == State::Asked {
             self.state = State::Over;
-            self.each(|books, place| books.denied(place, self.answered));
+            self.each(|books, place, side, route| books.denied(place, side, route, self.answered));
         }
     }
 
-    fn each(&self, tell: impl Fn(Arc<dyn Books>, Place)) {
-        for policy in self.policies.iter() {
-            tell(Arc::clone(self.leases.books()), Place { key: self.key, count: policy.id() });
+    fn each(&self, tell: impl Fn(&Arc<Books>, Place, Side, &Arc<Route>)) {
+        for (policy, side) in self.policies.iter().zip(&self.sides) {
+            tell(self.leases.books(), Place { key: self.key, count: policy.id() }, *side, self.leases.route());
         }
     }
 }
@@ -85,7 +89,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.leave();
         if self.state == State::Held {
-            self.each(|books, place| books.ended(place));
+            self.each(|books, place, _, route| books.ended(place, route));
         }
     }
 }

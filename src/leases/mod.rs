@@ -5,10 +5,11 @@
 //! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
 //!
 //! - All layers over one store share its [books](shelf), since the store counts what they hold as one.
-//! - A request is entered in the books before the store is asked, so that they never say less than the store may count.
+//! - A request is given back by the store that its layer asks: a fallback, maybe, over the one that others ask.
 //! - What ends is given back off the request path, once, whatever ends it.
-//! - What an [`Entry`](entry::Entry) is not sure of it tells as it should be, by [`Check::hold`]: once nothing of it is under
-//!   way, so that no take is overwritten.
+//! - Where the count is in doubt, the books look how many the store counts. Takes and give-backs may come to it before the look
+//!   or after it, in any order, since they go by several connections: so only what is wrong whatever came first is corrected,
+//!   by giving back or charging so many. This too may come in any order.
 
 mod entry;
 mod keeper;
@@ -22,32 +23,37 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use tokio::runtime::Handle;
+use smallvec::SmallVec;
 use tokio::time::Instant;
 
 pub(crate) use self::lease::Lease;
 
-use self::entry::{Answered, Entry, Sent};
+use self::entry::{Answered, Entry, Look, Side, Wrong};
 use self::keeper::Watch;
-use crate::limit::{Check, Decision, Key, Policies};
+use crate::limit::{Check, Decision, Key, Policies, Policy};
 use crate::settle::{Mail, Outbox, Post};
-use crate::store::{Answer, Error, Observer, Store, instant, lock};
+use crate::store::{Error, Observer, Store, contain, instant, lock};
 
-/// The books of an instance: what it has in flight. Clones share them, and so do all that are of one store.
+/// What a layer has in flight, in the books that it shares with all that are over the same store. Clones have them too.
 #[derive(Clone)]
-pub struct Leases(Arc<Opening>);
+pub struct Leases(Arc<Inner>);
 
-/// Books that are opened with the first request.
-struct Opening {
-    books: OnceLock<Arc<dyn Books>>,
-    open: Box<dyn Fn() -> Arc<dyn Books> + Send + Sync>,
-    /// Where a decision came from. Others who have these books may ask another store, which asks the same one.
-    worth: Box<dyn Fn(&Decision) -> Answered + Send + Sync>,
+struct Inner {
+    /// Opened with the first request.
+    books: Arc<OnceLock<Arc<Books>>>,
+    route: Arc<Route>,
 }
 
-struct Shared<S: Store> {
-    store: S,
+/// How a layer asks the store. Others who have the same books may ask another one over it.
+struct Route {
+    identity: Option<usize>,
+    /// Whether a decision was made where the count is kept.
+    knows: Box<dyn Fn(&Decision) -> bool + Send + Sync>,
     post: Arc<dyn Post>,
+}
+
+/// What an instance has in flight in one store.
+struct Books {
     books: Box<[Mutex<HashMap<Place, Entry>>]>,
     /// How many entries there are.
     len: AtomicUsize,
@@ -67,25 +73,45 @@ struct Place {
     count: u64,
 }
 
+/// What is due of an entry.
+enum Due {
+    Look(Look),
+    Correct(Wrong),
+}
+
+/// Those of an entry, of which the first one tells what the store counts.
+type Routes = SmallVec<[Arc<Route>; 1]>;
+
 const SHARDS: usize = 16;
 /// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the others.
 const MAX_IDLE: usize = 100_000;
 
 impl Leases {
-    /// Keeps the books of what is taken in `store`, and tells it by `post` what has ended.
-    pub(crate) fn new(store: impl Store, post: Arc<dyn Post>) -> Self {
-        let (identity, asked) = (store.identity(), store.clone());
-        let worth = Box::new(move |decision: &Decision| Answered::there(asked.knows(decision)));
-        let new = move || Arc::new(Shared::new(store.clone(), Arc::clone(&post))) as Arc<dyn Books>;
-        Self(Arc::new(Opening { books: OnceLock::new(), open: Box::new(move || shelf::find(identity, &new)), worth }))
+    /// The books of what is taken in `store`. `observer` is told of what could not be given back.
+    pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
+        Self::over(Arc::default(), store, observer)
     }
 
-    fn worth(&self, decision: &Decision) -> Answered {
-        (self.0.worth)(decision)
+    /// The same books, and another observer. `store` is the same.
+    pub(crate) fn observed(&self, store: &impl Store, observer: Arc<dyn Observer>) -> Self {
+        Self::over(Arc::clone(&self.0.books), store, Some(observer))
     }
 
-    fn books(&self) -> &Arc<dyn Books> {
-        self.0.books.get_or_init(|| (self.0.open)())
+    fn over(books: Arc<OnceLock<Arc<Books>>>, store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
+        Self(Arc::new(Inner { books, route: Arc::new(Route::new(store, observer)) }))
+    }
+
+    /// What settles in the store.
+    pub(crate) fn post(&self) -> &Arc<dyn Post> {
+        &self.0.route.post
+    }
+
+    fn route(&self) -> &Arc<Route> {
+        &self.0.route
+    }
+
+    fn books(&self) -> &Arc<Books> {
+        self.0.books.get_or_init(|| shelf::find(self.0.route.identity))
     }
 
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
@@ -95,93 +121,40 @@ impl Leases {
     pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
         let (books, now) = (self.books(), instant());
-        for policy in policies.iter() {
-            Arc::clone(books).asks(Place { key, count: policy.id() }, &policies.only(policy), now);
+        let ask =
+            |policy: &Policy| books.ask(Place { key, count: policy.id() }, &policies.only(policy), self.route(), now);
+        let sides = policies.iter().map(ask).collect();
+        Some(Lease::new(self.clone(), key, policies.clone(), sides))
+    }
+}
+
+impl Route {
+    fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
+        let (identity, asked) = (store.identity(), store.clone());
+        let knows = Box::new(move |decision: &Decision| asked.knows(decision));
+        Self { identity, knows, post: Arc::new(Outbox::new(store.clone(), observer)) }
+    }
+
+    /// Where a decision came from.
+    fn answered(&self, decision: &Decision) -> Answered {
+        Answered::there(contain(|| (self.knows)(decision)).unwrap_or(false))
+    }
+
+    /// Where an answer came from, and what it grants.
+    fn read(&self, answer: &Result<Decision, Error>) -> (Answered, u32) {
+        match answer {
+            Ok(decision) => (self.answered(decision), decision.granted()),
+            Err(_) => (Answered::Elsewhere, 0),
         }
-        Some(Lease::new(self.clone(), key, policies.clone()))
     }
 }
 
-/// What settles in `store`, and the books of what is in flight there. `observer` is told of what could not be done.
-pub(crate) fn desk<S: Store>(store: &S, observer: Option<Arc<dyn Observer>>) -> (Arc<dyn Post>, Leases) {
-    let post: Arc<dyn Post> = Arc::new(Outbox::new(store.clone(), observer));
-    (Arc::clone(&post), Leases::new(store.clone(), post))
-}
-
-/// What happens to a lease, with any store.
-trait Books: Send + Sync {
-    /// The store is about to be asked about a request.
-    fn asks(self: Arc<Self>, place: Place, policies: &Policies, now: Instant);
-
-    /// What was asked about was granted, or passes for another reason.
-    fn granted(self: Arc<Self>, place: Place, answered: Answered);
-
-    /// What was asked about is not in flight.
-    fn denied(self: Arc<Self>, place: Place, answered: Answered);
-
-    /// Nobody will tell when a request ends.
-    fn left(self: Arc<Self>, place: Place);
-
-    /// A request has ended.
-    fn ended(self: Arc<Self>, place: Place);
-
-    /// How many entries there are.
-    fn len(&self) -> usize;
-}
-
-impl<S: Store> Books for Shared<S> {
-    fn asks(self: Arc<Self>, place: Place, policies: &Policies, now: Instant) {
-        {
-            let entries = &mut *lock(self.book(&place));
-            let entry = entries.entry(place).or_insert_with(|| {
-                self.len.fetch_add(1, Ordering::AcqRel);
-                Entry::new(policies.clone(), now)
-            });
-            entry.ask(policies);
-            self.watch.note(entry.lease());
-        }
-        // Or what a runtime that has ended has left would wait for the next that ends.
-        self.post.wake();
-        self.attend(now);
-    }
-
-    fn granted(self: Arc<Self>, place: Place, answered: Answered) {
-        self.heard(answered);
-        self.change(place, |entry, now| {
-            entry.granted(answered, now);
-            0
-        });
-    }
-
-    fn denied(self: Arc<Self>, place: Place, answered: Answered) {
-        self.change(place, |entry, now| {
-            entry.denied(answered, now);
-            0
-        });
-    }
-
-    fn left(self: Arc<Self>, place: Place) {
-        self.change(place, |entry, _| {
-            entry.left();
-            0
-        });
-    }
-
-    fn ended(self: Arc<Self>, place: Place) {
-        self.change(place, Entry::ended);
-    }
-
-    fn len(&self) -> usize {
-        self.len.load(Ordering::Acquire)
-    }
-}
-
-impl<S: Store> Shared<S> {
-    fn new(store: S, post: Arc<dyn Post>) -> Self {
+impl Books {
+    fn new() -> Self {
         let books = (0..SHARDS).map(|_| Mutex::default()).collect();
         let (away, forgot, doubt) = Default::default();
         let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
-        Self { store, post, books, len, away, forgot, doubt, watch }
+        Self { books, len, away, forgot, doubt, watch }
     }
 
     fn book(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
@@ -190,76 +163,129 @@ impl<S: Store> Shared<S> {
         &self.books[(sum.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % SHARDS]
     }
 
-    /// Changes an entry, gives back what that says, and tells the store what it holds, if that is due.
-    fn change(self: &Arc<Self>, place: Place, change: impl FnOnce(&mut Entry, Instant) -> u32) {
-        let (mut back, mut hold) = (None, None);
-        {
+    /// The store is about to be asked about a request.
+    fn ask(self: &Arc<Self>, place: Place, policies: &Policies, route: &Arc<Route>, now: Instant) -> Side {
+        let side = {
             let entries = &mut *lock(self.book(&place));
-            let Some(entry) = entries.get_mut(&place) else { return };
+            let entry = entries.entry(place).or_insert_with(|| {
+                self.len.fetch_add(1, Ordering::AcqRel);
+                Entry::new(policies.clone(), now)
+            });
+            let side = entry.ask(policies, route);
+            self.watch.note(entry.lease());
+            side
+        };
+        // Or what a runtime that has ended has left would wait for the next that ends.
+        route.post.wake();
+        self.attend(now);
+        side
+    }
+
+    /// What was asked about was granted, or passes for another reason.
+    fn granted(self: &Arc<Self>, place: Place, side: Side, answered: Answered) {
+        self.heard(answered);
+        self.change(place, |entry, now| entry.granted(side, answered, now));
+    }
+
+    /// What was asked about is not in flight.
+    fn denied(self: &Arc<Self>, place: Place, side: Side, route: &Arc<Route>, answered: Answered) {
+        self.change(place, |entry, now| entry.denied(side, route, answered, now));
+    }
+
+    /// Nobody will tell when a request ends.
+    fn left(self: &Arc<Self>, place: Place, route: &Arc<Route>) {
+        self.change(place, |entry, _| entry.left(route));
+    }
+
+    /// A request has ended.
+    fn ended(self: &Arc<Self>, place: Place, route: &Arc<Route>) {
+        let change = |entry: &mut Entry, _| (entry.policies().clone(), entry.ended(route));
+        let Some((policies, _unused)) = self.change(place, change) else { return };
+        let since = instant();
+        self.ask_by(route, Check::give_back(place.key, &policies, 1), move |books, answered, had| {
+            books.change(place, |entry, now| entry.gave_back(since, answered, had, now));
+        });
+    }
+
+    /// Changes an entry, and does what is due then: corrects what the store counts, or looks how many that is.
+    fn change<T>(self: &Arc<Self>, place: Place, change: impl FnOnce(&mut Entry, Instant) -> T) -> Option<T> {
+        let (result, due, _done) = {
+            let entries = &mut *lock(self.book(&place));
+            let entry = entries.get_mut(&place)?;
             let now = instant();
-            let count = change(entry, now);
-            if count > 0 {
-                back = Some((count, Check::give_back(place.key, entry.policies(), count)));
-            } else if Handle::try_current().is_ok()
-                && let Some(sent) = entry.hold(now)
-            {
-                // Under the lock, so that every take that is entered from here on comes to the store after it.
-                let check = Check::hold(place.key, entry.policies(), sent.count);
-                hold = Some((sent, self.store.check(check)));
-            }
+            let result = change(entry, now);
+            let due = match entry.wrong(now) {
+                Some(wrong) => Some(Due::Correct(wrong)),
+                None => entry.look(now).map(Due::Look),
+            };
+            let due = due.map(|due| (due, entry.policies().clone(), entry.routes().map(Arc::clone).collect()));
             if entry.is_in_doubt() {
                 self.doubt.store(true, Ordering::Release);
             }
-            self.remove_if_done(entries, place, now);
-        }
-        if let Some((count, check)) = back {
-            self.give_back(place, count, check);
-        }
-        if let Some((sent, answer)) = hold {
-            self.await_hold(place, sent, answer);
-        }
-    }
-
-    fn remove_if_done(&self, entries: &mut HashMap<Place, Entry>, place: Place, now: Instant) {
-        let is_full = || self.len.load(Ordering::Acquire) > MAX_IDLE;
-        if entries.get(&place).is_some_and(|entry| entry.is_done(now) || entry.is_idle() && is_full()) {
-            entries.remove(&place);
-            self.len.fetch_sub(1, Ordering::AcqRel);
-        }
-    }
-
-    fn give_back(self: &Arc<Self>, place: Place, count: u32, check: Check) {
-        let (shared, since) = (Arc::clone(self), instant());
-        self.post.put(Mail::ask_then(check, move |answer| {
-            let (answered, had) = shared.read(answer);
-            shared.change(place, |entry, now| {
-                entry.gave_back(count, since, answered, had, now);
-                0
-            });
-        }));
-    }
-
-    fn await_hold(self: &Arc<Self>, place: Place, sent: Sent, answer: Answer<S::Future>) {
-        let told = Told { shared: Arc::clone(self), place, sent, answer: None };
-        match answer {
-            Answer::Ready { answer } => told.by(answer),
-            Answer::Pending { future } => {
-                // A runtime that has ended drops it at once.
-                if let Ok(runtime) = Handle::try_current() {
-                    runtime.spawn(async move { told.by(future.await) });
-                }
-            }
-        }
-    }
-
-    /// Where the answer came from, and what it grants.
-    fn read(&self, answer: Result<Decision, Error>) -> (Answered, u32) {
-        let (answered, granted) = match &answer {
-            Ok(decision) => (Answered::there(self.store.knows(decision)), decision.granted()),
-            Err(_) => (Answered::Elsewhere, 0),
+            (result, due, self.remove_if_done(entries, place, now))
         };
-        self.heard(answered);
-        (answered, granted)
+        match due {
+            Some((Due::Look(look), policies, routes)) => self.look_at(place, look, &policies, routes),
+            Some((Due::Correct(wrong), policies, routes)) => self.correct(place, wrong, &policies, routes),
+            None => {}
+        }
+        Some(result)
+    }
+
+    /// What is removed may hold the last of a store, which is dropped without the lock.
+    fn remove_if_done(&self, entries: &mut HashMap<Place, Entry>, place: Place, now: Instant) -> Option<Entry> {
+        let is_full = || self.len.load(Ordering::Acquire) > MAX_IDLE;
+        entries.get(&place).filter(|entry| entry.is_done(now) || entry.is_idle() && is_full())?;
+        self.len.fetch_sub(1, Ordering::AcqRel);
+        entries.remove(&place)
+    }
+
+    /// Looks how many the store counts, which renews them.
+    fn look_at(self: &Arc<Self>, place: Place, look: Look, policies: &Policies, routes: Routes) {
+        let renew = Check::renew(place.key, policies, look.held);
+        // Each may have another store that follows the one that counts.
+        for route in routes.iter().skip(1) {
+            route.post.put(Mail::of_check(renew.clone()));
+        }
+        self.ask_first(routes, renew, move |books, answered, counted| {
+            books.change(place, |entry, now| entry.looked(look, answered, counted, now));
+        });
+    }
+
+    fn correct(self: &Arc<Self>, place: Place, wrong: Wrong, policies: &Policies, routes: Routes) {
+        let check = match wrong {
+            Wrong::TooMany(count) => Check::give_back(place.key, policies, count),
+            Wrong::TooFew(count) => Check::charge(place.key, policies, count),
+        };
+        self.ask_first(routes, check, move |books, answered, _| {
+            books.change(place, |entry, now| entry.corrected(answered, now));
+        });
+    }
+
+    fn ask_first(
+        self: &Arc<Self>,
+        routes: Routes,
+        check: Check,
+        then: impl FnOnce(&Arc<Self>, Answered, u32) + Send + 'static,
+    ) {
+        if let Some(route) = routes.into_iter().next() {
+            self.ask_by(&route, check, then);
+        }
+    }
+
+    /// Asks by this route, and calls `then` with where the answer came from, and what it grants.
+    fn ask_by(
+        self: &Arc<Self>,
+        route: &Arc<Route>,
+        check: Check,
+        then: impl FnOnce(&Arc<Self>, Answered, u32) + Send + 'static,
+    ) {
+        let (books, asked) = (Arc::clone(self), Arc::clone(route));
+        route.post.put(Mail::ask_then(check, move |answer| {
+            let (answered, granted) = asked.read(&answer);
+            books.heard(answered);
+            then(&books, answered, granted);
+        }));
     }
 
     /// What the count was while it was away, nobody knows.
@@ -281,62 +307,32 @@ impl<S: Store> Shared<S> {
         if !(forgot || doubt || self.watch.is_due(now)) {
             return;
         }
-        let mut renewals = Vec::new();
         for book in &self.books {
-            let mut doubted = Vec::new();
+            let mut due = Vec::new();
             lock(book).iter_mut().for_each(|(place, entry)| {
                 if forgot {
                     entry.ask_again();
                 }
-                if entry.is_in_doubt() {
-                    doubted.push(*place);
-                } else if let Some(sent) = entry.renew(now) {
-                    renewals.push((*place, sent, Check::renew(place.key, entry.policies(), sent.count)));
+                if entry.is_in_doubt() || entry.is_due(now) {
+                    due.push(*place);
                 }
             });
-            for place in doubted {
-                self.change(place, |_, _| 0);
+            for place in due {
+                self.change(place, |_, _| ());
             }
         }
-        for (place, sent, check) in renewals {
-            let shared = Arc::clone(self);
-            self.post.put(Mail::ask_then(check, move |answer| {
-                let (answered, counted) = shared.read(answer);
-                shared.change(place, |entry, now| {
-                    entry.renewed(sent, answered, counted, now);
-                    0
-                });
-            }));
-        }
-    }
-}
-
-/// A hold that was sent. Dropped with its runtime, it was not answered.
-struct Told<S: Store> {
-    shared: Arc<Shared<S>>,
-    place: Place,
-    sent: Sent,
-    answer: Option<Result<Decision, Error>>,
-}
-
-impl<S: Store> Told<S> {
-    fn by(mut self, answer: Result<Decision, Error>) {
-        self.answer = Some(answer);
-    }
-}
-
-impl<S: Store> Drop for Told<S> {
-    fn drop(&mut self) {
-        let answer = self.answer.take();
-        let answered = answer.map_or(Answered::Elsewhere, |answer| self.shared.read(answer).0);
-        self.shared.change(self.place, |entry, now| entry.told(self.sent, answered, now));
     }
 }
 
 impl fmt::Debug for Leases {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Leases")
-            .field("entries", &self.0.books.get().map_or(0, |books| books.len()))
-            .finish_non_exhaustive()
+        let entries = self.0.books.get().map_or(0, |books| books.len.load(Ordering::Acquire));
+        f.debug_struct("Leases").field("entries", &entries).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Route").finish_non_exhaustive()
     }
 }

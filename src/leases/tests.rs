@@ -1,6 +1,7 @@
 //! The books agree with the store, whatever becomes of requests and answers.
 
 use std::future::Future;
+use std::num::NonZeroU32;
 use std::pin::Pin;
 use std::sync::atomic::AtomicU8;
 use std::time::Duration;
@@ -10,8 +11,9 @@ use tokio::time::{sleep, timeout};
 
 use super::*;
 use crate::limit::{Mode, Policy, Quota, Source, Strategy, Verdict};
-use crate::settle::Outbox;
-use crate::store::{ErrorKind, LocalStore};
+use crate::limiter::Limiter;
+use crate::settle::Reservation;
+use crate::store::{Answer, ErrorKind, Fallback, LocalStore, MockStore, event};
 use crate::turns::{Bounds, Turns, Wanted};
 
 /// A store as a fallback over Redis is: while that is away, another store decides.
@@ -21,6 +23,8 @@ struct Wavering {
     elsewhere: LocalStore,
     /// [`HERE`], [`AWAY`], [`LOSES`] or [`REFUSES`].
     mood: Arc<AtomicU8>,
+    /// How long each way takes: as over several connections, what is asked later may come before.
+    way: fn() -> Duration,
     asked: Arc<Mutex<Vec<(Mode, u32)>>>,
 }
 
@@ -38,7 +42,7 @@ const LEASE: Duration = Duration::from_secs(30);
 impl Wavering {
     fn new() -> Self {
         let (there, elsewhere) = (LocalStore::default(), LocalStore::default());
-        Self { there, elsewhere, mood: Arc::default(), asked: Arc::default() }
+        Self { there, elsewhere, mood: Arc::default(), way: || Duration::from_millis(2), asked: Arc::default() }
     }
 
     fn is(&self, mood: u8) {
@@ -69,7 +73,7 @@ impl Store for Wavering {
         let store = self.clone();
         // As with Redis, it is decided a little later, and heard of later still.
         Answer::pending(Box::pin(async move {
-            sleep(Duration::from_millis(2)).await;
+            sleep((store.way)()).await;
             let mood = store.mood.load(Ordering::SeqCst);
             if mood == AWAY {
                 return Ok(now(&store.elsewhere, check));
@@ -78,7 +82,7 @@ impl Store for Wavering {
                 return Err(Error::new(ErrorKind::Unreachable).unsent());
             }
             let decision = now(&store.there, check.clone());
-            sleep(Duration::from_millis(2)).await;
+            sleep((store.way)()).await;
             if mood == LOSES {
                 return Err(Error::new(ErrorKind::Timeout));
             }
@@ -106,8 +110,12 @@ fn policies() -> Policies {
     POLICIES.clone()
 }
 
+fn entries(leases: &Leases) -> usize {
+    leases.books().len.load(Ordering::Acquire)
+}
+
 fn leases(store: &Wavering) -> Leases {
-    Leases::new(store.clone(), Arc::new(Outbox::new(store.clone(), None)))
+    Leases::new(store, None)
 }
 
 /// Asks for a request, and holds it if that is granted.
@@ -144,7 +152,7 @@ async fn a_request_is_counted_until_it_ends_however_long() {
         "{renewals:?}"
     );
     drop(one);
-    until("it is given back", || store.counted(ann) == 0 && leases.books().len() == 0).await;
+    until("it is given back", || store.counted(ann) == 0 && entries(&leases) == 0).await;
     assert_eq!(store.told(), [(Mode::GiveBack, 1)]);
     sleep(LEASE).await;
     assert_eq!(store.told(), [], "nobody is left to renew");
@@ -168,7 +176,7 @@ async fn layers_over_one_store_have_books_in_common() {
     }
     let [first, second] = layers;
     drop((first, held));
-    until("nothing is counted", || store.counted(ann) == 0 && second.books().len() == 0).await;
+    until("nothing is counted", || store.counted(ann) == 0 && entries(&second) == 0).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -222,7 +230,7 @@ async fn what_ended_in_an_outage_is_told_though_nothing_is_in_flight() {
     sleep(Duration::from_secs(1)).await;
     let _ = now(&store.there, Check::hold(ann, &policies(), 3));
     store.is(HERE);
-    until("it counts none", || store.counted(ann) == 0 && leases.books().len() == 0).await;
+    until("it counts none", || store.counted(ann) == 0 && entries(&leases) == 0).await;
 }
 
 /// As by a failover, or a FLUSHALL: with nothing to tell that it did.
@@ -291,25 +299,39 @@ async fn nothing_stays_counted_whatever_happens() {
             task.await.unwrap();
         }
         let keys = || (0..4).map(|i| Key::new(i.to_string()));
-        until("nothing is counted", || keys().all(|key| store.counted(key) == 0) && leases.books().len() == 0).await;
+        until("nothing is counted", || keys().all(|key| store.counted(key) == 0) && entries(&leases) == 0).await;
     }
 }
 
 /// While the store is there, and nothing is lost but answers that nobody waits for, no more than the limit is in flight.
 #[tokio::test(start_paused = true)]
 async fn no_more_than_the_limit_is_in_flight_while_clients_go_away() {
+    assert_eq!(most_in_flight(|| Duration::from_millis(2), 64, 1.0).await, LIMIT as usize);
+}
+
+/// What is asked later may come to the store before what was asked first, on another connection.
+#[tokio::test(start_paused = true)]
+async fn a_correction_never_undoes_a_take_that_overtakes_it() {
+    fastrand::seed(7);
+    let way = || Duration::from_micros(fastrand::u64(..5_000));
+    assert_eq!(most_in_flight(way, 24, 0.1).await, LIMIT as usize);
+}
+
+/// The most that so many clients have in flight at once, of whose requests a part goes away before the answer may be there.
+async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usize {
     let (in_flight, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     for seed in 0..10 {
-        let (store, mut rng) = (Wavering::new(), Rng::with_seed(seed));
+        let (store, mut rng) = (Wavering { way, ..Wavering::new() }, Rng::with_seed(seed));
         let leases = leases(&store);
         let mut tasks = vec![];
-        for _ in 0..64 {
+        for _ in 0..clients {
             let (store, leases, seed) = (store.clone(), leases.clone(), rng.u64(..));
             let (in_flight, most) = (Arc::clone(&in_flight), Arc::clone(&most));
             tasks.push(tokio::spawn(async move {
                 let mut rng = Rng::with_seed(seed);
                 for _ in 0..100 {
-                    let patience = Duration::from_micros(rng.u64(..10_000));
+                    let is_hasty = rng.f64() < hasty;
+                    let patience = if is_hasty { Duration::from_micros(rng.u64(..10_000)) } else { LEASE };
                     let answer = timeout(patience, request(&store, &leases, Key::new("ann"))).await;
                     if let Ok(Some(lease)) = answer {
                         most.fetch_max(in_flight.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
@@ -325,7 +347,40 @@ async fn no_more_than_the_limit_is_in_flight_while_clients_go_away() {
             task.await.unwrap();
         }
     }
-    assert_eq!(most.load(Ordering::SeqCst), LIMIT as usize);
+    most.load(Ordering::SeqCst)
+}
+
+/// As many as they like ask for a place, so that there is never a moment in which nothing begins or ends.
+#[tokio::test(start_paused = true)]
+async fn a_place_of_who_went_away_is_free_soon_in_a_flood() {
+    fastrand::seed(7);
+    let (store, ann) =
+        (Wavering { way: || Duration::from_micros(fastrand::u64(..5_000)), ..Wavering::new() }, Key::new("ann"));
+    let leases = leases(&store);
+    let in_flight = Arc::new(AtomicUsize::new(0));
+    for seed in 0..24 {
+        let (store, leases, in_flight) = (store.clone(), leases.clone(), Arc::clone(&in_flight));
+        tokio::spawn(async move {
+            let mut rng = Rng::with_seed(seed);
+            loop {
+                let patience = if rng.f64() < 0.1 { Duration::from_micros(rng.u64(..10_000)) } else { LEASE };
+                if let Ok(Some(_lease)) = timeout(patience, request(&store, &leases, ann)).await {
+                    in_flight.fetch_add(1, Ordering::SeqCst);
+                    sleep(Duration::from_millis(rng.u64(1..40))).await;
+                    in_flight.fetch_sub(1, Ordering::SeqCst);
+                }
+                sleep(Duration::from_millis(rng.u64(1..20))).await;
+            }
+        });
+    }
+    for _ in 0..10 {
+        let mut least = usize::MAX;
+        for _ in 0..500 {
+            sleep(Duration::from_millis(1)).await;
+            least = least.min((store.counted(ann) as usize).saturating_sub(in_flight.load(Ordering::SeqCst)));
+        }
+        assert_eq!(least, 0, "within half a second");
+    }
 }
 
 /// What ends outside of a runtime, or on one that has ended, is told by the next one.
@@ -374,9 +429,9 @@ async fn what_is_held_is_not_told_before_what_was_taken_may_have_come() {
     sleep(Duration::from_millis(50)).await;
     let _ = now(&store.there, Check::take(ann, &policies(), 1));
     assert_eq!(store.counted(ann), 1);
-    until("it counts none", || store.counted(ann) == 0 && leases.books().len() == 0).await;
+    until("it counts none", || store.counted(ann) == 0 && entries(&leases) == 0).await;
     let waited = store.told();
-    assert_eq!(waited, [(Mode::Hold, 0)]);
+    assert_eq!(waited, [(Mode::Renew, 0), (Mode::Renew, 0), (Mode::GiveBack, 1), (Mode::Renew, 0)]);
 }
 
 /// What was counted for the requests that ended has run out, and others are counted by then.
@@ -405,7 +460,7 @@ async fn what_is_given_back_late_is_not_that_of_others() {
 async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
-    let turns = Turns::new(store.clone(), Bounds::NONE);
+    let turns = Turns::new(store.clone(), leases.clone(), Bounds::NONE);
     let _held = request(&store, &leases, ann).await.unwrap();
     let wanted = || Wanted { key: ann, policies: policies(), cost: 1, deadline: None };
     let permit = turns.join(wanted(), None).unwrap().await.unwrap();
@@ -444,10 +499,132 @@ impl Store for Primary {
 async fn what_a_fallback_grants_is_told_though_others_ask_its_primary_store() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let primary = Primary(store.clone());
-    let [others, leases] = [Leases::new(primary.clone(), Arc::new(Outbox::new(primary, None))), leases(&store)];
+    let [others, leases] = [Leases::new(&primary, None), leases(&store)];
     let _others = request(&store, &others, ann).await.unwrap();
     store.is(AWAY);
     let _during = request(&store, &leases, ann).await.unwrap();
     store.is(HERE);
     timeout(Duration::from_secs(1), until("it counts both", || store.counted(ann) == 2)).await.expect("soon");
+}
+
+/// A store of a user's own, which may not name what it shares with its clones.
+#[derive(Clone)]
+struct Nameless(Wavering);
+
+impl Store for Nameless {
+    type Future = <Wavering as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        self.0.check(check)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limiter_over_a_store_without_identity_has_one_set_of_books() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let limiter = Limiter::new(Nameless(store.clone()), policies());
+    let mut held = vec![];
+    for _ in 0..LIMIT {
+        held.push(limiter.reserve(ann, 1).await.unwrap());
+    }
+    // Each of them has asked about a request, and does not know what came of it.
+    store.is(LOSES);
+    assert!(limiter.wait(ann, 1, LEASE).await.is_err());
+    assert!(limiter.clone().observer(()).reserve(ann, 1).await.is_err());
+    store.is(HERE);
+    let mut least = u32::MAX;
+    for _ in 0..500 {
+        sleep(Duration::from_millis(10)).await;
+        least = least.min(store.counted(ann));
+        held.extend(limiter.reserve(ann, 1).await);
+    }
+    assert_eq!((held.len(), least), (10, 10));
+}
+
+/// Panics when it is told of a failure.
+struct Panics;
+
+impl Observer for Panics {
+    fn failed(&self, _: &event::Failed<'_>) {
+        panic!("a fault of the observer");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_observer_that_panics_ends_no_renewals() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let limiter = Limiter::new(store.clone(), policies()).observer(Panics);
+    let _held = limiter.reserve(ann, 1).await.unwrap();
+    store.is(LOSES);
+    sleep(LEASE / 2).await;
+    store.is(HERE);
+    let mut least = u32::MAX;
+    for _ in 0..400 {
+        sleep(LEASE / 100).await;
+        least = least.min(store.counted(ann));
+    }
+    assert_eq!(least, 1);
+}
+
+/// Drops what it keeps when it is told of a failure.
+#[derive(Clone, Default)]
+struct Drops(Arc<Mutex<Option<Reservation>>>);
+
+impl Observer for Drops {
+    fn failed(&self, _: &event::Failed<'_>) {
+        let kept = lock(&self.0).take();
+        drop(kept);
+    }
+}
+
+/// It gives back a request of the caller who is being looked after.
+#[test]
+fn an_observer_may_drop_a_reservation() {
+    let (done, wait) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        runtime.block_on(async {
+            let (primary, observer) = (MockStore::new(), Drops::default());
+            let store = Fallback::new(primary.clone(), LocalStore::default()).failures(NonZeroU32::MAX);
+            let limiter = Limiter::new(store, policies()).observer(observer.clone());
+            let ann = Key::new("ann");
+            let kept = limiter.reserve(ann, 1).await.unwrap();
+            primary.fail(Error::new(ErrorKind::Timeout));
+            let _local = limiter.reserve(ann, 1).await.unwrap();
+            *lock(&observer.0) = Some(kept);
+            until("it is dropped", || lock(&observer.0).is_none()).await;
+        });
+        let _ = done.send(());
+    });
+    assert!(wait.recv_timeout(Duration::from_secs(20)).is_ok(), "it hangs");
+}
+
+/// What others ask, in an outage in which a fallback goes on.
+#[derive(Clone)]
+struct Refusing(Wavering);
+
+impl Store for Refusing {
+    type Future = <Wavering as Store>::Future;
+
+    fn check(&self, _: Check) -> Answer<Self::Future> {
+        Answer::ready(Err(Error::new(ErrorKind::Unreachable).unsent()))
+    }
+
+    fn identity(&self) -> Option<usize> {
+        self.0.identity()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_has_no_answer_holds_up_no_renewals_of_others() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let [first, second] = [Leases::new(&Refusing(store.clone()), None), leases(&store)];
+    let _first = first.hold(ann, &policies()).unwrap().passed();
+    let _second = request(&store, &second, ann).await.unwrap();
+    let mut least = u32::MAX;
+    for _ in 0..1_000 {
+        sleep(LEASE / 100).await;
+        least = least.min(store.counted(ann));
+    }
+    assert!(least > 0);
 }

@@ -237,6 +237,8 @@ impl Check {
             Mode::Take | Mode::TakeAhead | Mode::UpTo if decision.is_allowed() => (Mode::Charge, 1),
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek => return None,
             Mode::Charge => (Mode::Charge, decision.granted()),
+            // Where the count was wrong, the other store has followed the correction.
+            Mode::Renew => (Mode::Hold, self.cost),
             mode => (mode, self.cost),
         };
         Some(Self::new(self.key, policies, mode, cost))

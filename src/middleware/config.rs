@@ -10,9 +10,8 @@ use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
 use super::wait::{InLine, Place, Waiting};
 use super::{Ending, Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
-use crate::leases::{Lease, Leases, desk};
+use crate::leases::{Lease, Leases};
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::settle::Post;
 use crate::store::{Answer, Error, Observer, Store};
 use crate::turns::Wanted;
 
@@ -38,6 +37,8 @@ pub(super) struct Config<S, K, R, E> {
     pub(super) observer: Option<Arc<dyn Observer>>,
     /// Until when what was taken is held.
     pub(super) ending: E,
+    /// What is in flight, of the requests that wait too.
+    pub(super) leases: Leases,
     /// One for all copies.
     pub(super) misconfiguration: Arc<Misconfiguration>,
 }
@@ -266,14 +267,6 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         }
     }
 
-    /// Settles in the store and keeps what is in flight, and tells the observer of what it could not.
-    pub(super) fn desk(&self) -> (Arc<dyn Post>, Leases)
-    where
-        S: Store,
-    {
-        desk(&self.store, self.observer.clone())
-    }
-
     fn tell(&self, answer: &Result<Decision, Error>, asked: Option<Asked>) {
         if let (Some(observer), Some(asked)) = (&self.observer, asked) {
             asked.tell(&**observer, answer, false);
@@ -308,6 +301,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
             headers: self.headers,
             observer: self.observer,
             ending,
+            leases: self.leases,
             misconfiguration: self.misconfiguration,
         }
     }
@@ -337,6 +331,7 @@ impl<S: Clone, K, R, E: Ending> Config<S, K, R, E> {
             headers: self.headers,
             observer: self.observer.clone(),
             ending: self.ending.copy(),
+            leases: self.leases.clone(),
             misconfiguration: Arc::clone(&self.misconfiguration),
         }
     }

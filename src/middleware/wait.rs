@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::asked::Asked;
-use crate::leases::Lease;
+use crate::leases::{Lease, Leases};
 use crate::limit::{Check, Decision};
 use crate::store::{Error, Store, instant, polled_after_completion};
 use crate::turns::{Bounds, Permit, Refusal, Turn, Turns, Wanted};
@@ -85,8 +85,8 @@ pub(super) struct InLine {
 }
 
 impl Waiting {
-    pub(super) fn new(store: impl Store, wait: Wait) -> Self {
-        Self { max: wait.max, turns: Turns::new(store, wait.bounds) }
+    pub(super) fn new(store: impl Store, leases: Leases, wait: Wait) -> Self {
+        Self { max: wait.max, turns: Turns::new(store, leases, wait.bounds) }
     }
 
     /// What waits if this check is denied.

@@ -10,7 +10,8 @@ use super::Account;
 /// What it counts is charged in the end, in the place of what was reserved, if the layer's rule says
 /// [`Settlement::AtEnd`](crate::Settlement::AtEnd), and if the request has ended without a response. The end is when the body of
 /// the response has ended or was dropped, and no clone of the `Charge` is left: who goes on working for the request, such as a
-/// WebSocket's task or a job in the background, keeps one.
+/// WebSocket's task or a job in the background, keeps one. The response of a connection that is upgraded ends before the
+/// connection begins.
 ///
 /// ```
 /// use axum::Extension;

@@ -2,20 +2,22 @@ use std::fmt;
 
 use tokio::time::Instant;
 
-use crate::limit::{Check, Decision, Key, Policies};
-use crate::store::{Error, instant};
+use crate::limit::{Check, Decision, Key, Mode, Policies};
+use crate::store::{Error, ErrorKind, instant};
 
 /// What is to be done in a store, and who is told of it.
-pub struct Mail {
+pub(crate) struct Mail {
     what: What,
-    then: Option<Then>,
+    then: Then,
     pub(super) put_at: Instant,
     /// How often the store has not sent it.
     pub(super) tries: u32,
 }
 
-/// Is told what came of it.
-type Then = Box<dyn FnOnce(Result<Decision, Error>) + Send>;
+/// Is told what came of it, once: also if nobody is left to send it.
+struct Then(Option<Box<Tell>>);
+
+type Tell = dyn FnOnce(Result<Decision, Error>) + Send;
 
 enum What {
     Check(Check),
@@ -32,25 +34,25 @@ struct GiveBack {
 
 impl Mail {
     /// Asks this check.
-    pub(super) fn of_check(check: Check, then: Option<Then>) -> Self {
-        Self { what: What::Check(check), then, put_at: instant(), tries: 0 }
+    pub(crate) fn of_check(check: Check) -> Self {
+        Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0 }
     }
 
     /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without a lock.
     /// If it was given up, the error says whether it is certain that it was [not sent](Error::is_unsent).
     pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, Error>) + Send + 'static) -> Self {
-        Self::of_check(check, Some(Box::new(then)))
+        Self { then: Then(Some(Box::new(then))), ..Self::of_check(check) }
     }
 
     /// Charges without asking.
     pub(crate) fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
-        Self::of_check(Check::charge(key, policies, cost), None)
+        Self::of_check(Check::charge(key, policies, cost))
     }
 
     /// Gives back `cost` of what this decision has granted to a caller, who asked at the time `since`.
     pub(crate) fn give_back(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
         let what = What::GiveBack(Box::new(GiveBack { decision, key, cost, since }));
-        Self { what, then: None, put_at: instant(), tries: 0 }
+        Self { what, then: Then(None), put_at: instant(), tries: 0 }
     }
 
     /// Whose mail it is.
@@ -71,6 +73,11 @@ impl Mail {
         i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_period())
     }
 
+    /// Whether whoever puts it does so again if it was not sent.
+    pub(super) fn is_repeated(&self) -> bool {
+        matches!(&self.what, What::Check(check) if check.mode() == Mode::Renew)
+    }
+
     /// What to ask for now. `None` if there is nothing to do any more.
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
         match &self.what {
@@ -83,9 +90,17 @@ impl Mail {
     }
 
     /// Tells what came of it.
-    pub(super) fn tell(self, answer: Result<Decision, Error>) {
-        if let Some(then) = self.then {
+    pub(super) fn tell(mut self, answer: Result<Decision, Error>) {
+        if let Some(then) = self.then.0.take() {
             then(answer);
+        }
+    }
+}
+
+impl Drop for Then {
+    fn drop(&mut self) {
+        if let Some(then) = self.0.take() {
+            then(Err(Error::new(ErrorKind::NoRuntime)));
         }
     }
 }

@@ -20,6 +20,7 @@ mod seed;
 mod shards;
 
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -174,6 +175,12 @@ pub trait Store: Clone + Send + Sync + 'static {
 #[allow(clippy::panic, reason = "only code that breaks the contract of `Future` gets here")]
 pub(crate) fn polled_after_completion(future: &str) -> ! {
     panic!("`{future}` polled after completion")
+}
+
+/// Runs code of a user, such as an observer's, that must not end what goes on around it: `None` if it panics, which the panic
+/// hook has shown by then.
+pub(crate) fn contain<T>(user: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(user)).ok()
 }
 
 /// Locks, whether or not the lock is poisoned: nothing panics under our locks, and if it did, what they hold would still

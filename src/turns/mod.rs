@@ -34,7 +34,7 @@ pub(crate) use turn::Turn;
 
 use self::clerk::Clerk;
 use self::line::{Line, Waiter};
-use crate::leases::{Leases, desk};
+use crate::leases::Leases;
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Error, ErrorKind, Observer, Store, instant, lock};
 
@@ -127,9 +127,9 @@ impl Bounds {
 }
 
 impl Turns {
-    pub(crate) fn new(store: impl Store, bounds: Bounds) -> Self {
+    /// `leases` are those of whoever asks the store.
+    pub(crate) fn new(store: impl Store, leases: Leases, bounds: Bounds) -> Self {
         let lines = Mutex::new(Lines { each: HashMap::new(), waiting: 0, made: 0 });
-        let (_, leases) = desk(&store, None);
         let count = AtomicUsize::new(0);
         Self { shared: Arc::new(Shared { store: Box::new(store), leases, bounds, lines, count }) }
     }

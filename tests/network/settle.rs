@@ -68,6 +68,22 @@ async fn upgrade(request: Request) -> Response<Body> {
             connection.write_u8(byte).await.unwrap();
         }
     });
+    switch()
+}
+
+/// Takes the connection over without the handle.
+async fn forgets(request: Request) -> Response<Body> {
+    let (mut parts, body) = request.into_parts();
+    parts.extensions.remove::<Charge>();
+    let upgrading = hyper::upgrade::on(Request::from_parts(parts, body));
+    tokio::spawn(async move {
+        let _connection = upgrading.await.unwrap();
+        std::future::pending::<()>().await;
+    });
+    switch()
+}
+
+fn switch() -> Response<Body> {
     let upgrade = Response::builder().status(StatusCode::SWITCHING_PROTOCOLS);
     upgrade.header("connection", "upgrade").header("upgrade", "echo").body(Body::empty()).unwrap()
 }
@@ -142,14 +158,8 @@ async fn an_interim_response_settles_nothing() {
 #[tokio::test]
 async fn an_upgraded_connection_is_settled_when_it_is_closed() {
     let (address, store) = start(Settlement::AtEnd).await;
-    let mut connection = TcpStream::connect(address).await.unwrap();
-    let head = "GET /upgrade HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n";
-    connection.write_all(head.as_bytes()).await.unwrap();
-    let mut answer = Vec::new();
-    while !answer.ends_with(b"\r\n\r\n") {
-        answer.push(connection.read_u8().await.unwrap());
-    }
-    assert!(answer.starts_with(b"HTTP/1.1 101"), "{}", String::from_utf8_lossy(&answer));
+    let (mut connection, answer) = upgraded(address, "/upgrade").await;
+    assert!(answer.starts_with("HTTP/1.1 101"), "{answer}");
     for byte in 0..25 {
         connection.write_u8(byte).await.unwrap();
         assert_eq!(connection.read_u8().await.unwrap(), byte);
@@ -157,6 +167,64 @@ async fn an_upgraded_connection_is_settled_when_it_is_closed() {
     }
     drop(connection);
     settled(&store, 25).await;
+}
+
+/// Asks for an upgrade, and reads the head of the answer.
+async fn upgraded(address: SocketAddr, path: &str) -> (TcpStream, String) {
+    let mut connection = TcpStream::connect(address).await.unwrap();
+    let head = format!("GET {path} HTTP/1.1\r\nhost: test\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\n");
+    connection.write_all(head.as_bytes()).await.unwrap();
+    let mut answer = Vec::new();
+    while !answer.ends_with(b"\r\n\r\n") {
+        answer.push(connection.read_u8().await.unwrap());
+    }
+    (connection, String::from_utf8(answer).unwrap())
+}
+
+/// Whoever has the connection says when it ends, by the handle: the response has ended before it begins.
+#[tokio::test]
+async fn an_upgraded_connection_is_in_flight_until_it_is_closed() {
+    let store = LocalStore::default();
+    let streams = Policy::in_flight("streams", 2).unwrap();
+    let layer = RateLimitLayer::new(store.clone(), key_fn(|_| Some(CALLER)), streams.clone()).until_body_end();
+    let app = Router::new().route("/upgrade", any(upgrade)).route("/forgets", any(forgets)).layer(layer);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, app).await.unwrap() });
+
+    let mut open = vec![];
+    for number in 0..20 {
+        let (mut connection, answer) = upgraded(address, "/upgrade").await;
+        if number >= 2 {
+            assert!(answer.starts_with("HTTP/1.1 429"), "{number}: {answer}");
+            continue;
+        }
+        assert!(answer.starts_with("HTTP/1.1 101"), "{number}: {answer}");
+        connection.write_u8(7).await.unwrap();
+        assert_eq!(connection.read_u8().await.unwrap(), 7);
+        open.push(connection);
+    }
+    // Each that is closed makes room for one.
+    let free = || {
+        let peek = Check::peek(CALLER, &streams.clone().into(), 1);
+        store.check(peek).now_or_never().unwrap().unwrap().remaining()
+    };
+    open.pop();
+    let freed = async {
+        while free() == 0 {
+            sleep(Duration::from_millis(2)).await;
+        }
+    };
+    assert!(timeout(Duration::from_secs(20), freed).await.is_ok(), "it is not given back");
+    let (_connection, answer) = upgraded(address, "/forgets").await;
+    assert!(answer.starts_with("HTTP/1.1 101"), "{answer}");
+    // As docs/choosing.md says: without the handle it ends with its response.
+    let freed = async {
+        while free() == 0 {
+            sleep(Duration::from_millis(2)).await;
+        }
+    };
+    assert!(timeout(Duration::from_secs(20), freed).await.is_ok(), "it is held");
 }
 
 #[tokio::test]

@@ -200,3 +200,32 @@ async fn an_outage_is_no_second_helping() {
     drop(held);
     until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
 }
+
+/// The books are one, since Redis counts what this process holds as one; but what a fallback grants it is given back.
+#[tokio::test]
+async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
+    use tower_redis_ratelimit::{Fallback, LocalStore, Source};
+
+    let mut server = RedisServer::start();
+    let redis = RedisStore::connect_lazy(server.url()).unwrap();
+    let bare = limiter(redis.clone());
+    let limiter = limiter(Fallback::new(redis, LocalStore::default()));
+    // It comes first, and still has one in flight.
+    let held = bare.reserve(ann(), 1).await.unwrap();
+    drop(limiter.reserve(ann(), 1).await.unwrap());
+    server.kill();
+    until("the outage is noticed", async || limiter.peek(ann(), 1).await.unwrap().source() == Source::Local).await;
+    for _ in 0..3 * LIMIT {
+        drop(limiter.reserve(ann(), 1).await.unwrap());
+        // All but that of the other limiter, which the books may have told of.
+        until("it is given back", async || limiter.peek(ann(), 1).await.unwrap().remaining() >= LIMIT - 1).await;
+    }
+    server.restart();
+    until("Redis knows what is held", async || {
+        let peek = limiter.peek(ann(), 1).await.unwrap();
+        peek.source() == Source::Redis && peek.remaining() == LIMIT - 1
+    })
+    .await;
+    drop(held);
+    until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
+}

@@ -1,10 +1,13 @@
 //! Requests in flight, once per store.
 
-use std::time::Duration;
+#![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
 use tower_redis_ratelimit::{
-    AnyStore, Check, Decision, Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Store, StoreConfig,
-    StoreKind, Strategy,
+    AnyStore, Check, Decision, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Store,
+    StoreConfig, StoreKind, Strategy,
 };
 
 use crate::support::RedisServer;
@@ -114,4 +117,24 @@ async fn instances_count_together_and_apart() {
     assert_eq!(back(&two).await, (0, vec![2]), "nobody gives back what another holds");
     assert_eq!(back(&one).await, (2, vec![4]));
     assert_eq!(server.command::<usize>("DBSIZE").await, 0);
+}
+
+/// Nobody renews there but whoever comes.
+#[test]
+fn outside_of_a_runtime_what_is_held_stays_counted() {
+    let streams = Policy::new("streams", Strategy::InFlight, Quota::per(2, Duration::from_secs(1))).unwrap();
+    let limiter = Limiter::new(LocalStore::default(), streams);
+    let reserve = || limiter.reserve(Key::GLOBAL, 1).now_or_never().expect("it is answered at once").ok();
+    let mut held = vec![reserve().unwrap(), reserve().unwrap()];
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(1_200) {
+        held.extend(reserve());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // Nobody comes for longer than the lease time.
+    std::thread::sleep(Duration::from_millis(1_100));
+    held.extend(reserve());
+    assert_eq!(held.len(), 2);
+    drop(held);
+    assert_eq!([reserve(), reserve(), reserve()].iter().flatten().count(), 2);
 }

@@ -70,6 +70,9 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// Holds what a request has taken until the body of its response has ended or was dropped, and no clone of its
     /// [`Charge`](crate::Charge) is left. It costs what that has counted, or what was reserved if it was not used: as
     /// [`settle`](Self::settle) with a rule that is always [`Settlement::AtEnd`](crate::Settlement::AtEnd), and in its place.
+    ///
+    /// The body of a response that upgrades the connection ends at once, and nobody else knows when the connection does: its
+    /// task has to keep a clone of the `Charge`, as a [recipe](crate::guide::recipes) shows.
     #[must_use]
     pub fn until_body_end(self) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
         self.until(Rule::AT_END)
@@ -77,7 +80,7 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
 
     fn until(self, rule: Rule) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
         let config = self.config.current().copy();
-        let desk = config.desk();
-        RateLimitLayer::with(config.with_ending(UntilBodyEnd::new(rule, desk)))
+        let ending = UntilBodyEnd::new(rule, &config.leases);
+        RateLimitLayer::with(config.with_ending(ending))
     }
 }

@@ -66,8 +66,8 @@ pub(super) mod sealed {
         /// The same with an `Arc` of its own; see [`Copies`](crate::middleware::copies::Copies).
         fn copy(&self) -> Self;
 
-        /// Settles by these.
-        fn set_desk(&mut self, post: Arc<dyn Post>, leases: Leases);
+        /// Holds and settles by these.
+        fn set_leases(&mut self, leases: &Leases);
 
         /// What a request holds that the store is about to be asked about.
         fn hold(&self, key: Key, policies: &Policies) -> Self::Lease;
@@ -115,7 +115,7 @@ impl sealed::Ending for AsIs {
         Self
     }
 
-    fn set_desk(&mut self, _: Arc<dyn Post>, _: Leases) {}
+    fn set_leases(&mut self, _: &Leases) {}
 
     #[inline]
     fn hold(&self, _: Key, _: &Policies) {}
@@ -153,8 +153,8 @@ impl sealed::Ending for AsIs {
 }
 
 impl UntilBodyEnd {
-    fn new(rule: Rule, (post, leases): (Arc<dyn Post>, Leases)) -> Self {
-        Self { rule: Arc::new(rule), post, leases }
+    fn new(rule: Rule, leases: &Leases) -> Self {
+        Self { rule: Arc::new(rule), post: Arc::clone(leases.post()), leases: leases.clone() }
     }
 }
 
@@ -180,8 +180,8 @@ impl sealed::Ending for UntilBodyEnd {
         Self { rule: Arc::new(self.rule.as_ref().clone()), post: self.post.copy(), leases: self.leases.clone() }
     }
 
-    fn set_desk(&mut self, post: Arc<dyn Post>, leases: Leases) {
-        (self.post, self.leases) = (post, leases);
+    fn set_leases(&mut self, leases: &Leases) {
+        (self.post, self.leases) = (Arc::clone(leases.post()), leases.clone());
     }
 
     fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {

@@ -5,6 +5,7 @@ use tower_layer::Layer;
 
 use super::Throttle;
 use super::service::Settings;
+use crate::leases::Leases;
 use crate::limit::Key;
 use crate::middleware::select::Selector;
 use crate::middleware::{OnError, PolicySelector};
@@ -74,7 +75,7 @@ impl ThrottleLayer {
     /// [in flight](crate::Policy::in_flight) are left out, and the observer is told that it is
     /// [misconfigured](Observer::misconfigured): a throttle does not know when a call has ended.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
-        let turns = Turns::new(store, Bounds::NONE);
+        let turns = Turns::new(store.clone(), Leases::new(&store, None), Bounds::NONE);
         let policies = Selector::new(policies);
         Self {
             settings: Settings {

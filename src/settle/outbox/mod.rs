@@ -6,6 +6,7 @@ mod tests;
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex};
@@ -18,14 +19,14 @@ use tokio::time::Instant;
 use self::sender::Sender;
 use super::mail::Mail;
 use crate::limit::Decision;
-use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, instant, lock};
+use crate::store::{Answer, Error, ErrorKind, Observer, Store, contain, event, instant, lock};
 
 /// Sends checks that nobody waits for, each once, and tells of those that it could not send. Clones share it.
 ///
 /// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
 /// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more: for
-///   the longest period of its policies.
+///   the longest period of its policies. But not a renewal: whoever asks for it does so again, with what is in flight then.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
 ///   and of what finds the outbox full.
 /// - It sends on the runtime of whoever came first. If that ends, or there is none, what is left waits for the next one that
@@ -97,7 +98,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// An [`Outbox`] of any store.
-pub trait Post: fmt::Debug + Send + Sync {
+pub(crate) trait Post: fmt::Debug + Send + Sync {
     /// Sends what the mail says. Nobody needs to wait: this returns at once.
     fn put(&self, mail: Mail);
 
@@ -187,15 +188,17 @@ impl<S: Store> Shared<S> {
     /// Asks the store.
     pub(super) fn ask(&self, mail: Mail, now: Instant, asked: &mut Vec<Flight<S>>) {
         let Some(check) = mail.check(now) else { return };
-        match self.store.check(check) {
-            Answer::Ready { answer } => self.ended(mail, answer),
-            Answer::Pending { future } => asked.push(Flight { mail, answer: Box::pin(future) }),
+        match contain(|| self.store.check(check)) {
+            Some(Answer::Ready { answer }) => self.ended(mail, answer),
+            Some(Answer::Pending { future }) => asked.push(Flight { mail, answer: Box::pin(future) }),
+            None => self.ended(mail, Err(panicked())),
         }
     }
 
-    /// The store has answered.
+    /// The store has answered, or panicked.
     pub(super) fn ended(&self, mail: Mail, answer: Result<Decision, Error>) {
         match answer {
+            Err(error) if error.is_unsent() && mail.is_repeated() => mail.tell(Err(error)),
             Err(error) if error.is_unsent() && mail.matters(instant()) => {
                 if let Some(mail) = self.try_again(mail) {
                     self.give_up(mail, error);
@@ -229,7 +232,7 @@ impl<S: Store> Shared<S> {
 
     fn give_up(&self, mail: Mail, error: Error) {
         if let Some(observer) = &self.observer {
-            observer.failed(&event::Failed::new(Some(mail.key()), &error));
+            contain(|| observer.failed(&event::Failed::new(Some(mail.key()), &error)));
         }
         mail.tell(Err(error));
     }
@@ -303,6 +306,11 @@ impl<S: Store> Shared<S> {
             self.status.store(IDLE, Ordering::Release);
         }
     }
+}
+
+/// What a store does that panics is not known.
+pub(super) fn panicked() -> Error {
+    Error::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).of_check()
 }
 
 impl<S: Store> Work<S> {

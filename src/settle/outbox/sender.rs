@@ -5,8 +5,8 @@ use std::task::Poll;
 
 use tokio::time::{Instant, sleep_until};
 
-use super::{Flight, Next, Shared};
-use crate::store::{Store, instant};
+use super::{Flight, Next, Shared, panicked};
+use crate::store::{Store, contain, instant};
 
 /// The task that sends what waits in an [`Outbox`](super::Outbox), until there is nothing.
 pub(super) struct Sender<S: Store> {
@@ -46,7 +46,8 @@ impl<S: Store> Sender<S> {
         poll_fn(|cx| {
             let mut i = 0;
             while let Some(flight) = self.flights.get_mut(i) {
-                match flight.answer.as_mut().poll(cx) {
+                let poll = contain(|| flight.answer.as_mut().poll(cx)).unwrap_or_else(|| Poll::Ready(Err(panicked())));
+                match poll {
                     Poll::Ready(answer) => ended.push((self.flights.swap_remove(i).mail, answer)),
                     Poll::Pending => i += 1,
                 }

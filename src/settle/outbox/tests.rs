@@ -15,11 +15,11 @@ type Reply = Result<Decision, Error>;
 
 impl<S: Store> Outbox<S> {
     fn send(&self, check: Check) {
-        self.put(Mail::of_check(check, None));
+        self.put(Mail::of_check(check));
     }
 
     fn send_then(&self, check: Check, then: impl FnOnce(Reply) + Send + 'static) {
-        self.put(Mail::of_check(check, Some(Box::new(then))));
+        self.put(Mail::ask_then(check, then));
     }
 }
 
@@ -317,4 +317,51 @@ fn what_a_runtime_that_stood_still_leaves_is_heard_on_the_next_one() {
         idle(&outbox).await;
     });
     assert!(matches!(heard.try_recv(), Ok(Ok(()))), "its answer is heard");
+}
+
+/// Panics when it is asked, when it is to answer, or answers nothing: so its observer does.
+#[derive(Clone)]
+struct Panicking;
+
+impl Store for Panicking {
+    type Future = Pin<Box<dyn Future<Output = Reply> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        assert_ne!(check.cost(), 1, "a fault of the store");
+        Answer::pending(Box::pin(async move {
+            tokio::task::yield_now().await;
+            assert_ne!(check.cost(), 2, "a fault of its future");
+            if check.cost() == 3 { Err(Error::new(ErrorKind::Timeout)) } else { done(check.cost()) }
+        }))
+    }
+}
+
+impl Observer for Panicking {
+    fn failed(&self, _: &event::Failed<'_>) {
+        panic!("a fault of the observer");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_of_the_store_or_its_observer_costs_one_event() {
+    let outbox = Outbox::new(Panicking, Some(Arc::new(Panicking)));
+    let told = Arc::new(Mutex::new(vec![]));
+    // Those of the second round come to a sender.
+    for cost in [1, 2, 3, 4, 1, 2, 3, 4] {
+        let told = Arc::clone(&told);
+        outbox.send_then(charge(cost), move |answer| lock(&told).push((cost, answer.is_ok())));
+    }
+    idle(&outbox).await;
+    let mut told = std::mem::take(&mut *lock(&told));
+    told.sort_unstable();
+    assert_eq!(told, [1, 1, 2, 2, 3, 3, 4, 4].map(|cost| (cost, cost == 4)));
+}
+
+#[test]
+fn what_nobody_is_left_to_send_is_told() {
+    let (outbox, mut asked, _) = asking();
+    let (told, mut heard) = oneshot::channel();
+    outbox.send_then(charge(1), move |answer| told.send(answer.is_ok()).unwrap());
+    drop(outbox);
+    assert_eq!((asked.now().len(), heard.try_recv()), (1, Ok(false)));
 }
