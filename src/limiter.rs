@@ -1,3 +1,4 @@
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -5,7 +6,7 @@ use crate::leases::Leases;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::settle::{Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Error, Observer, Store, instant};
-use crate::turns::{Bounds, Turns, Wanted};
+use crate::turns::{Bounds, Spent, Turns, Wanted};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
 ///
@@ -40,7 +41,7 @@ impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let leases = Leases::new(&store, None);
-        let turns = Turns::new(store.clone(), leases.clone(), Bounds::NONE);
+        let turns = Turns::new(store.clone(), leases.clone(), Bounds::DEFAULT);
         Self { store, policies: policies.into(), turns, leases }
     }
 
@@ -53,6 +54,13 @@ impl<S: Store> Limiter<S> {
         self.store.observe(&observer);
         let leases = self.leases.observed(&self.store, observer);
         Self { leases, ..self }
+    }
+
+    /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Clones that were
+    /// made before keep theirs.
+    #[must_use]
+    pub fn max_waiting(self, max: NonZeroUsize) -> Self {
+        Self { turns: self.turns.with_bounds(Bounds::of(max)), ..self }
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
@@ -146,7 +154,8 @@ impl<S: Store> Limiter<S> {
     /// Takes `cost`, and waits for it up to `max` if it must.
     ///
     /// Those of this process who wait for one key take turns in the order in which they came, whatever their costs. The
-    /// decision is a denial if it would take longer than `max`; this is told as soon as it is known.
+    /// decision is a denial if it would take longer than `max`; this is told as soon as it is known. So it is if
+    /// [too many](Self::max_waiting) wait.
     ///
     /// To drop the future gives up the wait, and takes nothing: what was granted just then is given back, on a task of
     /// its own.
@@ -157,11 +166,14 @@ impl<S: Store> Limiter<S> {
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, Error> {
         let deadline = instant().checked_add(max);
         let wanted = Wanted { key, policies: self.policies.clone(), cost, deadline };
+        if wanted.never_fits() {
+            return self.take(key, cost).await;
+        }
         let permit = match self.turns.join(wanted, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),
         };
-        let (decision, lease) = match permit {
+        let Spent { decision, lease, .. } = match permit {
             Ok(permit) => permit.spend(),
             Err(refusal) => return refusal.into_answer(),
         };

@@ -460,7 +460,7 @@ async fn what_is_given_back_late_is_not_that_of_others() {
 async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
-    let turns = Turns::new(store.clone(), leases.clone(), Bounds::NONE);
+    let turns = Turns::new(store.clone(), leases.clone(), Bounds::DEFAULT);
     let _held = request(&store, &leases, ann).await.unwrap();
     let wanted = || Wanted { key: ann, policies: policies(), cost: 1, deadline: None };
     let permit = turns.join(wanted(), None).unwrap().await.unwrap();
@@ -472,7 +472,7 @@ async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
     until("it is given back", || store.counted(ann) == 1).await;
 
     let permit = turns.join(wanted(), None).unwrap().await.unwrap();
-    let (_, lease) = permit.spend();
+    let lease = permit.spend().lease;
     sleep(2 * LEASE).await;
     assert_eq!(store.counted(ann), 2);
     drop(lease);

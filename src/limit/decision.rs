@@ -167,6 +167,11 @@ impl Decision {
         (0..self.policies.iter().len()).map(|decider| Self { decider, ..self.clone() })
     }
 
+    /// The same so many microseconds later; or earlier, below zero.
+    pub(crate) fn later(self, elapsed: i64) -> Self {
+        Self { verdicts: self.verdicts.later(elapsed), ..self }
+    }
+
     /// The same as a denial for this time, so long after it was made.
     pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
         let micros = |time: u128| i64::try_from(time).unwrap_or(i64::MAX);

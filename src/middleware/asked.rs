@@ -11,24 +11,26 @@ pub struct Asked {
     /// How much was asked for.
     cost: u32,
     since: Instant,
-    /// When what it waited for was taken, which may have been for another who waited.
-    taken_at: Option<Instant>,
+    /// When what it waited for was taken, which may have been for another who waited; and how many microseconds had passed
+    /// since the store's answer when it was told.
+    taken: Option<(Instant, i64)>,
 }
 
 impl Asked {
     /// A check for this caller of this cost, asked now.
     pub(super) fn now(key: Key, cost: u32) -> Self {
-        Self { key, cost, since: instant(), taken_at: None }
+        Self { key, cost, since: instant(), taken: None }
     }
 
-    /// The same of a permit that was taken then.
-    pub(super) fn taken_at(self, taken_at: Instant) -> Self {
-        Self { taken_at: Some(taken_at), ..self }
+    /// The same of a permit.
+    pub(super) fn of_permit(self, taken: Option<(Instant, i64)>) -> Self {
+        Self { taken, ..self }
     }
 
     /// What was granted by this decision.
     pub(super) fn reserved(&self, decision: Decision) -> Reserved {
-        Reserved::new(decision, self.key, self.cost, self.taken_at.unwrap_or(self.since))
+        let (taken_at, age) = self.taken.unwrap_or((self.since, 0));
+        Reserved::new(decision.later(-age), self.key, self.cost, taken_at)
     }
 
     /// Tells what came of it.

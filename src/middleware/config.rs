@@ -190,7 +190,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         E::answered(&mut lease, &answer);
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                self.admit_to_line(request, wait.line_up(*wanted, denied), asked)
+                self.admit_to_line(request, wait.line_up(&wanted, denied), asked)
             }
             (answer, ..) => self.conclude(request, answer, asked, lease),
         }
@@ -202,8 +202,8 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         R: Reject<B>,
     {
         match place {
-            Ok(place) => Admission::Wait(place, asked),
-            Err(answer) => self.conclude(request, answer, asked, E::Lease::default()),
+            Place::InLine(place) => Admission::Wait(place, asked),
+            Place::Refused(answer, lease) => self.conclude_turn(request, answer, asked, lease),
         }
     }
 

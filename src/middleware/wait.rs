@@ -10,7 +10,7 @@ use super::asked::Asked;
 use crate::leases::{Lease, Leases};
 use crate::limit::{Check, Decision};
 use crate::store::{Error, Store, instant, polled_after_completion};
-use crate::turns::{Bounds, Permit, Refusal, Turn, Turns, Wanted};
+use crate::turns::{Bounds, Permit, Refusal, Spent, Turn, Turns, Wanted};
 
 /// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
 /// with the default bounds.
@@ -44,7 +44,8 @@ impl Wait {
         Self { max, bounds: Bounds { each: Self::PER_CALLER, all: Self::IN_ALL } }
     }
 
-    /// Sets how many requests of one caller may wait in this process; one more is denied at once. Defaults to 100.
+    /// Sets how many requests of one caller may wait in this process, under whatever policies; one more is denied at once.
+    /// Defaults to 100.
     #[must_use]
     pub const fn per_caller(mut self, requests: NonZeroUsize) -> Self {
         self.bounds.each = requests.get();
@@ -76,10 +77,12 @@ pub(super) struct Waiting {
 #[derive(Debug)]
 pub(super) struct InLine {
     turn: Turn,
+    turns: Turns,
+    wanted: Wanted,
     /// While the service is not ready.
     permit: Option<Permit>,
-    /// When the permit was taken, which may have been for another.
-    taken_at: Option<Instant>,
+    /// When the permit was taken, which may have been for another, and how old its decision is.
+    taken: Option<(Instant, i64)>,
     /// What it holds in flight from then on.
     lease: Option<Lease>,
 }
@@ -101,32 +104,52 @@ impl Waiting {
 
     /// Has a request wait behind others, if there are any.
     pub(super) fn line_up_behind(&self, wanted: &Wanted) -> Option<Place> {
-        self.turns.join_others(wanted).map(placed)
+        Some(self.placed(self.turns.join_others(wanted)?, wanted))
     }
 
     /// Has a request wait for its turn that the store has just `denied`.
-    pub(super) fn line_up(&self, wanted: Wanted, denied: Decision) -> Place {
-        placed(self.turns.join(wanted, Some(denied)))
+    pub(super) fn line_up(&self, wanted: &Wanted, denied: Decision) -> Place {
+        self.placed(self.turns.join(wanted.clone(), Some(denied)), wanted)
+    }
+
+    fn placed(&self, turn: Result<Turn, Refusal>, wanted: &Wanted) -> Place {
+        let (turns, wanted) = (self.turns.clone(), wanted.clone());
+        match turn {
+            Ok(turn) => Place::InLine(Box::new(InLine { turn, turns, wanted, permit: None, taken: None, lease: None })),
+            Err(refusal) => {
+                let (answer, lease) = refused(refusal, &turns, &wanted);
+                Place::Refused(answer, lease)
+            }
+        }
     }
 }
 
-/// A place in the line, or the store's answer if the turn cannot come in time.
-pub(super) type Place = Result<Box<InLine>, Result<Decision, Error>>;
+/// Whether a request waits.
+pub(super) enum Place {
+    InLine(Box<InLine>),
+    /// The store's answer, if the turn cannot come in time; and what the request holds if it passes all the same.
+    Refused(Result<Decision, Error>, Option<Lease>),
+}
 
-fn placed(turn: Result<Turn, Refusal>) -> Place {
-    turn.map(|turn| Box::new(InLine { turn, permit: None, taken_at: None, lease: None })).map_err(Refusal::into_answer)
+fn refused(refusal: Refusal, turns: &Turns, wanted: &Wanted) -> (Result<Decision, Error>, Option<Lease>) {
+    let answer = refusal.into_answer();
+    // It may pass though nobody has counted it.
+    let mut lease = if answer.is_err() { turns.hold(wanted) } else { None };
+    if let Some(lease) = &mut lease {
+        lease.answered(answer.as_ref());
+    }
+    (answer, lease)
 }
 
 impl InLine {
-    /// What the request holds whose turn has come.
+    /// What the request holds whose turn has come, or that passes all the same.
     pub(super) fn lease(&mut self) -> Option<Lease> {
         self.lease.take()
     }
 
     /// Notes when what was granted was charged.
     pub(super) fn charged(&self, asked: Option<Asked>) -> Option<Asked> {
-        let asked = asked?;
-        Some(self.taken_at.map_or(asked, |taken_at| asked.taken_at(taken_at)))
+        Some(asked?.of_permit(self.taken))
     }
 
     /// Waits for the turn, and then for the service to be ready. The answer, as of a store that was asked; or the error of a
@@ -142,18 +165,19 @@ impl InLine {
     ) -> Poll<Result<Result<Decision, Error>, E>> {
         if self.permit.is_none() {
             match ready!(Pin::new(&mut self.turn).poll(cx)) {
-                Ok(permit) => {
-                    self.taken_at = permit.taken_at();
-                    self.permit = Some(permit);
+                Ok(permit) => self.permit = Some(permit),
+                Err(refusal) => {
+                    let (answer, lease) = refused(refusal, &self.turns, &self.wanted);
+                    self.lease = lease;
+                    return Poll::Ready(Ok(answer));
                 }
-                Err(refusal) => return Poll::Ready(Ok(refusal.into_answer())),
             }
         }
         ready!(poll_ready(cx))?;
         match self.permit.take() {
             Some(permit) => {
-                let (decision, lease) = permit.spend();
-                self.lease = lease;
+                let Spent { decision, taken, lease } = permit.spend();
+                (self.taken, self.lease) = (taken, lease);
                 Poll::Ready(Ok(Ok(decision)))
             }
             None => polled_after_completion("InLine"),

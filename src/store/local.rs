@@ -11,7 +11,7 @@ use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
 use super::clock::Clock;
 use super::digest::Digest;
 use super::shards::Shards;
-use super::{Answer, Error, Store, lock};
+use super::{Answer, Error, Store, freed, lock};
 use crate::limit::{
     Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Strategy, Verdict, Verdicts,
 };
@@ -211,6 +211,7 @@ impl Store for LocalStore {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
+        freed::tell(&check);
         Answer::ready(Ok(check.answer(verdicts, Source::Local)))
     }
 

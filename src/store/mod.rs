@@ -11,6 +11,7 @@ mod config;
 mod digest;
 mod error;
 mod fallback;
+mod freed;
 mod instances;
 mod local;
 mod mock;
@@ -42,6 +43,7 @@ pub(crate) use observer::log_misconfigured;
 pub use observer::{Observer, event};
 
 pub(crate) use clock::{instant, unix_time};
+pub(crate) use freed::{Listener, Wake};
 
 use crate::limit::{Check, Decision, Key};
 

@@ -1,39 +1,75 @@
+use std::future::poll_fn;
 use std::hash::{BuildHasher, RandomState};
 use std::mem;
 use std::sync::Arc;
+use std::task::{Poll, Waker};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
 use super::line::{Ask, Line};
+use super::permit::Times;
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::leases::Lease;
-use crate::limit::{Check, Decision, Outcome, Policies, Policy};
-use crate::store::{Error, instant};
+use crate::limit::{Check, Decision, Outcome, Policies, Policy, Strategy};
+use crate::store::{Error, Listener, Wake, instant};
 
 /// The task that serves a line until nobody waits in it.
 pub(super) struct Clerk {
     shared: Arc<Shared>,
     place: Place,
     line: u64,
-    wake: Arc<Notify>,
+    wake: Arc<Wake>,
+    _listener: Listener,
     runtime: Handle,
 }
 
+/// Why a rest has ended.
+enum Rested {
+    /// It is time.
+    Due,
+    /// There may be more room than was told.
+    Look,
+    /// Nobody waits, or the line has to be asked for again.
+    Changed,
+}
+
+/// So long before its turn a line that begins takes it ahead.
+pub(super) const SOON: Duration = Duration::from_millis(50);
+/// How often it is looked at what others may have given back: after so long, and of a longer wait after such a part.
+const LOOK: Duration = Duration::from_secs(30);
+const LOOKS: u32 = 16;
+/// From when the store was asked to when it is asked since something was given back in this process.
+const GAP: Duration = Duration::from_millis(10);
+/// As many calls in a row may fail until all who wait are told.
+pub(super) const MAX_FAILURES: u32 = 3;
+/// After how long a store that has failed is asked again: first, and when all have been told.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONG_PAUSE: Duration = Duration::from_millis(250);
+/// For at most so long those wait on who came first in the last windows.
+const STAND_BACK: Duration = Duration::from_millis(100);
+
 impl Clerk {
-    pub(super) fn new(shared: Arc<Shared>, place: Place, line: &Line, runtime: Handle) -> Self {
-        Self { shared, place, line: line.number(), wake: Arc::clone(&line.wake), runtime }
+    pub(super) fn new(shared: Arc<Shared>, place: Place, line: &Line, policies: Policies, runtime: Handle) -> Self {
+        let wake = Arc::clone(&line.wake);
+        let listener = Listener::new(place.key, policies, Arc::clone(&wake));
+        Self { shared, place, line: line.number(), wake, _listener: listener, runtime }
     }
 
     pub(super) async fn run(self) {
-        self.sit_out_denial().await;
         let mut pace = Pace::default();
+        self.sit_out_denial(&mut pace).await;
         while let Some(ask) = self.next(pace.room) {
             let asked_at = instant();
-            let within = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(asked_at));
-            let check = Check::take_ahead(self.place.key, &ask.policies, ask.cost.saturating_mul(ask.count), within);
+            let check = Check::take_ahead(
+                self.place.key,
+                &ask.policies,
+                ask.cost.saturating_mul(ask.count),
+                pace.within(&ask, asked_at),
+            );
+            // What was given back until now, it sees.
+            self.wake.take_freed();
             // Before the store is asked.
             let mut lease = self.shared.leases.hold(self.place.key, &ask.policies);
             let answer = self.shared.store.ask(check).await;
@@ -42,16 +78,32 @@ impl Clerk {
             }
             match answer {
                 Ok(decision) => self.act_on(decision, lease, ask, asked_at, &mut pace).await,
-                Err(error) => self.fail(&error),
+                Err(error) => self.fail(&error, &ask, &mut pace).await,
             }
         }
     }
 
-    /// A strategy that cannot owe is not asked before the denial is over that the line began with.
-    async fn sit_out_denial(&self) {
-        let denied = self.with_line(|line| line.ask(0).zip(line.denied_until())).flatten();
-        if let Some((ask, until)) = denied.filter(|(ask, _)| !can_owe(&ask.policies)) {
-            self.rest(until + TICK, &ask).await;
+    /// The store is not asked again before it helps, after the denial that the line began with.
+    async fn sit_out_denial(&self, pace: &mut Pace) {
+        let denied = self.with_line(|line| line.ask(0).zip(line.denied())).flatten();
+        if let Some((ask, (decision, at, wait))) = denied {
+            self.sit_out(&decision, at, wait, &ask, at, pace).await;
+        }
+    }
+
+    /// Rests until it helps to ask again after what was decided at the time `at`: to wait for so long.
+    async fn sit_out(
+        &self,
+        decision: &Decision,
+        at: Instant,
+        wait: Duration,
+        ask: &Ask,
+        asked_at: Instant,
+        pace: &mut Pace,
+    ) {
+        let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
+        if let Rested::Due = self.rest(at + pace.retry_in(decision, wait, ask, several), ask, asked_at).await {
+            pace.denied(decision);
         }
     }
 
@@ -75,19 +127,29 @@ impl Clerk {
         let room = mem::take(&mut pace.room);
         match decision.outcome() {
             Outcome::Allowed | Outcome::Later { .. } => {
-                let due_at = now + decision.due_in().unwrap_or_default();
+                let mut due_at = now + decision.due_in().unwrap_or_default();
                 self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.count));
-                *pace = Pace { room: decision.remaining(), losses: 0 };
-                if !self.rest(due_at, &ask).await {
-                    // Nobody may have it before it is due. What is asked for next is due the sooner.
-                    let all = ask.cost.saturating_mul(ask.count);
-                    let _ = self.shared.store.ask(Check::give_back(self.place.key, &ask.policies, all)).await;
-                    return;
+                *pace = Pace::granted(decision.remaining());
+                let mut looked_at = asked_at;
+                loop {
+                    match self.rest(due_at, &ask, looked_at).await {
+                        Rested::Due => break,
+                        Rested::Look => {
+                            looked_at = instant();
+                            due_at = self.look(&decision, &ask, due_at).await;
+                        }
+                        Rested::Changed => {
+                            // Nobody may have it before it is due. What is asked for next is due the sooner.
+                            let all = ask.cost.saturating_mul(ask.count);
+                            let _ = self.shared.store.ask(Check::give_back(self.place.key, &ask.policies, all)).await;
+                            return;
+                        }
+                    }
                 }
                 let decision = decision.due(ask.cost);
+                let times = Times { asked: asked_at, answered: now, due: due_at };
                 for _ in 0..ask.count {
-                    let permit =
-                        Permit::new(&self.shared, self.place, &self.runtime, &ask, decision.clone(), asked_at, due_at);
+                    let permit = Permit::new(&self.shared, self.place, &self.runtime, &ask, decision.clone(), times);
                     // It is asked for one at a time under a policy that has one.
                     permit.with_lease(lease.take()).hand_on();
                 }
@@ -95,15 +157,15 @@ impl Clerk {
             }
             // There is less room than there was; if not less than it told, one is asked for.
             Outcome::Denied { .. } if ask.count > 1 => {
-                pace.room = decision.remaining().min(room.saturating_sub(ask.cost))
+                *pace = Pace { room: decision.remaining().min(room.saturating_sub(ask.cost)), failures: 0, ..*pace };
             }
             Outcome::Denied { retry_after } => {
+                pace.failures = 0;
                 let passes_at = now.checked_add(retry_after);
                 self.with_line(|line| line.learn(&ask, &decision, now, passes_at.unwrap_or(now), 0));
                 match passes_at {
                     Some(passes_at) if ask.deadline.is_none_or(|deadline| passes_at <= deadline) => {
-                        let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
-                        self.rest(now + pace.retry_in(&decision, retry_after, several), &ask).await;
+                        self.sit_out(&decision, now, retry_after, &ask, asked_at, pace).await;
                     }
                     _ => self.refuse(ask.first, decision),
                 }
@@ -112,24 +174,61 @@ impl Clerk {
         }
     }
 
-    /// Rests until then, and meanwhile refuses those whose time is up. Returns at once, and `false`, if nobody waits, or if
-    /// the line has to be asked for again.
-    async fn rest(&self, until: Instant, ask: &Ask) -> bool {
-        while instant() < until {
-            self.refuse_overdue();
-            let Some(wakes_at) = self.with_line(|line| line.rest(until, ask, instant())).flatten() else {
-                return false;
-            };
-            // Woken or not, it looks.
-            let _ = timeout_at(wakes_at, self.wake.notified()).await;
+    /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was given back.
+    async fn look(&self, decision: &Decision, ask: &Ask, due_at: Instant) -> Instant {
+        let peek = self.shared.store.ask(Check::peek(self.place.key, &ask.policies, 0)).await;
+        let Ok(peek) = peek else { return due_at };
+        // Another store does not know of it.
+        if peek.source() != decision.source() {
+            return due_at;
         }
+        // When nothing is owed: it is a part of that, with what others took ahead after it.
+        let due_at = due_at.min(instant() + peek.retry_after().unwrap_or_default());
+        self.with_line(|line| line.is_due_at(due_at));
+        due_at
+    }
+
+    /// Rests until then, and meanwhile refuses those whose time is up. The store was asked at the time `asked_at`.
+    async fn rest(&self, until: Instant, ask: &Ask, asked_at: Instant) -> Rested {
+        let look = (until.saturating_duration_since(asked_at) / LOOKS).max(LOOK);
+        // Hardly before its turn it does not help.
+        let mut looks_at = if asked_at + look + SOON < until { asked_at + look } else { until };
+        // A request that has ended makes room for one: to wait would be to leave it empty.
+        let gap = if ask.policies.in_flight().is_some() { Duration::ZERO } else { GAP };
+        loop {
+            let now = instant();
+            if self.wake.take_freed() {
+                looks_at = looks_at.min(asked_at + gap);
+            }
+            if now >= until {
+                return Rested::Due;
+            }
+            if now >= looks_at {
+                return Rested::Look;
+            }
+            if !self.doze(until.min(looks_at), Some(ask)).await {
+                return Rested::Changed;
+            }
+        }
+    }
+
+    /// Sleeps until then or until it is woken, after it has refused those whose time is up. Returns at once, and `false`, if
+    /// the line has to be asked for again.
+    async fn doze(&self, until: Instant, ask: Option<&Ask>) -> bool {
+        self.refuse_overdue();
+        let Some(wakes_at) = self.with_line(|line| line.rest(until, ask, instant())).flatten() else {
+            return false;
+        };
+        // On its task: where a line is joined, it is polled only for what is there at once.
+        poll_fn(|cx| if cx.waker().will_wake(Waker::noop()) { Poll::Pending } else { Poll::Ready(()) }).await;
+        let _ = timeout_at(wakes_at, self.wake.notify.notified()).await;
         true
     }
 
     fn refuse_overdue(&self) {
         let late = self.with_line(|line| line.overdue(instant()));
-        for (waiter, denial) in late.into_iter().flatten() {
-            let _ = waiter.tell(Err(Refusal::Denied(denial)));
+        for (waiter, refusal) in late.into_iter().flatten() {
+            let _ = waiter.tell(Err(refusal));
         }
     }
 
@@ -140,11 +239,20 @@ impl Clerk {
         }
     }
 
-    /// Tells all that the store cannot decide.
-    fn fail(&self, error: &Error) {
-        for waiter in self.with_line(Line::clear).into_iter().flatten() {
+    /// Tells the first that the store cannot decide, or all if it could not for several times; and leaves it alone for a
+    /// while.
+    async fn fail(&self, error: &Error, ask: &Ask, pace: &mut Pace) {
+        *pace = Pace { room: 0, failures: pace.failures + 1, ..*pace };
+        let (only, pause) = match pace.failures {
+            MAX_FAILURES.. => (None, LONG_PAUSE),
+            failures => (Some(ask.first), FIRST_PAUSE * failures),
+        };
+        let until = instant() + pause;
+        for waiter in self.with_line(|line| line.fail(error, only, until)).into_iter().flatten() {
             let _ = waiter.tell(Err(Refusal::Failed(error.clone())));
         }
+        while instant() < until && self.doze(until, None).await {}
+        self.with_line(Line::try_again);
     }
 
     fn with_line<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
@@ -165,33 +273,75 @@ fn can_owe(policies: &Policies) -> bool {
 }
 
 /// How much to ask for next, and when.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone, Copy)]
 struct Pace {
     /// For how much there was room after the last answer.
     room: u32,
-    /// How often in a row others had taken ahead as much as may be owed.
+    /// Whether the line has waited for its turn: then it takes ahead whatever is in time.
+    has_waited: bool,
+    /// How often in a row others came first.
     losses: u32,
+    /// How often in a row the store has failed.
+    failures: u32,
 }
 
 impl Pace {
+    /// After a grant that has left so much room.
+    fn granted(room: u32) -> Self {
+        Self { room, has_waited: true, losses: 0, failures: 0 }
+    }
+
+    /// The wait of this denial is over.
+    fn denied(&mut self, decision: &Decision) {
+        (self.has_waited, self.losses) = (true, (self.losses + 1).min(4));
+        // A window may have room for all, and whoever asks for one first may find the rest taken.
+        if is_windowed(decision.policy()) {
+            self.room = decision.capacity();
+        }
+    }
+
+    /// Within how long what is asked for has to be due.
+    fn within(&self, ask: &Ask, now: Instant) -> Duration {
+        let max = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(now));
+        match (ask.count, self.has_waited) {
+            (1, true) => max,
+            (1, false) => max.min(SOON),
+            // What others have taken since, they would owe together.
+            _ => Duration::ZERO,
+        }
+    }
+
     /// When to ask again after a denial of what would be in time: it passes after `retry_after`.
-    fn retry_in(&mut self, decision: &Decision, retry_after: Duration, several: bool) -> Duration {
+    fn retry_in(&self, decision: &Decision, retry_after: Duration, ask: &Ask, several: bool) -> Duration {
         let policy = decision.policy();
-        let spacing = policy.quota().time_for(1);
+        let (spacing, period) = (policy.quota().time_for(1), policy.quota().period());
+        if can_owe(decision.policies()) && !self.has_waited && ask.cost > 0 {
+            return retry_after.saturating_sub(SOON);
+        }
         if let Some(wait) = until_more_may_be_owed(decision) {
             // Whoever is ahead takes it then. Who comes again and again in vain stays away for longer, so that each turn is
             // not asked for by all.
-            self.losses = (self.losses + 1).min(4);
-            let pause = spacing.saturating_mul(1 << self.losses).min(Duration::from_secs(1)).mul_f64(random());
+            let pause = spacing.saturating_mul(2 << self.losses).min(Duration::from_secs(1)).mul_f64(random());
             return wait.saturating_add(pause).max(TICK);
         }
-        if !several || !policy.strategy().trickles() {
-            return retry_after + TICK;
-        }
-        // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
-        // instance would always come before the others.
-        retry_after + TICK + spacing.min(policy.quota().period() / 50).mul_f64(2.0 * random())
+        let pause = match policy.strategy() {
+            // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
+            // instance would always come before the others.
+            strategy if strategy.trickles() && several => spacing.min(period / 50).mul_f64(2.0 * random()),
+            // Whoever comes first when a window begins takes what is there. So those stand back who did, or the nearest
+            // would each time.
+            _ if is_windowed(policy) && several => {
+                (period / 20).min(STAND_BACK).mul_f64((0.5 + 0.5 * random()) / f64::from(1 << self.losses))
+            }
+            _ => Duration::ZERO,
+        };
+        retry_after + TICK + pause
     }
+}
+
+/// Whether much comes free at once, when a window or a cell of it ends.
+fn is_windowed(policy: &Policy) -> bool {
+    matches!(policy.strategy(), Strategy::FixedWindow(_) | Strategy::SlidingWindow { .. })
 }
 
 /// From 0 to 1.

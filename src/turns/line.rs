@@ -2,13 +2,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::{Permit, Refusal, TICK, Wanted};
 use crate::limit::{Decision, Policies, Policy, Verdict};
+use crate::store::{Error, Wake};
 
-/// Those of one runtime who wait for one caller's count.
+/// Those of one runtime who wait for one caller under the same policies.
 pub(super) struct Line {
     number: u64,
     /// In the order in which they came.
@@ -17,17 +18,19 @@ pub(super) struct Line {
     deadlines: BTreeSet<(Instant, u64)>,
     /// What all of them cost.
     units: u64,
-    /// Whether some may want under other policies than others.
-    is_mixed: bool,
     came: u64,
     /// What was decided last.
     known: Option<Known>,
+    /// Why the store could not decide, if it could not when it was asked last.
+    trouble: Option<Error>,
+    /// Whether that was so often that nobody may wait now.
+    has_failed: bool,
     /// No permit comes before that, as far as is known.
     next_at: Option<Instant>,
     /// How many of those who wait have a permit that is due at `next_at`.
     served: usize,
     /// Wakes the clerk.
-    pub(super) wake: Arc<Notify>,
+    pub(super) wake: Arc<Wake>,
     /// When the clerk looks at the line again by itself.
     pub(super) wakes_at: Option<Instant>,
 }
@@ -36,8 +39,6 @@ pub(super) struct Line {
 struct Known {
     decision: Decision,
     at: Instant,
-    /// What the store was asked for: the decision may be on a part of these.
-    policies: Policies,
     /// For each of those whom it was asked for.
     cost: u32,
 }
@@ -49,7 +50,7 @@ pub(super) struct Waiter {
 
 pub(super) type Answer = Result<Permit, Refusal>;
 
-/// What the clerk asks for next: for so many of the first in the line, who all want the same.
+/// What the clerk asks for next: for so many of the first in the line, who all want as much.
 #[derive(Debug)]
 pub(super) struct Ask {
     /// The first of them.
@@ -76,19 +77,19 @@ impl Waiter {
 impl Line {
     /// A line whose first caller has just been `denied` what it wants, if it has asked.
     pub(super) fn new(number: u64, wanted: &Wanted, denied: Option<Decision>, now: Instant) -> Self {
-        let Wanted { policies, cost, .. } = wanted;
         let next_at = denied.as_ref().and_then(Decision::retry_after).and_then(|wait| now.checked_add(wait));
         Self {
             number,
             waiting: BTreeMap::new(),
             deadlines: BTreeSet::new(),
             units: 0,
-            is_mixed: false,
             came: 0,
-            known: denied.map(|decision| Known { decision, at: now, policies: policies.clone(), cost: *cost }),
+            known: denied.map(|decision| Known { decision, at: now, cost: wanted.cost }),
+            trouble: None,
+            has_failed: false,
             next_at,
             served: 0,
-            wake: Arc::new(Notify::new()),
+            wake: Arc::default(),
             wakes_at: None,
         }
     }
@@ -101,9 +102,10 @@ impl Line {
         self.waiting.len()
     }
 
-    /// When a denial has to be over before it helps to ask again.
-    pub(super) fn denied_until(&self) -> Option<Instant> {
-        self.next_at.filter(|_| self.known.as_ref().is_some_and(|known| known.decision.retry_after().is_some()))
+    /// A denial that is known, when it was made, and the wait that it tells.
+    pub(super) fn denied(&self) -> Option<(Decision, Instant, Duration)> {
+        let Known { decision, at, .. } = self.known.as_ref()?;
+        Some((decision.clone(), *at, decision.retry_after()?))
     }
 
     /// Why one more may not join: too many wait, or the turn would come too late even if nobody left the line.
@@ -113,8 +115,12 @@ impl Line {
         }
         let earliest = self.earliest(wanted);
         let is_late = wanted.deadline.zip(earliest).is_some_and(|(deadline, earliest)| earliest > deadline);
-        // Before anything is known nobody is refused: there is nothing to tell.
-        (is_full || is_late).then(|| self.denial(earliest, now)).flatten()
+        (is_full || is_late).then(|| self.denial(earliest, now).unwrap_or_else(|| wanted.denial()))
+    }
+
+    /// Why nobody may wait now.
+    pub(super) fn failed(&self) -> Option<&Error> {
+        self.trouble.as_ref().filter(|_| self.has_failed)
     }
 
     /// What is known, as a denial until then.
@@ -127,40 +133,29 @@ impl Line {
     /// No turn of one who comes now is before that, if those before it stay.
     fn earliest(&self, wanted: &Wanted) -> Option<Instant> {
         let (known, next_at) = (self.known.as_ref()?, self.next_at?);
-        let policies = &wanted.policies;
-        // What is counted by another quota, or by windows, tells too little.
-        let is_told = policies.is(&known.policies) && policies.iter().all(|it| it.strategy().is_steady());
-        if !is_told {
+        // What is counted by windows tells too little.
+        if !wanted.policies.iter().all(|policy| policy.strategy().is_steady()) {
             return Some(next_at);
         }
-        let units = self.units_before(policies) + u64::from(wanted.cost);
+        let units = self.units_before() + u64::from(wanted.cost);
         let verdicts = known.decision.verdicts();
         verdicts.map(|(policy, verdict)| known.earliest(policy, verdict, units)).fold(Some(next_at), Ord::max)
     }
 
-    /// What those cost who wait under these policies, but for those who are served: they have theirs.
-    fn units_before(&self, policies: &Policies) -> u64 {
-        let alike = |waiter: &&Waiter| waiter.wanted.policies.is(policies);
-        let cost = |waiter: &Waiter| u64::from(waiter.wanted.cost);
-        match self.waiting.values().next() {
-            Some(first) if !self.is_mixed && alike(&first) => {
-                self.units - self.waiting.values().take(self.served).map(cost).sum::<u64>()
-            }
-            _ => self.waiting.values().skip(self.served).filter(alike).map(cost).sum(),
-        }
+    /// What those cost who wait, but for those who are served: they have theirs.
+    fn units_before(&self) -> u64 {
+        let served = self.waiting.values().take(self.served);
+        self.units - served.map(|waiter| u64::from(waiter.wanted.cost)).sum::<u64>()
     }
 
     /// Lines up at the end. Returns the number there.
     pub(super) fn push(&mut self, waiter: Waiter) -> u64 {
         let number = self.came;
-        let Wanted { policies, cost, deadline, .. } = &waiter.wanted;
-        let last = self.waiting.values().next_back();
-        self.is_mixed = last.is_some_and(|last| self.is_mixed || !last.wanted.policies.is(policies));
-        self.units += u64::from(*cost);
-        if let Some(deadline) = *deadline {
+        self.units += u64::from(waiter.wanted.cost);
+        if let Some(deadline) = waiter.wanted.deadline {
             self.deadlines.insert((deadline, number));
             if self.wakes_at.is_none_or(|wakes_at| deadline < wakes_at) {
-                self.wake.notify_one();
+                self.wake.notify.notify_one();
             }
         }
         self.came += 1;
@@ -181,55 +176,70 @@ impl Line {
     pub(super) fn leave(&mut self, number: u64) -> Option<Waiter> {
         let left = self.remove(number)?;
         if self.waiting.first_key_value().is_none_or(|(first, _)| *first > number) {
-            self.wake_unless_first_wants(&left.wanted.policies, left.wanted.cost);
+            self.wake_unless_first_wants(left.wanted.cost);
         }
         Some(left)
     }
 
-    /// Takes out the first, if a permit of this cost under these policies is what it wants.
-    pub(super) fn pop(&mut self, policies: &Policies, cost: u32) -> Option<Waiter> {
-        if !self.first_wants(policies, cost) {
+    /// Takes out the first, if a permit of this cost is what it wants.
+    pub(super) fn pop(&mut self, cost: u32) -> Option<Waiter> {
+        if !self.first_wants(cost) {
             return None;
         }
         let (first, _) = self.waiting.first_key_value()?;
         let waiter = self.remove(*first)?;
-        self.wake_unless_first_wants(policies, cost);
+        self.wake_unless_first_wants(cost);
         Some(waiter)
     }
 
-    /// Whether the first wants a permit of this cost under these policies.
-    fn first_wants(&self, policies: &Policies, cost: u32) -> bool {
-        let mut waiting = self.waiting.values();
-        waiting.next().is_some_and(|first| first.wanted.cost == cost && first.wanted.policies.is(policies))
+    /// Whether the first wants a permit of this cost.
+    fn first_wants(&self, cost: u32) -> bool {
+        self.waiting.values().next().is_some_and(|first| first.wanted.cost == cost)
     }
 
     /// The clerk rests for what the first wanted, which has left.
-    fn wake_unless_first_wants(&self, policies: &Policies, cost: u32) {
-        if !self.first_wants(policies, cost) {
-            self.wake.notify_one();
+    fn wake_unless_first_wants(&self, cost: u32) {
+        if !self.first_wants(cost) {
+            self.wake.notify.notify_one();
         }
     }
 
-    /// Takes out all.
-    pub(super) fn clear(&mut self) -> Vec<Waiter> {
+    /// Notes that the store could not decide, and is not asked again before then. Takes out who is told: the one of this
+    /// number, or all.
+    pub(super) fn fail(&mut self, error: &Error, only: Option<u64>, until: Instant) -> Vec<Waiter> {
+        self.trouble = Some(error.clone());
+        self.next_at = Some(until);
+        self.served = 0;
+        if let Some(first) = only {
+            return self.remove(first).into_iter().collect();
+        }
+        self.has_failed = true;
         self.deadlines.clear();
         self.units = 0;
         std::mem::take(&mut self.waiting).into_values().collect()
     }
 
+    /// Notes that the store is asked again.
+    pub(super) fn try_again(&mut self) {
+        self.has_failed = false;
+    }
+
     /// Takes out those whose time is up, with what they are told. Nobody is before anything is known, or after the time
     /// for which it was: then the store is asked.
-    pub(super) fn overdue(&mut self, now: Instant) -> Vec<(Waiter, Decision)> {
+    pub(super) fn overdue(&mut self, now: Instant) -> Vec<(Waiter, Refusal)> {
         let Some(next_at) = self.next_at.filter(|next_at| *next_at > now) else { return Vec::new() };
-        let Some(denial) = self.denial(Some(next_at), now) else { return Vec::new() };
+        let failed = self.trouble.clone().map(Refusal::Failed);
+        let Some(refusal) = failed.or_else(|| self.denial(Some(next_at), now).map(Refusal::Denied)) else {
+            return Vec::new();
+        };
         let late: Vec<u64> = self.deadlines.range(..=(now, u64::MAX)).map(|(_, number)| *number).collect();
-        late.into_iter().filter_map(|number| Some((self.remove(number)?, denial.clone()))).collect()
+        late.into_iter().filter_map(|number| Some((self.remove(number)?, refusal.clone()))).collect()
     }
 
     /// When a clerk that rests until then has to look again. None if it has to ask again now: the first does not want what
     /// was asked for, or somebody's time is up after the time for which the answer was.
-    pub(super) fn rest(&mut self, until: Instant, ask: &Ask, now: Instant) -> Option<Instant> {
-        if !self.first_wants(&ask.policies, ask.cost) {
+    pub(super) fn rest(&mut self, until: Instant, ask: Option<&Ask>, now: Instant) -> Option<Instant> {
+        if ask.is_some_and(|ask| !self.first_wants(ask.cost)) {
             self.next_at = None;
             self.served = 0;
             return None;
@@ -251,7 +261,7 @@ impl Line {
     pub(super) fn ask(&self, room: u32) -> Option<Ask> {
         let (number, Waiter { wanted, .. }) = self.waiting.first_key_value()?;
         let Wanted { policies, cost, .. } = wanted;
-        let alike = |waiter: &&Waiter| waiter.wanted.cost == *cost && waiter.wanted.policies.is(policies);
+        let alike = |waiter: &&Waiter| waiter.wanted.cost == *cost;
         // Of requests in flight a check takes one, whatever it costs.
         let most = if policies.in_flight().is_some() { 1 } else { (room / (*cost).max(1)).max(1) };
         let first = self.waiting.values().take_while(alike).take(most as usize);
@@ -264,9 +274,15 @@ impl Line {
 
     /// Learns what the store has decided, and how many permits that gives and when.
     pub(super) fn learn(&mut self, ask: &Ask, decision: &Decision, at: Instant, next_at: Instant, served: u32) {
-        self.known = Some(Known { decision: decision.clone(), at, policies: ask.policies.clone(), cost: ask.cost });
+        self.known = Some(Known { decision: decision.clone(), at, cost: ask.cost });
+        self.trouble = None;
         self.next_at = Some(next_at);
         self.served = served as usize;
+    }
+
+    /// Notes when what was taken is due after all.
+    pub(super) fn is_due_at(&mut self, due_at: Instant) {
+        self.next_at = Some(due_at);
     }
 }
 

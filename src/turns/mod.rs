@@ -5,13 +5,21 @@
 //!
 //! **Few calls.** Only the clerk asks, for whoever is first, and so takes one permit ahead of time: charged at once, due
 //! later. So each process has at most one permit ahead, those of several processes are due one after another, and a call
-//! makes a grant. If the last answer tells that there is room for more, the next call takes for as many as wait. Where a
-//! strategy cannot owe, the clerk asks again when the denial says so.
+//! makes a grant. If the last answer tells that there is room for more, the next call takes for as many as wait, but only
+//! what is there now: another process may have been faster. Where a strategy cannot owe, the clerk asks again when the
+//! denial says so. A line that begins takes nothing ahead that is due later than [soon](clerk::SOON): whoever wants it may
+//! be gone by then.
 //!
 //! **Nothing is lost.** A permit belongs to the line, not to who asked for it: whoever gives up leaves what he would have
 //! had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same way.
 //! Before it is due there is no permit yet: if whoever is first wants something else by then, the clerk gives back what it
 //! took, and asks again. Only a runtime that ends keeps what it has taken.
+//!
+//! **Nobody sleeps for too long.** What is given back in this process [wakes](crate::store::Wake) the clerk, and for what
+//! others give back it looks again now and then.
+//!
+//! **A store that fails.** A call that fails is told to whoever is first. The others wait on, until [several in a
+//! row](clerk::MAX_FAILURES) have failed; whoever comes then is told the same for a while, without a call.
 
 mod clerk;
 mod line;
@@ -21,34 +29,37 @@ mod turn;
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::num::NonZeroUsize;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
 use tokio::time::Instant;
 
-pub(crate) use permit::Permit;
+pub(crate) use permit::{Permit, Spent};
 pub(crate) use turn::Turn;
 
 use self::clerk::Clerk;
 use self::line::{Line, Waiter};
-use crate::leases::Leases;
-use crate::limit::{Check, Decision, Key, Policies};
+use crate::leases::{Lease, Leases};
+use crate::limit::{Check, Decision, Key, Policies, Source, Strategy, Verdict};
 use crate::store::{Error, ErrorKind, Observer, Store, instant, lock};
 
 /// Who waits for a turn, of all callers. Clones share the lines.
 #[derive(Clone)]
 pub(crate) struct Turns {
     shared: Arc<Shared>,
+    bounds: Bounds,
 }
 
 struct Shared {
     store: Box<dyn AnyStore>,
     /// What permits hold in flight.
     leases: Leases,
-    bounds: Bounds,
     lines: Mutex<Lines>,
     /// How many lines there are: while there are none, nobody looks for one.
     count: AtomicUsize,
@@ -72,10 +83,17 @@ impl<S: Store> AnyStore for S {
 
 struct Lines {
     each: HashMap<Place, Line>,
-    /// How many wait in all of them.
-    waiting: usize,
+    waiting: Waiting,
     /// How many lines were ever made: each has a number.
     made: u64,
+}
+
+/// How many wait in all lines.
+#[derive(Default)]
+struct Waiting {
+    all: usize,
+    /// For each caller.
+    each: HashMap<Key, usize>,
 }
 
 /// How many may wait: for one caller, and in all.
@@ -90,8 +108,8 @@ pub(crate) struct Bounds {
 struct Place {
     runtime: Id,
     key: Key,
-    /// What the policies count.
-    count: u64,
+    /// Tells policies from others by all that they say: nobody waits behind those of a quota that was replaced.
+    policies: u64,
 }
 
 /// What one waits for.
@@ -105,7 +123,7 @@ pub(crate) struct Wanted {
 }
 
 /// Why there is no permit.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Refusal {
     /// It would take too long, or too many wait.
     Denied(Decision),
@@ -123,27 +141,72 @@ impl Refusal {
 }
 
 impl Bounds {
-    pub(crate) const NONE: Self = Self { each: usize::MAX, all: usize::MAX };
+    /// Where one key is mostly that of all.
+    pub(crate) const DEFAULT: Self = Self { each: 10_000, all: 10_000 };
+
+    /// So many, whoever they are.
+    pub(crate) const fn of(all: NonZeroUsize) -> Self {
+        Self { each: all.get(), all: all.get() }
+    }
+}
+
+impl Wanted {
+    /// Whether it costs more than ever fits: no wait helps.
+    pub(crate) fn never_fits(&self) -> bool {
+        let mut of_costs = self.policies.iter().filter(|policy| policy.strategy() != Strategy::InFlight);
+        of_costs.any(|policy| policy.quota().capacity() < self.cost)
+    }
+
+    /// What is told to one of too many before the store has said anything: to come again when a unit has flowed back.
+    fn denial(&self) -> Decision {
+        let check = Check::take(self.key, &self.policies, self.cost);
+        check.decided(Source::Local, 0, |policy| Verdict::denied(policy.quota().time_for(1)))
+    }
+}
+
+impl Waiting {
+    fn of(&self, key: &Key) -> usize {
+        self.each.get(key).copied().unwrap_or(0)
+    }
+
+    /// So many wait in one line of this caller where there were `before`.
+    fn change(&mut self, key: &Key, before: usize, now: usize) {
+        self.all = self.all + now - before;
+        match self.of(key) + now - before {
+            0 => self.each.remove(key),
+            all => self.each.insert(*key, all),
+        };
+    }
 }
 
 impl Turns {
     /// `leases` are those of whoever asks the store.
     pub(crate) fn new(store: impl Store, leases: Leases, bounds: Bounds) -> Self {
-        let lines = Mutex::new(Lines { each: HashMap::new(), waiting: 0, made: 0 });
+        let lines = Mutex::new(Lines { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
         let count = AtomicUsize::new(0);
-        Self { shared: Arc::new(Shared { store: Box::new(store), leases, bounds, lines, count }) }
+        Self { shared: Arc::new(Shared { store: Box::new(store), leases, lines, count }), bounds }
     }
 
-    /// Waits behind those who wait on this runtime already, if anybody does.
+    /// The same lines, in which so many may wait.
+    pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
+        Self { shared: Arc::clone(&self.shared), bounds }
+    }
+
+    /// What a request holds in flight if it [passes](Lease::passed) though the store has failed to decide.
+    pub(crate) fn hold(&self, wanted: &Wanted) -> Option<Lease> {
+        self.shared.leases.hold(wanted.key, &wanted.policies)
+    }
+
+    /// Waits behind those who wait on this runtime already, if anybody does, and if a wait helps.
     pub(crate) fn join_others(&self, wanted: &Wanted) -> Option<Result<Turn, Refusal>> {
-        if self.shared.count.load(Ordering::Acquire) == 0 {
+        if self.shared.count.load(Ordering::Acquire) == 0 || wanted.never_fits() {
             return None;
         }
         let runtime = Handle::try_current().ok()?;
         let place = Place::of(&runtime, wanted);
         let Lines { each, waiting, .. } = &mut *lock(&self.shared.lines);
         let line = each.get_mut(&place)?;
-        Some(self.shared.line_up(line, waiting, place, wanted.clone()))
+        Some(self.line_up(line, waiting, place, wanted.clone()))
     }
 
     /// Hands the observer on to the store.
@@ -158,7 +221,8 @@ impl Turns {
         }
     }
 
-    /// Waits for a permit. `denied` is what the store has just said, if it was asked.
+    /// Waits for a permit. `denied` is what the store has just said, if it was asked. What [never
+    /// fits](Wanted::never_fits) must not wait: others would wait behind it.
     ///
     /// # Errors
     ///
@@ -170,46 +234,54 @@ impl Turns {
         let (turn, clerk) = {
             let Lines { each, waiting, made } = &mut *lock(&self.shared.lines);
             if let Some(line) = each.get_mut(&place) {
-                return self.shared.line_up(line, waiting, place, wanted);
+                return self.line_up(line, waiting, place, wanted);
             }
             let mut line = Line::new(*made, &wanted, denied, instant());
-            let turn = self.shared.line_up(&mut line, waiting, place, wanted)?;
-            let clerk = Clerk::new(Arc::clone(&self.shared), place, &line, runtime.clone());
+            let policies = wanted.policies.clone();
+            let turn = self.line_up(&mut line, waiting, place, wanted)?;
+            let clerk = Clerk::new(Arc::clone(&self.shared), place, &line, policies, runtime.clone());
             *made += 1;
             each.insert(place, line);
             self.shared.count.fetch_add(1, Ordering::AcqRel);
             (turn, clerk)
         };
-        // A runtime that has ended drops it at once: that answers who waits.
-        runtime.spawn(clerk.run());
+        // What is there is taken at once, without a task.
+        let mut clerk = Box::pin(clerk.run());
+        if clerk.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+            // A runtime that has ended drops it: that answers who waits.
+            runtime.spawn(clerk);
+        }
         Ok(turn)
+    }
+
+    /// Lines up, if that is not too late and not too many wait.
+    fn line_up(&self, line: &mut Line, waiting: &mut Waiting, place: Place, wanted: Wanted) -> Result<Turn, Refusal> {
+        if let Some(error) = line.failed() {
+            return Err(Refusal::Failed(error.clone()));
+        }
+        let is_full = waiting.all >= self.bounds.all || waiting.of(&place.key) >= self.bounds.each;
+        if let Some(decision) = line.refusal(&wanted, is_full, instant()) {
+            return Err(Refusal::Denied(decision));
+        }
+        let (waiter, answer) = Waiter::new(wanted);
+        let before = line.len();
+        let number = line.push(waiter);
+        waiting.change(&place.key, before, line.len());
+        Ok(Turn::new(Arc::clone(&self.shared), place, line.number(), number, answer))
     }
 }
 
 impl Place {
     fn of(runtime: &Handle, wanted: &Wanted) -> Self {
-        Self { runtime: runtime.id(), key: wanted.key, count: wanted.policies.id() }
+        let mut policies = DefaultHasher::new();
+        for policy in &wanted.policies {
+            (policy.id(), policy.strategy(), policy.quota()).hash(&mut policies);
+        }
+        Self { runtime: runtime.id(), key: wanted.key, policies: policies.finish() }
     }
 }
 
 impl Shared {
-    /// Lines up, if that is not too late and not too many wait.
-    fn line_up(
-        self: &Arc<Self>,
-        line: &mut Line,
-        waiting: &mut usize,
-        place: Place,
-        wanted: Wanted,
-    ) -> Result<Turn, Refusal> {
-        let is_full = *waiting >= self.bounds.all || line.len() >= self.bounds.each;
-        if let Some(decision) = line.refusal(&wanted, is_full, instant()) {
-            return Err(Refusal::Denied(decision));
-        }
-        let (waiter, answer) = Waiter::new(wanted);
-        *waiting += 1;
-        Ok(Turn::new(Arc::clone(self), place, line.number(), line.push(waiter), answer))
-    }
-
     /// Has the store count, on a task: nobody waits for it, or is left to be told of a failure.
     fn tell(self: &Arc<Self>, runtime: &Handle, check: Check) {
         if check.cost() > 0 {
@@ -224,15 +296,17 @@ impl Shared {
         let line = lines.each.get_mut(place).filter(|line| line.number() == number)?;
         let before = line.len();
         let result = act(line);
-        lines.waiting = lines.waiting + line.len() - before;
+        lines.waiting.change(&place.key, before, line.len());
         Some(result)
     }
 
-    /// Takes out whoever is first at this place, if a permit of this cost under these policies is what it wants.
-    fn pop(&self, place: &Place, policies: &Policies, cost: u32) -> Option<Waiter> {
+    /// Takes out whoever is first at this place, if a permit of this cost is what it wants.
+    fn pop(&self, place: &Place, cost: u32) -> Option<Waiter> {
         let lines = &mut *lock(&self.lines);
-        let waiter = lines.each.get_mut(place)?.pop(policies, cost)?;
-        lines.waiting -= 1;
+        let line = lines.each.get_mut(place)?;
+        let before = line.len();
+        let waiter = line.pop(cost)?;
+        lines.waiting.change(&place.key, before, line.len());
         Some(waiter)
     }
 
@@ -241,7 +315,7 @@ impl Shared {
         let lines = &mut *lock(&self.lines);
         lines.each.get(place).filter(|line| line.number() == number && (must || line.len() == 0))?;
         let line = lines.each.remove(place)?;
-        lines.waiting -= line.len();
+        lines.waiting.change(&place.key, line.len(), 0);
         self.count.fetch_sub(1, Ordering::AcqRel);
         Some(line)
     }
@@ -249,7 +323,7 @@ impl Shared {
 
 impl fmt::Debug for Turns {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Turns").field("waiting", &lock(&self.shared.lines).waiting).finish_non_exhaustive()
+        f.debug_struct("Turns").field("waiting", &lock(&self.shared.lines).waiting.all).finish_non_exhaustive()
     }
 }
 

@@ -31,10 +31,27 @@ struct Held {
     /// What was asked for: a decision may be on a part of these.
     policies: Policies,
     cost: u32,
-    taken_at: Instant,
-    due_at: Instant,
+    times: Times,
     /// Of the policies that count requests in flight: given back with the permit.
     lease: Option<Lease>,
+}
+
+/// When a permit was asked for, by whoever was first then, when the store answered, and when it is due.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Times {
+    pub(super) asked: Instant,
+    pub(super) answered: Instant,
+    pub(super) due: Instant,
+}
+
+/// A permit that is used.
+pub(crate) struct Spent {
+    /// What was decided on it, as it is now.
+    pub(crate) decision: Decision,
+    /// When it was asked for, and for how many microseconds the store's answer is known.
+    pub(crate) taken: Option<(Instant, i64)>,
+    /// What it holds in flight.
+    pub(crate) lease: Option<Lease>,
 }
 
 impl Permit {
@@ -44,12 +61,11 @@ impl Permit {
         runtime: &Handle,
         ask: &Ask,
         decision: Decision,
-        taken_at: Instant,
-        due_at: Instant,
+        times: Times,
     ) -> Self {
         let (shared, runtime) = (Arc::clone(shared), runtime.clone());
         let (policies, cost) = (ask.policies.clone(), ask.cost);
-        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, taken_at, due_at, lease: None }) }
+        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, times, lease: None }) }
     }
 
     /// The same with what it holds in flight.
@@ -60,20 +76,23 @@ impl Permit {
         self
     }
 
-    /// What was decided on it.
-    pub(crate) fn decision(&self) -> &Decision {
-        &self.decision
+    /// What was decided on it, as it is now.
+    pub(crate) fn decision(&self) -> Decision {
+        self.decision.clone().later(self.age())
     }
 
-    /// When it was asked for, by whoever was first then.
-    pub(crate) fn taken_at(&self) -> Option<Instant> {
-        self.held.as_ref().map(|held| held.taken_at)
+    /// How many microseconds ago the store answered.
+    fn age(&self) -> i64 {
+        let age = self.held.as_ref().map(|held| instant().saturating_duration_since(held.times.answered));
+        age.and_then(|age| i64::try_from(age.as_micros()).ok()).unwrap_or(0)
     }
 
     /// Uses it: the request is in flight while it has the lease. Of one that was held for too long, what is counted no more
     /// is charged again.
-    pub(crate) fn spend(mut self) -> (Decision, Option<Lease>) {
+    pub(crate) fn spend(mut self) -> Spent {
+        let age = self.age();
         let mut held = self.held.take();
+        let taken = held.as_ref().map(|held| (held.times.asked, age));
         let lease = held.as_mut().and_then(|held| held.lease.take());
         if let Some(held) = held.filter(|held| !held.is_good(&self.decision)) {
             held.tell(
@@ -81,14 +100,14 @@ impl Permit {
                 held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost(policy) - counted)),
             );
         }
-        (self.decision.clone(), lease)
+        Spent { decision: self.decision.clone().later(age), taken, lease }
     }
 
     /// Hands it on to whoever is first in the line, or gives what is still counted of it back to the store.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
             let is_good = held.is_good(&self.decision);
-            let next = is_good.then(|| held.shared.pop(&held.place, &held.policies, held.cost)).flatten();
+            let next = is_good.then(|| held.shared.pop(&held.place, held.cost)).flatten();
             let Some(waiter) = next else {
                 held.tell(Check::give_back, held.counted(&self.decision));
                 return;
@@ -104,7 +123,7 @@ impl Permit {
 impl Held {
     /// Whether it may be used as it is: it is counted still, or was due just now.
     fn is_good(&self, decision: &Decision) -> bool {
-        instant() < self.due_at + PATIENCE
+        instant() < self.times.due + PATIENCE
             || self.counted(decision).all(|(policy, counted)| counted == self.cost(policy))
     }
 
@@ -116,7 +135,7 @@ impl Held {
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is
     /// another's by now.
     fn counted(&self, decision: &Decision) -> impl Iterator<Item = (&Policy, u32)> {
-        let age = instant().saturating_duration_since(self.taken_at);
+        let age = instant().saturating_duration_since(self.times.asked);
         self.policies.iter().zip(decision.verdicts()).map(move |(policy, (decided, verdict))| {
             let left = Duration::from_micros(u64::try_from(verdict.reset).unwrap_or_default()).saturating_sub(age);
             let all = if left.is_zero() { 0 } else { self.cost(policy) };

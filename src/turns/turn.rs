@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
+use tokio::runtime::Id;
 use tokio::sync::oneshot;
 
 use super::line::Answer;
@@ -29,12 +30,21 @@ impl Turn {
     ) -> Self {
         Self { shared, place, line, number, answer }
     }
+
+    /// The runtime that asks for it.
+    pub(crate) fn runtime(&self) -> Id {
+        self.place.runtime
+    }
 }
 
 impl Future for Turn {
     type Output = Result<Permit, Refusal>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        // Or a task that has done much since it yielded would not see what is there.
+        if let Ok(answer) = self.answer.try_recv() {
+            return Poll::Ready(answer);
+        }
         let answer = ready!(Pin::new(&mut self.answer).poll(cx));
         // The runtime that asked has ended.
         Poll::Ready(answer.unwrap_or_else(|_| Err(Refusal::Failed(Error::new(ErrorKind::NoRuntime).of_check()))))

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "tokio's clock is paused here")]
 
+#[path = "../support/late.rs"]
+mod late;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -13,3 +15,4 @@ mod limiter;
 mod lines;
 mod local;
 mod outside;
+mod waiting;

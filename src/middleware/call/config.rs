@@ -106,7 +106,7 @@ impl<S, K, R> Config<S, K, R> {
         }
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                self.admit_to_line(wait.line_up(*wanted, denied), asked)
+                self.admit_to_line(wait.line_up(&wanted, denied), asked)
             }
             (answer, ..) => self.conclude(answer, asked, lease),
         }
@@ -115,8 +115,8 @@ impl<S, K, R> Config<S, K, R> {
     /// What becomes of a request that waits if it has a place.
     fn admit_to_line(&self, place: Place, asked: Option<Asked>) -> Admission {
         match place {
-            Ok(place) => Admission::Wait(place, asked),
-            Err(answer) => self.conclude(answer, asked, None),
+            Place::InLine(place) => Admission::Wait(place, asked),
+            Place::Refused(answer, lease) => self.conclude(answer, asked, lease),
         }
     }
 

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use tower_layer::Layer;
@@ -51,6 +52,10 @@ use crate::turns::{Bounds, Turns};
 /// - A permit that is held for more than a second, and for so long that the count has forgotten it, is charged again by the
 ///   call that uses it. So a service that is ready and idle saves up one call, which others pay for later: of a hundred idle
 ///   ones a hundred calls may come at once, beside the burst.
+/// - What there is room for a store that answers at once gives in the first poll. One that has to be asked over a network
+///   answers later: a [`LoadShed`](https://docs.rs/tower/latest/tower/load_shed/struct.LoadShed.html) around the throttle, which
+///   polls once, then sheds the call. Put a [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
+/// - A service that is polled on another runtime than before begins to wait anew.
 /// - A runtime that ends takes its permits with it: what they were charged is not given back.
 /// - A call without a permit, of a service that was not polled ready, is charged and goes on.
 ///
@@ -60,7 +65,8 @@ use crate::turns::{Bounds, Turns};
 /// # Errors
 ///
 /// It adds none: the error is the inner service's. What the store cannot decide waits, and is asked again after a while; see
-/// [`on_error`](Self::on_error). Put a [`Fallback`](crate::Fallback) into it, and it goes on at this instance's share.
+/// [`on_error`](Self::on_error). One call that fails is one service's; if three in a row fail, it is that of all that wait, and
+/// the store is left alone for 250 ms. Put a [`Fallback`](crate::Fallback) into it, and it goes on at this instance's share.
 ///
 /// `poll_ready` has to be called within a tokio runtime.
 #[derive(Clone)]
@@ -75,7 +81,7 @@ impl ThrottleLayer {
     /// [in flight](crate::Policy::in_flight) are left out, and the observer is told that it is
     /// [misconfigured](Observer::misconfigured): a throttle does not know when a call has ended.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
-        let turns = Turns::new(store.clone(), Leases::new(&store, None), Bounds::NONE);
+        let turns = Turns::new(store.clone(), Leases::new(&store, None), Bounds::DEFAULT);
         let policies = Selector::new(policies);
         Self {
             settings: Settings {
@@ -87,6 +93,14 @@ impl ThrottleLayer {
                 misconfiguration: Arc::default(),
             },
         }
+    }
+
+    /// Sets how many of its services may wait in line; one more is not in the line, and comes again after 250 ms. Defaults to
+    /// 10,000.
+    #[must_use]
+    pub fn max_waiting(mut self, max: NonZeroUsize) -> Self {
+        self.settings.turns = self.settings.turns.with_bounds(Bounds::of(max));
+        self
     }
 
     /// Sets what becomes of a wait that the store cannot decide: to go on waiting and to ask again ([`OnError::Reject`],

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use tokio::runtime::{Handle, Id};
 use tokio::time::{Sleep, sleep};
 use tower_service::Service;
 
@@ -37,13 +38,13 @@ pub(super) struct Settings {
 enum State {
     Idle,
     Waiting(Turn, Option<Asked>),
-    /// The store could not decide: until it is asked again.
-    Pausing(Pin<Box<Sleep>>),
+    /// The store could not decide, or too many wait: until it comes again, on this runtime.
+    Pausing(Pin<Box<Sleep>>, Option<Id>),
     /// None if nothing limits it, or if the store could not decide and that is allowed.
     Ready(Option<Permit>),
 }
 
-/// How long to wait before a store that could not decide is asked again.
+/// How long to wait before it comes again.
 const PAUSE: Duration = Duration::from_millis(250);
 
 const NEVER_ENDS: &str = "a policy counts requests in flight, which a `ThrottleLayer` does not: put that policy into a \
@@ -78,20 +79,40 @@ impl Settings {
 
     fn granted(&self, permit: Permit, asked: Option<Asked>) -> State {
         if let (Some(observer), Some(asked)) = (&self.observer, asked) {
-            asked.tell(&**observer, &Ok(permit.decision().clone()), false);
+            asked.tell(&**observer, &Ok(permit.decision()), false);
         }
         State::Ready(Some(permit))
     }
 
     fn refused(&self, refusal: Refusal, asked: Option<Asked>) -> State {
+        let Refusal::Failed(error) = refusal else { return State::pausing() };
         if let (Some(observer), Some(asked)) = (&self.observer, asked) {
-            asked.tell(&**observer, &refusal.into_answer(), false);
+            asked.tell(&**observer, &Err(error), false);
         }
         match self.on_error {
             OnError::Allow => State::Ready(None),
-            OnError::Reject => State::Pausing(Box::pin(sleep(PAUSE))),
+            OnError::Reject => State::pausing(),
         }
     }
+}
+
+impl State {
+    fn pausing() -> Self {
+        Self::Pausing(Box::pin(sleep(PAUSE)), runtime())
+    }
+
+    /// Whether what it waits for is of another runtime, which may have ended or stand still.
+    fn is_elsewhere(&self) -> bool {
+        match self {
+            Self::Waiting(turn, _) => runtime().is_some_and(|here| here != turn.runtime()),
+            Self::Pausing(_, there) => runtime() != *there,
+            Self::Idle | Self::Ready(_) => false,
+        }
+    }
+}
+
+fn runtime() -> Option<Id> {
+    Handle::try_current().ok().map(|runtime| runtime.id())
 }
 
 impl<T> Throttle<T> {
@@ -130,6 +151,9 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
             self.state = State::Idle;
             return Poll::Ready(ready);
         }
+        if self.state.is_elsewhere() {
+            self.state = State::Idle;
+        }
         loop {
             self.state = match &mut self.state {
                 State::Idle => self.settings.line_up(),
@@ -137,7 +161,7 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
                     Ok(permit) => self.settings.granted(permit, *asked),
                     Err(refusal) => self.settings.refused(refusal, *asked),
                 },
-                State::Pausing(pause) => {
+                State::Pausing(pause, _) => {
                     ready!(pause.as_mut().poll(cx));
                     State::Idle
                 }
@@ -167,7 +191,7 @@ impl<T: fmt::Debug> fmt::Debug for Throttle<T> {
         let state = match self.state {
             State::Idle => "idle",
             State::Waiting(..) => "waiting",
-            State::Pausing(_) => "pausing",
+            State::Pausing(..) => "pausing",
             State::Ready(_) => "ready",
         };
         f.debug_struct("Throttle").field("inner", &self.inner).field("state", &state).finish_non_exhaustive()

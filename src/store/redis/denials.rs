@@ -14,6 +14,7 @@ use crate::limit::{Check, Key, Mode, Policies, Policy, Strategy, Verdict, Verdic
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
 use crate::store::clock::Clock;
 use crate::store::digest::Digest;
+use crate::store::freed::gives_room;
 use crate::store::shards::Shards;
 
 #[derive(Debug)]
@@ -241,11 +242,6 @@ impl Ranked for Caller {
         let hits = self.hits.get_mut();
         *hits = hits.saturating_sub(1);
     }
-}
-
-/// Whether less may be charged after it than before.
-fn gives_room(check: &Check) -> bool {
-    matches!(check.mode(), Mode::GiveBack | Mode::Reset | Mode::Hold)
 }
 
 impl<'a> Question<'a> {

@@ -26,7 +26,7 @@ use super::queue::Full;
 use super::runtimes::{Queues, runtime};
 use super::transport::{Node, Transport};
 use crate::limit::{Check, Decision, Key, Source, Verdicts};
-use crate::store::{Answer, Error, ErrorKind, Observer, event, lock};
+use crate::store::{Answer, Error, ErrorKind, Observer, event, freed, lock};
 
 pub(super) struct Lanes {
     pub(super) transport: Transport,
@@ -184,16 +184,12 @@ impl Lanes {
         verdicts: Result<Verdicts, Error>,
         sent_at: i64,
     ) -> Result<Decision, Error> {
-        match verdicts {
-            Ok(verdicts) => {
-                self.denials.learn(&check, &verdicts, sent_at);
-                Ok(check.answer(verdicts, Source::Redis))
-            }
-            Err(error) => {
-                self.denials.forget(&check);
-                Err(error)
-            }
+        match &verdicts {
+            Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
+            Err(_) => self.denials.forget(&check),
         }
+        freed::tell(&check);
+        verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
     }
 
     /// Tells of a failure that no check was answered with.

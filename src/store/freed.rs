@@ -1,0 +1,76 @@
+//! Wakes those who wait in this process when something was given back or forgotten, by whatever store.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex};
+
+use tokio::sync::Notify;
+
+use super::lock;
+use crate::limit::{Check, Key, Mode, Policies};
+
+/// Wakes one who waits, and says whether that is since a caller may have more room.
+#[derive(Debug, Default)]
+pub(crate) struct Wake {
+    pub(crate) notify: Notify,
+    is_freed: AtomicBool,
+}
+
+impl Wake {
+    /// Whether something was freed since this was called last.
+    pub(crate) fn take_freed(&self) -> bool {
+        self.is_freed.swap(false, Ordering::AcqRel)
+    }
+}
+
+/// Is woken when something is freed of what a caller was charged under any of these policies, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    key: Key,
+    wake: Arc<Wake>,
+}
+
+/// By the caller: several may wait for one, each under its policies.
+type Listeners = HashMap<Key, Vec<(Policies, Arc<Wake>)>>;
+
+static LISTENERS: LazyLock<Mutex<Listeners>> = LazyLock::new(Mutex::default);
+/// How many there are: while nobody waits, nobody is looked for.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+impl Listener {
+    pub(crate) fn new(key: Key, policies: Policies, wake: Arc<Wake>) -> Self {
+        lock(&LISTENERS).entry(key).or_default().push((policies, Arc::clone(&wake)));
+        COUNT.fetch_add(1, Ordering::AcqRel);
+        Self { key, wake }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        COUNT.fetch_sub(1, Ordering::AcqRel);
+        let listeners = &mut *lock(&LISTENERS);
+        let Some(of_caller) = listeners.get_mut(&self.key) else { return };
+        of_caller.retain(|(_, wake)| !Arc::ptr_eq(wake, &self.wake));
+        if of_caller.is_empty() {
+            listeners.remove(&self.key);
+        }
+    }
+}
+
+/// Whether less may be charged after it than before.
+pub(super) fn gives_room(check: &Check) -> bool {
+    matches!(check.mode(), Mode::GiveBack | Mode::Reset | Mode::Hold)
+}
+
+/// A store has done this, or may have.
+pub(super) fn tell(check: &Check) {
+    if !gives_room(check) || COUNT.load(Ordering::Acquire) == 0 {
+        return;
+    }
+    for (policies, wake) in lock(&LISTENERS).get(check.key()).into_iter().flatten() {
+        if policies.iter().any(|policy| check.policies().iter().any(|freed| freed.id() == policy.id())) {
+            wake.is_freed.store(true, Ordering::Release);
+            wake.notify.notify_one();
+        }
+    }
+}

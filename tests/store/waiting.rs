@@ -1,0 +1,475 @@
+//! Waiting for one's turn at a store that answers later, that fails, that gets something back, and by quotas that change.
+
+use std::convert::Infallible;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use futures_util::FutureExt;
+use futures_util::future::{join_all, poll_fn};
+use tokio::runtime::Builder;
+use tokio::time::{Instant, sleep, timeout};
+use tower::load_shed::LoadShed;
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::{
+    CallLimitLayer, Check, Decision, Error, ErrorKind, Key, Limiter, Live, LocalStore, MockStore, Mode, OnError,
+    Outcome, Policies, Policy, PolicySelector, RateLimited, Store, Strategy, ThrottleLayer, Wait,
+};
+
+use crate::late::Late;
+use crate::support::policy;
+
+const ANN: Key = Key::GLOBAL;
+const LONG: Duration = Duration::from_secs(7_200);
+const FEW: NonZeroUsize = NonZeroUsize::new(3).unwrap();
+
+async fn ok<R>(_: R) -> Result<(), Infallible> {
+    Ok(())
+}
+
+/// Three instances, each so far from the store, with fifty tasks each that call again and again: when each passed, by the
+/// instance, and how many calls the store got for a grant.
+async fn three_instances(policies: &Policies, there: [u64; 3], time: Duration) -> ([Vec<Duration>; 3], f64) {
+    let (local, start) = (LocalStore::default(), Instant::now());
+    let mut stores = vec![];
+    let instances = there.map(|there| {
+        let store = Late::new(&local, Duration::from_millis(there));
+        stores.push(store.clone());
+        let layer = ThrottleLayer::new(store, ANN, policies.clone());
+        let times = Arc::new(Mutex::new(vec![]));
+        let tasks = (0..50).map(|_| {
+            let (mut service, times) = (layer.layer(service_fn(ok::<()>)), Arc::clone(&times));
+            tokio::spawn(timeout(time, async move {
+                loop {
+                    service.ready().await.unwrap().call(()).await.unwrap();
+                    times.lock().unwrap().push(start.elapsed());
+                }
+            }))
+        });
+        (tasks.collect::<Vec<_>>(), times)
+    });
+    let times = join_all(instances.map(|(tasks, times)| async move {
+        join_all(tasks).await;
+        times.lock().unwrap().clone()
+    }));
+    let times: [Vec<Duration>; 3] = times.await.try_into().unwrap();
+    let asked: usize = stores.iter().map(|store| store.asked().len()).sum();
+    let grants: usize = times.iter().map(Vec::len).sum();
+    (times, asked as f64 / grants as f64)
+}
+
+/// Whoever has asked for what another has taken meanwhile does not owe it all: turns come one by one.
+#[tokio::test(start_paused = true)]
+async fn turns_are_even_at_a_store_that_answers_later() {
+    for strategy in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Default::default())] {
+        for (quota, time, gap) in [("50/s", 20, 0.1), ("60/m", 180, 4.0)] {
+            let policies = policy(strategy, quota);
+            let (times, calls) = three_instances(&policies, [1, 1, 2], Duration::from_secs(time)).await;
+            let mut all = times.concat();
+            all.sort();
+            let longest = all.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).fold(0.0, f64::max);
+            assert!(longest < gap, "{strategy:?} {quota}: nobody for {longest} s");
+            assert!(calls < 1.25, "{strategy:?} {quota}: {calls} calls a grant");
+            // Whoever comes first when there is a burst may take most of it; afterwards they take turns.
+            let after_burst = Duration::from_secs(time / 10);
+            let each = times.map(|times| times.iter().filter(|at| **at > after_burst).count());
+            let (least, most) = (each.iter().min().unwrap(), each.iter().max().unwrap());
+            assert!(most - least <= most / 10 + 2, "{strategy:?} {quota}: {each:?}");
+        }
+    }
+}
+
+/// Where nothing can be taken ahead, whoever is nearest does not come first each time.
+#[tokio::test(start_paused = true)]
+async fn a_farther_instance_has_its_turn_too() {
+    for strategy in [Strategy::FixedWindow(Default::default()), Strategy::SlidingWindow { cells: 10 }] {
+        let policies = policy(strategy, "50/s");
+        let (times, calls) = three_instances(&policies, [1, 2, 4], Duration::from_secs(200)).await;
+        let each = times.map(|times| times.len());
+        let all: usize = each.iter().sum();
+        assert!(each.iter().all(|count| count * 6 >= all), "{strategy:?}: {each:?}");
+        assert!(all >= 9_000, "{strategy:?}: {each:?}");
+        assert!(calls <= 0.5, "{strategy:?}: {calls} calls a grant");
+    }
+}
+
+/// The old quota is of those who began to wait under it.
+#[tokio::test(start_paused = true)]
+async fn a_new_quota_is_that_of_those_who_come_after() {
+    for &strategy in Strategy::ALL {
+        let live = Live::new(policy(strategy, "1/h"));
+        let layer = CallLimitLayer::new(LocalStore::default(), |_: &()| Some(ANN), live.clone()).wait(LONG);
+        let throttle = ThrottleLayer::new(LocalStore::default(), ANN, live.clone());
+        let (service, throttled) = (layer.layer(service_fn(ok)), throttle.layer(service_fn(ok)));
+        for _ in 0..2 {
+            tokio::spawn(service.clone().oneshot(()));
+            tokio::spawn(throttled.clone().oneshot(()));
+            sleep(Duration::from_secs(1)).await;
+        }
+        live.store(policy(strategy, "1000/s"));
+        let start = Instant::now();
+        service.clone().oneshot(()).await.unwrap();
+        throttled.clone().oneshot(()).await.unwrap();
+        assert!(start.elapsed() < Duration::from_secs(5), "{strategy:?}: {:?}", start.elapsed());
+    }
+}
+
+/// Of one who waits in vain for a minute: how long, if this happens after a second. Before, so many others wait.
+async fn woken<F>(strategy: Strategy, others: usize, act: impl FnOnce(Limiter<LocalStore>) -> F) -> Duration
+where
+    F: Future<Output = ()>,
+{
+    let limiter = Limiter::new(LocalStore::default(), policy(strategy, "1/m"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let others: Vec<_> = (0..others)
+        .map(|_| {
+            let limiter = limiter.clone();
+            tokio::spawn(async move { limiter.wait(ANN, 1, LONG).await })
+        })
+        .collect();
+    for other in others {
+        assert!(other.await.unwrap().unwrap().is_allowed());
+    }
+    let waits = tokio::spawn({
+        let limiter = limiter.clone();
+        async move { limiter.wait(ANN, 1, LONG).await }
+    });
+    sleep(Duration::from_secs(1)).await;
+    let start = Instant::now();
+    act(limiter.clone()).await;
+    assert!(waits.await.unwrap().unwrap().is_allowed());
+    start.elapsed()
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_wakes_who_waits() {
+    for &strategy in Strategy::ALL {
+        for others in 0..2 {
+            let given_back = woken(strategy, others, async |limiter| {
+                let _ = limiter.give_back(ANN, 1).await.unwrap();
+            });
+            let reset = woken(strategy, others, async |limiter| {
+                let _ = limiter.reset(ANN).await.unwrap();
+            });
+            let took = [given_back.await, reset.await];
+            assert!(took.iter().all(|took| *took < Duration::from_millis(50)), "{strategy:?}, {others}: {took:?}");
+        }
+    }
+}
+
+/// One who has taken a turn ahead has it sooner.
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_makes_a_turn_come_sooner() {
+    let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/m"));
+    assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
+    let wait = |limiter: &Limiter<LocalStore>| {
+        let limiter = limiter.clone();
+        tokio::spawn(async move { limiter.wait(ANN, 1, LONG).await })
+    };
+    let (first, second) = (wait(&limiter), wait(&limiter));
+    assert!(first.await.unwrap().unwrap().is_allowed());
+    sleep(Duration::from_secs(1)).await;
+    let start = Instant::now();
+    let _ = limiter.give_back(ANN, 1).await.unwrap();
+    assert!(second.await.unwrap().unwrap().is_allowed());
+    assert!(start.elapsed() < Duration::from_millis(50), "{:?}", start.elapsed());
+    // No more than what was given back.
+    let next = limiter.peek(ANN, 1).await.unwrap().retry_after().unwrap();
+    assert!(next > Duration::from_secs(58), "{next:?}");
+}
+
+/// A reservation that is not used is settled, off the path of who used it.
+#[tokio::test(start_paused = true)]
+async fn what_is_settled_wakes_who_waits() {
+    let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
+    let limiter = Limiter::new(store, policy(Strategy::SlidingLog, "1/m"));
+    let reserved = limiter.reserve(ANN, 1).await.unwrap();
+    let waits = limiter.wait(ANN, 1, LONG);
+    let settles = async {
+        sleep(Duration::from_millis(500)).await;
+        drop(reserved);
+    };
+    let start = Instant::now();
+    let (waited, ()) = tokio::join!(waits, settles);
+    assert!(waited.unwrap().is_allowed());
+    assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
+}
+
+/// What others give back nobody here is told.
+#[tokio::test(start_paused = true)]
+async fn who_waits_for_long_looks_again() {
+    for strategy in [Strategy::Gcra, Strategy::FixedWindow(Default::default())] {
+        let store = MockStore::new();
+        store.deny(Duration::from_secs(60));
+        let limiter = Limiter::new(store.clone(), policy(strategy, "1/m"));
+        let waits = limiter.wait(ANN, 1, LONG);
+        let elsewhere = async {
+            sleep(Duration::from_millis(500)).await;
+            store.allow();
+        };
+        let start = Instant::now();
+        let (waited, ()) = tokio::join!(waits, elsewhere);
+        assert!(waited.unwrap().is_allowed());
+        assert!(start.elapsed() < Duration::from_secs(31), "{strategy:?}: {:?}", start.elapsed());
+    }
+    // Not all the time.
+    let store = MockStore::new();
+    store.deny(Duration::from_secs(3_600));
+    let limiter = Limiter::new(store.clone(), policy(Strategy::Gcra, "1/h"));
+    let _ = timeout(Duration::from_secs(3_600), limiter.wait(ANN, 1, LONG)).await;
+    assert!(store.asked().len() <= 40, "{} calls in an hour", store.asked().len());
+}
+
+/// Polls a throttle once on a runtime that then ends, or stands still, and waits for it on another.
+fn on_two_runtimes(ends: bool, prepare: impl FnOnce(&MockStore)) {
+    let store = MockStore::new();
+    let layer = ThrottleLayer::new(store.clone(), ANN, policy(Strategy::Gcra, "10/s"));
+    let mut service = layer.layer(service_fn(ok::<()>));
+    prepare(&store);
+    let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
+    let first = runtime();
+    first.block_on(async {
+        for _ in 0..5 {
+            let once = poll_fn(|cx| std::task::Poll::Ready(Service::<()>::poll_ready(&mut service, cx).is_ready()));
+            assert!(!once.await);
+            tokio::task::yield_now().await;
+        }
+    });
+    // One that stands still is there, and runs nothing.
+    let _first = (!ends).then_some(first);
+    store.allow();
+    runtime().block_on(async {
+        let ready = timeout(Duration::from_secs(10), service.ready()).await;
+        ready.expect("it is ready on the second runtime").unwrap().call(()).await.unwrap();
+    });
+}
+
+#[test]
+fn a_throttle_outlives_the_runtime_it_waited_on() {
+    on_two_runtimes(true, |store| store.fail(Error::new(ErrorKind::Unreachable)));
+    on_two_runtimes(true, |store| store.deny(Duration::from_secs(60)));
+}
+
+#[test]
+fn a_throttle_does_not_wait_for_a_runtime_that_stands_still() {
+    on_two_runtimes(false, |store| store.fail(Error::new(ErrorKind::Unreachable)));
+    on_two_runtimes(false, |store| store.deny(Duration::from_secs(60)));
+}
+
+/// What is there is taken in the first poll: a layer that does not wait for readiness has it.
+#[tokio::test(start_paused = true)]
+async fn load_shed_sheds_nothing_below_the_quota() {
+    for &strategy in Strategy::ALL {
+        let layer = ThrottleLayer::new(LocalStore::default(), ANN, policy(strategy, "10000/s"));
+        let mut shed = LoadShed::new(layer.layer(service_fn(ok::<()>)));
+        for i in 0..100 {
+            assert!(shed.ready().await.unwrap().call(()).await.is_ok(), "{strategy:?}: {i}");
+            assert!(shed.clone().oneshot(()).await.is_ok(), "{strategy:?}: {i}");
+        }
+    }
+}
+
+/// No wait helps it, whether or not others wait; and nobody waits for its cost.
+#[tokio::test(start_paused = true)]
+async fn a_cost_that_never_fits_is_told_so_behind_others() {
+    let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s"));
+    let layer = CallLimitLayer::new(LocalStore::default(), |_: &u32| Some(ANN), policy(Strategy::Gcra, "1/s"));
+    let service = layer.cost(|cost| *cost).wait(Duration::from_secs(3)).layer(service_fn(ok));
+    let wait = async |cost: u32, after| {
+        sleep(Duration::from_millis(after)).await;
+        limiter.wait(ANN, cost, Duration::from_secs(3)).await.unwrap().outcome()
+    };
+    let call = async |cost: u32, after| {
+        sleep(Duration::from_millis(after)).await;
+        match service.clone().oneshot(cost).await {
+            Ok(()) => Outcome::Allowed,
+            Err(error) => error.downcast_ref::<RateLimited>().unwrap().decision().outcome(),
+        }
+    };
+    let waits = futures_util::future::join4(wait(1, 0), wait(1, 10), wait(100, 20), wait(1, 30));
+    let calls = futures_util::future::join4(call(1, 0), call(1, 10), call(100, 20), call(1, 30));
+    let ((a, b, large, c), (d, e, larger, f)) = tokio::join!(waits, calls);
+    assert_eq!((large, larger), (Outcome::NeverFits, Outcome::NeverFits));
+    assert_eq!([a, b, c, d, e, f], [Outcome::Allowed; 6]);
+}
+
+/// Those of one caller are counted together, whatever they wait for.
+#[tokio::test(start_paused = true)]
+async fn a_caller_waits_under_all_its_policies_together() {
+    struct ByName;
+
+    impl PolicySelector<u32> for ByName {
+        fn policies(&self, name: &u32, _: Option<&Key>) -> Option<Policies> {
+            Some(Policy::new(&name.to_string(), Strategy::Gcra, "1/s burst 1".parse().unwrap()).unwrap().into())
+        }
+    }
+
+    let layer = CallLimitLayer::new(LocalStore::default(), |_: &u32| Some(ANN), ByName);
+    let service = layer.wait(Wait::up_to(LONG).per_caller(FEW)).layer(service_fn(ok));
+    let calls = (0..20).map(|i| service.clone().oneshot(i % 5));
+    let passed = join_all(calls).await.iter().filter(|call| call.is_ok()).count();
+    assert_eq!(passed, 5 + 3);
+}
+
+/// Also before anything is known.
+#[tokio::test(start_paused = true)]
+async fn no_more_wait_at_a_limiter_or_a_throttle_than_may() {
+    let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
+    let limiter = Limiter::new(store.clone(), policy(Strategy::Gcra, "1/s"));
+    let waits = (0..10_010).map(|_| limiter.wait(ANN, 1, Duration::from_secs(20)));
+    let answers = join_all(waits).await;
+    assert!(answers.iter().all(|answer| answer.is_ok()));
+    let few = limiter.max_waiting(FEW);
+    let start = Instant::now();
+    let waits = (0..10).map(|_| few.wait(Key::new("bob"), 1, LONG));
+    let passed = join_all(waits).await.into_iter().filter(|answer| answer.as_ref().unwrap().is_allowed()).count();
+    assert_eq!((passed, start.elapsed().as_secs()), (3, 2));
+
+    // Those that have no place come again.
+    let layer = ThrottleLayer::new(store, Key::new("cid"), policy(Strategy::Gcra, "10/s burst 1")).max_waiting(FEW);
+    let start = Instant::now();
+    let (mut calls, watched) = (vec![], layer.clone());
+    for _ in 0..20 {
+        calls.push(tokio::spawn(layer.layer(service_fn(ok)).oneshot(())));
+    }
+    for _ in 0..20 {
+        sleep(Duration::from_millis(50)).await;
+        let shown = format!("{watched:?}");
+        assert!((0..=3).any(|waiting| shown.contains(&format!("waiting: {waiting},"))), "{shown}");
+    }
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+    let took = start.elapsed();
+    assert!(took > Duration::from_millis(1_890) && took < Duration::from_secs(4), "{took:?}");
+}
+
+/// Nothing is taken ahead for a turn that is far away, so that who goes costs no call.
+#[tokio::test(start_paused = true)]
+async fn requests_that_are_dropped_cost_a_call_each() {
+    let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
+    let layer = CallLimitLayer::new(store.clone(), |_: &()| Some(ANN), policy(Strategy::Gcra, "1/m"));
+    let service = layer.wait(LONG).layer(service_fn(ok));
+    service.clone().oneshot(()).await.unwrap();
+    let before = store.asked().len();
+    for _ in 0..200 {
+        assert!(timeout(Duration::from_millis(50), service.clone().oneshot(())).await.is_err());
+        sleep(Duration::from_millis(10)).await;
+    }
+    let asked = store.asked().len() - before;
+    assert!(asked <= 210, "{asked} calls for 200 requests");
+}
+
+/// One call that fails is one request that the store could not decide.
+#[tokio::test(start_paused = true)]
+async fn one_failing_call_ends_one_wait() {
+    let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
+    let layer = CallLimitLayer::new(store.clone(), |_: &()| Some(ANN), policy(Strategy::Gcra, "10/s burst 1"));
+    let service = layer.wait(LONG).on_error(OnError::Allow).layer(service_fn(ok));
+    let passed = Arc::new(AtomicU32::new(0));
+    for _ in 0..100 {
+        let (call, passed) = (service.clone().oneshot(()), Arc::clone(&passed));
+        tokio::spawn(async move {
+            call.await.unwrap();
+            passed.fetch_add(1, SeqCst);
+        });
+    }
+    sleep(Duration::from_millis(500)).await;
+    store.fail_next(1);
+    sleep(Duration::from_millis(500)).await;
+    let passed_so_far = passed.load(SeqCst);
+    assert!((8..=12).contains(&passed_so_far), "{passed_so_far} in a second");
+    // But nobody is kept waiting by a store that is gone.
+    store.fail(true);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(passed.load(SeqCst), 100);
+    let start = Instant::now();
+    service.clone().oneshot(()).await.unwrap();
+    assert!(start.elapsed() < Duration::from_millis(5), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn throttles_ask_a_failing_store_seldom() {
+    let store = Late::new(&LocalStore::default(), Duration::from_micros(10));
+    store.fail(true);
+    let layer = ThrottleLayer::new(store.clone(), ANN, policy(Strategy::Gcra, "10000/s"));
+    let ready = Arc::new(AtomicUsize::new(0));
+    for _ in 0..1_000 {
+        let (mut service, ready) = (layer.layer(service_fn(ok::<()>)), Arc::clone(&ready));
+        tokio::spawn(async move {
+            service.ready().await.unwrap().call(()).await.unwrap();
+            ready.fetch_add(1, SeqCst);
+        });
+        sleep(Duration::from_millis(2)).await;
+    }
+    let before = store.asked().len();
+    sleep(Duration::from_secs(10)).await;
+    let asked = store.asked().len() - before;
+    assert!(asked <= 120, "{asked} in ten seconds");
+    store.fail(false);
+    sleep(Duration::from_millis(800)).await;
+    assert_eq!(ready.load(SeqCst), 1_000);
+}
+
+/// And not as of when it was taken.
+#[tokio::test(start_paused = true)]
+async fn what_is_told_of_the_reset_is_as_of_the_turn() {
+    let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/m burst 5"));
+    let _ = limiter.take(ANN, 5).await.unwrap();
+    let (first, second) = tokio::join!(limiter.wait(ANN, 1, LONG), limiter.wait(ANN, 1, LONG));
+    for decision in [first.unwrap(), second.unwrap()] {
+        assert!(decision.reset_after() <= Duration::from_secs(300), "{decision:?}");
+        assert!(decision.reset_after() > Duration::from_secs(299), "{decision:?}");
+    }
+}
+
+/// A place of this process is not found free by chance.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_ends_here_makes_room_at_once() {
+    for there in [0, 1] {
+        let store = Late::new(&LocalStore::default(), Duration::from_millis(there));
+        let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), Policy::in_flight("jobs", 2).unwrap()).wait(LONG);
+        let service = layer.layer(service_fn(async |()| {
+            sleep(Duration::from_millis(10)).await;
+            Ok::<_, Infallible>(())
+        }));
+        let start = Instant::now();
+        let calls = join_all((0..60).map(|_| service.clone().oneshot(()))).await;
+        assert!(calls.iter().all(Result::is_ok));
+        // 300 ms, if no place were ever free.
+        assert!(start.elapsed() < Duration::from_millis(900), "{there}: {:?}", start.elapsed());
+    }
+}
+
+/// A request that passes since the store cannot decide runs, and so is in flight.
+#[tokio::test(start_paused = true)]
+async fn what_passes_after_a_failed_wait_is_in_flight() {
+    let local = LocalStore::default();
+    let store = Late::new(&local, Duration::from_millis(1));
+    let policies = Policies::from(Policy::in_flight("jobs", 2).unwrap());
+    let layer = CallLimitLayer::new(store.clone(), |_: &u64| Some(ANN), policies.clone());
+    let service = layer.wait(LONG).on_error(OnError::Allow).layer(service_fn(async |seconds| {
+        sleep(Duration::from_secs(seconds)).await;
+        Ok::<_, Infallible>(())
+    }));
+    for _ in 0..2 {
+        tokio::spawn(service.clone().oneshot(5));
+    }
+    sleep(Duration::from_millis(10)).await;
+    for _ in 0..5 {
+        tokio::spawn(service.clone().oneshot(20));
+    }
+    sleep(Duration::from_millis(200)).await;
+    store.fail(true);
+    sleep(Duration::from_secs(2)).await;
+    store.fail(false);
+    // The first two have ended, and the five that passed meanwhile have not.
+    sleep(Duration::from_secs(8)).await;
+    let peek: Decision = local.check(Check::peek(ANN, &policies, 1)).now_or_never().unwrap().unwrap();
+    assert_eq!(peek.remaining(), 0);
+    sleep(Duration::from_secs(20)).await;
+    let peek = local.check(Check::peek(ANN, &policies, 1)).now_or_never().unwrap().unwrap();
+    assert_eq!(peek.remaining(), 2);
+    assert!(store.asked().contains(&Mode::Hold));
+}
