@@ -169,7 +169,7 @@ impl State {
         }
         if decision.source() == Source::Redis && !degraded && check.id().is_none() {
             let turned = self.turned[instance];
-            self.ledger.hears(&self.plan, &Heard { caller, instance, ran, since, turned }, decision);
+            self.ledger.hears(&self.plan, now, &Heard { caller, instance, ran, since, turned }, decision);
         }
         if matches!(check.mode(), Mode::Take | Mode::UpTo) && decision.granted() > 0 {
             let id = check.id().map(Key::as_bytes);
