@@ -36,11 +36,6 @@ impl Back {
 }
 
 impl Backs {
-    /// Whether there is nothing to give back.
-    pub(super) fn is_empty(&self) -> bool {
-        self.reset_until.is_none() && self.each.is_empty()
-    }
-
     pub(super) fn reset(&mut self, until: i64) {
         self.reset_until = self.reset_until.max(Some(until));
         self.each.clear();
