@@ -87,6 +87,8 @@ struct Round<'a, P: Store, F: Store> {
     calls: BTreeMap<u64, Call>,
     left: VecDeque<Step>,
     back: Vec<Step>,
+    /// Whether any step was begun.
+    begun: bool,
     failed: bool,
 }
 
@@ -95,7 +97,7 @@ impl<'a, P: Store, F: Store> Round<'a, P, F> {
         let taken = shared.grants.take(shared.clock.micros());
         lock(&shared.sums).dropped += taken.dropped;
         let (number, left) = (taken.number, taken.steps.into());
-        Self { shared, number, calls: BTreeMap::new(), left, back: vec![], failed: false }
+        Self { shared, number, calls: BTreeMap::new(), left, back: vec![], begun: false, failed: false }
     }
 
     /// The next step, which is under way from now on.
@@ -104,6 +106,7 @@ impl<'a, P: Store, F: Store> Round<'a, P, F> {
         let call = self.calls.last_key_value().map_or(0, |(call, _)| call + 1);
         let check = step.check(self.shared.clock.micros());
         self.calls.insert(call, Call { step, asked: Arc::clone(&asked) });
+        self.begun = true;
         Some((call, check, asked))
     }
 
@@ -143,6 +146,9 @@ impl<P: Store, F: Store> Drop for Round<'_, P, F> {
         for step in self.back.drain(..).chain(self.left.drain(..)).rev() {
             self.shared.grants.put_back(step, now);
         }
-        self.shared.grants.settled(self.number);
+        match self.begun {
+            true => self.shared.grants.settled(self.number),
+            false => self.shared.grants.lapsed(self.number),
+        }
     }
 }
