@@ -41,6 +41,9 @@ pub(crate) use observer::log_misconfigured;
 pub use observer::{Observer, event};
 
 pub(crate) use clock::{instant, unix_time};
+pub(crate) use seed::RandomState;
+#[cfg(test)]
+pub(crate) use seed::Seed;
 
 use crate::limit::{Check, Decision, Key};
 

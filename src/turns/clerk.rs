@@ -1,4 +1,4 @@
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::line::{Ask, Line};
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::leases::Lease;
 use crate::limit::{Check, Decision, Outcome, Policies, Policy};
-use crate::store::{Error, instant};
+use crate::store::{Error, RandomState, instant};
 
 /// The task that serves a line until nobody waits in it.
 pub(super) struct Clerk {

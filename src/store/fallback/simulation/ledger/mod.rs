@@ -7,12 +7,13 @@ mod accounts;
 mod rules;
 mod settlement;
 
-pub(super) use rules::{Broken, Rule};
+pub(super) use rules::Rule;
 
 use accounts::{Account, Left, Parts, Sums, flows};
 
 use super::plan::{Habit, Plan};
 use crate::limit::{Decision, Mode};
+use crate::simulation::Broken;
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -33,7 +34,7 @@ pub(super) struct Ledger {
     /// What the settlement sent with ids and did not run, by the caller.
     unsettled: Vec<i64>,
     /// The first break of each rule.
-    pub(super) broken: Vec<Broken>,
+    pub(super) broken: Vec<Broken<Rule>>,
 }
 
 /// A decision of an instance by itself.

@@ -16,10 +16,10 @@ use super::doubt::Doubt;
 use shown::{answered, nonsense, shown, verdict};
 
 use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
-use super::log::Log;
 use super::plan::{Caller, Kind, Plan, pick};
 use super::primary::{Fate, Reply};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
+use crate::simulation::Log;
 use crate::store::instant;
 use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, event, lock};
 
