@@ -16,6 +16,8 @@ mod limit;
 mod limiter;
 mod middleware;
 mod settle;
+#[cfg(test)]
+mod simulation;
 mod store;
 mod turns;
 mod twins;

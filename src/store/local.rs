@@ -286,7 +286,9 @@ impl Shard {
             let verdict = &Verdict { reset: verdict.reset.min(longest_reset(policy)), ..*verdict };
             let (remaining, capacity, until) = (verdict.remaining, policy.params().capacity, now + verdict.reset);
             match self.states.get(key).map(|slot| &slot.value) {
-                Some(Entry::Followed { remaining: least, seen, .. }) if *least < remaining && *seen > now - MOMENT => {}
+                // What has flowed back since is in the newer one.
+                Some(Entry::Followed { remaining: least, until, seen, .. })
+                    if *least < remaining && *seen > now - MOMENT && *until > now => {}
                 _ => {
                     let followed = Entry::Followed { remaining, capacity, until, seen: now };
                     self.states.put(key, followed, hold(verdict, policy, now), now);

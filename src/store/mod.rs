@@ -44,6 +44,9 @@ pub use observer::{Observer, event};
 
 pub(crate) use clock::{instant, unix_time};
 pub(crate) use freed::{Listener, Wake};
+pub(crate) use seed::RandomState;
+#[cfg(test)]
+pub(crate) use seed::Seed;
 
 use crate::limit::{Check, Decision, Key};
 

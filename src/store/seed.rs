@@ -2,10 +2,10 @@
 //! it can be replayed.
 
 #[cfg(not(test))]
-pub(super) use std::hash::RandomState;
+pub(crate) use std::hash::RandomState;
 
 #[cfg(test)]
-pub(super) use seeded::{RandomState, Seed};
+pub(crate) use seeded::{RandomState, Seed};
 
 #[cfg(test)]
 mod seeded {
@@ -21,16 +21,16 @@ mod seeded {
 
     /// While it lives, everything that this thread makes is made from one seed.
     #[derive(Debug)]
-    pub(in crate::store) struct Seed(());
+    pub(crate) struct Seed(());
 
     impl Seed {
         /// Random states come from `seed`. Clocks start at `wall`, a time since the Unix epoch.
-        pub(in crate::store) fn set(seed: u64, wall: Duration) -> Self {
+        pub(crate) fn set(seed: u64, wall: Duration) -> Self {
             SEED.set(Some((fastrand::Rng::with_seed(seed), wall)));
             Self(())
         }
 
-        pub(in crate::store) fn wall() -> Option<Duration> {
+        pub(crate) fn wall() -> Option<Duration> {
             SEED.with_borrow(|seed| seed.as_ref().map(|(_, wall)| *wall))
         }
     }
@@ -43,10 +43,10 @@ mod seeded {
 
     /// As std's, but made from the seed if there is one.
     #[derive(Debug, Clone)]
-    pub(in crate::store) struct RandomState(u64, u64);
+    pub(crate) struct RandomState(u64, u64);
 
     impl RandomState {
-        pub(in crate::store) fn new() -> Self {
+        pub(crate) fn new() -> Self {
             let seeded = SEED.with_borrow_mut(|seed| seed.as_mut().map(|(rng, _)| Self(rng.u64(..), rng.u64(..))));
             seeded.unwrap_or_else(|| {
                 let random = std::hash::RandomState::new();

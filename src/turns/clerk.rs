@@ -1,5 +1,5 @@
 use std::future::poll_fn;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::BuildHasher;
 use std::mem;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -13,7 +13,7 @@ use super::permit::Times;
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::leases::Lease;
 use crate::limit::{Check, Decision, Outcome, Policies, Policy, Strategy};
-use crate::store::{Error, Listener, Wake, instant};
+use crate::store::{Error, Listener, RandomState, Wake, instant};
 
 /// The task that serves a line until nobody waits in it.
 pub(super) struct Clerk {

@@ -18,9 +18,10 @@ const USAGE: &str = "\
 usage: cargo xtask test                     checks all that CI checks, and runs all tests
        cargo xtask compat                   runs the tests that talk to a server with every version of it
        cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
-       cargo xtask simulate [SEEDS]         runs the simulation with so many seeds, or a million
-       cargo xtask simulate --from SEED     the same from this seed on
-       cargo xtask simulate --seed SEED     replays a seed with its log
+       cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
+       cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, or requests
+       cargo xtask simulate NAME --from SEED  the same from this seed on
+       cargo xtask simulate NAME --seed SEED  replays a seed with its log
        cargo xtask pictures                 draws the pictures of docs/choosing.md
        cargo xtask pictures --check         fails if they are not what it would draw";
 
@@ -32,10 +33,7 @@ fn main() -> ExitCode {
         ["test"] => test::test(),
         ["compat"] => compat::compat(""),
         ["compat", server] => compat::compat(server),
-        ["simulate"] => simulate(&[("SEEDS", "1000000")]),
-        ["simulate", "--seed", seed] => simulate(&[("SEED", seed)]),
-        ["simulate", "--from", from] => simulate(&[("FROM", from), ("SEEDS", "1000000")]),
-        ["simulate", seeds] => simulate(&[("SEEDS", seeds)]),
+        ["simulate", ref args @ ..] => simulate(args),
         ["pictures"] => pictures::pictures(false),
         ["pictures", "--check"] => pictures::pictures(true),
         _ => Err(USAGE.to_owned()),
@@ -49,11 +47,24 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the simulation of the fallback store, optimized. It is a unit test, so that it sees all parts of the library.
-fn simulate(settings: &[(&str, &str)]) -> Result {
+/// Runs simulations, optimized. They are unit tests, so that they see all parts of the library.
+fn simulate(args: &[&str]) -> Result {
+    let (test, args) = match args {
+        ["fallback", args @ ..] => ("fallback::simulation::every_seed_keeps_the_rules", args),
+        ["requests", args @ ..] => ("simulation::requests::every_seed_keeps_the_rules", args),
+        args => ("::every_seed_keeps_the_rules", args),
+    };
+    let settings: &[(&str, &str)] = match args {
+        [] => &[("SEEDS", "1000000")],
+        ["--seed", seed] => &[("SEED", seed)],
+        ["--from", from] => &[("FROM", from), ("SEEDS", "1000000")],
+        [seeds] => &[("SEEDS", seeds)],
+        _ => return Err(USAGE.to_owned()),
+    };
     let mut command = Command::new("cargo");
-    command.args(["test", "--release", "--lib", "--package", "tower-redis-ratelimit"]);
-    command.args(["simulation::every_seed_keeps_the_rules", "--", "--nocapture"]);
+    command.args(["test", "--release", "--lib", "--package", "tower-redis-ratelimit", test]);
+    // One after the other, since each takes all processors.
+    command.args(["--", "--nocapture", "--test-threads=1"]);
     for (name, value) in settings {
         command.env(format!("SIMULATE_{name}"), value);
     }

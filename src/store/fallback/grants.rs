@@ -202,6 +202,11 @@ impl Grants {
     pub(super) fn settled(&self, number: u64) {
         // First the epoch: what was asked before must not be followed once these callers may be again.
         self.end_epoch();
+        self.lapsed(number);
+    }
+
+    /// What a settlement took out has lapsed, or was put back: no answer need know of it.
+    pub(super) fn lapsed(&self, number: u64) {
         for shard in self.shards.iter() {
             lock(shard).settling.retain(|(other, _)| *other != number);
         }

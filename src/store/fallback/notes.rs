@@ -177,19 +177,23 @@ impl Notes {
             }
             (Mode::Reset, None) => self.back.reset(expires_at),
             (Mode::GiveBack, None) => back.into_iter().for_each(|back| self.back.add(back)),
-            // As old as it was, or what fails again and again would never lapse.
-            _ if !charge.is_empty()
-                && self.back.is_empty()
-                && self.counts(&self.charge, now).all(|count| count == 0) =>
-            {
-                self.charge = charge;
-                self.count_in_all(Mode::Charge, cost, now);
-            }
             (_, None) => {
                 let cost = self.counts(&charge, now).max().map_or(cost, |counts| cost.min(counts));
                 // What has been given back since comes first of this.
-                let of_this = self.back.spend(cost);
-                self.count(Mode::Charge, cost - of_this, now);
+                let left = cost - self.back.spend(cost);
+                if charge.is_empty() {
+                    self.count(Mode::Charge, left, now);
+                    return;
+                }
+                // As old as it was, or what fails again and again would never lapse: rather what has been charged since gets newer.
+                let mut charge = charge;
+                count(&self.policies, &mut charge, Mode::GiveBack, cost - left, now);
+                let since: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
+                for ((policy, state), since) in self.policies.iter().zip(&mut charge).zip(since) {
+                    Mode::Charge.count(policy, state, i64::try_from(since).unwrap_or(i64::MAX), now);
+                }
+                self.charge = charge;
+                self.count_in_all(Mode::Charge, left, now);
             }
         }
     }
@@ -388,6 +392,25 @@ mod tests {
         assert_eq!(sent(30 * S), [50 * S]);
         assert_eq!(sent(40 * S - 1), [60 * S - 1]);
         assert!(sent(40 * S).is_empty());
+    }
+
+    /// However often its settlement fails, and whatever is charged meanwhile.
+    #[test]
+    fn what_is_put_back_lapses() {
+        for &strategy in Strategy::ALL {
+            let quota = Quota::per(100, std::time::Duration::from_millis(300));
+            let policies: Policies = Policy::new("test", strategy, quota).unwrap().into();
+            let mut notes = Notes::new(policies.clone());
+            let mut noted = 0;
+            for now in (0..10).map(|i| i * 100_000) {
+                let steps = steps_at(std::mem::replace(&mut notes, Notes::new(policies.clone())), now);
+                notes.add(Mode::Charge, None, 10, None, now, false);
+                noted = steps.iter().map(|step| step.cost).sum();
+                steps.into_iter().rev().for_each(|step| notes.put_back(step, now));
+            }
+            // Of two periods at most.
+            assert!(noted <= 70, "{strategy}: {noted}");
+        }
     }
 
     /// Of a charge in the outage what has flowed back is not given back of another's charge in the primary store.

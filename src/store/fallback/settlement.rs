@@ -166,6 +166,8 @@ struct Round<'a, P: Store, F: Store> {
     /// How many numbers have been given.
     numbers: u64,
     back: Vec<Step>,
+    /// Whether any step was begun.
+    begun: bool,
     failed: bool,
 }
 
@@ -180,6 +182,7 @@ impl<'a, P: Store, F: Store> Round<'a, P, F> {
             calls: BTreeMap::new(),
             numbers: 0,
             back: vec![],
+            begun: false,
             failed: false,
         }
     }
@@ -193,6 +196,7 @@ impl<'a, P: Store, F: Store> Round<'a, P, F> {
             account.under_way += 1;
             let (check, asked) = (step.check(now), Arc::new(AtomicBool::new(false)));
             self.numbers += 1;
+            self.begun = true;
             self.calls.insert(self.numbers, Call { account: number, step, asked: Arc::clone(&asked) });
             return Look::Send(self.numbers, check, asked);
         }
@@ -279,6 +283,9 @@ impl<P: Store, F: Store> Drop for Round<'_, P, F> {
         for step in self.back.drain(..).rev() {
             shared.grants.put_back(step, now);
         }
-        shared.grants.settled(self.number);
+        match self.begun {
+            true => shared.grants.settled(self.number),
+            false => shared.grants.lapsed(self.number),
+        }
     }
 }

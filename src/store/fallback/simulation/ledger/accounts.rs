@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::plan::{Caller, Habit, Plan, Sharing};
-use crate::limit::Strategy;
+use crate::limit::{Policy, Strategy, Verdict};
 
 /// What is known of one caller.
 #[derive(Debug, Default)]
@@ -34,7 +34,7 @@ pub(super) struct Id {
 #[derive(Debug, Default)]
 pub(super) struct Account {
     /// What the primary store last said is left under each policy, and what it had charged by then.
-    pub(super) heard: Option<Vec<i64>>,
+    pub(super) heard: Option<Vec<Left>>,
     pub(super) heard_at: i64,
     /// What the instance granted since, less what it took back.
     pub(super) since: i64,
@@ -115,13 +115,38 @@ impl Account {
         }
     }
 
-    /// How much the instance may grant by itself, from what it has heard.
-    pub(super) fn part(&self, plan: &Plan, caller: usize, fewer: i64) -> i64 {
-        let parts = plan.callers[caller].capacities().enumerate().map(|(i, capacity)| {
-            let left = self.heard.as_ref().map_or(capacity, |heard| heard[i].min(capacity));
-            Parts::of(plan, capacity, fewer).left(left, capacity)
+    /// How much the instance may have granted by itself by now, from what it has heard.
+    pub(super) fn part(&self, plan: &Plan, caller: usize, fewer: i64, now: u64) -> i64 {
+        let parts = plan.callers[caller].policies.iter().enumerate().map(|(i, policy)| {
+            let (left, whole) = self.heard.as_ref().map_or((1, 1), |heard| heard[i].at(policy, now));
+            Parts::of(plan, policy.params().capacity, fewer).left(left, whole)
         });
         parts.min().unwrap_or(0)
+    }
+}
+
+/// What the primary store has said is left under a policy.
+#[derive(Debug)]
+pub(super) struct Left {
+    remaining: i64,
+    /// When all will be, in microseconds.
+    all_at: i64,
+}
+
+impl Left {
+    pub(super) fn new(verdict: &Verdict, now: u64) -> Self {
+        Self { remaining: verdict.remaining, all_at: now as i64 * 1000 + verdict.reset }
+    }
+
+    /// What is left now, of how much. What flows back all the time is told in whole units, but there is also a part of the
+    /// next one. It may be as good as whole: what is given back of an older charge is less what has flowed back of it.
+    fn at(&self, policy: &Policy, now: u64) -> (i64, i64) {
+        let capacity = policy.params().capacity;
+        if !policy.strategy().is_steady() {
+            return (self.remaining.min(capacity), capacity);
+        }
+        let whole = policy.quota().time_for(capacity.unsigned_abs()).as_micros() as i64;
+        (whole - (self.all_at - now as i64 * 1000).clamp(0, whole), whole)
     }
 }
 
@@ -144,9 +169,9 @@ impl Parts {
         }
     }
 
-    /// The part of what is left of a capacity.
-    pub(super) fn left(&self, left: i64, capacity: i64) -> i64 {
-        left * self.least / capacity + self.changed
+    /// The part of what is left of the whole.
+    fn left(&self, left: i64, whole: i64) -> i64 {
+        left * self.least / whole + self.changed
     }
 
     /// What all parts together are above the whole.

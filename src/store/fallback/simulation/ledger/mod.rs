@@ -7,12 +7,13 @@ mod accounts;
 mod rules;
 mod settlement;
 
-pub(super) use rules::{Broken, Rule};
+pub(super) use rules::Rule;
 
-use accounts::{Account, Parts, Sums, flows};
+use accounts::{Account, Left, Parts, Sums, flows};
 
 use super::plan::{Habit, Plan};
 use crate::limit::{Decision, Mode};
+use crate::simulation::Broken;
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -33,7 +34,7 @@ pub(super) struct Ledger {
     /// What the settlement sent with ids and did not run, by the caller.
     unsettled: Vec<i64>,
     /// The first break of each rule.
-    pub(super) broken: Vec<Broken>,
+    pub(super) broken: Vec<Broken<Rule>>,
 }
 
 /// A decision of an instance by itself.
@@ -99,15 +100,16 @@ impl Ledger {
     ///
     /// It goes on from there only if the answer knows of all that the instance has granted: nothing is owed, and what was
     /// has been charged before the answer was made. If something else was settled since it asked, it need not.
-    pub(super) fn hears(&mut self, plan: &Plan, heard: &Heard, decision: &Decision) {
+    pub(super) fn hears(&mut self, plan: &Plan, now: u64, heard: &Heard, decision: &Decision) {
         let &Heard { caller, instance, ran: Ran { run, charged }, since, turned } = heard;
         let account = &mut self.accounts[caller][instance];
         if account.flying > 0 || account.owes() || run < account.landed {
             return;
         }
-        let left = decision.verdicts().map(|(_, verdict)| verdict.remaining).collect();
+        let left = decision.verdicts().map(|(_, verdict)| Left::new(verdict, now)).collect();
         let news = Account { heard: Some(left), ..Account::default() };
-        let (before, after) = (account.part(plan, caller, self.fewer), news.part(plan, caller, self.fewer));
+        let part = |account: &Account| account.part(plan, caller, self.fewer, now);
+        let (before, after) = (part(account), part(&news));
         if since > turned || after >= before - account.since {
             (account.heard, account.heard_at, account.since) = (news.heard, charged, 0);
         }
@@ -175,7 +177,7 @@ impl Ledger {
         }
         // Once it has given back by itself, it may know better than the answers that it hears.
         if plan.callers[caller].lasting && granted > 0 && !account.gave_back {
-            let part = account.part(plan, caller, self.fewer);
+            let part = account.part(plan, caller, self.fewer, now);
             if account.since > part {
                 let (since, heard) = (account.since, &account.heard);
                 let problem = format!(

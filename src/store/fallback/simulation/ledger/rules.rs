@@ -1,4 +1,4 @@
-use std::fmt;
+use crate::simulation;
 
 /// What must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,18 +35,6 @@ pub(in super::super) enum Rule {
     Panic,
 }
 
-/// A rule that was broken.
-#[derive(Debug, Clone)]
-pub(in super::super) struct Broken {
-    pub(in super::super) rule: Rule,
-    pub(in super::super) caller: Option<usize>,
-    pub(in super::super) problem: String,
-}
-
-impl fmt::Display for Broken {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rule, problem, caller } = self;
-        let whose = caller.map_or(String::new(), |caller| format!(" of c{caller}"));
-        write!(f, "broken: {rule:?}{whose}: {problem}")
-    }
+impl simulation::Rule for Rule {
+    const PANIC: Self = Self::Panic;
 }

@@ -16,10 +16,10 @@ use super::doubt::Doubt;
 use shown::{answered, nonsense, shown, verdict};
 
 use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
-use super::log::Log;
 use super::plan::{Caller, Kind, Plan, pick};
 use super::primary::{Fate, Reply};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
+use crate::simulation::Log;
 use crate::store::instant;
 use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, event, lock};
 
@@ -169,7 +169,7 @@ impl State {
         }
         if decision.source() == Source::Redis && !degraded && check.id().is_none() {
             let turned = self.turned[instance];
-            self.ledger.hears(&self.plan, &Heard { caller, instance, ran, since, turned }, decision);
+            self.ledger.hears(&self.plan, now, &Heard { caller, instance, ran, since, turned }, decision);
         }
         if matches!(check.mode(), Mode::Take | Mode::UpTo) && decision.granted() > 0 {
             let id = check.id().map(Key::as_bytes);

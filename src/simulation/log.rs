@@ -4,15 +4,15 @@ use std::fmt;
 
 /// The lines of a run. Only counts them unless it is asked to keep them: most runs are never read.
 #[derive(Debug, Default)]
-pub(super) struct Log {
-    pub(super) lines: Vec<Line>,
-    pub(super) count: usize,
-    pub(super) kept: bool,
+pub(crate) struct Log {
+    pub(crate) lines: Vec<Line>,
+    pub(crate) count: usize,
+    pub(crate) kept: bool,
 }
 
 /// One step.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Line {
+pub(crate) struct Line {
     /// In milliseconds since the start.
     at: u64,
     /// Whom it is about; of no single caller if none.
@@ -21,7 +21,7 @@ pub(super) struct Line {
 }
 
 impl Log {
-    pub(super) fn say(&mut self, at: u64, caller: Option<usize>, text: impl FnOnce() -> String) {
+    pub(crate) fn say(&mut self, at: u64, caller: Option<usize>, text: impl FnOnce() -> String) {
         self.count += 1;
         if self.kept {
             self.lines.push(Line { at, caller, text: text() });
@@ -31,7 +31,7 @@ impl Log {
 
 impl Line {
     /// Whether it tells something of this caller, or of all.
-    pub(super) fn concerns(&self, caller: Option<usize>) -> bool {
+    pub(crate) fn concerns(&self, caller: Option<usize>) -> bool {
         caller.is_none() || self.caller.is_none() || self.caller == caller
     }
 }

@@ -1,0 +1,195 @@
+//! Who asks, and what becomes of what they got.
+
+use std::future::Future;
+use std::time::Duration;
+
+use fastrand::Rng;
+use tokio::time::{sleep, timeout};
+
+use super::plan::{Caller, Habit, pick};
+use super::world::{Far, World, told};
+use crate::{Error, Limiter, Reservation, ReserveError};
+
+/// One client of a caller on a runtime, until the last fault is over.
+pub(super) struct Client {
+    pub(super) world: World,
+    pub(super) limiter: Limiter<Far>,
+    pub(super) caller: usize,
+    pub(super) runtime: usize,
+    pub(super) rng: Rng,
+}
+
+impl Client {
+    pub(super) async fn run(mut self) {
+        let (habit, most, drops, end) = {
+            let state = self.world.state();
+            let Caller { habit, cost, drops, .. } = state.plan.callers[self.caller];
+            (habit, cost, drops, state.plan.end)
+        };
+        // Some clients are never idle, some hardly ask.
+        let pause = *pick(&mut self.rng, &[10, 40, 150]);
+        loop {
+            sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
+            if self.world.state().now >= end {
+                return;
+            }
+            let rng = &mut self.rng;
+            let cost = rng.u32(1..=most);
+            let patience = (drops && rng.u8(..4) == 0).then(|| Duration::from_millis(rng.u64(..100)));
+            match habit {
+                Habit::Waiting => {
+                    let max = Duration::from_millis(*pick(rng, &[0, 40, 400, 3000, 3000]));
+                    self.wait(cost, max, patience).await;
+                }
+                Habit::Reserving => {
+                    let real = if rng.bool() { rng.u32(..=cost) } else { cost * 2 };
+                    let lasts = Duration::from_millis(rng.u64(..150));
+                    if let Some(held) = self.reserve(cost, patience).await {
+                        sleep(lasts).await;
+                        held.settle(real);
+                    }
+                }
+                Habit::InFlight => {
+                    let lasts = Duration::from_millis(*pick(rng, &[5, 60, 300]));
+                    if let Some(held) = self.reserve(1, patience).await {
+                        sleep(lasts).await;
+                        drop(held);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits for a turn.
+    pub(super) async fn wait(&self, cost: u32, max: Duration, patience: Option<Duration>) {
+        let waits = Waits::new(self, cost, max);
+        let key = self.world.state().plan.callers[self.caller].key;
+        if let Some(answer) = within(patience, self.limiter.wait(key, cost, max)).await {
+            let granted = answer.as_ref().map(|decision| i64::from(decision.granted())).unwrap_or_default();
+            let text = answer.as_ref().map_or_else(|error| format!("error: {error}"), told);
+            waits.end(Some(granted).filter(|granted| *granted > 0), answer.as_ref().err(), &text);
+        }
+    }
+
+    /// Reserves something.
+    pub(super) async fn reserve(&self, cost: u32, patience: Option<Duration>) -> Option<Held> {
+        let (world, caller) = (&self.world, self.caller);
+        let key = world.state().plan.callers[caller].key;
+        let mut asks = Asks { world, caller, cost, is_answered: false };
+        let answer = within(patience, self.limiter.reserve(key, cost)).await?;
+        asks.is_answered = true;
+        match answer {
+            Ok(reservation) => Some(Held::new(world.clone(), caller, cost, reservation)),
+            Err(ReserveError::Denied(_)) => None,
+            Err(ReserveError::Failed(error)) => {
+                asks.is_answered = error.is_unsent();
+                world.state().failed(caller, &error);
+                None
+            }
+        }
+    }
+}
+
+/// None if the patience was over before.
+async fn within<T>(patience: Option<Duration>, future: impl Future<Output = T>) -> Option<T> {
+    match patience {
+        None => Some(future.await),
+        Some(patience) => timeout(patience, future).await.ok(),
+    }
+}
+
+/// Somebody who waits for a turn; dropped, they have gone away.
+struct Waits<'a> {
+    client: &'a Client,
+    number: u64,
+}
+
+impl<'a> Waits<'a> {
+    fn new(client: &'a Client, cost: u32, max: Duration) -> Self {
+        let &Client { caller, runtime, .. } = client;
+        let state = &mut *client.world.state();
+        let (now, max) = (state.now, max.as_millis() as u64);
+        let number = state.ledger.waits(caller, runtime, now, max);
+        state.say(Some(caller), || format!("r{runtime} w{number} waits for {cost}, up to {max} ms"));
+        Self { client, number }
+    }
+
+    fn end(self, granted: Option<i64>, error: Option<&Error>, text: &str) {
+        let (&Client { caller, runtime, .. }, number) = (self.client, self.number);
+        let state = &mut *self.client.world.state();
+        state.say(Some(caller), || format!("r{runtime} w{number} is answered: {text}"));
+        if let Some(error) = error {
+            state.failed(caller, error);
+        }
+        state.ledger.waited(&state.plan, state.now, caller, number, granted);
+    }
+}
+
+impl Drop for Waits<'_> {
+    fn drop(&mut self) {
+        let state = &mut *self.client.world.state();
+        state.ledger.waited(&state.plan, state.now, self.client.caller, self.number, None);
+    }
+}
+
+/// A request to reserve something.
+struct Asks<'a> {
+    world: &'a World,
+    caller: usize,
+    cost: u32,
+    is_answered: bool,
+}
+
+impl Drop for Asks<'_> {
+    fn drop(&mut self) {
+        if !self.is_answered {
+            self.world.state().ledger.is_unknown(self.caller, self.cost.into());
+        }
+    }
+}
+
+/// What a client has reserved; dropped, all is given back.
+pub(super) struct Held {
+    world: World,
+    caller: usize,
+    cost: u32,
+    reservation: Option<Reservation>,
+}
+
+impl Held {
+    fn new(world: World, caller: usize, cost: u32, reservation: Reservation) -> Self {
+        {
+            let state = &mut *world.state();
+            let text = told(reservation.decision());
+            state.say(Some(caller), || format!("begins: {text}"));
+            if state.plan.callers[caller].habit == Habit::InFlight {
+                state.ledger.begins(&state.plan, caller);
+            }
+        }
+        Self { world, caller, cost, reservation: Some(reservation) }
+    }
+
+    pub(super) fn settle(mut self, cost: u32) {
+        self.ends(cost);
+        self.reservation.take().unwrap().settle(cost);
+    }
+
+    /// Before the store can hear of it.
+    fn ends(&self, cost: u32) {
+        let state = &mut *self.world.state();
+        state.say(Some(self.caller), || format!("ends with a cost of {cost} for {}", self.cost));
+        match state.plan.callers[self.caller].habit {
+            Habit::InFlight => state.ledger.ends(self.caller),
+            _ => state.ledger.settles(self.caller, self.cost.into(), cost.into()),
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        if let Some(reservation) = self.reservation.take() {
+            self.ends(0);
+            drop(reservation);
+        }
+    }
+}

@@ -1,0 +1,288 @@
+//! What must hold, and the sums that tell whether it does.
+
+use std::collections::VecDeque;
+
+use super::plan::{Habit, Plan};
+use super::world::TIMEOUT;
+use crate::limit::{Mode, Policy};
+use crate::simulation::{self, Broken};
+
+/// What must hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Rule {
+    /// Nobody passes who was not charged.
+    Charged,
+    /// Nobody passes before the limit has room.
+    Early,
+    /// Those of one runtime who wait for one caller pass in the order in which they came.
+    Order,
+    /// Whoever waits is answered in time.
+    Late,
+    /// While somebody waits, what has room passes.
+    Idle,
+    /// A store that is well fails nobody.
+    Failed,
+    /// Nothing is settled twice.
+    Twice,
+    /// What is to be settled is settled, or the observer is told.
+    Lost,
+    /// In the end the store counts the real costs.
+    Cost,
+    /// No more requests are in flight than the limit.
+    InFlight,
+    /// When no request is in flight, the store counts none.
+    Left,
+    /// No task lives on when all is done.
+    Tasks,
+    /// Nothing panics.
+    Panic,
+}
+
+impl simulation::Rule for Rule {
+    const PANIC: Self = Self::Panic;
+}
+
+#[derive(Debug)]
+pub(super) struct Ledger {
+    callers: Vec<Sums>,
+    /// The first break of each rule.
+    pub(super) broken: Vec<Broken<Rule>>,
+}
+
+/// What is known of one caller.
+#[derive(Debug, Default)]
+struct Sums {
+    /// What the store charged and gave back.
+    charged: i64,
+    given_back: i64,
+    /// What passed.
+    passed: i64,
+    /// Who waits, in the order in which they came.
+    waiting: VecDeque<Waiter>,
+    came: u64,
+    /// Since when somebody waits for whom there might be room, and nobody passes.
+    idle_since: u64,
+    /// What is to be settled: how often, and how much is to be given back and charged.
+    settled: u64,
+    to_give_back: i64,
+    to_charge: i64,
+    /// What of that has run.
+    runs: u64,
+    ran_back: i64,
+    ran_charge: i64,
+    /// How often the observer was told that it has not.
+    told: u64,
+    /// What requests have cost in the end, and what those had asked for of which nobody knows.
+    real: i64,
+    unknown: i64,
+    in_flight: i64,
+}
+
+/// Somebody who waits.
+#[derive(Debug, Clone, Copy)]
+struct Waiter {
+    number: u64,
+    runtime: usize,
+    since: u64,
+    max: u64,
+    /// How many waited before them: each may take a call, one after the other.
+    ahead: u64,
+}
+
+impl Ledger {
+    pub(super) fn new(plan: &Plan) -> Self {
+        Self { callers: plan.callers.iter().map(|_| Sums::default()).collect(), broken: vec![] }
+    }
+
+    /// The first break of each rule counts.
+    pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
+        if self.broken.iter().all(|broken| broken.rule != rule) {
+            self.broken.push(Broken { rule, caller, problem });
+        }
+    }
+
+    /// The store ran a request.
+    pub(super) fn ran(&mut self, caller: usize, mode: Mode, cost: i64, granted: i64) {
+        let sums = &mut self.callers[caller];
+        match mode {
+            Mode::Take | Mode::TakeAhead | Mode::UpTo => sums.charged += granted,
+            Mode::Charge => {
+                sums.charged += granted;
+                (sums.runs, sums.ran_charge) = (sums.runs + 1, sums.ran_charge + cost);
+            }
+            Mode::GiveBack => {
+                sums.given_back += granted;
+                (sums.runs, sums.ran_back) = (sums.runs + 1, sums.ran_back + cost);
+            }
+            Mode::Peek | Mode::Reset | Mode::Renew | Mode::Hold => {}
+        }
+    }
+}
+
+/// Waiting.
+impl Ledger {
+    /// Somebody begins to wait. Returns their number.
+    pub(super) fn waits(&mut self, caller: usize, runtime: usize, since: u64, max: u64) -> u64 {
+        let sums = &mut self.callers[caller];
+        if sums.waiting.is_empty() {
+            sums.idle_since = since;
+        }
+        sums.came += 1;
+        let ahead = sums.waiting.iter().filter(|waiter| waiter.runtime == runtime).count() as u64;
+        sums.waiting.push_back(Waiter { number: sums.came, runtime, since, max, ahead });
+        sums.came
+    }
+
+    /// Somebody waits no more, and passes if `granted`.
+    pub(super) fn waited(&mut self, plan: &Plan, now: u64, caller: usize, number: u64, granted: Option<i64>) {
+        let sums = &mut self.callers[caller];
+        let Some(place) = sums.waiting.iter().position(|waiter| waiter.number == number) else { return };
+        let waiter = sums.waiting.remove(place).unwrap();
+        let Some(cost) = granted else { return };
+        let before = sums.waiting.iter().find(|other| other.runtime == waiter.runtime && other.number < number);
+        let before = before.map(|other| other.number);
+        sums.passed += cost;
+        sums.idle_since = now;
+        let &mut Sums { passed, charged, given_back, .. } = sums;
+        if let Some(before) = before {
+            self.breaks(Rule::Order, Some(caller), format!("w{number} passes before w{before}"));
+        }
+        if passed > charged - given_back {
+            let problem = format!("{passed} passed, {charged} charged, {given_back} given back");
+            self.breaks(Rule::Charged, Some(caller), problem);
+        }
+        let room = room(plan.callers[caller].policy(), now) + given_back;
+        if passed > room {
+            self.breaks(Rule::Early, Some(caller), format!("{passed} passed after {now} ms, with room for {room}"));
+        }
+    }
+
+    /// Time has passed, by a step at most.
+    pub(super) fn passes(&mut self, plan: &Plan, now: u64, step: u64) {
+        let call = 2 * (plan.delay + step) + 2;
+        let slack = 2 * call + 20;
+        let trouble = if plan.is_well() { 0 } else { 2 * TIMEOUT + 1500 };
+        for (caller, who) in plan.callers.iter().enumerate().filter(|(_, who)| who.habit == Habit::Waiting) {
+            let sums = &self.callers[caller];
+            let late = sums
+                .waiting
+                .iter()
+                .find(|waiter| now > waiter.since + waiter.max + waiter.ahead * call + slack + trouble);
+            if let Some(&Waiter { number, since, max, .. }) = late {
+                let problem = format!("w{number} waits since {since} ms, for {max} ms at most");
+                self.breaks(Rule::Late, Some(caller), problem);
+            } else if plan.is_well() && !sums.waiting.is_empty() && !who.drops {
+                let longest = 2 * longest_gap(plan, who.policy(), who.cost) + slack;
+                // Who cannot have their turn in time is refused, and keeps nobody from it.
+                let since = sums.waiting.iter().filter(|waiter| waiter.max >= longest).map(|waiter| waiter.since).min();
+                if since.is_some_and(|since| now > since.max(sums.idle_since) + longest) {
+                    let problem = format!("nobody has passed for more than {longest} ms while somebody waited");
+                    self.breaks(Rule::Idle, Some(caller), problem);
+                }
+            }
+        }
+    }
+}
+
+/// Settling.
+impl Ledger {
+    /// What was reserved is to be settled by its real cost.
+    pub(super) fn settles(&mut self, caller: usize, reserved: i64, real: i64) {
+        let sums = &mut self.callers[caller];
+        sums.real += real;
+        sums.settled += u64::from(reserved != real);
+        sums.to_give_back += (reserved - real).max(0);
+        sums.to_charge += (real - reserved).max(0);
+    }
+
+    /// Nobody knows whether it was charged.
+    pub(super) fn is_unknown(&mut self, caller: usize, cost: i64) {
+        self.callers[caller].unknown += cost;
+    }
+
+    /// The observer is told that something was not settled.
+    pub(super) fn is_told(&mut self, caller: usize) {
+        self.callers[caller].told += 1;
+    }
+
+    /// Whatever was to be settled has run at most once.
+    pub(super) fn runs_once(&mut self, caller: usize) {
+        let &Sums { settled, runs, to_give_back, ran_back, to_charge, ran_charge, .. } = &self.callers[caller];
+        if runs > settled || ran_back > to_give_back || ran_charge > to_charge {
+            let problem = format!(
+                "{runs} of {settled} settlements, which gave {ran_back} of {to_give_back} back and charged {ran_charge} of {to_charge}"
+            );
+            self.breaks(Rule::Twice, Some(caller), problem);
+        }
+    }
+
+    /// Everything has come to rest. `used` is what the store counts.
+    pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
+        let who = &plan.callers[caller];
+        let &Sums { settled, runs, told, real, unknown, in_flight, .. } = &self.callers[caller];
+        match who.habit {
+            Habit::Waiting => {}
+            Habit::Reserving => {
+                self.runs_once(caller);
+                if runs + told < settled {
+                    let problem =
+                        format!("{settled} were to be settled, {runs} were, and of {told} the observer was told");
+                    self.breaks(Rule::Lost, Some(caller), problem);
+                }
+                // Of what flows back all the time the store counts parts of a unit, and tells whole ones. A debt it tells not.
+                let steady = i64::from(who.policy().strategy().is_steady());
+                let capacity = who.policy().params().capacity;
+                let costs = (real - steady).min(capacity)..=(real + unknown + steady).min(capacity);
+                if told == 0 && !costs.contains(&used) {
+                    let problem =
+                        format!("the store counts {used}, {real} were the real costs, and maybe {unknown} more");
+                    self.breaks(Rule::Cost, Some(caller), problem);
+                }
+            }
+            Habit::InFlight if used != in_flight => {
+                let problem = format!("the store counts {used} in flight, and there are {in_flight}");
+                self.breaks(Rule::Left, Some(caller), problem);
+            }
+            Habit::InFlight => {}
+        }
+    }
+}
+
+/// In flight.
+impl Ledger {
+    /// A request begins.
+    pub(super) fn begins(&mut self, plan: &Plan, caller: usize) {
+        let sums = &mut self.callers[caller];
+        sums.in_flight += 1;
+        let (in_flight, policy) = (sums.in_flight, plan.callers[caller].policy());
+        // What stands still for longer than the lease time, or is not heard of, is counted no more.
+        let is_kept = plan.is_well() || policy.params().period > 10_000_000;
+        if in_flight > policy.params().capacity && is_kept {
+            let problem = format!("{in_flight} are in flight of {}", policy.params().capacity);
+            self.breaks(Rule::InFlight, Some(caller), problem);
+        }
+    }
+
+    pub(super) fn ends(&mut self, caller: usize) {
+        self.callers[caller].in_flight -= 1;
+    }
+}
+
+/// How much may have passed by then: what a policy holds, and what has flowed back.
+fn room(policy: &Policy, now: u64) -> i64 {
+    let (capacity, period, elapsed) = (policy.params().capacity, policy.params().period, now as i64 * 1000);
+    match policy.strategy().is_steady() {
+        true => capacity + capacity * elapsed / period + 1,
+        false => capacity * (elapsed / period + 2),
+    }
+}
+
+/// How long it may take until somebody passes, at most, if instances take turns. What flows back at once does so within two
+/// periods.
+fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
+    let (capacity, period) = (policy.params().capacity as u64, policy.params().period as u64 / 1000);
+    match policy.strategy().is_steady() {
+        true => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
+        false => 2 * period,
+    }
+}

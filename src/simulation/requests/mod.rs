@@ -1,0 +1,212 @@
+//! A simulation of requests that wait for their turn, are settled by their real cost afterwards, or are in flight: over a store
+//! that answers later and out of order, loses requests and answers, and is away at times.
+//!
+//! Each instance has runtimes of its own, and each runtime a clock of its own, which this moves: so one may end, or stand still while
+//! the others go on. What is written of a time is correct to a step, as on a busy machine.
+
+mod clients;
+mod ledger;
+mod plan;
+mod world;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use fastrand::Rng;
+use tokio::runtime::{Builder, Runtime};
+use tokio::task::yield_now;
+use tokio::time::advance;
+
+use self::clients::Client;
+use self::ledger::Rule;
+use self::plan::{Habit, Plan};
+use self::world::{Far, Notes, TIMEOUT, World};
+use super::{Outcome, Simulation};
+use crate::Limiter;
+use crate::store::Seed;
+
+const REQUESTS: Simulation<Rule> = Simulation { name: "requests", run };
+
+/// How many seeds a test run takes.
+const SEEDS: u64 = 500;
+
+/// How long after the last fault all is settled.
+const REST: u64 = 3 * TIMEOUT + 3000;
+/// How long the tasks of limiters that are gone may go on.
+const REMAINS: u64 = 2 * TIMEOUT + 3000;
+
+fn run(seed: u64, kept: bool) -> Outcome<Rule> {
+    let mut rng = Rng::with_seed(seed);
+    let plan = Plan::new(&mut rng);
+    let shown = plan.to_string();
+    let _seed = Seed::set(rng.u64(..), Duration::from_micros(plan.wall.unsigned_abs()));
+    let world = World::new(plan, rng.fork(), kept);
+    Simulated::new(&world, rng).run();
+    let mut state = world.state();
+    Outcome {
+        steps: state.log.count,
+        broken: std::mem::take(&mut state.ledger.broken),
+        log: std::mem::take(&mut state.log.lines),
+        plan: shown,
+    }
+}
+
+struct Simulated<'a> {
+    world: &'a World,
+    rng: Rng,
+    runtimes: Vec<Clocked>,
+    /// By the instance, for each caller.
+    limiters: Vec<Vec<Limiter<Far>>>,
+    now: u64,
+    /// How much time passes at once, at most.
+    step: u64,
+}
+
+/// A runtime whose clock is moved by hand. `None` once it has ended.
+struct Clocked {
+    runtime: Option<Runtime>,
+    now: u64,
+}
+
+impl Clocked {
+    fn new() -> Self {
+        let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        Self { runtime: Some(runtime), now: 0 }
+    }
+
+    /// Lets it run until nothing is left to do by then.
+    fn passes_to(&mut self, now: u64) {
+        let Some(runtime) = &self.runtime else { return };
+        let elapsed = Duration::from_millis(now - self.now);
+        self.now = now;
+        runtime.block_on(async {
+            advance(elapsed).await;
+            // While this is ready the clock stands. One wakes what waits for the time, and the others run what wakes others.
+            for _ in 0..3 {
+                yield_now().await;
+            }
+        });
+    }
+}
+
+impl<'a> Simulated<'a> {
+    fn new(world: &'a World, rng: Rng) -> Self {
+        let state = world.state();
+        let plan = &state.plan;
+        let limiters = (0..plan.instances).map(|instance| {
+            let store = Far { world: world.clone(), instance, identity: Arc::default() };
+            let limiter = |caller: &plan::Caller| {
+                let notes = Notes { world: world.clone(), instance };
+                Limiter::new(store.clone(), caller.policies.clone()).observer(notes)
+            };
+            plan.callers.iter().map(limiter).collect()
+        });
+        let limiters = limiters.collect();
+        let runtimes = plan.runtimes.iter().map(|_| Clocked::new()).collect();
+        Self { world, rng, runtimes, limiters, now: 0, step: plan.step }
+    }
+
+    fn client(&mut self, runtime: usize, caller: usize) -> Client {
+        let instance = self.world.state().plan.runtimes[runtime].instance;
+        let limiter = self.limiters[instance][caller].clone();
+        Client { world: self.world.clone(), limiter, caller, runtime, rng: self.rng.fork() }
+    }
+
+    fn spawn(&self, runtime: usize, task: impl Future<Output = ()> + Send + 'static) {
+        if let Some(runtime) = &self.runtimes[runtime].runtime {
+            drop(runtime.spawn(task));
+        }
+    }
+
+    fn run(mut self) {
+        let (callers, end) = {
+            let state = self.world.state();
+            let callers: Vec<_> = state.plan.callers.iter().map(|caller| (caller.habit, caller.clients)).collect();
+            (callers, state.plan.end)
+        };
+        for runtime in 0..self.runtimes.len() {
+            for (caller, (_, clients)) in callers.iter().enumerate() {
+                for _ in 0..*clients {
+                    let client = self.client(runtime, caller);
+                    self.spawn(runtime, client.run());
+                }
+            }
+        }
+        self.passes_to(end);
+        self.world.state().say(None, || "nothing goes wrong any more".to_owned());
+        self.step = 50;
+        // Somebody comes now and then: what a runtime has left is done by the next that comes.
+        while self.now < end + REST {
+            for runtime in 0..self.runtimes.len() {
+                for (caller, (habit, _)) in callers.iter().enumerate() {
+                    let client = self.client(runtime, caller);
+                    match habit {
+                        Habit::Waiting => {}
+                        Habit::Reserving => self.spawn(runtime, async move { drop(client.reserve(0, None).await) }),
+                        Habit::InFlight => self.spawn(runtime, async move { drop(client.reserve(1, None).await) }),
+                    }
+                }
+            }
+            self.passes_to(self.now + 500);
+        }
+        self.passes_to(self.now + 1000);
+        self.rests(&callers);
+        self.limiters.clear();
+        self.passes_to(self.now + REMAINS);
+        for (i, Clocked { runtime, .. }) in self.runtimes.iter().enumerate() {
+            let left = runtime.as_ref().map_or(0, |runtime| runtime.metrics().num_alive_tasks());
+            if left > 0 {
+                let problem = format!("{left} tasks live on, {REMAINS} ms after their limiters, on r{i}");
+                self.world.state().breaks(Rule::Tasks, None, problem);
+            }
+        }
+    }
+
+    fn rests(&mut self, callers: &[(Habit, usize)]) {
+        let state = &mut *self.world.state();
+        state.say(None, || "all is quiet".to_owned());
+        for caller in 0..callers.len() {
+            let used = state.used(caller);
+            state.ledger.rests(&state.plan, caller, used);
+        }
+        state.say(None, || "the end".to_owned());
+    }
+
+    /// Lets time pass.
+    fn passes_to(&mut self, until: u64) {
+        while self.now < until {
+            self.now = (self.now + self.rng.u64(1..=self.step)).min(until);
+            self.world.passes_to(self.now);
+            let first = self.rng.usize(..self.runtimes.len());
+            for i in 0..self.runtimes.len() {
+                self.run_one((first + i) % self.runtimes.len());
+            }
+            let state = &mut *self.world.state();
+            state.ledger.passes(&state.plan, self.now, self.step);
+            state.say_broken();
+        }
+    }
+
+    fn run_one(&mut self, runtime: usize) {
+        let (is_still, has_ended) = {
+            let state = self.world.state();
+            (state.plan.is_still(runtime, self.now), state.plan.has_ended(runtime, self.now))
+        };
+        if has_ended && let Some(ended) = self.runtimes[runtime].runtime.take() {
+            self.world.state().say(None, || format!("r{runtime} ends"));
+            drop(ended);
+        } else if !is_still {
+            self.runtimes[runtime].passes_to(self.now);
+        }
+    }
+}
+
+#[test]
+fn every_seed_keeps_the_rules() {
+    REQUESTS.explore(SEEDS);
+}
+
+#[test]
+fn a_seed_replays() {
+    REQUESTS.replays(0..50);
+}

@@ -1,0 +1,201 @@
+//! What a seed stands for: the instances and their runtimes, the callers, and the faults.
+
+use std::fmt;
+use std::time::Duration;
+
+use fastrand::Rng;
+
+use crate::limit::{Key, Policies, Policy, Quota, Strategy};
+
+/// All times are in milliseconds since the start.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) instances: usize,
+    pub(super) runtimes: Vec<Runtime>,
+    pub(super) callers: Vec<Caller>,
+    pub(super) faults: Vec<Fault>,
+    /// How late runtimes may be.
+    pub(super) step: u64,
+    /// How long a request takes at most, each way.
+    pub(super) delay: u64,
+    /// When all faults are over. No client asks from then on.
+    pub(super) end: u64,
+    /// Where the clock of the store starts, in microseconds since the Unix epoch.
+    pub(super) wall: i64,
+}
+
+#[derive(Debug)]
+pub(super) struct Runtime {
+    pub(super) instance: usize,
+    /// When it ends, if before all others. Each instance has one that does not.
+    pub(super) ends_at: Option<u64>,
+    /// When it stands still.
+    pub(super) still: Option<(u64, u64)>,
+}
+
+#[derive(Debug)]
+pub(super) struct Caller {
+    pub(super) key: Key,
+    pub(super) policies: Policies,
+    pub(super) habit: Habit,
+    /// The most that is asked for at once.
+    pub(super) cost: u32,
+    /// How many clients ask on each runtime.
+    pub(super) clients: usize,
+    /// Whether some futures are dropped before they are ready.
+    pub(super) drops: bool,
+}
+
+/// What a caller's clients do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Habit {
+    /// Wait for their turn.
+    Waiting,
+    /// Reserve what is settled afterwards.
+    Reserving,
+    /// Reserve what is in flight for a while.
+    InFlight,
+}
+
+/// Something that goes wrong between an instance and the store.
+#[derive(Debug)]
+pub(super) struct Fault {
+    pub(super) from: u64,
+    pub(super) until: u64,
+    pub(super) instance: usize,
+    pub(super) kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Nothing is sent.
+    Down,
+    /// Some requests never arrive.
+    LosingRequests,
+    /// Some requests run and are never answered.
+    LosingReplies,
+    /// Requests and answers take up to half a second each.
+    Slow,
+    /// Requests run when it is over.
+    Frozen,
+}
+
+const KINDS: [Kind; 5] = [Kind::Down, Kind::LosingRequests, Kind::LosingReplies, Kind::Slow, Kind::Frozen];
+const HABITS: [Habit; 3] = [Habit::Waiting, Habit::Reserving, Habit::InFlight];
+
+/// So long that nothing flows back in a run.
+const LONG: Duration = Duration::from_secs(90 * 86_400);
+/// Longer than anything that goes wrong, and a lease time that ends within a run.
+const LEASES: [Duration; 2] = [Duration::from_secs(12), Duration::from_millis(1500)];
+
+impl Plan {
+    pub(super) fn new(rng: &mut Rng) -> Self {
+        let instances = *pick(rng, &[1, 2, 2, 3]);
+        let end = rng.u64(300..2000);
+        let is_well = rng.u8(..3) == 0;
+        let mut runtimes = Vec::new();
+        for instance in 0..instances {
+            let several = !is_well && rng.u8(..3) == 0;
+            for i in 0..1 + usize::from(several) {
+                let ends_at = (i > 0 && rng.bool()).then(|| rng.u64(50..end));
+                let still = (several && rng.u8(..3) == 0).then(|| {
+                    let from = rng.u64(50..end);
+                    (from, (from + rng.u64(50..1500)).min(end))
+                });
+                runtimes.push(Runtime { instance, ends_at, still });
+            }
+        }
+        let faults = (0..if is_well { 0 } else { rng.usize(..=2) }).map(|_| {
+            let from = rng.u64(..end);
+            let until = (from + rng.u64(20..900)).min(end);
+            Fault { from, until, instance: rng.usize(..instances), kind: *pick(rng, &KINDS) }
+        });
+        let faults = faults.collect();
+        let callers = (0..rng.usize(1..=2)).map(|i| Caller::new(rng, i)).collect();
+        Self {
+            instances,
+            runtimes,
+            callers,
+            faults,
+            step: *pick(rng, &[4, 10, 25]),
+            delay: *pick(rng, &[1, 4, 40]),
+            end,
+            wall: (LONG * 220).as_micros() as i64 + rng.i64(0..90_000_000_000),
+        }
+    }
+
+    /// Whether nothing goes wrong, but that a client may go away.
+    pub(super) fn is_well(&self) -> bool {
+        self.faults.is_empty() && self.runtimes.iter().all(|it| it.ends_at.is_none() && it.still.is_none())
+    }
+
+    /// What goes wrong with an instance now.
+    pub(super) fn fault(&self, instance: usize, now: u64) -> Option<&Fault> {
+        self.faults.iter().find(|fault| fault.instance == instance && (fault.from..fault.until).contains(&now))
+    }
+
+    /// Whether a runtime is there now, and for how long it will then have stood still.
+    pub(super) fn is_still(&self, runtime: usize, now: u64) -> bool {
+        self.runtimes[runtime].still.is_some_and(|(from, until)| (from..until).contains(&now))
+    }
+
+    pub(super) fn has_ended(&self, runtime: usize, now: u64) -> bool {
+        self.runtimes[runtime].ends_at.is_some_and(|at| at <= now)
+    }
+}
+
+/// As it stands above a log.
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { instances, step, delay, end, .. } = self;
+        writeln!(f, "{instances} instances, steps of {step} ms, delays of {delay} ms, until {end} ms")?;
+        for (i, Runtime { instance, ends_at, still }) in self.runtimes.iter().enumerate() {
+            writeln!(f, "r{i} of i{instance}, ends at {ends_at:?}, stands still {still:?}")?;
+        }
+        for Fault { from, until, instance, kind } in &self.faults {
+            writeln!(f, "{from} to {until} ms: {kind:?} for i{instance}")?;
+        }
+        for (i, Caller { policies, habit, cost, clients, drops, .. }) in self.callers.iter().enumerate() {
+            write!(f, "c{i} {habit:?}, cost up to {cost}, {clients} clients")?;
+            write!(f, "{}:", if *drops { ", which go away" } else { "" })?;
+            policies.iter().try_for_each(|policy| write!(f, " {policy:?}"))?;
+            writeln!(f)?;
+        }
+        Ok(())
+    }
+}
+
+impl Caller {
+    fn new(rng: &mut Rng, index: usize) -> Self {
+        let habit = *pick(rng, &HABITS);
+        let policy = match habit {
+            Habit::Waiting => {
+                let (limit, period) = *pick(rng, &[(2, 200), (10, 300), (10, 1000), (50, 1000)]);
+                Policy::new("wait", *pick(rng, Strategy::ALL), Quota::per(limit, Duration::from_millis(period)))
+            }
+            Habit::Reserving => {
+                let quota = Quota::per(*pick(rng, &[10, 40, 500]), LONG);
+                Policy::new("reserve", *pick(rng, Strategy::ALL), quota)
+            }
+            Habit::InFlight => {
+                Policy::new("flight", Strategy::InFlight, Quota::per(*pick(rng, &[1, 2, 4]), *pick(rng, &LEASES)))
+            }
+        };
+        Self {
+            key: Key::new(format!("c{index}")),
+            policies: policy.unwrap().into(),
+            habit,
+            cost: if habit == Habit::InFlight { 1 } else { rng.u32(1..=3).min(2) },
+            clients: rng.usize(1..=5),
+            drops: rng.u8(..3) == 0,
+        }
+    }
+
+    pub(super) fn policy(&self) -> &Policy {
+        &self.policies[0]
+    }
+}
+
+pub(super) fn pick<'a, T>(rng: &mut Rng, of: &'a [T]) -> &'a T {
+    &of[rng.usize(..of.len())]
+}

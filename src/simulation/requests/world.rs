@@ -1,0 +1,315 @@
+//! The store of a run, as its instances reach it: what it counts, and what becomes of requests to it.
+
+use std::collections::{BTreeMap, HashMap};
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Context, Poll};
+
+use fastrand::Rng;
+use tokio::sync::oneshot;
+
+use super::ledger::{Ledger, Rule};
+use super::plan::{Fault, Kind, Plan};
+use crate::limit::{Check, Decision, Key, Mode, Source, State as Count};
+use crate::simulation::Log;
+use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, lock};
+
+#[derive(Debug, Clone)]
+pub(super) struct World(Arc<Mutex<State>>);
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) plan: Plan,
+    pub(super) ledger: Ledger,
+    pub(super) log: Log,
+    /// In milliseconds since the start.
+    pub(super) now: u64,
+    rng: Rng,
+    /// How many broken rules are in the log.
+    told: usize,
+    /// What the store counts, of each caller by the policy.
+    counts: HashMap<(Key, u64), Count>,
+    /// What happens to requests, and when. Those of one moment in the order in which they were made.
+    events: BTreeMap<(u64, u64), Event>,
+    made: u64,
+}
+
+/// What happens to a request next.
+#[derive(Debug)]
+enum Event {
+    /// It leaves the queue, unless nobody waits for it.
+    Leaves(Request),
+    Runs(Request),
+    IsAnswered(Request, Result<Decision, Error>),
+}
+
+#[derive(Debug)]
+struct Request {
+    instance: usize,
+    check: Check,
+    fate: Fate,
+    answer: oneshot::Sender<Result<Decision, Error>>,
+}
+
+/// What becomes of a request, in milliseconds each.
+#[derive(Debug, Clone, Copy)]
+struct Fate {
+    /// How long it is not sent: who goes away before is not charged.
+    queued: u64,
+    /// How long until it runs, from then on.
+    sent: u64,
+    /// None if it is lost on the way there.
+    runs: bool,
+    /// How long until it is answered, from then on. None if the answer is lost.
+    back: Option<u64>,
+}
+
+/// As a store has to: in bounded time.
+pub(super) const TIMEOUT: u64 = 1000;
+
+impl World {
+    pub(super) fn new(plan: Plan, rng: Rng, kept: bool) -> Self {
+        Self(Arc::new(Mutex::new(State {
+            ledger: Ledger::new(&plan),
+            plan,
+            log: Log { kept, ..Log::default() },
+            now: 0,
+            rng,
+            told: 0,
+            counts: HashMap::new(),
+            events: BTreeMap::new(),
+            made: 0,
+        })))
+    }
+
+    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.0)
+    }
+
+    /// Has everything happen that is due by then.
+    pub(super) fn passes_to(&self, now: u64) {
+        loop {
+            let answer = {
+                let state = &mut *self.state();
+                match state.events.first_key_value() {
+                    Some((&(at, _), _)) if at <= now => {
+                        // Some was due before the runtimes came to ask for it.
+                        state.now = at.max(state.now);
+                        let (_, event) = state.events.pop_first().unwrap();
+                        state.happens(event)
+                    }
+                    _ => {
+                        state.now = now;
+                        return;
+                    }
+                }
+            };
+            // Whoever waits for it may ask again at once.
+            if let Some((sender, answer)) = answer {
+                let _ = sender.send(answer);
+            }
+        }
+    }
+}
+
+type Told = (oneshot::Sender<Result<Decision, Error>>, Result<Decision, Error>);
+
+impl State {
+    pub(super) fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
+        self.say_broken();
+        self.log.say(self.now, caller, text);
+    }
+
+    /// What has just been broken stands where it was.
+    pub(super) fn say_broken(&mut self) {
+        for broken in &self.ledger.broken[self.told..] {
+            self.log.say(self.now, broken.caller, || format!("*** {broken}"));
+        }
+        self.told = self.ledger.broken.len();
+    }
+
+    pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
+        self.ledger.breaks(rule, caller, problem);
+    }
+
+    /// A client is told that the store cannot decide.
+    pub(super) fn failed(&mut self, caller: usize, error: &Error) {
+        self.say(Some(caller), || format!("fails: {error}"));
+        if self.plan.is_well() {
+            self.breaks(Rule::Failed, Some(caller), error.to_string());
+        }
+    }
+
+    pub(super) fn caller(&self, key: &Key) -> Option<usize> {
+        self.plan.callers.iter().position(|caller| caller.key == *key)
+    }
+
+    fn will(&mut self, after: u64, event: Event) {
+        self.made += 1;
+        self.events.insert((self.now + after, self.made), event);
+    }
+
+    /// A request comes to the store, or should.
+    fn arrives(&mut self, instance: usize, check: Check) -> Answer<Waiting> {
+        let fate = match self.fate(instance) {
+            Some(fate) => fate,
+            None => {
+                self.say(self.caller(check.key()), || {
+                    format!("i{instance} is told that it is not sent: {}", shown(&check))
+                });
+                return Answer::ready(Err(Error::new(ErrorKind::Unreachable).unsent()));
+            }
+        };
+        self.say(self.caller(check.key()), || format!("i{instance} asks: {}", shown(&check)));
+        let (answer, told) = oneshot::channel();
+        self.will(fate.queued, Event::Leaves(Request { instance, check, fate, answer }));
+        Answer::pending(Waiting(told))
+    }
+
+    /// None if it is not sent.
+    fn fate(&mut self, instance: usize) -> Option<Fate> {
+        let (most, rng) = (self.plan.delay, &mut self.rng);
+        let well = Fate { queued: rng.u64(..2), sent: rng.u64(..=most), runs: true, back: Some(rng.u64(..=most)) };
+        Some(match self.plan.fault(instance, self.now) {
+            None => well,
+            Some(Fault { kind: Kind::Down, .. }) => return None,
+            Some(Fault { kind: Kind::Slow, .. }) => Fate { sent: rng.u64(..500), back: Some(rng.u64(..500)), ..well },
+            Some(Fault { kind: Kind::Frozen, until, .. }) => Fate { sent: until - self.now + rng.u64(..5), ..well },
+            Some(_) if rng.u8(..3) == 0 => well,
+            Some(Fault { kind: Kind::LosingRequests, .. }) => Fate { runs: false, back: None, ..well },
+            Some(Fault { kind: Kind::LosingReplies, .. }) => Fate { back: None, ..well },
+        })
+    }
+
+    fn happens(&mut self, event: Event) -> Option<Told> {
+        match event {
+            Event::Leaves(request) if request.answer.is_closed() => {
+                let Request { instance, check, .. } = request;
+                self.say(self.caller(check.key()), || format!("i{instance} never sends: {}", shown(&check)));
+            }
+            Event::Leaves(request) => self.will(request.fate.sent, Event::Runs(request)),
+            Event::Runs(request) => {
+                let decision = request.fate.runs.then(|| self.runs(request.instance, &request.check));
+                match (request.fate.back, decision) {
+                    (Some(back), Some(decision)) => self.will(back, Event::IsAnswered(request, Ok(decision))),
+                    _ => self.will(TIMEOUT, Event::IsAnswered(request, Err(Error::new(ErrorKind::Timeout)))),
+                }
+            }
+            Event::IsAnswered(Request { answer, instance, check, .. }, result) => {
+                if result.is_err() {
+                    self.say(self.caller(check.key()), || format!("i{instance} hears nothing of: {}", shown(&check)));
+                }
+                return Some((answer, result));
+            }
+        }
+        None
+    }
+
+    /// A request runs.
+    fn runs(&mut self, instance: usize, check: &Check) -> Decision {
+        let decision = self.counts(instance, check);
+        let caller = self.caller(check.key());
+        self.say(caller, || format!("i{instance} in the store: {}: {}", shown(check), told(&decision)));
+        if let Some(caller) = caller {
+            self.ledger.ran(caller, check.mode(), check.cost().into(), decision.granted().into());
+        }
+        decision
+    }
+
+    fn counts(&mut self, instance: usize, check: &Check) -> Decision {
+        let places: Vec<_> = check.policies().iter().map(|policy| (*check.key(), policy.id())).collect();
+        let mut counts = Vec::new();
+        for (place, policy) in places.iter().zip(check.policies().iter()) {
+            let mut count = self.counts.remove(place).unwrap_or_else(|| Count::fresh(policy.strategy()));
+            if let Count::InFlight(count) = &mut count {
+                count.ask_as(instance as u64 + 1);
+            }
+            counts.push(count);
+        }
+        let verdicts = check.decide(&mut counts, self.plan.wall + self.now as i64 * 1000);
+        self.counts.extend(places.into_iter().zip(counts));
+        check.clone().answer(verdicts, Source::Redis)
+    }
+
+    /// How much the store counts of a caller.
+    pub(super) fn used(&mut self, caller: usize) -> i64 {
+        let who = &self.plan.callers[caller];
+        let peek = Check::peek(who.key, &who.policies.clone(), 0);
+        let decision = self.counts(0, &peek);
+        i64::from(decision.capacity()) - i64::from(decision.remaining())
+    }
+}
+
+/// The store as an instance reaches it.
+#[derive(Debug, Clone)]
+pub(super) struct Far {
+    pub(super) world: World,
+    pub(super) instance: usize,
+    pub(super) identity: Arc<()>,
+}
+
+impl Store for Far {
+    type Future = Waiting;
+
+    fn check(&self, check: Check) -> Answer<Waiting> {
+        self.world.state().arrives(self.instance, check)
+    }
+
+    fn identity(&self) -> Option<usize> {
+        Some(Arc::as_ptr(&self.identity) as usize)
+    }
+}
+
+pub(super) struct Waiting(oneshot::Receiver<Result<Decision, Error>>);
+
+impl Future for Waiting {
+    type Output = Result<Decision, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(cx).map(Result::unwrap)
+    }
+}
+
+/// Notes what an instance tells its observer.
+pub(super) struct Notes {
+    pub(super) world: World,
+    pub(super) instance: usize,
+}
+
+impl Observer for Notes {
+    fn failed(&self, event: &event::Failed<'_>) {
+        let Some(key) = event.key else { return };
+        let (instance, kind) = (self.instance, event.error.kind().as_str());
+        let mut state = self.world.state();
+        let Some(caller) = state.caller(key) else { return };
+        state.ledger.is_told(caller);
+        state.say(Some(caller), || format!("i{instance} gives up what was to be settled: {kind}"));
+    }
+}
+
+fn shown(check: &Check) -> String {
+    let (cost, key) = (check.cost(), String::from_utf8_lossy(check.key().as_bytes()));
+    let within = check.within() / 1000;
+    match check.mode() {
+        Mode::Take => format!("take {cost} of {key}"),
+        Mode::TakeAhead => format!("take {cost} of {key} within {within} ms"),
+        Mode::UpTo => format!("take up to {cost} of {key}"),
+        Mode::Peek => format!("peek {cost} of {key}"),
+        Mode::Charge => format!("charge {cost} to {key}"),
+        Mode::GiveBack => format!("give {cost} back to {key}"),
+        Mode::Reset => format!("reset {key}"),
+        Mode::Renew => format!("renew {cost} of {key}"),
+        Mode::Hold => format!("hold {cost} of {key}"),
+    }
+}
+
+pub(super) fn told(decision: &Decision) -> String {
+    format!(
+        "{} granted, {:?}, {} left of {}",
+        decision.granted(),
+        decision.outcome(),
+        decision.remaining(),
+        decision.capacity()
+    )
+}
