@@ -183,7 +183,8 @@ impl Decision {
     ///
     /// Nobody gets more by it than if the rest alone had been charged at the time: what has flowed back meanwhile, or was
     /// counted in a window that has ended, is not given back again. So `age` counts from before the check was asked, and
-    /// up to when this one is. Greater than it is, it is safe: less is given back.
+    /// up to when this one is. Greater than it is, it is safe: less is given back. Under windows and logs nobody gets less
+    /// either: it is taken out of the charge that was made. A window that this one began stays as it is.
     ///
     /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
     /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for

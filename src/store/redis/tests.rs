@@ -9,7 +9,7 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 
 use super::{RedisStore, wire};
-use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Refill, Source, State, Strategy};
+use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, State, Strategy};
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
 use crate::twins::twins;
@@ -162,6 +162,68 @@ fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
         let near = Policy::new("near", strategy, quota.burst(burst)).or_else(|_| Policy::new("near", strategy, quota));
         near.unwrap_or_else(|_| Policy::new("near", strategy, first).unwrap()).into()
     })
+}
+
+/// Logs of several blocks, of which much is given back wherever it was charged.
+#[tokio::test]
+async fn long_logs() {
+    let server = RedisServer::start();
+    let Trace { mut rng, now, redis, .. } = Trace::new(14, &server);
+    let log = |limit| Policy::new("log", Strategy::SlidingLog, Quota::per(limit, Duration::from_secs(20))).unwrap();
+    let limits = [100_000, 100_000, 3_000, 700];
+    let mut callers = limits.map(|limit| (Policies::from(log(limit)), vec![], [State::fresh(Strategy::SlidingLog)]));
+    let (mut given, mut longest) = (0, 0);
+    for round in 0..8_000 {
+        let elapsed = match rng.u16(..1_000) {
+            0 => rng.i64(0..3_000_000),
+            1 => -rng.i64(0..100_000),
+            _ => rng.i64(0..1_500),
+        };
+        let time = now.fetch_add(elapsed, Relaxed) + elapsed;
+        let checks =
+            callers.iter_mut().enumerate().map(|(i, (policies, open, _)): (_, &mut (_, Vec<(Decision, i64)>, _))| {
+                let (key, limit) = (Key::new(format!("{i}")), limits[i]);
+                if rng.u8(..3) == 0 && !open.is_empty() {
+                    // Mostly of late, and mostly all of it.
+                    let nth = if rng.u8(..4) > 0 {
+                        open.len() - 1 - rng.usize(..open.len().min(40))
+                    } else {
+                        rng.usize(..open.len())
+                    };
+                    let (decision, at) = open.swap_remove(nth);
+                    let cost = if rng.u8(..4) > 0 { decision.granted() } else { rng.u32(0..=decision.granted()) };
+                    let late = [0, 0, rng.i64(0..5_000)][rng.usize(..3)];
+                    let age = Duration::from_micros((time - at + late).max(0) as u64);
+                    if let Some(check) = decision.give_back(key, cost, age).next() {
+                        given += 1;
+                        return check;
+                    }
+                }
+                match rng.u16(..400) {
+                    0 => Check::up_to(key, policies, 100),
+                    1 => Check::give_back(key, policies, rng.u32(..100)),
+                    2 => Check::peek(key, policies, limit),
+                    3 => Check::peek(key, policies, limit - rng.u32(..700)),
+                    4 => Check::take(key, policies, 600),
+                    _ => Check::take(key, policies, rng.u32(1..=3)),
+                }
+            });
+        let checks: Vec<Check> = checks.collect();
+        let in_redis = join_all(checks.iter().map(|check| redis.check(check.clone()))).await;
+        for ((check, in_redis), (_, open, state)) in checks.into_iter().zip(in_redis).zip(&mut callers) {
+            let context = format!("Redis and Rust differ: round {round}, {check:?}");
+            let (takes, verdicts) = (check.mode() != Mode::GiveBack, check.decide(state, time));
+            let (in_redis, in_rust) = (in_redis.unwrap(), check.answer(verdicts, Source::Redis));
+            assert_eq!(in_redis, in_rust, "{context}");
+            if takes && in_redis.granted() > 0 {
+                open.push((in_redis, time));
+            }
+        }
+        if round % 500 == 0 {
+            longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o").await);
+        }
+    }
+    assert!(given > 5_000 && longest > 4, "{given} were given back, of {longest} elements at most");
 }
 
 /// What is asked under one quota and not granted leaves alone what another has counted.
