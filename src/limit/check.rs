@@ -23,6 +23,8 @@ pub struct Check {
     policies: Policies,
     mode: Mode,
     cost: u32,
+    /// Whether what it takes is settled later.
+    reserves: bool,
     /// Boxed, since few checks have one.
     rare: Option<Box<Rare>>,
 }
@@ -169,7 +171,7 @@ impl Check {
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
-        Self { key, policies: policies.clone(), mode, cost, rare: None }
+        Self { key, policies: policies.clone(), mode, cost, reserves: false, rare: None }
     }
 
     /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this id
@@ -248,6 +250,16 @@ impl Check {
             Some(Rare::Charged(charged)) => Some(charged),
             _ => None,
         }
+    }
+
+    /// The same check, of what is settled later if `reserves`: the others who ask so give back what they do not need.
+    pub(crate) fn reserving(self, reserves: bool) -> Self {
+        Self { reserves, ..self }
+    }
+
+    /// Whether what it takes is settled later.
+    pub(crate) fn reserves(&self) -> bool {
+        self.reserves
     }
 
     /// The same check under other policies.

@@ -61,7 +61,7 @@ pub enum Source {
     Redis,
     /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
     /// make it untrue before its `retry_after`. What another instance gives back or resets stays unseen for that
-    /// long, and so does a window that began earlier by another quota of the same name. A check of a larger cost than was
+    /// long, but for a second at most where costs are settled later; and so does a window that began earlier by another quota of the same name. A check of a larger cost than was
     /// denied is told the wait of the smaller one. What is told beside a cost that never fits, such as what remains, is up
     /// to a minute old.
     Cached,
