@@ -247,8 +247,12 @@ local function add(key, log, time, cost)
   log.places = log.places .. encode(PLACE, place)
 end
 
--- Writes what has changed of a log. Of many blocks that leave at once some stay in the list.
+-- Writes what has changed of a log, the index first: if that is refused, nothing has changed. Of many blocks that leave at
+-- once some stay in the list. Returns whether anything was written.
 local function store(key, log)
+  if not try('LSET', key, '0', log.index .. log.places) then
+    return false
+  end
   local emptied = 0
   for place in pairs(log.changed or {}) do
     if log[place] ~= '' then
@@ -259,7 +263,7 @@ local function store(key, log)
       emptied = emptied + 1
     end
   end
-  try('LSET', key, '0', log.index .. log.places)
+  return true
 end
 
 local function save(policy, key, now, at, cost, sum, log, newest)
@@ -285,6 +289,9 @@ local function save(policy, key, now, at, cost, sum, log, newest)
     end
     local time = min(newest, now)
     try('RPUSH', key, one(time, sum) .. encode(PLACE, 1), one(time, sum))
+    if trouble then
+      return
+    end
   else
     local _, base = cell(index, 0)
     if newest > now then
@@ -306,10 +313,15 @@ local function save(policy, key, now, at, cost, sum, log, newest)
         number = number - 1
       else
         add(key, log, now, cost)
+        if trouble then
+          return
+        end
       end
       log.index = up_to(index, number) .. encode(CELL, now, (base + sum) % WRAP)
     end
-    store(key, log)
+    if not store(key, log) then
+      return
+    end
   end
   if not trouble then
     try('PEXPIREAT', key, expiry(at))

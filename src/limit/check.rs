@@ -43,6 +43,9 @@ enum Rare {
 pub(crate) struct Charged {
     /// How many microseconds ago it was made.
     pub(crate) age: i64,
+    /// When it was made, by Redis's clock, if it was made there; or else 0. Redis takes the greater age of both: what gives it
+    /// back may be long on its way, and another server may have another clock.
+    pub(crate) at: i64,
     /// How much it was.
     pub(crate) cost: u32,
     /// In how many microseconds each policy was to have nothing charged any more, as told then.
@@ -52,7 +55,7 @@ pub(crate) struct Charged {
 impl Charged {
     /// The same, or a charge of just now, of which all is given back.
     pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
-        this.cloned().unwrap_or_else(|| Self { age: 0, cost, resets: smallvec![LONGEST; policies] })
+        this.cloned().unwrap_or_else(|| Self { age: 0, at: 0, cost, resets: smallvec![LONGEST; policies] })
     }
 
     /// Whether any policy was to count anything still, as told then.
@@ -70,7 +73,8 @@ impl Charged {
         let lefts = self.resets.iter().zip(&other.resets);
         let lefts = lefts.map(|(ours, theirs)| (ours - self.age).min(theirs - other.age));
         let (age, cost) = (self.age.max(other.age), self.cost.min(other.cost));
-        Self { age, cost, resets: lefts.map(|left| left + age).collect() }
+        let at = [self.at, other.at].into_iter().filter(|at| *at > 0).min().unwrap_or(0);
+        Self { age, at, cost, resets: lefts.map(|left| left + age).collect() }
     }
 
     /// Gives back on the state of one policy, at this index. How much that was.
@@ -262,6 +266,17 @@ impl Check {
         self.reserves
     }
 
+    /// The same check as Redis reckons with it at this time.
+    #[cfg(test)]
+    pub(crate) fn at_redis(mut self, now: i64) -> Self {
+        if let Some(Rare::Charged(charged)) = self.rare.as_deref_mut()
+            && charged.at > 0
+        {
+            charged.age = charged.age.max(now - charged.at);
+        }
+        self
+    }
+
     /// The same check under other policies.
     pub(crate) fn under(self, policies: Policies) -> Self {
         Self { policies, ..self }
@@ -274,7 +289,7 @@ impl Check {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.of(0), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
-            return Verdicts { granted, each: SmallVec::from_buf([verdict]) };
+            return Verdicts { granted, at: 0, each: SmallVec::from_buf([verdict]) };
         }
         self.decide_all(states, &ask)
     }
@@ -297,7 +312,7 @@ impl Check {
                 granted = granted.max(grants);
             }
         }
-        Verdicts { granted, each }
+        Verdicts { granted, at: 0, each }
     }
 
     /// The decision that answers this check.

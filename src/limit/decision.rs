@@ -186,6 +186,9 @@ impl Decision {
     /// up to when this one is. Greater than it is, it is safe: less is given back. Under windows and logs nobody gets less
     /// either: it is taken out of the charge that was made. A window that this one began stays as it is.
     ///
+    /// What Redis granted is as old as Redis's clock says, also where what gives it back is long on its way. If another server
+    /// has taken over whose clock differs, the greater age counts.
+    ///
     /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
     /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
     /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
@@ -218,7 +221,7 @@ impl Decision {
         let cost = cost.min(self.granted());
         let over_time = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
         let resets: SmallVec<[i64; 1]> = over_time.map(|(_, verdict)| verdict.reset).collect();
-        let charged = Charged { age, cost: self.granted(), resets };
+        let charged = Charged { age, at: self.verdicts.at, cost: self.granted(), resets };
         let policies = || self.policies.whole().without_in_flight().cloned();
         let check = |policies| Check::give_back_of(key, &policies, cost, charged.clone());
         (cost > 0 && charged.counts()).then(policies).flatten().map(check).into_iter()
