@@ -139,7 +139,7 @@ async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     for _ in 0..entries {
         round().await;
     }
-    let bytes = bytes_of(server, "rl:{0000000000000000}:api:l").await;
+    let bytes = bytes_of(server, "rl:{0000000000000000}:api:o").await;
     let before = spent(server).await;
     for _ in 0..ROUNDS {
         round().await;

@@ -8,7 +8,8 @@
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), or within which a take ahead has to be due, then its policies
 --                          by their place above; of a give back after that the charge of which it gives back: how much
---                          it was, how many microseconds ago, and for each policy the `reset` that was answered then
+--                          it was; how many microseconds ago at least; the time that was answered then, or 0; and for
+--                          each policy the `reset` that was answered then
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
 --                          times each of these is asked: takes of one caller that ask the same share an entry, so that
 --                          no key comes twice in a run of takes
@@ -18,6 +19,7 @@
 --          wait            0 if this policy let it pass; microseconds until it would, or until what it took ahead is due;
 --                          -1 for never
 --          reset           microseconds until nothing is charged any more
+--        and last the time of the call, in microseconds
 --
 -- A check may fail by itself. One that is denied, and a peek, write nothing; but a state of a time to come, which another
 -- clock has left behind, is put right by a denial too, or its caller might be locked out.
@@ -27,7 +29,7 @@
 
 local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7I6', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
 local NUMBER, NUMBER_LENGTH = '<I4', 4
-local CHARGE_OF, CHARGE_OF_LENGTH, RESET_OF, RESET_OF_LENGTH = '<I4i7', 11, '<i7', 7
+local CHARGE_OF, CHARGE_OF_LENGTH, RESET_OF, RESET_OF_LENGTH = '<I4i7i7', 18, '<i7', 7
 
 local KEYS, ARGV = KEYS, ARGV
 local encode, decode = struct.pack, struct.unpack

@@ -35,7 +35,11 @@ for i = 1, plan_count do
   local count = (#text - PLAN_LENGTH) / NUMBER_LENGTH
   if mode == GIVE_BACK then
     count = (#text - PLAN_LENGTH - CHARGE_OF_LENGTH) / (NUMBER_LENGTH + RESET_OF_LENGTH)
-    local charged, age, at = decode(CHARGE_OF, text, PLAN_LENGTH + NUMBER_LENGTH * count + 1)
+    local charged, age, time, at = decode(CHARGE_OF, text, PLAN_LENGTH + NUMBER_LENGTH * count + 1)
+    if time > 0 then
+      -- It may have been long on its way. And the clock of that time may have been another: greater is safe.
+      age = math.max(age, now - time)
+    end
     for place = 1, count do
       local reset
       reset, at = decode(RESET_OF, text, at)
@@ -58,6 +62,7 @@ end
 
 -- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
 local reply = {
+  nil,
   nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
   nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
   nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
@@ -431,4 +436,5 @@ for i = 2 + policy_count + plan_count, #ARGV do
     end
   end
 end
+reply[replied + 1] = now
 return reply

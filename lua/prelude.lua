@@ -105,11 +105,16 @@ if strategies[1] or strategies[4] then
   end
 end
 
--- For the sliding log and the sliding window, which keep what they count in order: two neighbours between the places
--- `near` and `far`, where `test` is true of the second, and of `far`, but neither of the first nor of `near`. Asks near
--- `near` first, then by halves: how often grows with the logarithm of the distance.
-local search
+-- For the sliding log and the sliding window, which keep what they count in order, as cells: a header, of a time and of the
+-- sum of all that was before; then for each cell, oldest first, a time and the sum of all up to it. Sums are kept without
+-- their upper bytes, so only differences count.
+local search, cells_in, cell, sum_to, up_to, after, take_out
+local CELL, CELL_LENGTH = '<i7I5', 12
+-- Sums start again at this, which no two that are kept are apart.
+local WRAP = 2 ^ 40
 if strategies[2] or strategies[3] then
+  -- Two neighbours between the places `near` and `far`, where `test` is true of the second, and of `far`, but neither of the
+  -- first nor of `near`. Asks near `near` first, then by halves: how often grows with the logarithm of the distance.
   local abs = math.abs
   function search(near, far, test)
     local step = 1
@@ -123,6 +128,51 @@ if strategies[2] or strategies[3] then
       end
     end
     return near, far
+  end
+
+  -- How many cells a string has; 0 if it cannot be cells.
+  function cells_in(cells)
+    local count = cells and #cells / CELL_LENGTH - 1 or 0
+    return count >= 1 and count % 1 == 0 and count or 0
+  end
+
+  -- The time of the cell at a place, the first being 1, and the sum up to it. At 0 is the header.
+  function cell(cells, place)
+    return decode(CELL, cells, 1 + CELL_LENGTH * place)
+  end
+
+  -- The sum of what is in the cells, up to a place.
+  function sum_to(cells, place)
+    local _, base = cell(cells, 0)
+    local _, total = cell(cells, place)
+    return (total - base) % WRAP
+  end
+
+  -- The cells up to a place, with their header.
+  function up_to(cells, place)
+    return sub(cells, 1, CELL_LENGTH * (place + 1))
+  end
+
+  -- The cells after a place.
+  function after(cells, place)
+    return sub(cells, 1 + CELL_LENGTH * (place + 1))
+  end
+
+  -- The cells without so many of their units: those after the first `start`. What has none left is dropped.
+  function take_out(cells, start, cost)
+    local count, _, base = #cells / CELL_LENGTH - 1, cell(cells, 0)
+    local before = search(0, count + 1, function(place)
+      return sum_to(cells, place) > start
+    end)
+    local kept, sum = { up_to(cells, before) }, sum_to(cells, before)
+    for place = before + 1, count do
+      local time, total = cell(cells, place)
+      local rest = max(start, (total - base) % WRAP - cost)
+      if rest > sum then
+        kept[#kept + 1], sum = encode(CELL, time, (base + rest) % WRAP), rest
+      end
+    end
+    return table.concat(kept)
   end
 end
 

@@ -107,7 +107,7 @@ impl<S: Store> Limiter<S> {
         let since = instant();
         // Before the store is asked.
         let mut lease = self.leases.hold(key, &self.policies);
-        let answer = self.take(key, cost).await;
+        let answer = self.store.check(Check::take(key, &self.policies, cost).reserving(true)).await;
         if let Some(lease) = &mut lease {
             lease.answered(answer.as_ref());
         }

@@ -12,7 +12,7 @@ macro_rules! twins {
                 Self::FixedWindow(Align::Clock { offset: Duration::ZERO }),
                 Self::FixedWindow(Align::FirstHit),
             ];
-            SlidingLog: sliding_log, "l", 2, [Self::SlidingLog];
+            SlidingLog: sliding_log, "o", 2, [Self::SlidingLog];
             SlidingWindow: sliding_window, "w", 3, [Self::SlidingWindow { cells: 10 }];
             SlidingCounter: sliding_counter, "c", 4, [Self::SlidingCounter];
             TokenBucket: token_bucket, "t", 5, [Self::TokenBucket(Refill::Greedy), Self::TokenBucket(Refill::Interval)];

@@ -23,6 +23,8 @@ pub struct Check {
     policies: Policies,
     mode: Mode,
     cost: u32,
+    /// Whether what it takes is settled later.
+    reserves: bool,
     /// Boxed, since few checks have one.
     rare: Option<Box<Rare>>,
 }
@@ -41,6 +43,9 @@ enum Rare {
 pub(crate) struct Charged {
     /// How many microseconds ago it was made.
     pub(crate) age: i64,
+    /// When it was made, by Redis's clock, if it was made there; or else 0. Redis takes the greater age of both: what gives it
+    /// back may be long on its way, and another server may have another clock.
+    pub(crate) at: i64,
     /// How much it was.
     pub(crate) cost: u32,
     /// In how many microseconds each policy was to have nothing charged any more, as told then.
@@ -50,7 +55,7 @@ pub(crate) struct Charged {
 impl Charged {
     /// The same, or a charge of just now, of which all is given back.
     pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
-        this.cloned().unwrap_or_else(|| Self { age: 0, cost, resets: smallvec![LONGEST; policies] })
+        this.cloned().unwrap_or_else(|| Self { age: 0, at: 0, cost, resets: smallvec![LONGEST; policies] })
     }
 
     /// Whether any policy was to count anything still, as told then.
@@ -68,7 +73,8 @@ impl Charged {
         let lefts = self.resets.iter().zip(&other.resets);
         let lefts = lefts.map(|(ours, theirs)| (ours - self.age).min(theirs - other.age));
         let (age, cost) = (self.age.max(other.age), self.cost.min(other.cost));
-        Self { age, cost, resets: lefts.map(|left| left + age).collect() }
+        let at = [self.at, other.at].into_iter().filter(|at| *at > 0).min().unwrap_or(0);
+        Self { age, at, cost, resets: lefts.map(|left| left + age).collect() }
     }
 
     /// Gives back on the state of one policy, at this index. How much that was.
@@ -169,7 +175,7 @@ impl Check {
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
-        Self { key, policies: policies.clone(), mode, cost, rare: None }
+        Self { key, policies: policies.clone(), mode, cost, reserves: false, rare: None }
     }
 
     /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this id
@@ -252,6 +258,27 @@ impl Check {
         }
     }
 
+    /// The same check, of what is settled later if `reserves`: the others who ask so give back what they do not need.
+    pub(crate) fn reserving(self, reserves: bool) -> Self {
+        Self { reserves, ..self }
+    }
+
+    /// Whether what it takes is settled later.
+    pub(crate) fn reserves(&self) -> bool {
+        self.reserves
+    }
+
+    /// The same check as Redis reckons with it at this time.
+    #[cfg(test)]
+    pub(crate) fn at_redis(mut self, now: i64) -> Self {
+        if let Some(Rare::Charged(charged)) = self.rare.as_deref_mut()
+            && charged.at > 0
+        {
+            charged.age = charged.age.max(now - charged.at);
+        }
+        self
+    }
+
     /// The same check under other policies.
     pub(crate) fn under(self, policies: Policies) -> Self {
         Self { policies, ..self }
@@ -264,7 +291,7 @@ impl Check {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.of(0), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
-            return Verdicts { granted, each: SmallVec::from_buf([verdict]) };
+            return Verdicts { granted, at: 0, each: SmallVec::from_buf([verdict]) };
         }
         self.decide_all(states, &ask)
     }
@@ -287,7 +314,7 @@ impl Check {
                 granted = granted.max(grants);
             }
         }
-        Verdicts { granted, each }
+        Verdicts { granted, at: 0, each }
     }
 
     /// The decision that answers this check.

@@ -61,7 +61,7 @@ pub enum Source {
     Redis,
     /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
     /// make it untrue before its `retry_after`. What another instance gives back or resets stays unseen for that
-    /// long, and so does a window that began earlier by another quota of the same name. A check of a larger cost than was
+    /// long, but for a second at most where costs are settled later; and so does a window that began earlier by another quota of the same name. A check of a larger cost than was
     /// denied is told the wait of the smaller one. What is told beside a cost that never fits, such as what remains, is up
     /// to a minute old.
     Cached,
@@ -188,7 +188,11 @@ impl Decision {
     ///
     /// Nobody gets more by it than if the rest alone had been charged at the time: what has flowed back meanwhile, or was
     /// counted in a window that has ended, is not given back again. So `age` counts from before the check was asked, and
-    /// up to when this one is. Greater than it is, it is safe: less is given back.
+    /// up to when this one is. Greater than it is, it is safe: less is given back. Under windows and logs nobody gets less
+    /// either: it is taken out of the charge that was made. A window that this one began stays as it is.
+    ///
+    /// What Redis granted is as old as Redis's clock says, also where what gives it back is long on its way. If another server
+    /// has taken over whose clock differs, the greater age counts.
     ///
     /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
     /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
@@ -222,7 +226,7 @@ impl Decision {
         let cost = cost.min(self.granted());
         let over_time = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
         let resets: SmallVec<[i64; 1]> = over_time.map(|(_, verdict)| verdict.reset).collect();
-        let charged = Charged { age, cost: self.granted(), resets };
+        let charged = Charged { age, at: self.verdicts.at, cost: self.granted(), resets };
         let policies = || self.policies.whole().without_in_flight().cloned();
         let check = |policies| Check::give_back_of(key, &policies, cost, charged.clone());
         (cost > 0 && charged.counts()).then(policies).flatten().map(check).into_iter()

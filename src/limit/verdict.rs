@@ -47,10 +47,12 @@ impl Verdict {
 }
 
 /// What the policies of a check say of it, in their order.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct Verdicts {
     /// What was charged, or given back.
     pub(crate) granted: i64,
+    /// When Redis decided, by its own clock in microseconds; 0 if another did.
+    pub(crate) at: i64,
     /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
     pub(crate) each: SmallVec<[Verdict; 1]>,
 }
@@ -110,6 +112,15 @@ impl Verdicts {
     }
 }
 
+/// The same is told whenever it was decided.
+impl PartialEq for Verdicts {
+    fn eq(&self, other: &Self) -> bool {
+        (self.granted, &self.each) == (other.granted, &other.each)
+    }
+}
+
+impl Eq for Verdicts {}
+
 /// In less time than the derived one, which goes through a list of any length: mostly there is one.
 impl Clone for Verdicts {
     fn clone(&self) -> Self {
@@ -117,6 +128,6 @@ impl Clone for Verdicts {
             [one] => SmallVec::from_buf([one]),
             _ => SmallVec::from_slice(&self.each),
         };
-        Self { granted: self.granted, each }
+        Self { granted: self.granted, at: self.at, each }
     }
 }

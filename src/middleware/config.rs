@@ -172,7 +172,8 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
     }
 
     pub(super) fn check(&self, key: Key, policies: &Policies, request: &Parts) -> Check {
-        Check::take(key, policies, self.cost.as_ref().map_or(1, |cost| cost(request, policies)))
+        let cost = self.cost.as_ref().map_or(1, |cost| cost(request, policies));
+        Check::take(key, policies, cost).reserving(E::SETTLES)
     }
 
     /// What becomes of a request by the store's answer.

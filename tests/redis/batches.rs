@@ -258,40 +258,48 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
         }
     }
 
-    // A first element as long as a charge is, and then anything.
-    let charge = |time: i64, sum: i64| [bytes(time, 6), bytes(sum, 3)].concat();
-    let rests: [Vec<Vec<u8>>; 16] = [
+    // Lists that begin with an index of one block or of three, and then anything.
+    let block = |cells: &[(i64, i64)]| -> Vec<u8> {
+        cells.iter().flat_map(|(time, sum)| [bytes(*time, 7), bytes(*sum, 5)].concat()).collect()
+    };
+    let index = |cells: &[(i64, i64)], places: &[i64]| -> Vec<u8> {
+        block(cells).into_iter().chain(places.iter().flat_map(|place| bytes(*place, 2))).collect()
+    };
+    let rests: [Vec<Vec<u8>>; 14] = [
         vec![],
         vec![b"x".to_vec()],
         vec![vec![]],
         // A number to Redis too.
-        vec![b"123456789".to_vec(); 3],
-        vec![vec![0xff; 9]; 5],
-        vec![charge(live, 0)],
-        vec![charge(live, 1)],
-        vec![charge(live, 10), b"x".to_vec()],
-        vec![charge(live, 5), b"x".to_vec(), charge(live, 20)],
-        vec![charge(old, 1), b"x".to_vec(), charge(old, 2), charge(live, 20)],
-        vec![charge(old, 9), charge(live, 3), charge(old, 1), charge(live, 11)],
-        vec![charge(live, 20), charge(live, 10), charge(live, 5), charge(live, 9)],
-        vec![charge(ahead, 1), charge(live, 10)],
-        vec![charge(live, 1), charge(ahead, 10)],
-        vec![charge(live, 1), charge(ahead, 2), b"x".to_vec(), charge(live, 3), charge(ahead, 10)],
-        [vec![b"x".to_vec(); 300], vec![charge(live, 20)]].concat(),
+        vec![b"123456789012345678901234".to_vec(); 3],
+        vec![vec![0xff; 24]; 5],
+        vec![block(&[(0, 0), (live, 1)])],
+        vec![block(&[(0, 0), (live, 1)]); 3],
+        vec![block(&[(0, 0), (live, 10)]), b"x".to_vec()],
+        vec![block(&[(0, 0), (old, 1), (live, 5), (old, 20)]), block(&[(0, 5), (live, 9)])],
+        vec![vec![], block(&[(live, 20), (live, 10), (ahead, 5), (live, 9)]), block(&[(0, -1), (live, 9)])],
+        vec![block(&[(0, 0), (ahead, 1), (live, 3)]), vec![], block(&[(0, 9), (ahead, 10)])],
+        vec![block(&[(0, 3), (live, 1)]), block(&[(0, 0), (ahead, 2), (live, 30)]), b"x".to_vec()],
+        vec![block(&[(0, 0), (old, 1), (old, 2)]), block(&[(0, 0), (live, 0)])],
+        [vec![b"x".to_vec(); 300], vec![block(&[(0, 0), (live, 20)])]].concat(),
     ];
-    let bases = [
-        charge(live, 0),
-        charge(old, 1),
-        charge(old, 9),
-        charge(ahead, 0),
-        charge(ahead, 1 << 23),
-        charge(live, -1),
-        b"123456789".to_vec(),
-        vec![0xff; 9],
-    ];
-    for base in &bases {
+    let mut indexes = vec![b"123456789".to_vec(), vec![0xff; 26], vec![0xff; 54]];
+    for base in [0, 1, -1, 1 << 39] {
+        for place in [0, 1, 2, 9, 0xffff] {
+            indexes.push(index(&[(0, base), (live, base + 9)], &[place]));
+            indexes.push(index(&[(0, base), (ahead, 9)], &[place]));
+            for times in [[live; 3], [old, old, live], [old, live, live], [live, ahead, live], [live, live, ahead]] {
+                for sums in [[1, 2, 3], [5, 5, 10], [20, 10, 9], [-1, 3, 1 << 38]] {
+                    let of = |i: usize| (times[i], sums[i]);
+                    indexes.push(index(&[(0, base), of(0), of(1), of(2)], &[1, place, 3]));
+                    indexes.push(index(&[(0, base), of(0), of(1), of(2)], &[place, 1, 1]));
+                }
+            }
+        }
+    }
+    // Some of all of them.
+    for index in indexes.iter().step_by(17) {
         for rest in &rests {
-            let elements: Vec<&[u8]> = std::iter::once(base).chain(rest).map(Vec::as_slice).collect();
+            let elements: Vec<&[u8]> = std::iter::once(index).chain(rest).map(Vec::as_slice).collect();
             add("RPUSH", &elements, true);
         }
     }

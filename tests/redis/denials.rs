@@ -2,12 +2,16 @@
 //! longer.
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::time::Duration;
 
 use fastrand::Rng;
 use futures_util::future::join_all;
+use http::{Request, Response, StatusCode};
+use tower::{Layer, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Align, Check, Decision, Key, Outcome, Policies, Policy, Quota, RedisStore, Source, Store, Strategy,
+    Align, Check, Decision, Global, Key, Limiter, Outcome, Policies, Policy, Quota, RateLimitLayer, RedisStore,
+    ReserveError, Settlement, Source, Store, Strategy,
 };
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
@@ -115,6 +119,43 @@ async fn a_reset_that_is_not_answered_forgets_a_denial_too() {
         decision.is_ok_and(|decision| decision.source() == Source::Redis)
     })
     .await;
+}
+
+/// What another instance gives back is seen within about a second, by layers that settle and by reservations: a flood of
+/// them asks Redis once a second meanwhile.
+#[tokio::test]
+async fn what_another_instance_gives_back_of_a_reservation_is_seen() {
+    let server = RedisServer::start();
+    let store = || RedisStore::builder(server.url()).timeout(Duration::from_secs(60)).connect_lazy().unwrap();
+    let policies = policy(Strategy::SlidingLog, "10/100d");
+    let (one, other) = (Limiter::new(store(), policies.clone()), Limiter::new(store(), policies.clone()));
+    let layer = RateLimitLayer::new(store(), Global, policies.clone()).settle(|_| Settlement::GiveBack);
+    let service = layer.layer(service_fn(async |_: Request<String>| Ok::<_, Infallible>(Response::new(String::new()))));
+    let status = || {
+        let request = Request::new(String::new());
+        async { service.clone().oneshot(request).await.unwrap().status() }
+    };
+    let held = one.reserve(ANN, 10).await.unwrap();
+
+    let denied = async || match other.reserve(ANN, 1).await {
+        Err(ReserveError::Denied(denied)) => denied.decision().source(),
+        other => panic!("{other:?}"),
+    };
+    let start = tokio::time::Instant::now();
+    let before = server.calls("evalsha").await;
+    assert_eq!(denied().await, Source::Redis);
+    assert_eq!(status().await, StatusCode::TOO_MANY_REQUESTS);
+    for _ in 0..100 {
+        join_all((0..10).map(|_| denied())).await;
+        assert_eq!(status().await, StatusCode::TOO_MANY_REQUESTS);
+    }
+    let calls = server.calls("evalsha").await - before;
+    let most = 2 + 2 * start.elapsed().as_secs() * 11;
+    assert!(calls <= most, "{calls} calls, {most} at most");
+
+    held.settle(0);
+    until("a reservation passes", async || other.reserve(ANN, 10).await.is_ok()).await;
+    until("a request passes", async || status().await == StatusCode::OK).await;
 }
 
 /// Refunds and denials at once: nobody is denied by a memory of before the refund.

@@ -43,7 +43,7 @@ const NOT_NEEDED: [&str; 30] = [
 
 /// What all strategies need, and what only logs do.
 const NEEDED: [&str; 6] = ["evalsha", "eval", "time", "mget", "set", "del"];
-const OF_LOGS: [&str; 6] = ["lrange", "lindex", "rpush", "lset", "ltrim", "pexpireat"];
+const OF_LOGS: [&str; 4] = ["lrange", "rpush", "lset", "pexpireat"];
 
 /// A server without these commands.
 fn without(commands: &[&str]) -> RedisServer {

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering::SeqCst};
 
-use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, copy_bidirectional};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, copy, copy_bidirectional};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tower_redis_ratelimit::redis::aio::MultiplexedConnection;
@@ -61,6 +61,30 @@ impl Path {
     pub(crate) fn lead_to(&self, server: &RedisServer) {
         self.port.store(server.port(), SeqCst);
     }
+}
+
+/// Leads to one server, and holds back what is sent there while it is told to.
+pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (url, port) = (format!("redis://{}/", listener.local_addr().unwrap()), server.port());
+    let (holds, held) = watch::channel(false);
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let mut held = held.clone();
+            tokio::spawn(async move {
+                let server = TcpStream::connect(("127.0.0.1", port)).await?;
+                let ((mut from, mut back), (mut replies, mut to)) = (client.into_split(), server.into_split());
+                tokio::spawn(async move { copy(&mut replies, &mut back).await });
+                let mut buffer = vec![0; 65_536];
+                while let length @ 1.. = from.read(&mut buffer).await? {
+                    held.wait_for(|holds| !holds).await.map_err(io::Error::other)?;
+                    to.write_all(&buffer[..length]).await?;
+                }
+                Ok::<(), io::Error>(())
+            });
+        }
+    });
+    (url, holds)
 }
 
 /// Sends each command over another of its connections, to the server that the command's first key belongs to. If it is

@@ -4,16 +4,17 @@ use std::convert::Infallible;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use http::{Request, Response, StatusCode};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Align, Charge, Fallback, Global, Key, Limiter, LocalStore, Observer, Policies, RateLimitLayer, RedisStore,
+    Align, Charge, Check, Fallback, Global, Key, Limiter, LocalStore, Observer, Policies, RateLimitLayer, RedisStore,
     Reservation, Settlement, Store, Strategy, event,
 };
 
+use crate::proxy::holding;
 use crate::support::{RedisServer, policy, until};
 
 const WINDOW: Strategy = Strategy::FixedWindow(Align::FirstHit);
@@ -226,4 +227,27 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
             assert!(charged <= HELD * (cost - RESERVED), "{charged} charged");
         }
     }
+}
+
+/// What is held back on its way is given back as what is left of it by then: others have used what has flowed back.
+#[tokio::test]
+async fn what_is_held_back_on_its_way_gives_no_more_than_was_left() {
+    let server = RedisServer::start();
+    let (url, holds) = holding(&server).await;
+    let held_back = RedisStore::builder(url).timeout(Duration::from_secs(60)).connect().await.unwrap();
+    let (other, policies) = (patient(&server), policy(Strategy::Gcra, "100/s"));
+    let granted = held_back.check(Check::take(Key::GLOBAL, &policies, 100)).await.unwrap();
+    holds.send_replace(true);
+    let back = granted.give_back(Key::GLOBAL, 100, Duration::ZERO).next().unwrap();
+    let back = tokio::spawn(held_back.check(back));
+    let peek = async || other.check(Check::peek(Key::GLOBAL, &policies, 1)).await.unwrap();
+    until("most has flowed back", async || peek().await.remaining() >= 90).await;
+    let start = Instant::now();
+    let all_there_is = async || other.check(Check::up_to(Key::GLOBAL, &policies, 100)).await.unwrap().granted();
+    let first = all_there_is().await;
+    holds.send_replace(false);
+    let given = back.await.unwrap().unwrap().granted();
+    let passed = first + all_there_is().await;
+    let most = 100 + start.elapsed().as_millis() as u32 / 10;
+    assert!(given <= 10 && passed <= most, "{given} are given back, and {passed} pass of {most} at most");
 }

@@ -102,15 +102,26 @@ impl Charges {
         search(self.last(), base, |place| self.time(place) <= time).0
     }
 
-    /// Gives back so much after the base, the oldest first; there is more. Returns the place of the base from then on.
-    pub(super) fn give_back(&mut self, base: usize, cost: i64) -> usize {
-        let (new_base, _) = search(base, self.last(), |place| self.sum_to(base, place) > cost);
-        if let Some(queue) = &mut self.0 {
-            // A part of the charge after it may be gone too.
-            let total = queue[base].total() + cost;
-            queue[new_base] = Charge::new(queue[new_base].time(), total);
+    /// Takes so much out after the base, of which there is more: of the charges after `time` in their order, and where these
+    /// have less, of the last before them.
+    pub(super) fn take_out(&mut self, base: usize, time: i64, cost: i64) {
+        let Some(queue) = &mut self.0 else { return };
+        let (from, sum) = (queue[base], queue[queue.len() - 1].since(queue[base]));
+        let (before, _) = search(base, queue.len(), |place| queue[place].time() > time);
+        // Of all units after the base, those after the first so many go.
+        let start = queue[before].since(from).min(sum - cost);
+        let (mut kept, first) = search(base, queue.len(), |place| queue[place].since(from) > start);
+        let mut sum = queue[kept].since(from);
+        for place in first..queue.len() {
+            let charge = queue[place];
+            let rest = start.max(charge.since(from) - cost);
+            // Or nothing of it is left.
+            if rest > sum {
+                (kept, sum) = (kept + 1, rest);
+                queue[kept] = Charge::new(charge.time(), from.total() + rest);
+            }
         }
-        new_base
+        queue.truncate(kept + 1);
     }
 
     /// All from a place on, which is after the base, become one charge at a time.

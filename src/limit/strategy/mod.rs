@@ -85,7 +85,7 @@ pub enum Strategy {
     /// As in redis_rate v6 ([`Align::Clock`]) and Istio's redisquota ([`Align::FirstHit`]).
     FixedWindow(Align),
     /// The time of every charge: exact at every moment, in memory that grows with the limit, which is at most 100,000: a
-    /// caller then has up to 1.1 MB in Redis, and up to 1.5 MB in a [`LocalStore`](crate::LocalStore); in full debt twice
+    /// caller then has up to 1.3 MB in Redis, and up to 1.5 MB in a [`LocalStore`](crate::LocalStore); in full debt twice
     /// that. However long the log, no check costs more than 20 times a granted one.
     ///
     /// As the ZSET recipe, and Redisson's `RRateLimiter`.

@@ -32,7 +32,7 @@ pub(crate) struct Params {
     pub(crate) batches: bool,
 }
 
-/// The highest limit of a sliding log: one key is then at most 1.1 MB in Redis and 1.5 MB here, twice that in full debt.
+/// The highest limit of a sliding log: one key is then at most 1.3 MB in Redis and 1.5 MB here, twice that in full debt.
 pub(super) const MAX_LOG: u32 = 100_000;
 
 /// A full debt, twice the capacity, has at most as many ticks.

@@ -4,9 +4,10 @@
 //! charge that is exactly one period old is gone.
 //!
 //! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows with the limit: in
-//! Redis about 11 bytes per charge, here 12 to 15. So a limit is at most 100,000. Each charge is kept with the sum of all
+//! Redis about 12 bytes per charge, here 12 to 15. So a limit is at most 100,000. Each charge is kept with the sum of all
 //! up to it: a check looks at a few charges however long the log, and a denial finds those that must leave, or a give
-//! back those that it takes, by a binary search.
+//! back the charge that it is of, by a binary search. A give back lowers the sums after that: here all of them, in Redis
+//! those of a block of charges and of the blocks.
 //!
 //! **A clock that goes back** by 1 ms moves what was charged in that millisecond to now, and nothing else.
 //!
@@ -54,8 +55,8 @@ impl Twin for State {
         [sum + cost, head, now]
     }
 
-    /// Of a charge within the period, from the oldest charges first. If the charge itself went instead, or the newest, the
-    /// others would stay: but one that is older goes before long by itself, and gives the same room again.
+    /// Of a charge within the period: from the first that was made at its time or later. From an older one it would free
+    /// what is about to leave anyway, and from a newer one what would count for longer than the charge did.
     fn give_back(&mut self, _params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
         let [sum, head, newest] = loaded;
         let left = (sum - cost).max(0);
@@ -65,7 +66,8 @@ impl Twin for State {
             // What is left of a clock that has gone back is as if it had been charged now.
             return ([left, NOTHING, newest], cost);
         }
-        ([left, self.charges.give_back(head as usize, cost) as i64, newest], cost)
+        self.charges.take_out(head as usize, now - of.age - 1, cost);
+        ([left, head, self.charges.newest().unwrap_or(newest)], cost)
     }
 
     fn reset_after(params: &Params, now: i64, [sum, _, newest]: Loaded) -> i64 {

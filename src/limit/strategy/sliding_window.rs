@@ -62,14 +62,15 @@ impl Twin for State {
         [sum + cost, head, newest.max(cell_end(params, now))]
     }
 
-    /// Of a charge that counts still, from the oldest cells first: see the sliding log.
+    /// Of a charge that counts still, from its cell on: see the sliding log.
     fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
-        let [sum, mut head, newest] = loaded;
+        let [sum, head, mut newest] = loaded;
         if of.left() <= 0 {
             return (loaded, 0);
         } else if sum > cost && head != NOTHING {
             self.merge_late(params, now, head as usize);
-            head = self.cells.give_back(head as usize, cost) as i64;
+            self.cells.take_out(head as usize, now - of.age, cost);
+            newest = self.cells.newest().unwrap_or(newest);
         }
         ([(sum - cost).max(0), head, newest], cost)
     }

@@ -90,7 +90,7 @@ mod tests {
     fn many_become_a_few_of_the_oldest_age() {
         let mut backs = Backs::default();
         for i in 0..100 {
-            let charged = Charged { age: i, cost: 9, resets: [1_000].into_iter().collect() };
+            let charged = Charged { age: i, at: 0, cost: 9, resets: [1_000].into_iter().collect() };
             backs.add(Back::new(2, charged, 0));
         }
         assert_eq!(backs.each.len(), MAX);

@@ -220,7 +220,7 @@ impl Notes {
         let mut states: SmallVec<[State; 1]> =
             self.policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
         let verdicts = Check::charge(Key::GLOBAL, &self.policies, cost).decide(&mut states, now);
-        Charged { age: 0, cost, resets: verdicts.each.iter().map(|verdict| verdict.reset).collect() }
+        Charged { age: 0, at: 0, cost, resets: verdicts.each.iter().map(|verdict| verdict.reset).collect() }
     }
 
     /// Forgets what is still to be charged.
@@ -382,7 +382,7 @@ mod tests {
     fn what_is_given_back_gets_older() {
         const S: i64 = 1_000_000;
         let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
-        let of = Charged { age: 20 * S, cost: 5, resets: [60 * S].into_iter().collect() };
+        let of = Charged { age: 20 * S, at: 0, cost: 5, resets: [60 * S].into_iter().collect() };
         let sent = |at: i64| {
             let mut notes = Notes::new(policies.clone());
             notes.add(Mode::GiveBack, None, 3, Some(&of), 0, false);
@@ -420,7 +420,7 @@ mod tests {
         let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
         let mut notes = Notes::new(policies);
         notes.add(Mode::Charge, None, 10, None, 0, false);
-        let of = Charged { age: 4 * HOUR, cost: 10, resets: [10 * HOUR].into_iter().collect() };
+        let of = Charged { age: 4 * HOUR, at: 0, cost: 10, resets: [10 * HOUR].into_iter().collect() };
         notes.add(Mode::GiveBack, None, 10, Some(&of), 4 * HOUR, false);
         assert!(steps_at(notes, 4 * HOUR).is_empty());
     }

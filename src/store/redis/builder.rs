@@ -160,7 +160,8 @@ impl RedisStoreBuilder {
     }
 
     /// How many denials are remembered until their `retry_after`, so that a flood of denied checks does not reach
-    /// Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time.
+    /// Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time. Layers that settle,
+    /// and [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have given back.
     ///
     /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
     /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is

@@ -4,6 +4,9 @@
 //! forgotten, or the policies are others. So a caller's denial answers every check of that cost or more under the same
 //! policies: one of 2 units that has to wait for 10 s says that 3 units have to wait for 10 s at least. Denials of
 //! several costs are kept beside each other, since that of a larger cost holds for longer.
+//!
+//! Where costs are settled later, other instances give back all the time, and nobody tells this one. So a check that
+//! reserves believes no denial for longer than a second.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
@@ -77,6 +80,8 @@ const MAX_HITS: u8 = 15;
 /// For how long a cost that never fits is remembered: until nothing is charged any more, but not so long that what is
 /// told of the rest is of another day, and long enough for a flood of what a fresh caller asks.
 const NEVER_FITS: (i64, i64) = (1_000_000, 60_000_000);
+/// For how long a check that reserves believes a denial, in microseconds.
+const RESERVING: i64 = 1_000_000;
 
 impl Denials {
     /// Holds at most about so many denials; 0 for none.
@@ -104,7 +109,9 @@ impl Denials {
         // The longest wait that is known to be true.
         let (mut known, mut until) = (None, now);
         for denial in &caller.denials {
-            if denial.expires_at > until && denial.answers(&question) {
+            // What never fits is given nothing back for.
+            let is_old = check.reserves() && denial.exceeds == 0 && now - denial.sent >= RESERVING;
+            if denial.expires_at > until && !is_old && denial.answers(&question) {
                 (known, until) = (Some(denial), denial.expires_at);
             }
         }
@@ -322,7 +329,7 @@ mod tests {
     /// Has a check denied, as Redis would.
     fn deny(denials: &Denials, check: &Check) {
         let verdict = Verdict { remaining: 0, wait: 3_600_000_000, reset: 3_600_000_000 };
-        denials.learn(check, &Verdicts { granted: 0, each: smallvec![verdict] }, denials.now());
+        denials.learn(check, &Verdicts { granted: 0, at: 0, each: smallvec![verdict] }, denials.now());
     }
 
     /// How many denials are held.
@@ -349,7 +356,7 @@ mod tests {
         }
         let full = held(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");
-        let reset = Verdicts { granted: 0, each: smallvec![Verdict { remaining: 1, wait: 0, reset: 0 }] };
+        let reset = Verdicts { granted: 0, at: 0, each: smallvec![Verdict { remaining: 1, wait: 0, reset: 0 }] };
         for key in (0..5_000).map(|i| Key::new(i.to_string())).chain([Key::GLOBAL]) {
             denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
         }

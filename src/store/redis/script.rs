@@ -81,7 +81,7 @@ impl Batch {
             }
             if plan.mode == Mode::GiveBack {
                 let charged = Charged::or_just_now(plan.charged.as_ref(), plan.cost, plan.policies.iter().len());
-                packed.u32(charged.cost as usize).i56(charged.age);
+                packed.u32(charged.cost as usize).i56(charged.age).i56(charged.at);
                 for reset in charged.resets {
                     packed.i56(reset);
                 }
@@ -99,7 +99,7 @@ impl Batch {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this batch makes it.
+    /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this batch makes it, or does not end with a time.
     pub(super) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, Error>>, Error> {
         // Where the next answer of each entry begins.
         let mut end = 0;
@@ -108,13 +108,16 @@ impl Batch {
             next.push(end);
             end += 4 * self.plans[entry.plan].policies.iter().len() * entry.times as usize;
         }
-        match reply {
-            Value::Array(values) if values.len() == end => Ok(self.checks.iter().map(move |entry| {
-                let policies = &self.plans[self.entries[*entry].plan].policies;
-                let (from, length) = (next[*entry], 4 * policies.iter().len());
-                next[*entry] += length;
-                verdicts(&values[from..from + length], policies)
-            })),
+        let Value::Array(values) = reply else { return Err(Error::new(ErrorKind::Protocol)) };
+        match values.get(end) {
+            Some(&Value::Int(at)) if values.len() == end + 1 && WHOLE.contains(&at) => {
+                Ok(self.checks.iter().map(move |entry| {
+                    let policies = &self.plans[self.entries[*entry].plan].policies;
+                    let (from, length) = (next[*entry], 4 * policies.iter().len());
+                    next[*entry] += length;
+                    verdicts(&values[from..from + length], policies, at)
+                }))
+            }
             _ => Err(Error::new(ErrorKind::Protocol)),
         }
     }
@@ -154,12 +157,15 @@ impl Packed {
     }
 }
 
-/// One answer: four numbers for each policy.
+/// What the script tells of rooms and times, which a double holds exactly.
+const WHOLE: std::ops::Range<i64> = 0..1 << 53;
+
+/// One answer of this time: four numbers for each policy.
 ///
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[Value], policies: &Policies) -> Result<Verdicts, Error> {
+fn verdicts(answer: &[Value], policies: &Policies, at: i64) -> Result<Verdicts, Error> {
     let protocol = || Error::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let each = answer.chunks_exact(4).zip(policies).map(|(answer, policy)| {
@@ -170,8 +176,7 @@ fn verdicts(answer: &[Value], policies: &Policies) -> Result<Verdicts, Error> {
             granted = granted.max(grants);
         }
         problem = problem.min(grants);
-        let whole = 0..1 << 53;
-        if !(whole.contains(&remaining) && (wait == Verdict::NEVER || whole.contains(&wait)) && whole.contains(&reset))
+        if !(WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset))
         {
             problem = i64::MIN;
         }
@@ -179,7 +184,7 @@ fn verdicts(answer: &[Value], policies: &Policies) -> Result<Verdicts, Error> {
     });
     let each = each.collect::<Result<_, _>>()?;
     match problem {
-        0.. => Ok(Verdicts { granted, each }),
+        0.. => Ok(Verdicts { granted, at, each }),
         REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
         NO_WRITES => Err(Error::new(ErrorKind::Refused).unsent()),
@@ -293,7 +298,7 @@ mod tests {
 
         // The answers of an entry follow each other, and go to its checks in their order.
         let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
-        let reply = Value::Array(answers.map(Value::Int).collect());
+        let reply = Value::Array(answers.chain([1_790]).map(Value::Int).collect());
         let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().first().remaining).collect();
         assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
     }
@@ -314,7 +319,8 @@ mod tests {
         let ints = |ints: &[i64]| Value::Array(ints.iter().map(|i| Value::Int(*i)).collect());
         let read = |value| batch.read(value).and_then(|mut all| all.next().unwrap());
 
-        assert_eq!(read(ints(&[1, 9, 0, 100])).unwrap().granted, 1);
+        let verdicts = read(ints(&[1, 9, 0, 100, 1_790])).unwrap();
+        assert_eq!((verdicts.granted, verdicts.at), (1, 1_790));
         for (code, kind) in [
             (-1, ErrorKind::Refused),
             (-2, ErrorKind::OutOfMemory),
@@ -324,7 +330,7 @@ mod tests {
             (-6, ErrorKind::Protocol),
             (i64::MIN, ErrorKind::Protocol),
         ] {
-            assert_eq!(read(ints(&[code, 0, 0, 0])).unwrap_err().kind(), kind);
+            assert_eq!(read(ints(&[code, 0, 0, 0, 1])).unwrap_err().kind(), kind);
         }
         for wrong in [
             Value::Nil,
@@ -332,14 +338,18 @@ mod tests {
             Value::SimpleString("OK".to_owned()),
             ints(&[]),
             ints(&[1, 9, 0]),
-            ints(&[1, 9, 0, 100, 1]),
-            ints(&[1, -1, 0, 100]),
-            ints(&[1, 9, -2, 100]),
-            ints(&[1, 9, 0, -1]),
-            ints(&[1, 9, 0, i64::MAX]),
-            ints(&[1, i64::MAX, 0, 1]),
-            ints(&[1, 9, i64::MAX, 1]),
-            Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0)]),
+            ints(&[1, 9, 0, 100]),
+            ints(&[1, 9, 0, 100, 1, 1]),
+            ints(&[1, 9, 0, 100, -1]),
+            ints(&[1, 9, 0, 100, i64::MAX]),
+            ints(&[1, -1, 0, 100, 1]),
+            ints(&[1, 9, -2, 100, 1]),
+            ints(&[1, 9, 0, -1, 1]),
+            ints(&[1, 9, 0, i64::MAX, 1]),
+            ints(&[1, i64::MAX, 0, 1, 1]),
+            ints(&[1, 9, i64::MAX, 1, 1]),
+            Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0), Value::Int(1)]),
+            Value::Array(vec![Value::Int(1), Value::Int(9), Value::Int(0), Value::Int(100), Value::Nil]),
         ] {
             assert_eq!(read(wrong.clone()).unwrap_err().kind(), ErrorKind::Protocol, "{wrong:?}");
         }

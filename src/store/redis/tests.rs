@@ -9,7 +9,7 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 
 use super::{RedisStore, wire};
-use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Refill, Source, State, Strategy};
+use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, State, Strategy};
 use crate::store::{LocalStore, Store};
 use crate::support::RedisServer;
 use crate::twins::twins;
@@ -164,6 +164,87 @@ fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
     })
 }
 
+/// Logs of several blocks, of which much is given back wherever it was charged.
+#[tokio::test]
+async fn long_logs() {
+    let server = RedisServer::start();
+    let Trace { mut rng, now, redis, .. } = Trace::new(14, &server);
+    let log = |limit| Policy::new("log", Strategy::SlidingLog, Quota::per(limit, Duration::from_secs(20))).unwrap();
+    let limits = [100_000, 100_000, 3_000, 700];
+    let mut callers = limits.map(|limit| (Policies::from(log(limit)), vec![], [State::fresh(Strategy::SlidingLog)]));
+    let (mut given, mut longest) = (0, 0);
+    for round in 0..8_000 {
+        let elapsed = match rng.u16(..1_000) {
+            0 => rng.i64(0..3_000_000),
+            1 => -rng.i64(0..100_000),
+            _ => rng.i64(0..1_500),
+        };
+        let time = now.fetch_add(elapsed, Relaxed) + elapsed;
+        let checks =
+            callers.iter_mut().enumerate().map(|(i, (policies, open, _)): (_, &mut (_, Vec<(Decision, i64)>, _))| {
+                let (key, limit) = (Key::new(format!("{i}")), limits[i]);
+                if rng.u8(..3) == 0 && !open.is_empty() {
+                    // Mostly of late, and mostly all of it.
+                    let nth = if rng.u8(..4) > 0 {
+                        open.len() - 1 - rng.usize(..open.len().min(40))
+                    } else {
+                        rng.usize(..open.len())
+                    };
+                    let (decision, at) = open.swap_remove(nth);
+                    let cost = if rng.u8(..4) > 0 { decision.granted() } else { rng.u32(0..=decision.granted()) };
+                    let late = [0, 0, rng.i64(0..5_000)][rng.usize(..3)];
+                    let age = Duration::from_micros((time - at + late).max(0) as u64);
+                    if let Some(check) = decision.give_back(key, cost, age).next() {
+                        given += 1;
+                        return check;
+                    }
+                }
+                match rng.u16(..400) {
+                    0 => Check::up_to(key, policies, 100),
+                    1 => Check::give_back(key, policies, rng.u32(..100)),
+                    2 => Check::peek(key, policies, limit),
+                    3 => Check::peek(key, policies, limit - rng.u32(..700)),
+                    4 => Check::take(key, policies, 600),
+                    _ => Check::take(key, policies, rng.u32(1..=3)),
+                }
+            });
+        let checks: Vec<Check> = checks.collect();
+        let in_redis = join_all(checks.iter().map(|check| redis.check(check.clone()))).await;
+        for ((check, in_redis), (_, open, state)) in checks.into_iter().zip(in_redis).zip(&mut callers) {
+            let context = format!("Redis and Rust differ: round {round}, {check:?}");
+            let in_redis = in_redis.unwrap();
+            assert_eq!(in_redis, in_rust(&check, state, time), "{context}");
+            if check.mode() != Mode::GiveBack && in_redis.granted() > 0 {
+                open.push((in_redis, time));
+            }
+        }
+        if round % 500 == 0 {
+            longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o").await);
+        }
+    }
+    assert!(given > 5_000 && longest > 4, "{given} were given back, of {longest} elements at most");
+}
+
+/// What gives back is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
+/// server.
+#[tokio::test]
+async fn what_is_long_on_its_way_is_as_old_as_it_is() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(15, &server);
+    let policies = Policy::new("p", Strategy::Gcra, Quota::per_second(100)).unwrap().into();
+    // A charge of just now; 900 ms later; by a clock that is 10 s behind, and by one that is 10 s ahead.
+    for (later, age, given) in [(0, 0, 100), (900, 0, 10), (900, 950, 5), (-10_000, 900, 10), (10_000, 900, 0)] {
+        let key = Key::new(format!("{later} {age}"));
+        let decision = redis.check(Check::take(key, &policies, 100)).await.unwrap();
+        let back = decision.give_back(key, 100, Duration::from_millis(age)).next().unwrap();
+        let start = now.fetch_add(1_000 * later, Relaxed);
+        // What has flowed back by then is taken again.
+        let _ = redis.check(Check::up_to(key, &policies, 100)).await.unwrap();
+        assert_eq!(redis.check(back).await.unwrap().granted(), given, "{later} ms later, at an age of {age} ms");
+        now.store(start, Relaxed);
+    }
+}
+
 /// What is asked under one quota and not granted leaves alone what another has counted.
 #[tokio::test]
 async fn what_charges_nothing_writes_nothing() {
@@ -208,6 +289,12 @@ async fn agree(seed: u64, strategy: Strategy) {
         })
         .collect();
     trace.run(&policies, STEPS).await;
+}
+
+/// The Rust halves' decision, as Redis would tell it.
+fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
+    let verdicts = check.clone().at_redis(now).decide(states, now);
+    check.clone().answer(verdicts, Source::Redis)
 }
 
 /// Quotas of every size: those that people write, and some that no one would.
@@ -305,8 +392,7 @@ impl Trace {
             let mut seen = Vec::new();
             for ((i, check), in_redis) in checks.iter().zip(in_redis) {
                 let in_redis = in_redis.expect("an answer of Redis");
-                let verdicts = check.decide(&mut self.states[*i], self.now.load(Relaxed));
-                let in_rust = check.clone().answer(verdicts, Source::Redis);
+                let in_rust = in_rust(check, &mut self.states[*i], self.now.load(Relaxed));
                 assert_eq!(
                     in_redis, in_rust,
                     "Redis and Rust differ: seed {}, step {}, {check:?}",
@@ -333,8 +419,8 @@ impl Trace {
         if rng.u8(..6) == 0
             && let Some((decision, at)) = rng.choice(&self.granted[caller])
         {
-            // Also of one that takes longer than the check that gives it back, or less.
-            let late = [0, 0, 1, rng.i64(0..1_000_000)][rng.usize(..4)];
+            // Also of one that takes longer than the check that gives it back, or less; or much less.
+            let late = [0, 0, 1, rng.i64(0..1_000_000), -rng.i64(0..10_000_000)][rng.usize(..5)];
             let age = Duration::from_micros((self.now.load(Relaxed) - at + late).max(0) as u64);
             let check = decision.give_back(key, rng.u32(1..=decision.granted()), age).next();
             // It leaves out what is in flight, of which the states here have more.

@@ -1,6 +1,7 @@
-//! What is given back of a reservation: nobody gets more by it than if the real cost had been charged at once.
+//! What is given back of a reservation: nobody gets more by it than if the real cost had been charged at once, and under
+//! windows and logs nobody gets less.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use super::*;
 use crate::limit::{Decision, Refill, Source};
@@ -35,10 +36,21 @@ fn is_monotone(strategy: Strategy) -> bool {
     !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
 }
 
-#[test]
-fn giving_back_leaves_no_more_room_than_the_real_cost() {
+/// Whether what is given back is just what was not needed, whoever else was charged meanwhile. What refills little by little
+/// cannot know that.
+fn is_exact(strategy: Strategy) -> bool {
+    is_monotone(strategy) && !strategy.has_burst()
+}
+
+/// Reserves, gives back, and compares all the time what is left with what would be left if only the real cost had been
+/// charged: `compare` is told both, and of what. Reservations are given back at up to so many times their age.
+fn reserve_and_give_back(
+    strategies: impl Fn(Strategy) -> bool,
+    longer: f64,
+    compare: impl Fn(i64, i64, &dyn Fn() -> String),
+) {
     let mut given = vec![];
-    for (seed, &strategy) in Strategy::ALL.iter().enumerate().filter(|(_, strategy)| is_monotone(**strategy)) {
+    for (seed, &strategy) in Strategy::ALL.iter().enumerate().filter(|(_, strategy)| strategies(**strategy)) {
         let mut rng = Rng::with_seed(seed as u64);
         let (mut back, mut late) = (0, 0);
         for _ in 0..400 {
@@ -68,7 +80,7 @@ fn giving_back_leaves_no_more_room_than_the_real_cost() {
                     let Reservation { decision, at, place } = open.swap_remove(rng.usize(..open.len()));
                     let cost = rng.u32(0..=decision.granted());
                     granted[place].1 -= i64::from(cost);
-                    let age = Duration::from_micros((now - at) as u64);
+                    let age = Duration::from_micros((now - at) as u64).mul_f64(1.0 + longer * rng.f64());
                     let check = decision.give_back(Key::GLOBAL, cost, age).next();
                     late += u32::from(check.is_none() && cost > 0);
                     back += check.map_or(0, |check| check.decide(&mut states, now).granted);
@@ -77,10 +89,9 @@ fn giving_back_leaves_no_more_room_than_the_real_cost() {
                 for (i, policy) in policies.iter().enumerate() {
                     for at in [now, now + rng.i64(0..=reset), now + reset] {
                         let [ours, real] = [&states[i], &real[i]].map(|state| look(state, policy.params(), at).room);
-                        assert!(
-                            ours <= real,
-                            "seed {seed}, {policy:?}: {ours} is left at {at}, {real} really; {granted:?}"
-                        );
+                        compare(ours, real, &|| {
+                            format!("seed {seed}, {policy:?}: {ours} is left at {at}, {real} really; {granted:?}")
+                        });
                     }
                 }
             }
@@ -88,6 +99,82 @@ fn giving_back_leaves_no_more_room_than_the_real_cost() {
         given.push((strategy, back, late));
     }
     assert!(given.iter().all(|(_, back, late)| *back > 1_000 && *late > 10), "{given:?}");
+}
+
+#[test]
+fn giving_back_leaves_no_more_room_than_the_real_cost() {
+    for longer in [0.0, 0.5] {
+        reserve_and_give_back(is_monotone, longer, |ours, real, context| assert!(ours <= real, "{}", context()));
+    }
+}
+
+#[test]
+fn giving_back_under_a_window_or_a_log_leaves_no_less_room_than_the_real_cost() {
+    reserve_and_give_back(is_exact, 0.0, |ours, real, context| assert!(ours >= real, "{}", context()));
+}
+
+/// When something is asked, how much, and how much of it is given back later.
+type Asked = (i64, u32, u32);
+
+/// How many were denied that would give something back, and that would give nothing back; and the sum of what was kept.
+fn settled_later(strategy: Strategy, quota: Quota, asked: impl Iterator<Item = Asked>, later: i64) -> ([u32; 2], u64) {
+    let policies: Policies = Policy::new("p", strategy, quota).unwrap().into();
+    let mut state = [State::fresh(strategy)];
+    let mut open: VecDeque<(i64, Decision, u32)> = VecDeque::new();
+    let (mut denied, mut kept) = ([0, 0], 0);
+    for (now, cost, back) in asked {
+        while open.front().is_some_and(|(at, ..)| at + later <= now) {
+            let (at, decision, back) = open.pop_front().unwrap();
+            for check in decision.give_back(Key::GLOBAL, back, Duration::from_micros(later as u64)) {
+                check.decide(&mut state, at + later);
+            }
+        }
+        let check = Check::take(Key::GLOBAL, &policies, cost);
+        let verdicts = check.decide(&mut state, now);
+        let decision = check.answer(verdicts, Source::Local);
+        if decision.is_allowed() {
+            kept += u64::from(cost - back);
+            open.push_back((now, decision, back));
+        } else {
+            denied[usize::from(back == 0)] += 1;
+        }
+    }
+    (denied, kept)
+}
+
+const SECOND: i64 = 1_000_000;
+
+/// Only failures count, 5 in a minute: who types one wrong password in ten minutes is never locked out.
+#[test]
+fn a_right_password_is_never_denied() {
+    let mut locked_out = vec![];
+    for strategy in Strategy::ALL.iter().copied().chain([Strategy::SlidingWindow { cells: 60 }]) {
+        // One each 10 s for 3 hours: wrong is the first of each ten minutes.
+        let asked = (0..1_080).map(|i| (START + 10 * i * SECOND, 1, u32::from(i % 60 != 0)));
+        let ([right, wrong], _) = settled_later(strategy, Quota::per_minute(5), asked, SECOND / 10);
+        println!("{strategy:?}: {right} right passwords denied, {wrong} wrong ones");
+        locked_out.extend((right + wrong > 0).then_some((strategy, right, wrong)));
+    }
+    assert!(locked_out.is_empty(), "denied right and wrong passwords: {locked_out:?}");
+}
+
+/// Who reserves five times what is needed can use as much of the quota as who charges what is needed, but for what is under
+/// way.
+#[test]
+fn what_is_reserved_beyond_the_need_does_not_use_up_the_quota() {
+    const MINUTES: i64 = 10;
+    let mut unused = vec![];
+    for &strategy in Strategy::ALL {
+        // Twice as much is asked for as there is.
+        let used = |cost| {
+            let asked = (0..20 * 60 * MINUTES).map(|i| (START + i * SECOND / 20, cost, cost - 100));
+            settled_later(strategy, Quota::per_minute(60_000), asked, SECOND / 10).1 as f64
+        };
+        let share = used(500) / used(100);
+        println!("{strategy:?}: {:.1} % of the quota is usable", 100.0 * share);
+        unused.extend((share < 0.97).then_some((strategy, share)));
+    }
+    assert!(unused.is_empty(), "usable parts of the quota: {unused:?}");
 }
 
 /// In each window, and between two refills of a bucket, no more is kept than the policy allows: also where a charge that is

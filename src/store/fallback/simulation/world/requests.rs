@@ -124,7 +124,7 @@ impl State {
         // The local store answers at once.
         let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
         let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
-        let verdicts = Verdicts { granted: i64::from(decision.granted()), each };
+        let verdicts = Verdicts { granted: i64::from(decision.granted()), at: 0, each };
         let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
         let decision = check.answer(verdicts, Source::Redis);
