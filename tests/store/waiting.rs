@@ -471,5 +471,5 @@ async fn what_passes_after_a_failed_wait_is_in_flight() {
     sleep(Duration::from_secs(20)).await;
     let peek = local.check(Check::peek(ANN, &policies, 1)).now_or_never().unwrap().unwrap();
     assert_eq!(peek.remaining(), 2);
-    assert!(store.asked().contains(&Mode::Hold));
+    assert!(store.asked().contains(&Mode::Renew));
 }
