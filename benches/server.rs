@@ -133,7 +133,8 @@ async fn ours(server: &RedisServer, strategy: Strategy) -> (f64, u64) {
 /// Logs that hold so many entries each.
 async fn full_log(server: &RedisServer, entries: u32) -> (f64, u64) {
     let store = store(server).await;
-    let policies: Policies = Policy::new("api", Strategy::SlidingLog, Quota::per_hour(100_000)).unwrap().into();
+    let policies: Policies =
+        Policy::new("api", Strategy::SlidingLog, Quota::per_hour(entries + ROUNDS as u32)).unwrap().into();
     // Checks of one caller in a batch would be decided as one: each is of its own.
     let round = || join_all((0..BATCH).map(|i| store.check(Check::take(Key::new(format!("{i:016}")), &policies, 1))));
     for _ in 0..entries {

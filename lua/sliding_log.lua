@@ -1,10 +1,10 @@
 -- Sliding log; the twin of src/limit/strategy/sliding_log.rs, which explains it.
 --
--- Stored: a list. First its index, then blocks of up to FULL charges each. A block is cells, one for each charge. The index
--- is cells too, one for each block, with the time of its newest charge, and then the place of each block in the list. In the
--- place of a block that has left is an empty string, or what was there, until a new one comes there. A block's sums say how its own charges
--- differ, the index how the blocks do: who gives back what was charged long ago rewrites a block and the index, and no check
--- reads more than the index and a few blocks.
+-- Stored: a list. First its index, then blocks of charges, about as many charges in each as there may be blocks. A block is
+-- cells, one for each charge. The index is cells too, one for each block, with the time of its newest charge, and then the
+-- place of each block in the list. In the place of a block that has left is an empty string, or what was there, until a new
+-- one comes there. A block's sums say how its own charges differ, the index how the blocks do: who gives back what was
+-- charged long ago rewrites a block and the index, and no check reads more than the index and a few blocks.
 -- Loaded: the sum of the charges within the period; the log, or NONE: there is no list, or NOTHING: none of its charges
 -- stays; the time of the newest charge, above `now` if the clock has gone back.
 --   log.index, log.places  of the blocks that stay: the cells, and the places
@@ -15,7 +15,6 @@
 -- Uses decode and encode of call.lua; after, cell, CELL, CELL_LENGTH, cells_in, expiry, good, max, min, redis_pcall, search,
 -- sub, sum_to, take_out, trouble, try, up_to and WRAP of prelude.lua.
 
-local FULL = 500
 local PLACE, PLACE_LENGTH = '<I2', 2
 local NONE, NOTHING = {}, {}
 
@@ -31,7 +30,7 @@ local function found(reply)
 end
 
 local function policy(capacity, period)
-  return { capacity = capacity, period = period }
+  return { capacity = capacity, period = period, block = math.ceil(2 * math.sqrt(capacity)) }
 end
 
 -- One charge, as a block or the cells of an index.
@@ -153,14 +152,14 @@ local function charge(policy, key, now, cost, sum, log, newest)
 end
 
 -- Makes one block of this one and the next, if it is not too long.
-local function join(key, log, number)
+local function join(policy, key, log, number)
   local count = cells_in(log.index)
   if number < 1 or number >= count then
     return
   end
   local block, place = block_of(key, log, number)
   local next_block, next_place = block_of(key, log, number + 1)
-  if cells_in(block) + cells_in(next_block) > FULL then
+  if cells_in(block) + cells_in(next_block) > policy.block then
     return
   end
   local joined, _, total = { block }, cell(block, cells_in(block))
@@ -218,7 +217,7 @@ local function give_back(policy, key, now, cost, of, sum, log, newest)
   log.index, log.places = table.concat(kept), table.concat(places)
   -- Or there would be many blocks of few charges.
   for number = first + 2, first, -1 do
-    join(key, log, number)
+    join(policy, key, log, number)
   end
   return cost, left, log, (cell(log.index, cells_in(log.index)))
 end
@@ -307,7 +306,7 @@ local function save(policy, key, now, at, cost, sum, log, newest)
       log.places = places_to(log, number)
     elseif cost > 0 then
       local length = cells_in(block)
-      if length < FULL then
+      if length < policy.block then
         local _, total = cell(block, length)
         change(log, place, block .. encode(CELL, now, (total + cost) % WRAP))
         number = number - 1

@@ -4,7 +4,7 @@
 //! charge that is exactly one period old is gone.
 //!
 //! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows with the limit: in
-//! Redis about 12 bytes per charge, here 12 to 15. So a limit is at most 100,000. Each charge is kept with the sum of all
+//! Redis 12 to 16 bytes per charge, here 12 to 15. So a limit is at most 100,000. Each charge is kept with the sum of all
 //! up to it: a check looks at a few charges however long the log, and a denial finds those that must leave, or a give
 //! back the charge that it is of, by a binary search. A give back lowers the sums after that: here all of them, in Redis
 //! those of a block of charges and of the blocks.

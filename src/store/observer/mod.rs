@@ -60,7 +60,8 @@ pub trait Observer: Send + Sync + 'static {
     }
 
     /// A layer finds that the server is set up so that it can count no request: over HTTP each gets a 500. Or that it cannot
-    /// count by a policy, which it leaves out, or that a request was counted twice. Told once a minute at most by each layer. A layer without an observer tells the log, with the feature `tracing`.
+    /// count by a policy, which it leaves out, or that a request was counted twice. Told once a minute at most by each layer. A
+    /// layer without an observer tells the log, with the feature `tracing`.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         let _ = event;
     }
