@@ -170,7 +170,7 @@ async fn long_logs() {
     let server = RedisServer::start();
     let Trace { mut rng, now, redis, .. } = Trace::new(14, &server);
     let log = |limit| Policy::new("log", Strategy::SlidingLog, Quota::per(limit, Duration::from_secs(20))).unwrap();
-    let limits = [100_000, 100_000, 3_000, 700];
+    let limits = [10_000, 10_000, 3_000, 700];
     let mut callers = limits.map(|limit| (Policies::from(log(limit)), vec![], [State::fresh(Strategy::SlidingLog)]));
     let (mut given, mut longest) = (0, 0);
     for round in 0..8_000 {
