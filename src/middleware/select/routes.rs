@@ -36,7 +36,8 @@ use crate::limit::{ConfigError, Key, Policies};
 /// A request is under the most exact pattern that its path fits, not decoded, as axum matches its routes; if the path was
 /// rewritten after axum had matched it (with the feature `axum`), the route's template counts in its place. It is exempt only
 /// if it also is as a more lenient server reads its path: decoded as often as it can be, `\` as `/`, without parameters
-/// (`;v=1`), `.`, `..` and empty segments, with or without a slash at its end.
+/// (`;v=1`), `.` and empty segments, with or without a slash at its end. A path with a `..`, however it is written, is exempt
+/// by no pattern with parameters, since servers do not agree where it leads.
 ///
 /// So `/static/../login` is not exempt under an exempt `/static/{*path}`. Had that a limit, it would be under that one, and not
 /// under that of `/login`: what rewrites paths, such as tower-http's `NormalizePath`, belongs around the layer, not within.
@@ -86,7 +87,7 @@ impl Routes {
     /// As [`route`](Self::route), and for a pattern with parameters that a lenient server would read as another one, such as
     /// `/caf%C3%A9/{id}`: it would exempt nothing.
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
-        if pattern.contains('{') && lenient(pattern).is_some_and(|read| read != pattern) {
+        if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
             let problem =
                 "beside a parameter, it has escapes, a `;` or an empty segment, and would exempt nothing".to_owned();
             return Err(ConfigError::Route { pattern: pattern.to_owned(), problem });
@@ -155,9 +156,11 @@ impl PolicySelector for Routes {
                 // It says that this very path is exempt, if it does.
                 found @ Some(Found { is_path: true, .. }) => under(found),
                 found => under(found).or_else(|| {
-                    let read = lenient(path);
-                    let policies = read.as_deref().and_then(|read| under(find(read)));
-                    policies.or_else(|| under(Some(find(&other_end(read.as_deref().unwrap_or(path)))?)))
+                    let Some(Lenient { path, climbs }) = lenient(path) else {
+                        return under(Some(find(&other_end(path))?));
+                    };
+                    let policies = under(find(&path)).or_else(|| under(Some(find(&other_end(&path))?)));
+                    policies.or_else(|| under(None).filter(|_| climbs))
                 }),
             },
             // Paths that are unknown fit it, and not all of them may fit the pattern.
@@ -222,19 +225,29 @@ fn fits(template: &str, path: &str) -> bool {
     }
 }
 
-/// The path as a server reads it that is more lenient than axum. `None` if that is the same.
-fn lenient(path: &str) -> Option<String> {
+/// A path as a server reads it that is more lenient than axum.
+struct Lenient {
+    path: String,
+    /// Whether it has a `..`.
+    climbs: bool,
+}
+
+/// `None` if it is read as it is.
+fn lenient(path: &str) -> Option<Lenient> {
     // Of most paths it is.
     if !path.contains(['%', ';', '\\']) && !path.contains("//") && !path.contains("/.") {
         return None;
     }
     let decoded = decoded(path);
     let decoded = decoded.split(|byte| matches!(byte, b'?' | b'#' | b'\0')).next().unwrap_or_default();
-    let mut segments = vec![];
+    let (mut segments, mut climbs) = (vec![], false);
     for segment in decoded.split(|byte| matches!(byte, b'/' | b'\\')) {
         match segment.split(|byte| *byte == b';').next().unwrap_or_default() {
             b"" | b"." => {}
-            b".." => drop(segments.pop()),
+            b".." => {
+                climbs = true;
+                segments.pop();
+            }
             segment => segments.push(segment),
         }
     }
@@ -242,7 +255,7 @@ fn lenient(path: &str) -> Option<String> {
     if !segments.is_empty() && decoded.ends_with(b"/") {
         read.push(b'/');
     }
-    Some(String::from_utf8_lossy(&read).into_owned())
+    Some(Lenient { path: String::from_utf8_lossy(&read).into_owned(), climbs })
 }
 
 /// The path without the slash at its end, or with one.
