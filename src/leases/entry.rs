@@ -37,7 +37,7 @@ pub(super) struct Entry {
     /// No look is sent before.
     next_at: Instant,
     /// When nobody had heard an answer last, and when not that of a give-back: what was sent may come to the store until
-    /// [`LATE`] after that.
+    /// [`LATE`] after that, and what a network holds up until [`LATEST`].
     lost: Option<Instant>,
     lost_back: Option<Instant>,
     /// How many requests have begun that may have come before the last look, and how many have ended.
@@ -69,6 +69,8 @@ pub(super) struct Look {
     /// Whether something that was sent before may come after it, and whether that is a give-back.
     is_early: bool,
     is_unsure: bool,
+    /// When more of what was sent before has come.
+    again_at: Option<Instant>,
 }
 
 /// What a look has said.
@@ -94,6 +96,8 @@ pub(super) enum Wrong {
 const GAP: Duration = Duration::from_millis(25);
 /// How late something may come to the store of which nobody has heard.
 const LATE: Duration = Duration::from_millis(250);
+/// How late it may come if the network lost and repeated it.
+const LATEST: Duration = Duration::from_secs(2);
 /// How long a look waits for a moment in which nothing is given back, and for those who may have come before it; and how late
 /// something may be given back.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -262,9 +266,10 @@ impl Entry {
         self.looking = true;
         let is_recent = |lost: Option<Instant>| lost.is_some_and(|lost| now < lost + LATE);
         let (is_early, is_unsure) = (is_recent(self.lost), is_recent(self.lost_back));
+        let again_at = self.lost.and_then(|lost| [lost + LATE, lost + LATEST].into_iter().find(|at| now < *at));
         let is_doubtful = self.doubt.take().is_some();
         let &mut Self { held, leaving, begun, ended, .. } = self;
-        Some(Look { held, leaving, begun, ended, is_doubtful, is_early, is_unsure })
+        Some(Look { held, leaving, begun, ended, is_doubtful, is_early, is_unsure, again_at })
     }
 
     /// A look was answered: so many the store counts.
@@ -301,10 +306,14 @@ impl Entry {
             // Perhaps it is what a give-back takes away that is still on its way.
             _ if counted > most && !look.is_unsure => Wrong::TooMany(counted - most),
             _ => {
-                if let Some(lost) = self.lost.filter(|_| look.is_early) {
-                    self.doubts(lost + LATE);
-                } else if counted > most || look.is_doubtful && least < most {
+                // Where all that were held have ended, the look may have come after they were given back, and found nothing:
+                // then it counts them again.
+                let counts_again = least == 0 && counted == look.held && counted > 0;
+                let is_open = counted > most || counts_again || look.is_doubtful && least < most;
+                if is_open && !look.is_early {
                     self.doubts(now);
+                } else if let Some(at) = look.again_at {
+                    self.doubts(at);
                 }
                 return None;
             }
@@ -383,6 +392,11 @@ mod tests {
         let now = now + GAP;
         let look = entry.look(now).expect("whether it is right now");
         entry.looked(look, Answered::There, 4, now);
+        assert_eq!(entry.wrong(now), None);
+        assert!(entry.look(now + LATE).is_none(), "it is right");
+        let now = now + LATEST;
+        let look = entry.look(now).expect("whether something was held up for so long");
+        entry.looked(look, Answered::There, 4, now);
         assert_eq!((entry.wrong(now), entry.is_in_doubt()), (None, false));
     }
 
@@ -427,6 +441,24 @@ mod tests {
             entry.looked(look, Answered::There, counted, now);
             assert_eq!(entry.wrong(now), wrong, "{counted}");
         }
+    }
+
+    /// It may come after what ended meanwhile was given back: then it finds nothing, and counts all of it again.
+    #[tokio::test(start_paused = true)]
+    async fn what_a_late_renewal_counts_again_is_given_back() {
+        let (mut entry, route, now) = entry();
+        entry.ask_again();
+        let look = entry.look(now).unwrap();
+        for _ in 0..3 {
+            assert!(entry.ended(&route).is_none());
+            entry.gave_back(now, Answered::There, 1, now);
+        }
+        entry.looked(look, Answered::There, 3, now);
+        assert_eq!(entry.wrong(now), None, "it may have come before, too");
+        let now = now + GAP;
+        let look = entry.look(now).expect("whether it counts them still");
+        entry.looked(look, Answered::There, 3, now);
+        assert_eq!(entry.wrong(now), Some(Wrong::TooMany(3)));
     }
 
     /// It would be given back twice.

@@ -204,6 +204,22 @@ async fn a_request_that_was_dropped_before_its_answer_is_not_counted() {
     timeout(Duration::from_secs(1), until("it counts one", || store.counted(ann) == 1)).await.expect("at once");
 }
 
+/// As of what the network lost and repeated. The store counts it for as long as the caller keeps coming.
+#[tokio::test(start_paused = true)]
+async fn a_take_that_comes_long_after_its_client_went_away_is_not_counted() {
+    let (store, ann) = (Wavering::new(), Key::new("ann"));
+    let leases = leases(&store);
+    drop(leases.hold(ann, &policies()));
+    for i in 0..100 {
+        if i == 75 {
+            let _ = now(&store.there, Check::take(ann, &policies(), 1));
+        }
+        drop(request(&store, &leases, ann).await);
+        sleep(Duration::from_millis(25)).await;
+    }
+    until("it counts none", || store.counted(ann) == 0 && entries(&leases) == 0).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_began_or_ended_in_an_outage_is_told_after_it() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -431,7 +447,8 @@ async fn what_is_held_is_not_told_before_what_was_taken_may_have_come() {
     assert_eq!(store.counted(ann), 1);
     until("it counts none", || store.counted(ann) == 0 && entries(&leases) == 0).await;
     let waited = store.told();
-    assert_eq!(waited, [(Mode::Renew, 0), (Mode::Renew, 0), (Mode::GiveBack, 1), (Mode::Renew, 0)]);
+    let (look, give_back) = ((Mode::Renew, 0), (Mode::GiveBack, 1));
+    assert_eq!(waited, [look, look, give_back, look, look], "and once more when all must have come");
 }
 
 /// What was counted for the requests that ended has run out, and others are counted by then.

@@ -94,6 +94,21 @@ async fn a_farther_instance_has_its_turn_too() {
     }
 }
 
+/// The calls of the store are no part of the time for which one waits.
+#[tokio::test(start_paused = true)]
+async fn where_there_is_room_nobody_is_denied_for_the_calls_of_those_before() {
+    const THERE: Duration = Duration::from_millis(20);
+    for &strategy in Strategy::ALL {
+        let store = Late::new(&LocalStore::default(), THERE);
+        let limiter = Limiter::new(store, policy(strategy, "1000/s"));
+        let waits = (0..8).map(|i| limiter.wait(ANN, 1 + i % 2, Duration::ZERO));
+        let start = Instant::now();
+        let answers = join_all(waits).await;
+        assert!(answers.iter().all(|answer| answer.as_ref().unwrap().is_allowed()), "{strategy:?}: {answers:?}");
+        assert!(start.elapsed() <= 8 * 2 * THERE + THERE, "{strategy:?}: {:?}", start.elapsed());
+    }
+}
+
 /// The old quota is of those who began to wait under it.
 #[tokio::test(start_paused = true)]
 async fn a_new_quota_is_that_of_those_who_come_after() {

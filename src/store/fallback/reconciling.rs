@@ -54,9 +54,10 @@ impl<P: Store, F: Store> Shared<P, F> {
         Announcement { done, task }
     }
 
-    /// How many other instances reconcile, where this one does not. `None` if the primary store does not tell.
+    /// How many other instances reconcile. This one no longer does, and says so again: it may not have been heard. `None` if
+    /// the primary store does not tell.
     pub(super) async fn others_reconciling(&self) -> Option<u32> {
-        self.reconciling(Check::peek(self.probe, &Policies::reconciling(), 0)).await
+        self.reconciling(Check::hold(self.probe, &Policies::reconciling(), 0)).await
     }
 
     /// How many instances reconcile, after this check.

@@ -178,11 +178,12 @@ impl<P: Store, F: Store> Recovery<P, F> {
             loop {
                 let Some(again) = self.current() else { return false };
                 shared = again;
-                if !is_told || settled.elapsed() >= LONGEST_WAIT {
+                if settled.elapsed() >= LONGEST_WAIT {
                     break;
                 }
                 match shared.others_reconciling().await {
                     Some(0) => break,
+                    None if !is_told => break,
                     // What is granted meanwhile is settled, so that little is left in the end.
                     Some(_) => well = shared.settle(self.runtime).await,
                     None => well = shared.ping().await.is_ok(),

@@ -1,6 +1,7 @@
 //! A primary store of several instances, each so far away.
 
 use std::collections::HashMap;
+use std::future::pending;
 
 use tokio::time::Instant;
 
@@ -13,6 +14,8 @@ use crate::store::instant;
 pub(super) struct Far {
     pub(super) counts: LocalStore,
     instance: u32,
+    /// Whether nobody hears that it reconciles.
+    pub(super) is_mute: bool,
     pub(super) delay: Arc<Mutex<Option<Duration>>>,
     pub(super) seen: Arc<Mutex<Seen>>,
 }
@@ -32,7 +35,7 @@ pub(super) struct Seen {
 impl Far {
     pub(super) fn new(delay: Duration) -> Self {
         let delay = Arc::new(Mutex::new(Some(delay)));
-        Self { counts: LocalStore::default(), instance: 0, delay, seen: Arc::default() }
+        Self { counts: LocalStore::default(), instance: 0, is_mute: false, delay, seen: Arc::default() }
     }
 
     /// The same counts, asked by another instance over a way of its own.
@@ -73,6 +76,9 @@ impl Store for Far {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Some(delay) = *lock(&self.delay) else { return Answer::ready(Err(unreachable().unsent())) };
+        if self.is_mute && check.mode() == Mode::Hold && check.cost() > 0 {
+            return Answer::pending(Box::pin(pending()));
+        }
         if check.policies().in_flight().is_some() {
             let decision = self.hold(&check);
             return Answer::pending(Box::pin(async move {

@@ -65,19 +65,45 @@ async fn instances_know_of_each_other_that_they_reconcile() {
         let redis = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
         Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(20))
     };
-    let [one, other] = [instance(), instance()];
+    let [one, two, other] = [instance(), instance(), instance()];
     let reconciling = async || other.parts[0].others_reconciling().await;
     assert_eq!(reconciling().await, Some(0));
     let announcement = one.parts[0].announce();
     until("it is announced", async || reconciling().await == Some(1)).await;
-    let both = other.parts[0].announce();
+    let both = two.parts[0].announce();
     until("both are", async || reconciling().await == Some(2)).await;
     assert!(both.end().await);
     assert_eq!(reconciling().await, Some(1));
     // As if it had failed: it is going to try again.
     drop(announcement);
     assert_eq!(reconciling().await, Some(1));
+    assert_eq!(one.parts[0].others_reconciling().await, Some(0), "it does not wait for itself");
+    assert_eq!(reconciling().await, Some(0), "nor do the others by then");
+    let announcement = two.parts[0].announce();
+    until("it is announced", async || reconciling().await == Some(1)).await;
+    drop(announcement);
     until("it has died, for all that is known", async || reconciling().await == Some(0)).await;
+}
+
+/// What it has said itself may have been lost.
+#[tokio::test(start_paused = true)]
+async fn who_is_not_heard_waits_for_others_all_the_same() {
+    let mut far = Far::new(Duration::from_millis(2));
+    let other = far.of(1, Duration::ZERO);
+    far.is_mute = true;
+    let store = far.fallback(2);
+    cut(&store, &far).await;
+    let _ = take(&store, caller(0), &policies(Strategy::Gcra, "60/100d")).await;
+    far.set(Some(Duration::from_millis(2)));
+    let reconciles = tokio::spawn(async move {
+        for ours in [1; 30].into_iter().chain([0]) {
+            drop(other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), ours)));
+            sleep(Duration::from_millis(100)).await;
+        }
+    });
+    let took = recovery(&store).await;
+    assert!((Duration::from_millis(3_000)..Duration::from_millis(3_500)).contains(&took), "{took:?}");
+    reconciles.await.unwrap();
 }
 
 /// An instance that says again and again that it reconciles keeps the others out for no longer than they wait.

@@ -18,7 +18,7 @@ use shown::{answered, nonsense, shown, verdict};
 use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
 use super::plan::{Caller, Kind, Plan, pick};
 use super::primary::{Fate, Reply};
-use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, Verdicts};
+use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State as Count, Strategy, Verdicts};
 use crate::simulation::Log;
 use crate::store::instant;
 use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, event, lock};
@@ -42,8 +42,9 @@ pub(super) struct State {
     doubts: Vec<Doubt>,
     /// What becomes of the requests of each in a millisecond, if they are one call.
     calls: Vec<Option<(u64, Fate)>>,
-    /// What the primary store counts.
+    /// What the primary store counts, and which instances have said that they reconcile.
     counts: LocalStore,
+    held: Count,
     /// The request of a client that runs now. Whatever else runs is of the instance's own.
     current: Option<usize>,
     asks: Vec<Ask>,
@@ -89,6 +90,7 @@ impl World {
             doubts: (0..plan.instances).map(|_| Doubt::default()).collect(),
             calls: vec![None; plan.instances],
             counts,
+            held: Count::fresh(Strategy::InFlight),
             current: None,
             asks: vec![],
             requests: vec![],
@@ -214,6 +216,7 @@ impl State {
     /// The primary store forgets everything.
     pub(super) fn empties(&mut self) {
         self.counts = LocalStore::default();
+        self.held = Count::fresh(Strategy::InFlight);
         self.ledger.emptied += 1;
         self.say(None, || "Redis forgets everything".to_owned());
     }

@@ -121,10 +121,10 @@ impl State {
     pub(in super::super) fn runs(&mut self, request: usize, check: Check) -> Decision {
         let Request { instance, caller, ask, settled, .. } = self.requests[request];
         self.requests[request].ran = true;
-        // The local store answers at once.
-        let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
-        let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
-        let verdicts = Verdicts { granted: i64::from(decision.granted()), at: 0, each };
+        let verdicts = match check.policies().in_flight() {
+            Some(_) => self.holds(instance, &check),
+            None => self.counts(&check),
+        };
         let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
         let decision = check.answer(verdicts, Source::Redis);
@@ -139,6 +139,22 @@ impl State {
             self.say(caller, || format!("i{instance} {whose:<5} runs in Redis: {}", verdict(&decision)));
         }
         decision
+    }
+
+    fn counts(&self, check: &Check) -> Verdicts {
+        // The local store answers at once.
+        let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
+        let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
+        Verdicts { granted: i64::from(decision.granted()), at: 0, each }
+    }
+
+    /// Requests in flight are held by instance, which a local store cannot tell apart.
+    fn holds(&mut self, instance: usize, check: &Check) -> Verdicts {
+        let now = self.now() as i64 * 1000;
+        if let Count::InFlight(held) = &mut self.held {
+            held.ask_as(instance as u64 + 1);
+        }
+        check.decide(std::slice::from_mut(&mut self.held), now)
     }
 
     /// A request is answered, if anybody still waits.
