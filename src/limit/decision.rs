@@ -271,6 +271,11 @@ impl Decision {
         Self::new(policies, verdicts, source)
     }
 
+    /// When Redis decided, by its own clock in microseconds; 0 if another did.
+    pub(crate) fn at(&self) -> i64 {
+        self.verdicts.at
+    }
+
     /// What each policy says of the check.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
         self.policies.iter().zip(&self.verdicts.each)

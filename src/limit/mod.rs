@@ -33,7 +33,7 @@ pub use rate_limited::RateLimited;
 pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 
-pub(crate) use check::Charged;
+pub(crate) use check::{Charged, LONGEST};
 pub(crate) use policy::is_name;
 pub(crate) use strategy::{Followed, State};
 pub(crate) use verdict::Verdicts;

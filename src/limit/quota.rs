@@ -97,6 +97,12 @@ impl Quota {
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
+    /// How much comes in this time, where it comes at the end of each period and that of the last is the end of this time.
+    pub(crate) fn units_in_periods(&self, time: Duration) -> u32 {
+        let periods = time.as_nanos().div_ceil(self.period.as_nanos().max(1));
+        u32::try_from(periods.saturating_mul(self.limit.into())).unwrap_or(u32::MAX)
+    }
+
     /// Whether it can work: [`Policy::new`](super::Policy::new) refuses a limit, a burst or a period of zero, a period
     /// longer than 366 days, and a burst that takes more than ten years to refill.
     ///

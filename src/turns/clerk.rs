@@ -130,6 +130,12 @@ impl Clerk {
                 let mut due_at = now + decision.due_in().unwrap_or_default();
                 self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.count));
                 *pace = Pace::granted(decision.remaining());
+                let permits = |due| {
+                    let (decision, times) =
+                        (decision.clone().due(ask.cost), Times { asked: asked_at, answered: now, due });
+                    let permit = || Permit::new(&self.shared, self.place, &self.runtime, &ask, decision.clone(), times);
+                    (0..ask.count).map(|_| permit()).collect::<Vec<_>>()
+                };
                 let mut looked_at = asked_at;
                 loop {
                     match self.rest(due_at, &ask, looked_at).await {
@@ -140,16 +146,14 @@ impl Clerk {
                         }
                         Rested::Changed => {
                             // Nobody may have it before it is due. What is asked for next is due the sooner.
-                            let all = ask.cost.saturating_mul(ask.count);
-                            let _ = self.shared.store.ask(Check::give_back(self.place.key, &ask.policies, all)).await;
+                            for check in permits(due_at).into_iter().flat_map(Permit::give_back) {
+                                let _ = self.shared.store.ask(check).await;
+                            }
                             return;
                         }
                     }
                 }
-                let decision = decision.due(ask.cost);
-                let times = Times { asked: asked_at, answered: now, due: due_at };
-                for _ in 0..ask.count {
-                    let permit = Permit::new(&self.shared, self.place, &self.runtime, &ask, decision.clone(), times);
+                for permit in permits(due_at) {
                     // It is asked for one at a time under a policy that has one.
                     permit.with_lease(lease.take()).hand_on();
                 }

@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::line::Ask;
 use super::{Place, Shared};
 use crate::leases::Lease;
-use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
+use crate::limit::{Charged, Check, Decision, Key, LONGEST, Policies, Policy, Strategy};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -95,12 +95,18 @@ impl Permit {
         let taken = held.as_ref().map(|held| (held.times.asked, age));
         let lease = held.as_mut().and_then(|held| held.lease.take());
         if let Some(held) = held.filter(|held| !held.is_good(&self.decision)) {
-            held.tell(
-                Check::charge,
-                held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost(policy) - counted)),
-            );
+            let gone =
+                held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost(policy) - counted, None));
+            held.checks(gone, |key, policies, cost, _| Check::charge(key, policies, cost))
+                .into_iter()
+                .for_each(|check| held.shared.tell(&held.runtime, check));
         }
         Spent { decision: self.decision.clone().later(age), taken, lease }
+    }
+
+    /// What gives the store back what each policy counts still of it.
+    pub(super) fn give_back(mut self) -> Vec<Check> {
+        self.held.take().map(|held| held.give_back(&self.decision)).unwrap_or_default()
     }
 
     /// Hands it on to whoever is first in the line, or gives what is still counted of it back to the store.
@@ -109,7 +115,7 @@ impl Permit {
             let is_good = held.is_good(&self.decision);
             let next = is_good.then(|| held.shared.pop(&held.place, held.cost)).flatten();
             let Some(waiter) = next else {
-                held.tell(Check::give_back, held.counted(&self.decision));
+                held.give_back(&self.decision).into_iter().for_each(|check| held.shared.tell(&held.runtime, check));
                 return;
             };
             match waiter.tell(Ok(Self { decision: self.decision.clone(), held: Some(held) })) {
@@ -132,26 +138,69 @@ impl Held {
         if policy.strategy() == Strategy::InFlight { 0 } else { self.cost }
     }
 
+    /// How long ago it was asked for, in microseconds, rounded up.
+    fn asked_ago(&self) -> i64 {
+        let age = instant().saturating_duration_since(self.times.asked).as_nanos().div_ceil(1_000);
+        i64::try_from(age).unwrap_or(LONGEST).min(LONGEST)
+    }
+
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is
     /// another's by now.
     fn counted(&self, decision: &Decision) -> impl Iterator<Item = (&Policy, u32)> {
-        let age = instant().saturating_duration_since(self.times.asked);
+        let age = self.asked_ago();
         self.policies.iter().zip(decision.verdicts()).map(move |(policy, (decided, verdict))| {
-            let left = Duration::from_micros(u64::try_from(verdict.reset).unwrap_or_default()).saturating_sub(age);
-            let all = if left.is_zero() { 0 } else { self.cost(policy) };
-            let is_steady = decided.strategy().is_steady();
-            (policy, if is_steady { decided.quota().units_in(left).min(self.cost) } else { all })
+            let left = Duration::from_micros(u64::try_from(verdict.reset - age).unwrap_or_default());
+            let (strategy, quota) = (decided.strategy(), decided.quota());
+            let counted = match () {
+                () if left.is_zero() => 0,
+                () if strategy.is_steady() => quota.units_in(left),
+                // It is paid for last, by so many refills to come.
+                () if strategy.has_burst() => quota.units_in_periods(left),
+                () => self.cost,
+            };
+            (policy, counted.min(self.cost(policy)))
         })
     }
 
-    /// Has the store count so much under each policy: in one check, if it is the same under all of them.
-    fn tell<'a>(&self, check: fn(Key, &Policies, u32) -> Check, costs: impl Iterator<Item = (&'a Policy, u32)>) {
-        let costs: Vec<_> = costs.collect();
-        let tell = |policies: &Policies, cost| self.shared.tell(&self.runtime, check(self.place.key, policies, cost));
-        match costs.as_slice() {
-            [(_, first), others @ ..] if others.iter().all(|(_, cost)| cost == first) => tell(&self.policies, *first),
-            costs => costs.iter().for_each(|(policy, cost)| tell(&Policies::from((*policy).clone()), *cost)),
+    /// What gives back what each policy counts still. What refills at once, a window or a log, is told of which charge that
+    /// is: others may have been charged since.
+    fn give_back(&self, decision: &Decision) -> Vec<Check> {
+        let age = self.asked_ago();
+        let counted = self.counted(decision).zip(decision.verdicts()).map(|((policy, cost), (_, verdict))| {
+            let strategy = policy.strategy();
+            let charged = match () {
+                () if strategy.is_steady() => None,
+                // Of what is paid for last, nothing has come back of what is counted still.
+                () if strategy.has_burst() => {
+                    Some(Charged { age: 0, at: 0, cost, resets: [verdict.reset - age].into_iter().collect() })
+                }
+                () => Some(Charged { age, at: decision.at(), cost, resets: [verdict.reset].into_iter().collect() }),
+            };
+            (policy, cost, charged)
+        });
+        self.checks(counted, |key, policies, cost, charged| match charged {
+            Some(charged) => Check::give_back_of(key, policies, cost, charged),
+            None => Check::give_back(key, policies, cost),
+        })
+    }
+
+    /// A check for each policy that has a cost; or one, if it is the same for all of them.
+    fn checks<'a>(
+        &self,
+        costs: impl Iterator<Item = (&'a Policy, u32, Option<Charged>)>,
+        check: impl Fn(Key, &Policies, u32, Option<Charged>) -> Check,
+    ) -> Vec<Check> {
+        let (key, mut costs) = (self.place.key, costs.collect::<Vec<_>>());
+        let is_same = costs.iter().zip(costs.iter().skip(1)).all(|(one, next)| (one.1, &one.2) == (next.1, &next.2));
+        if is_same && let Some((_, cost, charged)) = costs.pop() {
+            let charged = charged.map(|one| Charged {
+                resets: one.resets.iter().copied().cycle().take(costs.len() + 1).collect(),
+                ..one
+            });
+            return [check(key, &self.policies, cost, charged)].into_iter().filter(|check| check.cost() > 0).collect();
         }
+        let each = costs.into_iter().filter(|(_, cost, _)| *cost > 0);
+        each.map(|(policy, cost, charged)| check(key, &policy.clone().into(), cost, charged)).collect()
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::num::NonZeroUsize;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -9,12 +10,12 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::{join_all, poll_fn};
 use tokio::runtime::Builder;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    CallLimitLayer, Check, Decision, Error, ErrorKind, Key, Limiter, Live, LocalStore, MockStore, Mode, OnError,
-    Outcome, Policies, Policy, PolicySelector, RateLimited, Store, Strategy, ThrottleLayer, Wait,
+    Align, Answer, CallLimitLayer, Check, Decision, Error, ErrorKind, Key, Limiter, Live, LocalStore, MockStore, Mode,
+    OnError, Outcome, Policies, Policy, PolicySelector, RateLimited, Store, Strategy, ThrottleLayer, Wait,
 };
 
 use crate::late::Late;
@@ -487,4 +488,87 @@ async fn what_passes_after_a_failed_wait_is_in_flight() {
     let peek = local.check(Check::peek(ANN, &policies, 1)).now_or_never().unwrap().unwrap();
     assert_eq!(peek.remaining(), 2);
     assert!(store.asked().contains(&Mode::Renew));
+}
+
+/// What others have taken since is theirs, though it is the newest.
+#[tokio::test(start_paused = true)]
+async fn an_unused_permit_gives_back_what_it_took() {
+    for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 60 }] {
+        let (store, policies) = (LocalStore::default(), policy(strategy, "100/m"));
+        let layer = ThrottleLayer::new(store.clone(), ANN, policies.clone());
+        let mut held: Vec<_> = (0..50).map(|_| layer.layer(service_fn(ok::<()>))).collect();
+        for throttle in &mut held {
+            ServiceExt::<()>::ready(throttle).await.unwrap();
+        }
+        let mut used = vec![];
+        for second in [50, 1, 9, 2] {
+            sleep(Duration::from_secs(second)).await;
+            used.push(store.check(Check::up_to(ANN, &policies, 100)).await.unwrap().granted());
+            held.clear();
+        }
+        assert_eq!(used, [50, 50, 0, 0], "{strategy:?}");
+    }
+}
+
+/// A store to which what is given back takes a second.
+#[derive(Clone)]
+struct SlowToGiveBack(LocalStore);
+
+impl Store for SlowToGiveBack {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let store = self.0.clone();
+        Answer::pending(Box::pin(async move {
+            sleep(Duration::from_secs(u64::from(check.mode() == Mode::GiveBack))).await;
+            store.check(check).await
+        }))
+    }
+}
+
+/// What is on its way when the window ends is not taken from the next one.
+#[tokio::test(start_paused = true)]
+async fn an_unused_permit_gives_nothing_back_to_the_next_window() {
+    let (store, policies) = (LocalStore::default(), policy(Strategy::FixedWindow(Align::FirstHit), "100/m"));
+    let throttle = ThrottleLayer::new(SlowToGiveBack(store.clone()), ANN, policies.clone());
+    let mut held: Vec<_> = (0..50).map(|_| throttle.layer(service_fn(ok::<()>))).collect();
+    let start = Instant::now();
+    for throttle in &mut held {
+        ServiceExt::<()>::ready(throttle).await.unwrap();
+    }
+    sleep_until(start + Duration::from_millis(59_500)).await;
+    drop(held);
+    let mut used = vec![];
+    for _ in 0..2 {
+        sleep(Duration::from_millis(900)).await;
+        used.push(store.check(Check::up_to(ANN, &policies, 100)).await.unwrap().granted());
+    }
+    assert_eq!(used, [100, 0]);
+}
+
+/// What is not due yet under one policy may have flowed back under another.
+#[tokio::test(start_paused = true)]
+async fn who_leaves_gives_back_what_each_policy_counts() {
+    let store = LocalStore::default();
+    let slow = Policy::new("slow", Strategy::Gcra, "60/m burst 100".parse().unwrap()).unwrap();
+    let quick = Policy::new("quick", Strategy::Gcra, "100/s".parse().unwrap()).unwrap();
+    let both = Limiter::new(store.clone(), Policies::new([slow.clone(), quick.clone()]).unwrap());
+    let [slow, quick] = [slow, quick].map(|policy| Limiter::new(store.clone(), policy));
+    assert!(both.take(ANN, 100).await.unwrap().is_allowed());
+    let wait = |cost| {
+        let both = both.clone();
+        tokio::spawn(async move { both.wait(ANN, cost, LONG).await })
+    };
+    let first = wait(1);
+    sleep(Duration::from_millis(5)).await;
+    let second = wait(90);
+    assert!(first.await.unwrap().unwrap().is_allowed());
+    sleep(Duration::from_secs(30)).await;
+    assert!(quick.take(ANN, 100).await.unwrap().is_allowed());
+    second.abort();
+    sleep(Duration::from_millis(4)).await;
+    let again = quick.up_to(ANN, 100).await.unwrap().granted();
+    assert!(again <= 1, "{again} more of 100 a second");
+    // Under the slow one all of it was counted still.
+    assert!(slow.peek(ANN, 30).await.unwrap().is_allowed());
 }
