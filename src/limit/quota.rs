@@ -231,6 +231,14 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
+    fn what_comes_at_once_is_whole() {
+        let quota = Quota::per_minute(100);
+        let units = [0, 1, 60, 61, 120].map(|seconds| quota.units_in_periods(Duration::from_secs(seconds)));
+        assert_eq!(units, [0, 100, 100, 200, 200]);
+        assert_eq!(quota.units_in_periods(Duration::MAX), u32::MAX);
+    }
+
+    #[test]
     fn text_forms() {
         assert_eq!("100/s".parse(), Ok(Quota::per_second(100)));
         assert_eq!(" 10/60s ".parse(), Ok(Quota::per_minute(10)));

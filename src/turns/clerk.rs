@@ -102,7 +102,9 @@ impl Clerk {
         pace: &mut Pace,
     ) {
         let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
-        if let Rested::Due = self.rest(at + pace.retry_in(decision, wait, ask, several), ask, asked_at).await {
+        // A request that has ended makes room for one: to wait would be to leave it empty.
+        let gap = if decision.policy().strategy() == Strategy::InFlight { Duration::ZERO } else { GAP };
+        if let Rested::Due = self.rest(at + pace.retry_in(decision, wait, ask, several), ask, asked_at, gap).await {
             pace.denied(decision);
         }
     }
@@ -138,7 +140,7 @@ impl Clerk {
                 };
                 let mut looked_at = asked_at;
                 loop {
-                    match self.rest(due_at, &ask, looked_at).await {
+                    match self.rest(due_at, &ask, looked_at, GAP).await {
                         Rested::Due => break,
                         Rested::Look => {
                             looked_at = instant();
@@ -192,13 +194,12 @@ impl Clerk {
         due_at
     }
 
-    /// Rests until then, and meanwhile refuses those whose time is up. The store was asked at the time `asked_at`.
-    async fn rest(&self, until: Instant, ask: &Ask, asked_at: Instant) -> Rested {
+    /// Rests until then, and meanwhile refuses those whose time is up. The store was asked at the time `asked_at`, and since
+    /// something was given back it is asked after such a `gap`.
+    async fn rest(&self, until: Instant, ask: &Ask, asked_at: Instant, gap: Duration) -> Rested {
         let look = (until.saturating_duration_since(asked_at) / LOOKS).max(LOOK);
         // Hardly before its turn it does not help.
         let mut looks_at = if asked_at + look + SOON < until { asked_at + look } else { until };
-        // A request that has ended makes room for one: to wait would be to leave it empty.
-        let gap = if ask.policies.in_flight().is_some() { Duration::ZERO } else { GAP };
         loop {
             let now = instant();
             if self.wake.take_freed() {

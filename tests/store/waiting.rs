@@ -572,3 +572,28 @@ async fn who_leaves_gives_back_what_each_policy_counts() {
     // Under the slow one all of it was counted still.
     assert!(slow.peek(ANN, 30).await.unwrap().is_allowed());
 }
+
+/// A place that comes free helps nobody who waits for a rate.
+#[tokio::test(start_paused = true)]
+async fn one_who_waits_for_a_rate_does_not_ask_for_each_request_that_ends() {
+    let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
+    let streams = Policy::in_flight("streams", 1_000).unwrap();
+    let rate = Policy::new("rate", Strategy::Gcra, "1/h".parse().unwrap()).unwrap();
+    let only = Limiter::new(store.clone(), streams.clone());
+    let both = Limiter::new(store.clone(), Policies::new([rate, streams]).unwrap());
+    assert!(both.take(ANN, 1).await.unwrap().is_allowed());
+    for i in 0..10 {
+        let only = only.clone();
+        tokio::spawn(async move {
+            sleep(Duration::from_millis(i)).await;
+            for _ in 0..500 {
+                let one = only.reserve(ANN, 1).await.unwrap();
+                sleep(Duration::from_millis(10)).await;
+                drop(one);
+            }
+        });
+    }
+    let _ = timeout(Duration::from_secs(5), both.wait(ANN, 1, LONG)).await;
+    let asks = store.asked().iter().filter(|mode| **mode == Mode::TakeAhead).count();
+    assert!(asks <= 5 * 100 + 1, "{asks} asks in 5 s");
+}
