@@ -246,18 +246,20 @@ local function add(key, log, time, cost)
   log.places = log.places .. encode(PLACE, place)
 end
 
--- Writes what has changed of a log, the index first: if that is refused, nothing has changed. Returns whether anything was
--- written.
+-- Writes what has changed of a log, the index first: if that is refused, nothing has changed. Of many blocks that leave at
+-- once some stay in the list. Returns whether anything was written.
 local function store(key, log)
   if not try('LSET', key, '0', log.index .. log.places) then
     return false
   end
+  local emptied = 0
   for place in pairs(log.changed or {}) do
     if log[place] ~= '' then
       try('LSET', key, place, log[place])
-    else
+    elseif emptied < 10 then
       -- What is not ours may have named a place that there is not: nothing is lost.
       redis_pcall('LSET', key, place, '')
+      emptied = emptied + 1
     end
   end
   return true

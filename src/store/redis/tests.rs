@@ -164,28 +164,6 @@ fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
     })
 }
 
-/// Blocks that have left take no memory, also if many leave at once.
-#[tokio::test]
-async fn a_log_that_was_long_keeps_no_memory() {
-    let server = RedisServer::start();
-    let Trace { now, redis, .. } = Trace::new(16, &server);
-    let policies = Policy::new("log", Strategy::SlidingLog, Quota::per(2_010, Duration::from_secs(10))).unwrap().into();
-    let take = async |elapsed| {
-        now.fetch_add(elapsed, Relaxed);
-        assert!(redis.check(Check::take(Key::GLOBAL, &policies, 1)).await.unwrap().is_allowed());
-    };
-    for _ in 0..2_000 {
-        take(1).await;
-    }
-    for _ in 0..4 {
-        take(6_000_000).await;
-    }
-    let keys: Vec<String> = server.command("KEYS *:o").await;
-    let bytes: u64 = server.command(&format!("MEMORY USAGE {} SAMPLES 0", keys[0])).await;
-    // Of the last block's charges those that count no more leave with the others.
-    assert!(bytes < 500, "{bytes}");
-}
-
 /// Logs of several blocks, of which much is given back wherever it was charged.
 #[tokio::test]
 async fn long_logs() {
