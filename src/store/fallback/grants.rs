@@ -121,15 +121,14 @@ impl Grants {
     ///   after that, so that it knows of it.
     pub(super) fn follow(&self, key: &Key, asked: u64, follow: impl FnOnce()) {
         let caller = self.caller(key);
-        if self.epoch() == asked && !caller.is_held() {
+        if caller.is_known(asked) {
             follow();
         }
     }
 
     /// Whether an answer knows of all that the fallback has granted a caller until now.
     pub(super) fn is_known(&self, key: &Key, asked: u64) -> bool {
-        let caller = self.caller(key);
-        self.epoch() == asked && !caller.is_held()
+        self.caller(key).is_known(asked)
     }
 
     /// Notes again a step that was not done, if there is room. It comes before what has been noted since.
@@ -140,7 +139,7 @@ impl Grants {
     }
 
     /// Notes again what is left of notes that were taken out, as [`put_back`](Self::put_back) does.
-    pub(super) fn restore(&self, key: &Key, mut left: Notes, now: i64) {
+    pub(super) fn restore(&self, key: &Key, left: Notes, now: i64) {
         if left.is_done(now) {
             return;
         }
@@ -151,13 +150,7 @@ impl Grants {
             return caller.lists().push(left);
         }
         drop(caller);
-        let (mut steps, mut stage) = (vec![], 0);
-        while stage < Notes::STAGES {
-            if !left.take_some(*key, stage, now, &mut steps) {
-                stage += 1;
-            }
-        }
-        steps.into_iter().rev().for_each(|step| self.put_back(step, now));
+        left.into_steps(*key, now).into_iter().rev().for_each(|step| self.put_back(step, now));
     }
 
     /// Begins a settlement, of which this is the number.
@@ -224,6 +217,11 @@ impl Caller<'_> {
         notes.contains_key(self.key)
             || settling.iter().any(|(_, callers)| callers.contains(self.key))
             || deciding.contains(self.key)
+    }
+
+    /// Whether an answer of the epoch in which it was `asked` for knows of all that the fallback has granted.
+    fn is_known(&self, asked: u64) -> bool {
+        self.grants.epoch() == asked && !self.is_held()
     }
 
     /// Where the notes under these policies are among those of the caller.

@@ -16,7 +16,7 @@ use self::breaker::{Breaker, Pass};
 use self::grants::{Budget, Grants};
 use self::lease::Lease;
 use self::sync::{Arc, AtomicUsize, Mutex, Ordering::SeqCst, lock};
-use super::notes::{self, Notes};
+use super::notes;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::seed::Seed;
 use crate::store::{Answer, LocalStore, Store};
@@ -218,12 +218,10 @@ fn answers_that_are_followed() {
             let Shared { breaker, grants, primary, .. } = &*settling;
             for _ in 0..2 {
                 let number = grants.begin();
-                for mut notes in grants.take(number, &Key::GLOBAL) {
-                    let mut steps = vec![];
-                    (0..Notes::STAGES).for_each(|stage| while notes.take_some(Key::GLOBAL, stage, 0, &mut steps) {});
-                    for step in steps {
-                        let _ = decide(primary, &step.check(0));
-                    }
+                for step in
+                    grants.take(number, &Key::GLOBAL).into_iter().flat_map(|notes| notes.into_steps(Key::GLOBAL, 0))
+                {
+                    let _ = decide(primary, &step.check(0));
                 }
                 grants.settled(number);
                 if breaker.is_open() {

@@ -217,8 +217,7 @@ impl Notes {
 
     /// A charge of just now, as the first of a caller.
     fn just_now(&self, cost: u32, now: i64) -> Charged {
-        let mut states: SmallVec<[State; 1]> =
-            self.policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
+        let mut states = fresh(&self.policies);
         let verdicts = Check::charge(Key::GLOBAL, &self.policies, cost).decide(&mut states, now);
         Charged { age: 0, at: 0, cost, resets: verdicts.each.iter().map(|verdict| verdict.reset).collect() }
     }
@@ -308,6 +307,15 @@ impl Notes {
         self.charge = fresh(policies);
         true
     }
+
+    /// All that is to be done, in the order of its stages.
+    pub(super) fn into_steps(mut self, key: Key, now: i64) -> Vec<Step> {
+        let mut steps = vec![];
+        for stage in 0..Self::STAGES {
+            while self.take_some(key, stage, now, &mut steps) {}
+        }
+        steps
+    }
 }
 
 fn fresh(policies: &Policies) -> SmallVec<[State; 1]> {
@@ -341,12 +349,8 @@ mod tests {
         steps_at(notes, 0)
     }
 
-    fn steps_at(mut notes: Notes, now: i64) -> Vec<Step> {
-        let mut steps = vec![];
-        for stage in 0..Notes::STAGES {
-            while notes.take_some(Key::GLOBAL, stage, now, &mut steps) {}
-        }
-        steps
+    fn steps_at(notes: Notes, now: i64) -> Vec<Step> {
+        notes.into_steps(Key::GLOBAL, now)
     }
 
     fn done(used: u64, mode: Mode, cost: u64) -> u64 {
