@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::limit::{Check, Decision, Mode, Outcome};
+
 /// The lines of a run. Only counts them unless it is asked to keep them: most runs are never read.
 #[derive(Debug, Default)]
 pub(crate) struct Log {
@@ -39,5 +41,33 @@ impl Line {
 impl fmt::Display for Line {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:6} ms  {}", self.at, self.text)
+    }
+}
+
+pub(crate) fn shown(check: &Check) -> String {
+    let (cost, key) = (check.cost(), String::from_utf8_lossy(check.key().as_bytes()));
+    let id = check.id().map(|id| format!(" with id {}", String::from_utf8_lossy(id.as_bytes())));
+    let id = id.unwrap_or_default();
+    let within = check.within() / 1000;
+    match check.mode() {
+        Mode::Take => format!("take {cost} of {key}{id}"),
+        Mode::TakeAhead => format!("take {cost} of {key} within {within} ms"),
+        Mode::UpTo => format!("take up to {cost} of {key}{id}"),
+        Mode::Peek => format!("peek {cost} of {key}{id}"),
+        Mode::Charge => format!("charge {cost} to {key}{id}"),
+        Mode::GiveBack => format!("give {cost} back to {key}{id}"),
+        Mode::Reset => format!("reset {key}{id}"),
+        Mode::Renew => format!("renew {cost} of {key}"),
+        Mode::Hold => format!("hold {cost} of {key}"),
+    }
+}
+
+pub(crate) fn verdict(decision: &Decision) -> String {
+    let left = format!("{} left of {}", decision.remaining(), decision.capacity());
+    match decision.outcome() {
+        Outcome::Allowed => format!("{} granted, {left}", decision.granted()),
+        Outcome::Later { due_in } => format!("{} granted, due in {due_in:?}, {left}", decision.granted()),
+        Outcome::Denied { retry_after } => format!("denied for {retry_after:?}, {left}"),
+        Outcome::NeverFits => format!("never fits, {left}"),
     }
 }

@@ -17,12 +17,15 @@ mod requests;
 use std::collections::BTreeMap;
 use std::env;
 use std::fmt::{self, Write as _};
+use std::mem;
 use std::ops::Range;
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
 
-pub(crate) use log::{Line, Log};
+use fastrand::Rng;
+
+pub(crate) use log::{Line, Log, shown, verdict};
 
 /// What must hold.
 pub(crate) trait Rule: fmt::Debug + Copy + Ord + Send {
@@ -47,6 +50,38 @@ impl<R: Rule> fmt::Display for Broken<R> {
     }
 }
 
+/// The rules that a run has broken.
+#[derive(Debug)]
+pub(crate) struct Breaks<R> {
+    /// The first break of each.
+    each: Vec<Broken<R>>,
+    /// How many of them are in the log.
+    said: usize,
+}
+
+impl<R: Rule> Breaks<R> {
+    /// The first break of each rule counts.
+    pub(crate) fn add(&mut self, rule: R, caller: Option<usize>, problem: String) {
+        if self.each.iter().all(|broken| broken.rule != rule) {
+            self.each.push(Broken { rule, caller, problem });
+        }
+    }
+
+    /// What has just been broken stands in the log where it was.
+    pub(crate) fn say(&mut self, log: &mut Log, at: u64) {
+        for broken in &self.each[self.said..] {
+            log.say(at, broken.caller, || format!("*** {broken}"));
+        }
+        self.said = self.each.len();
+    }
+}
+
+impl<R> Default for Breaks<R> {
+    fn default() -> Self {
+        Self { each: vec![], said: 0 }
+    }
+}
+
 /// How a run went.
 pub(crate) struct Outcome<R> {
     /// How many lines its log has.
@@ -55,6 +90,13 @@ pub(crate) struct Outcome<R> {
     pub(crate) broken: Vec<Broken<R>>,
     pub(crate) log: Vec<Line>,
     pub(crate) plan: String,
+}
+
+impl<R> Outcome<R> {
+    /// Takes what a run has left.
+    pub(crate) fn of(plan: String, log: &mut Log, broken: &mut Breaks<R>) -> Self {
+        Self { steps: log.count, broken: mem::take(&mut broken.each), log: mem::take(&mut log.lines), plan }
+    }
 }
 
 /// A simulation.
@@ -185,6 +227,10 @@ impl<R: Rule> Report<R> {
             }
         }
     }
+}
+
+pub(crate) fn pick<'a, T>(rng: &mut Rng, of: &'a [T]) -> &'a T {
+    &of[rng.usize(..of.len())]
 }
 
 fn number(name: &str) -> Option<u64> {

@@ -1,17 +1,16 @@
 //! Which policies a request is decided under.
 
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
 
 use axum::{Router, routing::get};
 use http::request::Parts;
 use http::{HeaderName, Method, Request, Response};
 use tokio::sync::watch;
 use tower_redis_ratelimit::{
-    ClientIp, ConfigError, DryRun, Global, HeaderKey, Key, KeyExtractor, Live, LocalStore, MissingKey, Observer,
-    OnMissingKey, Policies, Policy, PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier, Tiers, event,
-    policies_fn,
+    ClientIp, ConfigError, DryRun, Global, HeaderKey, Key, KeyExtractor, Live, LocalStore, MissingKey, OnMissingKey,
+    Policies, Policy, PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier, Tiers, policies_fn,
 };
 
 use crate::support::*;
@@ -355,15 +354,6 @@ async fn selectors_are_made_of_selectors() {
     assert_eq!(told(&send(&service, export.clone()).await), "\"pro\";q=2");
     live.store(Routes::new(policy("api", "5/m")));
     assert_eq!(told(&send(&service, export).await), "\"api\";q=5");
-}
-
-#[derive(Clone, Default)]
-struct Problems(Arc<Mutex<Vec<String>>>);
-
-impl Observer for Problems {
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
-    }
 }
 
 /// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::fmt::Debug;
 use std::future::Pending;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use axum::body::HttpBody;
@@ -15,8 +16,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Answer, Check, ConfigError, Decision, Error, HeaderKey, KeyExtractor, LocalStore, Policy, RateLimitLayer, Reject,
-    Store, Strategy,
+    Answer, Check, ConfigError, Decision, Error, HeaderKey, KeyExtractor, LocalStore, Observer, Policy, RateLimitLayer,
+    Reject, Store, Strategy, event,
 };
 
 /// What requests are counted by.
@@ -172,5 +173,15 @@ impl Question {
     /// Whether nobody waits for the answer any more.
     pub(crate) fn is_abandoned(&self) -> bool {
         self.answer.is_closed()
+    }
+}
+
+/// What is said to be misconfigured.
+#[derive(Clone, Default)]
+pub(crate) struct Problems(pub(crate) Arc<Mutex<Vec<String>>>);
+
+impl Observer for Problems {
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        self.0.lock().unwrap().push(event.problem.to_owned());
     }
 }

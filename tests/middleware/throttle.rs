@@ -26,6 +26,8 @@ use tower_redis_ratelimit::{
 };
 use tower_test::mock;
 
+use crate::support::Problems;
+
 const KEY: Key = Key::GLOBAL;
 
 fn policies(strategy: Strategy, quota: &str) -> Policies {
@@ -430,15 +432,6 @@ async fn it_wakes_whoever_polled_last() {
     });
     once.await;
     tokio::spawn(async move { service.ready().await.unwrap().call("").await.unwrap() }).await.unwrap();
-}
-
-#[derive(Clone, Default)]
-struct Problems(Arc<Mutex<Vec<String>>>);
-
-impl Observer for Problems {
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
-    }
 }
 
 /// A throttle does not know when a call has ended: it would never be free again.

@@ -6,8 +6,9 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio::time::{sleep, timeout};
 
-use super::plan::{Caller, Habit, pick};
-use super::world::{Far, World, told};
+use super::plan::{Caller, Habit};
+use super::world::{Far, World};
+use crate::simulation::{pick, verdict};
 use crate::{Error, Limiter, Reservation, ReserveError};
 
 /// One client of a caller on a runtime, until the last fault is over.
@@ -66,7 +67,7 @@ impl Client {
         let key = self.world.state().plan.callers[self.caller].key;
         if let Some(answer) = within(patience, self.limiter.wait(key, cost, max)).await {
             let granted = answer.as_ref().map(|decision| i64::from(decision.granted())).unwrap_or_default();
-            let text = answer.as_ref().map_or_else(|error| format!("error: {error}"), told);
+            let text = answer.as_ref().map_or_else(|error| format!("error: {error}"), verdict);
             waits.end(Some(granted).filter(|granted| *granted > 0), answer.as_ref().err(), &text);
         }
     }
@@ -160,7 +161,7 @@ impl Held {
     fn new(world: World, caller: usize, cost: u32, reservation: Reservation) -> Self {
         {
             let state = &mut *world.state();
-            let text = told(reservation.decision());
+            let text = verdict(reservation.decision());
             state.say(Some(caller), || format!("begins: {text}"));
             if state.plan.callers[caller].habit == Habit::InFlight {
                 state.ledger.begins(&state.plan, caller);

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::plan::{Habit, Plan};
 use super::world::TIMEOUT;
 use crate::limit::{Mode, Policy};
-use crate::simulation::{self, Broken};
+use crate::simulation::{self, Breaks};
 
 /// What must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,7 +46,7 @@ impl simulation::Rule for Rule {
 pub(super) struct Ledger {
     callers: Vec<Sums>,
     /// The first break of each rule.
-    pub(super) broken: Vec<Broken<Rule>>,
+    pub(super) broken: Breaks<Rule>,
 }
 
 /// What is known of one caller.
@@ -91,14 +91,11 @@ struct Waiter {
 
 impl Ledger {
     pub(super) fn new(plan: &Plan) -> Self {
-        Self { callers: plan.callers.iter().map(|_| Sums::default()).collect(), broken: vec![] }
+        Self { callers: plan.callers.iter().map(|_| Sums::default()).collect(), broken: Breaks::default() }
     }
 
-    /// The first break of each rule counts.
     pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
-        if self.broken.iter().all(|broken| broken.rule != rule) {
-            self.broken.push(Broken { rule, caller, problem });
-        }
+        self.broken.add(rule, caller, problem);
     }
 
     /// The store ran a request.

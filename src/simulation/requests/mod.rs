@@ -20,7 +20,7 @@ use tokio::time::advance;
 use self::clients::Client;
 use self::ledger::Rule;
 use self::plan::{Habit, Plan};
-use self::world::{Far, Notes, TIMEOUT, World};
+use self::world::{Far, Notes, State, TIMEOUT, World};
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::store::Seed;
@@ -42,13 +42,8 @@ fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     let _seed = Seed::set(rng.u64(..), Duration::from_micros(plan.wall.unsigned_abs()));
     let world = World::new(plan, rng.fork(), kept);
     Simulated::new(&world, rng).run();
-    let mut state = world.state();
-    Outcome {
-        steps: state.log.count,
-        broken: std::mem::take(&mut state.ledger.broken),
-        log: std::mem::take(&mut state.log.lines),
-        plan: shown,
-    }
+    let State { log, ledger, .. } = &mut *world.state();
+    Outcome::of(shown, log, &mut ledger.broken)
 }
 
 struct Simulated<'a> {

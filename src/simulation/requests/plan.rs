@@ -6,6 +6,7 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use crate::limit::{Key, Policies, Policy, Quota, Strategy};
+use crate::simulation::pick;
 
 /// All times are in milliseconds since the start.
 #[derive(Debug)]
@@ -194,8 +195,4 @@ impl Caller {
     pub(super) fn policy(&self) -> &Policy {
         &self.policies[0]
     }
-}
-
-pub(super) fn pick<'a, T>(rng: &mut Rng, of: &'a [T]) -> &'a T {
-    &of[rng.usize(..of.len())]
 }

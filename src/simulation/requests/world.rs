@@ -11,8 +11,8 @@ use tokio::sync::oneshot;
 
 use super::ledger::{Ledger, Rule};
 use super::plan::{Fault, Kind, Plan};
-use crate::limit::{Check, Decision, Key, Mode, Source, State as Count};
-use crate::simulation::Log;
+use crate::limit::{Check, Decision, Key, Source, State as Count};
+use crate::simulation::{Log, shown, verdict};
 use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, lock};
 
 #[derive(Debug, Clone)]
@@ -26,8 +26,6 @@ pub(super) struct State {
     /// In milliseconds since the start.
     pub(super) now: u64,
     rng: Rng,
-    /// How many broken rules are in the log.
-    told: usize,
     /// What the store counts, of each caller by the policy.
     counts: HashMap<(Key, u64), Count>,
     /// What happens to requests, and when. Those of one moment in the order in which they were made.
@@ -76,7 +74,6 @@ impl World {
             log: Log { kept, ..Log::default() },
             now: 0,
             rng,
-            told: 0,
             counts: HashMap::new(),
             events: BTreeMap::new(),
             made: 0,
@@ -123,10 +120,7 @@ impl State {
 
     /// What has just been broken stands where it was.
     pub(super) fn say_broken(&mut self) {
-        for broken in &self.ledger.broken[self.told..] {
-            self.log.say(self.now, broken.caller, || format!("*** {broken}"));
-        }
-        self.told = self.ledger.broken.len();
+        self.ledger.broken.say(&mut self.log, self.now);
     }
 
     pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
@@ -210,7 +204,7 @@ impl State {
     fn runs(&mut self, instance: usize, check: &Check) -> Decision {
         let decision = self.counts(instance, check);
         let caller = self.caller(check.key());
-        self.say(caller, || format!("i{instance} in the store: {}: {}", shown(check), told(&decision)));
+        self.say(caller, || format!("i{instance} in the store: {}: {}", shown(check), verdict(&decision)));
         if let Some(caller) = caller {
             self.ledger.ran(caller, check.mode(), check.cost().into(), decision.granted().into());
         }
@@ -286,30 +280,4 @@ impl Observer for Notes {
         state.ledger.is_told(caller);
         state.say(Some(caller), || format!("i{instance} gives up what was to be settled: {kind}"));
     }
-}
-
-fn shown(check: &Check) -> String {
-    let (cost, key) = (check.cost(), String::from_utf8_lossy(check.key().as_bytes()));
-    let within = check.within() / 1000;
-    match check.mode() {
-        Mode::Take => format!("take {cost} of {key}"),
-        Mode::TakeAhead => format!("take {cost} of {key} within {within} ms"),
-        Mode::UpTo => format!("take up to {cost} of {key}"),
-        Mode::Peek => format!("peek {cost} of {key}"),
-        Mode::Charge => format!("charge {cost} to {key}"),
-        Mode::GiveBack => format!("give {cost} back to {key}"),
-        Mode::Reset => format!("reset {key}"),
-        Mode::Renew => format!("renew {cost} of {key}"),
-        Mode::Hold => format!("hold {cost} of {key}"),
-    }
-}
-
-pub(super) fn told(decision: &Decision) -> String {
-    format!(
-        "{} granted, {:?}, {} left of {}",
-        decision.granted(),
-        decision.outcome(),
-        decision.remaining(),
-        decision.capacity()
-    )
 }

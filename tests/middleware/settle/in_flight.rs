@@ -7,9 +7,7 @@ use std::time::Duration;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 use tower::ServiceExt;
-use tower_redis_ratelimit::{
-    CallLimitLayer, DryRun, Limiter, Live, Observer, OnError, Policies, RateLimited, ReserveError, event,
-};
+use tower_redis_ratelimit::{CallLimitLayer, DryRun, Limiter, Live, OnError, Policies, RateLimited, ReserveError};
 
 use super::*;
 
@@ -151,15 +149,6 @@ async fn a_request_waits_for_a_place() {
     assert_eq!(taken(&store, 1), 1);
     drop(second);
     assert_eq!(taken(&store, 1), 0);
-}
-
-#[derive(Clone, Default)]
-struct Problems(Arc<Mutex<Vec<String>>>);
-
-impl Observer for Problems {
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        self.0.lock().unwrap().push(event.problem.to_owned());
-    }
 }
 
 #[tokio::test]

@@ -9,10 +9,11 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
 
-use super::plan::{Caller, Habit, pick};
+use super::plan::{Caller, Habit};
 use super::primary::{Local, Primary};
 use super::world::World;
 use crate::limit::{Check, Decision};
+use crate::simulation::pick;
 use crate::store::{Answer, Fallback, Store};
 
 pub(super) type Instance = Fallback<Primary, Local>;

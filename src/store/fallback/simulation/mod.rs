@@ -29,7 +29,7 @@ use self::clients::{Client, Instance};
 use self::ledger::Rule;
 use self::plan::{Kind, Plan, Sharing};
 use self::primary::{Local, Primary};
-use self::world::{Notes, World};
+use self::world::{Notes, State, World};
 use super::{Fallback, Share};
 use crate::simulation::{Outcome, Simulation};
 use crate::store::seed::Seed;
@@ -91,13 +91,8 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
     if left > 0 {
         world.state().break_rule(Rule::Left, format!("{left} tasks live on, {REMAINS:?} after their stores"));
     }
-    let mut state = world.state();
-    Outcome {
-        steps: state.log.count,
-        broken: std::mem::take(&mut state.ledger.broken),
-        log: std::mem::take(&mut state.log.lines),
-        plan: shown,
-    }
+    let State { log, ledger, .. } = &mut *world.state();
+    Outcome::of(shown, log, &mut ledger.broken)
 }
 
 fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {

@@ -6,6 +6,7 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use crate::limit::{Key, Policies, Policy, Quota, Strategy};
+use crate::simulation::pick;
 
 /// All times are in milliseconds since the start.
 #[derive(Debug)]
@@ -204,8 +205,4 @@ impl Caller {
     pub(super) fn capacities(&self) -> impl Iterator<Item = i64> {
         self.policies.iter().map(|policy| policy.params().capacity)
     }
-}
-
-pub(super) fn pick<'a, T>(rng: &mut Rng, of: &'a [T]) -> &'a T {
-    &of[rng.usize(..of.len())]
 }

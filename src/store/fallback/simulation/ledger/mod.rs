@@ -13,7 +13,7 @@ use accounts::{Account, Left, Parts, Sums, flows};
 
 use super::plan::{Habit, Plan};
 use crate::limit::{Decision, Mode};
-use crate::simulation::Broken;
+use crate::simulation::Breaks;
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -34,7 +34,7 @@ pub(super) struct Ledger {
     /// What the settlement sent with ids and did not run, by the caller.
     unsettled: Vec<i64>,
     /// The first break of each rule.
-    pub(super) broken: Vec<Broken<Rule>>,
+    pub(super) broken: Breaks<Rule>,
 }
 
 /// A decision of an instance by itself.
@@ -66,15 +66,12 @@ impl Ledger {
             fewer: 0,
             changed: false,
             unsettled: vec![0; callers],
-            broken: vec![],
+            broken: Breaks::default(),
         }
     }
 
-    /// The first break of each rule counts.
     pub(super) fn breaks(&mut self, rule: Rule, caller: Option<usize>, problem: String) {
-        if self.broken.iter().all(|broken| broken.rule != rule) {
-            self.broken.push(Broken { rule, caller, problem });
-        }
+        self.broken.add(rule, caller, problem);
     }
 
     /// The primary store charged a request of a client.

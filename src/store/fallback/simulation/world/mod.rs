@@ -13,13 +13,13 @@ use futures_util::FutureExt;
 use tokio::time::Instant;
 
 use super::doubt::Doubt;
-use shown::{answered, nonsense, shown, verdict};
+use shown::{answered, nonsense};
 
 use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
-use super::plan::{Caller, Kind, Plan, pick};
+use super::plan::{Caller, Kind, Plan};
 use super::primary::{Fate, Reply};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State as Count, Strategy, Verdicts};
-use crate::simulation::Log;
+use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::instant;
 use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, event, lock};
 
@@ -33,8 +33,6 @@ pub(super) struct State {
     pub(super) log: Log,
     rng: Rng,
     start: Instant,
-    /// How many broken rules are in the log.
-    told: usize,
     /// Which instances say so.
     degraded: Vec<bool>,
     /// Until when each has last asked something that none of its clients had asked.
@@ -84,7 +82,6 @@ impl World {
             log: Log { kept, ..Log::default() },
             rng,
             start: instant(),
-            told: 0,
             degraded: vec![false; plan.instances],
             turned: vec![0; plan.instances],
             doubts: (0..plan.instances).map(|_| Doubt::default()).collect(),
@@ -120,11 +117,7 @@ impl State {
 
     fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
         let now = self.now();
-        // What has just been broken stands where it was.
-        for broken in &self.ledger.broken[self.told..] {
-            self.log.say(now, broken.caller, || format!("*** {broken}"));
-        }
-        self.told = self.ledger.broken.len();
+        self.ledger.broken.say(&mut self.log, now);
         self.log.say(now, caller, text);
     }
 

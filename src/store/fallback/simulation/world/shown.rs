@@ -23,33 +23,6 @@ pub(super) fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> O
     }
 }
 
-pub(super) fn shown(check: &Check) -> String {
-    let (cost, key) = (check.cost(), String::from_utf8_lossy(check.key().as_bytes()));
-    let id = check.id().map(|id| format!(" with id {}", String::from_utf8_lossy(id.as_bytes())));
-    let id = id.unwrap_or_default();
-    match check.mode() {
-        Mode::Take => format!("take {cost} of {key}{id}"),
-        Mode::TakeAhead => format!("take {cost} of {key} ahead"),
-        Mode::UpTo => format!("take up to {cost} of {key}{id}"),
-        Mode::Peek => format!("peek {cost} of {key}{id}"),
-        Mode::Charge => format!("charge {cost} to {key}{id}"),
-        Mode::GiveBack => format!("give {cost} back to {key}{id}"),
-        Mode::Reset => format!("reset {key}{id}"),
-        Mode::Renew => format!("renew {cost} of {key}"),
-        Mode::Hold => format!("hold {cost} of {key}"),
-    }
-}
-
-pub(super) fn verdict(decision: &Decision) -> String {
-    let left = format!("{} left of {}", decision.remaining(), decision.capacity());
-    match decision.outcome() {
-        Outcome::Allowed => format!("{} granted, {left}", decision.granted()),
-        Outcome::Later { due_in } => format!("{} granted, due in {due_in:?}, {left}", decision.granted()),
-        Outcome::Denied { retry_after } => format!("denied for {retry_after:?}, {left}"),
-        Outcome::NeverFits => format!("never fits, {left}"),
-    }
-}
-
 pub(super) fn answered(answer: &Result<Decision, Error>) -> String {
     match answer {
         Ok(decision) => format!("{} ({:?})", verdict(decision), decision.source()),
