@@ -27,6 +27,9 @@ use fastrand::Rng;
 
 pub(crate) use log::{Line, Log, shown, verdict};
 
+/// How many seeds a test run takes.
+const SEEDS: u64 = 500;
+
 /// What must hold.
 pub(crate) trait Rule: fmt::Debug + Copy + Ord + Send {
     /// Nothing panics.
@@ -107,16 +110,16 @@ pub(crate) struct Simulation<R> {
 }
 
 impl<R: Rule> Simulation<R> {
-    /// Runs so many seeds. `SIMULATE_SEED` replays one seed instead. `SIMULATE_SEEDS` sets how many are run,
-    /// `SIMULATE_FROM` the first of them.
-    pub(crate) fn explore(&self, seeds: u64) {
+    /// Runs some seeds. `SIMULATE_SEED` replays one seed instead. `SIMULATE_SEEDS` sets how many are run, `SIMULATE_FROM` the
+    /// first of them.
+    pub(crate) fn explore(&self) {
         if let Some(seed) = number("SIMULATE_SEED") {
             println!("{}", self.story(seed));
             assert!((self.run)(seed, false).broken.is_empty(), "seed {seed} breaks a rule");
             return;
         }
         let from = number("SIMULATE_FROM").unwrap_or(0);
-        let report = self.report(from..from + number("SIMULATE_SEEDS").unwrap_or(seeds));
+        let report = self.report(from..from + number("SIMULATE_SEEDS").unwrap_or(SEEDS));
         let mut text = String::new();
         for (rule, Found { seeds, first, shortest: (steps, seed) }) in &report.0 {
             let _ = writeln!(text, "{rule:?}: {seeds} seeds, first {first}, shortest {seed} with {steps} steps");

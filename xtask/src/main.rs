@@ -33,7 +33,7 @@ fn main() -> ExitCode {
         ["test"] => test::test(),
         ["compat"] => compat::compat(""),
         ["compat", server] => compat::compat(server),
-        ["simulate", ref args @ ..] => simulate(args),
+        ["simulate", ref args @ ..] => simulate(args, &["--release", "--package", "tower-redis-ratelimit"]),
         ["pictures"] => pictures::pictures(false),
         ["pictures", "--check"] => pictures::pictures(true),
         _ => Err(USAGE.to_owned()),
@@ -47,8 +47,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs simulations, optimized. They are unit tests, so that they see all parts of the library.
-fn simulate(args: &[&str]) -> Result {
+/// Runs simulations, built in this way. They are unit tests, so that they see all parts of the library.
+fn simulate(args: &[&str], build: &[&str]) -> Result {
     let (test, args) = match args {
         ["fallback", args @ ..] => ("fallback::simulation::every_seed_keeps_the_rules", args),
         ["requests", args @ ..] => ("simulation::requests::every_seed_keeps_the_rules", args),
@@ -62,7 +62,7 @@ fn simulate(args: &[&str]) -> Result {
         _ => return Err(USAGE.to_owned()),
     };
     let mut command = Command::new("cargo");
-    command.args(["test", "--release", "--lib", "--package", "tower-redis-ratelimit", test]);
+    command.arg("test").args(build).args(["--lib", test]);
     // One after the other, since each takes all processors.
     command.args(["--", "--nocapture", "--test-threads=1"]);
     for (name, value) in settings {

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use crate::command::{cargo, run, succeeds};
 use crate::metadata::Metadata;
-use crate::{Result, pages, pictures, redis};
+use crate::{Result, pages, pictures, redis, simulate};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 const NONE: &str = "--no-default-features";
@@ -29,13 +29,14 @@ pub(crate) fn test() -> Result {
     cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "middleware"])?;
     cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "tls", "without_the_feature"])?;
     package()?;
-    cargo(&["build", "--package", "examples", "--examples", "--all-features"])?;
-    cargo(&["test", "--package", LIBRARY, "--doc", "--all-features"])?;
+    // What follows is of the whole workspace, so that it is built once. That builds the examples too.
+    cargo(&["test", "--workspace", "--all-features", "--doc"])?;
+    simulate(&["20000"], &["--workspace", "--all-features"])?;
     // Last, since its last lines are the counts.
     if succeeds("cargo", &["nextest", "--version"]) {
         cargo(&["nextest", "run", "--workspace", "--all-features"])
     } else {
-        cargo(&["test", "--workspace", "--all-features", "--lib", "--bins", "--tests"])
+        cargo(&["test", "--workspace", "--all-features", "--lib", "--bins", "--examples", "--tests"])
     }
 }
 

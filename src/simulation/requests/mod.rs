@@ -27,9 +27,6 @@ use crate::store::Seed;
 
 const REQUESTS: Simulation<Rule> = Simulation { name: "requests", run };
 
-/// How many seeds a test run takes.
-const SEEDS: u64 = 500;
-
 /// How long after the last fault all is settled.
 const REST: u64 = 3 * TIMEOUT + 3000;
 /// How long the tasks of limiters that are gone may go on.
@@ -198,7 +195,7 @@ impl<'a> Simulated<'a> {
 
 #[test]
 fn every_seed_keeps_the_rules() {
-    REQUESTS.explore(SEEDS);
+    REQUESTS.explore();
 }
 
 #[test]

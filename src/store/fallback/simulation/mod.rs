@@ -157,12 +157,9 @@ async fn weather(world: World, alive: Arc<AtomicU32>, mut rng: Rng) {
     alive.store(instances, Relaxed);
 }
 
-/// How many seeds a test run takes.
-const SEEDS: u64 = 2_000;
-
 #[test]
 fn every_seed_keeps_the_rules() {
-    FALLBACK.explore(SEEDS);
+    FALLBACK.explore();
 }
 
 #[test]
