@@ -1,7 +1,8 @@
 //! `cargo bench --bench faults`
 //!
 //! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints them as
-//! tables. `-- server` has only the first of them, and `-- cluster` only the second.
+//! tables. `-- server` has only the first of them, and `-- cluster` only the second. `-- reconcile` tells how long it takes to
+//! charge many callers after an outage.
 
 #![allow(
     missing_docs,
@@ -24,6 +25,8 @@ mod matrix;
 mod nodes;
 #[path = "../tests/faults/proxy.rs"]
 mod proxy;
+#[path = "../tests/faults/reconcile.rs"]
+mod reconcile;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
@@ -53,6 +56,12 @@ fn main() {
                 times: [Some(row.worst), Some(row.recovery), row.healthy_p99, row.open_p99],
             };
             println!("{} | {}, {} |", cells.line(name), row.others.0, row.others.1);
+        }
+    }
+    if wants("reconcile") {
+        for (away, others) in [(2, 20_000), (5, 95_000), (0, 95_000)] {
+            let row = run("reconcile", reconcile::run(Duration::from_millis(away), others));
+            println!("{others} callers, Redis {away} ms away: {row}");
         }
     }
 }
