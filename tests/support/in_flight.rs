@@ -66,8 +66,7 @@ const NOTE_LONGEST: &str = "
 impl Log {
     pub async fn start() -> Self {
         let server = RedisServer::start();
-        let mut connection = server.connection().await;
-        connection.set_response_timeout(PATIENCE);
+        let connection = server.connection().await;
         Self { server, connection }
     }
 
