@@ -47,7 +47,7 @@ pub(super) const MAX_FAILURES: u32 = 3;
 /// After how long a store that has failed is asked again: first, and when all have been told.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONG_PAUSE: Duration = Duration::from_millis(250);
-/// For at most so long those wait on who came first in the last windows.
+/// For at most so long those wait on who came first the last times.
 const STAND_BACK: Duration = Duration::from_millis(100);
 
 impl Clerk {
@@ -104,7 +104,8 @@ impl Clerk {
         let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
         // A request that has ended makes room for one: to wait would be to leave it empty.
         let gap = if decision.policy().strategy() == Strategy::InFlight { Duration::ZERO } else { GAP };
-        if let Rested::Due = self.rest(at + pace.retry_in(decision, wait, ask, several), ask, asked_at, gap).await {
+        let (wait, pause) = pace.retry_in(decision, wait, ask, several);
+        if let Rested::Due = self.rest(at + wait, pause, ask, asked_at, gap).await {
             pace.denied(decision);
         }
     }
@@ -131,7 +132,7 @@ impl Clerk {
             Outcome::Allowed | Outcome::Later { .. } => {
                 let mut due_at = now + decision.due_in().unwrap_or_default();
                 self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.count));
-                *pace = Pace::granted(decision.remaining());
+                pace.granted(&ask, decision.remaining());
                 let permits = |due| {
                     let (decision, times) =
                         (decision.clone().due(ask.cost), Times { asked: asked_at, answered: now, due });
@@ -140,7 +141,7 @@ impl Clerk {
                 };
                 let mut looked_at = asked_at;
                 loop {
-                    match self.rest(due_at, &ask, looked_at, GAP).await {
+                    match self.rest(due_at, Duration::ZERO, &ask, looked_at, GAP).await {
                         Rested::Due => break,
                         Rested::Look => {
                             looked_at = instant();
@@ -194,12 +195,13 @@ impl Clerk {
         due_at
     }
 
-    /// Rests until then, and meanwhile refuses those whose time is up. The store was asked at the time `asked_at`, and since
-    /// something was given back it is asked after such a `gap`.
-    async fn rest(&self, until: Instant, ask: &Ask, asked_at: Instant, gap: Duration) -> Rested {
-        let look = (until.saturating_duration_since(asked_at) / LOOKS).max(LOOK);
-        // Hardly before its turn it does not help.
-        let mut looks_at = if asked_at + look + SOON < until { asked_at + look } else { until };
+    /// Rests until its turn, and for a `pause` that is left to others; meanwhile refuses those whose time is up. The store
+    /// was asked at the time `asked_at`, and since something was given back it is asked after such a `gap`.
+    async fn rest(&self, turn: Instant, pause: Duration, ask: &Ask, asked_at: Instant, gap: Duration) -> Rested {
+        let until = turn + pause;
+        let look = (turn.saturating_duration_since(asked_at) / LOOKS).max(LOOK);
+        // Hardly before its turn it does not help, and in the pause it would end that.
+        let mut looks_at = if asked_at + look + SOON < turn { asked_at + look } else { until };
         loop {
             let now = instant();
             if self.wake.take_freed() {
@@ -282,6 +284,8 @@ fn can_owe(policies: &Policies) -> bool {
 struct Pace {
     /// For how much there was room after the last answer.
     room: u32,
+    /// For how much there was room when the line last had its turn, if it had one.
+    found: Option<u32>,
     /// Whether the line has waited for its turn: then it takes ahead whatever is in time.
     has_waited: bool,
     /// How often in a row others came first.
@@ -292,17 +296,22 @@ struct Pace {
 
 impl Pace {
     /// After a grant that has left so much room.
-    fn granted(room: u32) -> Self {
-        Self { room, has_waited: true, losses: 0, failures: 0 }
+    fn granted(&mut self, ask: &Ask, room: u32) {
+        let found = ask.cost.saturating_mul(ask.count).saturating_add(room);
+        let before = self.found.filter(|_| self.losses == 0);
+        *self = Self { room, found: before.max(Some(found)), has_waited: true, losses: 0, failures: 0 };
     }
 
     /// The wait of this denial is over.
     fn denied(&mut self, decision: &Decision) {
         (self.has_waited, self.losses) = (true, (self.losses + 1).min(4));
-        // A window may have room for all, and whoever asks for one first may find the rest taken.
-        if is_windowed(decision.policy()) {
-            self.room = decision.capacity();
-        }
+        // Whoever asks for one first may find the rest taken. A window may have room for all, and a log for as much as it
+        // had: what is charged at once comes free at once.
+        self.room = match decision.policy().strategy() {
+            Strategy::SlidingLog => self.found.unwrap_or(decision.capacity()),
+            _ if is_windowed(decision.policy()) => decision.capacity(),
+            _ => self.room,
+        };
     }
 
     /// Within how long what is asked for has to be due.
@@ -316,31 +325,35 @@ impl Pace {
         }
     }
 
-    /// When to ask again after a denial of what would be in time: it passes after `retry_after`.
-    fn retry_in(&self, decision: &Decision, retry_after: Duration, ask: &Ask, several: bool) -> Duration {
+    /// When to ask again after a denial of what would be in time: it passes after `retry_after`. Also for how long to leave
+    /// it to others then.
+    fn retry_in(&self, decision: &Decision, retry_after: Duration, ask: &Ask, several: bool) -> (Duration, Duration) {
         let policy = decision.policy();
         let (spacing, period) = (policy.quota().time_for(1), policy.quota().period());
         if can_owe(decision.policies()) && !self.has_waited && ask.cost > 0 {
-            return retry_after.saturating_sub(SOON);
+            return (retry_after.saturating_sub(SOON), Duration::ZERO);
         }
         if let Some(wait) = until_more_may_be_owed(decision) {
             // Whoever is ahead takes it then. Who comes again and again in vain stays away for longer, so that each turn is
             // not asked for by all.
             let pause = spacing.saturating_mul(2 << self.losses).min(Duration::from_secs(1)).mul_f64(random());
-            return wait.saturating_add(pause).max(TICK);
+            return (wait.max(TICK), pause);
         }
+        // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
+        // instance would always come before the others.
+        let gathering = 2 * spacing.min(period / 50);
+        // Whoever comes first takes what comes free at once, as a window does, and in a log what was charged at once. So
+        // those stand back who did, or the nearest would each time.
+        let stand_back = (period / 20).min(STAND_BACK);
+        let in_turn = (0.5 + 0.5 * random()) / f64::from(1 << self.losses);
         let pause = match policy.strategy() {
-            // What comes free one by one is left to gather a little, so that a call gets several; for a random time, or one
-            // instance would always come before the others.
-            strategy if strategy.trickles() && several => spacing.min(period / 50).mul_f64(2.0 * random()),
-            // Whoever comes first when a window begins takes what is there. So those stand back who did, or the nearest
-            // would each time.
-            _ if is_windowed(policy) && several => {
-                (period / 20).min(STAND_BACK).mul_f64((0.5 + 0.5 * random()) / f64::from(1 << self.losses))
-            }
+            _ if !several => Duration::ZERO,
+            Strategy::SlidingCounter => gathering.mul_f64(random()),
+            Strategy::SlidingLog => gathering.max(stand_back).mul_f64(in_turn),
+            _ if is_windowed(policy) => stand_back.mul_f64(in_turn),
             _ => Duration::ZERO,
         };
-        retry_after + TICK + pause
+        (retry_after + TICK, pause)
     }
 }
 

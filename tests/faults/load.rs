@@ -17,8 +17,9 @@ use crate::support::policy;
 const INSTANCES: usize = 4;
 pub const TASKS: usize = 64;
 pub const DEADLINE: Duration = Duration::from_millis(100);
-/// Between two requests of a task, so that the load is not the outage.
+/// Between two requests of a task, so that the load is not the outage; longer on a machine that is late.
 const PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 /// What a caller's limit is for. Under none of them does anything flow back while a test runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -208,6 +209,8 @@ impl Load {
                 let instance = &instances[i % count];
                 let checks: Vec<Check> = (0..CALLERS.len()).map(take).collect();
                 let (mut healthy, mut open) = (vec![], vec![]);
+                // Not all at once.
+                let mut pause = sums.pause(LONGEST_PAUSE * i as u32 / (count * TASKS) as u32).await;
                 for turn in i / count.. {
                     if stop.load(SeqCst) {
                         break;
@@ -230,7 +233,7 @@ impl Load {
                     } else if !tight.load(SeqCst) {
                         healthy.push(took);
                     }
-                    sums.pause().await;
+                    pause = sums.pause(pause).await;
                 }
                 sums.healthy.lock().unwrap().append(&mut healthy);
                 sums.open.lock().unwrap().append(&mut open);
@@ -263,16 +266,18 @@ impl Load {
 }
 
 impl Sums {
-    async fn pause(&self) {
+    /// Sleeps for so long. Returns for how long to sleep the next time.
+    async fn pause(&self, pause: Duration) -> Duration {
         let since = Instant::now();
-        sleep(PAUSE).await;
-        let late = since.elapsed() - PAUSE;
+        sleep(pause).await;
+        let late = since.elapsed() - pause;
         if late > DEADLINE / 2 {
             let slot = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis() / DEADLINE.as_millis();
             let mut stalls = self.stalls.lock().unwrap();
             let longest = stalls.entry(slot as u64).or_default();
             *longest = late.max(*longest);
         }
+        (late * 4).clamp(PAUSE, LONGEST_PAUSE)
     }
 
     /// How many times the machine stalled, each for about a deadline.

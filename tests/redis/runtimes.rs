@@ -3,11 +3,12 @@
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::num::NonZeroUsize;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tower_redis_ratelimit::{ErrorKind, RedisStore, Store};
+use tower_redis_ratelimit::{ErrorKind, Observer, RedisStore, Store, event};
 
 use crate::support::{RedisServer, check, until};
 
@@ -132,6 +133,42 @@ fn a_check_outlives_its_runtime() {
         assert_eq!(stays.block_on(check).unwrap_err().kind(), ErrorKind::NoRuntime);
     }
     server.thaw();
+    assert_eq!(stays.block_on(failures(&store, 3)), 0);
+}
+
+/// Holds back what is about to be sent.
+struct Holds {
+    holding: mpsc::Sender<()>,
+    go_on: Mutex<mpsc::Receiver<()>>,
+}
+
+impl Observer for Holds {
+    fn sends(&self, _: &event::Sends) {
+        let _ = self.holding.send(());
+        let _ = self.go_on.lock().unwrap().recv();
+    }
+}
+
+/// A runtime drops its tasks in any order, and so perhaps the one that drives a connection while another is about to use it.
+#[test]
+fn a_connection_that_ends_with_its_runtime_is_no_failure_of_redis() {
+    let server = RedisServer::start();
+    let store = store(server.url());
+    let (ends, stays) = (two_threads(), two_threads());
+    let _ = ends.block_on(async { store.check(check("ann", "10/s")).await }).unwrap();
+    let ((holding, held), (release, go_on)) = (mpsc::channel(), mpsc::channel());
+    store.observe(&(Arc::new(Holds { holding, go_on: Mutex::new(go_on) }) as Arc<dyn Observer>));
+    let guard = ends.enter();
+    let checked = store.check(check("ann", "10/s"));
+    drop(guard);
+    held.recv().unwrap();
+    let ending = thread::spawn(move || drop(ends));
+    let clients = async || server.command::<String>("CLIENT LIST TYPE normal").await.lines().count();
+    stays.block_on(until("no connection is left but this one", async || clients().await == 1));
+    drop(release);
+    ending.join().unwrap();
+    let error = stays.block_on(checked).unwrap_err();
+    assert!(error.kind() == ErrorKind::NoRuntime && error.is_of_check(), "{error:?}");
     assert_eq!(stays.block_on(failures(&store, 3)), 0);
 }
 

@@ -10,6 +10,7 @@ use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use redis::AsyncConnectionConfig;
 use redis::aio::MultiplexedConnection;
 use tempfile::TempDir;
 use tower_redis_ratelimit::{Check, Key, Policies, Policy, Strategy, redis};
@@ -85,7 +86,10 @@ impl RedisServer {
     /// A connection past the store, to look and to meddle.
     pub async fn connection(&self) -> MultiplexedConnection {
         let client = redis::Client::open(self.url()).expect("a URL");
-        client.get_multiplexed_async_connection().await.expect("a connection")
+        // However busy the machine is.
+        let patience = Some(Duration::from_secs(20));
+        let config = AsyncConnectionConfig::new().set_connection_timeout(patience).set_response_timeout(patience);
+        client.get_multiplexed_async_connection_with_config(&config).await.expect("a connection")
     }
 
     /// Sends one command, such as `"SCRIPT FLUSH"`.

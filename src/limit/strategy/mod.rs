@@ -179,15 +179,6 @@ impl Strategy {
             Self::LeakyBucket | Self::Gcra => true,
         }
     }
-
-    /// Whether what has been used comes free unit by unit, without a stock of what is not asked for.
-    pub(crate) fn trickles(self) -> bool {
-        match self {
-            Self::SlidingLog | Self::SlidingCounter => true,
-            Self::FixedWindow(_) | Self::SlidingWindow { .. } | Self::InFlight => false,
-            Self::TokenBucket(_) | Self::LeakyBucket | Self::Gcra => false,
-        }
-    }
 }
 
 /// Lists the strategies.

@@ -15,7 +15,7 @@ use super::errors::error_of;
 use super::future::Job;
 use super::lanes::Lanes;
 use super::pool::Pool;
-use super::runtimes::no_runtime;
+use super::runtimes::{no_runtime, runtime_is_ending};
 use super::script::{self, SCRIPT};
 use super::transport::Node;
 use crate::store::clock::instant;
@@ -137,7 +137,11 @@ impl Lane {
             Ok(result) => result,
             Err(_) => Err(Error::new(ErrorKind::Timeout)),
         };
-        result.map_err(|error| if self.sent { error } else { error.unsent() })
+        result.map_err(|error| {
+            // What drives the connection may have been dropped with the runtime before this lane: Redis has not failed.
+            let error = if error.is_of_connection() && runtime_is_ending() { no_runtime() } else { error };
+            if self.sent { error } else { error.unsent() }
+        })
     }
 
     async fn attempt(&mut self) -> Result<Replies, Error> {

@@ -2,6 +2,7 @@
 //! depends on a runtime but the one that it was made on. They are gone when that runtime ends.
 
 use std::convert::Infallible;
+use std::future::pending;
 use std::sync::{Arc, Weak};
 
 use tokio::runtime::{self, Handle};
@@ -151,6 +152,14 @@ impl Drop for Watch {
 /// [`ErrorKind::NoRuntime`].
 pub(super) fn runtime() -> Result<Handle, Error> {
     Handle::try_current().map_err(|_| no_runtime())
+}
+
+/// Whether the runtime of this task is being shut down: from before it drops its first task, it takes no more of them.
+pub(super) fn runtime_is_ending() -> bool {
+    let task = tokio::spawn(pending::<()>());
+    let is_dropped = task.is_finished();
+    task.abort();
+    is_dropped
 }
 
 /// For what is asked where there is no runtime, or was asked on one that has ended. It says nothing of Redis.
