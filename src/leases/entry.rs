@@ -28,9 +28,9 @@ pub(super) struct Entry {
     doubt: Option<Instant>,
     /// A look, until it is known whether what it has seen is right.
     look: Option<Box<Look>>,
-    /// By how much the last one was wrong, if the store has told the order of its decisions right.
+    /// By how much the store counted too many at the last one, or below 0 too few, if it has told right when it decided.
     surplus: i64,
-    /// Whether it tells that order.
+    /// Whether it tells that.
     is_ordered: bool,
     /// Whether a correction is under way.
     correcting: bool,
@@ -143,15 +143,15 @@ impl Entry {
     pub(super) fn granted(&mut self, side: Side, answered: Answered, now: Instant) {
         self.answered(side);
         self.held += 1;
-        self.came(1, side, answered);
+        self.counts(1, side, answered);
         self.heard(answered, now);
     }
 
-    /// So many more are counted, or fewer: it may have been before a look or after it.
-    fn came(&mut self, more: i64, side: Side, answered: Answered) {
-        let now = self.side;
+    /// So many more are counted, or fewer: maybe since before a look.
+    fn counts(&mut self, more: i64, side: Side, answered: Answered) {
+        let is_new = side == self.side;
         if let Some(look) = &mut self.look {
-            look.came(more, side == now, answered.order());
+            look.counts(more, is_new, answered.order());
         }
     }
 
@@ -180,7 +180,7 @@ impl Entry {
     #[must_use]
     pub(super) fn left(&mut self, route: &Arc<Route>) -> Option<Arc<Route>> {
         if let Some(look) = &mut self.look {
-            look.may_have_come(-1);
+            look.may_count(-1);
         }
         self.held = self.held.saturating_sub(1);
         self.leave(route)
@@ -202,7 +202,7 @@ impl Entry {
     /// What came of giving one back at the time `since`: how many the store had.
     pub(super) fn gave_back(&mut self, side: Side, since: Instant, answered: Answered, had: u32, now: Instant) {
         self.leaving[side] = self.leaving[side].saturating_sub(1);
-        self.came(-1, side, answered);
+        self.counts(-1, side, answered);
         self.heard_back(answered, now);
         // Of one that it was late for, the lease time may have ended: then it had others.
         if had == 0 || now > since + PATIENCE {
@@ -241,7 +241,7 @@ impl Entry {
     }
 
     /// Whether it is time to look how many the store counts, which renews them: now and then, and if it may count otherwise.
-    /// If the store does not tell in which order it decides, a moment is best in which nothing is given back.
+    /// If the store does not tell when it decides, a moment is best in which nothing is given back.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         let is_good = |doubt| self.is_ordered || self.leaving == [0; 2] || now >= doubt + PATIENCE;
         let is_doubtful = self.doubt.is_some_and(|doubt| now >= doubt && is_good(doubt));
@@ -284,7 +284,7 @@ impl Entry {
     }
 
     /// By how much the store counts otherwise, once that is known: only what is certain, whatever has come to the store before
-    /// the look and what after it; or what two looks say, each by the order that the store tells.
+    /// the look and what after it. What follows only from the times that the store tells, two looks in a row have to say.
     pub(super) fn wrong(&mut self, now: Instant) -> Option<Wrong> {
         let Seen { counted, at, is_split, .. } = self.look.as_ref()?.seen?;
         let before = |count: [u32; 2]| count[1 - self.side] + if is_split { 0 } else { count[self.side] };
@@ -294,12 +294,12 @@ impl Entry {
         }
         let mut look = self.look.take()?;
         self.next_at = now + GAP;
-        look.may_have_come(asked.into());
-        look.may_have_come(-i64::from(leaving));
+        look.may_count(asked.into());
+        look.may_count(-i64::from(leaving));
         let surplus = look.likely.surplus(counted);
         let last = mem::replace(&mut self.surplus, surplus);
         let wrong = match look.certain.surplus(counted) {
-            // The clock of a server may have been set back, or another server may have taken over: not twice in a row.
+            // Between two looks its clock may have been set, or another server may have taken over.
             0 if last.signum() == surplus.signum() => surplus.signum() * surplus.abs().min(last.abs()),
             certain => certain,
         };
@@ -431,6 +431,48 @@ mod tests {
         entry.granted(never, THERE, now);
         entry.looked(THERE, 6, now);
         assert_eq!(entry.wrong(now), None);
+    }
+
+    /// Where requests never pause, some begin and end during each look, and the store tells what came before it.
+    #[tokio::test(start_paused = true)]
+    async fn by_the_order_of_the_store_two_looks_have_to_say_the_same() {
+        for (surplus, wrong) in [
+            ([2, 2], Some(Wrong::TooMany(2))),
+            ([1, 2], Some(Wrong::TooMany(1))),
+            ([2, 0], None),
+            ([-1, -1], Some(Wrong::TooFew(1))),
+            // As when the clock of the store is set.
+            ([-1, 1], None),
+            ([0, 2], None),
+        ] {
+            let (mut entry, route, mut now) = entry();
+            for (look, surplus) in surplus.into_iter().enumerate() {
+                let at = |time: i64| Answered::There(Some((1_000 * look as i64 + time, 0)));
+                entry.ask_again();
+                assert_eq!(entry.look(now), Some(3));
+                let takes = [0; 4].map(|_| ask(&mut entry, &route));
+                entry.granted(takes[0], at(1), now);
+                entry.granted(takes[1], at(9), now);
+                let gives_back = [0; 4].map(|_| end(&mut entry, &route));
+                entry.gave_back(gives_back[0], now, at(2), 1, now);
+                entry.gave_back(gives_back[1], now, at(8), 1, now);
+                entry.looked(at(5), (3 + surplus) as u32, now);
+                entry.granted(takes[2], at(3), now);
+                entry.granted(takes[3], at(7), now);
+                let later = ask(&mut entry, &route);
+                entry.granted(later, Answered::There(None), now);
+                assert_eq!(entry.wrong(now), None, "two may have come before it still");
+                entry.gave_back(gives_back[2], now, at(4), 1, now);
+                entry.gave_back(gives_back[3], now, at(6), 1, now);
+                let later = end(&mut entry, &route);
+                entry.gave_back(later, now, Answered::There(None), 1, now);
+                if look == 0 {
+                    assert_eq!((entry.wrong(now), entry.is_in_doubt()), (None, surplus != 0));
+                }
+                now += GAP;
+            }
+            assert_eq!(entry.wrong(now), wrong, "{surplus:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]

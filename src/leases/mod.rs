@@ -8,8 +8,9 @@
 //! - A request is given back by the store that its layer asks: a fallback, maybe, over the one that others ask.
 //! - What ends is given back off the request path, once, whatever ends it.
 //! - Where the count is in doubt, the books look how many the store counts. Takes and give-backs may come to it before the look
-//!   or after it, in any order, since they go by several connections: so only what is wrong whatever came first is corrected,
-//!   by giving back or charging so many. This too may come in any order.
+//!   or after it, in any order, since they go by several connections. Redis tells when it decided each of them: so the count is
+//!   put right while requests come and end without a pause. Of a store that does not tell, only what is wrong whatever came
+//!   first is corrected. A correction gives so many back, or charges them, and may come in any order too.
 
 mod entry;
 mod keeper;

@@ -44,7 +44,14 @@ const LEASE: Duration = Duration::from_secs(30);
 impl Wavering {
     fn new() -> Self {
         let (there, elsewhere) = (LocalStore::default(), LocalStore::default());
-        Self { there, elsewhere, mood: Arc::default(), way: || Duration::from_millis(2), asked: Arc::default(), decided: Arc::default() }
+        Self {
+            there,
+            elsewhere,
+            mood: Arc::default(),
+            way: || Duration::from_millis(2),
+            asked: Arc::default(),
+            decided: Arc::default(),
+        }
     }
 
     fn is(&self, mood: u8) {
