@@ -1,3 +1,4 @@
+use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -5,7 +6,8 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 
 use super::Route;
-use crate::limit::Policies;
+use super::look::{Look, Seen};
+use crate::limit::{Order, Policies};
 
 /// What is known of the requests of one caller under one policy. Pure: the time is an argument.
 #[derive(Debug)]
@@ -15,20 +17,23 @@ pub(super) struct Entry {
     lease: Duration,
     /// By what the requests came that are asked about or held, and how many by each. The last one stays.
     routes: SmallVec<[(Arc<Route>, u32); 1]>,
-    /// How many the store is being asked about, on each [`Side`] of a look.
+    /// How many the store is being asked about, on each [`Side`] of a look; and how many are being given back.
     asked: [u32; 2],
-    /// Who is asked about now is on this one.
+    leaving: [u32; 2],
+    /// What is asked now is on this one.
     side: Side,
     /// How many are in flight.
     held: u32,
-    /// How many are being given back.
-    leaving: u32,
     /// When to look, since the store may count otherwise.
     doubt: Option<Instant>,
-    /// Whether a look or a correction is under way.
-    looking: bool,
-    /// What a look has said, until all are answered that may have come before it.
-    seen: Option<Seen>,
+    /// A look, until it is known whether what it has seen is right.
+    look: Option<Box<Look>>,
+    /// By how much the store counted too many at the last one, or below 0 too few, if it has told right when it decided.
+    surplus: i64,
+    /// Whether it tells that.
+    is_ordered: bool,
+    /// Whether a correction is under way.
+    correcting: bool,
     /// When the store last said how many it counts. A take renews what is counted too, but tells nothing of that. `None`: it
     /// is to be asked soon.
     renewed: Option<Instant>,
@@ -40,9 +45,6 @@ pub(super) struct Entry {
     /// [`LATE`] after that, and what a network holds up until [`LATEST`].
     lost: Option<Instant>,
     lost_back: Option<Instant>,
-    /// How many requests have begun that may have come before the last look, and how many have ended.
-    begun: u64,
-    ended: u64,
 }
 
 /// Before a look was answered, or after it.
@@ -51,38 +53,10 @@ pub(super) type Side = usize;
 /// Where an answer came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Answered {
-    /// From where the count is kept.
-    There,
+    /// From where the count is kept; and when it was decided there, if that is told.
+    There(Option<Order>),
     /// From elsewhere, as in an outage; or it did not come.
     Elsewhere,
-}
-
-/// What was known when a look was sent.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Look {
-    pub(super) held: u32,
-    leaving: u32,
-    begun: u64,
-    ended: u64,
-    /// Whether the store may have counted otherwise.
-    is_doubtful: bool,
-    /// Whether something that was sent before may come after it, and whether that is a give-back.
-    is_early: bool,
-    is_unsure: bool,
-    /// When more of what was sent before has come.
-    again_at: Option<Instant>,
-}
-
-/// What a look has said.
-#[derive(Debug, Clone, Copy)]
-struct Seen {
-    look: Look,
-    counted: u32,
-    /// The store has to count as many.
-    least: u32,
-    at: Instant,
-    /// Whether those who are asked about from then on are on another side.
-    is_split: bool,
 }
 
 /// By how much the store's count is wrong.
@@ -97,14 +71,21 @@ const GAP: Duration = Duration::from_millis(25);
 /// How late something may come to the store of which nobody has heard.
 const LATE: Duration = Duration::from_millis(250);
 /// How late it may come if the network lost and repeated it.
-const LATEST: Duration = Duration::from_secs(2);
+const LATEST: Duration = Duration::from_millis(2250);
 /// How long a look waits for a moment in which nothing is given back, and for those who may have come before it; and how late
 /// something may be given back.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Answered {
     pub(super) fn there(there: bool) -> Self {
-        if there { Self::There } else { Self::Elsewhere }
+        if there { Self::There(None) } else { Self::Elsewhere }
+    }
+
+    fn order(self) -> Option<Order> {
+        match self {
+            Self::There(order) => order,
+            Self::Elsewhere => None,
+        }
     }
 }
 
@@ -115,19 +96,19 @@ impl Entry {
             policies,
             routes: SmallVec::new(),
             asked: [0; 2],
+            leaving: [0; 2],
             side: 0,
             held: 0,
-            leaving: 0,
             doubt: None,
-            looking: false,
-            seen: None,
+            look: None,
+            surplus: 0,
+            is_ordered: true,
+            correcting: false,
             renewed: Some(now),
             written: now,
             next_at: now,
             lost: None,
             lost_back: None,
-            begun: 0,
-            ended: 0,
         }
     }
 
@@ -162,9 +143,16 @@ impl Entry {
     pub(super) fn granted(&mut self, side: Side, answered: Answered, now: Instant) {
         self.answered(side);
         self.held += 1;
-        let is_later = self.seen.is_some_and(|seen| seen.is_split && side == self.side);
-        self.begun += u64::from(!is_later);
+        self.counts(1, side, answered);
         self.heard(answered, now);
+    }
+
+    /// So many more are counted, or fewer: maybe since before a look.
+    fn counts(&mut self, more: i64, side: Side, answered: Answered) {
+        let is_new = side == self.side;
+        if let Some(look) = &mut self.look {
+            look.counts(more, is_new, answered.order());
+        }
     }
 
     /// The request is not in flight. What was answered elsewhere the store may have granted. Returns what no request came by
@@ -191,16 +179,18 @@ impl Entry {
     /// Nobody will tell when a request ends. Returns what [`denied`](Self::denied) does.
     #[must_use]
     pub(super) fn left(&mut self, route: &Arc<Route>) -> Option<Arc<Route>> {
+        if let Some(look) = &mut self.look {
+            look.may_count(-1);
+        }
         self.held = self.held.saturating_sub(1);
-        self.ended += 1;
         self.leave(route)
     }
 
-    /// A request has ended, and is given back. Returns what [`denied`](Self::denied) does.
-    #[must_use]
-    pub(super) fn ended(&mut self, route: &Arc<Route>) -> Option<Arc<Route>> {
-        self.leaving += 1;
-        self.left(route)
+    /// A request has ended, and is given back. Returns what [`denied`](Self::denied) does too.
+    pub(super) fn ended(&mut self, route: &Arc<Route>) -> (Side, Option<Arc<Route>>) {
+        self.leaving[self.side] += 1;
+        self.held = self.held.saturating_sub(1);
+        (self.side, self.leave(route))
     }
 
     fn leave(&mut self, route: &Arc<Route>) -> Option<Arc<Route>> {
@@ -210,8 +200,9 @@ impl Entry {
     }
 
     /// What came of giving one back at the time `since`: how many the store had.
-    pub(super) fn gave_back(&mut self, since: Instant, answered: Answered, had: u32, now: Instant) {
-        self.leaving = self.leaving.saturating_sub(1);
+    pub(super) fn gave_back(&mut self, side: Side, since: Instant, answered: Answered, had: u32, now: Instant) {
+        self.leaving[side] = self.leaving[side].saturating_sub(1);
+        self.counts(-1, side, answered);
         self.heard_back(answered, now);
         // Of one that it was late for, the lease time may have ended: then it had others.
         if had == 0 || now > since + PATIENCE {
@@ -241,7 +232,7 @@ impl Entry {
 
     /// Whether the store may count otherwise.
     pub(super) fn is_in_doubt(&self) -> bool {
-        self.doubt.is_some() || self.seen.is_some()
+        self.doubt.is_some() || self.look.as_ref().is_some_and(|look| look.seen.is_some())
     }
 
     /// The store may have forgotten it.
@@ -250,81 +241,89 @@ impl Entry {
     }
 
     /// Whether it is time to look how many the store counts, which renews them: now and then, and if it may count otherwise.
-    /// Then a moment is best in which nothing is given back.
+    /// If the store does not tell when it decides, a moment is best in which nothing is given back.
     pub(super) fn is_due(&self, now: Instant) -> bool {
-        let is_doubtful =
-            self.doubt.is_some_and(|doubt| now >= doubt && (self.leaving == 0 || now >= doubt + PATIENCE));
+        let is_good = |doubt| self.is_ordered || self.leaving == [0; 2] || now >= doubt + PATIENCE;
+        let is_doubtful = self.doubt.is_some_and(|doubt| now >= doubt && is_good(doubt));
         let is_old = self.renewed.is_none_or(|renewed| now >= renewed + self.lease / 4);
-        !self.looking && now >= self.next_at && (is_doubtful || is_old && self.held > 0)
+        let is_free = self.look.is_none() && !self.correcting && now >= self.next_at;
+        is_free && (is_doubtful || is_old && self.held > 0)
     }
 
-    /// Begins a look, if it is due.
-    pub(super) fn look(&mut self, now: Instant) -> Option<Look> {
+    /// Begins a look, if it is due. Returns how many it renews.
+    pub(super) fn look(&mut self, now: Instant) -> Option<u32> {
         if !self.is_due(now) {
             return None;
         }
-        self.looking = true;
         let is_recent = |lost: Option<Instant>| lost.is_some_and(|lost| now < lost + LATE);
-        let (is_early, is_unsure) = (is_recent(self.lost), is_recent(self.lost_back));
-        let again_at = self.lost.and_then(|lost| [lost + LATE, lost + LATEST].into_iter().find(|at| now < *at));
-        let is_doubtful = self.doubt.take().is_some();
-        let &mut Self { held, leaving, begun, ended, .. } = self;
-        Some(Look { held, leaving, begun, ended, is_doubtful, is_early, is_unsure, again_at })
+        let mut look = Look::new(self.held, self.leaving.iter().sum());
+        look.is_doubtful = self.doubt.take().is_some();
+        (look.is_early, look.is_unsure) = (is_recent(self.lost), is_recent(self.lost_back));
+        look.again_at = self.lost.and_then(|lost| [lost + LATE, lost + LATEST].into_iter().find(|at| now < *at));
+        self.look = Some(Box::new(look));
+        Some(self.held)
     }
 
     /// A look was answered: so many the store counts.
-    pub(super) fn looked(&mut self, look: Look, answered: Answered, counted: u32, now: Instant) {
+    pub(super) fn looked(&mut self, answered: Answered, counted: u32, now: Instant) {
         self.written = now;
-        if answered == Answered::Elsewhere {
-            self.looking = false;
-            self.next_at = now + LATE;
+        let Answered::There(order) = answered else {
+            (self.look, self.next_at) = (None, now + LATE);
             return self.doubts(now + LATE);
-        }
-        self.renewed = Some(now);
-        let least = look.held.saturating_sub(since(self.ended, look.ended));
-        // One who was asked about so long ago that he is on the other side still may have come before the look too.
-        let is_split = self.asked[1 - self.side] == 0;
+        };
+        (self.renewed, self.is_ordered) = (Some(now), order.is_some());
+        // What was asked so long ago that it is on the other side still may have come before the look too.
+        let other = 1 - self.side;
+        let is_split = self.asked[other] == 0 && self.leaving[other] == 0;
         if is_split {
-            self.side = 1 - self.side;
+            self.side = other;
         }
-        self.seen = Some(Seen { look, counted, least, at: now, is_split });
+        if let Some(look) = &mut self.look {
+            look.sees(Seen { counted: counted.into(), order, at: now, is_split });
+        }
     }
 
     /// By how much the store counts otherwise, once that is known: only what is certain, whatever has come to the store before
-    /// the look and what after it.
+    /// the look and what after it. What follows only from the times that the store tells, two looks in a row have to say.
     pub(super) fn wrong(&mut self, now: Instant) -> Option<Wrong> {
-        let Seen { look, counted, least, at, is_split } = self.seen?;
-        let before = self.asked[1 - self.side] + if is_split { 0 } else { self.asked[self.side] };
-        if before > 0 && now < at + PATIENCE {
+        let Seen { counted, at, is_split, .. } = self.look.as_ref()?.seen?;
+        let before = |count: [u32; 2]| count[1 - self.side] + if is_split { 0 } else { count[self.side] };
+        let (asked, leaving) = (before(self.asked), before(self.leaving));
+        if asked + leaving > 0 && now < at + PATIENCE {
             return None;
         }
-        (self.seen, self.looking, self.next_at) = (None, false, now + GAP);
-        let begun = since(self.begun, look.begun).saturating_add(before);
-        let most = look.held.saturating_add(look.leaving).saturating_add(begun);
-        let wrong = match counted {
-            _ if counted < least => Wrong::TooFew(least - counted),
-            // Perhaps it is what a give-back takes away that is still on its way.
-            _ if counted > most && !look.is_unsure => Wrong::TooMany(counted - most),
-            _ => {
-                // Where all that were held have ended, the look may have come after they were given back, and found nothing:
-                // then it counts them again.
-                let counts_again = least == 0 && counted == look.held && counted > 0;
-                let is_open = counted > most || counts_again || look.is_doubtful && least < most;
-                if is_open && !look.is_early {
-                    self.doubts(now);
-                } else if let Some(at) = look.again_at {
-                    self.doubts(at);
-                }
-                return None;
-            }
+        let mut look = self.look.take()?;
+        self.next_at = now + GAP;
+        look.may_count(asked.into());
+        look.may_count(-i64::from(leaving));
+        let surplus = look.likely.surplus(counted);
+        let last = mem::replace(&mut self.surplus, surplus);
+        let wrong = match look.certain.surplus(counted) {
+            // Between two looks its clock may have been set, or another server may have taken over.
+            0 if last.signum() == surplus.signum() => surplus.signum() * surplus.abs().min(last.abs()),
+            certain => certain,
         };
-        self.looking = true;
-        Some(wrong)
+        // Perhaps it is what a give-back takes away that is still on its way.
+        if wrong < 0 || wrong > 0 && !look.is_unsure {
+            (self.surplus, self.correcting) = (0, true);
+            let count = u32::try_from(wrong.unsigned_abs()).unwrap_or(u32::MAX);
+            return Some(if wrong > 0 { Wrong::TooMany(count) } else { Wrong::TooFew(count) });
+        }
+        // Where all that were held have ended, the look may have come after they were given back, and found nothing: then it
+        // counts them again.
+        let counts_again = look.likely.least <= 0 && counted == i64::from(look.held) && counted > 0;
+        let is_open = surplus != 0 || counts_again || look.is_doubtful && look.likely.least < look.likely.most;
+        if is_open && !look.is_early {
+            self.doubts(now);
+        } else if let Some(at) = look.again_at {
+            self.doubts(at);
+        }
+        None
     }
 
     /// A correction was answered.
     pub(super) fn corrected(&mut self, answered: Answered, now: Instant) {
-        (self.looking, self.next_at) = (false, now + GAP);
+        (self.correcting, self.next_at) = (false, now + GAP);
         self.heard_back(answered, now);
         // It may not be all, and another store that follows this one has to be told too.
         self.doubts(now);
@@ -332,7 +331,7 @@ impl Entry {
 
     /// Whether nothing is left to do.
     pub(super) fn is_done(&self, now: Instant) -> bool {
-        let is_idle = self.is_idle() && self.leaving == 0 && !self.looking;
+        let is_idle = self.is_idle() && self.leaving == [0; 2] && self.look.is_none() && !self.correcting;
         // What nobody has renewed for so long the store has forgotten.
         is_idle && (self.doubt.is_none() || now >= self.written + self.lease)
     }
@@ -343,15 +342,13 @@ impl Entry {
     }
 }
 
-fn since(now: u64, then: u64) -> u32 {
-    u32::try_from(now - then).unwrap_or(u32::MAX)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::limit::Policy;
     use crate::store::{LocalStore, instant};
+
+    const THERE: Answered = Answered::There(None);
 
     fn entry() -> (Entry, Arc<Route>, Instant) {
         let (now, policies) = (instant(), Policy::in_flight("streams", 4).unwrap().into());
@@ -359,7 +356,7 @@ mod tests {
         let mut entry = Entry::new(Policies::clone(&policies), now);
         for _ in 0..3 {
             let side = entry.ask(&policies, &route);
-            entry.granted(side, Answered::There, now);
+            entry.granted(side, THERE, now);
         }
         (entry, route, now)
     }
@@ -369,34 +366,40 @@ mod tests {
         entry.ask(&policies, route)
     }
 
+    fn end(entry: &mut Entry, route: &Arc<Route>) -> Side {
+        let (side, unused) = entry.ended(route);
+        assert!(unused.is_none());
+        side
+    }
+
     /// A request that was given up, or one that has begun meanwhile.
     #[tokio::test(start_paused = true)]
     async fn only_what_is_certain_is_corrected() {
         let (mut entry, route, now) = entry();
         let side = ask(&mut entry, &route);
         assert!(entry.denied(side, &route, Answered::Elsewhere, now).is_none());
-        let look = entry.look(now).unwrap();
-        assert!(look.held == 3 && entry.look(now).is_none(), "one at a time");
+        assert_eq!(entry.look(now), Some(3));
+        assert!(entry.look(now).is_none(), "one at a time");
         // It may have overtaken the look, or come after it.
         let side = ask(&mut entry, &route);
-        entry.granted(side, Answered::There, now);
-        entry.looked(look, Answered::There, 4, now);
+        entry.granted(side, THERE, now);
+        entry.looked(THERE, 4, now);
         assert_eq!(entry.wrong(now), None);
         assert!(entry.look(now + GAP).is_none(), "what was given up may still be on its way");
         let now = now + LATE;
-        let look = entry.look(now).unwrap();
-        entry.looked(look, Answered::There, 5, now);
+        assert!(entry.look(now).is_some());
+        entry.looked(THERE, 5, now);
         assert_eq!(entry.wrong(now), Some(Wrong::TooMany(1)));
         assert!(entry.look(now + GAP).is_none(), "it is being corrected");
-        entry.corrected(Answered::There, now);
+        entry.corrected(THERE, now);
         let now = now + GAP;
-        let look = entry.look(now).expect("whether it is right now");
-        entry.looked(look, Answered::There, 4, now);
+        assert!(entry.look(now).is_some(), "whether it is right now");
+        entry.looked(THERE, 4, now);
         assert_eq!(entry.wrong(now), None);
         assert!(entry.look(now + LATE).is_none(), "it is right");
         let now = now + LATEST;
-        let look = entry.look(now).expect("whether something was held up for so long");
-        entry.looked(look, Answered::There, 4, now);
+        assert!(entry.look(now).is_some(), "whether something was held up for so long");
+        entry.looked(THERE, 4, now);
         assert_eq!((entry.wrong(now), entry.is_in_doubt()), (None, false));
     }
 
@@ -405,29 +408,71 @@ mod tests {
     async fn who_may_have_come_before_a_look_is_waited_for() {
         let (mut entry, route, now) = entry();
         entry.ask_again();
-        let look = entry.look(now).unwrap();
+        assert!(entry.look(now).is_some());
         let first = [ask(&mut entry, &route), ask(&mut entry, &route)];
-        entry.looked(look, Answered::There, 6, now);
+        entry.looked(THERE, 6, now);
         let later = ask(&mut entry, &route);
-        entry.granted(later, Answered::There, now);
-        assert!(entry.denied(first[0], &route, Answered::There, now).is_none());
+        entry.granted(later, THERE, now);
+        assert!(entry.denied(first[0], &route, THERE, now).is_none());
         assert_eq!(entry.wrong(now), None);
-        entry.granted(first[1], Answered::There, now);
+        entry.granted(first[1], THERE, now);
         assert_eq!(entry.wrong(now), Some(Wrong::TooMany(2)), "of 3, 1 that has begun, and none that came later");
         // One that is never answered is no reason to renew no more.
-        entry.corrected(Answered::There, now);
+        entry.corrected(THERE, now);
         let (never, now) = (ask(&mut entry, &route), now + GAP);
         for _ in 0..3 {
-            let look = entry.look(now).unwrap();
-            entry.looked(look, Answered::There, 6, now);
+            assert!(entry.look(now).is_some());
+            entry.looked(THERE, 6, now);
             assert_eq!(entry.wrong(now), None);
             assert_eq!(entry.wrong(now + PATIENCE), None, "it may be counted");
             (entry.next_at, entry.doubt) = (now, Some(now));
         }
-        let look = entry.look(now).unwrap();
-        entry.granted(never, Answered::There, now);
-        entry.looked(look, Answered::There, 6, now);
+        assert!(entry.look(now).is_some());
+        entry.granted(never, THERE, now);
+        entry.looked(THERE, 6, now);
         assert_eq!(entry.wrong(now), None);
+    }
+
+    /// Where requests never pause, some begin and end during each look, and the store tells what came before it.
+    #[tokio::test(start_paused = true)]
+    async fn by_the_order_of_the_store_two_looks_have_to_say_the_same() {
+        for (surplus, wrong) in [
+            ([2, 2], Some(Wrong::TooMany(2))),
+            ([1, 2], Some(Wrong::TooMany(1))),
+            ([2, 0], None),
+            ([-1, -1], Some(Wrong::TooFew(1))),
+            // As when the clock of the store is set.
+            ([-1, 1], None),
+            ([0, 2], None),
+        ] {
+            let (mut entry, route, mut now) = entry();
+            for (look, surplus) in surplus.into_iter().enumerate() {
+                let at = |time: i64| Answered::There(Some((1_000 * look as i64 + time, 0)));
+                entry.ask_again();
+                assert_eq!(entry.look(now), Some(3));
+                let takes = [0; 4].map(|_| ask(&mut entry, &route));
+                entry.granted(takes[0], at(1), now);
+                entry.granted(takes[1], at(9), now);
+                let gives_back = [0; 4].map(|_| end(&mut entry, &route));
+                entry.gave_back(gives_back[0], now, at(2), 1, now);
+                entry.gave_back(gives_back[1], now, at(8), 1, now);
+                entry.looked(at(5), (3 + surplus) as u32, now);
+                entry.granted(takes[2], at(3), now);
+                entry.granted(takes[3], at(7), now);
+                let later = ask(&mut entry, &route);
+                entry.granted(later, Answered::There(None), now);
+                assert_eq!(entry.wrong(now), None, "two may have come before it still");
+                entry.gave_back(gives_back[2], now, at(4), 1, now);
+                entry.gave_back(gives_back[3], now, at(6), 1, now);
+                let later = end(&mut entry, &route);
+                entry.gave_back(later, now, Answered::There(None), 1, now);
+                if look == 0 {
+                    assert_eq!((entry.wrong(now), entry.is_in_doubt()), (None, surplus != 0));
+                }
+                now += GAP;
+            }
+            assert_eq!(entry.wrong(now), wrong, "{surplus:?}");
+        }
     }
 
     #[tokio::test(start_paused = true)]
@@ -435,10 +480,10 @@ mod tests {
         for (counted, wrong) in [(1, Some(Wrong::TooFew(1))), (2, None), (3, None), (4, Some(Wrong::TooMany(1)))] {
             let (mut entry, route, now) = entry();
             entry.ask_again();
-            let look = entry.look(now).unwrap();
-            assert!(entry.ended(&route).is_none());
-            entry.gave_back(now, Answered::There, 1, now);
-            entry.looked(look, Answered::There, counted, now);
+            assert!(entry.look(now).is_some());
+            let side = end(&mut entry, &route);
+            entry.gave_back(side, now, THERE, 1, now);
+            entry.looked(THERE, counted, now);
             assert_eq!(entry.wrong(now), wrong, "{counted}");
         }
     }
@@ -448,16 +493,16 @@ mod tests {
     async fn what_a_late_renewal_counts_again_is_given_back() {
         let (mut entry, route, now) = entry();
         entry.ask_again();
-        let look = entry.look(now).unwrap();
+        assert!(entry.look(now).is_some());
         for _ in 0..3 {
-            assert!(entry.ended(&route).is_none());
-            entry.gave_back(now, Answered::There, 1, now);
+            let side = end(&mut entry, &route);
+            entry.gave_back(side, now, THERE, 1, now);
         }
-        entry.looked(look, Answered::There, 3, now);
+        entry.looked(THERE, 3, now);
         assert_eq!(entry.wrong(now), None, "it may have come before, too");
         let now = now + GAP;
-        let look = entry.look(now).expect("whether it counts them still");
-        entry.looked(look, Answered::There, 3, now);
+        assert!(entry.look(now).is_some(), "whether it counts them still");
+        entry.looked(THERE, 3, now);
         assert_eq!(entry.wrong(now), Some(Wrong::TooMany(3)));
     }
 
@@ -465,14 +510,14 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn what_is_given_back_already_is_no_surplus() {
         let (mut entry, route, now) = entry();
-        assert!(entry.ended(&route).is_none());
+        let side = end(&mut entry, &route);
         entry.ask_again();
-        assert!(entry.look(now).is_some_and(|look| (look.held, look.leaving) == (2, 1)));
-        (entry.looking, entry.doubt) = (false, Some(now));
-        entry.gave_back(now, Answered::Elsewhere, 0, now);
+        assert_eq!(entry.look(now), Some(2));
+        (entry.look, entry.doubt) = (None, Some(now));
+        entry.gave_back(side, now, Answered::Elsewhere, 0, now);
         for (now, wrong) in [(now, None), (now + LATE, Some(Wrong::TooMany(1)))] {
-            let look = entry.look(now).unwrap();
-            entry.looked(look, Answered::There, 3, now);
+            assert!(entry.look(now).is_some());
+            entry.looked(THERE, 3, now);
             assert_eq!(entry.wrong(now), wrong);
         }
     }
@@ -483,9 +528,9 @@ mod tests {
         let second = Arc::new(Route::new(&LocalStore::default(), None));
         let side = ask(&mut entry, &second);
         assert_eq!(entry.routes().count(), 2);
-        assert!(entry.denied(side, &second, Answered::There, now).is_some_and(|route| Arc::ptr_eq(&route, &second)));
+        assert!(entry.denied(side, &second, THERE, now).is_some_and(|route| Arc::ptr_eq(&route, &second)));
         for _ in 0..3 {
-            assert!(entry.ended(&first).is_none());
+            end(&mut entry, &first);
         }
         assert!(entry.routes().all(|route| Arc::ptr_eq(route, &first)), "by it the store is asked");
     }

@@ -21,7 +21,8 @@ pub struct Lease {
     /// Of each of these, on which side of a look it was asked about.
     sides: SmallVec<[Side; 1]>,
     state: State,
-    answered: Answered,
+    /// Whether it is known what the store that keeps the count has answered.
+    is_known: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,18 +34,19 @@ enum State {
 
 impl Lease {
     pub(super) fn new(leases: Leases, key: Key, policies: Policies, sides: SmallVec<[Side; 1]>) -> Self {
-        Self { leases, key, policies, sides, state: State::Asked, answered: Answered::Elsewhere }
+        Self { leases, key, policies, sides, state: State::Asked, is_known: false }
     }
 
     /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is held if the
     /// request [passes](Self::pass) all the same.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &Error>) {
-        self.answered = match answer {
+        let answered = match answer {
             Ok(decision) => self.leases.route().answered(decision),
             Err(error) => Answered::there(error.is_unsent()),
         };
+        self.is_known = answered != Answered::Elsewhere;
         match answer {
-            Ok(decision) if decision.is_allowed() => self.hold(self.answered),
+            Ok(decision) if decision.is_allowed() => self.hold(answered),
             Ok(_) => self.leave(),
             Err(_) => {}
         }
@@ -74,7 +76,7 @@ impl Lease {
     fn leave(&mut self) {
         if self.state == State::Asked {
             self.state = State::Over;
-            self.each(|books, place, side, route| books.denied(place, side, route, self.answered));
+            self.each(|books, place, side, route| books.denied(place, side, route, Answered::there(self.is_known)));
         }
     }
 

@@ -8,12 +8,14 @@
 //! - A request is given back by the store that its layer asks: a fallback, maybe, over the one that others ask.
 //! - What ends is given back off the request path, once, whatever ends it.
 //! - Where the count is in doubt, the books look how many the store counts. Takes and give-backs may come to it before the look
-//!   or after it, in any order, since they go by several connections: so only what is wrong whatever came first is corrected,
-//!   by giving back or charging so many. This too may come in any order.
+//!   or after it, in any order, since they go by several connections. Redis tells when it decided each of them: so the count is
+//!   put right while requests come and end without a pause. Of a store that does not tell, only what is wrong whatever came
+//!   first is corrected. A correction gives so many back, or charges them, and may come in any order too.
 
 mod entry;
 mod keeper;
 mod lease;
+mod look;
 mod shelf;
 #[cfg(test)]
 mod tests;
@@ -28,7 +30,7 @@ use tokio::time::Instant;
 
 pub(crate) use self::lease::Lease;
 
-use self::entry::{Answered, Entry, Look, Side, Wrong};
+use self::entry::{Answered, Entry, Side, Wrong};
 use self::keeper::Watch;
 use crate::limit::{Check, Decision, Key, Policies, Policy};
 use crate::settle::{Mail, Outbox, Post};
@@ -75,7 +77,7 @@ struct Place {
 
 /// What is due of an entry.
 enum Due {
-    Look(Look),
+    Look { held: u32 },
     Correct(Wrong),
 }
 
@@ -137,7 +139,10 @@ impl Route {
 
     /// Where a decision came from.
     fn answered(&self, decision: &Decision) -> Answered {
-        Answered::there(contain(|| (self.knows)(decision)).unwrap_or(false))
+        match contain(|| (self.knows)(decision)).unwrap_or(false) {
+            true => Answered::There(decision.order()),
+            false => Answered::Elsewhere,
+        }
     }
 
     /// Where an answer came from, and what it grants.
@@ -200,10 +205,10 @@ impl Books {
     /// A request has ended.
     fn ended(self: &Arc<Self>, place: Place, route: &Arc<Route>) {
         let change = |entry: &mut Entry, _| (entry.policies().clone(), entry.ended(route));
-        let Some((policies, _unused)) = self.change(place, change) else { return };
+        let Some((policies, (side, _unused))) = self.change(place, change) else { return };
         let since = instant();
         self.ask_by(route, Check::give_back(place.key, &policies, 1), move |books, answered, had| {
-            books.change(place, |entry, now| entry.gave_back(since, answered, had, now));
+            books.change(place, |entry, now| entry.gave_back(side, since, answered, had, now));
         });
     }
 
@@ -216,7 +221,7 @@ impl Books {
             let result = change(entry, now);
             let due = match entry.wrong(now) {
                 Some(wrong) => Some(Due::Correct(wrong)),
-                None => entry.look(now).map(Due::Look),
+                None => entry.look(now).map(|held| Due::Look { held }),
             };
             let due = due.map(|due| (due, entry.policies().clone(), entry.routes().map(Arc::clone).collect()));
             if entry.is_in_doubt() {
@@ -225,7 +230,7 @@ impl Books {
             (result, due, self.remove_if_done(entries, place, now))
         };
         match due {
-            Some((Due::Look(look), policies, routes)) => self.look_at(place, look, &policies, routes),
+            Some((Due::Look { held }, policies, routes)) => self.look_at(place, held, &policies, routes),
             Some((Due::Correct(wrong), policies, routes)) => self.correct(place, wrong, &policies, routes),
             None => {}
         }
@@ -241,14 +246,14 @@ impl Books {
     }
 
     /// Looks how many the store counts, which renews them.
-    fn look_at(self: &Arc<Self>, place: Place, look: Look, policies: &Policies, routes: Routes) {
-        let renew = Check::renew(place.key, policies, look.held);
+    fn look_at(self: &Arc<Self>, place: Place, held: u32, policies: &Policies, routes: Routes) {
+        let renew = Check::renew(place.key, policies, held);
         // Each may have another store that follows the one that counts.
         for route in routes.iter().skip(1) {
             route.post.put(Mail::of_check(renew.clone()));
         }
         self.ask_first(routes, renew, move |books, answered, counted| {
-            books.change(place, |entry, now| entry.looked(look, answered, counted, now));
+            books.change(place, |entry, now| entry.looked(answered, counted, now));
         });
     }
 
@@ -292,11 +297,11 @@ impl Books {
     fn heard(&self, answered: Answered) {
         match answered {
             Answered::Elsewhere => self.away.store(true, Ordering::Release),
-            Answered::There if self.away.load(Ordering::Acquire) => {
+            Answered::There(_) if self.away.load(Ordering::Acquire) => {
                 self.away.store(false, Ordering::Release);
                 self.forgot.store(true, Ordering::Release);
             }
-            Answered::There => {}
+            Answered::There(_) => {}
         }
     }
 

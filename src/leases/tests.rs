@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::atomic::AtomicU8;
+use std::sync::atomic::{AtomicI64, AtomicU8};
 use std::time::Duration;
 
 use fastrand::Rng;
@@ -26,6 +26,8 @@ struct Wavering {
     /// How long each way takes: as over several connections, what is asked later may come before.
     way: fn() -> Duration,
     asked: Arc<Mutex<Vec<(Mode, u32)>>>,
+    /// How many it has decided.
+    decided: Arc<AtomicI64>,
 }
 
 const HERE: u8 = 0;
@@ -42,7 +44,14 @@ const LEASE: Duration = Duration::from_secs(30);
 impl Wavering {
     fn new() -> Self {
         let (there, elsewhere) = (LocalStore::default(), LocalStore::default());
-        Self { there, elsewhere, mood: Arc::default(), way: || Duration::from_millis(2), asked: Arc::default() }
+        Self {
+            there,
+            elsewhere,
+            mood: Arc::default(),
+            way: || Duration::from_millis(2),
+            asked: Arc::default(),
+            decided: Arc::default(),
+        }
     }
 
     fn is(&self, mood: u8) {
@@ -82,15 +91,17 @@ impl Store for Wavering {
                 return Err(Error::new(ErrorKind::Unreachable).unsent());
             }
             let decision = now(&store.there, check.clone());
+            let order = store.decided.fetch_add(1, Ordering::SeqCst) + 1;
             sleep((store.way)()).await;
             if mood == LOSES {
                 return Err(Error::new(ErrorKind::Timeout));
             }
-            Ok(check.decided(THERE, decision.granted(), |policy| {
+            let decided = check.decided(THERE, decision.granted(), |policy| {
                 let each = decision.each().find(|each| each.policy() == policy).unwrap();
                 let verdict = each.retry_after().map_or(Verdict::allowed(), Verdict::denied);
                 verdict.with_remaining(each.remaining()).with_reset_after(each.reset_after())
-            }))
+            });
+            Ok(decided.decided_at(order))
         }))
     }
 
@@ -397,6 +408,44 @@ async fn a_place_of_who_went_away_is_free_soon_in_a_flood() {
         }
         assert_eq!(least, 0, "within half a second");
     }
+}
+
+/// From far away, so that some begin and some end whenever the store is looked at, and some of each may have come before the look.
+#[tokio::test(start_paused = true)]
+async fn a_flood_from_far_away_gets_all_places_back() {
+    let (store, ann) = (Wavering { way: || Duration::from_millis(10), ..Wavering::new() }, Key::new("ann"));
+    let leases = leases(&store);
+    let (hasty, open) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicBool::new(true)));
+    let mut tasks = vec![];
+    for seed in 0..5 * u64::from(LIMIT) {
+        let (store, leases, hasty, open) = (store.clone(), leases.clone(), Arc::clone(&hasty), Arc::clone(&open));
+        tasks.push(tokio::spawn(async move {
+            let mut rng = Rng::with_seed(seed);
+            loop {
+                let goes = hasty.load(Ordering::SeqCst) && rng.f64() < 0.1;
+                let patience = if goes { Duration::from_millis(rng.u64(..20)) } else { LEASE };
+                let lease = timeout(patience, request(&store, &leases, ann)).await.ok().flatten();
+                if lease.is_some() {
+                    sleep(Duration::from_millis(rng.u64(1..20))).await;
+                }
+                if !open.load(Ordering::SeqCst) {
+                    return lease;
+                }
+            }
+        }));
+    }
+    sleep(Duration::from_secs(5)).await;
+    hasty.store(false, Ordering::SeqCst);
+    sleep(Duration::from_secs(1)).await;
+    open.store(false, Ordering::SeqCst);
+    // All that was asked is answered by then, and nothing that was asked later is.
+    sleep(Duration::from_millis(22)).await;
+    let counted = store.counted(ann);
+    let mut held = vec![];
+    for task in tasks {
+        held.extend(task.await.unwrap());
+    }
+    assert_eq!(counted, held.len() as u32, "counted, and in flight");
 }
 
 /// What ends outside of a runtime, or on one that has ended, is told by the next one.

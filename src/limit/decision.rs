@@ -3,7 +3,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::check::{Charged, LONGEST};
-use super::{Check, Key, Policies, Policy, Strategy, Verdict, Verdicts};
+use super::{Check, Key, Order, Policies, Policy, Strategy, Verdict, Verdicts};
 
 /// The verdict on one check.
 ///
@@ -274,6 +274,19 @@ impl Decision {
     /// When Redis decided, by its own clock in microseconds; 0 if another did.
     pub(crate) fn at(&self) -> i64 {
         self.verdicts.at
+    }
+
+    /// Where it stands among the decisions of Redis; `None` if another store decided.
+    pub(crate) fn order(&self) -> Option<Order> {
+        let &Verdicts { at, place, .. } = &self.verdicts;
+        (at > 0).then_some((at, place))
+    }
+
+    /// The same, as Redis would have decided at this time.
+    #[cfg(test)]
+    pub(crate) fn decided_at(mut self, at: i64) -> Self {
+        self.verdicts.at = at;
+        self
     }
 
     /// What each policy says of the check.

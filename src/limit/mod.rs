@@ -36,5 +36,5 @@ pub use verdict::Verdict;
 pub(crate) use check::{Charged, LONGEST};
 pub(crate) use policy::is_name;
 pub(crate) use strategy::{Followed, State};
-pub(crate) use verdict::Verdicts;
+pub(crate) use verdict::{Order, Verdicts};
 pub(crate) use words::words;

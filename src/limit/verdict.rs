@@ -53,11 +53,21 @@ pub(crate) struct Verdicts {
     pub(crate) granted: i64,
     /// When Redis decided, by its own clock in microseconds; 0 if another did.
     pub(crate) at: i64,
+    /// Where it stands among all that Redis decided in the same call.
+    pub(crate) place: u32,
     /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
     pub(crate) each: SmallVec<[Verdict; 1]>,
 }
 
+/// Where a decision stands among those of Redis: when it was made, and at which place of the call. A later one is greater.
+pub(crate) type Order = (i64, u32);
+
 impl Verdicts {
+    /// What another store than Redis has decided.
+    pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
+        Self { granted, at: 0, place: 0, each }
+    }
+
     /// What the first policy says.
     pub(crate) fn first(&self) -> &Verdict {
         self.of(0)
@@ -128,6 +138,6 @@ impl Clone for Verdicts {
             [one] => SmallVec::from_buf([one]),
             _ => SmallVec::from_slice(&self.each),
         };
-        Self { granted: self.granted, at: self.at, each }
+        Self { each, ..*self }
     }
 }

@@ -1,12 +1,17 @@
 //! Requests in flight of real processes: some are killed or stopped, and Redis is.
 
+use std::env;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use futures_util::future::join_all;
-use tokio::time::sleep;
-use tower_redis_ratelimit::{Limiter, RedisStore, Reservation};
+use tokio::time::{sleep, timeout};
+use tower_redis_ratelimit::{Limiter, Policy, RedisStore, Reservation};
 
 use crate::in_flight_load::{LEASE, LIMIT, an_outage, ann, is_worker, limiter, patient, processes_are_killed, work};
+use crate::proxy::far;
 use crate::support::{RedisServer, until};
 
 /// `SECONDS=20` for longer.
@@ -228,4 +233,56 @@ async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     .await;
     drop(held);
     until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
+}
+
+/// Some begin and some end whenever Redis is looked at, and some of each may have come before the look: for as long as the requests
+/// never pause. `SECONDS=5` for longer; it tells how many began.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_flood_from_far_away_gets_all_places_back() {
+    const PLACES: u32 = 20;
+    const HASTY: u8 = 0;
+    const PATIENT: u8 = 1;
+    const OVER: u8 = 2;
+
+    let seconds = env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(1.0);
+    let server = RedisServer::start();
+    let policy = Policy::in_flight("streams", PLACES).unwrap();
+    let limiter = |url: &str| Limiter::new(patient(url), policy.clone());
+    let (here, far) = (limiter(&server.url()), limiter(&far(&server, Duration::from_millis(20)).await));
+    let (mood, begun) = (Arc::new(AtomicU8::new(PATIENT)), Arc::new(AtomicUsize::new(0)));
+    let mut tasks = vec![];
+    for seed in 0..5 * u64::from(PLACES) {
+        let (far, mood, begun, mut rng) = (far.clone(), Arc::clone(&mood), Arc::clone(&begun), Rng::with_seed(seed));
+        tasks.push(tokio::spawn(async move {
+            loop {
+                let goes_away = mood.load(SeqCst) == HASTY && rng.f64() < 0.1;
+                let patience = Duration::from_millis(if goes_away { rng.u64(..40) } else { 60_000 });
+                let held = timeout(patience, far.reserve(ann(), 1)).await.ok().and_then(Result::ok);
+                if held.is_some() {
+                    begun.fetch_add(1, SeqCst);
+                }
+                sleep(Duration::from_millis(rng.u64(1..20))).await;
+                if mood.load(SeqCst) == OVER {
+                    return held;
+                }
+            }
+        }));
+    }
+    let pass = async |what: &str, seconds: f64| {
+        let before = begun.load(SeqCst);
+        sleep(Duration::from_secs_f64(seconds)).await;
+        println!("{what}: {} began in {seconds} s", begun.load(SeqCst) - before);
+    };
+    pass("before", seconds).await;
+    mood.store(HASTY, SeqCst);
+    pass("while some go away", seconds).await;
+    mood.store(PATIENT, SeqCst);
+    pass("just after that", 1.0).await;
+    pass("then", seconds).await;
+    mood.store(OVER, SeqCst);
+    let mut held = vec![];
+    for task in tasks {
+        held.extend(task.await.unwrap());
+    }
+    assert_eq!(left(&here).await, PLACES - held.len() as u32, "{} are held", held.len());
 }

@@ -4,10 +4,14 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering::SeqCst};
+use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, copy, copy_bidirectional};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
 use tower_redis_ratelimit::redis::aio::MultiplexedConnection;
 use tower_redis_ratelimit::redis::{Cmd, Value};
 
@@ -85,6 +89,40 @@ pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool
         }
     });
     (url, holds)
+}
+
+/// Leads to one server, which is so far away: each way takes as long.
+pub(crate) async fn far(server: &RedisServer, way: Duration) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let (url, port) = (format!("redis://{}/", listener.local_addr().unwrap()), server.port());
+    tokio::spawn(async move {
+        while let Ok((client, _)) = listener.accept().await {
+            let server = TcpStream::connect(("127.0.0.1", port)).await?;
+            client.set_nodelay(true)?;
+            server.set_nodelay(true)?;
+            let ((from, back), (replies, to)) = (client.into_split(), server.into_split());
+            tokio::spawn(delayed(from, to, way));
+            tokio::spawn(delayed(replies, back, way));
+        }
+        Ok::<(), io::Error>(())
+    });
+    url
+}
+
+async fn delayed(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, way: Duration) -> io::Result<()> {
+    let (sender, mut under_way) = unbounded_channel::<(Instant, Vec<u8>)>();
+    tokio::spawn(async move {
+        while let Some((at, bytes)) = under_way.recv().await {
+            sleep_until(at).await;
+            to.write_all(&bytes).await?;
+        }
+        Ok::<(), io::Error>(())
+    });
+    let mut buffer = vec![0; 65_536];
+    while let length @ 1.. = from.read(&mut buffer).await? {
+        let _ = sender.send((Instant::now() + way, buffer[..length].to_vec()));
+    }
+    Ok(())
 }
 
 /// Sends each command over another of its connections, to the server that the command's first key belongs to. If it is

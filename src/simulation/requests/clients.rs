@@ -7,11 +7,11 @@ use fastrand::Rng;
 use tokio::time::{sleep, timeout};
 
 use super::plan::{Caller, Habit};
-use super::world::{Far, World};
+use super::world::{Far, State, World};
 use crate::simulation::{pick, verdict};
 use crate::{Error, Limiter, Reservation, ReserveError};
 
-/// One client of a caller on a runtime, until the last fault is over.
+/// One client of a caller on a runtime, until the last fault is over; a steady one for some time more.
 pub(super) struct Client {
     pub(super) world: World,
     pub(super) limiter: Limiter<Far>,
@@ -22,21 +22,22 @@ pub(super) struct Client {
 
 impl Client {
     pub(super) async fn run(mut self) {
-        let (habit, most, drops, end) = {
-            let state = self.world.state();
-            let Caller { habit, cost, drops, .. } = state.plan.callers[self.caller];
-            (habit, cost, drops, state.plan.end)
+        let (habit, most, drops, is_steady, end, last) = {
+            let State { plan, .. } = &*self.world.state();
+            let Caller { habit, cost, drops, is_steady, .. } = plan.callers[self.caller];
+            (habit, cost, drops, is_steady, plan.end, if is_steady { plan.last() } else { plan.end })
         };
         // Some clients are never idle, some hardly ask.
-        let pause = *pick(&mut self.rng, &[10, 40, 150]);
+        let pause = *pick(&mut self.rng, if is_steady { &[5] } else { &[10, 40, 150] });
         loop {
             sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
-            if self.world.state().now >= end {
+            let now = self.world.state().now;
+            if now >= last {
                 return;
             }
             let rng = &mut self.rng;
             let cost = rng.u32(1..=most);
-            let patience = (drops && rng.u8(..4) == 0).then(|| Duration::from_millis(rng.u64(..100)));
+            let patience = (drops && now < end && rng.u8(..4) == 0).then(|| Duration::from_millis(rng.u64(..100)));
             match habit {
                 Habit::Waiting => {
                     let max = Duration::from_millis(*pick(rng, &[0, 40, 400, 3000, 3000]));
@@ -51,7 +52,7 @@ impl Client {
                     }
                 }
                 Habit::InFlight => {
-                    let lasts = Duration::from_millis(*pick(rng, &[5, 60, 300]));
+                    let lasts = Duration::from_millis(*pick(rng, if is_steady { &[1, 5, 60] } else { &[5, 60, 300] }));
                     if let Some(held) = self.reserve(1, patience).await {
                         sleep(lasts).await;
                         drop(held);

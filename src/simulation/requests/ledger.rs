@@ -30,6 +30,8 @@ pub(super) enum Rule {
     Cost,
     /// No more requests are in flight than the limit.
     InFlight,
+    /// Though requests never pause, the store soon counts what is in flight.
+    Steady,
     /// When no request is in flight, the store counts none.
     Left,
     /// No task lives on when all is done.
@@ -76,6 +78,8 @@ struct Sums {
     real: i64,
     unknown: i64,
     in_flight: i64,
+    /// How many the store counted too many, at least and at most, while requests never paused.
+    surplus: Option<(i64, i64)>,
 }
 
 /// Somebody who waits.
@@ -215,6 +219,7 @@ impl Ledger {
 
     /// Everything has come to rest. `used` is what the store counts.
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
+        self.was_steady(caller);
         let who = &plan.callers[caller];
         let &Sums { settled, runs, told, real, unknown, in_flight, .. } = &self.callers[caller];
         match who.habit {
@@ -262,6 +267,24 @@ impl Ledger {
 
     pub(super) fn ends(&mut self, caller: usize) {
         self.callers[caller].in_flight -= 1;
+    }
+
+    /// Requests never pause. The store counts so many of which it will not hear any more, if none were in flight.
+    pub(super) fn is_steady(&mut self, caller: usize, counted: i64) {
+        let sums = &mut self.callers[caller];
+        let surplus = counted - sums.in_flight;
+        let (least, most) = sums.surplus.unwrap_or((surplus, surplus));
+        sums.surplus = Some((least.min(surplus), most.max(surplus)));
+    }
+
+    /// They end. What is given back just now may be counted still: but not all the time.
+    fn was_steady(&mut self, caller: usize) {
+        if let Some((least, most)) = self.callers[caller].surplus
+            && (least > 0 || most < 0)
+        {
+            let problem = format!("the store counted {least} to {most} too many for all the time");
+            self.breaks(Rule::Steady, Some(caller), problem);
+        }
     }
 }
 

@@ -111,10 +111,10 @@ impl<'a> Simulated<'a> {
     }
 
     fn run(mut self) {
-        let (callers, end) = {
-            let state = self.world.state();
-            let callers: Vec<_> = state.plan.callers.iter().map(|caller| (caller.habit, caller.clients)).collect();
-            (callers, state.plan.end)
+        let (callers, end, last) = {
+            let State { plan, .. } = &*self.world.state();
+            let callers: Vec<_> = plan.callers.iter().map(|caller| (caller.habit, caller.clients)).collect();
+            (callers, plan.end, plan.last())
         };
         for runtime in 0..self.runtimes.len() {
             for (caller, (_, clients)) in callers.iter().enumerate() {
@@ -126,9 +126,10 @@ impl<'a> Simulated<'a> {
         }
         self.passes_to(end);
         self.world.state().say(None, || "nothing goes wrong any more".to_owned());
+        self.passes_to(last);
         self.step = 50;
         // Somebody comes now and then: what a runtime has left is done by the next that comes.
-        while self.now < end + REST {
+        while self.now < last + REST {
             for runtime in 0..self.runtimes.len() {
                 for (caller, (habit, _)) in callers.iter().enumerate() {
                     let client = self.client(runtime, caller);
@@ -175,6 +176,7 @@ impl<'a> Simulated<'a> {
             }
             let state = &mut *self.world.state();
             state.ledger.passes(&state.plan, self.now, self.step);
+            state.watch_steady();
             state.say_broken();
         }
     }

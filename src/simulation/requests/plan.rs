@@ -19,7 +19,7 @@ pub(super) struct Plan {
     pub(super) step: u64,
     /// How long a request takes at most, each way.
     pub(super) delay: u64,
-    /// When all faults are over. No client asks from then on.
+    /// When all faults are over, and nobody goes away any more. No client asks from then on, but for steady ones.
     pub(super) end: u64,
     /// Where the clock of the store starts, in microseconds since the Unix epoch.
     pub(super) wall: i64,
@@ -45,6 +45,8 @@ pub(super) struct Caller {
     pub(super) clients: usize,
     /// Whether some futures are dropped before they are ready.
     pub(super) drops: bool,
+    /// Whether there are many clients, which hardly pause, and go on after the last fault.
+    pub(super) is_steady: bool,
 }
 
 /// What a caller's clients do.
@@ -84,6 +86,9 @@ pub(super) enum Kind {
 const KINDS: [Kind; 5] = [Kind::Down, Kind::LosingRequests, Kind::LosingReplies, Kind::Slow, Kind::Frozen];
 const HABITS: [Habit; 3] = [Habit::Waiting, Habit::Reserving, Habit::InFlight];
 
+/// How long steady clients go on when their callers should have all places back.
+const STEADY: u64 = 1000;
+
 /// So long that nothing flows back in a run.
 const LONG: Duration = Duration::from_secs(90 * 86_400);
 /// Longer than anything that goes wrong, and a lease time that ends within a run.
@@ -113,7 +118,7 @@ impl Plan {
         });
         let faults = faults.collect();
         let callers = (0..rng.usize(1..=2)).map(|i| Caller::new(rng, i)).collect();
-        Self {
+        let mut plan = Self {
             instances,
             runtimes,
             callers,
@@ -122,12 +127,30 @@ impl Plan {
             delay: *pick(rng, &[1, 4, 40]),
             end,
             wall: (LONG * 220).as_micros() as i64 + rng.i64(0..90_000_000_000),
+        };
+        let is_far = plan.delay > 10;
+        for caller in plan.callers.iter_mut().filter(|caller| is_far && caller.habit == Habit::InFlight) {
+            if rng.bool() {
+                caller.never_pauses(rng);
+            }
         }
+        plan
     }
 
     /// Whether nothing goes wrong, but that a client may go away.
     pub(super) fn is_well(&self) -> bool {
         self.faults.is_empty() && self.runtimes.iter().all(|it| it.ends_at.is_none() && it.still.is_none())
+    }
+
+    /// When the callers of steady clients have all places back: what was sent may be heard of, or come to the store, long after
+    /// the last fault.
+    pub(super) fn heals_at(&self) -> u64 {
+        self.end + if self.is_well() { 1000 } else { 4500 }
+    }
+
+    /// When the last client asks.
+    pub(super) fn last(&self) -> u64 {
+        if self.callers.iter().any(|caller| caller.is_steady) { self.heals_at() + STEADY } else { self.end }
     }
 
     /// What goes wrong with an instance now.
@@ -156,8 +179,9 @@ impl fmt::Display for Plan {
         for Fault { from, until, instance, kind } in &self.faults {
             writeln!(f, "{from} to {until} ms: {kind:?} for i{instance}")?;
         }
-        for (i, Caller { policies, habit, cost, clients, drops, .. }) in self.callers.iter().enumerate() {
+        for (i, Caller { policies, habit, cost, clients, drops, is_steady, .. }) in self.callers.iter().enumerate() {
             write!(f, "c{i} {habit:?}, cost up to {cost}, {clients} clients")?;
+            write!(f, "{}", if *is_steady { ", which never pause" } else { "" })?;
             write!(f, "{}:", if *drops { ", which go away" } else { "" })?;
             policies.iter().try_for_each(|policy| write!(f, " {policy:?}"))?;
             writeln!(f)?;
@@ -189,7 +213,14 @@ impl Caller {
             cost: if habit == Habit::InFlight { 1 } else { rng.u32(1..=3).min(2) },
             clients: rng.usize(1..=5),
             drops: rng.u8(..3) == 0,
+            is_steady: false,
         }
+    }
+
+    fn never_pauses(&mut self, rng: &mut Rng) {
+        let quota = Quota::per(*pick(rng, &[8, 16]), self.policy().quota().period());
+        self.policies = Policy::new("flight", Strategy::InFlight, quota).unwrap().into();
+        (self.clients, self.drops, self.is_steady) = (rng.usize(10..=20), true, true);
     }
 
     pub(super) fn policy(&self) -> &Policy {

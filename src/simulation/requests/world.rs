@@ -10,8 +10,8 @@ use fastrand::Rng;
 use tokio::sync::oneshot;
 
 use super::ledger::{Ledger, Rule};
-use super::plan::{Fault, Kind, Plan};
-use crate::limit::{Check, Decision, Key, Source, State as Count};
+use super::plan::{Caller, Fault, Kind, Plan};
+use crate::limit::{Check, Decision, Key, Mode, Source, State as Count};
 use crate::simulation::{Log, shown, verdict};
 use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, lock};
 
@@ -31,6 +31,8 @@ pub(super) struct State {
     /// What happens to requests, and when. Those of one moment in the order in which they were made.
     events: BTreeMap<(u64, u64), Event>,
     made: u64,
+    /// How many checks the store has decided.
+    decided: i64,
 }
 
 /// What happens to a request next.
@@ -40,6 +42,25 @@ enum Event {
     Leaves(Request),
     Runs(Request),
     IsAnswered(Request, Result<Decision, Error>),
+}
+
+impl Event {
+    /// How many the store counts of this caller of which a client is about to hear, or which are about to be given back.
+    fn in_flight(&self, key: &Key) -> i64 {
+        match self {
+            Self::IsAnswered(Request { check, answer, .. }, Ok(decision))
+                if check.key() == key && check.mode() == Mode::Take && !answer.is_closed() =>
+            {
+                decision.granted().into()
+            }
+            Self::Leaves(Request { check, .. }) | Self::Runs(Request { check, .. })
+                if check.key() == key && check.mode() == Mode::GiveBack =>
+            {
+                check.cost().into()
+            }
+            _ => 0,
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -77,6 +98,7 @@ impl World {
             counts: HashMap::new(),
             events: BTreeMap::new(),
             made: 0,
+            decided: 0,
         })))
     }
 
@@ -223,7 +245,21 @@ impl State {
         }
         let verdicts = check.decide(&mut counts, self.plan.wall + self.now as i64 * 1000);
         self.counts.extend(places.into_iter().zip(counts));
-        check.clone().answer(verdicts, Source::Redis)
+        self.decided += 1;
+        check.clone().answer(verdicts, Source::Redis).decided_at(self.decided)
+    }
+
+    /// Compares what the store counts of steady callers with what is in flight, when they should have all places back.
+    pub(super) fn watch_steady(&mut self) {
+        if !(self.plan.heals_at()..self.plan.last()).contains(&self.now) {
+            return;
+        }
+        for caller in 0..self.plan.callers.len() {
+            let Caller { key, is_steady: true, .. } = self.plan.callers[caller] else { continue };
+            let on_the_way = self.events.values().map(|event| event.in_flight(&key)).sum::<i64>();
+            let counted = self.used(caller) - on_the_way;
+            self.ledger.is_steady(caller, counted);
+        }
     }
 
     /// How much the store counts of a caller.

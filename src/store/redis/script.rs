@@ -7,7 +7,7 @@ use redis::{Cmd, Value};
 use super::batch::Batch;
 use super::lua::Lua;
 use super::wire;
-use crate::limit::{Charged, Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
+use crate::limit::{Charged, Check, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
 use crate::store::{Error, ErrorKind};
 
 /// It decides the checks of a batch.
@@ -115,7 +115,8 @@ impl Batch {
                     let policies = &self.plans[self.entries[*entry].plan].policies;
                     let (from, length) = (next[*entry], 4 * policies.iter().len());
                     next[*entry] += length;
-                    verdicts(&values[from..from + length], policies, at)
+                    let place = u32::try_from(from).unwrap_or(u32::MAX);
+                    verdicts(&values[from..from + length], policies, (at, place))
                 }))
             }
             _ => Err(Error::new(ErrorKind::Protocol)),
@@ -160,12 +161,12 @@ impl Packed {
 /// What the script tells of rooms and times, which a double holds exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 
-/// One answer of this time: four numbers for each policy.
+/// One answer of this time and place: four numbers for each policy.
 ///
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[Value], policies: &Policies, at: i64) -> Result<Verdicts, Error> {
+fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result<Verdicts, Error> {
     let protocol = || Error::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let each = answer.chunks_exact(4).zip(policies).map(|(answer, policy)| {
@@ -184,7 +185,7 @@ fn verdicts(answer: &[Value], policies: &Policies, at: i64) -> Result<Verdicts, 
     });
     let each = each.collect::<Result<_, _>>()?;
     match problem {
-        0.. => Ok(Verdicts { granted, at, each }),
+        0.. => Ok(Verdicts { granted, at, place, each }),
         REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
         NO_WRITES => Err(Error::new(ErrorKind::Refused).unsent()),
@@ -299,8 +300,12 @@ mod tests {
         // The answers of an entry follow each other, and go to its checks in their order.
         let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
         let reply = Value::Array(answers.chain([1_790]).map(Value::Int).collect());
-        let left: Vec<i64> = batch.read(reply).unwrap().map(|verdicts| verdicts.unwrap().first().remaining).collect();
+        let read = batch.read(reply).unwrap().map(Result::unwrap);
+        let (left, order): (Vec<i64>, Vec<Order>) =
+            read.map(|verdicts| (verdicts.first().remaining, (verdicts.at, verdicts.place))).unzip();
         assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
+        // In which they were decided.
+        assert_eq!(order, [0, 8, 4, 12, 16, 20, 24].map(|place| (1_790, place)));
     }
 
     #[test]
