@@ -291,7 +291,7 @@ impl Check {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.of(0), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
-            return Verdicts { granted, at: 0, each: SmallVec::from_buf([verdict]) };
+            return Verdicts { granted, at: 0, age: 0, each: SmallVec::from_buf([verdict]) };
         }
         self.decide_all(states, &ask)
     }
@@ -314,7 +314,7 @@ impl Check {
                 granted = granted.max(grants);
             }
         }
-        Verdicts { granted, at: 0, each }
+        Verdicts { granted, at: 0, age: 0, each }
     }
 
     /// The decision that answers this check.

@@ -43,7 +43,7 @@ impl Check {
         };
         let granted = i64::from(granted);
         let verdicts = told.iter().zip(self.policies()).map(|(told, policy)| told.corrected(self, policy, granted));
-        self.clone().answer(Verdicts { granted, at: 0, each: verdicts.collect() }, source)
+        self.clone().answer(Verdicts { granted, at: 0, age: 0, each: verdicts.collect() }, source)
     }
 }
 

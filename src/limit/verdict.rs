@@ -53,6 +53,8 @@ pub(crate) struct Verdicts {
     pub(crate) granted: i64,
     /// When Redis decided, by its own clock in microseconds; 0 if another did.
     pub(crate) at: i64,
+    /// How many microseconds ago that was, if it is told again under an [id](super::Check::with_id).
+    pub(crate) age: i64,
     /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
     pub(crate) each: SmallVec<[Verdict; 1]>,
 }
@@ -128,6 +130,6 @@ impl Clone for Verdicts {
             [one] => SmallVec::from_buf([one]),
             _ => SmallVec::from_slice(&self.each),
         };
-        Self { granted: self.granted, at: self.at, each }
+        Self { granted: self.granted, at: self.at, age: self.age, each }
     }
 }

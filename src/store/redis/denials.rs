@@ -329,7 +329,7 @@ mod tests {
     /// Has a check denied, as Redis would.
     fn deny(denials: &Denials, check: &Check) {
         let verdict = Verdict { remaining: 0, wait: 3_600_000_000, reset: 3_600_000_000 };
-        denials.learn(check, &Verdicts { granted: 0, at: 0, each: smallvec![verdict] }, denials.now());
+        denials.learn(check, &Verdicts { granted: 0, at: 0, age: 0, each: smallvec![verdict] }, denials.now());
     }
 
     /// How many denials are held.
@@ -356,7 +356,8 @@ mod tests {
         }
         let full = held(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");
-        let reset = Verdicts { granted: 0, at: 0, each: smallvec![Verdict { remaining: 1, wait: 0, reset: 0 }] };
+        let reset =
+            Verdicts { granted: 0, at: 0, age: 0, each: smallvec![Verdict { remaining: 1, wait: 0, reset: 0 }] };
         for key in (0..5_000).map(|i| Key::new(i.to_string())).chain([Key::GLOBAL]) {
             denials.learn(&Check::reset(key, &lists[0]), &reset, denials.now());
         }

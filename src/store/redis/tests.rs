@@ -93,7 +93,7 @@ async fn ids() {
     let mut trace = Trace::new(12, &server);
     let local = LocalStore::default();
     let of = |name: &str, strategy, quota: &str| Policy::new(name, strategy, quota.parse().unwrap()).unwrap();
-    let (mut differ, mut repeated) = (vec![], 0);
+    let (mut differ, mut repeated, mut given) = (vec![], 0, 0);
     for i in 0..3_000 {
         let key = Key::new(format!("caller-{i}"));
         let (one, two) = (of("one", any(&mut trace.rng), "5/1s"), of("two", any(&mut trace.rng), "9/1500ms"));
@@ -118,15 +118,27 @@ async fn ids() {
                 let check = if trace.rng.u8(..4) == 0 { check } else { check.with_id("request-1") };
                 let in_redis = trace.redis.check(check.clone()).await.expect("an answer of Redis");
                 let verdicts = local.verdicts(&check, || start + age);
-                if check.clone().answer(verdicts, Source::Redis) != in_redis {
+                let decision = check.clone().answer(verdicts, Source::Redis);
+                if decision != in_redis {
                     first = first.or(Some(age - period));
                 }
                 repeated += u32::from(check.id().is_some() && in_redis.is_allowed() && age > 0 && age < period);
+                let back = |decision: &Decision| decision.give_back(key, cost, Duration::ZERO).next();
+                if trace.rng.u8(..4) == 0
+                    && let (Some(back), Some(in_rust)) = (back(&in_redis), back(&decision))
+                {
+                    let in_redis = trace.redis.check(back).await.expect("an answer of Redis");
+                    let verdicts = local.verdicts(&in_rust, || start + age);
+                    if in_rust.answer(verdicts, Source::Redis) != in_redis {
+                        first = first.or(Some(age - period));
+                    }
+                    given += 1;
+                }
             }
         }
         differ.extend(first);
     }
-    assert!(repeated > 1_000, "{repeated}");
+    assert!(repeated > 1_000 && given > 1_000, "{repeated} were repeated, {given} gave something back");
     assert!(differ.is_empty(), "{} of 3000 callers differ, first so many us past the period: {differ:?}", differ.len());
 }
 
@@ -243,6 +255,33 @@ async fn what_is_long_on_its_way_is_as_old_as_it_is() {
         assert_eq!(redis.check(back).await.unwrap().granted(), given, "{later} ms later, at an age of {age} ms");
         now.store(start, Relaxed);
     }
+}
+
+/// An answer that is repeated is as old as the charge: what gives it back takes nothing out of what was charged since.
+#[tokio::test]
+async fn what_is_given_back_of_a_repeated_answer_is_as_old_as_the_charge() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(17, &server);
+    let local = LocalStore::default();
+    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s".parse().unwrap()).unwrap().into();
+    let key = Key::new("ann");
+    let start = now.load(Relaxed);
+    let ask = async |check: Check, later| {
+        now.store(start + later, Relaxed);
+        let verdicts = local.verdicts(&check, || start + later);
+        let in_rust = check.clone().answer(verdicts, Source::Local);
+        [redis.check(check).await.unwrap(), in_rust]
+    };
+    let first = || Check::take(key, &policies, 50).with_id("request-1");
+    let _ = ask(first(), 0).await;
+    let _ = ask(Check::take(key, &policies, 50), 9_000_000).await;
+    let repeated = ask(first(), 9_500_000).await;
+    let [of_redis, of_local] = repeated.map(|decision| decision.give_back(key, 50, Duration::ZERO).next().unwrap());
+    assert_eq!(redis.check(of_redis).await.unwrap().granted(), 50);
+    assert_eq!(local.verdicts(&of_local, || start + 9_500_000).granted, 50);
+    // The charge of 9 s counts still.
+    let granted = ask(Check::up_to(key, &policies, 100), 10_500_000).await.map(|decision| decision.granted());
+    assert_eq!(granted, [50; 2], "in Redis and in a local store");
 }
 
 /// What is asked under one quota and not granted leaves alone what another has counted.

@@ -145,7 +145,7 @@ impl State {
         // The local store answers at once.
         let decision = self.counts.check(check.clone()).now_or_never().unwrap().unwrap();
         let each = decision.verdicts().map(|(_, verdict)| *verdict).collect();
-        Verdicts { granted: i64::from(decision.granted()), at: 0, each }
+        Verdicts { granted: i64::from(decision.granted()), at: 0, age: 0, each }
     }
 
     /// Requests in flight are held by instance, which a local store cannot tell apart.
