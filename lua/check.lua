@@ -109,11 +109,8 @@ local function takes(plan, entries, times)
   local policy, cost, now, reply, n = plan[1], plan.cost, now, reply, replied
   local capacity, strategy = policy.capacity, policy.strategy
   local load, room_in, charge, reset_in = strategy.load, strategy.room, strategy.charge, strategy.reset
-  local values = {}
   trouble = nil
-  if strategy.reads ~= false then
-    values = read(key_at + 1, key_at + entries)
-  end
+  local values = read(key_at + 1, key_at + entries)
   local unread = trouble
   for i = 1, entries do
     local key, from, granted, reset = KEYS[key_at + i], n, 0

@@ -181,9 +181,13 @@ fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
 async fn long_logs() {
     let server = RedisServer::start();
     let Trace { mut rng, now, redis, .. } = Trace::new(14, &server);
-    let log = |limit| Policy::new("log", Strategy::SlidingLog, Quota::per(limit, Duration::from_secs(20))).unwrap();
-    let limits = [10_000, 10_000, 3_000, 700];
-    let mut callers = limits.map(|limit| (Policies::from(log(limit)), vec![], [State::fresh(Strategy::SlidingLog)]));
+    // In the shorter period, charges leave all the time.
+    let quotas = [(10_000, 20), (10_000, 2), (3_000, 20), (700, 2)];
+    let mut callers = quotas.map(|(limit, seconds)| {
+        let quota = Quota::per(limit, Duration::from_secs(seconds));
+        let policy = Policy::new("log", Strategy::SlidingLog, quota).unwrap();
+        (Policies::from(policy), vec![], [State::fresh(Strategy::SlidingLog)])
+    });
     let (mut given, mut longest) = (0, 0);
     for round in 0..8_000 {
         let elapsed = match rng.u16(..1_000) {
@@ -194,10 +198,10 @@ async fn long_logs() {
         let time = now.fetch_add(elapsed, Relaxed) + elapsed;
         let checks =
             callers.iter_mut().enumerate().map(|(i, (policies, open, _)): (_, &mut (_, Vec<(Decision, i64)>, _))| {
-                let (key, limit) = (Key::new(format!("{i}")), limits[i]);
+                let (key, limit) = (Key::new(format!("{i}")), quotas[i].0);
                 if rng.u8(..3) == 0 && !open.is_empty() {
-                    // Mostly of late, and mostly all of it.
-                    let nth = if rng.u8(..4) > 0 {
+                    // Mostly all of it; of the first callers mostly of late.
+                    let nth = if rng.usize(..4) > i {
                         open.len() - 1 - rng.usize(..open.len().min(40))
                     } else {
                         rng.usize(..open.len())
@@ -230,11 +234,29 @@ async fn long_logs() {
                 open.push((in_redis, time));
             }
         }
-        if round % 500 == 0 {
+        if round % 500 == 499 {
             longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o").await);
         }
     }
     assert!(given > 5_000 && longest > 4, "{given} were given back, of {longest} elements at most");
+    // Blocks have left, and others were dropped between their neighbors.
+    let (left, dropped) = (server.calls("ltrim").await, server.calls("lrem").await);
+    assert!(left > 20 && dropped > 10, "{left} times blocks have left, {dropped} times they were dropped");
+}
+
+/// What has left the period takes no memory, however much left at once.
+#[tokio::test]
+async fn a_log_that_was_long_keeps_no_memory() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(16, &server);
+    let quota = Quota::per(2_010, Duration::from_secs(10));
+    let policies = Policy::new("log", Strategy::SlidingLog, quota).unwrap().into();
+    for i in 0..2_004 {
+        now.fetch_add(if i < 2_000 { 1 } else { 6_000_000 }, Relaxed);
+        assert!(redis.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().is_allowed());
+    }
+    let bytes: u64 = server.command("MEMORY USAGE rl:{ann}:log:o SAMPLES 0").await;
+    assert!(bytes < 500, "{bytes} bytes");
 }
 
 /// What gives back is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
