@@ -19,6 +19,7 @@
 --          wait            0 if this policy let it pass; microseconds until it would, or until what it took ahead is due;
 --                          -1 for never
 --          reset           microseconds until nothing is charged any more
+--        for an entry whose answer is remembered, then when it was charged, in microseconds; it may be told again
 --        and last the time of the call, in microseconds
 --
 -- A check may fail by itself. One that is denied, and a peek, write nothing; but a state of a time to come, which another

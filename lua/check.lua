@@ -109,11 +109,8 @@ local function takes(plan, entries, times)
   local policy, cost, now, reply, n = plan[1], plan.cost, now, reply, replied
   local capacity, strategy = policy.capacity, policy.strategy
   local load, room_in, charge, reset_in = strategy.load, strategy.room, strategy.charge, strategy.reset
-  local values = {}
   trouble = nil
-  if strategy.reads ~= false then
-    values = read(key_at + 1, key_at + entries)
-  end
+  local values = read(key_at + 1, key_at + entries)
   local unread = trouble
   for i = 1, entries do
     local key, from, granted, reset = KEYS[key_at + i], n, 0
@@ -364,27 +361,31 @@ if not only_runs then
     return granted
   end
 
-  -- What is remembered under an id: until when, and what each policy answered. Its key expires with the millisecond, which
-  -- may be later.
-  local UNTIL, UNTIL_LENGTH = '<I7', 7
+  -- What is remembered under an id: when it was charged, until when that is known, and what each policy answered. Its key
+  -- expires with the millisecond, which may be later.
+  local TIMES, TIMES_LENGTH = '<I7I7', 14
   local ANSWER, ANSWER_LENGTH = '<I6I6I7', 19
 
   -- Answers just as a check of the same id was answered, if there was one; but no quota leaves more than its capacity.
-  -- Returns whether it did.
+  -- Returns when that was charged.
   local function repeat_answer(plan)
     local count, value = #plan, read(key_at + 1, key_at + 1)[1]
     key_at = key_at + 1
-    if not value or #value ~= UNTIL_LENGTH + ANSWER_LENGTH * count or now >= (decode(UNTIL, value)) then
-      return false
+    if not value or #value ~= TIMES_LENGTH + ANSWER_LENGTH * count then
+      return nil
+    end
+    local charged_at, forget_at = decode(TIMES, value)
+    if now >= forget_at then
+      return nil
     end
     for i = 1, count do
-      local granted, remaining, reset = decode(ANSWER, value, UNTIL_LENGTH + ANSWER_LENGTH * (i - 1) + 1)
+      local granted, remaining, reset = decode(ANSWER, value, TIMES_LENGTH + ANSWER_LENGTH * (i - 1) + 1)
       reply[replied + 1], reply[replied + 2] = granted, min(remaining, plan[i].capacity)
       reply[replied + 3], reply[replied + 4] = 0, reset
       replied = replied + 4
     end
     key_at = key_at + count
-    return true
+    return charged_at
   end
 
   -- Whether the answer that begins in the reply after `from` tells that something was charged: a cost, where a request in
@@ -404,14 +405,17 @@ if not only_runs then
   -- Decides a check with an id, which is asked once, and remembers what was charged.
   function check_once(plan)
     local key, from = KEYS[key_at + 1], replied
-    if not repeat_answer(plan) and check(plan, 1) > 0 and has_charged(plan, from) then
+    local charged_at = repeat_answer(plan)
+    if not charged_at and check(plan, 1) > 0 and has_charged(plan, from) then
       local forget_at = now + plan.remember
-      local answer = encode(UNTIL, forget_at)
+      local answer = encode(TIMES, now, forget_at)
       for i = from + 1, replied, 4 do
         answer = answer .. encode(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
       end
       write(key, answer, forget_at + keep)
     end
+    replied = replied + 1
+    reply[replied] = charged_at or now
   end
 end
 

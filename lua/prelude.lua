@@ -23,7 +23,6 @@
 --   reset(policy, now, ...)                   microseconds until the state is as if nothing had been charged
 --   save(policy, key, now, at, cost, ...)     stores a state until `at`, in which a cost was charged, or given back if it is
 --                                             below 0
--- One whose states are not strings says so by `reads = false`.
 --
 -- What runs for every check divides by operators, which cost less than a call: n - n % d is a multiple of d, rounded down,
 -- and n + -n % d one rounded up. And it passes text to commands: Redis prints each number anew, and some versions of it print

@@ -1,175 +1,249 @@
 -- Sliding log; the twin of src/limit/strategy/sliding_log.rs, which explains it.
 --
--- Stored: a list. First its index, then blocks of charges, about as many charges in each as there may be blocks. A block is
--- cells, one for each charge. The index is cells too, one for each block, with the time of its newest charge, and then the
--- place of each block in the list. In the place of a block that has left is an empty string, or what was there, until a new
--- one comes there. A block's sums say how its own charges differ, the index how the blocks do: who gives back what was
--- charged long ago rewrites a block and the index, and no check reads more than the index and a few blocks.
--- Loaded: the sum of the charges within the period; the log, or NONE: there is no list, or NOTHING: none of its charges
--- stays; the time of the newest charge, above `now` if the clock has gone back.
---   log.index, log.places  of the blocks that stay: the cells, and the places
---   log[place]             the block at a place, if it was read; an empty string if it has left
---   log.changed            the places of what must be written
---   log.foreign            whether there is something in a block's place that is not ours
+-- Stored: up to LOOSE charges are cells in a string. A longer log is a list: its head, then blocks, oldest first, each of which
+-- is cells too. The head has how many charges are at its front; how many blocks there are; how many cells of the first block
+-- are gone, since they have left the period or are at the front; and cells: the charges at the front, one for each block, with
+-- the time of its newest charge and the sum up to that, and then the newest charges. Its header has the time of the first charge
+-- in the blocks, or an earlier one. So most checks read and write the head alone. The sums in a block say how its own charges
+-- differ, those in the head how the blocks do: who gives back what was charged long ago rewrites a block and the head.
+-- Loaded: the sum of the charges within the period; the log, or nothing if none of its charges stays; the time of the newest
+-- charge, above `now` if the clock has gone back.
+--   log.raw      the string or the head as it was read, if nothing in it has changed; the cells begin `at` a place in it
+--   log.cells    the cells without what has left, if they were asked for: see `cells_of`
+--   log.base     the sum of all that was before them
+--   log.front    how many of them are before those that stand for blocks
+--   log.blocks   how many stand for blocks
+--   log.first    the place in the list before the first of these blocks
+--   log.cut      how many cells of the first of them are gone
+--   log.length   how many blocks the list has
+--   log.places   where each block is in the list; nothing if they follow each other
+--   log[place]   the block at a place, if it was read
+--   log.changed  the places of those that must be written; an empty string in place of one that has been dropped
+--   log.new      a block that must be added
+--   log.foreign  whether something in a block's place is not ours
 --
 -- Uses decode and encode of call.lua; after, cell, CELL, CELL_LENGTH, cells_in, expiry, good, max, min, redis_pcall, search,
--- sub, sum_to, take_out, trouble, try, up_to and WRAP of prelude.lua.
+-- sub, sum_to, take_out, trouble, try, up_to, WRAP and write of prelude.lua.
 
-local PLACE, PLACE_LENGTH = '<I2', 2
-local NONE, NOTHING = {}, {}
+local LOOSE, FRONT = 32, 16
+local HEAD, HEAD_LENGTH = '<I2I2I2', 6
 
--- The reply to a read; nothing if there is no such key. One that holds something of another type is as good as none.
-local function found(reply)
-  if type(reply) == 'table' and reply.err then
-    if sub(reply.err, 1, 9) ~= 'WRONGTYPE' then
-      good(reply)
+local function policy(capacity, period)
+  return { capacity = capacity, period = period, block = LOOSE + math.ceil(2 * math.sqrt(capacity)) }
+end
+
+-- The head of a list; nothing if there is none.
+local function head_of(key)
+  local list = redis_pcall('LRANGE', key, '0', '0')
+  if list.err then
+    -- One that holds something of another type is as good as none.
+    if sub(list.err, 1, 9) ~= 'WRONGTYPE' then
+      good(list)
     end
     return nil
   end
-  return reply
+  return list[1]
 end
 
-local function policy(capacity, period)
-  return { capacity = capacity, period = period, block = math.ceil(2 * math.sqrt(capacity)) }
-end
-
--- One charge, as a block or the cells of an index.
+-- One charge, as cells.
 local function one(time, cost)
-  return encode(CELL, 0, 0) .. encode(CELL, time, cost)
+  return encode(CELL, time, 0) .. encode(CELL, time, cost)
 end
 
--- Where the block of a number is, the first being 1.
+-- The number of the block that a cell stands for, the first being 1; nothing if it is a charge itself.
+local function number_of(log, place)
+  local number = place - log.front
+  return number >= 1 and number <= log.blocks and number or nil
+end
+
 local function place_of(log, number)
-  return (decode(PLACE, log.places, 1 + PLACE_LENGTH * (number - 1)))
+  return log.places and log.places[number] or log.first + number
 end
 
--- The places up to that of a block, and after it.
-local function places_to(log, number)
-  return sub(log.places, 1, PLACE_LENGTH * number)
-end
-local function places_after(log, number)
-  return sub(log.places, 1 + PLACE_LENGTH * number)
+-- The cells of a log. They are cut out of the head only if need be: the more bytes of text Lua makes, the more it collects.
+local function cells_of(log)
+  log.cells = log.cells or sub(log.raw, log.at)
+  return log.cells
 end
 
--- The block of a number, and its place. In the place of what is not ours, one that counts nothing.
-local function block_of(key, log, number)
+local function set_cells(log, cells)
+  log.raw, log.cells = nil, cells
+end
+
+-- The block of a number as it is stored, the first being 1. In the place of what is not ours, one that counts nothing.
+local function stored(key, log, number)
   local place = place_of(log, number)
   local block = log[place] or (try('LRANGE', key, place, place) or {})[1]
-  if cells_in(block) == 0 then
-    block, log.foreign = one(0, 0), true
+  if cells_in(block) == 0 or number == 1 and cells_in(block) <= log.cut then
+    block, log.cut, log.foreign = one(0, 0), 0, true
   end
   log[place] = block
-  return block, place
+  return block
 end
 
-local function change(log, place, block)
-  log[place], log.changed = block, log.changed or {}
-  log.changed[place] = true
+-- The same without what is gone.
+local function block_of(key, log, number)
+  local block = stored(key, log, number)
+  return number == 1 and sub(block, 1 + CELL_LENGTH * log.cut) or block
 end
 
--- The place of the last cell before the first whose time a test is true of.
+-- Notes that what is at a place changes.
+local function put(log, place, block)
+  log.changed = log.changed or {}
+  log[place], log.changed[place] = block, true
+end
+
+local function change(log, number, block)
+  put(log, place_of(log, number), block)
+  if number == 1 then
+    log.cut = 0
+  end
+end
+
+local function drop(log, number)
+  if not log.places then
+    log.places = {}
+    for i = 1, log.blocks do
+      log.places[i] = log.first + i
+    end
+  end
+  change(log, number, '')
+  table.remove(log.places, number)
+  log.blocks = log.blocks - 1
+end
+
+-- The last place before the first cell whose time a test is true of.
 local function before(cells, test)
   return (search(0, cells_in(cells) + 1, function(place)
     return test((cell(cells, place)))
   end))
 end
 
-local function load(policy, key, now)
-  local list = found(redis_pcall('LRANGE', key, '0', '1'))
-  local index, first = list and list[1], list and list[2]
-  local count = index and (#index - CELL_LENGTH) / (CELL_LENGTH + PLACE_LENGTH) or 0
-  if not first or count < 1 or count % 1 > 0 then
-    return 0, list and not index and NONE or NOTHING, now
+-- The last place up to which the sum is below a number, and the next.
+local function below(cells, sum)
+  return search(0, cells_in(cells) + 1, function(place)
+    return sum_to(cells, place) >= sum
+  end)
+end
+
+-- Drops what has left by `start`.
+local function leave(key, log, start, count)
+  local function in_raw(place)
+    return decode(CELL, log.raw, log.at + CELL_LENGTH * place)
   end
-  local start = now - policy.period
-  local newest, total = cell(index, count)
-  if newest <= start then
-    return 0, NOTHING, now
+  local gone = search(0, count, function(place)
+    return in_raw(place) > start
+  end)
+  local _, base = in_raw(gone)
+  local rest = log.at + CELL_LENGTH * gone
+  if gone > log.front then
+    log.first = min(gone - log.front, log.blocks)
+    log.blocks, log.cut = log.blocks - log.first, log.first == 0 and log.cut or 0
   end
-  local log = { index = up_to(index, count), places = after(index, count) }
-  local _, base = cell(index, 0)
-  if cells_in(first) > 0 then
-    log[1] = first
-  end
-  if cell(index, 1) <= start and count > 1 then
-    local gone = search(1, count, function(place)
-      return cell(index, place) > start
-    end)
-    for number = 1, gone do
-      change(log, place_of(log, number), '')
-    end
-    _, base = cell(index, gone)
-    log.index, log.places = encode(CELL, 0, base) .. after(log.index, gone), places_after(log, gone)
-  end
-  local block, place = block_of(key, log, 1)
-  local oldest = cell(block, 1)
-  if oldest <= start and cells_in(block) > 1 then
-    local gone = search(1, cells_in(block), function(place)
+  log.front = max(0, log.front - gone)
+  if log.blocks == 0 or log.front > 0 then
+    set_cells(log, sub(log.raw, rest))
+  else
+    -- The first charges of the first block come to the front, so that the next checks need not read it.
+    local block = stored(key, log, 1)
+    local count, cut = cells_in(block), log.cut
+    cut = search(cut, count, function(place)
       return cell(block, place) > start
     end)
-    local _, left = cell(block, gone)
-    base = base + sum_to(block, gone)
-    log.index = encode(CELL, 0, base) .. after(log.index, 0)
-    oldest = cell(block, gone + 1)
-    change(log, place, encode(CELL, 0, left) .. after(block, gone))
+    local _, to = in_raw(gone + 1)
+    local _, left = cell(block, cut)
+    local _, total = cell(block, count)
+    -- The block's own sums may be other than those of the head.
+    base = (to - total + left) % WRAP
+    log.front = min(FRONT, count - cut - 1)
+    log.cut = cut + log.front
+    local all = { encode(CELL, cell(block, log.cut + 1), base) }
+    for place = cut + 1, log.cut do
+      local time, sum = cell(block, place)
+      all[#all + 1] = encode(CELL, time, (base + sum - left) % WRAP)
+    end
+    all[#all + 1] = sub(log.raw, rest + CELL_LENGTH)
+    set_cells(log, table.concat(all))
   end
-  local sum = (total - base) % WRAP
-  if sum == 0 or oldest > now then
-    -- Of a clock that has gone back: all is as if it had been charged now.
-    return sum, NOTHING, newest, oldest > now
+  log.base = base
+end
+
+local function load(policy, key, now, value)
+  local raw, at, front, blocks, cut = value, 1, 0, 0, 0
+  if not raw then
+    raw = head_of(key)
+    if not raw or #raw < HEAD_LENGTH then
+      return 0, nil, now
+    end
+    at, front, blocks, cut = 1 + HEAD_LENGTH, decode(HEAD, raw)
   end
-  return sum, log, newest, newest > now
+  local count = (#raw + 1 - at) / CELL_LENGTH - 1
+  if count < max(1, front + blocks) or count % 1 > 0 then
+    return 0, nil, now
+  end
+  local start, newest, total = now - policy.period, decode(CELL, raw, at + CELL_LENGTH * count)
+  if newest <= start then
+    return 0, nil, now
+  end
+  local oldest, base = decode(CELL, raw, at)
+  if front > 0 or blocks == 0 then
+    oldest = decode(CELL, raw, at + CELL_LENGTH)
+  end
+  local log = { raw = raw, at = at, base = base, front = front, blocks = blocks, first = 0, cut = cut, length = blocks }
+  if oldest <= start then
+    leave(key, log, start, count)
+  end
+  return (total - log.base) % WRAP, log, newest, newest > now
 end
 
 local function room(policy, now, sum)
   return policy.capacity - sum
 end
 
-local function wait(policy, key, now, cost, sum, log, newest)
+local function wait(policy, key, now, cost, sum, log)
   -- The first charge that leaves room when it goes. If there is none, it is charged by this same entry.
-  local over, index = sum + cost - policy.capacity, log.index
-  local count = cells_in(index)
-  if count == 0 then
+  local over, cells = sum + cost - policy.capacity, log and cells_of(log) or ''
+  local gone, place = below(cells, over)
+  if place > cells_in(cells) then
     return policy.period
   end
-  local gone, number = search(0, count + 1, function(place)
-    return sum_to(index, place) >= over
-  end)
-  if number > count then
-    return policy.period
+  local number = number_of(log, place)
+  if number then
+    over, cells = over - sum_to(cells, gone), block_of(key, log, number)
+    place = min(select(2, below(cells, over)), cells_in(cells))
   end
-  local block = block_of(key, log, number)
-  over = over - sum_to(index, gone)
-  local _, place = search(0, cells_in(block), function(place)
-    return sum_to(block, place) >= over
-  end)
-  -- A list that is not ours may hold any time.
-  return max(1, policy.period - max(0, now - cell(block, place)))
+  -- What is not ours may hold any time.
+  return max(1, policy.period - max(0, now - cell(cells, place)))
 end
 
 local function charge(policy, key, now, cost, sum, log, newest)
   return sum + cost, log, max(newest, now)
 end
 
--- Makes one block of this one and the next, if it is not too long.
-local function join(policy, key, log, number)
-  local count = cells_in(log.index)
-  if number < 1 or number >= count then
-    return
+-- Makes one block of two.
+local function joined(block, next_block)
+  local all, _, total = { block }, cell(block, cells_in(block))
+  if select(2, cell(next_block, 0)) == total then
+    return block .. after(next_block, 0)
   end
-  local block, place = block_of(key, log, number)
-  local next_block, next_place = block_of(key, log, number + 1)
-  if cells_in(block) + cells_in(next_block) > policy.block then
-    return
-  end
-  local joined, _, total = { block }, cell(block, cells_in(block))
   for i = 1, cells_in(next_block) do
-    joined[i + 1] = encode(CELL, (cell(next_block, i)), (total + sum_to(next_block, i)) % WRAP)
+    all[i + 1] = encode(CELL, (cell(next_block, i)), (total + sum_to(next_block, i)) % WRAP)
   end
-  change(log, place, table.concat(joined))
-  change(log, next_place, '')
-  log.index = up_to(log.index, number - 1) .. after(log.index, number)
-  log.places = places_to(log, number) .. places_after(log, number + 1)
+  return table.concat(all)
+end
+
+-- Joins a block with the next, if the two are not too long.
+local function join(policy, key, log, number)
+  if number < 1 or number >= log.blocks then
+    return
+  end
+  local block, next_block = block_of(key, log, number), block_of(key, log, number + 1)
+  if cells_in(block) + cells_in(next_block) <= policy.block then
+    change(log, number, joined(block, next_block))
+    drop(log, number + 1)
+    number = log.front + number
+    set_cells(log, up_to(log.cells, number - 1) .. after(log.cells, number))
+  end
 end
 
 -- Of a charge within the period: from the first that was made at its time or later.
@@ -177,49 +251,56 @@ local function give_back(policy, key, now, cost, of, sum, log, newest)
   local left, time = max(0, sum - cost), now - of.age
   if of.reset - of.age <= 0 then
     return 0, sum, log, newest
-  elseif not log.index or left == 0 or newest > now then
+  elseif not log or left == 0 or newest > now then
     -- What is left of a clock that has gone back is as if it had been charged now.
-    return cost, left, log.index and NOTHING or log, min(newest, now)
+    return cost, left, nil, min(newest, now)
   end
   local function is_later(charged)
     return charged >= time
   end
-  local index, count = log.index, cells_in(log.index)
-  local number = before(index, is_later)
-  local start = sum_to(index, number)
-  if number < count then
-    local block = block_of(key, log, number + 1)
+  local cells, front, last = cells_of(log), log.front, log.front + log.blocks
+  local place = before(cells, is_later)
+  local start, number = sum_to(cells, place), number_of(log, place + 1)
+  if number then
+    local block = block_of(key, log, number)
     start = start + sum_to(block, before(block, is_later))
   end
   -- Of all units, those after the first so many go.
   start = min(start, left)
-  local first = search(0, count + 1, function(place)
-    return sum_to(index, place) > start
-  end)
-  local _, base = cell(index, 0)
-  local kept, places, from = { up_to(index, first) }, { places_to(log, first) }, sum_to(index, first)
-  for number = first + 1, count do
-    local charged, place, to = cell(index, number), place_of(log, number), sum_to(index, number)
-    local goes = min(start + cost, to) - max(start, from)
-    if goes == to - from then
-      change(log, place, '')
-    else
-      if goes > 0 then
-        local block = take_out(block_of(key, log, number), max(start, from) - from, goes)
-        charged = cell(block, cells_in(block))
-        change(log, place, block)
+  local first = below(cells, start + 1)
+  if first >= last then
+    set_cells(log, take_out(cells, start, cost))
+  else
+    local base, kept, from = log.base, { up_to(cells, first) }, sum_to(cells, first)
+    local stay = max(0, first - front)
+    local before_first = stay
+    for place = first + 1, cells_in(cells) do
+      local charged, to = cell(cells, place)
+      local is_block = place > front and place <= last
+      to = (to - base) % WRAP
+      local goes = min(start + cost, to) - max(start, from)
+      if goes < to - from then
+        stay = stay + (is_block and 1 or 0)
+        if goes > 0 and is_block then
+          local block = take_out(block_of(key, log, stay), max(start, from) - from, goes)
+          charged = cell(block, cells_in(block))
+          change(log, stay, block)
+        end
+        kept[#kept + 1] = encode(CELL, charged, (base + max(start, to - cost)) % WRAP)
+      elseif is_block then
+        drop(log, stay + 1)
+      elseif place <= front then
+        log.front = log.front - 1
       end
-      places[#places + 1] = encode(PLACE, place)
-      kept[#kept + 1] = encode(CELL, charged, (base + max(start, to - cost)) % WRAP)
+      from = to
     end
-    from = to
+    set_cells(log, table.concat(kept))
+    -- Or there would be many blocks of few charges.
+    for number = before_first + 2, before_first, -1 do
+      join(policy, key, log, number)
+    end
   end
-  log.index, log.places = table.concat(kept), table.concat(places)
-  -- Or there would be many blocks of few charges.
-  for number = first + 2, first, -1 do
-    join(policy, key, log, number)
-  end
-  return cost, left, log, (cell(log.index, cells_in(log.index)))
+  return cost, left, log, (cell(log.cells, cells_in(log.cells)))
 end
 
 local function reset(policy, now, sum, log, newest)
@@ -229,110 +310,119 @@ local function reset(policy, now, sum, log, newest)
   return max(1, min(newest, now) + policy.period - now)
 end
 
--- Adds a block of one charge, at the first place that no other has.
-local function add(key, log, time, cost)
-  local used, place = {}, 1
-  for number = 1, cells_in(log.index) do
-    used[place_of(log, number)] = true
+-- Makes one charge of now of what was charged after it, a sum up to `total`.
+local function merge(key, log, now, total)
+  local function is_ahead(time)
+    return time > now
   end
-  while used[place] do
-    place = place + 1
+  local cells = cells_of(log)
+  local kept = before(cells, is_ahead)
+  local last, number, stay = '', number_of(log, kept + 1), 0
+  if number then
+    local block = block_of(key, log, number)
+    stay = before(block, is_ahead)
+    if stay > 0 then
+      local _, to = cell(cells, kept + 1)
+      local ahead = sum_to(block, cells_in(block)) - sum_to(block, stay)
+      change(log, number, up_to(block, stay))
+      last = encode(CELL, cell(block, stay), (to - ahead) % WRAP)
+    end
   end
-  if (try('LRANGE', key, place, place) or {})[1] then
-    change(log, place, one(time, cost))
-  else
-    try('RPUSH', key, one(time, cost))
+  log.front = min(log.front, kept)
+  for number = log.blocks, kept - log.front + (stay > 0 and 2 or 1), -1 do
+    drop(log, number)
   end
-  log.places = log.places .. encode(PLACE, place)
+  set_cells(log, up_to(cells, kept) .. last .. encode(CELL, now, total))
 end
 
--- Writes what has changed of a log, the index first: if that is refused, nothing has changed. Of many blocks that leave at
--- once some stay in the list. Returns whether anything was written.
-local function store(key, log)
-  if not try('LSET', key, '0', log.index .. log.places) then
+-- Makes a block of all charges that stand after the blocks, but for the newest; or adds them to the last block.
+local function pack(policy, key, log)
+  local cells, blocks = cells_of(log), log.blocks
+  local ahead, count = log.front + blocks, cells_in(cells)
+  local block, rest = sub(cells, 1 + CELL_LENGTH * ahead, CELL_LENGTH * count), after(cells, count - 2)
+  if blocks == 0 then
+    ahead, log.front = 0, 0
+    block, cells = sub(cells, 1, CELL_LENGTH * count), encode(CELL, cell(cells, 1), log.base)
+  end
+  local last = blocks > 0 and block_of(key, log, blocks)
+  if last and cells_in(last) + cells_in(block) <= policy.block then
+    change(log, blocks, joined(last, block))
+    ahead = ahead - 1
+  else
+    log.new, log.blocks = block, blocks + 1
+  end
+  set_cells(log, up_to(cells, ahead) .. rest)
+end
+
+-- Writes at a place of the list. Returns whether there is one.
+local function set(key, place, value)
+  local reply = redis_pcall('LSET', key, place, value)
+  if reply.err and not string.find(reply.err, 'out of range', 1, true) then
+    good(reply)
+  end
+  return not reply.err
+end
+
+-- Writes a list and a charge that is added, the head first: if that is refused, nothing has changed. Returns whether it could.
+local function write_list(key, log, added)
+  local count = log.blocks - (log.new and 1 or 0)
+  local head = log.raw and log.raw .. added or encode(HEAD, log.front, log.blocks, log.cut) .. log.cells .. added
+  if count == 0 then
+    return try('DEL', key) and try('RPUSH', key, head, log.new)
+  end
+  -- What was before the first block and after the last has left.
+  local first, last = place_of(log, 1) - 1, place_of(log, count)
+  if not set(key, first, head) then
     return false
   end
-  local emptied = 0
+  if first > 0 or last < log.length then
+    try('LTRIM', key, first, last)
+  end
+  local dropped = false
   for place in pairs(log.changed or {}) do
-    if log[place] ~= '' then
-      try('LSET', key, place, log[place])
-    elseif emptied < 10 then
-      -- What is not ours may have named a place that there is not: nothing is lost.
-      redis_pcall('LSET', key, place, '')
-      emptied = emptied + 1
+    if place > first and place < last or log[place] ~= '' then
+      set(key, place - first, log[place])
+      dropped = dropped or log[place] == ''
     end
+  end
+  if dropped then
+    try('LREM', key, '0', '')
+  end
+  if log.new then
+    try('RPUSH', key, log.new)
   end
   return true
 end
 
 local function save(policy, key, now, at, cost, sum, log, newest)
-  local function is_ahead(time)
-    return time > now
-  end
-  -- The block that is written: the last one, or where a clock that has gone back finds charges ahead.
-  local index, block, place = log.index
-  local number = cells_in(index)
-  if newest > now and number > 0 then
-    number = before(index, is_ahead) + 1
-  end
-  if number > 0 then
-    block, place = block_of(key, log, number)
-  end
-  if number == 0 or log.foreign or sum == 0 then
-    -- A new list, of one charge of everything that counts.
-    if log ~= NONE then
-      try('DEL', key)
-    end
-    if sum == 0 then
-      return
-    end
-    local time = min(newest, now)
-    try('RPUSH', key, one(time, sum) .. encode(PLACE, 1), one(time, sum))
-    if trouble then
-      return
-    end
-  else
-    local _, base = cell(index, 0)
-    if newest > now then
-      -- What was charged after now is one charge of now. Something was before, see `load`.
-      local kept = before(block, is_ahead)
-      local _, total = cell(block, kept)
-      local ahead = sum - sum_to(index, number - 1) - sum_to(block, kept)
-      change(log, place, up_to(block, kept) .. encode(CELL, now, (total + ahead) % WRAP))
-      for later = number + 1, cells_in(index) do
-        change(log, place_of(log, later), '')
-      end
-      log.index = up_to(index, number - 1) .. encode(CELL, now, (base + sum) % WRAP)
-      log.places = places_to(log, number)
-    elseif cost > 0 then
-      local length = cells_in(block)
-      if length < policy.block then
-        local _, total = cell(block, length)
-        change(log, place, block .. encode(CELL, now, (total + cost) % WRAP))
-        number = number - 1
-      else
-        add(key, log, now, cost)
-        if trouble then
-          return
-        end
-      end
-      log.index = up_to(index, number) .. encode(CELL, now, (base + sum) % WRAP)
-    end
-    if not store(key, log) then
-      return
-    end
-  end
-  if not trouble then
-    try('PEXPIREAT', key, expiry(at))
-  end
-  if trouble then
-    -- A list that is half written, or would stay for ever.
+  if sum == 0 then
     try('DEL', key)
+    return
   end
+  if log then
+    local added, total = '', (log.base + sum) % WRAP
+    if newest > now then
+      merge(key, log, now, total)
+    elseif cost > 0 then
+      added = encode(CELL, now, total)
+      if #(log.raw or log.cells) >= CELL_LENGTH * (log.front + log.blocks + LOOSE + 1) then
+        set_cells(log, cells_of(log) .. added)
+        added = ''
+        pack(policy, key, log)
+      end
+    end
+    if log.blocks == 0 then
+      write(key, cells_of(log) .. added, at)
+      return
+    elseif not log.foreign and write_list(key, log, added) and try('PEXPIREAT', key, expiry(at)) then
+      return
+    end
+  end
+  -- One charge of everything that counts, in place of a list that is not ours, or is half written, or would stay for ever.
+  write(key, one(min(newest, now), sum), at)
 end
 
 return {
-  reads = false,
   policy = policy,
   load = load,
   room = room,

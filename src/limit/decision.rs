@@ -192,7 +192,8 @@ impl Decision {
     /// either: it is taken out of the charge that was made. A window that this one began stays as it is.
     ///
     /// What Redis granted is as old as Redis's clock says, also where what gives it back is long on its way. If another server
-    /// has taken over whose clock differs, the greater age counts.
+    /// has taken over whose clock differs, the greater age counts. An answer that was told again under an
+    /// [id](crate::Check::with_id) is as old as the charge.
     ///
     /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
     /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
@@ -222,7 +223,8 @@ impl Decision {
     /// # }
     /// ```
     pub fn give_back(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
-        let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST);
+        let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST);
+        let age = age.saturating_add(self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
         let over_time = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
         let resets: SmallVec<[i64; 1]> = over_time.map(|(_, verdict)| verdict.reset).collect();

@@ -55,6 +55,8 @@ pub(crate) struct Verdicts {
     pub(crate) at: i64,
     /// Where it stands among all that Redis decided in the same call.
     pub(crate) place: u32,
+    /// How many microseconds ago that was, if it is told again under an [id](super::Check::with_id).
+    pub(crate) age: i64,
     /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
     pub(crate) each: SmallVec<[Verdict; 1]>,
 }
@@ -65,7 +67,7 @@ pub(crate) type Order = (i64, u32);
 impl Verdicts {
     /// What another store than Redis has decided.
     pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
-        Self { granted, at: 0, place: 0, each }
+        Self { granted, at: 0, place: 0, age: 0, each }
     }
 
     /// What the first policy says.

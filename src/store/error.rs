@@ -195,7 +195,7 @@ impl ErrorKind {
             }
             Self::Permission => {
                 "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
-                 and, for SlidingLog, `+lrange +rpush +lset +pexpireat`; for RedisStore::announce, \
+                 and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for RedisStore::announce, \
                  `+zremrangebyscore +zadd +zcard +pexpire`; in a Redis Cluster, `+asking +cluster|slots` (`+cluster` before 7.0); a user of sentinels, \
                  `+sentinel|master` (`+sentinel` before 7.0)"
             }

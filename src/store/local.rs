@@ -303,7 +303,8 @@ impl Shard {
             && hold.expires_at() > now
             && policies.count_alike(check.policies())
         {
-            return verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
+            let again = verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
+            return Verdicts { age: now - (hold.expires_at() - policies.longest_period()), ..again };
         }
         let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {

@@ -258,12 +258,13 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
         }
     }
 
-    // Lists that begin with an index of one block or of three, and then anything.
+    // Lists that begin with a head of one block or of three, and then anything.
     let block = |cells: &[(i64, i64)]| -> Vec<u8> {
         cells.iter().flat_map(|(time, sum)| [bytes(*time, 7), bytes(*sum, 5)].concat()).collect()
     };
-    let index = |cells: &[(i64, i64)], places: &[i64]| -> Vec<u8> {
-        block(cells).into_iter().chain(places.iter().flat_map(|place| bytes(*place, 2))).collect()
+    // With so many charges at the front, so many blocks, and so many cells of the first one that are gone.
+    let head = |counts: [i64; 3], cells: &[(i64, i64)]| -> Vec<u8> {
+        counts.iter().flat_map(|count| bytes(*count, 2)).chain(block(cells)).collect()
     };
     let rests: [Vec<Vec<u8>>; 14] = [
         vec![],
@@ -282,24 +283,25 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
         vec![block(&[(0, 0), (old, 1), (old, 2)]), block(&[(0, 0), (live, 0)])],
         [vec![b"x".to_vec(); 300], vec![block(&[(0, 0), (live, 20)])]].concat(),
     ];
-    let mut indexes = vec![b"123456789".to_vec(), vec![0xff; 26], vec![0xff; 54]];
+    let mut heads = vec![b"123456789".to_vec(), vec![0; 18], vec![0xff; 30], vec![0xff; 54]];
     for base in [0, 1, -1, 1 << 39] {
-        for place in [0, 1, 2, 9, 0xffff] {
-            indexes.push(index(&[(0, base), (live, base + 9)], &[place]));
-            indexes.push(index(&[(0, base), (ahead, 9)], &[place]));
+        for count in [0, 1, 2, 9, 0xffff] {
+            heads.push(head([0, 1, count], &[(0, base), (live, base + 9)]));
+            heads.push(head([0, count, 0], &[(live, base), (ahead, 9)]));
             for times in [[live; 3], [old, old, live], [old, live, live], [live, ahead, live], [live, live, ahead]] {
                 for sums in [[1, 2, 3], [5, 5, 10], [20, 10, 9], [-1, 3, 1 << 38]] {
                     let of = |i: usize| (times[i], sums[i]);
-                    indexes.push(index(&[(0, base), of(0), of(1), of(2)], &[1, place, 3]));
-                    indexes.push(index(&[(0, base), of(0), of(1), of(2)], &[place, 1, 1]));
+                    heads.push(head([0, 3, count], &[(0, base), of(0), of(1), of(2)]));
+                    heads.push(head([0, 1, count], &[(live, base), of(0), of(1), of(2)]));
+                    heads.push(head([count, 2, 1], &[(ahead, base), of(0), of(1), of(2)]));
                 }
             }
         }
     }
     // Some of all of them.
-    for index in indexes.iter().step_by(17) {
+    for head in heads.iter().step_by(17) {
         for rest in &rests {
-            let elements: Vec<&[u8]> = std::iter::once(index).chain(rest).map(Vec::as_slice).collect();
+            let elements: Vec<&[u8]> = std::iter::once(head).chain(rest).map(Vec::as_slice).collect();
             add("RPUSH", &elements, true);
         }
     }

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy, event};
 
+use crate::forbidden::ask_of_a_long_log;
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
 /// Its text names the remedy, does not repeat its cause, and has no secret.
@@ -99,25 +100,24 @@ async fn the_user_may_not_read_or_write() {
 #[tokio::test]
 async fn a_right_that_only_logs_need_is_missing() {
     let server = RedisServer::start();
-    for right in ["-lrange", "-rpush", "-lset", "-pexpireat"] {
+    for right in ["-lrange", "-rpush", "-lset", "-ltrim", "-lrem", "-pexpireat"] {
         let _: String = server.command(&format!("ACL SETUSER logger reset on >hunter2 ~* +@all {right}")).await;
         let url = format!("redis://logger:hunter2@127.0.0.1:{}/", server.port());
         let store = RedisStore::connect(url).await.unwrap();
-        let log = policy(Strategy::SlidingLog, "10/100d");
-        for _ in 0..2 {
-            let take = |caller: &str| store.check(Check::take(Key::new(caller), &log, 1));
-            let (before, ann, after) =
-                tokio::join!(store.check(check("bob", "1000/s")), take("ann"), store.check(check("cid", "1000/s")));
-            assert!(before.unwrap().is_allowed() && after.unwrap().is_allowed(), "{right}");
-            match ann {
-                // The first charge makes a list.
-                Ok(decision) => assert!(right == "-lset" && decision.remaining() == 9),
-                Err(error) => assert_eq!(error.kind(), ErrorKind::Permission, "{right}"),
+        let refused = async |caller: &str| {
+            let refused = ask_of_a_long_log(&store, Key::new(caller)).await;
+            assert!(!refused.is_empty(), "{right}");
+            assert!(refused.iter().all(|error| error.kind() == ErrorKind::Permission), "{right}: {refused:?}");
+        };
+        let others = async {
+            for _ in 0..100 {
+                assert!(store.check(check("bob", "1000/s")).await.unwrap().is_allowed(), "{right}");
             }
-            let keys: Vec<String> = server.command("KEYS rl:{ann}*").await;
-            for key in keys {
-                assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{right}: {key} stays for ever");
-            }
+        };
+        tokio::join!(refused("ann"), others, refused("cid"));
+        let keys: Vec<String> = server.command("KEYS rl:*:o").await;
+        for key in keys {
+            assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{right}: {key} stays for ever");
         }
         let _: String = server.command("FLUSHALL").await;
     }
@@ -128,12 +128,13 @@ async fn a_right_that_only_logs_need_is_missing() {
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +del";
-    let of_logs = "+lrange +rpush +lset +pexpireat";
+    let of_logs = "+lrange +rpush +lset +ltrim +lrem +pexpireat";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
     for strategy in STRATEGIES {
         if strategy == Strategy::SlidingLog {
             let _: String = server.command(&format!("ACL SETUSER limiter {of_logs}")).await;
+            assert!(ask_of_a_long_log(&store, Key::new("ann")).await.is_empty());
         }
         let policies = policy(strategy, "10/100d");
         let key = Key::new(format!("{strategy:?}"));

@@ -282,7 +282,7 @@ async fn remembered_denials_do_not_keep_the_breaker_closed() {
 /// A policy that Redis refuses alone neither opens the breaker for the others nor keeps it open.
 #[tokio::test]
 async fn one_refused_policy_does_not_degrade_the_others() {
-    let mut server = RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-rpush"]);
+    let mut server = RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-lrange"]);
     let notes = Notes::default();
     let url = format!("redis://logless:word@127.0.0.1:{}/", server.port());
     let store = fallback(url, &notes).deadline(Duration::from_secs(5));

@@ -1,7 +1,7 @@
 //! Commands that a server does not have: renamed away, as managed services do, or forbidden to the user.
 
 use std::error::Error as _;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tower_redis_ratelimit::{Check, Error, ErrorKind, Key, RedisStore, Store, Strategy};
 
@@ -43,7 +43,7 @@ const NOT_NEEDED: [&str; 30] = [
 
 /// What all strategies need, and what only logs do.
 const NEEDED: [&str; 6] = ["evalsha", "eval", "time", "mget", "set", "del"];
-const OF_LOGS: [&str; 4] = ["lrange", "rpush", "lset", "pexpireat"];
+const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 
 /// A server without these commands.
 fn without(commands: &[&str]) -> RedisServer {
@@ -74,12 +74,33 @@ async fn ask(store: &RedisStore, strategy: Strategy) -> Vec<Error> {
     failed
 }
 
+/// Makes a log of several blocks, and gives back of the oldest and of the newest until some are dropped. Returns what failed.
+pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<Error> {
+    let policies = policy(Strategy::SlidingLog, "100/100d");
+    let (mut taken, mut failed) = (vec![], vec![]);
+    for _ in 0..100 {
+        let asked_at = Instant::now();
+        match store.check(Check::take(key, &policies, 1)).await {
+            Ok(decision) => taken.push((decision, asked_at)),
+            Err(error) => failed.push(error),
+        }
+    }
+    for (decision, asked_at) in taken.iter().take(20) {
+        for back in decision.give_back(key, 1, asked_at.elapsed()) {
+            failed.extend(store.check(back).await.err());
+        }
+    }
+    failed.extend(store.check(Check::give_back(key, &policies, 40)).await.err());
+    failed
+}
+
 #[tokio::test]
 async fn what_it_does_not_need_may_be_taken_away() {
     let server = without(&NOT_NEEDED);
     let store = store(server.url());
     for strategy in STRATEGIES {
         assert!(ask(&store, strategy).await.is_empty(), "{strategy:?}");
+        assert!(ask_of_a_long_log(&store, Key::new("ann")).await.is_empty());
         // Connections that have rested are pinged.
         tokio::time::pause();
         tokio::time::advance(Duration::from_secs(1)).await;
@@ -138,8 +159,10 @@ async fn every_documented_right_is_needed() {
         let _: String = server.command("FLUSHALL").await;
         let _: String = server.command("SCRIPT FLUSH").await;
         let store = store(format!("redis://limiter:word@127.0.0.1:{}/", server.port()));
-        let strategy = if OF_LOGS.contains(&missing) { Strategy::SlidingLog } else { Strategy::Gcra };
-        let failed = ask(&store, strategy).await;
+        let failed = match OF_LOGS.contains(&missing) {
+            true => ask_of_a_long_log(&store, Key::new("ann")).await,
+            false => ask(&store, Strategy::Gcra).await,
+        };
         assert!(!failed.is_empty(), "{missing}");
         assert!(failed.iter().all(|error| error.kind() == ErrorKind::Permission), "{missing}: {failed:?}");
     }

@@ -9,6 +9,7 @@ use tower_redis_ratelimit::{
     Check, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy, TracingObserver, event,
 };
 
+use crate::forbidden::ask_of_a_long_log;
 use crate::support::{RedisServer, policy, until};
 
 const SECRETS: [&str; 4] = ["telling-key", "telling-id", "hunter2", "telling-user:"];
@@ -78,13 +79,14 @@ async fn failures(store: &RedisStore) -> Vec<Error> {
             failures.extend(store.check(check).await.err());
         }
     }
+    failures.extend(ask_of_a_long_log(store, key()).await);
     failures.extend(store.announce().err());
     failures
 }
 
 #[tokio::test]
 async fn a_refused_command_shows_no_key() {
-    for command in ["EVALSHA", "EVAL", "TIME", "MGET", "SET", "DEL", "RPUSH", "LRANGE"] {
+    for command in ["EVALSHA", "EVAL", "TIME", "MGET", "SET", "DEL", "RPUSH", "LRANGE", "LSET"] {
         let server = RedisServer::start_with(&["--rename-command", command, ""]);
         let failed = failures(&RedisStore::connect_lazy(server.url()).unwrap()).await;
         assert!(!failed.is_empty(), "{command}");

@@ -11,7 +11,7 @@ use tower_redis_ratelimit::{Check, Key, Policies, RedisStore, Store, Strategy};
 use crate::support::{RedisServer, STRATEGIES, policy};
 
 /// Those that change a key.
-const WRITES: [&str; 7] = ["set", "del", "rpush", "rpop", "lset", "ltrim", "pexpireat"];
+const WRITES: [&str; 7] = ["set", "del", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 
 /// What a search of so many charges takes, and what is done with its result.
 fn search(charges: usize) -> usize {

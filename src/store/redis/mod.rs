@@ -50,7 +50,7 @@ use crate::limit::{Check, ConfigError, Key};
 /// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what they do to
 /// the counts. The Redis user needs
 /// `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
-/// `+lrange +rpush +lset +pexpireat`.
+/// `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
 ///
 /// # Redis Cluster
 ///

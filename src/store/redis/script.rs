@@ -4,7 +4,7 @@
 
 use redis::{Cmd, Value};
 
-use super::batch::Batch;
+use super::batch::{Batch, Plan};
 use super::lua::Lua;
 use super::wire;
 use crate::limit::{Charged, Check, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
@@ -101,22 +101,24 @@ impl Batch {
     ///
     /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this batch makes it, or does not end with a time.
     pub(super) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, Error>>, Error> {
+        // Of an answer: four for each policy; and when it was charged, if it may have been before.
+        let numbers = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.with_id);
         // Where the next answer of each entry begins.
         let mut end = 0;
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
             next.push(end);
-            end += 4 * self.plans[entry.plan].policies.iter().len() * entry.times as usize;
+            end += numbers(&self.plans[entry.plan]) * entry.times as usize;
         }
         let Value::Array(values) = reply else { return Err(Error::new(ErrorKind::Protocol)) };
         match values.get(end) {
             Some(&Value::Int(at)) if values.len() == end + 1 && WHOLE.contains(&at) => {
                 Ok(self.checks.iter().map(move |entry| {
-                    let policies = &self.plans[self.entries[*entry].plan].policies;
-                    let (from, length) = (next[*entry], 4 * policies.iter().len());
+                    let plan = &self.plans[self.entries[*entry].plan];
+                    let (from, length) = (next[*entry], numbers(plan));
                     next[*entry] += length;
                     let place = u32::try_from(from).unwrap_or(u32::MAX);
-                    verdicts(&values[from..from + length], policies, (at, place))
+                    verdicts(&values[from..from + length], &plan.policies, (at, place))
                 }))
             }
             _ => Err(Error::new(ErrorKind::Protocol)),
@@ -161,7 +163,7 @@ impl Packed {
 /// What the script tells of rooms and times, which a double holds exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 
-/// One answer of this time and place: four numbers for each policy.
+/// One answer of this time and place: four numbers for each policy. If it has an id, then when it was charged.
 ///
 /// # Errors
 ///
@@ -169,7 +171,13 @@ const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result<Verdicts, Error> {
     let protocol = || Error::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
-    let each = answer.chunks_exact(4).zip(policies).map(|(answer, policy)| {
+    let answer = answer.chunks_exact(4);
+    let charged_at = match *answer.remainder() {
+        [] => at,
+        [Value::Int(charged_at)] if WHOLE.contains(&charged_at) => charged_at,
+        _ => return Err(protocol()),
+    };
+    let each = answer.zip(policies).map(|(answer, policy)| {
         let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *answer else {
             return Err(protocol());
         };
@@ -185,7 +193,7 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
     });
     let each = each.collect::<Result<_, _>>()?;
     match problem {
-        0.. => Ok(Verdicts { granted, at, place, each }),
+        0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
         REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
         NO_WRITES => Err(Error::new(ErrorKind::Refused).unsent()),
@@ -198,8 +206,8 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
 
 /// Whether the server is a replica, and so refused a check that would write.
 pub(super) fn is_read_only(reply: &Value) -> bool {
-    // The first of the four numbers for each policy.
-    matches!(reply, Value::Array(values) if values.iter().step_by(4).any(|granted| *granted == Value::Int(READ_ONLY)))
+    // Nothing else is told by this number.
+    matches!(reply, Value::Array(values) if values.contains(&Value::Int(READ_ONLY)))
 }
 
 /// What stands for a refused write in place of what was granted; see `problem` in `lua/check.lua`.
@@ -315,6 +323,15 @@ mod tests {
         let (keys, packed) = arguments(&batch.command("EVALSHA", "", 0, 9));
         assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
+
+        // Its answer ends with when it was charged.
+        let read = |charged_at| {
+            let reply = [1, 9, 0, 100, 1, 19, 0, 100, charged_at, 1_790].map(Value::Int);
+            batch.read(Value::Array(reply.into())).and_then(|mut all| all.next().unwrap())
+        };
+        let verdicts = read(1_000).unwrap();
+        assert_eq!((verdicts.granted, verdicts.at, verdicts.age), (1, 1_000, 790));
+        assert_eq!(read(-1).unwrap_err().kind(), ErrorKind::Protocol);
     }
 
     #[test]

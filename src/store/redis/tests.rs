@@ -93,7 +93,7 @@ async fn ids() {
     let mut trace = Trace::new(12, &server);
     let local = LocalStore::default();
     let of = |name: &str, strategy, quota: &str| Policy::new(name, strategy, quota.parse().unwrap()).unwrap();
-    let (mut differ, mut repeated) = (vec![], 0);
+    let (mut differ, mut repeated, mut given) = (vec![], 0, 0);
     for i in 0..3_000 {
         let key = Key::new(format!("caller-{i}"));
         let (one, two) = (of("one", any(&mut trace.rng), "5/1s"), of("two", any(&mut trace.rng), "9/1500ms"));
@@ -118,15 +118,27 @@ async fn ids() {
                 let check = if trace.rng.u8(..4) == 0 { check } else { check.with_id("request-1") };
                 let in_redis = trace.redis.check(check.clone()).await.expect("an answer of Redis");
                 let verdicts = local.verdicts(&check, || start + age);
-                if check.clone().answer(verdicts, Source::Redis) != in_redis {
+                let decision = check.clone().answer(verdicts, Source::Redis);
+                if decision != in_redis {
                     first = first.or(Some(age - period));
                 }
                 repeated += u32::from(check.id().is_some() && in_redis.is_allowed() && age > 0 && age < period);
+                let back = |decision: &Decision| decision.give_back(key, cost, Duration::ZERO).next();
+                if trace.rng.u8(..4) == 0
+                    && let (Some(back), Some(in_rust)) = (back(&in_redis), back(&decision))
+                {
+                    let in_redis = trace.redis.check(back).await.expect("an answer of Redis");
+                    let verdicts = local.verdicts(&in_rust, || start + age);
+                    if in_rust.answer(verdicts, Source::Redis) != in_redis {
+                        first = first.or(Some(age - period));
+                    }
+                    given += 1;
+                }
             }
         }
         differ.extend(first);
     }
-    assert!(repeated > 1_000, "{repeated}");
+    assert!(repeated > 1_000 && given > 1_000, "{repeated} were repeated, {given} gave something back");
     assert!(differ.is_empty(), "{} of 3000 callers differ, first so many us past the period: {differ:?}", differ.len());
 }
 
@@ -169,9 +181,13 @@ fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
 async fn long_logs() {
     let server = RedisServer::start();
     let Trace { mut rng, now, redis, .. } = Trace::new(14, &server);
-    let log = |limit| Policy::new("log", Strategy::SlidingLog, Quota::per(limit, Duration::from_secs(20))).unwrap();
-    let limits = [10_000, 10_000, 3_000, 700];
-    let mut callers = limits.map(|limit| (Policies::from(log(limit)), vec![], [State::fresh(Strategy::SlidingLog)]));
+    // In the shorter period, charges leave all the time.
+    let quotas = [(10_000, 20), (10_000, 2), (3_000, 20), (700, 2)];
+    let mut callers = quotas.map(|(limit, seconds)| {
+        let quota = Quota::per(limit, Duration::from_secs(seconds));
+        let policy = Policy::new("log", Strategy::SlidingLog, quota).unwrap();
+        (Policies::from(policy), vec![], [State::fresh(Strategy::SlidingLog)])
+    });
     let (mut given, mut longest) = (0, 0);
     for round in 0..8_000 {
         let elapsed = match rng.u16(..1_000) {
@@ -182,10 +198,10 @@ async fn long_logs() {
         let time = now.fetch_add(elapsed, Relaxed) + elapsed;
         let checks =
             callers.iter_mut().enumerate().map(|(i, (policies, open, _)): (_, &mut (_, Vec<(Decision, i64)>, _))| {
-                let (key, limit) = (Key::new(format!("{i}")), limits[i]);
+                let (key, limit) = (Key::new(format!("{i}")), quotas[i].0);
                 if rng.u8(..3) == 0 && !open.is_empty() {
-                    // Mostly of late, and mostly all of it.
-                    let nth = if rng.u8(..4) > 0 {
+                    // Mostly all of it; of the first callers mostly of late.
+                    let nth = if rng.usize(..4) > i {
                         open.len() - 1 - rng.usize(..open.len().min(40))
                     } else {
                         rng.usize(..open.len())
@@ -218,11 +234,29 @@ async fn long_logs() {
                 open.push((in_redis, time));
             }
         }
-        if round % 500 == 0 {
+        if round % 500 == 499 {
             longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o").await);
         }
     }
     assert!(given > 5_000 && longest > 4, "{given} were given back, of {longest} elements at most");
+    // Blocks have left, and others were dropped between their neighbors.
+    let (left, dropped) = (server.calls("ltrim").await, server.calls("lrem").await);
+    assert!(left > 20 && dropped > 10, "{left} times blocks have left, {dropped} times they were dropped");
+}
+
+/// What has left the period takes no memory, however much left at once.
+#[tokio::test]
+async fn a_log_that_was_long_keeps_no_memory() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(16, &server);
+    let quota = Quota::per(2_010, Duration::from_secs(10));
+    let policies = Policy::new("log", Strategy::SlidingLog, quota).unwrap().into();
+    for i in 0..2_004 {
+        now.fetch_add(if i < 2_000 { 1 } else { 6_000_000 }, Relaxed);
+        assert!(redis.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().is_allowed());
+    }
+    let bytes: u64 = server.command("MEMORY USAGE rl:{ann}:log:o SAMPLES 0").await;
+    assert!(bytes < 500, "{bytes} bytes");
 }
 
 /// What gives back is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
@@ -243,6 +277,33 @@ async fn what_is_long_on_its_way_is_as_old_as_it_is() {
         assert_eq!(redis.check(back).await.unwrap().granted(), given, "{later} ms later, at an age of {age} ms");
         now.store(start, Relaxed);
     }
+}
+
+/// An answer that is repeated is as old as the charge: what gives it back takes nothing out of what was charged since.
+#[tokio::test]
+async fn what_is_given_back_of_a_repeated_answer_is_as_old_as_the_charge() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(17, &server);
+    let local = LocalStore::default();
+    let policies = Policy::new("log", Strategy::SlidingLog, "100/10s".parse().unwrap()).unwrap().into();
+    let key = Key::new("ann");
+    let start = now.load(Relaxed);
+    let ask = async |check: Check, later| {
+        now.store(start + later, Relaxed);
+        let verdicts = local.verdicts(&check, || start + later);
+        let in_rust = check.clone().answer(verdicts, Source::Local);
+        [redis.check(check).await.unwrap(), in_rust]
+    };
+    let first = || Check::take(key, &policies, 50).with_id("request-1");
+    let _ = ask(first(), 0).await;
+    let _ = ask(Check::take(key, &policies, 50), 9_000_000).await;
+    let repeated = ask(first(), 9_500_000).await;
+    let [of_redis, of_local] = repeated.map(|decision| decision.give_back(key, 50, Duration::ZERO).next().unwrap());
+    assert_eq!(redis.check(of_redis).await.unwrap().granted(), 50);
+    assert_eq!(local.verdicts(&of_local, || start + 9_500_000).granted, 50);
+    // The charge of 9 s counts still.
+    let granted = ask(Check::up_to(key, &policies, 100), 10_500_000).await.map(|decision| decision.granted());
+    assert_eq!(granted, [50; 2], "in Redis and in a local store");
 }
 
 /// What is asked under one quota and not granted leaves alone what another has counted.
