@@ -1,6 +1,7 @@
 //! `cargo xtask test`.
 
 use std::process::Command;
+use std::thread;
 
 use crate::command::{cargo, run, succeeds};
 use crate::metadata::Metadata;
@@ -34,7 +35,9 @@ pub(crate) fn test() -> Result {
     simulate(&["20000"], &["--workspace", "--all-features"])?;
     // Last, since its last lines are the counts.
     if succeeds("cargo", &["nextest", "--version"]) {
-        cargo(&["nextest", "run", "--workspace", "--all-features"])
+        // Many tests wait for a server.
+        let threads = thread::available_parallelism().map_or(2, |count| count.get() * 3 / 2).to_string();
+        cargo(&["nextest", "run", "--workspace", "--all-features", "--test-threads", &threads])
     } else {
         cargo(&["test", "--workspace", "--all-features", "--lib", "--bins", "--examples", "--tests"])
     }
