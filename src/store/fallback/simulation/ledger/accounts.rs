@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::plan::{Caller, Habit, Plan, Sharing};
-use crate::limit::{Policy, Strategy, Verdict};
+use crate::limit::{Policy, Refill, Strategy, Verdict};
 
 /// What is known of one caller.
 #[derive(Debug, Default)]
@@ -40,8 +40,9 @@ pub(super) struct Account {
     pub(super) since: i64,
     /// What was granted and not told to the primary store, less what was given back.
     pub(super) owed: i64,
-    /// How much of it was granted while the instance was not degraded.
+    /// How much of it was granted while the instance was not degraded, and how often.
     pub(super) well: i64,
+    pub(super) alone: i64,
     /// The same, by the time.
     pub(super) grants: VecDeque<(u64, i64)>,
     /// What was granted for requests without an answer, by the time.
@@ -60,6 +61,8 @@ pub(super) struct Account {
     pub(super) resets: u32,
     /// Charges on their way to the primary store.
     pub(super) flying: u32,
+    /// When the instance gives up the last of them.
+    pub(super) given_up_at: u64,
     /// How much the primary store had run when the last of them ran.
     pub(super) landed: u64,
     pub(super) open: Option<Open>,
@@ -100,6 +103,17 @@ impl Account {
             counts += grants.iter().map(|(_, granted)| granted).sum::<i64>();
         }
         counts
+    }
+
+    /// In how many windows of its own it may have granted something while the primary store decided the rest. They begin
+    /// at other times than those of the primary store: when one does, the instance forgets what it has heard.
+    pub(super) fn windows(&self, strategy: Strategy, period: i64, now: u64) -> i64 {
+        match strategy {
+            Strategy::FixedWindow(_) | Strategy::TokenBucket(Refill::Interval) => {
+                self.alone.min(now as i64 * 1000 / period + 2)
+            }
+            _ => 0,
+        }
     }
 
     /// The oldest are told first.

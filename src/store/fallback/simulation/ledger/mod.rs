@@ -96,11 +96,12 @@ impl Ledger {
     /// An instance has heard from the primary store, while that decides for it.
     ///
     /// It goes on from there only if the answer knows of all that the instance has granted: nothing is owed, and what was
-    /// has been charged before the answer was made. If something else was settled since it asked, it need not.
+    /// has been charged before the answer was made, or given up. If something else was settled since it asked, it need not.
     pub(super) fn hears(&mut self, plan: &Plan, now: u64, heard: &Heard, decision: &Decision) {
         let &Heard { caller, instance, ran: Ran { run, charged }, since, turned } = heard;
         let account = &mut self.accounts[caller][instance];
-        if account.flying > 0 || account.owes() || run < account.landed {
+        let awaits = account.flying > 0 && now <= account.given_up_at;
+        if awaits || account.owes() || run < account.landed {
             return;
         }
         let left = decision.verdicts().map(|(_, verdict)| Left::new(verdict, now)).collect();
@@ -135,7 +136,9 @@ impl Ledger {
                 match unasked {
                     true if granted > 0 => {
                         account.owe(now, granted);
-                        account.well += if degraded { 0 } else { granted };
+                        if !degraded {
+                            (account.well, account.alone) = (account.well + granted, account.alone + 1);
+                        }
                     }
                     true => {}
                     false => {
@@ -231,7 +234,10 @@ impl Ledger {
             let flows = if who.lasting {
                 0
             } else {
-                flows(policy.strategy(), policy.params().period, capacity, now) + capacity * self.opened
+                let period = policy.params().period;
+                let windows =
+                    self.accounts[caller].iter().map(|account| account.windows(policy.strategy(), period, now));
+                flows(policy.strategy(), period, capacity, now) + capacity * (self.opened + windows.sum::<i64>())
             };
             (capacity * (1 + forgotten) + parts.beyond(capacity, plan.instances) + flows, capacity)
         }))

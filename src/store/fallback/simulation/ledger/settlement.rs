@@ -7,7 +7,7 @@ impl Ledger {
     pub(in super::super) fn settles(&mut self, plan: &Plan, now: u64, sent: &Settled) {
         let &Settled { caller, instance, mode, cost, with_id } = sent;
         let (who, account) = (&plan.callers[caller], &mut self.accounts[caller][instance]);
-        account.flying += 1;
+        (account.flying, account.given_up_at) = (account.flying + 1, now + plan.deadline);
         if with_id || who.habit == Habit::WithIds {
             return;
         }
