@@ -183,10 +183,16 @@ impl<P: Store, F: Store> Recovery<P, F> {
                 }
                 match shared.others_reconciling().await {
                     Some(0) => break,
-                    None if !is_told => break,
                     // What is granted meanwhile is settled, so that little is left in the end.
                     Some(_) => well = shared.settle(self.runtime).await,
-                    None => well = shared.ping().await.is_ok(),
+                    None => {
+                        well = shared.ping().await.is_ok() && shared.renew(self.runtime);
+                        // A primary store that answers that and not this cannot tell. One that was away for a moment may
+                        // have heard that this one reconciles, and not that it no longer does: the others would wait for it.
+                        if well && !is_told && shared.others_reconciling().await.is_none() {
+                            break;
+                        }
+                    }
                 }
                 if !well {
                     break;

@@ -7,10 +7,10 @@ pub(super) struct Doubt {
     failures: u32,
     /// The request that was sent last, since it began. What is sent before and fails later does not count.
     trial: Option<usize>,
-    /// Until when a probe may fail.
-    probed_until: u64,
-    /// Whether a probe was under way when the last doubt ended. If it fails, it begins another, which is not seen here. Only
-    /// what is sent after that tells that it is over.
+    /// Until when a doubt may begin that is not seen here.
+    unsure_until: u64,
+    /// Whether a probe was under way when the last doubt ended. If it fails, it begins another, which is not seen here. A
+    /// request that fails then may be of that doubt, or begin one. Only what is sent after both tells that it is over.
     unsure: bool,
     /// When a probe was answered. The instance hears of it in the same millisecond, before or after all else.
     probed: Option<u64>,
@@ -25,12 +25,15 @@ impl Doubt {
 
     pub(super) fn probes(&mut self, now: u64, deadline: u64) {
         self.passes(now);
-        self.probed_until = now + deadline;
+        self.unsure_until = now + deadline;
     }
 
     /// A request has failed, in a way that `counts` or not. How many failures that makes, as far as is known.
     pub(super) fn fails(&mut self, now: u64, request: usize, counts: bool) -> u32 {
         self.passes(now);
+        if self.unsure && counts {
+            self.unsure_until = self.unsure_until.max(now);
+        }
         self.failures += u32::from(counts && (self.trial == Some(request) || self.failures == 0));
         if self.unsure || self.probed.is_some() { 0 } else { self.failures }
     }
@@ -49,7 +52,29 @@ impl Doubt {
     /// A request was answered that was sent at a time.
     pub(super) fn answers(&mut self, sent: u64, request: usize) {
         if self.trial == Some(request) || self.unsure {
-            *self = Self { unsure: sent <= self.probed_until, probed_until: self.probed_until, ..Self::default() };
+            *self = Self { unsure: sent <= self.unsure_until, unsure_until: self.unsure_until, ..Self::default() };
         }
     }
+}
+
+/// A failure while a doubt may have begun unseen may begin one itself, of which the next request to be sent is the trial.
+/// An answer to a request sent before it tells nothing of that.
+#[test]
+fn an_unsure_doubt_forgets_no_failure() {
+    let mut doubt = Doubt::default();
+    doubt.sends(1, 0);
+    doubt.fails(2, 0, true);
+    doubt.sends(3, 1);
+    doubt.probes(4, 10);
+    // The trial ends the doubt, and the probe fails later.
+    doubt.answers(3, 1);
+    [(20, 2), (21, 3), (22, 4)].into_iter().for_each(|(now, request)| doubt.sends(now, request));
+    doubt.fails(25, 2, true);
+    doubt.answers(21, 3);
+    // The trial of the doubt that the failure has begun. What was sent before it does not count.
+    doubt.sends(30, 5);
+    doubt.fails(31, 4, true);
+    doubt.answers(30, 5);
+    doubt.sends(40, 6);
+    assert!(doubt.fails(41, 6, true) <= 1, "{doubt:?}");
 }

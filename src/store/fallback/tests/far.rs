@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::future::pending;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use tokio::time::Instant;
 
@@ -16,6 +17,8 @@ pub(super) struct Far {
     instance: u32,
     /// Whether nobody hears that it reconciles.
     pub(super) is_mute: bool,
+    /// To how many more holds there is no answer. Those that say that it reconciles are heard all the same.
+    pub(super) unanswered: Arc<AtomicUsize>,
     pub(super) delay: Arc<Mutex<Option<Duration>>>,
     pub(super) seen: Arc<Mutex<Seen>>,
 }
@@ -35,7 +38,8 @@ pub(super) struct Seen {
 impl Far {
     pub(super) fn new(delay: Duration) -> Self {
         let delay = Arc::new(Mutex::new(Some(delay)));
-        Self { counts: LocalStore::default(), instance: 0, is_mute: false, delay, seen: Arc::default() }
+        let (unanswered, seen) = (Arc::default(), Arc::default());
+        Self { counts: LocalStore::default(), instance: 0, is_mute: false, unanswered, delay, seen }
     }
 
     /// The same counts, asked by another instance over a way of its own.
@@ -77,6 +81,13 @@ impl Store for Far {
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Some(delay) = *lock(&self.delay) else { return Answer::ready(Err(unreachable().unsent())) };
         if self.is_mute && check.mode() == Mode::Hold && check.cost() > 0 {
+            return Answer::pending(Box::pin(pending()));
+        }
+        let fewer = |left: usize| left.checked_sub(1);
+        if check.mode() == Mode::Hold && self.unanswered.fetch_update(Relaxed, Relaxed, fewer).is_ok() {
+            if check.cost() > 0 {
+                drop(self.hold(&check));
+            }
             return Answer::pending(Box::pin(pending()));
         }
         if check.policies().in_flight().is_some() {

@@ -2,6 +2,7 @@
 
 use std::future::poll_fn;
 use std::pin::pin;
+use std::sync::atomic::Ordering::Relaxed;
 
 use futures_util::future::join_all;
 use tokio::runtime::Handle;
@@ -104,6 +105,23 @@ async fn who_is_not_heard_waits_for_others_all_the_same() {
     let took = recovery(&store).await;
     assert!((Duration::from_millis(3_000)..Duration::from_millis(3_500)).contains(&took), "{took:?}");
     reconciles.await.unwrap();
+}
+
+/// It was heard that an instance reconciles, and not that it no longer does: others would wait for it for the lease time.
+#[tokio::test(start_paused = true)]
+async fn who_is_back_keeps_nobody_waiting() {
+    let far = Far::new(Duration::from_millis(2));
+    let other = far.of(1, Duration::ZERO);
+    let store = far.fallback(2);
+    cut(&store, &far).await;
+    far.set(Some(Duration::from_millis(2)));
+    // That it reconciles, that it no longer does, and that once more.
+    far.unanswered.store(3, Relaxed);
+    let took = recovery(&store).await;
+    assert_eq!(far.unanswered.load(Relaxed), 0);
+    let others = other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 0));
+    assert_eq!(others.capacity() - others.remaining(), 0, "reconcile, after {took:?}");
+    assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
 /// An instance that says again and again that it reconciles keeps the others out for no longer than they wait.
