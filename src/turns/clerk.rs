@@ -62,12 +62,7 @@ impl Clerk {
         self.sit_out_denial(&mut pace).await;
         while let Some(ask) = self.next(pace.room) {
             let asked_at = instant();
-            let check = Check::take_ahead(
-                self.place.key,
-                &ask.policies,
-                ask.cost.saturating_mul(ask.count),
-                pace.within(&ask, asked_at),
-            );
+            let check = Check::take_ahead(self.place.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
             // What was given back until now, it sees.
             self.wake.take_freed();
             // Before the store is asked.
@@ -131,13 +126,15 @@ impl Clerk {
         match decision.outcome() {
             Outcome::Allowed | Outcome::Later { .. } => {
                 let mut due_at = now + decision.due_in().unwrap_or_default();
-                self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.count));
+                self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.costs.len()));
                 pace.granted(&ask, decision.remaining());
                 let permits = |due| {
-                    let (decision, times) =
-                        (decision.clone().due(ask.cost), Times { asked: asked_at, answered: now, due });
-                    let permit = || Permit::new(&self.shared, self.place, &self.runtime, &ask, decision.clone(), times);
-                    (0..ask.count).map(|_| permit()).collect::<Vec<_>>()
+                    let times = Times { asked: asked_at, answered: now, due };
+                    let permit = |&cost: &u32| {
+                        let decision = decision.clone().due(cost);
+                        Permit::new(&self.shared, self.place, &self.runtime, &ask.policies, cost, decision, times)
+                    };
+                    ask.costs.iter().map(permit).collect::<Vec<_>>()
                 };
                 let mut looked_at = asked_at;
                 loop {
@@ -163,8 +160,8 @@ impl Clerk {
                 self.with_line(Line::all_served);
             }
             // There is less room than there was; if not less than it told, one is asked for.
-            Outcome::Denied { .. } if ask.count > 1 => {
-                *pace = Pace { room: decision.remaining().min(room.saturating_sub(ask.cost)), failures: 0, ..*pace };
+            Outcome::Denied { .. } if ask.costs.len() > 1 => {
+                *pace = Pace { room: decision.remaining().min(room.saturating_sub(ask.cost())), failures: 0, ..*pace };
             }
             Outcome::Denied { retry_after } => {
                 pace.failures = 0;
@@ -297,7 +294,7 @@ struct Pace {
 impl Pace {
     /// After a grant that has left so much room.
     fn granted(&mut self, ask: &Ask, room: u32) {
-        let found = ask.cost.saturating_mul(ask.count).saturating_add(room);
+        let found = ask.total().saturating_add(room);
         let before = self.found.filter(|_| self.losses == 0);
         *self = Self { room, found: before.max(Some(found)), has_waited: true, losses: 0, failures: 0 };
     }
@@ -317,7 +314,7 @@ impl Pace {
     /// Within how long what is asked for has to be due.
     fn within(&self, ask: &Ask, now: Instant) -> Duration {
         let max = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(now));
-        match (ask.count, self.has_waited) {
+        match (ask.costs.len(), self.has_waited) {
             (1, true) => max,
             (1, false) => max.min(SOON),
             // What others have taken since, they would owe together.
@@ -330,7 +327,7 @@ impl Pace {
     fn retry_in(&self, decision: &Decision, retry_after: Duration, ask: &Ask, several: bool) -> (Duration, Duration) {
         let policy = decision.policy();
         let (spacing, period) = (policy.quota().time_for(1), policy.quota().period());
-        if can_owe(decision.policies()) && !self.has_waited && ask.cost > 0 {
+        if can_owe(decision.policies()) && !self.has_waited && ask.cost() > 0 {
             return (retry_after.saturating_sub(SOON), Duration::ZERO);
         }
         if let Some(wait) = until_more_may_be_owed(decision) {

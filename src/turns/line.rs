@@ -2,6 +2,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
+use smallvec::SmallVec;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -50,16 +51,28 @@ pub(super) struct Waiter {
 
 pub(super) type Answer = Result<Permit, Refusal>;
 
-/// What the clerk asks for next: for so many of the first in the line, who all want as much.
+/// What the clerk asks for next, for the first in the line.
 #[derive(Debug)]
 pub(super) struct Ask {
     /// The first of them.
     pub(super) first: u64,
-    pub(super) count: u32,
     pub(super) policies: Policies,
-    pub(super) cost: u32,
+    /// What each of them wants, in their order.
+    pub(super) costs: SmallVec<[u32; 4]>,
     /// The earliest of theirs.
     pub(super) deadline: Option<Instant>,
+}
+
+impl Ask {
+    /// What the first wants.
+    pub(super) fn cost(&self) -> u32 {
+        self.costs[0]
+    }
+
+    /// What all of them want.
+    pub(super) fn total(&self) -> u32 {
+        self.costs.iter().fold(0, |total, cost| total.saturating_add(*cost))
+    }
 }
 
 impl Waiter {
@@ -239,7 +252,7 @@ impl Line {
     /// When a clerk that rests until then has to look again. None if it has to ask again now: the first does not want what
     /// was asked for, or somebody's time is up after the time for which the answer was.
     pub(super) fn rest(&mut self, until: Instant, ask: Option<&Ask>, now: Instant) -> Option<Instant> {
-        if ask.is_some_and(|ask| !self.first_wants(ask.cost)) {
+        if ask.is_some_and(|ask| !self.first_wants(ask.cost())) {
             self.next_at = None;
             self.served = 0;
             return None;
@@ -260,24 +273,28 @@ impl Line {
     /// What to ask for next, if the store has room for so much.
     pub(super) fn ask(&self, room: u32) -> Option<Ask> {
         let (number, Waiter { wanted, .. }) = self.waiting.first_key_value()?;
-        let Wanted { policies, cost, .. } = wanted;
-        let alike = |waiter: &&Waiter| waiter.wanted.cost == *cost;
         // Of requests in flight a check takes one, whatever it costs.
-        let most = if policies.in_flight().is_some() { 1 } else { (room / (*cost).max(1)).max(1) };
-        let first = self.waiting.values().take_while(alike).take(most as usize);
-        let (count, deadline) = first.fold((0, None), |(count, earliest), waiter| {
-            let deadline = waiter.wanted.deadline;
-            (count + 1, [earliest, deadline].into_iter().flatten().min())
-        });
-        Some(Ask { first: *number, count, policies: policies.clone(), cost: *cost, deadline })
+        let most = if wanted.policies.in_flight().is_some() { 1 } else { usize::MAX };
+        let mut left = room.max(wanted.cost).max(1);
+        let fits = |waiter: &&Waiter| {
+            let rest = left.checked_sub(waiter.wanted.cost.max(1));
+            left = rest.unwrap_or(0);
+            rest.is_some()
+        };
+        let (mut costs, mut deadline) = (SmallVec::new(), None);
+        for Waiter { wanted, .. } in self.waiting.values().take(most).take_while(fits) {
+            costs.push(wanted.cost);
+            deadline = [deadline, wanted.deadline].into_iter().flatten().min();
+        }
+        Some(Ask { first: *number, policies: wanted.policies.clone(), costs, deadline })
     }
 
     /// Learns what the store has decided, and how many permits that gives and when.
-    pub(super) fn learn(&mut self, ask: &Ask, decision: &Decision, at: Instant, next_at: Instant, served: u32) {
-        self.known = Some(Known { decision: decision.clone(), at, cost: ask.cost });
+    pub(super) fn learn(&mut self, ask: &Ask, decision: &Decision, at: Instant, next_at: Instant, served: usize) {
+        self.known = Some(Known { decision: decision.clone(), at, cost: ask.cost() });
         self.trouble = None;
         self.next_at = Some(next_at);
-        self.served = served as usize;
+        self.served = served;
     }
 
     /// Notes when what was taken is due after all.

@@ -5,7 +5,6 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::Instant;
 
-use super::line::Ask;
 use super::{Place, Shared};
 use crate::leases::Lease;
 use crate::limit::{Charged, Check, Decision, Key, LONGEST, Policies, Policy, Strategy};
@@ -59,12 +58,12 @@ impl Permit {
         shared: &Arc<Shared>,
         place: Place,
         runtime: &Handle,
-        ask: &Ask,
+        policies: &Policies,
+        cost: u32,
         decision: Decision,
         times: Times,
     ) -> Self {
-        let (shared, runtime) = (Arc::clone(shared), runtime.clone());
-        let (policies, cost) = (ask.policies.clone(), ask.cost);
+        let (shared, runtime, policies) = (Arc::clone(shared), runtime.clone(), policies.clone());
         Self { decision, held: Some(Held { shared, place, runtime, policies, cost, times, lease: None }) }
     }
 

@@ -105,6 +105,31 @@ async fn a_farther_instance_has_its_turn_too() {
     }
 }
 
+/// Who waits behind others of other costs is not asked for alone, or a line would not end while requests go on.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_different_costs_ends_where_there_is_room() {
+    let policies = policy(Strategy::Gcra, "10000/s");
+    let local = LocalStore::default();
+    let limiter = Limiter::new(Late::new(&local, Duration::from_millis(2)), policies.clone());
+    let mut waits = vec![];
+    for ms in 0..2_000 {
+        if ms == 500 {
+            let _ = local.check(Check::charge(ANN, &policies, 10_000)).await.unwrap();
+        }
+        let limiter = limiter.clone();
+        waits.push(tokio::spawn(async move {
+            let start = Instant::now();
+            let decision = limiter.wait(ANN, 1 + ms % 3, Duration::from_millis(100)).await.unwrap();
+            (ms, decision.is_allowed(), start.elapsed())
+        }));
+        sleep(Duration::from_millis(1)).await;
+    }
+    for wait in waits {
+        let (ms, allowed, took) = wait.await.unwrap();
+        assert!(allowed && took < Duration::from_millis(50), "of {ms} ms: {allowed} after {took:?}");
+    }
+}
+
 /// And nobody asks for each turn in vain where a log was charged evenly, so that a call gets little.
 #[tokio::test(start_paused = true)]
 async fn turns_are_shared_where_they_come_one_by_one() {
