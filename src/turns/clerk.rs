@@ -12,7 +12,7 @@ use super::line::{Ask, Line};
 use super::permit::Times;
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::leases::Lease;
-use crate::limit::{Check, Decision, Outcome, Policies, Policy, Strategy};
+use crate::limit::{Check, Decision, Outcome, Policies, Policy, Refill, Strategy};
 use crate::store::{Error, Listener, RandomState, Wake, instant};
 
 /// The task that serves a line until nobody waits in it.
@@ -273,7 +273,7 @@ impl Drop for Clerk {
 
 /// Whether what is taken ahead may be owed under these policies.
 fn can_owe(policies: &Policies) -> bool {
-    policies.iter().all(|policy| policy.strategy().has_burst())
+    policies.iter().all(|policy| policy.strategy().has_burst() && !is_windowed(policy))
 }
 
 /// How much to ask for next, and when.
@@ -315,8 +315,8 @@ impl Pace {
     fn within(&self, ask: &Ask, now: Instant) -> Duration {
         let max = ask.deadline.map_or(Duration::MAX, |deadline| deadline.saturating_duration_since(now));
         match (ask.costs.len(), self.has_waited) {
-            (1, true) => max,
-            (1, false) => max.min(SOON),
+            (1, true) if can_owe(&ask.policies) => max,
+            (1, _) => max.min(SOON),
             // What others have taken since, they would owe together.
             _ => Duration::ZERO,
         }
@@ -354,9 +354,12 @@ impl Pace {
     }
 }
 
-/// Whether much comes free at once, when a window or a cell of it ends.
+/// Whether much comes free at once: when a window or a cell of it ends, or with a refill.
 fn is_windowed(policy: &Policy) -> bool {
-    matches!(policy.strategy(), Strategy::FixedWindow(_) | Strategy::SlidingWindow { .. })
+    matches!(
+        policy.strategy(),
+        Strategy::FixedWindow(_) | Strategy::SlidingWindow { .. } | Strategy::TokenBucket(Refill::Interval)
+    )
 }
 
 /// From 0 to 1.
@@ -377,10 +380,6 @@ fn until_more_may_be_owed(decision: &Decision) -> Option<Duration> {
 /// How long it takes to pay as much as may be owed; rounded up to microseconds, as the waits of decisions are.
 fn full_debt(policy: &Policy) -> Duration {
     let quota = policy.quota();
-    if policy.strategy().is_steady() {
-        let nanos = quota.time_for(quota.capacity().into()).as_nanos();
-        u64::try_from(nanos.div_ceil(1_000)).map_or(Duration::MAX, Duration::from_micros)
-    } else {
-        quota.period().saturating_mul(quota.capacity() / quota.limit().max(1))
-    }
+    let nanos = quota.time_for(quota.capacity().into()).as_nanos();
+    u64::try_from(nanos.div_ceil(1_000)).map_or(Duration::MAX, Duration::from_micros)
 }

@@ -15,7 +15,7 @@ use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
     Align, Answer, CallLimitLayer, Check, Decision, Error, ErrorKind, Key, Limiter, Live, LocalStore, MockStore, Mode,
-    OnError, Outcome, Policies, Policy, PolicySelector, RateLimited, Store, Strategy, ThrottleLayer, Wait,
+    OnError, Outcome, Policies, Policy, PolicySelector, RateLimited, Refill, Store, Strategy, ThrottleLayer, Wait,
 };
 
 use crate::late::Late;
@@ -89,9 +89,12 @@ async fn turns_are_even_at_a_store_that_answers_later() {
 /// Where nothing can be taken ahead, whoever is nearest does not come first each time.
 #[tokio::test(start_paused = true)]
 async fn a_farther_instance_has_its_turn_too() {
-    for strategy in
-        [Strategy::FixedWindow(Default::default()), Strategy::SlidingWindow { cells: 10 }, Strategy::SlidingLog]
-    {
+    for strategy in [
+        Strategy::FixedWindow(Default::default()),
+        Strategy::SlidingWindow { cells: 10 },
+        Strategy::SlidingLog,
+        Strategy::TokenBucket(Refill::Interval),
+    ] {
         for (quota, time, most) in [("50/s", 200, 10_000), ("60/m", 7_200, 7_200)] {
             let policies = policy(strategy, quota);
             let (times, calls) =

@@ -32,7 +32,9 @@ pub(crate) fn test() -> Result {
     package()?;
     // What follows is of the whole workspace, so that it is built once. That builds the examples too.
     cargo(&["test", "--workspace", "--all-features", "--doc"])?;
-    simulate(&["20000"], &["--workspace", "--all-features"])?;
+    for (name, seeds) in [("fallback", "20000"), ("requests", "5000")] {
+        simulate(&[name, seeds], &["--workspace", "--all-features"])?;
+    }
     // Last, since its last lines are the counts.
     if succeeds("cargo", &["nextest", "--version"]) {
         // Many tests wait for a server.

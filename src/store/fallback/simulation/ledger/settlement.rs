@@ -90,7 +90,7 @@ impl Ledger {
         account.flying -= 1;
         account.landed = self.runs;
         if account.flying == 0
-            && account.owed == 0
+            && !account.owes()
             && let Some(open) = account.open.take()
         {
             account.excess += open.granted.min(charged - open.from - open.told);
