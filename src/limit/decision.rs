@@ -202,7 +202,8 @@ impl Decision {
     /// A policy of requests [in flight](crate::Strategy::InFlight) gets nothing back: that counts a request until it ends.
     ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back
-    /// of a decision once.
+    /// of a decision once; of those under one id, of one of them. What was charged after a reset, or after the store has lost
+    /// its data, cannot be told from what this decision granted before: then that is given back.
     ///
     /// ```
     /// use std::time::Instant;

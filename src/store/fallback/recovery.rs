@@ -162,14 +162,15 @@ impl<P: Store, F: Store> Recovery<P, F> {
         if shared.ping().await.is_err() || !shared.renew(self.runtime) {
             return false;
         }
-        let found = instant();
-        let announcement = shared.others().map(|_| shared.announce());
+        // If it has told others that it reconciles, it has to tell them too that it no longer does.
+        let (found, others) = (instant(), shared.others());
+        let announcement = others.map(|_| shared.announce());
         let mut well = shared.settle(self.runtime).await && shared.renew(self.runtime);
         let is_told = match announcement {
             Some(announcement) if well => announcement.end().await,
             _ => false,
         };
-        if let (true, Some(others)) = (well, shared.others()) {
+        if let (true, Some(others)) = (well, others) {
             let settled = instant();
             // Those of whom nothing is told may take as long to settle as this one did.
             let since = if is_told { found } else { settled };
