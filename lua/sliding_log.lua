@@ -87,14 +87,11 @@ local function block_of(key, log, number)
   return number == 1 and sub(block, 1 + CELL_LENGTH * log.cut) or block
 end
 
--- Notes that what is at a place changes.
-local function put(log, place, block)
+-- Notes that a block changes.
+local function change(log, number, block)
+  local place = place_of(log, number)
   log.changed = log.changed or {}
   log[place], log.changed[place] = block, true
-end
-
-local function change(log, number, block)
-  put(log, place_of(log, number), block)
   if number == 1 then
     log.cut = 0
   end
