@@ -15,21 +15,22 @@ pub(crate) fn test() -> Result {
     cargo(&["fmt", "--all", "--check"])?;
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;
+    let version = metadata.rust_version().to_owned();
+    // Beside the rest, since it shares nothing with that, and little of that keeps two processors busy.
+    let lowest_rust = thread::spawn(move || lowest_rust(&version));
     cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])?;
     document("--all-features")?;
     pages::check()?;
     pictures::pictures(true)?;
-    lowest_rust(metadata.rust_version())?;
     // Features only add, so what holds with all of them must hold with each alone, and with none.
     for feature in metadata.features() {
         alone(&format!("--features={feature}"))?;
     }
     alone(NONE)?;
     document(NONE)?;
-    // Those of the middleware need no network and no time; one of the others is of a feature that is missing.
-    cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "middleware"])?;
-    cargo(&["test", "--quiet", "--package", LIBRARY, NONE, "--test", "tls", "without_the_feature"])?;
+    cargo(&["test", "--quiet", "--package", "plain-tests", "--lib"])?;
     package()?;
+    lowest_rust.join().map_err(|_| "the check with the lowest Rust panicked")??;
     // What follows is of the whole workspace, so that it is built once. That builds the examples too.
     cargo(&["test", "--workspace", "--all-features", "--doc"])?;
     for (name, seeds) in [("fallback", "20000"), ("requests", "5000")] {
@@ -66,7 +67,7 @@ fn lowest_rust(version: &str) -> Result {
         return Ok(());
     }
     let mut command = Command::new("rustup");
-    command.args(["run", version, "cargo", "check", "--package", LIBRARY, "--lib", "--all-features"]);
+    command.args(["run", version, "cargo", "check", "--quiet", "--package", LIBRARY, "--lib", "--all-features"]);
     run(command.args(["--target-dir", "target/lowest-rust"]))
 }
 

@@ -1,0 +1,35 @@
+//! The crate without any of its features.
+
+#![cfg(test)]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on has failed")]
+
+use tower_redis_ratelimit::{AnyStore, ConfigError, ErrorKind, RedisStore, StoreConfig};
+
+#[tokio::test]
+async fn tls_without_its_feature_is_refused() {
+    for url in ["rediss://127.0.0.1/", "rediss+cluster://127.0.0.1", "rediss+sentinel://127.0.0.1/mymaster"] {
+        let error = RedisStore::connect_lazy(url).unwrap_err();
+        assert_eq!(error, ConfigError::NoTls, "{url}");
+        let error = RedisStore::connect(url).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Configuration, "{url}");
+        assert!(error.to_string().contains("turn on the feature `tls`"), "{error}");
+    }
+    let config = || {
+        let mut config = StoreConfig::default();
+        config.url = Some("redis://127.0.0.1/".to_owned());
+        config
+    };
+    AnyStore::from_config(&config()).unwrap();
+    let changes: [fn(&mut StoreConfig); 4] = [
+        |config| config.root_certificates = Some("ca.pem".into()),
+        |config| config.client_certificate = Some("client.pem".into()),
+        |config| config.client_key = Some("client.key".into()),
+        |config| config.server_name = Some("redis.internal".to_owned()),
+    ];
+    for change in changes {
+        let mut config = config();
+        change(&mut config);
+        let error = AnyStore::from_config(&config).unwrap_err();
+        assert!(error.to_string().contains("turn on the feature `tls`"), "{error}");
+    }
+}
