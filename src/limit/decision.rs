@@ -203,7 +203,8 @@ impl Decision {
     ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back
     /// of a decision once; of those under one id, of one of them. What was charged after a reset, or after the store has lost
-    /// its data, cannot be told from what this decision granted before: then that is given back.
+    /// its data, cannot be told from what this decision granted before: then that is given back. All in all no more is used
+    /// than a reset lets pass anyway: the capacity once more.
     ///
     /// ```
     /// use std::time::Instant;

@@ -256,3 +256,35 @@ fn what_is_given_back_at_once_is_what_was_not_needed() {
         }
     }
 }
+
+#[test]
+fn after_a_reset_no_more_is_used_than_twice_the_capacity() {
+    let mut rng = Rng::with_seed(5);
+    for (&strategy, reset_at) in Strategy::ALL.iter().zip([10, 20, 40].into_iter().cycle()) {
+        let policies =
+            Policies::from(Policy::new("api", strategy, Quota::per(20, Duration::from_secs(3_600))).unwrap());
+        let (mut states, mut open, mut used) = ([State::fresh(strategy)], vec![], 0);
+        let mut most = 0;
+        for step in 0..400 {
+            let mut decide = |check: Check| {
+                let verdicts = check.decide(&mut states, START);
+                check.answer(verdicts, Source::Local)
+            };
+            if step == reset_at {
+                let _ = decide(Check::reset(Key::GLOBAL, &policies));
+            } else if step < reset_at || open.is_empty() || rng.bool() {
+                let decision = decide(Check::take(Key::GLOBAL, &policies, rng.u32(1..=3)));
+                used += decision.granted();
+                open.push(decision);
+            } else {
+                let decision = open.swap_remove(rng.usize(..open.len()));
+                let cost = rng.u32(0..=decision.granted());
+                decision.give_back(Key::GLOBAL, cost, Duration::ZERO).for_each(|check| drop(decide(check)));
+                used -= cost;
+            }
+            most = most.max(used);
+            assert!(used <= 40, "{strategy:?}: {used} of 20 after step {step}");
+        }
+        assert!(most > 20, "{strategy:?}: the reset lets pass more");
+    }
+}
