@@ -3,7 +3,7 @@
 //! A Redis Cluster as large as one likes, on paper: instances and masters are simulated, without a network, and each run
 //! gives the same figures. Prints the tables of `docs/running.md`: what is sent, and how often the map of slots is asked for.
 //!
-//! It has the rules of `src/store/redis` (lanes, batches, denials that are remembered, when the map is asked for) and of the
+//! It has the rules of `src/store/redis` (workers, batches, denials that are remembered, when the map is asked for) and of the
 //! breaker's probes. What Redis takes for them is measured: see [`READ`].
 
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
@@ -35,17 +35,17 @@ const TIME: f64 = 250_000.0;
 struct Size {
     instances: usize,
     masters: usize,
-    buckets: usize,
+    partitions: usize,
     /// Requests a second, of each instance.
     rate: f64,
 }
 
 fn main() {
     println!(
-        "| instances | masters | buckets | requests/s, each | of these to Redis | connections of a master | checks a call | calls a pipeline | \
+        "| instances | masters | partitions | requests/s, each | of these to Redis | connections of a master | checks a call | calls a pipeline | \
          busy, mean and most | p50, p99 us |\n|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     );
-    let size = |instances, masters, buckets, rate| Size { instances, masters, buckets, rate };
+    let size = |instances, masters, partitions, rate| Size { instances, masters, partitions, rate };
     for size in [
         size(1, 3, 12, 150_000.0),
         size(4, 3, 12, 60_000.0),
@@ -63,30 +63,30 @@ fn main() {
     );
     println!("|---|--:|--:|--:|");
     let size = size(1_000, 100, 400, 2_000.0);
-    println!("{}", asked("one bucket's slot moves", &reshard(size, &[0.0])));
-    let each_second: Vec<f64> = (0..16).map(|bucket| f64::from(bucket) * 1e6).collect();
+    println!("{}", asked("one partition's slot moves", &reshard(size, &[0.0])));
+    let each_second: Vec<f64> = (0..16).map(|partition| f64::from(partition) * 1e6).collect();
     println!("{}", asked("16 of them move, one every second", &reshard(size, &each_second)));
     for seconds in [5.0, 20.0] {
         let (asks, tries) = failover(size, seconds * 1e6);
         println!("{}", asked(&format!("a master fails, its replica takes over after {seconds} s"), &asks));
         let most = busiest(tries.iter().copied(), 100_000.0);
         println!(
-            "| its heir, meanwhile: tries of its buckets | {} in all, {most} in the busiest 100 ms | | |",
+            "| its heir, meanwhile: tries of its partitions | {} in all, {most} in the busiest 100 ms | | |",
             tries.len()
         );
     }
 }
 
-/// Something happens to an instance: a request comes, or a master has answered one of its lanes.
+/// Something happens to an instance: a request comes, or a master has answered one of its workers.
 #[derive(Clone, Copy, PartialEq)]
 enum Event {
     Request,
     Answer { master: usize, pipeline: usize },
 }
 
-/// The lanes of an instance to a master: at most two, the second only if more than a batch waits.
+/// The workers of an instance to a master: at most two, the second only if more than a batch waits.
 #[derive(Default)]
-struct Lanes {
+struct Workers {
     /// Callers, and since when they wait.
     waiting: Vec<(usize, f64)>,
     running: usize,
@@ -99,7 +99,7 @@ struct Traffic {
     /// How many of the requests are of the first callers.
     shares: Vec<f64>,
     /// By instance and master.
-    lanes: Vec<Lanes>,
+    workers: Vec<Workers>,
     /// Until when an instance remembers that a caller is denied.
     denied: Vec<HashMap<usize, f64>>,
     /// When each caller's limit is whole again.
@@ -132,13 +132,13 @@ impl Traffic {
             })
             .collect();
         shares.iter_mut().for_each(|share| *share /= sum);
-        let mut lanes = vec![];
-        lanes.resize_with(size.instances * size.masters, Lanes::default);
+        let mut workers = vec![];
+        workers.resize_with(size.instances * size.masters, Workers::default);
         Self {
             size,
             rng: Rng::with_seed(14),
             shares,
-            lanes,
+            workers,
             denied: vec![HashMap::new(); size.instances],
             full_at: vec![f64::MIN; CALLERS],
             busy: vec![(0.0, 0.0); size.masters],
@@ -179,7 +179,7 @@ impl Traffic {
                     for (_, since) in mem::take(&mut self.pipelines[pipeline]) {
                         self.counts.times.push(now - since);
                     }
-                    self.lanes[instance * self.size.masters + master].running -= 1;
+                    self.workers[instance * self.size.masters + master].running -= 1;
                     self.send(instance, master, now);
                 }
             }
@@ -199,29 +199,29 @@ impl Traffic {
         if self.denied[instance].get(&caller).is_some_and(|until| now < *until) {
             return;
         }
-        let master = self.bucket(caller) * self.size.masters / self.size.buckets;
-        self.lanes[instance * self.size.masters + master].waiting.push((caller, now));
+        let master = self.partition(caller) * self.size.masters / self.size.partitions;
+        self.workers[instance * self.size.masters + master].waiting.push((caller, now));
         self.send(instance, master, now);
     }
 
-    fn bucket(&self, caller: usize) -> usize {
+    fn partition(&self, caller: usize) -> usize {
         // Any hash.
-        Rng::with_seed(caller as u64).usize(..self.size.buckets)
+        Rng::with_seed(caller as u64).usize(..self.size.partitions)
     }
 
     fn send(&mut self, instance: usize, master: usize, now: f64) {
-        let lanes = &mut self.lanes[instance * self.size.masters + master];
-        let starts = lanes.running == 0 || lanes.running == 1 && lanes.waiting.len() > BATCH;
-        if lanes.waiting.is_empty() || !starts {
+        let workers = &mut self.workers[instance * self.size.masters + master];
+        let starts = workers.running == 0 || workers.running == 1 && workers.waiting.len() > BATCH;
+        if workers.waiting.is_empty() || !starts {
             return;
         }
-        lanes.running += 1;
-        lanes.connections = lanes.connections.max(lanes.running);
-        let rest = lanes.waiting.split_off(lanes.waiting.len().min(BATCH));
-        let jobs = mem::replace(&mut lanes.waiting, rest);
+        workers.running += 1;
+        workers.connections = workers.connections.max(workers.running);
+        let rest = workers.waiting.split_off(workers.waiting.len().min(BATCH));
+        let jobs = mem::replace(&mut workers.waiting, rest);
 
         let callers: HashSet<usize> = jobs.iter().map(|job| job.0).collect();
-        let calls = callers.iter().map(|caller| self.bucket(*caller)).collect::<HashSet<_>>().len();
+        let calls = callers.iter().map(|caller| self.partition(*caller)).collect::<HashSet<_>>().len();
         let takes = READ + CALL * calls as f64 + CHECK * callers.len() as f64;
         let busy = &mut self.busy[master];
         let starts = busy.0.max(now + ROUND_TRIP / 2.0);
@@ -246,17 +246,18 @@ impl Traffic {
     }
 
     fn told(self) -> String {
-        let Self { size, mut counts, lanes, busy, .. } = self;
+        let Self { size, mut counts, workers, busy, .. } = self;
         counts.times.sort_by(f64::total_cmp);
         let quantile = |share: f64| counts.times[(counts.times.len() as f64 * share) as usize];
-        let each = |master: usize| lanes.iter().skip(master).step_by(size.masters).map(|lanes| lanes.connections).sum();
+        let each =
+            |master: usize| workers.iter().skip(master).step_by(size.masters).map(|workers| workers.connections).sum();
         let connections: usize = (0..size.masters).map(each).max().unwrap_or(0);
         let busy: Vec<f64> = busy.iter().map(|busy| busy.1 / TIME * 100.0).collect();
         format!(
             "| {} | {} | {} | {} | {:.0} % | {connections} | {:.1} | {:.1} | {:.0} %, {:.0} % | {:.0}, {:.0} |",
             size.instances,
             size.masters,
-            size.buckets,
+            size.partitions,
             size.rate,
             100.0 * counts.checks as f64 / counts.requests as f64,
             counts.checks as f64 / counts.calls as f64,
@@ -297,14 +298,14 @@ impl Refresher {
     }
 }
 
-/// Slots of buckets move at these times: each instance is sent elsewhere by its next check for that bucket.
+/// Slots of partitions move at these times: each instance is sent elsewhere by its next check for that partition.
 fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     let mut rng = Rng::with_seed(14);
     let mut asks = vec![];
     for _ in 0..size.instances {
         let mut refresher = Refresher::default();
         for moved in moves {
-            let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.buckets as f64;
+            let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.partitions as f64;
             refresher.start(&mut rng, moved + next, 500_000.0, |_| true);
         }
         asks.append(&mut refresher.asks);
@@ -312,7 +313,7 @@ fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     asks
 }
 
-/// A master is gone until its replica takes over. Each of its buckets is tried again and again, and each failure asks for the
+/// A master is gone until its replica takes over. Each of its partitions is tried again and again, and each failure asks for the
 /// slots. Returns when these are asked for, and when the heir is tried, from then on.
 fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     /// A connection that nobody answers is given up after this.
@@ -322,8 +323,8 @@ fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     for _ in 0..size.instances {
         let mut refresher = Refresher::default();
         let mut probes: Vec<(f64, u32)> = vec![];
-        for _ in 0..size.buckets / size.masters {
-            let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.buckets as f64;
+        for _ in 0..size.partitions / size.masters {
+            let next = -(1.0 - rng.f64()).ln() * 1e6 / size.rate * size.partitions as f64;
             probes.push((next, 0));
         }
         loop {

@@ -137,10 +137,10 @@ pub enum ConfigError {
     NoSentinel(String),
     /// A server that is no node of a Redis Cluster, in the place of one: its address.
     NoCluster(String),
-    /// More than 1,024 buckets.
-    TooManyBuckets(usize),
-    /// Another number of buckets than other stores have in the same Redis Cluster under the same prefix.
-    Buckets {
+    /// More than 1,024 partitions.
+    TooManyPartitions(usize),
+    /// Another number of partitions than other stores have in the same Redis Cluster under the same prefix.
+    Partitions {
         /// The number of this store.
         ours: usize,
         /// The number of the others.
@@ -276,10 +276,10 @@ impl fmt::Display for ConfigError {
                 "the server {address} is no node of a Redis Cluster: write `redis://` instead of `redis+cluster://`, or connect \
                  with `RedisStore::connect`"
             ),
-            Self::TooManyBuckets(buckets) => write!(f, "{buckets} buckets: at most 1024 can be had"),
-            Self::Buckets { ours, theirs, prefix } => write!(
+            Self::TooManyPartitions(partitions) => write!(f, "{partitions} partitions: at most 1024 can be had"),
+            Self::Partitions { ours, theirs, prefix } => write!(
                 f,
-                "this store has {ours} buckets, and others have {theirs} under the prefix {prefix:?} in the same cluster, so that \
+                "this store has {ours} partitions, and others have {theirs} under the prefix {prefix:?} in the same cluster, so that \
                  neither would see the other's counts: give all the same number, or this one a prefix of its own"
             ),
         }
@@ -324,8 +324,8 @@ mod tests {
             Unpaired { setting: "client_key", without: "client_certificate" },
             Deadline(Duration::from_nanos(1)),
             NoCluster(name()),
-            TooManyBuckets(2_000),
-            Buckets { ours: 32, theirs: 64, prefix: name() },
+            TooManyPartitions(2_000),
+            Partitions { ours: 32, theirs: 64, prefix: name() },
         ];
         for error in all {
             let text = error.to_string();

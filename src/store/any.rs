@@ -68,7 +68,7 @@ impl AnyStore {
     /// # Errors
     ///
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL. A variable that is empty is a wrong URL:
-    /// a secret that got lost must not part the counts of the instances.
+    /// a secret that got lost must not split the counts of the instances.
     pub fn from_env(variable: &str) -> Result<Self, Error> {
         Self::from_config(&StoreConfig::from_env(variable)?)
     }
@@ -148,19 +148,19 @@ impl Store for AnyStore {
         }
     }
 
-    fn parts(&self) -> usize {
+    fn partitions(&self) -> usize {
         match self {
-            Self::Fallback(store) => store.parts(),
-            Self::Redis(store) => store.parts(),
-            Self::Local(store) => store.parts(),
+            Self::Fallback(store) => store.partitions(),
+            Self::Redis(store) => store.partitions(),
+            Self::Local(store) => store.partitions(),
         }
     }
 
-    fn part(&self, key: &Key) -> usize {
+    fn partition(&self, key: &Key) -> usize {
         match self {
-            Self::Fallback(store) => store.part(key),
-            Self::Redis(store) => store.part(key),
-            Self::Local(store) => store.part(key),
+            Self::Fallback(store) => store.partition(key),
+            Self::Redis(store) => store.partition(key),
+            Self::Local(store) => store.partition(key),
         }
     }
 

@@ -86,12 +86,12 @@ use crate::limit::{Check, Decision, Key};
 ///         self.0.follow(key, decision);
 ///     }
 ///
-///     fn parts(&self) -> usize {
-///         self.0.parts()
+///     fn partitions(&self) -> usize {
+///         self.0.partitions()
 ///     }
 ///
-///     fn part(&self, key: &Key) -> usize {
-///         self.0.part(key)
+///     fn partition(&self, key: &Key) -> usize {
+///         self.0.partition(key)
 ///     }
 ///
 ///     fn knows(&self, decision: &Decision) -> bool {
@@ -141,14 +141,14 @@ pub trait Store: Clone + Send + Sync + 'static {
         let _ = (key, decision);
     }
 
-    /// How many parts it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback) has a breaker
-    /// for each. Defaults to 1; must not change. A store that asks another one should pass this on, and [`part`](Self::part).
-    fn parts(&self) -> usize {
+    /// How many partitions it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback) has a breaker
+    /// for each. Defaults to 1; must not change. A store that asks another one should pass this on, and [`partition`](Self::partition).
+    fn partitions(&self) -> usize {
         1
     }
 
-    /// Which of its [parts](Self::parts) decides a caller's checks, from 0 on; for one caller always the same.
-    fn part(&self, key: &Key) -> usize {
+    /// Which of its [partitions](Self::partitions) decides a caller's checks, from 0 on; for one caller always the same.
+    fn partition(&self, key: &Key) -> usize {
         let _ = key;
         0
     }

@@ -165,20 +165,20 @@ async fn a_cluster_is_a_url() {
 async fn another_number_of_buckets_is_refused() {
     let cluster = Cluster::start(false).await;
     let number = |number| NonZeroUsize::new(number).unwrap();
-    let first = cluster.builder().buckets(number(32)).connect().await.unwrap();
+    let first = cluster.builder().partitions(number(32)).connect().await.unwrap();
     assert!(first.check(check("ann", "10/s")).await.unwrap().is_allowed());
     let error = cluster.builder().connect().await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration);
-    assert!(error.to_string().contains("12 buckets, and others have 32"), "{error}");
+    assert!(error.to_string().contains("12 partitions, and others have 32"), "{error}");
     let lazy = cluster.builder().connect_lazy().unwrap();
     for _ in 0..2 {
         let error = lazy.check(check("ann", "10/s")).await.unwrap_err();
         assert!(error.kind() == ErrorKind::Configuration && error.is_unsent(), "{error:?}");
     }
-    cluster.builder().buckets(number(32)).connect().await.unwrap();
+    cluster.builder().partitions(number(32)).connect().await.unwrap();
     cluster.builder().prefix("other").connect().await.unwrap();
-    let many = cluster.builder().buckets(number(1_025)).connect_lazy();
-    assert_eq!(many.unwrap_err(), ConfigError::TooManyBuckets(1_025));
+    let many = cluster.builder().partitions(number(1_025)).connect_lazy();
+    assert_eq!(many.unwrap_err(), ConfigError::TooManyPartitions(1_025));
     // No key is left without an expiry.
     for node in &cluster.nodes {
         let keys: Vec<String> = node.server.command("KEYS *").await;

@@ -12,7 +12,7 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
     }
 }
 
-const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `buckets`, `denials`, `deadline`, \
+const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `partitions`, `denials`, `deadline`, \
                       `failures`, `share`, `local_keys`, `url`, `root_certificates`, `client_certificate`, `client_key`, \
                       `server_name`";
 

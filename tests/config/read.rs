@@ -37,7 +37,7 @@ fn expected() -> Service {
     store.timeout = Duration::from_secs(2);
     store.queue = NonZeroUsize::new(50_000).unwrap();
     store.batch = NonZeroUsize::new(64).unwrap();
-    store.buckets = NonZeroUsize::new(256).unwrap();
+    store.partitions = NonZeroUsize::new(256).unwrap();
     store.denials = 0;
     store.deadline = Duration::from_millis(50);
     store.failures = NonZeroU32::new(5).unwrap();
@@ -68,7 +68,7 @@ fn toml() {
         timeout = "2s"
         queue = 50_000
         batch = 64
-        buckets = 256
+        partitions = 256
         denials = 0
         deadline = "50ms"
         failures = 5
@@ -105,7 +105,7 @@ fn yaml() {
           timeout: 2s
           queue: "50000"
           batch: "64"
-          buckets: "256"
+          partitions: "256"
           denials: "0"
           deadline: 50 ms
           failures: "5"
@@ -125,7 +125,7 @@ fn json() {
         "on_error": "allow",
         "store": {
             "kind": "fallback", "url": "redis://:hunter2@10.0.0.7/", "prefix": "shop", "connections": 4, "timeout": "2s",
-            "queue": 50000, "batch": 64, "buckets": 256, "denials": 0, "deadline": "50ms", "failures": 5, "share": 3,
+            "queue": 50000, "batch": 64, "partitions": 256, "denials": 0, "deadline": "50ms", "failures": 5, "share": 3,
             "local_keys": 1000000, "root_certificates": "/etc/shop/ca.pem", "client_certificate": "/etc/shop/client.pem",
             "client_key": "/etc/shop/client.key", "server_name": "redis.internal"
         },
@@ -162,7 +162,7 @@ fn environment_variables() {
         ("APP_STORE__TIMEOUT", "2s"),
         ("APP_STORE__QUEUE", "50000"),
         ("APP_STORE__BATCH", "64"),
-        ("APP_STORE__BUCKETS", "256"),
+        ("APP_STORE__PARTITIONS", "256"),
         ("APP_STORE__DENIALS", "0"),
         ("APP_STORE__DEADLINE", "50ms"),
         ("APP_STORE__FAILURES", "5"),

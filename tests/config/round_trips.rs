@@ -81,7 +81,7 @@ fn stores() -> impl Generate<Value = StoreConfig> {
         |(kind, (url, prefix, tls), sizes, timeout, deadline, failures, share)| {
             let mut store = StoreConfig::default();
             (store.kind, store.url, store.prefix, store.share) = (kind, url, prefix, share);
-            (store.connections, store.queue, store.batch, store.buckets, store.local_keys, store.denials) = sizes;
+            (store.connections, store.queue, store.batch, store.partitions, store.local_keys, store.denials) = sizes;
             (store.timeout, store.deadline, store.failures) = (timeout, deadline, failures);
             let [root_certificates, client_certificate, client_key, server_name] = tls;
             store.root_certificates = root_certificates.map(Into::into);
@@ -243,7 +243,7 @@ connections = 2
 timeout = "250ms"
 queue = 10000
 batch = 128
-buckets = 12
+partitions = 12
 denials = 10000
 deadline = "100ms"
 failures = 3

@@ -507,7 +507,7 @@ pub async fn cycles(count: usize) {
     // How many connections an outage leaves to the pool is chance, and each has tasks: only a full pool can be counted.
     let ample = CALLERS.iter().position(|(_, kind)| *kind == Kind::Ample).unwrap();
     let at_rest = async || {
-        // Two full batches, as one would leave the second lane without work, and the pool with one connection.
+        // Two full batches, as one would leave the second worker without work, and the pool with one connection.
         futures_util::future::join_all((0..256).map(|_| store.check(peek(ample)))).await;
         let listed = redis::cmd("CLIENT").arg("LIST").query_async::<String>(&mut admin.clone()).await;
         listed.is_ok_and(|list| list.lines().count() == CONNECTIONS) && metrics.num_alive_tasks() == ALIVE

@@ -136,13 +136,13 @@ fn a_full_queue_costs_at_most_8_megabytes() {
     let queued = measure(|| {
         runtime.block_on(async {
             assert_eq!(fill(), QUEUE.get());
-            let lanes_take = async {
+            let workers_take = async {
                 while fill() < MOST {
                     yield_now().await;
                 }
             };
-            timeout(Duration::from_secs(20), lanes_take).await.expect("each lane takes a batch");
-            assert_eq!(fill(), MOST, "as many as the lanes took");
+            timeout(Duration::from_secs(20), workers_take).await.expect("each worker takes a batch");
+            assert_eq!(fill(), MOST, "as many as the workers took");
         });
     });
     let least = QUEUE.get() * (size_of::<RedisFuture>() + size_of::<Check>());

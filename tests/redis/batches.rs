@@ -32,7 +32,7 @@ async fn one_call_of_ten_thousand_callers() {
     let before = server.calls("evalsha").await;
     for left in [999, 998] {
         let take = |i| store.check(Check::take(Key::new(format!("caller-{i}")), &policies, 1));
-        // All wait before the first lane runs.
+        // All wait before the first worker runs.
         for decision in join_all((0..10_000).map(take)).await {
             assert_eq!(decision.unwrap().remaining(), left);
         }
@@ -118,7 +118,7 @@ async fn dropped_requests_harm_nobody() {
             assert_eq!(decision.unwrap().remaining(), 999);
         }
     }
-    // Ours to look, and the store's second lane at most.
+    // Ours to look, and the store's second worker at most.
     let made = server.info("stats", "total_connections_received").await - connections;
     assert!(made <= 2, "{made} connections were made anew");
 }

@@ -98,7 +98,7 @@ fn a_runtime_that_stands_still_stops_no_other() {
     let waits = store.check(check("ann", "10/s"));
     drop(entered);
     still.block_on(async {
-        // Its lane, and the task that this starts.
+        // Its worker, and the task that this starts.
         for _ in 0..3 {
             tokio::task::yield_now().await;
         }

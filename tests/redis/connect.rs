@@ -160,7 +160,7 @@ async fn the_user_may_not_ping() {
     let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
     let one = std::num::NonZeroUsize::MIN;
     let store = RedisStore::builder(url).batch(one).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
-    // Two lanes, and so two connections.
+    // Two workers, and so two connections.
     let (ann, bob) = tokio::join!(store.check(check("ann", "10/s")), store.check(check("bob", "10/s")));
     assert!(ann.unwrap().is_allowed() && bob.unwrap().is_allowed());
     let connections = server.command::<String>("CLIENT LIST TYPE normal").await.lines().count();
@@ -325,7 +325,7 @@ async fn a_server_that_is_late_to_greet_is_waited_for() {
     assert!(asked.await.unwrap().unwrap().is_allowed());
 }
 
-/// Checks of a runtime that wait behind a lane of another, which ends, are answered; and the store goes on.
+/// Checks of a runtime that wait behind a worker of another, which ends, are answered; and the store goes on.
 #[test]
 fn the_runtime_of_a_lane_ends() {
     let server = RedisServer::start();

@@ -84,7 +84,7 @@ macro_rules! fields {
 }
 
 fields!(
-    kind, prefix, connections, timeout, queue, batch, buckets, denials, deadline, failures, share, local_keys;
+    kind, prefix, connections, timeout, queue, batch, partitions, denials, deadline, failures, share, local_keys;
     optional: url, root_certificates, client_certificate, client_key, server_name
 );
 

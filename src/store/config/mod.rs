@@ -107,8 +107,8 @@ pub struct StoreConfig {
     pub queue: NonZeroUsize,
     /// See [`RedisStoreBuilder::batch`]. Defaults to 128.
     pub batch: NonZeroUsize,
-    /// See [`RedisStoreBuilder::buckets`]. Defaults to 12.
-    pub buckets: NonZeroUsize,
+    /// See [`RedisStoreBuilder::partitions`]. Defaults to 12.
+    pub partitions: NonZeroUsize,
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     pub denials: usize,
     /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`], and less than a millisecond a
@@ -140,7 +140,7 @@ impl Default for StoreConfig {
             timeout: Duration::from_millis(250),
             queue: number(10_000),
             batch: number(128),
-            buckets: number(12),
+            partitions: number(12),
             denials: 10_000,
             deadline: Both::DEFAULT_DEADLINE,
             failures: Both::DEFAULT_FAILURES,
@@ -191,7 +191,7 @@ impl StoreConfig {
             .timeout(self.timeout)
             .queue(self.queue)
             .batch(self.batch)
-            .buckets(self.buckets)
+            .partitions(self.partitions)
             .denials(self.denials)
     }
 
@@ -227,7 +227,7 @@ impl fmt::Debug for StoreConfig {
             timeout,
             queue,
             batch,
-            buckets,
+            partitions,
             denials,
             deadline,
             failures,
@@ -247,7 +247,7 @@ impl fmt::Debug for StoreConfig {
             .field("timeout", timeout)
             .field("queue", queue)
             .field("batch", batch)
-            .field("buckets", buckets)
+            .field("partitions", partitions)
             .field("denials", denials)
             .field("deadline", deadline)
             .field("failures", failures)

@@ -21,7 +21,7 @@ fn other() -> StoreConfig {
         timeout: Duration::from_millis(500),
         queue: number(4),
         batch: number(5),
-        buckets: number(10),
+        partitions: number(10),
         denials: 6,
         deadline: Duration::from_millis(50),
         failures: NonZeroU32::new(7).unwrap(),
@@ -72,7 +72,7 @@ fn every_setting_reaches_its_store() {
         .timeout(Duration::from_millis(500))
         .queue(config.queue)
         .batch(config.batch)
-        .buckets(config.buckets)
+        .partitions(config.partitions)
         .denials(6);
     assert_eq!(format!("{:?}", config.redis(URL)), format!("{redis:?}"));
     let redis = || builder().connect_lazy().unwrap();
@@ -87,7 +87,7 @@ fn every_setting_reaches_its_store() {
 #[test]
 fn the_stores_have_no_other_settings() {
     let text = format!("{:#?}", builder());
-    let ours = ["prefix", "connections", "timeout", "queue", "batch", "buckets", "denials"];
+    let ours = ["prefix", "connections", "timeout", "queue", "batch", "partitions", "denials"];
     // What is for TLS is in files: `tests/tls` connects with it.
     assert_eq!(fields(&text), [&["servers", "tls"], &ours[..], &["observer", "now"]].concat());
     let fallback = Fallback::new(builder().connect_lazy().unwrap(), LocalStore::default());

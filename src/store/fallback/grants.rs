@@ -27,7 +27,7 @@ pub(super) struct Grants {
     epoch: AtomicU64,
 }
 
-/// How many callers and ids may be held, by all parts of a primary store together: about, as threads that note something
+/// How many callers and ids may be held, by all partitions of a primary store together: about, as threads that note something
 /// at the same moment may exceed it by one each.
 #[derive(Debug, Clone)]
 pub(super) struct Budget {

@@ -38,13 +38,13 @@ use crate::limit::{Check, Decision, Key, Source};
 ///   that still waits to be sent is [withdrawn](Store::withdraw).
 /// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
 ///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again.
-///   Where the primary store has [parts](Store::parts), as a Redis Cluster has, there is a breaker for each: a master that is
+///   Where the primary store has [partitions](Store::partitions), as a Redis Cluster has, there is a breaker for each: a master that is
 ///   down degrades its callers only.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
 ///   outage is no second burst. It does not follow an answer that does not know of what the fallback has granted: one
 ///   that was asked for before the breaker opened, or before that was settled.
-/// - **Share.** While the fallback decides, each instance grants its part of a policy: see [`share`](Self::share). A cost
-///   that the whole policy has room for but no part is [denied](crate::Outcome::Denied) for as long as the whole would.
+/// - **Share.** While the fallback decides, each instance grants its share of a policy: see [`share`](Self::share). A cost
+///   that the whole policy has room for but no share is [denied](crate::Outcome::Denied) for as long as the whole would.
 /// - **Settle.** What the fallback granted in place of the primary store, and still counts, is charged to that; what was
 ///   given back or reset, is there too. After an outage that is before the primary store decides again, those callers first
 ///   who have used most of their limits. With more than one instance in the [`Share`], each waits until all the others have
@@ -74,8 +74,8 @@ use crate::limit::{Check, Decision, Key, Source};
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 pub struct Fallback<P, F> {
-    /// One for each part of the primary store.
-    parts: Arc<[Arc<Shared<P, F>>]>,
+    /// One for each partition of the primary store.
+    partitions: Arc<[Arc<Shared<P, F>>]>,
 }
 
 #[derive(Debug, Clone)]
@@ -143,47 +143,47 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// The same stores with other settings, and a closed breaker.
     fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
-        let Shared { primary, fallback, settings, .. } = &*self.parts[0];
+        let Shared { primary, fallback, settings, .. } = &*self.partitions[0];
         let mut settings = settings.clone();
         change(&mut settings);
         Self::build(primary.clone(), fallback.clone(), settings)
     }
 
     fn build(primary: P, fallback: F, settings: Settings) -> Self {
-        let (count, open) = (primary.parts().max(1), Arc::default());
+        let (count, open) = (primary.partitions().max(1), Arc::default());
         let budget = Budget::new(LocalStore::DEFAULT_KEYS.get());
         let probes = probes(&primary, count);
-        let part = |probe| {
+        let partition = |probe| {
             let (primary, fallback) = (primary.clone(), fallback.clone());
             let (settings, budget, open) = (settings.clone(), budget.clone(), Arc::clone(&open));
             Arc::new(Shared::new(primary, fallback, settings, count, budget, probe, open))
         };
-        Self { parts: probes.into_iter().map(part).collect() }
+        Self { partitions: probes.into_iter().map(partition).collect() }
     }
 
     /// What decides about a caller.
-    fn part(&self, key: &Key) -> &Arc<Shared<P, F>> {
-        match &*self.parts {
+    fn partition(&self, key: &Key) -> &Arc<Shared<P, F>> {
+        match &*self.partitions {
             [one] => one,
-            parts => &parts[parts[0].primary.part(key) % parts.len()],
+            partitions => &partitions[partitions[0].primary.partition(key) % partitions.len()],
         }
     }
 
     /// Whether the fallback decides, because the primary store has failed too often: for health checks. Where that has
-    /// [parts](Store::parts), whether it decides for any of them.
+    /// [partitions](Store::partitions), whether it decides for any of them.
     pub fn is_degraded(&self) -> bool {
-        self.parts.iter().any(|part| part.breaker.is_open())
+        self.partitions.iter().any(|partition| partition.breaker.is_open())
     }
 }
 
-/// A caller in each part, by whom it is tried.
+/// A caller in each partition, by whom it is tried.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
     let mut probes = vec![None; count];
     if count > 1 {
         // Parts are about equally large, so that this is enough by far.
         for number in 0..count.saturating_mul(64) {
             let key = Key::probe(number);
-            probes[primary.part(&key) % count].get_or_insert(key);
+            probes[primary.partition(&key) % count].get_or_insert(key);
         }
     }
     probes.into_iter().map(|probe| probe.unwrap_or(Key::PROBE)).collect()
@@ -193,7 +193,7 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let shared = self.part(check.key());
+        let shared = self.partition(check.key());
         let pending = |state| Answer::pending(FallbackFuture { shared: Arc::clone(shared), state });
         let sent = match shared.ask(&check) {
             Reply::NotAsked => false,
@@ -211,18 +211,18 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn knows(&self, decision: &Decision) -> bool {
         // A local one is that of the fallback, unless both are local.
-        decision.source() != Source::Local && self.parts[0].primary.knows(decision)
+        decision.source() != Source::Local && self.partitions[0].primary.knows(decision)
     }
 
     fn identity(&self) -> Option<usize> {
-        self.parts[0].primary.identity()
+        self.partitions[0].primary.identity()
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        for part in &*self.parts {
-            part.settings.observer.get_or_init(|| Arc::clone(observer));
+        for partition in &*self.partitions {
+            partition.settings.observer.get_or_init(|| Arc::clone(observer));
         }
-        let Shared { primary, fallback, .. } = &*self.parts[0];
+        let Shared { primary, fallback, .. } = &*self.partitions[0];
         primary.observe(observer);
         fallback.observe(observer);
     }
@@ -230,14 +230,14 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
 impl<P, F> Clone for Fallback<P, F> {
     fn clone(&self) -> Self {
-        Self { parts: Arc::clone(&self.parts) }
+        Self { partitions: Arc::clone(&self.partitions) }
     }
 }
 
 impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shared { primary, fallback, settings, .. } = &*self.parts[0];
-        let degraded = self.parts.iter().any(|part| part.breaker.is_open());
+        let Shared { primary, fallback, settings, .. } = &*self.partitions[0];
+        let degraded = self.partitions.iter().any(|partition| partition.breaker.is_open());
         f.debug_struct("Fallback")
             .field("primary", primary)
             .field("fallback", fallback)

@@ -1,7 +1,7 @@
 //! How the instances know of each other that they reconcile: each has a request in flight in the primary store as long.
 //!
 //! It is of no caller, and is counted as any other: with a lease time, so that an instance that dies keeps nobody waiting,
-//! and in each part of the primary store by itself.
+//! and in each partition of the primary store by itself.
 
 use std::sync::Arc;
 use std::time::Duration;

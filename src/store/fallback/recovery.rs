@@ -104,7 +104,7 @@ impl<P: Store, F: Store> Shared<P, F> {
                 return false;
             }
         }
-        // Told of the last part that comes back.
+        // Told of the last partition that comes back.
         if let Some(after) = self.breaker.close(self.clock.micros())
             && self.open.fetch_sub(1, Ordering::AcqRel) == 1
         {

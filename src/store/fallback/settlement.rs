@@ -41,12 +41,12 @@ impl Window {
     const START: usize = 64;
     /// Keeps the connections of a Redis store busy, and is a tenth of its queue.
     const MOST: usize = 1_024;
-    /// Of each of many parts.
+    /// Of each of many partitions.
     const LEAST: usize = 16;
 
-    /// That of one of so many parts.
-    fn of(parts: usize) -> Self {
-        let most = (Self::MOST / parts).max(Self::LEAST);
+    /// That of one of so many partitions.
+    fn of(partitions: usize) -> Self {
+        let most = (Self::MOST / partitions).max(Self::LEAST);
         let least = most.min(Self::START);
         Self { now: least, least, most }
     }
@@ -71,7 +71,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             lock(&self.sums).dropped += dropped;
             yield_now().await;
         }
-        let (mut calls, mut window, mut looks) = (JoinSet::new(), Window::of(self.parts), 0);
+        let (mut calls, mut window, mut looks) = (JoinSet::new(), Window::of(self.partitions), 0);
         loop {
             while !round.failed && calls.len() < window.now {
                 looks += 1;

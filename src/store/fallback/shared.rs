@@ -19,17 +19,17 @@ use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::store::clock::{Clock, instant};
 use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, event};
 
-/// One part of the primary store, or the whole of it, and the fallback.
+/// One partition of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
-    /// How many parts the primary store has.
-    pub(super) parts: usize,
-    /// The caller by whom this part of the primary store is tried.
+    /// How many partitions the primary store has.
+    pub(super) partitions: usize,
+    /// The caller by whom this partition of the primary store is tried.
     pub(super) probe: Key,
     pub(super) breaker: Breaker,
-    /// How many parts have an open breaker. For a moment one less, where one closes as soon as it has opened.
+    /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
     pub(super) open: Arc<AtomicI64>,
     /// Who looks after the primary store.
     pub(super) lease: Lease<Id>,
@@ -59,7 +59,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         primary: P,
         fallback: F,
         settings: Settings,
-        parts: usize,
+        partitions: usize,
         budget: Budget,
         probe: Key,
         open: Arc<AtomicI64>,
@@ -67,7 +67,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         Self {
             primary,
             fallback,
-            parts,
+            partitions,
             probe,
             open,
             breaker: Breaker::new(settings.failures.get()),
@@ -110,13 +110,13 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
-    /// The same check of this instance's part.
-    pub(super) fn part(&self, check: Check) -> Check {
+    /// The same check of this instance's share.
+    pub(super) fn share_of(&self, check: Check) -> Check {
         match self.settings.share.instances() {
             NonZeroU32::MIN => check,
             instances => {
-                let part = check.policies().share(instances);
-                check.under(part)
+                let share = check.policies().share(instances);
+                check.under(share)
             }
         }
     }
@@ -170,17 +170,17 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is told to
     /// it again only if it has an id, by which it is charged once.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
-        let part = self.part(check.clone());
+        let share = self.share_of(check.clone());
         // So that no answer is followed between what is granted here and the note of it.
         if self.locks_while_it_decides() {
             let caller = self.grants.caller(check.key());
-            return match self.fallback.check(part) {
+            return match self.fallback.check(share) {
                 Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
                 pending => pending,
             };
         }
         let _deciding = self.grants.deciding(check.key());
-        match self.fallback.check(part) {
+        match self.fallback.check(share) {
             Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer)),
             pending => pending,
         }

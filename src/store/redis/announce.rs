@@ -6,13 +6,13 @@ use std::time::Duration;
 use redis::Cmd;
 
 use super::errors::error_of;
-use super::lanes::Lanes;
+use super::inner::Inner;
 use super::lua::Lua;
 use crate::store::Error;
 
 static SCRIPT: Lua = Lua::new(include_str!("../../../lua/announce.lua"));
 
-impl Lanes {
+impl Inner {
     /// Says that the instance of this name is alive for so long. Returns how many are.
     pub(super) async fn announce(self: &Arc<Self>, name: &str, alive: Duration) -> Result<u32, Error> {
         let (node, key) = self.shared("instances").await?;

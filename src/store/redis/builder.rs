@@ -7,8 +7,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::cluster::Cluster;
-use super::denials::Denials;
-use super::lanes::{Lanes, Limits};
+use super::denial_cache::DenialCache;
+use super::inner::{Inner, Limits};
 use super::tls::Tls;
 use super::transport::Transport;
 use super::{RedisStore, Servers};
@@ -45,7 +45,7 @@ pub struct RedisStoreBuilder {
     timeout: Duration,
     queue: usize,
     batch: usize,
-    buckets: usize,
+    partitions: usize,
     denials: usize,
     observer: OnceLock<Arc<dyn Observer>>,
     /// A test's own time, in microseconds since the Unix epoch; 0 for Redis's.
@@ -62,7 +62,7 @@ impl RedisStoreBuilder {
             timeout: Duration::from_millis(250),
             queue: 10_000,
             batch: 128,
-            buckets: 12,
+            partitions: 12,
             denials: 10_000,
             observer: OnceLock::new(),
             now: Arc::default(),
@@ -118,7 +118,7 @@ impl RedisStoreBuilder {
 
     /// How many connections a runtime has, each with one script call under way. Defaults to 2: while Redis decides one
     /// batch, the next is made ready. In a Redis Cluster, so many to each master; but the first is used alone until more checks
-    /// wait than a [batch](Self::batch) has, so that checks of one bucket share a call.
+    /// wait than a [batch](Self::batch) has, so that checks of one partition share a call.
     pub fn connections(mut self, connections: NonZeroUsize) -> Self {
         self.connections = connections.get();
         self
@@ -144,18 +144,18 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Into how many buckets callers are put in a Redis Cluster, where only the checks of one bucket share a script call.
+    /// Into how many partitions callers are put in a Redis Cluster, where only the checks of one partition share a script call.
     /// Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server has no use for it.
     ///
-    /// Each bucket is in one slot, and so on one master: take a multiple of the number of masters, and for more than 6 of
-    /// them at least 4 for each, or some have far more to do than others. Fewer buckets share more. With 256 checks in flight
-    /// on three masters, 6 buckets put about 21 checks into a call, 12 about 13, 16 about 9, 32 about 5.
+    /// Each partition is in one slot, and so on one master: take a multiple of the number of masters, and for more than 6 of
+    /// them at least 4 for each, or some have far more to do than others. Fewer partitions share more. With 256 checks in flight
+    /// on three masters, 6 partitions put about 21 checks into a call, 12 about 13, 16 about 9, 32 about 5.
     ///
     /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is kept
-    /// in the cluster, and another one is refused: it is a [`ConfigError::Buckets`]. To change it, choose a prefix for the new
+    /// in the cluster, and another one is refused: it is a [`ConfigError::Partitions`]. To change it, choose a prefix for the new
     /// number, as all counts begin anew.
-    pub fn buckets(mut self, buckets: NonZeroUsize) -> Self {
-        self.buckets = buckets.get();
+    pub fn partitions(mut self, partitions: NonZeroUsize) -> Self {
+        self.partitions = partitions.get();
         self
     }
 
@@ -187,7 +187,7 @@ impl RedisStoreBuilder {
     /// As [`RedisStore::connect`].
     pub async fn connect(self) -> Result<RedisStore, Error> {
         let store = self.connect_lazy()?;
-        store.lanes.ping().await?;
+        store.inner.ping().await?;
         Ok(store)
     }
 
@@ -195,7 +195,7 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyBuckets`],
+    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyPartitions`],
     /// [`ConfigError::Certificate`], [`ConfigError::ServerName`], [`ConfigError::TlsUnused`], and [`ConfigError::Zero`] for a
     /// time-out of zero.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
@@ -205,18 +205,23 @@ impl RedisStoreBuilder {
         if self.timeout.is_zero() {
             return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
         }
-        if self.buckets > Cluster::MAX_BUCKETS {
-            return Err(ConfigError::TooManyBuckets(self.buckets));
+        if self.partitions > Cluster::MAX_PARTITIONS {
+            return Err(ConfigError::TooManyPartitions(self.partitions));
         }
         let servers = self.servers.into_kind()?;
-        let transport = Transport::new(servers, &self.prefix, self.buckets, self.timeout, &self.tls)?;
+        let transport = Transport::new(servers, &self.prefix, self.partitions, self.timeout, &self.tls)?;
         Ok(RedisStore {
-            lanes: Arc::new(Lanes {
+            inner: Arc::new(Inner {
                 transport,
                 prefix: self.prefix.into_boxed_str(),
                 instance: RandomState::new().hash_one(0) >> 16,
-                limits: Limits { lanes: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout },
-                denials: Denials::new(self.denials),
+                limits: Limits {
+                    workers: self.connections,
+                    queue: self.queue,
+                    batch: self.batch,
+                    timeout: self.timeout,
+                },
+                denials: DenialCache::new(self.denials),
                 observer: self.observer,
                 now: self.now,
                 queues: Default::default(),

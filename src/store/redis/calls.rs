@@ -1,9 +1,9 @@
 //! The script calls of one round trip. A single server decides all checks in one call, and a node of a cluster those of each
-//! bucket in one.
+//! partition in one.
 
 use super::batch::Batch;
 use super::future::Job;
-use super::lanes::Lanes;
+use super::inner::Inner;
 
 #[derive(Debug, Default)]
 pub(super) struct Calls {
@@ -31,18 +31,18 @@ impl Calls {
     }
 
     /// Makes the calls that ask these checks, and puts the checks into their order.
-    pub(super) fn make(&mut self, jobs: &mut [Job], lanes: &Lanes) {
-        let cluster = lanes.transport.cluster();
+    pub(super) fn make(&mut self, jobs: &mut [Job], inner: &Inner) {
+        let cluster = inner.transport.cluster();
         if let Some(cluster) = cluster {
-            // Callers of a bucket that is being moved are asked one by one.
+            // Callers of a partition that is being moved are asked one by one.
             for job in jobs.iter_mut() {
-                job.alone = job.redirect.is_some() || cluster.moves(job.bucket);
+                job.alone = job.redirect.is_some() || cluster.moves(job.partition);
             }
             // Stable, so that each caller's checks stay in their order.
             jobs.sort_by(|a, b| a.group().cmp(&b.group()));
         }
         for group in jobs.chunk_by(|a, b| a.group() == b.group()) {
-            let prefix = cluster.map_or(&*lanes.prefix, |cluster| cluster.prefix(group[0].bucket));
+            let prefix = cluster.map_or(&*inner.prefix, |cluster| cluster.prefix(group[0].partition));
             if self.len == self.each.len() {
                 self.each.push(Call::default());
             }

@@ -20,8 +20,8 @@ pub(super) struct Job {
     pub(super) since: Instant,
     /// Where it was put first.
     pub(super) place: Place,
-    /// The bucket of its caller.
-    pub(super) bucket: u16,
+    /// The partition of its caller.
+    pub(super) partition: u16,
     /// Whether only checks of the same caller may share its call.
     pub(super) alone: bool,
     /// Whether and how a node has sent it elsewhere.
@@ -43,16 +43,16 @@ pub struct RedisFuture {
 }
 
 impl Job {
-    pub(super) fn new(check: Check, bucket: u16) -> (Self, RedisFuture) {
+    pub(super) fn new(check: Check, partition: u16) -> (Self, RedisFuture) {
         let (answer, receiver) = oneshot::channel();
         let place = Place::default();
-        let job = Self { check, since: instant(), place, bucket, alone: false, redirect: None, answer };
+        let job = Self { check, since: instant(), place, partition, alone: false, redirect: None, answer };
         (job, RedisFuture { answer: Some(receiver), place })
     }
 
     /// Checks of one group share a script call.
     pub(super) fn group(&self) -> (bool, u16, Option<&[u8]>) {
-        (self.asks(), self.bucket, self.alone.then(|| self.check.key().as_bytes()))
+        (self.asks(), self.partition, self.alone.then(|| self.check.key().as_bytes()))
     }
 
     /// Whether it asks a node for a slot that is being moved there.
@@ -76,7 +76,7 @@ impl Job {
 }
 
 impl RedisFuture {
-    /// Nobody waits for the answer any longer: a lane that takes the check drops it.
+    /// Nobody waits for the answer any longer: a worker that takes the check drops it.
     pub(super) fn abandon(&mut self) {
         self.answer = None;
     }

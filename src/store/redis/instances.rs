@@ -9,7 +9,7 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
-use super::lanes::Lanes;
+use super::inner::Inner;
 use crate::store::{Error, ErrorKind, Instances};
 
 /// How often each announces itself. It is no longer counted after three times as long.
@@ -26,10 +26,10 @@ struct Announcer {
 /// # Errors
 ///
 /// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
-pub(super) fn announce(lanes: &Arc<Lanes>) -> Result<Instances, Error> {
+pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, Error> {
     let runtime = Handle::try_current().map_err(|error| Error::with_source(ErrorKind::NoRuntime, error))?;
     let alive = Arc::new(AtomicU32::new(1));
-    let task = runtime.spawn(run(Arc::downgrade(lanes), Arc::clone(&alive)));
+    let task = runtime.spawn(run(Arc::downgrade(inner), Arc::clone(&alive)));
     let announcer = Announcer { alive, task };
     Ok(Instances::new(move || announcer.alive()))
 }
@@ -40,20 +40,20 @@ impl Announcer {
     }
 }
 
-async fn run(lanes: Weak<Lanes>, alive: Arc<AtomicU32>) {
+async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
     let name = format!("{:016x}", std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0));
     // After an outage the first to come back finds only itself: a lower number counts from the second time on.
     let mut before = 1;
     loop {
-        let Some(lanes) = lanes.upgrade() else { return };
-        match lanes.announce(&name, 3 * EVERY).await {
+        let Some(inner) = inner.upgrade() else { return };
+        match inner.announce(&name, 3 * EVERY).await {
             Ok(count) => {
                 alive.store(count.max(before), Ordering::Relaxed);
                 before = count;
             }
-            Err(error) => lanes.failed(&error),
+            Err(error) => inner.failed(&error),
         }
-        drop(lanes);
+        drop(inner);
         sleep(EVERY).await;
     }
 }

@@ -5,13 +5,12 @@ mod batch;
 mod builder;
 mod calls;
 mod cluster;
-mod denials;
+mod denial_cache;
 mod dial;
 mod errors;
 mod future;
+mod inner;
 mod instances;
-mod lane;
-mod lanes;
 mod lua;
 mod names;
 mod pool;
@@ -25,6 +24,7 @@ mod tests;
 mod tls;
 mod transport;
 mod wire;
+mod worker;
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub use servers::Servers;
 #[cfg(feature = "tls")]
 pub(super) use tls::{CLIENT_KEY, ROOT_CERTIFICATE};
 
-use self::lanes::Lanes;
+use self::inner::Inner;
 use super::{Answer, Error, Instances, Observer, Store};
 use crate::limit::{Check, ConfigError, Key};
 
@@ -57,10 +57,10 @@ use crate::limit::{Check, ConfigError, Key};
 /// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster. All of the
 /// above holds there too, whatever becomes of nodes and slots:
 ///
-/// - Callers are put into [buckets](RedisStoreBuilder::buckets), each of which is in one slot. What is in flight for a bucket is
+/// - Callers are put into [partitions](RedisStoreBuilder::partitions), each of which is in one slot. What is in flight for a partition is
 ///   one script call, and the calls for one master are one round trip. The keys of a caller are as
-///   `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key `rl:{rl}:buckets` has their number.
-/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each bucket: a master
+///   `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key `rl:{rl}:partitions` has their number.
+/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each partition: a master
 ///   that is down degrades its callers only, until its replica has taken over. Replicas are not asked.
 /// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a slot has
 ///   moved. A call that was refused for that is sent to the right node; no other call is sent twice.
@@ -102,7 +102,7 @@ use crate::limit::{Check, ConfigError, Key};
 /// ```
 #[derive(Clone, Debug)]
 pub struct RedisStore {
-    lanes: Arc<Lanes>,
+    inner: Arc<Inner>,
 }
 
 impl RedisStore {
@@ -188,7 +188,7 @@ impl RedisStore {
     ///
     /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) outside of a tokio runtime.
     pub fn announce(&self) -> Result<Instances, Error> {
-        instances::announce(&self.lanes)
+        instances::announce(&self.inner)
     }
 
     /// Sets more than the URL.
@@ -201,26 +201,26 @@ impl Store for RedisStore {
     type Future = RedisFuture;
 
     fn check(&self, check: Check) -> Answer<RedisFuture> {
-        self.lanes.check(check)
+        self.inner.check(check)
     }
 
-    fn parts(&self) -> usize {
-        self.lanes.transport.buckets()
+    fn partitions(&self) -> usize {
+        self.inner.transport.partitions()
     }
 
-    fn part(&self, key: &Key) -> usize {
-        self.lanes.transport.bucket(key).into()
+    fn partition(&self, key: &Key) -> usize {
+        self.inner.transport.partition(key).into()
     }
 
     fn identity(&self) -> Option<usize> {
-        Some(Arc::as_ptr(&self.lanes) as usize)
+        Some(Arc::as_ptr(&self.inner) as usize)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        self.lanes.observer.get_or_init(|| Arc::clone(observer));
+        self.inner.observer.get_or_init(|| Arc::clone(observer));
     }
 
     fn withdraw(&self, future: Pin<&mut RedisFuture>) -> bool {
-        self.lanes.withdraw(future.get_mut())
+        self.inner.withdraw(future.get_mut())
     }
 }

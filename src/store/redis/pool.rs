@@ -18,7 +18,7 @@ use tokio::time::Instant;
 
 use super::errors::error_of;
 use super::lua::Lua;
-use super::transport::{Link, Node, Term, Transport};
+use super::transport::{Epoch, Link, Node, Transport};
 use crate::store::clock::instant;
 use crate::store::seed::RandomState;
 use crate::store::{Error, ErrorKind as Kind, lock};
@@ -76,7 +76,7 @@ impl Backoff {
 pub(super) struct Connection {
     inner: MultiplexedConnection,
     /// For how long its server is the one to ask. None for as long as it answers.
-    term: Option<Term>,
+    epoch: Option<Epoch>,
     broken: bool,
     /// Whether it has been of use.
     proven: bool,
@@ -94,7 +94,7 @@ impl Connection {
 
     /// Whether its server is not the one to ask any more.
     fn is_over(&self) -> bool {
-        self.term.as_ref().is_some_and(Term::is_over)
+        self.epoch.as_ref().is_some_and(Epoch::is_over)
     }
 
     fn has_rested(&self) -> bool {
@@ -242,12 +242,12 @@ impl bb8::ManageConnection for Manager {
         }
         let connected = tokio::time::timeout(self.timeout, self.transport.connect(self.node)).await;
         let connected = connected.unwrap_or_else(|_| Err(Error::new(Kind::Timeout)));
-        let Link { mut inner, term } = connected.inspect_err(|error| self.backoff.failed(error.clone()))?;
-        // The lanes have their own, which is shorter.
+        let Link { mut inner, epoch } = connected.inspect_err(|error| self.backoff.failed(error.clone()))?;
+        // The workers have their own, which is shorter.
         inner.set_response_timeout(self.timeout.saturating_mul(2));
         // Half of the time is left to connect anew and to ask.
         let patience = self.timeout / 2;
-        Ok(Connection { inner, term, broken: false, proven: false, failure: None, used: instant(), patience })
+        Ok(Connection { inner, epoch, broken: false, proven: false, failure: None, used: instant(), patience })
     }
 
     /// The pool never asks: [`Pool::checkout`] finds out.

@@ -1,12 +1,12 @@
-//! What waits to be sent, and how many lanes work on it.
+//! What waits to be sent, and how many workers work on it.
 
 use std::collections::VecDeque;
 use std::mem;
 
-/// A bounded queue that counts its lanes.
+/// A bounded queue that counts its workers.
 ///
-/// Each method is one step under the lock of whoever holds the queue. So a lane that finds nothing ends in the same step:
-/// whoever pushes after that is told to start another, and no job waits for a lane that has ended.
+/// Each method is one step under the lock of whoever holds the queue. So a worker that finds nothing ends in the same step:
+/// whoever pushes after that is told to start another, and no job waits for a worker that has ended.
 #[derive(Debug)]
 pub(super) struct Queue<J> {
     jobs: VecDeque<J>,
@@ -14,9 +14,9 @@ pub(super) struct Queue<J> {
     /// How many jobs have left it. As they are numbered in their order, it is the number of the oldest that waits.
     left: u64,
     /// How many run, or are about to.
-    lanes: usize,
-    max_lanes: usize,
-    /// How many jobs must wait for another lane to be started beside one that runs.
+    workers: usize,
+    max_workers: usize,
+    /// How many jobs must wait for another worker to be started beside one that runs.
     backlog: usize,
 }
 
@@ -25,11 +25,11 @@ pub(super) struct Queue<J> {
 pub(super) struct Full;
 
 impl<J> Queue<J> {
-    pub(super) fn new(max_jobs: usize, max_lanes: usize, backlog: usize) -> Self {
-        Self { jobs: VecDeque::new(), max_jobs, left: 0, lanes: 0, max_lanes, backlog }
+    pub(super) fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Self {
+        Self { jobs: VecDeque::new(), max_jobs, left: 0, workers: 0, max_workers, backlog }
     }
 
-    /// Adds a job. Returns whether the caller must start a lane, which is counted already.
+    /// Adds a job. Returns whether the caller must start a worker, which is counted already.
     ///
     /// # Errors
     ///
@@ -44,8 +44,8 @@ impl<J> Queue<J> {
     /// As [`push`](Self::push), of a job that was let into another queue already.
     pub(super) fn put(&mut self, job: J) -> bool {
         self.jobs.push_back(job);
-        let start = self.lanes < self.max_lanes && (self.lanes == 0 || self.jobs.len() > self.backlog);
-        self.lanes += usize::from(start);
+        let start = self.workers < self.max_workers && (self.workers == 0 || self.jobs.len() > self.backlog);
+        self.workers += usize::from(start);
         start
     }
 
@@ -54,9 +54,9 @@ impl<J> Queue<J> {
         self.jobs.iter()
     }
 
-    /// Whether nothing waits, and no lane runs.
+    /// Whether nothing waits, and no worker runs.
     pub(super) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.lanes == 0
+        self.jobs.is_empty() && self.workers == 0
     }
 
     /// The number of the job that is pushed next.
@@ -64,17 +64,17 @@ impl<J> Queue<J> {
         self.left + self.jobs.len() as u64
     }
 
-    /// Whether the job of this number still waits: no lane has it.
+    /// Whether the job of this number still waits: no worker has it.
     pub(super) fn has(&self, number: u64) -> bool {
         (self.left..self.next_number()).contains(&number)
     }
 
-    /// Moves the oldest jobs to a lane, at most `max`. Returns how many still wait.
+    /// Moves the oldest jobs to a worker, at most `max`. Returns how many still wait.
     ///
-    /// `None` if there was no job: the lane is counted no longer, and must end.
+    /// `None` if there was no job: the worker is counted no longer, and must end.
     pub(super) fn take(&mut self, max: usize, to: &mut Vec<J>) -> Option<usize> {
         if self.jobs.is_empty() {
-            self.lanes -= 1;
+            self.workers -= 1;
             return None;
         }
         let count = self.jobs.len().min(max);
@@ -83,25 +83,25 @@ impl<J> Queue<J> {
         Some(self.jobs.len())
     }
 
-    /// Moves all jobs to a lane, to fail with those that it has sent.
+    /// Moves all jobs to a worker, to fail with those that it has sent.
     pub(super) fn take_all(&mut self, to: &mut Vec<J>) {
         self.left = self.next_number();
         to.extend(self.jobs.drain(..));
     }
 
-    /// Counts a lane no longer that was dropped. Returns the jobs that no lane is left for: perhaps nobody pushes again
+    /// Counts a worker no longer that was dropped. Returns the jobs that no worker is left for: perhaps nobody pushes again
     /// and starts one.
     #[must_use]
     pub(super) fn leave(&mut self) -> VecDeque<J> {
-        self.lanes -= 1;
-        if self.lanes > 0 {
+        self.workers -= 1;
+        if self.workers > 0 {
             return VecDeque::new();
         }
         self.left = self.next_number();
         mem::take(&mut self.jobs)
     }
 
-    /// What waits in a queue that has no lanes any more.
+    /// What waits in a queue that has no workers any more.
     pub(super) fn into_jobs(self) -> VecDeque<J> {
         self.jobs
     }
@@ -118,7 +118,7 @@ mod tests {
 
     const JOBS: usize = 3;
 
-    /// What becomes of a lane.
+    /// What becomes of a worker.
     #[derive(Debug, Clone, Copy)]
     enum Fate {
         Ends,
@@ -137,22 +137,25 @@ mod tests {
     }
 
     impl Model {
-        fn new(max_jobs: usize, max_lanes: usize, backlog: usize) -> Arc<Self> {
-            Arc::new(Self { queue: Mutex::new(Queue::new(max_jobs, max_lanes, backlog)), answers: Default::default() })
+        fn new(max_jobs: usize, max_workers: usize, backlog: usize) -> Arc<Self> {
+            Arc::new(Self {
+                queue: Mutex::new(Queue::new(max_jobs, max_workers, backlog)),
+                answers: Default::default(),
+            })
         }
 
-        /// As a check and the lane that it may start, which runs at once here.
+        /// As a check and the worker that it may start, which runs at once here.
         fn push(&self, job: usize, fate: Fate) {
             let pushed = self.queue.lock().unwrap().push(job);
             match pushed {
-                Ok(true) => self.lane(fate),
+                Ok(true) => self.worker(fate),
                 Ok(false) => {}
                 Err(Full) => self.answer([job]),
             }
         }
 
-        /// As the loop of a lane, with its steps under the lock.
-        fn lane(&self, fate: Fate) {
+        /// As the loop of a worker, with its steps under the lock.
+        fn worker(&self, fate: Fate) {
             let mut jobs = vec![];
             if let Fate::IsDropped { taken } = fate {
                 if taken && self.queue.lock().unwrap().take(1, &mut jobs).is_none() {
@@ -176,18 +179,18 @@ mod tests {
         }
     }
 
-    /// Three threads push and run lanes, in every order in which at most two of them are interrupted.
-    fn every_job_is_answered_once(max_jobs: usize, max_lanes: usize, fates: [Fate; JOBS]) {
+    /// Three threads push and run workers, in every order in which at most two of them are interrupted.
+    fn every_job_is_answered_once(max_jobs: usize, max_workers: usize, fates: [Fate; JOBS]) {
         for backlog in 0..=1 {
-            every_job_is_answered_once_with(backlog, max_jobs, max_lanes, fates);
+            every_job_is_answered_once_with(backlog, max_jobs, max_workers, fates);
         }
     }
 
-    fn every_job_is_answered_once_with(backlog: usize, max_jobs: usize, max_lanes: usize, fates: [Fate; JOBS]) {
+    fn every_job_is_answered_once_with(backlog: usize, max_jobs: usize, max_workers: usize, fates: [Fate; JOBS]) {
         let mut scheduler = loom::model::Builder::new();
         scheduler.preemption_bound = Some(2);
         scheduler.check(move || {
-            let model = Model::new(max_jobs, max_lanes, backlog);
+            let model = Model::new(max_jobs, max_workers, backlog);
             let threads = [1, 2].map(|job| {
                 let model = Arc::clone(&model);
                 thread::spawn(move || model.push(job, fates[job]))
@@ -200,7 +203,7 @@ mod tests {
             assert_eq!(answers, [1; JOBS], "answers to each job");
             let queue = model.queue.lock().unwrap();
             assert!(queue.jobs.is_empty(), "no job is left behind");
-            assert_eq!(queue.lanes, 0, "lanes that are counted and run no more");
+            assert_eq!(queue.workers, 0, "workers that are counted and run no more");
         });
     }
 
@@ -214,7 +217,7 @@ mod tests {
         assert_eq!(starts, [true, true, false]);
     }
 
-    /// Either its caller takes a job back, or a lane has it.
+    /// Either its caller takes a job back, or a worker has it.
     #[test]
     fn a_job_that_is_taken_back_is_not_sent() {
         loom::model(|| {
@@ -226,11 +229,11 @@ mod tests {
                 assert!(queue.push(job).is_ok() && queue.has(number) && !queue.has(number + 1));
                 number
             });
-            let (lane, gone) = (Arc::clone(&model), Arc::clone(&withdrawn));
-            let lane = thread::spawn(move || {
+            let (worker, gone) = (Arc::clone(&model), Arc::clone(&withdrawn));
+            let worker = thread::spawn(move || {
                 let mut jobs = vec![];
-                while lane.queue.lock().unwrap().take(1, &mut jobs).is_some() {
-                    lane.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));
+                while worker.queue.lock().unwrap().take(1, &mut jobs).is_some() {
+                    worker.answer(jobs.drain(..).filter(|job| !gone[*job].load(Relaxed)));
                 }
             });
             for (job, number) in numbers.into_iter().enumerate() {
@@ -239,7 +242,7 @@ mod tests {
                     withdrawn[job].store(true, Relaxed);
                 }
             }
-            lane.join().unwrap();
+            worker.join().unwrap();
             for (job, withdrawn) in withdrawn.iter().enumerate() {
                 let sent = model.answers[job].load(Relaxed) == 1;
                 assert!(sent != withdrawn.load(Relaxed), "sent and taken back, or neither");
@@ -249,20 +252,20 @@ mod tests {
 
     #[test]
     fn no_job_waits_for_a_lane_that_has_ended() {
-        for max_lanes in 1..=2 {
-            every_job_is_answered_once(10, max_lanes, [Fate::Ends; JOBS]);
-            every_job_is_answered_once(1, max_lanes, [Fate::Ends; JOBS]);
+        for max_workers in 1..=2 {
+            every_job_is_answered_once(10, max_workers, [Fate::Ends; JOBS]);
+            every_job_is_answered_once(1, max_workers, [Fate::Ends; JOBS]);
         }
     }
 
     #[test]
     fn lanes_that_are_dropped_or_fail_leave_no_job_behind() {
         let fates = [Fate::IsDropped { taken: false }, Fate::IsDropped { taken: true }, Fate::Fails];
-        for max_lanes in 1..=2 {
+        for max_workers in 1..=2 {
             for fate in fates {
-                every_job_is_answered_once(10, max_lanes, [fate; JOBS]);
-                every_job_is_answered_once(10, max_lanes, [fate, Fate::Ends, Fate::Ends]);
-                every_job_is_answered_once(10, max_lanes, [Fate::Ends, fate, Fate::IsDropped { taken: true }]);
+                every_job_is_answered_once(10, max_workers, [fate; JOBS]);
+                every_job_is_answered_once(10, max_workers, [fate, Fate::Ends, Fate::Ends]);
+                every_job_is_answered_once(10, max_workers, [Fate::Ends, fate, Fate::IsDropped { taken: true }]);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Each tokio runtime that uses a store has queues, lanes and connections of its own, one set for each [`Node`]: no check
+//! Each tokio runtime that uses a store has queues, workers and connections of its own, one set for each [`Node`]: no check
 //! depends on a runtime but the one that it was made on. They are gone when that runtime ends.
 
 use std::convert::Infallible;
@@ -9,11 +9,11 @@ use tokio::runtime::{self, Handle};
 use tokio::sync::oneshot;
 
 use super::future::Job;
-use super::lane::Work;
-use super::lanes::Lanes;
+use super::inner::Inner;
 use super::pool::Pool;
 use super::queue::Queue;
 use super::transport::Node;
+use super::worker::Work;
 use crate::store::{Error, ErrorKind};
 
 #[derive(Debug, Default)]
@@ -22,7 +22,7 @@ pub(super) struct Queues {
     pub(super) each: Vec<NodeQueue>,
     /// How many were ever made: each has a number.
     made: u64,
-    /// What lanes that have ended worked with.
+    /// What workers that have ended worked with.
     pub(super) spare: Vec<Work>,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct NodeQueue {
     number: u64,
     runtime: runtime::Id,
     node: Node,
-    /// Also tells this queue from others: that of a runtime that is ending may be made anew while its lanes still end.
+    /// Also tells this queue from others: that of a runtime that is ending may be made anew while its workers still end.
     pub(super) pool: Arc<Pool>,
     pub(super) queue: Queue<Job>,
     /// Dropped with the store: ends the queue's [`Watch`].
@@ -48,13 +48,13 @@ pub(super) struct Place {
 
 /// A task on a queue's runtime, dropped when that ends: it takes the queue away.
 struct Watch {
-    lanes: Weak<Lanes>,
+    inner: Weak<Inner>,
     pool: Weak<Pool>,
     store: oneshot::Receiver<Infallible>,
 }
 
-impl Lanes {
-    /// Calls `act` with the queue of a node on this runtime, under the lock; also with what ended lanes have left.
+impl Inner {
+    /// Calls `act` with the queue of a node on this runtime, under the lock; also with what ended workers have left.
     pub(super) fn with_queue<T>(
         self: &Arc<Self>,
         runtime: &Handle,
@@ -86,12 +86,15 @@ impl Lanes {
     fn make_queue(self: &Arc<Self>, number: u64, runtime: runtime::Id, node: Node) -> (NodeQueue, Watch) {
         let (_store, store) = oneshot::channel();
         let limits = self.limits;
-        // A second call for a bucket is worth its cost only once there is enough for it.
+        // A second call for a partition is worth its cost only once there is enough for it.
         let backlog = if self.transport.cluster().is_some() { limits.batch } else { 0 };
-        let max_lanes = if node == Node::NOWHERE { 1 } else { limits.lanes };
-        let pool = Arc::new(Pool::new(self.transport.clone(), node, max_lanes, limits.timeout));
-        let watch = Watch { lanes: Arc::downgrade(self), pool: Arc::downgrade(&pool), store };
-        (NodeQueue { number, runtime, node, pool, queue: Queue::new(limits.queue, max_lanes, backlog), _store }, watch)
+        let max_workers = if node == Node::NOWHERE { 1 } else { limits.workers };
+        let pool = Arc::new(Pool::new(self.transport.clone(), node, max_workers, limits.timeout));
+        let watch = Watch { inner: Arc::downgrade(self), pool: Arc::downgrade(&pool), store };
+        (
+            NodeQueue { number, runtime, node, pool, queue: Queue::new(limits.queue, max_workers, backlog), _store },
+            watch,
+        )
     }
 }
 
@@ -103,7 +106,7 @@ impl NodeQueue {
 }
 
 impl Queues {
-    /// Whether the job at this place still waits: no lane has it.
+    /// Whether the job at this place still waits: no worker has it.
     pub(super) fn have(&self, place: Place) -> bool {
         self.each.iter().any(|queue| queue.number == place.queue && queue.queue.has(place.job))
     }
@@ -133,9 +136,9 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        let Some(lanes) = self.lanes.upgrade() else { return };
+        let Some(inner) = self.inner.upgrade() else { return };
         let queue = {
-            let each = &mut lanes.queues().each;
+            let each = &mut inner.queues().each;
             let index = each.iter().position(|queue| Arc::as_ptr(&queue.pool) == self.pool.as_ptr());
             index.map(|index| each.swap_remove(index))
         };

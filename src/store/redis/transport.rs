@@ -1,7 +1,7 @@
 //! How Redis is reached. What is above asks two things only: which node has a caller's keys, and for a connection to that
 //! node.
 //!
-//! Each node has a queue, lanes and a pool of its own. A single server is one node, and a cluster has one for each master.
+//! Each node has a queue, workers and a pool of its own. A single server is one node, and a cluster has one for each master.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,18 +54,18 @@ impl Node {
 #[derive(Debug)]
 pub(super) struct Link {
     pub(super) inner: MultiplexedConnection,
-    pub(super) term: Option<Term>,
+    pub(super) epoch: Option<Epoch>,
 }
 
 /// The time for which a server is the one to ask, though it would answer for longer.
 #[derive(Debug, Clone)]
-pub(super) struct Term {
+pub(super) struct Epoch {
     /// The number of the present one.
     pub(super) current: Arc<AtomicU64>,
     pub(super) number: u64,
 }
 
-impl Term {
+impl Epoch {
     pub(super) fn is_over(&self) -> bool {
         self.current.load(Ordering::Acquire) != self.number
     }
@@ -75,7 +75,7 @@ impl Transport {
     pub(super) fn new(
         mut servers: Kind,
         prefix: &str,
-        buckets: usize,
+        partitions: usize,
         timeout: Duration,
         tls: &Tls,
     ) -> Result<Self, ConfigError> {
@@ -89,7 +89,7 @@ impl Transport {
             Kind::Sentinel { master, sentinels } => {
                 Self::Sentinel(Arc::new(Sentinels::new(*master, dialer(), sentinels, dialer(), timeout)))
             }
-            Kind::Cluster(seeds) => Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, buckets))),
+            Kind::Cluster(seeds) => Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions))),
         })
     }
 
@@ -100,26 +100,26 @@ impl Transport {
         }
     }
 
-    /// Which of the buckets a caller is in: only those of one bucket share a script call.
-    pub(super) fn bucket(&self, key: &Key) -> u16 {
+    /// Which of the partitions a caller is in: only those of one partition share a script call.
+    pub(super) fn partition(&self, key: &Key) -> u16 {
         match self {
             Self::Server(_) | Self::Sentinel(_) => 0,
-            Self::Cluster(cluster) => cluster.bucket(key),
+            Self::Cluster(cluster) => cluster.partition(key),
         }
     }
 
-    pub(super) fn buckets(&self) -> usize {
+    pub(super) fn partitions(&self) -> usize {
         match self {
             Self::Server(_) | Self::Sentinel(_) => 1,
-            Self::Cluster(cluster) => cluster.buckets(),
+            Self::Cluster(cluster) => cluster.partitions(),
         }
     }
 
-    /// The node that has the keys of this bucket.
-    pub(super) fn node(&self, bucket: u16) -> Node {
+    /// The node that has the keys of this partition.
+    pub(super) fn node(&self, partition: u16) -> Node {
         match self {
             Self::Server(_) | Self::Sentinel(_) => Node(0),
-            Self::Cluster(cluster) => cluster.node(bucket),
+            Self::Cluster(cluster) => cluster.node(partition),
         }
     }
 
@@ -130,7 +130,7 @@ impl Transport {
             Self::Sentinel(sentinels) => return sentinels.connect().await,
             Self::Cluster(cluster) => cluster.connect(node).await?,
         };
-        Ok(Link { inner, term: None })
+        Ok(Link { inner, epoch: None })
     }
 }
 

@@ -3,7 +3,7 @@
 mod answers;
 mod breaker;
 mod far;
-mod parts;
+mod partitions;
 mod reconcile;
 mod runtimes;
 mod settlement;

@@ -67,20 +67,20 @@ async fn instances_know_of_each_other_that_they_reconcile() {
         Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(20))
     };
     let [one, two, other] = [instance(), instance(), instance()];
-    let reconciling = async || other.parts[0].others_reconciling().await;
+    let reconciling = async || other.partitions[0].others_reconciling().await;
     assert_eq!(reconciling().await, Some(0));
-    let announcement = one.parts[0].announce();
+    let announcement = one.partitions[0].announce();
     until("it is announced", async || reconciling().await == Some(1)).await;
-    let both = two.parts[0].announce();
+    let both = two.partitions[0].announce();
     until("both are", async || reconciling().await == Some(2)).await;
     assert!(both.end().await);
     assert_eq!(reconciling().await, Some(1));
     // As if it had failed: it is going to try again.
     drop(announcement);
     assert_eq!(reconciling().await, Some(1));
-    assert_eq!(one.parts[0].others_reconciling().await, Some(0), "it does not wait for itself");
+    assert_eq!(one.partitions[0].others_reconciling().await, Some(0), "it does not wait for itself");
     assert_eq!(reconciling().await, Some(0), "nor do the others by then");
-    let announcement = two.parts[0].announce();
+    let announcement = two.partitions[0].announce();
     until("it is announced", async || reconciling().await == Some(1)).await;
     drop(announcement);
     until("it has died, for all that is known", async || reconciling().await == Some(0)).await;
@@ -220,7 +220,7 @@ async fn a_settlement_does_a_little_at_a_time() {
     }
     // All have lapsed, so that nothing is sent and nothing waited for.
     advance(Duration::from_secs(2)).await;
-    let shared = &store.parts[0];
+    let shared = &store.partitions[0];
     let mut settling = pin!(shared.settle(Handle::current().id()));
     let mut polls = 0;
     assert!(
@@ -244,7 +244,7 @@ async fn a_settlement_that_fails_leaves_what_it_has_not_sent() {
     for i in 0..5_000 {
         let _ = take(&store, caller(i), &policies).await;
     }
-    let shared = &store.parts[0];
+    let shared = &store.partitions[0];
     assert!(!shared.settle(Handle::current().id()).await);
     far.set(Some(Duration::from_millis(1)));
     recovery(&store).await;

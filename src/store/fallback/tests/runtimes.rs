@@ -52,7 +52,7 @@ fn what_a_runtime_has_not_sent_when_it_ends_is_settled_on_the_next() {
             }
             primary.set(Manner::AtOnce);
             let asked = primary.asked();
-            while !store.parts[0].grants.is_empty() || primary.asked() < asked + sent {
+            while !store.partitions[0].grants.is_empty() || primary.asked() < asked + sent {
                 advance(Duration::from_millis(1)).await;
             }
             assert_eq!(primary.asked(), asked + sent);

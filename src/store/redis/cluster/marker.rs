@@ -1,4 +1,4 @@
-//! The number of buckets, kept in the cluster: instances that put a caller into other buckets would each count by
+//! The number of partitions, kept in the cluster: instances that put a caller into other partitions would each count by
 //! themselves.
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::Cluster;
 use crate::limit::ConfigError;
 use crate::store::Error;
 use crate::store::redis::errors::error_of;
-use crate::store::redis::lanes::Lanes;
+use crate::store::redis::inner::Inner;
 use crate::store::redis::lua::Lua;
 use crate::store::redis::transport::Node;
 
@@ -19,15 +19,15 @@ static SCRIPT: Lua = Lua::new(include_str!("../../../../lua/marker.lua"));
 /// How long it stays after the last instance has looked at it, which each does every hour.
 const KEPT: Duration = Duration::from_secs(3 * 86_400);
 
-impl Lanes {
+impl Inner {
     /// Sets the marker, or makes sure that it has the same number.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Buckets`] if it has another one, and whatever keeps its node from telling.
+    /// [`ConfigError::Partitions`] if it has another one, and whatever keeps its node from telling.
     pub(super) async fn mark(self: &Arc<Self>, cluster: &Cluster, node: Node) -> Result<(), Error> {
-        let ours = cluster.buckets.len();
-        let key = Cluster::shared_key(&self.prefix, "buckets");
+        let ours = cluster.partitions.len();
+        let key = Cluster::shared_key(&self.prefix, "partitions");
         let command = |command: &str, script: &str| {
             let mut cmd = Cmd::new();
             cmd.arg(command).arg(script).arg(1).arg(&key).arg(ours).arg(KEPT.as_millis() as u64);
@@ -37,7 +37,7 @@ impl Lanes {
         let theirs: usize = redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))?;
         match theirs == ours {
             true => Ok(()),
-            false => Err(ConfigError::Buckets { ours, theirs, prefix: self.prefix.to_string() }.into()),
+            false => Err(ConfigError::Partitions { ours, theirs, prefix: self.prefix.to_string() }.into()),
         }
     }
 }

@@ -1,16 +1,16 @@
 //! Redis Cluster: many masters, each of which has some of the 16,384 slots.
 //!
 //! All keys of a script call must be in one slot, so that checks of callers who are in slots of their own could not share a
-//! call. Therefore callers are put into a fixed number of *buckets*. The keys of a bucket have its hash tag, as in
-//! `rl:{17}:{ann}:api:g`, so a bucket is in one slot. What is in flight for a bucket is one script call, and the calls for all
-//! buckets of one master are one pipeline: see [`calls`](super::calls).
+//! call. Therefore callers are put into a fixed number of *partitions*. The keys of a partition have its hash tag, as in
+//! `rl:{17}:{ann}:api:g`, so a partition is in one slot. What is in flight for a partition is one script call, and the calls for all
+//! partitions of one master are one pipeline: see [`calls`](super::calls).
 //!
 //! The map of [`slots`] is asked of any node at the start, and again when a connection is lost or a slot has
 //! [moved](redirect): [`refresh`] does so off the request path. What has no node yet [waits](waiting) for the map. A call that a
 //! node refuses because it does not serve the slot is sent to the one that does; the server has said that it did not run it.
 //! No other call is sent twice.
 //!
-//! Two instances with other numbers of buckets would count the same callers under other keys. A [`marker`] in the cluster
+//! Two instances with other numbers of partitions would count the same callers under other keys. A [`marker`] in the cluster
 //! tells the number.
 
 pub(super) mod marker;
@@ -41,23 +41,23 @@ use crate::limit::{ConfigError, Key};
 use crate::store::clock::Clock;
 use crate::store::{Error, ErrorKind, lock};
 
-/// The tag of keys that are of no bucket.
+/// The tag of keys that are of no partition.
 const SHARED: &str = "rl";
 
 pub(super) struct Cluster {
     /// The nodes that the application named.
     seeds: Vec<ConnectionInfo>,
     dialer: Dialer,
-    buckets: Box<[Bucket]>,
+    partitions: Box<[Partition]>,
     map: ArcSwap<SlotMap>,
     known: Mutex<Known>,
     refresher: Refresher,
-    /// Why no check may be sent: another number of buckets.
+    /// Why no check may be sent: another number of partitions.
     refused: OnceLock<Error>,
     clock: Clock,
 }
 
-struct Bucket {
+struct Partition {
     slot: u16,
     /// What its keys begin with: `rl:{17}`.
     prefix: Box<str>,
@@ -94,12 +94,12 @@ impl<A: Clone + Eq + Hash> Known<A> {
 }
 
 impl Cluster {
-    pub(super) const MAX_BUCKETS: usize = 1_024;
+    pub(super) const MAX_PARTITIONS: usize = 1_024;
     /// A slot that a node has said to be moving is taken for one for so long.
     const MOVES: Duration = Duration::from_secs(1);
 
-    pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer, prefix: &str, buckets: usize) -> Self {
-        let bucket = |tag: u32| Bucket {
+    pub(super) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer, prefix: &str, partitions: usize) -> Self {
+        let partition = |tag: u32| Partition {
             slot: slots::slot(tag.to_string().as_bytes()),
             prefix: format!("{prefix}:{{{tag}}}").into(),
             moves_until: AtomicI64::new(i64::MIN),
@@ -107,7 +107,7 @@ impl Cluster {
         Self {
             seeds,
             dialer,
-            buckets: slots::tags(buckets).into_iter().map(bucket).collect(),
+            partitions: slots::tags(partitions).into_iter().map(partition).collect(),
             map: ArcSwap::from_pointee(SlotMap::empty()),
             known: Mutex::new(Known::new()),
             refresher: Refresher::default(),
@@ -116,53 +116,53 @@ impl Cluster {
         }
     }
 
-    pub(super) fn buckets(&self) -> usize {
-        self.buckets.len()
+    pub(super) fn partitions(&self) -> usize {
+        self.partitions.len()
     }
 
-    /// The bucket of a caller. It stands in the caller's keys, so all versions of this crate must agree on it.
-    pub(super) fn bucket(&self, key: &Key) -> u16 {
-        (SipHasher13::new().hash(key.as_bytes()) % self.buckets.len() as u64) as u16
+    /// The partition of a caller. It stands in the caller's keys, so all versions of this crate must agree on it.
+    pub(super) fn partition(&self, key: &Key) -> u16 {
+        (SipHasher13::new().hash(key.as_bytes()) % self.partitions.len() as u64) as u16
     }
 
-    /// What the keys of a bucket begin with.
-    pub(super) fn prefix(&self, bucket: u16) -> &str {
-        &self.buckets[usize::from(bucket)].prefix
+    /// What the keys of a partition begin with.
+    pub(super) fn prefix(&self, partition: u16) -> &str {
+        &self.partitions[usize::from(partition)].prefix
     }
 
-    /// The master of a bucket, or [`Node::NOWHERE`].
-    pub(super) fn node(&self, bucket: u16) -> Node {
-        self.map.load().owner(self.buckets[usize::from(bucket)].slot)
+    /// The master of a partition, or [`Node::NOWHERE`].
+    pub(super) fn node(&self, partition: u16) -> Node {
+        self.map.load().owner(self.partitions[usize::from(partition)].slot)
     }
 
-    /// The master of the keys that are of no bucket.
+    /// The master of the keys that are of no partition.
     pub(super) fn shared_node(&self) -> Node {
         self.map.load().owner(slots::slot(SHARED.as_bytes()))
     }
 
-    /// A key that is of no bucket.
+    /// A key that is of no partition.
     pub(super) fn shared_key(prefix: &str, name: &str) -> String {
         format!("{prefix}:{{{SHARED}}}:{name}")
     }
 
-    /// A bucket of each master that has one.
-    pub(super) fn bucket_of_each(&self) -> Vec<u16> {
-        let mut buckets: Vec<u16> = (0..self.buckets.len() as u16).collect();
-        buckets.sort_by_key(|bucket| self.node(*bucket));
-        buckets.dedup_by_key(|bucket| self.node(*bucket));
-        buckets
+    /// A partition of each master that has one.
+    pub(super) fn partition_of_each(&self) -> Vec<u16> {
+        let mut partitions: Vec<u16> = (0..self.partitions.len() as u16).collect();
+        partitions.sort_by_key(|partition| self.node(*partition));
+        partitions.dedup_by_key(|partition| self.node(*partition));
+        partitions
     }
 
-    /// Whether a bucket's slot is being moved. Then some of its keys are here and some are there, and a call that has both
+    /// Whether a partition's slot is being moved. Then some of its keys are here and some are there, and a call that has both
     /// is refused: its callers are asked one by one.
-    pub(super) fn moves(&self, bucket: u16) -> bool {
-        let until = self.buckets[usize::from(bucket)].moves_until.load(Relaxed);
+    pub(super) fn moves(&self, partition: u16) -> bool {
+        let until = self.partitions[usize::from(partition)].moves_until.load(Relaxed);
         until > i64::MIN && self.clock.micros() < until
     }
 
-    fn notice_move(&self, bucket: u16) {
+    fn notice_move(&self, partition: u16) {
         let until = self.clock.micros() + Self::MOVES.as_micros() as i64;
-        self.buckets[usize::from(bucket)].moves_until.store(until, Relaxed);
+        self.partitions[usize::from(partition)].moves_until.store(until, Relaxed);
     }
 
     pub(super) fn refused(&self) -> Option<&Error> {
@@ -242,7 +242,7 @@ impl fmt::Display for Address {
 
 impl fmt::Debug for Cluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cluster").field("buckets", &self.buckets.len()).finish_non_exhaustive()
+        f.debug_struct("Cluster").field("partitions", &self.partitions.len()).finish_non_exhaustive()
     }
 }
 

@@ -11,7 +11,7 @@ use super::refresh::Why;
 use crate::store::clock::instant;
 use crate::store::redis::errors::{error_of, not_ready};
 use crate::store::redis::future::Job;
-use crate::store::redis::lanes::Lanes;
+use crate::store::redis::inner::Inner;
 use crate::store::redis::transport::Node;
 
 /// How a check goes on after such a refusal.
@@ -78,7 +78,7 @@ impl Cluster {
     }
 }
 
-impl Lanes {
+impl Inner {
     /// Puts the checks of a call that a node has refused where they can be decided, or answers them.
     pub(in super::super) fn redirect(self: &Arc<Self>, jobs: Vec<Job>, error: &RedisError, from: Node) {
         let Some(cluster) = self.transport.cluster() else { return };
@@ -88,7 +88,7 @@ impl Lanes {
                 cluster.learn(slot, node);
                 self.refresh(Why::Moved);
             }
-            Refusal::Ask(_) | Refusal::TryAgain => jobs.iter().for_each(|job| cluster.notice_move(job.bucket)),
+            Refusal::Ask(_) | Refusal::TryAgain => jobs.iter().for_each(|job| cluster.notice_move(job.partition)),
             Refusal::NotReady => self.refresh(Why::Lost(from)),
             Refusal::Other => {}
         }
@@ -134,7 +134,7 @@ impl Lanes {
     /// Where a check is decided now.
     pub(in super::super) fn node_of(&self, job: &Job) -> Node {
         let asks = job.redirect.as_ref().and_then(|redirect| redirect.ask);
-        asks.unwrap_or_else(|| self.transport.node(job.bucket))
+        asks.unwrap_or_else(|| self.transport.node(job.partition))
     }
 
     /// A connection to a node has failed like this: another node may take over. Sends on what was not sent there, if
@@ -211,10 +211,10 @@ mod tests {
     async fn a_check_that_was_sent_elsewhere_can_be_taken_back() {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
         let (job, mut future) = Job::new(check("ann", "10/s"), 0);
-        store.lanes.requeue(vec![(Node::NOWHERE, job)]);
+        store.inner.requeue(vec![(Node::NOWHERE, job)]);
         assert!(store.withdraw(Pin::new(&mut future)));
         let another = Job::new(check("ann", "10/s"), 0).1;
-        assert!(store.lanes.queues().have_redirected(another.place));
-        until("a lane has dropped it", async || !store.lanes.queues().have_redirected(another.place)).await;
+        assert!(store.inner.queues().have_redirected(another.place));
+        until("a worker has dropped it", async || !store.inner.queues().have_redirected(another.place)).await;
     }
 }

@@ -16,7 +16,7 @@ use super::slots::{self, SlotMap};
 use super::{Address, Cluster};
 use crate::store::clock::instant;
 use crate::store::redis::errors::other_cluster;
-use crate::store::redis::lanes::Lanes;
+use crate::store::redis::inner::Inner;
 use crate::store::redis::transport::Node;
 use crate::store::seed::RandomState;
 use crate::store::{Error, ErrorKind, lock};
@@ -62,7 +62,7 @@ pub(in super::super) enum Why {
     Lost(Node),
     /// One slot is elsewhere, so others may be.
     Moved,
-    /// The marker of the number of buckets expires some day.
+    /// The marker of the number of partitions expires some day.
     Marker,
 }
 
@@ -168,7 +168,7 @@ impl Default for Refresher {
     }
 }
 
-impl Lanes {
+impl Inner {
     /// Has the slots asked for soon, on this runtime.
     pub(in super::super) fn refresh(self: &Arc<Self>, why: Why) {
         let (Some(cluster), Ok(runtime)) = (self.transport.cluster(), Handle::try_current()) else { return };
@@ -222,34 +222,34 @@ struct Task {
 }
 
 impl Task {
-    async fn run(mut self, lanes: Weak<Lanes>, at: Instant, why: Why) {
+    async fn run(mut self, inner: Weak<Inner>, at: Instant, why: Why) {
         sleep_until(at).await;
-        let Some(lanes) = lanes.upgrade().filter(|_| self.cluster.refresher.is_current(self.number)) else { return };
-        let outcome = self.ask(&lanes, why).await;
+        let Some(inner) = inner.upgrade().filter(|_| self.cluster.refresher.is_current(self.number)) else { return };
+        let outcome = self.ask(&inner, why).await;
         self.news.get_or_insert(false);
         let cluster = Arc::clone(&self.cluster);
         drop(self);
         cluster.refresher.outcome.send_replace(outcome.err());
     }
 
-    async fn ask(&mut self, lanes: &Arc<Lanes>, why: Why) -> Result<(), Error> {
-        let (map, changed) = self.cluster.ask_any(lanes.limits.timeout, why).await?;
+    async fn ask(&mut self, inner: &Arc<Inner>, why: Why) -> Result<(), Error> {
+        let (map, changed) = self.cluster.ask_any(inner.limits.timeout, why).await?;
         self.news = Some(changed);
         let refresher = &self.cluster.refresher;
         if refresher.marker_is_due() {
-            match lanes.mark(&self.cluster, map.owner(slots::slot(super::SHARED.as_bytes()))).await {
+            match inner.mark(&self.cluster, map.owner(slots::slot(super::SHARED.as_bytes()))).await {
                 Ok(()) => refresher.marked(),
                 Err(error) if error.kind() == ErrorKind::Configuration => {
                     let _ = self.cluster.refused.set(error.clone());
                     return Err(error);
                 }
                 // That master is away: it must not keep the others from deciding.
-                Err(error) => lanes.failed(&error),
+                Err(error) => inner.failed(&error),
             }
         }
         let nodes = map.nodes.clone();
         self.cluster.map.store(map);
-        lanes.queues().leave(|node| nodes.binary_search(&node).is_ok() || node == Node::NOWHERE);
+        inner.queues().leave(|node| nodes.binary_search(&node).is_ok() || node == Node::NOWHERE);
         Ok(())
     }
 }
@@ -410,7 +410,7 @@ mod tests {
         let (port, id) = node("a");
         let store = RedisStore::builder(Servers::cluster([format!("redis://127.0.0.1:{port}")]));
         let store = store.timeout(Duration::from_secs(20)).connect_lazy().unwrap();
-        let cluster = store.lanes.transport.cluster().unwrap();
+        let cluster = store.inner.transport.cluster().unwrap();
         let ask =
             async || cluster.ask_any(Duration::from_secs(20), Why::Moved).await.map(|(map, _)| cluster.map.store(map));
         let rest = async |seconds| {

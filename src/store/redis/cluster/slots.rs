@@ -19,16 +19,16 @@ pub(in super::super) fn slot(tag: &[u8]) -> u16 {
     crc % SLOTS
 }
 
-/// The tags of so many buckets: the n-th is the smallest number whose slot is in the n-th part of all slots. Masters mostly
-/// have ranges of slots that are about equally long, so each of them has about as many buckets.
-pub(super) fn tags(buckets: usize) -> Vec<u32> {
-    let mut tags = vec![None; buckets];
+/// The tags of so many partitions: the n-th is the smallest number whose slot is in the n-th part of all slots. Masters mostly
+/// have ranges of slots that are about equally long, so each of them has about as many partitions.
+pub(super) fn tags(partitions: usize) -> Vec<u32> {
+    let mut tags = vec![None; partitions];
     let (mut number, mut left) = (0, tags.len());
     while left > 0 {
         let slot = slot(number.to_string().as_bytes());
-        let bucket = usize::from(slot) * tags.len() / usize::from(SLOTS);
-        if tags[bucket].is_none() {
-            tags[bucket] = Some(number);
+        let partition = usize::from(slot) * tags.len() / usize::from(SLOTS);
+        if tags[partition].is_none() {
+            tags[partition] = Some(number);
             left -= 1;
         }
         number += 1;
@@ -192,12 +192,12 @@ mod tests {
 
     #[test]
     fn buckets_are_spread_over_the_slots() {
-        for buckets in [1, 2, 3, 32, 1_000] {
-            let tags = tags(buckets);
-            assert_eq!(tags.len(), buckets);
+        for partitions in [1, 2, 3, 32, 1_000] {
+            let tags = tags(partitions);
+            assert_eq!(tags.len(), partitions);
             for (i, tag) in tags.iter().enumerate() {
                 let part = usize::from(slot(tag.to_string().as_bytes())) * tags.len() / usize::from(SLOTS);
-                assert_eq!(part, i, "{buckets}: {tag}");
+                assert_eq!(part, i, "{partitions}: {tag}");
             }
         }
         // They stand in keys: another tag would be another count.
@@ -207,8 +207,8 @@ mod tests {
     /// What `docs/running.md` says of the numbers to choose. The masters have the ranges that `redis-cli --cluster create` gives.
     #[test]
     fn buckets_are_spread_over_the_masters() {
-        let slots = |buckets: usize| -> Vec<usize> {
-            tags(buckets).into_iter().map(|tag| slot(tag.to_string().as_bytes()).into()).collect()
+        let slots = |partitions: usize| -> Vec<usize> {
+            tags(partitions).into_iter().map(|tag| slot(tag.to_string().as_bytes()).into()).collect()
         };
         let each = |slots: &[usize], masters: usize| {
             let range = f64::from(SLOTS) / masters as f64;
@@ -222,8 +222,8 @@ mod tests {
             }
             each
         };
-        for (buckets, masters) in [(12, 3), (16, 4), (64, 16)] {
-            assert_eq!(each(&slots(buckets), masters), vec![4; masters]);
+        for (partitions, masters) in [(12, 3), (16, 4), (64, 16)] {
+            assert_eq!(each(&slots(partitions), masters), vec![4; masters]);
         }
         for masters in [1, 2, 3, 4, 6, 12] {
             assert_eq!(each(&slots(12), masters), vec![12 / masters; masters]);
@@ -231,11 +231,11 @@ mod tests {
         assert_eq!(each(&slots(12), 5).into_iter().max(), Some(3));
         assert_eq!(each(&slots(16), 3), [5, 6, 5]);
         assert_eq!(each(&slots(400), 100).into_iter().max(), Some(5));
-        for buckets in [16, 50, 100, 128, 400, 1_024] {
-            let slots = slots(buckets);
-            for masters in 1..=buckets / 4 {
+        for partitions in [16, 50, 100, 128, 400, 1_024] {
+            let slots = slots(partitions);
+            for masters in 1..=partitions / 4 {
                 let busiest = each(&slots, masters).into_iter().max().unwrap_or(0);
-                assert!(2 * busiest * masters <= 3 * buckets, "{buckets} on {masters}: {busiest}");
+                assert!(2 * busiest * masters <= 3 * partitions, "{partitions} on {masters}: {busiest}");
             }
         }
     }

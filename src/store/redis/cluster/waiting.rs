@@ -5,20 +5,20 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use super::refresh::Why;
-use crate::store::redis::lane::Lane;
 use crate::store::redis::transport::Node;
+use crate::store::redis::worker::Worker;
 use crate::store::{Error, ErrorKind};
 
 /// Before a check is tried again.
 const PAUSE: Duration = Duration::from_millis(3);
 
-impl Lane {
+impl Worker {
     /// Hands on what waits in the queue of [`Node::NOWHERE`], until it is empty.
     pub(in super::super) async fn place(mut self) {
         loop {
             // Meanwhile the checks are in the queue, where their callers may take them back.
-            let found = match self.lanes.transport.cluster() {
-                Some(cluster) if cluster.map.load().is_empty() => self.lanes.refreshed().await,
+            let found = match self.inner.transport.cluster() {
+                Some(cluster) if cluster.map.load().is_empty() => self.inner.refreshed().await,
                 _ => {
                     sleep(PAUSE).await;
                     Ok(())
@@ -33,7 +33,7 @@ impl Lane {
             };
             let (mut placed, mut left_over) = (vec![], false);
             for job in self.work.jobs.drain(..) {
-                match self.lanes.node_of(&job) {
+                match self.inner.node_of(&job) {
                     Node::NOWHERE => {
                         left_over = true;
                         job.fail(unplaced.clone().unsent());
@@ -42,9 +42,9 @@ impl Lane {
                 }
             }
             if left_over {
-                self.lanes.refresh(Why::Unknown);
+                self.inner.refresh(Why::Unknown);
             }
-            self.lanes.requeue(placed);
+            self.inner.requeue(placed);
         }
     }
 }

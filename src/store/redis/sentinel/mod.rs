@@ -1,6 +1,6 @@
 //! Redis Sentinel: one master at a time, at the address that its sentinels tell.
 //!
-//! Whenever a connection is made all sentinels are asked at once, and the [`ballot`] says in which order to try what they
+//! Whenever a connection is made all sentinels are asked at once, and the [`quorum`] says in which order to try what they
 //! tell: one of them may be cut off from the others, and know of a former master only. The server must say itself that it
 //! is a master. A former one may go on answering, and taking charges that it is going to lose, for many seconds: Sentinel makes
 //! it a replica late. So a [`watch`] asks after the master, and the connections to another one are given up.
@@ -8,7 +8,7 @@
 //! This is over plain connections. Redis-rs's client for sentinels asks them one after the other, so that a slow one delays
 //! all, and says nothing of a failover to those that are connected.
 
-mod ballot;
+mod quorum;
 mod watch;
 
 use std::collections::HashMap;
@@ -23,10 +23,10 @@ use tokio::runtime;
 use tokio::task::JoinSet;
 use tokio::time::{timeout, timeout_at};
 
-use self::ballot::Ballot;
+use self::quorum::Quorum;
 use super::dial::Dialer;
 use super::errors::{error_at, error_of, not_a_master};
-use super::transport::{Link, Term, with_address};
+use super::transport::{Epoch, Link, with_address};
 use crate::limit::ConfigError;
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind, lock};
@@ -41,8 +41,8 @@ pub(super) struct Sentinels {
     timeout: Duration,
     /// The master that was found last.
     known: Mutex<Option<Master>>,
-    /// The number of its term.
-    term: Arc<AtomicU64>,
+    /// The number of its epoch.
+    epoch: Arc<AtomicU64>,
     /// The runtimes that have a watch.
     watching: Mutex<Vec<runtime::Id>>,
 }
@@ -82,7 +82,7 @@ impl Sentinels {
             to_sentinels,
             timeout,
             known: Mutex::default(),
-            term: Arc::default(),
+            epoch: Arc::default(),
             watching: Mutex::default(),
         }
     }
@@ -95,17 +95,17 @@ impl Sentinels {
     /// A new connection to the master.
     pub(super) async fn connect(self: &Arc<Self>) -> Result<Link, Error> {
         self.watch();
-        let asked_in = self.term.load(Ordering::Acquire);
+        let asked_in = self.epoch.load(Ordering::Acquire);
         let known = lock(&self.known).clone();
-        let ballot = self.ask_all(known.is_some()).await;
-        let (candidates, mut failure) = ballot.end(known);
+        let quorum = self.ask_all(known.is_some()).await;
+        let (candidates, mut failure) = quorum.end(known);
         let last = candidates.len();
         for (i, candidate) in (1..).zip(candidates) {
             // One that does not answer must not use up the time for the others.
             let patience = if i == last { self.timeout } else { self.patience() };
             let verified = timeout(patience, self.verify(&candidate)).await;
             match verified.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout))) {
-                Ok(inner) => return Ok(Link { inner, term: Some(self.found(candidate, asked_in)) }),
+                Ok(inner) => return Ok(Link { inner, epoch: Some(self.found(candidate, asked_in)) }),
                 // That of the likeliest one tells most.
                 Err(error) if i == 1 => failure = error,
                 Err(_) => {}
@@ -115,24 +115,24 @@ impl Sentinels {
     }
 
     /// Asks all sentinels, until most of them agree or one has had the time to.
-    async fn ask_all(self: &Arc<Self>, is_known: bool) -> Ballot {
+    async fn ask_all(self: &Arc<Self>, is_known: bool) -> Quorum {
         let mut asking = JoinSet::new();
         for sentinel in 0..self.sentinels.len() {
             let this = Arc::clone(self);
             asking.spawn(async move { this.ask(&mut None, sentinel).await });
         }
-        let mut ballot = Ballot::new(self.sentinels.len());
+        let mut quorum = Quorum::new(self.sentinels.len());
         let until = instant() + self.patience();
-        while !ballot.is_decided() {
-            let answer = if ballot.is_empty() && !is_known {
+        while !quorum.is_decided() {
+            let answer = if quorum.is_empty() && !is_known {
                 asking.join_next().await
             } else {
                 timeout_at(until, asking.join_next()).await.ok().flatten()
             };
             let Some(answer) = answer else { break };
-            ballot.add(answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime))));
+            quorum.add(answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime))));
         }
-        ballot
+        quorum
     }
 
     /// Asks a sentinel, over this connection if there is one. It is gone if the sentinel does not answer.
@@ -185,21 +185,21 @@ impl Sentinels {
         }
     }
 
-    /// The term of a connection to a server that the sentinels, who were asked in the term of this number, took for the master.
-    fn found(&self, master: Master, asked_in: u64) -> Term {
+    /// The epoch of a connection to a server that the sentinels, who were asked in the epoch of this number, took for the master.
+    fn found(&self, master: Master, asked_in: u64) -> Epoch {
         let mut known = lock(&self.known);
-        let mut number = self.term.load(Ordering::Acquire);
+        let mut number = self.epoch.load(Ordering::Acquire);
         if known.as_ref().is_some_and(|known| known.is_at(&master)) {
             *known = Some(master);
         } else if number == asked_in {
             *known = Some(master);
             number += 1;
-            self.term.store(number, Ordering::Release);
+            self.epoch.store(number, Ordering::Release);
         } else {
             // Another one has been found meanwhile, perhaps by a later word. Who asks again will know.
             number = asked_in;
         }
-        Term { current: Arc::clone(&self.term), number }
+        Epoch { current: Arc::clone(&self.epoch), number }
     }
 }
 

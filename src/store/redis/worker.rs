@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use super::calls::Calls;
 use super::errors::error_of;
 use super::future::Job;
-use super::lanes::Lanes;
+use super::inner::Inner;
 use super::pool::Pool;
 use super::runtimes::{no_runtime, runtime_is_ending};
 use super::script::{self, SCRIPT};
@@ -21,8 +21,8 @@ use super::transport::Node;
 use crate::store::clock::instant;
 use crate::store::{Error, ErrorKind, event};
 
-pub(super) struct Lane {
-    pub(super) lanes: Arc<Lanes>,
+pub(super) struct Worker {
+    pub(super) inner: Arc<Inner>,
     node: Node,
     pool: Arc<Pool>,
     failures: watch::Receiver<Option<Error>>,
@@ -33,24 +33,24 @@ pub(super) struct Lane {
     counted: bool,
 }
 
-/// What a lane works with: the checks that it has taken, and the calls that ask them.
+/// What a worker works with: the checks that it has taken, and the calls that ask them.
 #[derive(Debug, Default)]
 pub(super) struct Work {
     pub(super) jobs: Vec<Job>,
     calls: Calls,
 }
 
-/// For how many turns of the runtime a lane waits for more to send.
+/// For how many turns of the runtime a worker waits for more to send.
 const GATHER: u32 = 4;
 
 /// What Redis has said to each call.
 type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 
-impl Lane {
-    /// A lane that the queue with this pool has counted already.
-    pub(super) fn new(lanes: &Arc<Lanes>, node: Node, pool: Arc<Pool>, work: Work) -> Self {
+impl Worker {
+    /// A worker that the queue with this pool has counted already.
+    pub(super) fn new(inner: &Arc<Inner>, node: Node, pool: Arc<Pool>, work: Work) -> Self {
         let failures = pool.failures();
-        Self { lanes: Arc::clone(lanes), node, pool, failures, work, sent: false, counted: true }
+        Self { inner: Arc::clone(inner), node, pool, failures, work, sent: false, counted: true }
     }
 
     pub(super) async fn run(mut self) {
@@ -61,21 +61,21 @@ impl Lane {
             if self.work.jobs.is_empty() {
                 continue;
             }
-            let sent_at = self.lanes.denials.now();
+            let sent_at = self.inner.denials.now();
             match self.call().await {
                 Ok(replies) => self.answer(replies, sent_at),
                 Err(error) => self.fail(&error),
             }
-            if self.lanes.transport.cluster().is_some() {
+            if self.inner.transport.cluster().is_some() {
                 self.gather().await;
             }
         }
     }
 
-    /// Lets those who were answered ask again, so that more of each bucket is there: as long as each turn of the runtime
+    /// Lets those who were answered ask again, so that more of each partition is there: as long as each turn of the runtime
     /// brings more, and a few turns at most. Where nobody asks, that is one turn.
     async fn gather(&self) {
-        let pushed = || self.lanes.queues().of(&self.pool).map(|queue| queue.next_number());
+        let pushed = || self.inner.queues().of(&self.pool).map(|queue| queue.next_number());
         let mut before = pushed();
         for _ in 0..GATHER {
             yield_now().await;
@@ -87,15 +87,15 @@ impl Lane {
         }
     }
 
-    /// Takes what waits, up to the bound of a batch, and makes the calls that ask it. `false` if nothing waits: the lane
+    /// Takes what waits, up to the bound of a batch, and makes the calls that ask it. `false` if nothing waits: the worker
     /// must end.
     fn take(&mut self) -> bool {
         self.work.calls.clear();
-        let Some(waiting) = self.take_jobs(self.lanes.limits.batch) else { return false };
+        let Some(waiting) = self.take_jobs(self.inner.limits.batch) else { return false };
         let Work { jobs, calls } = &mut self.work;
-        calls.make(jobs, &self.lanes);
-        self.lanes.keep_marker();
-        if let Some(observer) = self.lanes.observer.get()
+        calls.make(jobs, &self.inner);
+        self.inner.keep_marker();
+        if let Some(observer) = self.inner.observer.get()
             && !jobs.is_empty()
         {
             observer.sends(&event::Sends::new(jobs.len(), waiting));
@@ -103,15 +103,15 @@ impl Lane {
         true
     }
 
-    /// Takes what waits, and drops what need not be sent. Returns how many still wait, or `None` if the lane must end.
+    /// Takes what waits, and drops what need not be sent. Returns how many still wait, or `None` if the worker must end.
     pub(super) fn take_jobs(&mut self, max: usize) -> Option<usize> {
         let jobs = &mut self.work.jobs;
         let waiting = {
-            let mut queues = self.lanes.queues();
+            let mut queues = self.inner.queues();
             let queue = queues.of(&self.pool)?;
             let Some(waiting) = queue.take(max, jobs) else {
                 // `fail` may have moved the whole queue into it.
-                jobs.shrink_to(self.lanes.limits.batch);
+                jobs.shrink_to(self.inner.limits.batch);
                 self.counted = false;
                 queues.spare.push(mem::take(&mut self.work));
                 return None;
@@ -120,7 +120,7 @@ impl Lane {
         };
         let now = instant();
         jobs.retain(|job| !job.is_abandoned());
-        for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.lanes.limits.timeout) {
+        for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.inner.limits.timeout) {
             job.fail(Error::new(ErrorKind::Timeout).unsent());
         }
         Some(waiting)
@@ -133,12 +133,12 @@ impl Lane {
     /// What befalls all of them.
     async fn call(&mut self) -> Result<Replies, Error> {
         self.sent = false;
-        let result = match timeout(self.lanes.limits.timeout, self.attempt()).await {
+        let result = match timeout(self.inner.limits.timeout, self.attempt()).await {
             Ok(result) => result,
             Err(_) => Err(Error::new(ErrorKind::Timeout)),
         };
         result.map_err(|error| {
-            // What drives the connection may have been dropped with the runtime before this lane: Redis has not failed.
+            // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
             let error = if error.is_of_connection() && runtime_is_ending() { no_runtime() } else { error };
             if self.sent { error } else { error.unsent() }
         })
@@ -146,10 +146,10 @@ impl Lane {
 
     async fn attempt(&mut self) -> Result<Replies, Error> {
         let calls = self.work.calls.as_slice();
-        let (now, instance) = (self.lanes.now.load(Ordering::Relaxed), self.lanes.instance);
+        let (now, instance) = (self.inner.now.load(Ordering::Relaxed), self.inner.instance);
         let mut connection = self.pool.checkout(&mut self.failures).await?;
         self.sent = true;
-        let replies: Result<Replies, RedisError> = match self.lanes.transport.cluster() {
+        let replies: Result<Replies, RedisError> = match self.inner.transport.cluster() {
             None => connection
                 .run(&SCRIPT, |name, text| calls[0].batch.command(name, text, now, instance))
                 .await
@@ -177,15 +177,15 @@ impl Lane {
             match reply.map(|reply| call.batch.read(reply)) {
                 Ok(Ok(verdicts)) => {
                     for (job, verdicts) in own.zip(verdicts) {
-                        job.answer(|check| self.lanes.decided(check, verdicts, sent_at));
+                        job.answer(|check| self.inner.decided(check, verdicts, sent_at));
                     }
                 }
                 Ok(Err(error)) => {
                     for job in own {
-                        job.answer(|check| self.lanes.decided(check, Err(error.clone()), 0));
+                        job.answer(|check| self.inner.decided(check, Err(error.clone()), 0));
                     }
                 }
-                Err(error) => self.lanes.redirect(own.collect(), &error, self.node),
+                Err(error) => self.inner.redirect(own.collect(), &error, self.node),
             }
         }
     }
@@ -197,30 +197,30 @@ impl Lane {
         let of_connection = error.is_of_connection();
         if !(of_connection && error.is_unsent()) {
             for job in jobs.drain(..) {
-                job.answer(|check| self.lanes.decided(check, Err(error.clone()), 0));
+                job.answer(|check| self.inner.decided(check, Err(error.clone()), 0));
             }
         }
         if of_connection {
-            if let Some(queue) = self.lanes.queues().of(&self.pool) {
+            if let Some(queue) = self.inner.queues().of(&self.pool) {
                 queue.take_all(jobs);
             }
-            for job in self.lanes.lost(jobs.drain(..), self.node) {
-                job.answer(|check| self.lanes.decided(check, Err(error.clone().unsent()), 0));
+            for job in self.inner.lost(jobs.drain(..), self.node) {
+                job.answer(|check| self.inner.decided(check, Err(error.clone().unsent()), 0));
             }
         }
     }
 }
 
 /// When the task is dropped with its runtime, those who wait for an answer elsewhere get one.
-impl Drop for Lane {
+impl Drop for Worker {
     fn drop(&mut self) {
         if !self.counted {
             return;
         }
-        let waiting = self.lanes.queues().of(&self.pool).map(|queue| queue.leave());
+        let waiting = self.inner.queues().of(&self.pool).map(|queue| queue.leave());
         for job in self.work.jobs.drain(..) {
             let error = if self.sent { no_runtime() } else { no_runtime().unsent() };
-            job.answer(|check| self.lanes.decided(check, Err(error), 0));
+            job.answer(|check| self.inner.decided(check, Err(error), 0));
         }
         for job in waiting.into_iter().flatten() {
             job.fail(no_runtime().unsent());
@@ -355,7 +355,7 @@ mod tests {
     async fn a_connection_whose_ping_is_refused_is_alive() {
         let (url, connections) = answers("-LOADING Redis is loading the dataset in memory\r\n");
         let store = store(url, Duration::from_secs(20));
-        let pool = Pool::new(store.lanes.transport.clone(), store.lanes.transport.node(0), 1, Duration::from_secs(20));
+        let pool = Pool::new(store.inner.transport.clone(), store.inner.transport.node(0), 1, Duration::from_secs(20));
         for _ in 0..3 {
             drop(pool.checkout(&mut pool.failures()).await.unwrap());
             tokio::time::pause();
@@ -365,19 +365,19 @@ mod tests {
         assert_eq!(connections.load(Ordering::SeqCst), 1);
     }
 
-    /// A runtime that is ending may be asked once more, and so get a queue anew, while lanes of the former still end.
+    /// A runtime that is ending may be asked once more, and so get a queue anew, while workers of the former still end.
     #[tokio::test]
     async fn a_lane_leaves_the_queue_of_another_alone() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
-        let (lanes, runtime) = (&store.lanes, Handle::current());
-        let pool = || lanes.with_queue(&runtime, lanes.transport.node(0), |queue, _| Arc::clone(&queue.pool));
+        let (inner, runtime) = (&store.inner, Handle::current());
+        let pool = || inner.with_queue(&runtime, inner.transport.node(0), |queue, _| Arc::clone(&queue.pool));
         let former = pool();
         assert!(Arc::ptr_eq(&former, &pool()));
-        let lane = Lane::new(lanes, lanes.transport.node(0), Arc::clone(&former), Work::default());
-        drop(mem::take(&mut lanes.queues().each));
+        let worker = Worker::new(inner, inner.transport.node(0), Arc::clone(&former), Work::default());
+        drop(mem::take(&mut inner.queues().each));
         let newer = pool();
-        drop(lane);
-        let mut queues = lanes.queues();
+        drop(worker);
+        let mut queues = inner.queues();
         assert!(queues.of(&former).is_none() && queues.of(&newer).is_some());
     }
 
@@ -396,7 +396,7 @@ mod tests {
             let errors = checks.map(|check| check.now_or_never().expect("an answer at once").unwrap_err());
             assert!(errors.iter().all(|error| error.kind() == ErrorKind::NoRuntime && error.is_of_check()));
             assert_eq!(errors.map(|error| error.is_unsent()), [!sent, true]);
-            assert!(store.lanes.queues().each.is_empty(), "the runtime's connections are gone");
+            assert!(store.inner.queues().each.is_empty(), "the runtime's connections are gone");
         }
     }
 

@@ -1,4 +1,4 @@
-//! A primary store of parts that fail each by itself.
+//! A primary store of partitions that fail each by itself.
 
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
@@ -11,14 +11,14 @@ impl Store for Parted {
     type Future = <Primary as Store>::Future;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        self.0[self.part(check.key())].check(check)
+        self.0[self.partition(check.key())].check(check)
     }
 
-    fn parts(&self) -> usize {
+    fn partitions(&self) -> usize {
         self.0.len()
     }
 
-    fn part(&self, key: &Key) -> usize {
+    fn partition(&self, key: &Key) -> usize {
         usize::from(key.as_bytes()[key.as_bytes().len() - 1]) % 3
     }
 }
@@ -47,7 +47,7 @@ fn away() -> Error {
     unreachable().unsent()
 }
 
-/// Asks for the callers `0`, `1` and `2`, each of another part.
+/// Asks for the callers `0`, `1` and `2`, each of another partition.
 async fn ask(store: &Fallback<Parted, LocalStore>) {
     let policies = policies(Strategy::Gcra, "1000/d");
     for caller in ["0", "1", "2"] {
@@ -60,10 +60,10 @@ async fn a_part_that_fails_degrades_its_callers_only() {
     let (primary, told) = (Parted::default(), Told::default());
     let store = Fallback::new(primary.clone(), LocalStore::default()).observer(told.clone());
     ask(&store).await;
-    let part = |caller| primary.part(&Key::new(caller));
-    let asked = |part: usize| primary.0[part].asked();
+    let partition = |caller| primary.partition(&Key::new(caller));
+    let asked = |partition: usize| primary.0[partition].asked();
 
-    primary.0[part("1")].set(Manner::Each(away));
+    primary.0[partition("1")].set(Manner::Each(away));
     while !store.is_degraded() {
         ask(&store).await;
         advance(Duration::from_millis(2)).await;
@@ -73,35 +73,35 @@ async fn a_part_that_fails_degrades_its_callers_only() {
     for _ in 0..10 {
         ask(&store).await;
     }
-    let more: Vec<usize> = (0..3).map(|part| asked(part) - before[part]).collect();
+    let more: Vec<usize> = (0..3).map(|partition| asked(partition) - before[partition]).collect();
     assert_eq!(
-        (more[part("0")], more[part("1")], more[part("2")]),
+        (more[partition("0")], more[partition("1")], more[partition("2")]),
         (10, 0, 10),
-        "only the part that is out is not asked"
+        "only the partition that is out is not asked"
     );
 
     // Another one fails too: it is one outage.
-    primary.0[part("2")].set(Manner::Each(away));
-    let before = asked(part("2"));
+    primary.0[partition("2")].set(Manner::Each(away));
+    let before = asked(partition("2"));
     for _ in 0..100 {
         ask(&store).await;
         advance(Duration::from_millis(2)).await;
     }
-    assert!(asked(part("2")) - before < 10, "it is asked no longer");
+    assert!(asked(partition("2")) - before < 10, "it is asked no longer");
     assert_eq!(told.told(), (1, 0));
-    primary.0[part("1")].set(Manner::AtOnce);
+    primary.0[partition("1")].set(Manner::AtOnce);
     sleep(Duration::from_secs(2)).await;
-    let before = asked(part("1"));
+    let before = asked(partition("1"));
     ask(&store).await;
-    assert_eq!(asked(part("1")) - before, 1, "it is back by itself");
+    assert_eq!(asked(partition("1")) - before, 1, "it is back by itself");
     assert!(store.is_degraded() && told.told() == (1, 0));
-    primary.0[part("2")].set(Manner::AtOnce);
+    primary.0[partition("2")].set(Manner::AtOnce);
     sleep(Duration::from_secs(2)).await;
     assert!(!store.is_degraded() && told.told() == (1, 1));
 
-    // What was granted meanwhile is settled in the part that was out.
+    // What was granted meanwhile is settled in the partition that was out.
     let used = |caller: &'static str| {
-        let counts = primary.0[part(caller)].counts.clone();
+        let counts = primary.0[partition(caller)].counts.clone();
         async move {
             let peek =
                 counts.check(Check::peek(Key::new(caller), &policies(Strategy::Gcra, "1000/d"), 0)).await.unwrap();
@@ -112,19 +112,19 @@ async fn a_part_that_fails_degrades_its_callers_only() {
     assert!(zero > 100 && zero == one && one == two, "{zero}, {one}, {two}");
 }
 
-/// One part is out, with more callers than would be its share of what may be noted.
+/// One partition is out, with more callers than would be its share of what may be noted.
 #[tokio::test(start_paused = true)]
 async fn what_may_be_noted_is_shared_by_all_parts() {
     let (primary, settled) = (Parted::default(), Settled::default());
     let store = Fallback::new(primary.clone(), LocalStore::default()).observer(settled.clone());
     let policies = policies(Strategy::Gcra, "1000/100d");
     let take = |caller: usize| store.check(Check::take(Key::new(format!("{caller}-0")), &policies, 1));
-    let part = &primary.0[primary.part(&Key::new("0"))];
-    part.set(Manner::Each(away));
+    let partition = &primary.0[primary.partition(&Key::new("0"))];
+    partition.set(Manner::Each(away));
     for i in 0..40_000 {
         assert!(take(i).await.unwrap().is_allowed());
     }
-    part.set(Manner::AtOnce);
+    partition.set(Manner::AtOnce);
     while store.is_degraded() || settled.told().is_empty() {
         sleep(Duration::from_millis(5)).await;
     }

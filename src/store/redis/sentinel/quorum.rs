@@ -4,14 +4,14 @@ use super::Master;
 use crate::store::{Error, ErrorKind};
 
 #[derive(Debug)]
-pub(super) struct Ballot {
+pub(super) struct Quorum {
     sentinels: usize,
     /// Each server that was told, and by how many.
     told: Vec<(Master, usize)>,
     failure: Error,
 }
 
-impl Ballot {
+impl Quorum {
     /// Of so many sentinels.
     pub(super) fn new(sentinels: usize) -> Self {
         Self { sentinels, told: vec![], failure: Error::new(ErrorKind::Unreachable) }
@@ -77,10 +77,10 @@ mod tests {
         Master { host: host.into(), port: 6379, epoch }
     }
 
-    fn ballot(sentinels: usize, told: &[(&str, u64)]) -> Ballot {
-        let mut ballot = Ballot::new(sentinels);
-        told.iter().for_each(|(host, epoch)| ballot.add(Ok(master(host, *epoch))));
-        ballot
+    fn quorum(sentinels: usize, told: &[(&str, u64)]) -> Quorum {
+        let mut quorum = Quorum::new(sentinels);
+        told.iter().for_each(|(host, epoch)| quorum.add(Ok(master(host, *epoch))));
+        quorum
     }
 
     #[test]
@@ -109,19 +109,19 @@ mod tests {
             (3, &[("a", 0), ("a", 0), ("a", 0)], Some(("old", 9)), &["a"], true),
             (3, &[], None, &[], false),
         ] {
-            let ballot = ballot(sentinels, told);
-            assert_eq!(ballot.is_decided(), decided, "{told:?}");
-            let (tried, _) = ballot.end(known.map(|(host, epoch)| master(host, epoch)));
+            let quorum = quorum(sentinels, told);
+            assert_eq!(quorum.is_decided(), decided, "{told:?}");
+            let (tried, _) = quorum.end(known.map(|(host, epoch)| master(host, epoch)));
             assert!(tried.iter().map(|master| &*master.host).eq(expected.iter().copied()), "{told:?}: {tried:?}");
         }
     }
 
     #[test]
     fn the_error_says_what_can_be_put_right() {
-        let mut ballot = Ballot::new(3);
+        let mut quorum = Quorum::new(3);
         for kind in [ErrorKind::Unreachable, ErrorKind::Authentication, ErrorKind::Timeout] {
-            ballot.add(Err(Error::new(kind)));
+            quorum.add(Err(Error::new(kind)));
         }
-        assert_eq!(ballot.end(None).1.kind(), ErrorKind::Authentication);
+        assert_eq!(quorum.end(None).1.kind(), ErrorKind::Authentication);
     }
 }

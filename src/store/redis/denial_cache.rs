@@ -21,7 +21,7 @@ use crate::store::freed::gives_room;
 use crate::store::shards::Shards;
 
 #[derive(Debug)]
-pub(super) struct Denials {
+pub(super) struct DenialCache {
     /// Read by all at once: a flood is mostly on one key.
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
@@ -83,7 +83,7 @@ const NEVER_FITS: (i64, i64) = (1_000_000, 60_000_000);
 /// For how long a check that reserves believes a denial, in microseconds.
 const RESERVING: i64 = 1_000_000;
 
-impl Denials {
+impl DenialCache {
     /// Holds at most about so many denials; 0 for none.
     pub(super) fn new(max: usize) -> Self {
         let max = max.div_ceil(SHARDS);
@@ -174,7 +174,7 @@ impl Shard {
             slot.hold = slot.hold.max(denial.hold());
             let denials = &mut slot.value.denials;
             if let Some(known) = denials.iter_mut().find(|known| known.is_replaced_by(&denial)) {
-                // Answers of several lanes may come in any order.
+                // Answers of several workers may come in any order.
                 if known.sent <= denial.sent {
                     *known = denial;
                 }
@@ -327,19 +327,19 @@ mod tests {
     }
 
     /// Has a check denied, as Redis would.
-    fn deny(denials: &Denials, check: &Check) {
+    fn deny(denials: &DenialCache, check: &Check) {
         let verdict = Verdict { remaining: 0, wait: 3_600_000_000, reset: 3_600_000_000 };
         denials.learn(check, &Verdicts::new(0, smallvec![verdict]), denials.now());
     }
 
     /// How many denials are held.
-    fn held(denials: &Denials) -> usize {
+    fn held(denials: &DenialCache) -> usize {
         denials.shards.iter().map(|shard| shard.read().unwrap().denials).sum()
     }
 
     #[test]
     fn denials_are_bounded_in_all_and_of_one_caller() {
-        let denials = Denials::new(1_600);
+        let denials = DenialCache::new(1_600);
         let lists: Vec<Policies> = (0..100).map(|i| list(&i.to_string())).collect();
         let mut rng = fastrand::Rng::with_seed(1);
         for cost in (1..=100).rev() {
@@ -366,7 +366,7 @@ mod tests {
     /// Ids of which each is denied do not push out what all checks without an id are answered by.
     #[test]
     fn ids_go_first() {
-        let (denials, policies) = (Denials::new(10_000), list("api"));
+        let (denials, policies) = (DenialCache::new(10_000), list("api"));
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
         for cost in (2..=1 + MAX_OF_ONE as u32).rev() {
             deny(&denials, &take(cost));

@@ -1,8 +1,8 @@
-//! One queue, few lanes: the checks in flight at the same moment share a round trip.
+//! One queue, few workers: the checks in flight at the same moment share a round trip.
 //!
-//! A check waits in a bounded [`queue`](super::queue). A [`lane`](super::lane) is a task that takes what is there, sends it
+//! A check waits in a bounded [`queue`](super::queue). A [`worker`](super::worker) is a task that takes what is there, sends it
 //! as one script call over one connection of the [`pool`](super::pool), answers every check, and goes on until the queue
-//! is empty; then it ends. A check that comes while fewer lanes run than may starts one, so that an idle store adds no
+//! is empty; then it ends. A check that comes while fewer workers run than may starts one, so that an idle store adds no
 //! delay. [`runtimes`](super::runtimes) has a queue for each tokio runtime, and [`transport`](super::transport) knows how
 //! Redis is reached.
 
@@ -17,24 +17,24 @@ use tokio::time::timeout;
 
 use super::cluster::Cluster;
 use super::cluster::redirect::Refusal;
-use super::denials::Denials;
+use super::denial_cache::DenialCache;
 use super::errors::error_of;
 use super::future::{Job, RedisFuture};
-use super::lane::Lane;
 use super::lua::Lua;
 use super::queue::Full;
 use super::runtimes::{Queues, runtime};
 use super::transport::{Node, Transport};
+use super::worker::Worker;
 use crate::limit::{Check, Decision, Key, Source, Verdicts};
 use crate::store::{Answer, Error, ErrorKind, Observer, event, freed, lock};
 
-pub(super) struct Lanes {
+pub(super) struct Inner {
     pub(super) transport: Transport,
     pub(super) prefix: Box<str>,
     /// Tells what this instance has in flight from what others have: random, and of 48 bits.
     pub(super) instance: u64,
     pub(super) limits: Limits,
-    pub(super) denials: Denials,
+    pub(super) denials: DenialCache,
     pub(super) observer: OnceLock<Arc<dyn Observer>>,
     /// A test's own time; 0 for Redis's.
     pub(super) now: Arc<AtomicI64>,
@@ -43,7 +43,7 @@ pub(super) struct Lanes {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Limits {
-    pub(super) lanes: usize,
+    pub(super) workers: usize,
     pub(super) queue: usize,
     pub(super) batch: usize,
     pub(super) timeout: Duration,
@@ -52,36 +52,36 @@ pub(super) struct Limits {
 /// How many nodes may send us elsewhere.
 const MAX_HOPS: usize = 4;
 
-impl Lanes {
+impl Inner {
     /// Answers what is known, and puts any other check into the queue.
     pub(super) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
         if let Some(verdicts) = self.denials.verdicts(&check) {
             return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
         }
-        let bucket = self.transport.bucket(check.key());
-        match self.enqueue(check, bucket) {
+        let partition = self.transport.partition(check.key());
+        match self.enqueue(check, partition) {
             Ok(future) => Answer::pending(future),
             Err(error) => Answer::ready(Err(error.unsent())),
         }
     }
 
-    /// Puts a check into the queue of its bucket's node, and starts a lane if another may run.
-    fn enqueue(self: &Arc<Self>, check: Check, bucket: u16) -> Result<RedisFuture, Error> {
+    /// Puts a check into the queue of its partition's node, and starts a worker if another may run.
+    fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, Error> {
         let runtime = runtime()?;
         if let Some(error) = self.transport.cluster().and_then(|cluster| cluster.refused()) {
             return Err(error.clone());
         }
-        let node = self.transport.node(bucket);
-        let (mut job, mut future) = Job::new(check, bucket);
-        let lane = self.with_queue(&runtime, node, |queue, spare| {
+        let node = self.transport.node(partition);
+        let (mut job, mut future) = Job::new(check, partition);
+        let worker = self.with_queue(&runtime, node, |queue, spare| {
             job.place = queue.next_place();
             future.place = job.place;
             let start = queue.queue.push(job)?;
             Ok(start.then(|| (Arc::clone(&queue.pool), spare.pop().unwrap_or_default())))
         });
-        if let Some((pool, work)) = lane.map_err(|Full| Error::new(ErrorKind::QueueFull))? {
+        if let Some((pool, work)) = worker.map_err(|Full| Error::new(ErrorKind::QueueFull))? {
             // A runtime that has ended drops it at once: that answers the check.
-            runtime.spawn(Lane::new(self, node, pool, work).run());
+            runtime.spawn(Worker::new(self, node, pool, work).run());
         }
         Ok(future)
     }
@@ -90,19 +90,19 @@ impl Lanes {
     pub(super) fn requeue(self: &Arc<Self>, jobs: Vec<(Node, Job)>) {
         let Ok(runtime) = Handle::try_current() else { return };
         for (node, job) in jobs {
-            let lane = self.with_queue(&runtime, node, |queue, spare| {
+            let worker = self.with_queue(&runtime, node, |queue, spare| {
                 let start = queue.queue.put(job);
                 start.then(|| (Arc::clone(&queue.pool), spare.pop().unwrap_or_default()))
             });
-            if let Some((pool, work)) = lane {
-                runtime.spawn(Lane::new(self, node, pool, work).run());
+            if let Some((pool, work)) = worker {
+                runtime.spawn(Worker::new(self, node, pool, work).run());
             }
         }
     }
 
     /// Takes back a check that still waits in its queue. `false` if it does not.
     pub(super) fn withdraw(&self, future: &mut RedisFuture) -> bool {
-        // Under the lock, so that no lane takes it between these two.
+        // Under the lock, so that no worker takes it between these two.
         let queues = self.queues();
         let waits =
             queues.have(future.place) || (self.transport.cluster().is_some() && queues.have_redirected(future.place));
@@ -118,8 +118,11 @@ impl Lanes {
             return self.check(Check::probe(Key::PROBE)).await.map(drop);
         };
         self.refreshed().await?;
-        let probes: Vec<_> =
-            cluster.bucket_of_each().into_iter().map(|bucket| self.enqueue(Check::probe(Key::PROBE), bucket)).collect();
+        let probes: Vec<_> = cluster
+            .partition_of_each()
+            .into_iter()
+            .map(|partition| self.enqueue(Check::probe(Key::PROBE), partition))
+            .collect();
         for probe in probes {
             drop(probe?.await?);
         }
@@ -204,7 +207,7 @@ impl Lanes {
     }
 }
 
-impl fmt::Debug for Lanes {
+impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore").field("prefix", &self.prefix).field("limits", &self.limits).finish_non_exhaustive()
     }
