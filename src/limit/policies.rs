@@ -171,6 +171,11 @@ impl Policies {
         self.iter().map(|policy| policy.params().period).max().unwrap_or(0)
     }
 
+    /// How long a charge counts at the longest, in microseconds. One that is owed takes longer.
+    pub(crate) fn longest_count(&self) -> i64 {
+        self.iter().map(Policy::counts_for).max().unwrap_or(0)
+    }
+
     /// The policies of [`Check::probe`](super::Check::probe): two, for a key in each of two slots of a cluster.
     pub(crate) fn probe() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);

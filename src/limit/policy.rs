@@ -126,6 +126,16 @@ impl Policy {
         self
     }
 
+    /// How long a charge counts at the longest, in microseconds: with a burst, until a full count has flowed back.
+    pub(crate) fn counts_for(&self) -> i64 {
+        let periods = match self.strategy() {
+            Strategy::SlidingCounter => 2,
+            strategy if strategy.has_burst() => self.quota().capacity().div_ceil(self.quota().limit().max(1)),
+            _ => 1,
+        };
+        self.params().period.saturating_mul(periods.into())
+    }
+
     /// What it is the part of, or itself.
     pub(crate) fn whole(&self) -> &Self {
         self.0.whole.as_ref().unwrap_or(self)

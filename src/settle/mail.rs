@@ -63,14 +63,14 @@ impl Mail {
         }
     }
 
-    /// Whether it still matters: nothing is left of a charge after the longest period of its policies.
+    /// Whether it still matters: what is charged and what is given back counts no more after that.
     pub(super) fn matters(&self, now: Instant) -> bool {
         let policies = match &self.what {
             What::Check(check) => check.policies(),
             What::GiveBack(back) => back.decision.policies(),
         };
         let age = now.saturating_duration_since(self.put_at);
-        i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_period())
+        i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_count())
     }
 
     /// Whether whoever puts it does so again if it was not sent.

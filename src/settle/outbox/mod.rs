@@ -9,7 +9,7 @@ use std::fmt;
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
@@ -25,12 +25,12 @@ use crate::store::{Answer, Error, ErrorKind, Observer, Store, contain, event, in
 ///
 /// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
-/// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more: for
-///   the longest period of its policies. But not a renewal: whoever asks for it does so again, with what is in flight then.
+/// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more. But not a renewal: whoever asks for it does so again, with what is in flight then.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
 ///   and of what finds the outbox full.
-/// - It sends on the runtime of whoever came first. If that ends, or there is none, what is left waits for the next one that
-///   [sends](Post::put) or [wakes](Post::wake) it on another. A runtime that stands still is not waited for.
+/// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever seen. If that
+///   ends, what is left waits for the next one that [sends](Post::put) or [wakes](Post::wake) it on another. A runtime that
+///   stands still is not waited for.
 pub(crate) struct Outbox<S: Store> {
     shared: Arc<Shared<S>>,
 }
@@ -43,6 +43,8 @@ pub(super) struct Shared<S: Store> {
     status: AtomicU8,
     /// Wakes the sender.
     pub(super) came: Notify,
+    /// The runtime of whoever used it first.
+    home: OnceLock<Handle>,
 }
 
 /// Nothing waits: who comes asks the store.
@@ -121,7 +123,7 @@ impl<S: Store> Outbox<S> {
             senders: 0,
         };
         let (work, status, came) = (Mutex::new(work), AtomicU8::new(IDLE), Notify::new());
-        Self { shared: Arc::new(Shared { store, observer, work, status, came }) }
+        Self { shared: Arc::new(Shared { store, observer, work, status, came, home: OnceLock::new() }) }
     }
 }
 
@@ -142,6 +144,7 @@ impl<S: Store> Post for Outbox<S> {
     }
 
     fn wake(&self) {
+        self.shared.settle_in();
         // Or every request would wait for the lock.
         if self.shared.status() == STALLED {
             self.shared.attend();
@@ -244,12 +247,21 @@ impl<S: Store> Shared<S> {
         self.came_to(work);
     }
 
+    fn settle_in(&self) {
+        if self.home.get().is_none()
+            && let Ok(runtime) = Handle::try_current()
+        {
+            let _ = self.home.set(runtime);
+        }
+    }
+
     /// Starts a sender on this runtime if something waits and there is none, or if its runtime stands still.
     fn attend(self: &Arc<Self>) {
         if self.status() == IDLE {
             return;
         }
-        let Ok(runtime) = Handle::try_current() else { return };
+        self.settle_in();
+        let Some(runtime) = Handle::try_current().ok().or_else(|| self.home.get().cloned()) else { return };
         let number = {
             let work = &mut *lock(&self.work);
             if self.status() == IDLE || work.sender.is_some_and(|sender| !work.is_left_by(sender, &runtime)) {
@@ -324,8 +336,8 @@ impl<S: Store> Work<S> {
 
     /// Whether a sender has not sent what waits for it, and this is another runtime.
     fn is_left_by(&self, sender: Place, runtime: &Handle) -> bool {
-        let oldest = self.fresh.front().map(|mail| mail.put_at);
-        sender.runtime != runtime.id() && oldest.is_some_and(|at| at + PATIENCE < instant())
+        let mut due = self.fresh.front().map(|mail| mail.put_at).into_iter().chain(self.again_at);
+        sender.runtime != runtime.id() && due.any(|at| at + PATIENCE < instant())
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
+use std::thread;
 
 use tokio::runtime::Builder;
 use tokio::sync::{mpsc, oneshot};
@@ -172,6 +173,32 @@ async fn what_was_not_sent_is_tried_again_while_it_matters() {
     let minute = instant() - start;
     assert!(minute >= Duration::from_secs(60) && minute < Duration::from_secs(62), "{minute:?}");
     assert_eq!((told.load(Relaxed), failures.0.load(Relaxed)), (11, 1));
+    idle(&outbox).await;
+}
+
+/// With a burst it counts for far longer than a period.
+#[tokio::test(start_paused = true)]
+async fn what_was_not_sent_is_tried_again_for_longer_than_a_period() {
+    let (outbox, mut asked, failures) = asking();
+    let policies = Policy::new("test", Strategy::Gcra, Quota::per_second(1).burst(1_000)).unwrap().into();
+    outbox.send(Check::charge(Key::GLOBAL, &policies, 500));
+    let start = instant();
+    while instant() - start < Duration::from_secs(5) {
+        asked.next().await.1.send(unsent()).unwrap();
+    }
+    asked.next().await.1.send(done(500)).unwrap();
+    idle(&outbox).await;
+    assert_eq!(failures.0.load(Relaxed), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_put_outside_of_a_runtime_is_sent() {
+    let (outbox, mut asked, _) = asking();
+    outbox.wake();
+    let elsewhere = outbox.clone();
+    thread::spawn(move || elsewhere.send(charge(1))).join().unwrap();
+    asked.next().await.1.send(unsent()).unwrap();
+    asked.next().await.1.send(done(1)).unwrap();
     idle(&outbox).await;
 }
 

@@ -26,7 +26,7 @@ use super::runtimes::{Queues, runtime};
 use super::transport::{Node, Transport};
 use super::worker::Worker;
 use crate::limit::{Check, Decision, Key, Source, Verdicts};
-use crate::store::{Answer, Error, ErrorKind, Observer, event, freed, lock};
+use crate::store::{Answer, Error, ErrorKind, Observer, contain, event, freed, lock};
 
 pub(super) struct Inner {
     pub(super) transport: Transport,
@@ -198,7 +198,7 @@ impl Inner {
     /// Tells of a failure that no check was answered with.
     pub(super) fn failed(&self, error: &Error) {
         if let Some(observer) = self.observer.get() {
-            observer.failed(&event::Failed::new(None, error));
+            contain(|| observer.failed(&event::Failed::new(None, error)));
         }
     }
 
@@ -210,5 +210,25 @@ impl Inner {
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisStore").field("prefix", &self.prefix).field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::store::{Error, ErrorKind, Observer, RedisStore, event};
+
+    struct Panics;
+
+    impl Observer for Panics {
+        fn failed(&self, _: &event::Failed<'_>) {
+            panic!("the observer's own mistake");
+        }
+    }
+
+    /// Or the announcement of an instance would end with it, or what asks a cluster for its slots.
+    #[test]
+    fn an_observer_that_panics_ends_no_task() {
+        let store = RedisStore::builder("redis://127.0.0.1:1").observer(Panics).connect_lazy().unwrap();
+        store.inner.failed(&Error::new(ErrorKind::Unreachable));
     }
 }

@@ -19,7 +19,7 @@ use super::runtimes::{no_runtime, runtime_is_ending};
 use super::script::{self, SCRIPT};
 use super::transport::Node;
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind, event};
+use crate::store::{Error, ErrorKind, contain, event};
 
 pub(super) struct Worker {
     pub(super) inner: Arc<Inner>,
@@ -98,7 +98,7 @@ impl Worker {
         if let Some(observer) = self.inner.observer.get()
             && !jobs.is_empty()
         {
-            observer.sends(&event::Sends::new(jobs.len(), waiting));
+            contain(|| observer.sends(&event::Sends::new(jobs.len(), waiting)));
         }
         true
     }
