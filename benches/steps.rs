@@ -14,8 +14,8 @@
 
 #[path = "../src/limit/mod.rs"]
 mod limit;
-#[path = "../src/twins.rs"]
-mod twins;
+#[path = "../src/strategies.rs"]
+mod strategies;
 
 use std::hint::black_box;
 use std::time::Duration;

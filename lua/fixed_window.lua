@@ -1,7 +1,7 @@
 -- Fixed windows; the twin of src/limit/strategy/fixed_window.rs, which explains them.
 --
 -- Stored: when the caller's window began, the time of the last charge, and what was granted in the window.
--- Loaded: when the window began that holds now, and what was granted in it.
+-- Registers: when the window began that holds now, and what was granted in it.
 --
 -- Uses decode and encode of call.lua; late, max, min and write of prelude.lua.
 

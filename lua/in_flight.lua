@@ -1,7 +1,7 @@
 -- Requests in flight; the twin of src/limit/strategy/in_flight.rs, which explains it.
 --
 -- Stored: for each instance that holds some: its number, how many, when it last told so, and for how long that is good.
--- Loaded: what this instance holds, what the others do, and when the last of theirs ends. What is stored of the others
+-- Registers: what this instance holds, what the others do, and when the last of theirs ends. What is stored of the others
 -- is kept in the policy until the next load.
 --
 -- Uses instance, decode and encode of call.lua; max, min, try and write of prelude.lua.

@@ -2,7 +2,7 @@
 -- src/limit/strategy/meter.rs.
 --
 -- Stored: when the meter was filled last, its level then in ticks, and how many ticks made a unit of cost.
--- Loaded: the level at now, in ticks.
+-- Registers: the level at now, in ticks.
 --
 -- Uses decode and encode of call.lua; div_ceil, drained, kept, max, refilling and write of prelude.lua.
 

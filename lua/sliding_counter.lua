@@ -2,7 +2,7 @@
 --
 -- Stored: when the caller's window began, the time of the last charge, what was granted in the window, and what in the
 -- window before.
--- Loaded: when the window began that holds now, what was granted in it, and what in the window before.
+-- Registers: when the window began that holds now, what was granted in it, and what in the window before.
 --
 -- Uses decode and encode of call.lua; floor, late, max, min and write of prelude.lua.
 

@@ -6,7 +6,7 @@
 -- the time of its newest charge and the sum up to that, and then the newest charges. Its header has the time of the first charge
 -- in the blocks, or an earlier one. So most checks read and write the head alone. The sums in a block say how its own charges
 -- differ, those in the head how the blocks do: who gives back what was charged long ago rewrites a block and the head.
--- Loaded: the sum of the charges within the period; the log, or nothing if none of its charges stays; the time of the newest
+-- Registers: the sum of the charges within the period; the log, or nothing if none of its charges stays; the time of the newest
 -- charge, above `now` if the clock has gone back.
 --   log.raw      the string or the head as it was read, if nothing in it has changed; the cells begin `at` a place in it
 --   log.cells    the cells without what has left, if they were asked for: see `cells_of`

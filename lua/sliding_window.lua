@@ -1,7 +1,7 @@
 -- Sliding window of cells; the twin of src/limit/strategy/sliding_window.rs, which explains it.
 --
 -- Stored: cells, each with the time when it ends; in the header the time of the last charge.
--- Loaded: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
+-- Registers: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
 -- ends.
 --
 -- Uses encode of call.lua; after, cell, CELL, cells_in, max, min, search, sum_to, take_out, try, up_to, WRAP and write of

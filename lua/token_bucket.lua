@@ -1,7 +1,7 @@
 -- Token bucket; the twin of src/limit/strategy/token_bucket.rs, which explains it.
 --
 -- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token.
--- Loaded: the tokens at now, in ticks, and when they were refilled last.
+-- Registers: the tokens at now, in ticks, and when they were refilled last.
 --
 -- Uses decode and encode of call.lua; div_ceil, drained, floor, kept, kept_of, max, min, refilling and
 -- write of prelude.lua.

@@ -19,8 +19,8 @@ mod settle;
 #[cfg(test)]
 mod simulation;
 mod store;
+mod strategies;
 mod turns;
-mod twins;
 
 pub use limit::{
     Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, RateLimited, Refill, Source,

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::strategy::{Ask, Of, State};
+use super::strategy::{Ask, PriorCharge, State};
 use super::{Decision, Key, Mode, Policies, Policy, Source, Verdict, Verdicts};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
@@ -26,12 +26,12 @@ pub struct Check {
     /// Whether what it takes is settled later.
     reserves: bool,
     /// Boxed, since few checks have one.
-    rare: Option<Box<Rare>>,
+    extra: Option<Box<Extra>>,
 }
 
 /// What few checks have.
 #[derive(Debug, Clone)]
-enum Rare {
+enum Extra {
     Id(Key),
     /// Within how many microseconds a take ahead has to be due.
     Within(i64),
@@ -84,9 +84,9 @@ impl Charged {
     }
 
     /// As the policy at this index knows it.
-    fn of(&self, policy: usize) -> Of {
+    fn of(&self, policy: usize) -> PriorCharge {
         let reset = self.resets.get(policy).copied().unwrap_or(0);
-        Of { age: self.age, cost: self.cost.into(), reset }
+        PriorCharge { age: self.age, cost: self.cost.into(), reset }
     }
 }
 
@@ -111,8 +111,8 @@ impl Check {
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.strategy().has_burst());
         let within = if owes { within.as_micros().min(LONGEST as u128) as i64 } else { 0 };
-        let rare = Some(Box::new(Rare::Within(within)));
-        Self { rare, ..Self::new(key, policies, Mode::TakeAhead, cost) }
+        let extra = Some(Box::new(Extra::Within(within)));
+        Self { extra, ..Self::new(key, policies, Mode::TakeAhead, cost) }
     }
 
     /// Takes as much of `cost` as there is room for; [`Decision::granted`] tells how much that was.
@@ -144,8 +144,8 @@ impl Check {
 
     /// Gives `cost` back of a charge that was made before.
     pub(crate) fn give_back_of(key: Key, policies: &Policies, cost: u32, charged: Charged) -> Self {
-        let rare = Some(Box::new(Rare::Charged(charged)));
-        Self { rare, ..Self::give_back(key, policies, cost) }
+        let extra = Some(Box::new(Extra::Charged(charged)));
+        Self { extra, ..Self::give_back(key, policies, cost) }
     }
 
     /// Forgets all that the caller was charged.
@@ -175,7 +175,7 @@ impl Check {
     }
 
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
-        Self { key, policies: policies.clone(), mode, cost, reserves: false, rare: None }
+        Self { key, policies: policies.clone(), mode, cost, reserves: false, extra: None }
     }
 
     /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this id
@@ -193,9 +193,9 @@ impl Check {
 
     /// The same check with the id of another.
     pub(crate) fn with_id_key(self, id: Option<Key>) -> Self {
-        match self.rare.as_deref() {
-            Some(Rare::Within(_) | Rare::Charged(_)) => self,
-            _ => Self { rare: id.map(|id| Box::new(Rare::Id(id))), ..self },
+        match self.extra.as_deref() {
+            Some(Extra::Within(_) | Extra::Charged(_)) => self,
+            _ => Self { extra: id.map(|id| Box::new(Extra::Id(id))), ..self },
         }
     }
 
@@ -221,16 +221,16 @@ impl Check {
 
     /// By what it is charged once, if it has an [id](Self::with_id).
     pub fn id(&self) -> Option<&Key> {
-        match self.rare.as_deref() {
-            Some(Rare::Id(id)) => Some(id),
+        match self.extra.as_deref() {
+            Some(Extra::Id(id)) => Some(id),
             _ => None,
         }
     }
 
     /// Within how many microseconds it has to be due: 0 for now.
     pub(crate) fn within(&self) -> i64 {
-        match self.rare.as_deref() {
-            Some(Rare::Within(within)) => *within,
+        match self.extra.as_deref() {
+            Some(Extra::Within(within)) => *within,
             _ => 0,
         }
     }
@@ -252,8 +252,8 @@ impl Check {
 
     /// What is known of the charge of which it gives back a part, if it is not of just now.
     pub(crate) fn charged(&self) -> Option<&Charged> {
-        match self.rare.as_deref() {
-            Some(Rare::Charged(charged)) => Some(charged),
+        match self.extra.as_deref() {
+            Some(Extra::Charged(charged)) => Some(charged),
             _ => None,
         }
     }
@@ -271,7 +271,7 @@ impl Check {
     /// The same check as Redis reckons with it at this time.
     #[cfg(test)]
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
-        if let Some(Rare::Charged(charged)) = self.rare.as_deref_mut()
+        if let Some(Extra::Charged(charged)) = self.extra.as_deref_mut()
             && charged.at > 0
         {
             charged.age = charged.age.max(now - charged.at);
@@ -297,13 +297,13 @@ impl Check {
     }
 
     /// The charge of which it gives back a part, as the policy at this index knows it.
-    fn of(&self, policy: usize) -> Of {
-        self.charged().map_or(Of::just_now(self.cost.into()), |charged| charged.of(policy))
+    fn of(&self, policy: usize) -> PriorCharge {
+        self.charged().map_or(PriorCharge::just_now(self.cost.into()), |charged| charged.of(policy))
     }
 
     /// The rarer case of several policies.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
-        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.look(policy.params(), ask));
+        let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.preview(policy.params(), ask));
         let max = looks.map(|look| look.max).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for (i, ((verdict, state), policy)) in each.iter_mut().zip(states).zip(self.policies.iter()).enumerate() {
@@ -327,6 +327,12 @@ impl Check {
 impl Mode {
     /// Counts on the state of one policy, and tells how much was charged, given back or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        state.decide(policy.params(), &Ask { mode: self, cost, within: 0, of: Of::just_now(cost), now }, i64::MAX).1
+        state
+            .decide(
+                policy.params(),
+                &Ask { mode: self, cost, within: 0, of: PriorCharge::just_now(cost), now },
+                i64::MAX,
+            )
+            .1
     }
 }

@@ -1,5 +1,5 @@
 use super::Params;
-use super::twin::{Loaded, Twin};
+use super::algorithm::{Algorithm, Registers};
 use crate::limit::check::LONGEST;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
@@ -12,13 +12,13 @@ pub(in crate::limit) struct Ask {
     /// Within how many microseconds a take ahead has to be due.
     pub(in crate::limit) within: i64,
     /// The charge of which a part is given back.
-    pub(in crate::limit) of: Of,
+    pub(in crate::limit) of: PriorCharge,
     pub(in crate::limit) now: i64,
 }
 
 /// A charge of which a part is given back, as one policy knows it.
 #[derive(Debug, Clone, Copy)]
-pub(in crate::limit) struct Of {
+pub(in crate::limit) struct PriorCharge {
     /// How many microseconds ago it was made.
     pub(in crate::limit) age: i64,
     /// How much it was.
@@ -27,7 +27,7 @@ pub(in crate::limit) struct Of {
     pub(in crate::limit) reset: i64,
 }
 
-impl Of {
+impl PriorCharge {
     /// A charge of just now, of which all is given back.
     pub(in crate::limit) fn just_now(cost: i64) -> Self {
         Self { age: 0, cost, reset: LONGEST }
@@ -40,9 +40,9 @@ impl Of {
 }
 
 /// What a policy answers, if it is alone.
-pub(in crate::limit) struct Look {
+pub(in crate::limit) struct Preview {
     /// The state as it is now.
-    pub(super) loaded: Loaded,
+    pub(super) registers: Registers,
     /// Whether it must be saved even if nothing is charged.
     dirty: bool,
     /// The largest cost that would pass.
@@ -56,29 +56,29 @@ pub(in crate::limit) struct Look {
 }
 
 impl Ask {
-    pub(super) fn look<T: Twin>(&self, state: &T, params: &Params) -> Look {
+    pub(super) fn preview<T: Algorithm>(&self, state: &T, params: &Params) -> Preview {
         let &Self { mode, now, .. } = self;
         let cost = if T::COUNTS_REQUESTS && mode.takes() { 1 } else { self.cost };
-        let (loaded, dirty) = state.load(params, now);
-        let room = T::room(params, now, loaded);
+        let (registers, dirty) = state.load(params, now);
+        let room = T::room(params, now, registers);
         let needs = mode.needs(cost, params.capacity);
-        if room < needs && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, loaded)) {
-            return Look { loaded, dirty, room, needs, grants: 0, max: -1 };
+        if room < needs && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, registers)) {
+            return Preview { registers, dirty, room, needs, grants: 0, max: -1 };
         }
         let grants = match T::COUNTS_REQUESTS {
-            true => mode.grants_of_held(cost, loaded[0], room, params.capacity),
+            true => mode.grants_of_held(cost, registers[0], room, params.capacity),
             false => mode.grants(cost, room, params.capacity),
         };
         // A request bounds no cost.
         let max = if T::COUNTS_REQUESTS && mode.takes() && mode != Mode::Peek { i64::MAX } else { grants };
-        Look { loaded, dirty, room, needs, grants, max }
+        Preview { registers, dirty, room, needs, grants, max }
     }
 
     /// Whether a cost that there is no room for is due in time, within the debt that the policy bears.
-    fn is_due_in_time<T: Twin>(&self, state: &T, params: &Params, room: i64, loaded: Loaded) -> bool {
+    fn is_due_in_time<T: Algorithm>(&self, state: &T, params: &Params, room: i64, registers: Registers) -> bool {
         self.cost <= params.capacity
             && room - self.cost >= -params.capacity
-            && state.wait(params, self.now, self.cost, loaded) <= self.within
+            && state.wait(params, self.now, self.cost, registers) <= self.within
     }
 
     /// Decides, and charges the state: the verdict, and how much was charged.
@@ -86,15 +86,15 @@ impl Ask {
     /// A check charges all its policies alike, so each at most `max`, the least that any of them grants: of an `up_to(5)`
     /// under policies with room for 3 and for 9, both are charged 3. But each gives back, or forgets, what it has itself, and
     /// a request is one. A `max` below 0 is of a check that another policy denies.
-    pub(super) fn decide<T: Twin>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
+    pub(super) fn decide<T: Algorithm>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
-        let Look { mut loaded, dirty, mut room, needs, grants, .. } = self.look(state, params);
+        let Preview { mut registers, dirty, mut room, needs, grants, .. } = self.preview(state, params);
         let wait = if room >= needs {
             0
         } else if needs > params.capacity {
             Verdict::NEVER
         } else {
-            state.wait(params, now, needs, loaded)
+            state.wait(params, now, needs, registers)
         };
         let mut granted = grants.min(max);
         match mode {
@@ -104,28 +104,28 @@ impl Ask {
             }
             // Each what it has.
             Mode::GiveBack if grants > 0 => {
-                (loaded, granted) = state.give_back(params, now, self.cost, &self.of, loaded);
+                (registers, granted) = state.give_back(params, now, self.cost, &self.of, registers);
                 granted = granted.min(grants);
             }
             Mode::Renew | Mode::Hold if T::COUNTS_REQUESTS => {
                 granted = grants;
-                loaded = state.charge(params, now, granted - loaded[0], loaded);
+                registers = state.charge(params, now, granted - registers[0], registers);
             }
             // A request, unless another policy denies it.
             _ if T::COUNTS_REQUESTS && mode.takes() && max >= 0 => {
                 granted = grants;
-                loaded = state.charge(params, now, granted, loaded);
+                registers = state.charge(params, now, granted, registers);
             }
-            _ if granted > 0 => loaded = state.charge(params, now, granted, loaded),
+            _ if granted > 0 => registers = state.charge(params, now, granted, registers),
             _ => granted = 0,
         }
         let tells = T::COUNTS_REQUESTS && matches!(mode, Mode::Renew | Mode::Hold);
         if granted > 0 || tells {
-            room = T::room(params, now, loaded);
+            room = T::room(params, now, registers);
         }
-        let reset = T::reset_after(params, now, loaded);
+        let reset = T::reset_after(params, now, registers);
         if granted > 0 || dirty && mode != Mode::Peek || tells {
-            state.save(params, now, if mode == Mode::GiveBack { -granted } else { granted }, loaded);
+            state.save(params, now, if mode == Mode::GiveBack { -granted } else { granted }, registers);
         }
         (Verdict { remaining: room.max(0), wait, reset }, granted)
     }

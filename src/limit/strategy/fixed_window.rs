@@ -19,9 +19,9 @@
 //! A window that another quota prolongs may go on where one of who asks has ended. Of what was granted in it, the part
 //! after that end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
+use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::late;
-use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Of, Params};
+use super::{Followed, Params, PriorCharge};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -33,9 +33,9 @@ pub(crate) struct State {
     count: i64,
 }
 
-/// Loaded: when the window began that holds now, and what was granted in it.
-impl Twin for State {
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+/// Registers: when the window began that holds now, and what was granted in it.
+impl Algorithm for State {
+    fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let Self { start, last, count } = *self;
         let count = count.min(2 * params.capacity);
         if start > now {
@@ -57,33 +57,40 @@ impl Twin for State {
         clean([window_start(params, now, now), 0, 0])
     }
 
-    fn room(params: &Params, _now: i64, [_, count, _]: Loaded) -> i64 {
+    fn room(params: &Params, _now: i64, [_, count, _]: Registers) -> i64 {
         params.capacity - count
     }
 
-    fn wait(&self, params: &Params, now: i64, _cost: i64, [start, ..]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, now: i64, _cost: i64, [start, ..]: Registers) -> i64 {
         window_end(params, start) - now
     }
 
-    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, count, _]: Loaded) -> Loaded {
+    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, count, _]: Registers) -> Registers {
         [start, count + cost, 0]
     }
 
     /// Of a charge in the window that holds now: that ends when the window of the charge was to end. Any other ends at
     /// least a period later, and what lies in between is the time that a check is on its way.
-    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
-        let [start, count, _] = loaded;
+    fn give_back(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &PriorCharge,
+        registers: Registers,
+    ) -> (Registers, i64) {
+        let [start, count, _] = registers;
         if 2 * (window_end(params, start) - now - of.left()) >= params.period {
-            return (loaded, 0);
+            return (registers, 0);
         }
         ([start, (count - cost).max(0), 0], cost)
     }
 
-    fn reset_after(params: &Params, now: i64, [start, count, _]: Loaded) -> i64 {
+    fn reset_after(params: &Params, now: i64, [start, count, _]: Registers) -> i64 {
         if count == 0 { 0 } else { window_end(params, start) - now }
     }
 
-    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, count, _]: Loaded) {
+    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, count, _]: Registers) {
         *self = Self { start, last: now, count };
     }
 

@@ -15,8 +15,8 @@
 //! **Two quotas under one name.** Each entry has the lease time of who wrote it. What is held counts under both, and each
 //! compares it with its own limit.
 
-use super::twin::{Loaded, Twin};
-use super::{Followed, Of, Params};
+use super::algorithm::{Algorithm, Registers};
+use super::{Followed, Params, PriorCharge};
 
 /// A request may end at any time: who waits asks again after so many microseconds.
 const AGAIN: i64 = 100_000;
@@ -52,11 +52,11 @@ impl Holder {
     }
 }
 
-/// Loaded: what this instance holds, what the others do, and when the last of theirs ends.
-impl Twin for State {
+/// Registers: what this instance holds, what the others do, and when the last of theirs ends.
+impl Algorithm for State {
     const COUNTS_REQUESTS: bool = true;
 
-    fn load(&self, _params: &Params, now: i64) -> (Loaded, bool) {
+    fn load(&self, _params: &Params, now: i64) -> (Registers, bool) {
         let own = self.0.own.at(now).map_or(0, |own| own.count);
         let (mut others, mut latest) = (0, 0);
         for other in self.0.others.iter().filter_map(|other| other.at(now)) {
@@ -66,28 +66,35 @@ impl Twin for State {
         ([own, others, latest], future)
     }
 
-    fn room(params: &Params, _now: i64, [own, others, _]: Loaded) -> i64 {
+    fn room(params: &Params, _now: i64, [own, others, _]: Registers) -> i64 {
         params.capacity - own - others
     }
 
-    fn wait(&self, _params: &Params, _now: i64, _cost: i64, _loaded: Loaded) -> i64 {
+    fn wait(&self, _params: &Params, _now: i64, _cost: i64, _loaded: Registers) -> i64 {
         AGAIN
     }
 
-    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [own, others, latest]: Loaded) -> Loaded {
+    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [own, others, latest]: Registers) -> Registers {
         [(own + cost).max(0), others, latest]
     }
 
     /// However long ago it was taken.
-    fn give_back(&mut self, params: &Params, now: i64, cost: i64, _of: &Of, loaded: Loaded) -> (Loaded, i64) {
-        (self.charge(params, now, -cost, loaded), cost.min(loaded[0]))
+    fn give_back(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        _of: &PriorCharge,
+        registers: Registers,
+    ) -> (Registers, i64) {
+        (self.charge(params, now, -cost, registers), cost.min(registers[0]))
     }
 
-    fn reset_after(params: &Params, now: i64, [own, _, latest]: Loaded) -> i64 {
+    fn reset_after(params: &Params, now: i64, [own, _, latest]: Registers) -> i64 {
         (latest - now).max(if own > 0 { params.period } else { 0 }).max(0)
     }
 
-    fn save(&mut self, params: &Params, now: i64, _cost: i64, [own, ..]: Loaded) {
+    fn save(&mut self, params: &Params, now: i64, _cost: i64, [own, ..]: Registers) {
         self.0.own = match own {
             0 => Holder { instance: self.0.own.instance, ..Holder::default() },
             count => Holder { count, told: now, lease: params.period, ..self.0.own },

@@ -3,9 +3,9 @@
 //! [`LeakyBucket`](super::Strategy::LeakyBucket) and [`Gcra`](super::Strategy::Gcra) are two ways to say this. The level of
 //! the bucket is the backlog of GCRA: how far its theoretical arrival time is ahead of now. Each has counts of its own.
 
+use super::algorithm::{Algorithm, Registers};
 use super::arithmetic::{div_ceil, drained, kept};
-use super::twin::{Loaded, Twin};
-use super::{Followed, Of, Params};
+use super::{Followed, Params, PriorCharge};
 
 /// A type for each of the two: functions that both call are not inlined, and a take then runs a twentieth more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -18,35 +18,42 @@ pub(crate) struct Meter<const IS_GCRA: bool> {
     interval: i64,
 }
 
-/// Loaded: the level at now, in ticks.
-impl<const IS_GCRA: bool> Twin for Meter<IS_GCRA> {
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+/// Registers: the level at now, in ticks.
+impl<const IS_GCRA: bool> Algorithm for Meter<IS_GCRA> {
+    fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let (level, future) = drained(params, now, self.filled, self.level, self.interval);
         ([level, 0, 0], future)
     }
 
-    fn room(params: &Params, _now: i64, [level, ..]: Loaded) -> i64 {
+    fn room(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
         (params.full - level).div_euclid(params.interval)
     }
 
-    fn wait(&self, params: &Params, _now: i64, cost: i64, [level, ..]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, _now: i64, cost: i64, [level, ..]: Registers) -> i64 {
         div_ceil(level + cost * params.interval - params.full, params.ticks)
     }
 
-    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [level, ..]: Loaded) -> Loaded {
+    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [level, ..]: Registers) -> Registers {
         [level + cost * params.interval, 0, 0]
     }
 
-    fn give_back(&mut self, params: &Params, _now: i64, cost: i64, of: &Of, [level, ..]: Loaded) -> (Loaded, i64) {
+    fn give_back(
+        &mut self,
+        params: &Params,
+        _now: i64,
+        cost: i64,
+        of: &PriorCharge,
+        [level, ..]: Registers,
+    ) -> (Registers, i64) {
         let ticks = kept(params, cost, of);
         ([(level - ticks).max(0), 0, 0], div_ceil(ticks, params.interval))
     }
 
-    fn reset_after(params: &Params, _now: i64, [level, ..]: Loaded) -> i64 {
+    fn reset_after(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
         div_ceil(level, params.ticks)
     }
 
-    fn save(&mut self, params: &Params, now: i64, _cost: i64, [level, ..]: Loaded) {
+    fn save(&mut self, params: &Params, now: i64, _cost: i64, [level, ..]: Registers) {
         *self = Self { filled: now, level, interval: params.interval };
     }
 

@@ -16,8 +16,9 @@
 //! | [`Gcra`](Strategy::Gcra) | max(TAT, now) + c*P/L - B*P/L <= now |
 //! | [`InFlight`](Strategy::InFlight) | held + 1 <= L |
 //!
-//! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `src/twins.rs`.
+//! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `src/strategies.rs`.
 
+mod algorithm;
 mod arithmetic;
 mod ask;
 mod charges;
@@ -35,18 +36,17 @@ mod state;
 mod tests;
 mod text;
 mod token_bucket;
-mod twin;
 #[cfg(test)]
 mod two_quotas;
 
 use std::time::Duration;
 
-use crate::twins::twins;
+use crate::strategies::strategies;
 
-pub(super) use ask::{Ask, Of};
+pub(crate) use algorithm::Followed;
+pub(super) use ask::{Ask, PriorCharge};
 pub(super) use params::Params;
 pub(crate) use state::State;
-pub(crate) use twin::Followed;
 
 /// How a limit is counted. Take [`Gcra`](Self::Gcra) unless you have a reason.
 ///
@@ -201,4 +201,4 @@ macro_rules! list {
     };
 }
 
-twins!(list);
+strategies!(list);

@@ -19,9 +19,9 @@
 //! A window of a longer period may go on where one of who asks has ended. Of what was granted in it, the part after that
 //! end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
+use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::late;
-use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Of, Params};
+use super::{Followed, Params, PriorCharge};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -35,9 +35,9 @@ pub(crate) struct State {
     previous: i64,
 }
 
-/// Loaded: when the window began that holds now, what was granted in it, and what in the window before.
-impl Twin for State {
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+/// Registers: when the window began that holds now, what was granted in it, and what in the window before.
+impl Algorithm for State {
+    fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let Self { start, last, current, previous } = *self;
         let (mut current, mut previous) = (current.min(2 * params.capacity), previous.min(2 * params.capacity));
         if start > now {
@@ -63,13 +63,13 @@ impl Twin for State {
         ([start, current, previous], last > now)
     }
 
-    fn room(params: &Params, now: i64, [start, current, previous]: Loaded) -> i64 {
+    fn room(params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
         // What the window before still counts, rounded up: its share that the sliding window overlaps.
         let (overlap, rest) = mul_div(previous, start + params.period - now, params.period);
         params.capacity - current - overlap - i64::from(rest > 0)
     }
 
-    fn wait(&self, params: &Params, now: i64, cost: i64, [start, current, previous]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, now: i64, cost: i64, [start, current, previous]: Registers) -> i64 {
         let left = start + params.period - now;
         if current + cost <= params.capacity {
             return left - mul_div(params.period, params.capacity - current - cost, previous).0;
@@ -78,14 +78,21 @@ impl Twin for State {
         left + params.period - mul_div(params.period, params.capacity - cost, current).0
     }
 
-    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, current, previous]: Loaded) -> Loaded {
+    fn charge(&mut self, _params: &Params, _now: i64, cost: i64, [start, current, previous]: Registers) -> Registers {
         [start, current + cost, previous]
     }
 
     /// From the window of the charge, which was to be gone with the end of the next one: this window, or the one before.
     /// No two such times are less than a period apart, and what lies in between is the time that a check is on its way.
-    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
-        let ([start, current, previous], period) = (loaded, params.period);
+    fn give_back(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &PriorCharge,
+        registers: Registers,
+    ) -> (Registers, i64) {
+        let ([start, current, previous], period) = (registers, params.period);
         let ahead = 2 * (start + 2 * period - now - of.left());
         if ahead < period {
             let rest = (cost - current).max(0);
@@ -93,10 +100,10 @@ impl Twin for State {
         } else if ahead < 3 * period {
             return ([start, current, (previous - cost).max(0)], cost.min(previous));
         }
-        (loaded, 0)
+        (registers, 0)
     }
 
-    fn reset_after(params: &Params, now: i64, [start, current, previous]: Loaded) -> i64 {
+    fn reset_after(params: &Params, now: i64, [start, current, previous]: Registers) -> i64 {
         let left = start + params.period - now;
         match (current, previous) {
             (0, 0) => 0,
@@ -105,7 +112,7 @@ impl Twin for State {
         }
     }
 
-    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, current, previous]: Loaded) {
+    fn save(&mut self, _params: &Params, now: i64, _cost: i64, [start, current, previous]: Registers) {
         *self = Self { start, last: now, current, previous };
     }
 

@@ -16,9 +16,9 @@
 //! **Source.** The ZSET recipe (`ZREMRANGEBYSCORE key 0 now-P`, `ZCARD`, `ZADD`); Redisson's `RRateLimiter`, whose
 //! permits have weights. A list does it in constant time, since charges come in the order of time.
 
+use super::algorithm::{Algorithm, Registers, clean};
 use super::charges::Charges;
-use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Of, Params};
+use super::{Followed, Params, PriorCharge};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -28,10 +28,10 @@ pub(crate) struct State {
 /// The place of the base, where nothing counts.
 const NOTHING: i64 = -1;
 
-/// Loaded: the sum of the charges within the period; the place of the last that has left it, or [`NOTHING`]; the time of
+/// Registers: the sum of the charges within the period; the place of the last that has left it, or [`NOTHING`]; the time of
 /// the newest charge.
-impl Twin for State {
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+impl Algorithm for State {
+    fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         match self.charges.after(now - params.period) {
             // After now it is of a clock that has gone back: as if it had been charged now.
             Some((head, sum, newest)) => ([sum, head as i64, newest.min(now)], newest > now),
@@ -39,11 +39,11 @@ impl Twin for State {
         }
     }
 
-    fn room(params: &Params, _now: i64, [sum, ..]: Loaded) -> i64 {
+    fn room(params: &Params, _now: i64, [sum, ..]: Registers) -> i64 {
         params.capacity - sum
     }
 
-    fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> i64 {
         let frees = match head {
             NOTHING => None,
             head => self.charges.freeing(head as usize, sum + cost - params.capacity),
@@ -51,17 +51,24 @@ impl Twin for State {
         frees.map_or(newest, |time| time.min(now)) + params.period - now
     }
 
-    fn charge(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, _]: Loaded) -> Loaded {
+    fn charge(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, _]: Registers) -> Registers {
         [sum + cost, head, now]
     }
 
     /// Of a charge within the period: from the first that was made at its time or later. From an older one it would free
     /// what is about to leave anyway, and from a newer one what would count for longer than the charge did.
-    fn give_back(&mut self, _params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
-        let [sum, head, newest] = loaded;
+    fn give_back(
+        &mut self,
+        _params: &Params,
+        now: i64,
+        cost: i64,
+        of: &PriorCharge,
+        registers: Registers,
+    ) -> (Registers, i64) {
+        let [sum, head, newest] = registers;
         let left = (sum - cost).max(0);
         if of.left() <= 0 {
-            return (loaded, 0);
+            return (registers, 0);
         } else if head == NOTHING || left == 0 || self.charges.newest().is_some_and(|newest| newest > now) {
             // What is left of a clock that has gone back is as if it had been charged now.
             return ([left, NOTHING, newest], cost);
@@ -70,11 +77,11 @@ impl Twin for State {
         ([left, head, self.charges.newest().unwrap_or(newest)], cost)
     }
 
-    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Loaded) -> i64 {
+    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
         if sum == 0 { 0 } else { newest + params.period - now }
     }
 
-    fn save(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) {
+    fn save(&mut self, _params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) {
         if head == NOTHING || sum == 0 {
             return self.charges.restart(newest, sum);
         }

@@ -15,9 +15,9 @@
 //!
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
 
+use super::algorithm::{Algorithm, Registers, clean};
 use super::charges::Charges;
-use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Of, Params};
+use super::{Followed, Params, PriorCharge};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -30,10 +30,10 @@ pub(crate) struct State {
 /// The place of the base, where nothing counts.
 const NOTHING: i64 = -1;
 
-/// Loaded: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the newest
+/// Registers: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the newest
 /// cell ends.
-impl Twin for State {
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+impl Algorithm for State {
+    fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let start = now - params.period;
         let Some((head, sum, mut newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
         if newest > self.latest(params, now) {
@@ -45,11 +45,11 @@ impl Twin for State {
         ([sum, head as i64, newest], self.last > now)
     }
 
-    fn room(params: &Params, _now: i64, [sum, ..]: Loaded) -> i64 {
+    fn room(params: &Params, _now: i64, [sum, ..]: Registers) -> i64 {
         params.capacity - sum
     }
 
-    fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> i64 {
         let frees = match head {
             NOTHING => None,
             head => self.cells.freeing(head as usize, sum + cost - params.capacity),
@@ -58,15 +58,22 @@ impl Twin for State {
         ends.unwrap_or(newest) + params.period - now
     }
 
-    fn charge(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) -> Loaded {
+    fn charge(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) -> Registers {
         [sum + cost, head, newest.max(cell_end(params, now))]
     }
 
     /// Of a charge that counts still, from its cell on: see the sliding log.
-    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
-        let [sum, head, mut newest] = loaded;
+    fn give_back(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &PriorCharge,
+        registers: Registers,
+    ) -> (Registers, i64) {
+        let [sum, head, mut newest] = registers;
         if of.left() <= 0 {
-            return (loaded, 0);
+            return (registers, 0);
         } else if sum > cost && head != NOTHING {
             self.merge_late(params, now, head as usize);
             self.cells.take_out(head as usize, now - of.age, cost);
@@ -75,11 +82,11 @@ impl Twin for State {
         ([(sum - cost).max(0), head, newest], cost)
     }
 
-    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Loaded) -> i64 {
+    fn reset_after(params: &Params, now: i64, [sum, _, newest]: Registers) -> i64 {
         if sum == 0 { 0 } else { newest + params.period - now }
     }
 
-    fn save(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Loaded) {
+    fn save(&mut self, params: &Params, now: i64, cost: i64, [sum, head, newest]: Registers) {
         if head == NOTHING || sum == 0 {
             self.cells.restart(newest, sum);
         } else {

@@ -1,8 +1,8 @@
-use super::ask::{Ask, Look};
-use super::twin::Twin;
+use super::algorithm::Algorithm;
+use super::ask::{Ask, Preview};
 use super::{Followed, Params, Strategy};
 use crate::limit::verdict::Verdict;
-use crate::twins::twins;
+use crate::strategies::strategies;
 
 /// One state for all strategies, by the Rust half of each.
 macro_rules! bind {
@@ -22,13 +22,13 @@ macro_rules! bind {
             /// The state of a caller whom another store has counted so far.
             pub(crate) fn resume(strategy: Strategy, params: &Params, now: i64, followed: Followed) -> Self {
                 match strategy {
-                    $(Strategy::$variant { .. } => Self::$variant(Twin::resume(params, now, followed)),)*
+                    $(Strategy::$variant { .. } => Self::$variant(Algorithm::resume(params, now, followed)),)*
                 }
             }
 
             /// What its policy sees.
-            pub(in crate::limit) fn look(&self, params: &Params, ask: &Ask) -> Look {
-                match self { $(Self::$variant(state) => ask.look(state, params),)* }
+            pub(in crate::limit) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
+                match self { $(Self::$variant(state) => ask.preview(state, params),)* }
             }
 
             /// Decides, and charges what is granted: the verdict, and how much that is.
@@ -39,4 +39,4 @@ macro_rules! bind {
     };
 }
 
-twins!(bind);
+strategies!(bind);

@@ -16,9 +16,9 @@
 //! **Two quotas under one name.** They share what the bucket lacks, in tokens, and each refills at its own rate since it
 //! was refilled last.
 
+use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::{div_ceil, drained, kept, kept_of};
-use super::twin::{Loaded, Twin, clean};
-use super::{Followed, Of, Params};
+use super::{Followed, Params, PriorCharge};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -30,9 +30,9 @@ pub(crate) struct State {
     interval: i64,
 }
 
-/// Loaded: the tokens at now, in ticks, and when they were refilled last.
-impl Twin for State {
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool) {
+/// Registers: the tokens at now, in ticks, and when they were refilled last.
+impl Algorithm for State {
+    fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let Self { refilled, missing, interval } = *self;
         if !params.batches {
             let (missing, future) = drained(params, now, refilled, missing, interval);
@@ -48,20 +48,27 @@ impl Twin for State {
         ([params.full - missing, refilled + periods * params.period, 0], future)
     }
 
-    fn room(params: &Params, _now: i64, [tokens, ..]: Loaded) -> i64 {
+    fn room(params: &Params, _now: i64, [tokens, ..]: Registers) -> i64 {
         tokens.div_euclid(params.interval)
     }
 
-    fn wait(&self, params: &Params, now: i64, cost: i64, [tokens, refilled, _]: Loaded) -> i64 {
+    fn wait(&self, params: &Params, now: i64, cost: i64, [tokens, refilled, _]: Registers) -> i64 {
         refill(params, now, cost * params.interval - tokens, refilled)
     }
 
-    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [tokens, refilled, _]: Loaded) -> Loaded {
+    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [tokens, refilled, _]: Registers) -> Registers {
         [tokens - cost * params.interval, refilled, 0]
     }
 
-    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64) {
-        let [tokens, refilled, _] = loaded;
+    fn give_back(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &PriorCharge,
+        registers: Registers,
+    ) -> (Registers, i64) {
+        let [tokens, refilled, _] = registers;
         let ticks = match params.batches {
             true => kept_of_periods(params, now, cost, of, refilled),
             false => kept(params, cost, of),
@@ -69,11 +76,11 @@ impl Twin for State {
         ([(tokens + ticks).min(params.full), refilled, 0], div_ceil(ticks, params.interval))
     }
 
-    fn reset_after(params: &Params, now: i64, [tokens, refilled, _]: Loaded) -> i64 {
+    fn reset_after(params: &Params, now: i64, [tokens, refilled, _]: Registers) -> i64 {
         if tokens == params.full { 0 } else { refill(params, now, params.full - tokens, refilled) }
     }
 
-    fn save(&mut self, params: &Params, _now: i64, _cost: i64, [tokens, refilled, _]: Loaded) {
+    fn save(&mut self, params: &Params, _now: i64, _cost: i64, [tokens, refilled, _]: Registers) {
         *self = Self { refilled, missing: params.full - tokens, interval: params.interval };
     }
 
@@ -100,7 +107,7 @@ fn refill(params: &Params, now: i64, ticks: i64, refilled: i64) -> i64 {
 /// As [`kept`] where ticks come at once, by how many times they have come since the charge: as often as they were to come
 /// until the bucket is full, less how often they still are. Each time is a period after another, and what lies in between is
 /// the time that a check is on its way.
-fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &Of, refilled: i64) -> i64 {
+fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &PriorCharge, refilled: i64) -> i64 {
     // No debt takes more times.
     let (period, most) = (params.period, params.furthest);
     let reset = of.reset.min(most * period);

@@ -11,8 +11,8 @@ use futures_util::future::join_all;
 use super::{RedisStore, wire};
 use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, State, Strategy};
 use crate::store::{LocalStore, Store};
+use crate::strategies::strategies;
 use crate::support::RedisServer;
-use crate::twins::twins;
 
 /// Steps per strategy. Every trace is of 64 callers, all of whom check at every moment.
 const STEPS: usize = 100_000;
@@ -31,7 +31,7 @@ macro_rules! agree {
     )*};
 }
 
-twins!(agree);
+strategies!(agree);
 
 /// All that count over time, and requests in flight.
 fn all() -> impl Iterator<Item = Strategy> {

@@ -1,7 +1,7 @@
 //! What stands for a strategy and a mode in keys and in the script's arguments, and the text of the script.
 
 use crate::limit::{Mode, Policy, Strategy};
-use crate::twins::twins;
+use crate::strategies::strategies;
 
 macro_rules! wire {
     ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {
@@ -33,7 +33,7 @@ macro_rules! wire {
     };
 }
 
-twins!(wire);
+strategies!(wire);
 
 /// The number that stands for it in an argument.
 pub(super) const fn mode_number(mode: Mode) -> u8 {

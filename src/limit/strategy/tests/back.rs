@@ -88,7 +88,7 @@ fn reserve_and_give_back(
                 let real = counterfactual(&policies, &granted);
                 for (i, policy) in policies.iter().enumerate() {
                     for at in [now, now + rng.i64(0..=reset), now + reset] {
-                        let [ours, real] = [&states[i], &real[i]].map(|state| look(state, policy.params(), at).room);
+                        let [ours, real] = [&states[i], &real[i]].map(|state| preview(state, policy.params(), at).room);
                         compare(ours, real, &|| {
                             format!("seed {seed}, {policy:?}: {ours} is left at {at}, {real} really; {granted:?}")
                         });
@@ -251,7 +251,7 @@ fn what_is_given_back_at_once_is_what_was_not_needed() {
                 }
             }
             let real = counterfactual(&policies, &real);
-            let [ours, real] = [&state[0], &real[0]].map(|state| look(state, params, now + age).room);
+            let [ours, real] = [&state[0], &real[0]].map(|state| preview(state, params, now + age).room);
             assert_eq!(ours, real, "seed {seed}, {:?} {age} us later", policies[0]);
         }
     }

@@ -50,13 +50,14 @@ fn every_strategy_is_its_definition() {
                 assert!(model.allows(remaining, now.into()) || remaining == 0, "{context}: {remaining} remain");
                 assert!(!model.allows(remaining + 1, now.into()), "{context}: more than {remaining} remain");
 
-                let seen =
-                    |at: i64| (look(&state[0], params, at).loaded, look(&State::fresh(strategy), params, at).loaded);
-                let (loaded, fresh) = seen(now + verdict.reset);
-                assert_eq!(loaded, fresh, "{context}: not fresh after {}", verdict.reset);
+                let seen = |at: i64| {
+                    (preview(&state[0], params, at).registers, preview(&State::fresh(strategy), params, at).registers)
+                };
+                let (registers, fresh) = seen(now + verdict.reset);
+                assert_eq!(registers, fresh, "{context}: not fresh after {}", verdict.reset);
                 if verdict.reset > 0 {
-                    let (loaded, fresh) = seen(now + verdict.reset - 1);
-                    assert_ne!(loaded, fresh, "{context}: fresh before {}", verdict.reset);
+                    let (registers, fresh) = seen(now + verdict.reset - 1);
+                    assert_ne!(registers, fresh, "{context}: fresh before {}", verdict.reset);
                 }
                 times.push(verdict.reset);
                 let time = times[rng.usize(..times.len())];

@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::ask::{Ask, Look, Of};
+use super::ask::{Ask, Preview, PriorCharge};
 use super::{Align, Followed, Params, State, Strategy, params};
 use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
-use crate::twins::twins;
+use crate::strategies::strategies;
 
 /// A state at a moment.
-fn look(state: &State, params: &Params, now: i64) -> Look {
-    state.look(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: Of::just_now(0), now })
+fn preview(state: &State, params: &Params, now: i64) -> Preview {
+    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: PriorCharge::just_now(0), now })
 }
 
 /// All that was granted, and what the definition says of one more.
@@ -58,7 +58,7 @@ macro_rules! define {
     };
 }
 
-twins!(define);
+strategies!(define);
 
 /// The same strategy, with other parameters.
 pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {

@@ -105,7 +105,7 @@ fn what_is_followed_is_no_fresh_start() {
                 let verdict = *Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first();
                 let followed = Followed { used: params.capacity - verdict.remaining, until: now + verdict.reset };
                 let resumed = State::resume(strategy, params, now, followed);
-                let room = |state: &State, at: i64| look(state, params, at).room;
+                let room = |state: &State, at: i64| preview(state, params, at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
                 let flows = if strategy.is_steady() { 1 + params.ticks / params.interval } else { 0 };
                 let lost = verdict.remaining - room(&resumed, now);

@@ -5,7 +5,7 @@
 /// - the name of both halves: the module in `src/limit/strategy`, and the file in `lua`,
 /// - the letter in Redis keys, and the number in a script's arguments,
 /// - one of each of its kinds, for `Strategy::ALL`: those that count over time.
-macro_rules! twins {
+macro_rules! strategies {
     ($with:ident) => {
         $with! {
             FixedWindow: fixed_window, "f", 1, [
@@ -23,4 +23,4 @@ macro_rules! twins {
     };
 }
 
-pub(crate) use twins;
+pub(crate) use strategies;

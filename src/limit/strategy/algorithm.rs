@@ -1,11 +1,11 @@
-use super::{Of, Params};
+use super::{Params, PriorCharge};
 
 /// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
 ///
 /// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
-/// state, reckons with what is loaded, and saves it only if something was charged.
-pub(crate) trait Twin: Default {
-    /// Whether it counts requests: each that passes is one, whatever it costs. What this instance holds of them is loaded
+/// state, reckons with what is registers, and saves it only if something was charged.
+pub(crate) trait Algorithm: Default {
+    /// Whether it counts requests: each that passes is one, whatever it costs. What this instance holds of them is registers
     /// first.
     const COUNTS_REQUESTS: bool = false;
 
@@ -14,20 +14,27 @@ pub(crate) trait Twin: Default {
     ///
     /// And whether it must be saved even if nothing is charged. It must if the clock has gone back: a caller who was
     /// charged at 12:00 would otherwise be locked out from 11:00 on, for an hour.
-    fn load(&self, params: &Params, now: i64) -> (Loaded, bool);
+    fn load(&self, params: &Params, now: i64) -> (Registers, bool);
     /// The largest cost that would pass now; below zero for a caller in debt.
-    fn room(params: &Params, now: i64, loaded: Loaded) -> i64;
+    fn room(params: &Params, now: i64, registers: Registers) -> i64;
     /// How long until `cost` would pass, where it would not now. It is never more than the capacity.
-    fn wait(&self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> i64;
+    fn wait(&self, params: &Params, now: i64, cost: i64, registers: Registers) -> i64;
     /// Counts `cost`, whether there is room or not.
-    fn charge(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded) -> Loaded;
+    fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Gives back up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
     /// been charged. And at least how much that makes of what counts now; if it is 0, nothing has changed.
-    fn give_back(&mut self, params: &Params, now: i64, cost: i64, of: &Of, loaded: Loaded) -> (Loaded, i64);
+    fn give_back(
+        &mut self,
+        params: &Params,
+        now: i64,
+        cost: i64,
+        of: &PriorCharge,
+        registers: Registers,
+    ) -> (Registers, i64);
     /// How long until the state is as if nothing had been charged.
-    fn reset_after(params: &Params, now: i64, loaded: Loaded) -> i64;
+    fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;
     /// Stores a state in which `cost` was charged.
-    fn save(&mut self, params: &Params, now: i64, cost: i64, loaded: Loaded);
+    fn save(&mut self, params: &Params, now: i64, cost: i64, registers: Registers);
     /// The state of a caller whom another store has counted so far. It counts at least as much as that store did.
     fn resume(params: &Params, now: i64, followed: Followed) -> Self;
 }
@@ -42,9 +49,9 @@ pub(crate) struct Followed {
 }
 
 /// A state while it is decided on: up to three numbers, as the Lua halves pass them.
-pub(crate) type Loaded = [i64; 3];
+pub(crate) type Registers = [i64; 3];
 
 /// A state that need not be saved.
-pub(super) fn clean(loaded: Loaded) -> (Loaded, bool) {
-    (loaded, false)
+pub(super) fn clean(registers: Registers) -> (Registers, bool) {
+    (registers, false)
 }
