@@ -133,6 +133,42 @@ async fn a_line_of_different_costs_ends_where_there_is_room() {
     }
 }
 
+/// A check takes one place for a request in flight. Those who wait are asked for at once all the same, or a line would not end
+/// while requests go on.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_requests_in_flight_ends_where_there_is_room() {
+    let jobs = || Policy::new("jobs", Strategy::InFlight, "50/30s".parse().unwrap()).unwrap();
+    let rate = Policy::new("rate", Strategy::Gcra, "1000000/s".parse().unwrap()).unwrap();
+    for (policies, there, gap) in
+        [(Policies::from(jobs()), 2, 2), (jobs().into(), 5, 5), (Policies::new([jobs(), rate]).unwrap(), 2, 2)]
+    {
+        let store = Late::new(&LocalStore::default(), Duration::from_millis(there));
+        let layer = CallLimitLayer::new(store, |_: &u32| Some(ANN), policies.clone());
+        let service = layer.cost(|cost| *cost).wait(Duration::from_secs(1)).layer(service_fn(async |_| {
+            sleep(Duration::from_millis(10)).await;
+            Ok::<_, Infallible>(())
+        }));
+        let mut calls = vec![];
+        for i in 0..1_000 {
+            for _ in 0..if i == 250 { 120 } else { 1 } {
+                let service = service.clone();
+                calls.push(tokio::spawn(async move {
+                    let start = Instant::now();
+                    let answer = service.oneshot(100 + i % 3).await;
+                    (i, answer.is_ok(), start.elapsed())
+                }));
+            }
+            sleep(Duration::from_millis(gap)).await;
+        }
+        for call in calls {
+            let (i, passed, took) = call.await.unwrap();
+            // Not all of the burst find a place at once.
+            let most = if (250..300).contains(&i) { 200 } else { 40 };
+            assert!(passed && took < Duration::from_millis(most), "{policies:?}, {i}: {passed} after {took:?}");
+        }
+    }
+}
+
 /// And nobody asks for each turn in vain where a log was charged evenly, so that a call gets little.
 #[tokio::test(start_paused = true)]
 async fn turns_are_shared_where_they_come_one_by_one() {
