@@ -62,15 +62,14 @@ impl Clerk {
     pub(super) async fn run(self) {
         let mut pace = Pace::default();
         self.sit_out_denial(&mut pace).await;
-        while let Some(asks) = self.next(pace.room()) {
+        // What was given back until it is asked, it sees.
+        while let Some(asks) = self.next(pace.room(self.wake.take_freed())) {
             let asked_at = instant();
-            // What was given back until now, it sees.
-            self.wake.take_freed();
             let mut answers: FuturesUnordered<_> = asks.into_iter().map(|ask| self.take(ask, pace, asked_at)).collect();
             let (asked, mut others) = (answers.len(), Vec::new());
             while let Some((ask, answer, lease)) = answers.next().await {
                 match answer {
-                    // Nobody waits for what is told to others.
+                    // Whoever is first has it at once: the answers to the others may take longer.
                     Ok(decision) if decision.is_allowed() => {
                         self.act_on(decision, lease, ask, asked_at, &mut pace).await;
                     }
@@ -176,6 +175,7 @@ impl Clerk {
                         Rested::Due => break,
                         Rested::Look => {
                             looked_at = instant();
+                            self.wake.take_freed();
                             due_at = self.look(&decision, &ask, due_at).await;
                         }
                         Rested::Changed => {
@@ -236,7 +236,7 @@ impl Clerk {
         let mut looks_at = if asked_at + look + SOON < turn { asked_at + look } else { until };
         loop {
             let now = instant();
-            if self.wake.take_freed() {
+            if self.wake.is_freed() {
                 looks_at = looks_at.min(asked_at + gap);
             }
             if now >= until {
@@ -320,7 +320,7 @@ fn tell(refused: Vec<(Waiter, Refusal)>) {
 struct Pace {
     /// After the last answer.
     room: Room,
-    /// At most so many are asked for by checks of their own, if others take what was there.
+    /// How many requests in flight to ask for at once, at most, since others have taken what was there.
     most: Option<u32>,
     /// For how much there was room when the line last had its turn, if it had one.
     found: Option<u32>,
@@ -333,11 +333,13 @@ struct Pace {
 }
 
 impl Pace {
-    fn room(&self) -> Room {
-        Room { places: self.room.places.min(self.most.unwrap_or(u32::MAX)), ..self.room }
+    /// For how much there is room, since so many requests in flight were `freed` here.
+    fn room(&self, freed: u32) -> Room {
+        let told = self.room.places;
+        Room { places: self.most.map_or(told.max(freed), |most| told.min(most)), ..self.room }
     }
 
-    /// Of so many checks at once, some were not granted. If all instances asked for all that is there, most would ask in vain.
+    /// After so many checks at once. If all instances asked for all that comes free, most of them would ask in vain.
     fn shared(&mut self, asked: usize, denied: usize) {
         self.most = match denied {
             0 => self.most.and_then(|most| most.checked_mul(2)),
