@@ -35,7 +35,14 @@ const REST: u64 = 3 * TIMEOUT + 3000;
 /// How long the tasks of limiters that are gone may go on.
 const REMAINS: u64 = 2 * TIMEOUT + 3000;
 
+/// A runtime that ends drops its tasks in an order that depends on their numbers, and these go on from run to run.
+fn align_task_numbers() {
+    let runtime = Builder::new_current_thread().build().unwrap();
+    while !runtime.spawn(async {}).id().to_string().parse::<u64>().unwrap().is_multiple_of(16) {}
+}
+
 fn run(seed: u64, kept: bool) -> Outcome<Rule> {
+    align_task_numbers();
     let mut rng = Rng::with_seed(seed);
     let plan = Plan::new(&mut rng);
     let shown = plan.to_string();
