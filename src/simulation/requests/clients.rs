@@ -126,7 +126,7 @@ impl Client {
         match answer {
             Ok(reservation) => {
                 let decision = reservation.decision().clone();
-                Some(Held::new(world.clone(), caller, cost, &decision, Kept::Reserved(reservation)))
+                Some(Held::new(world.clone(), caller, cost, &decision, Kept::Reserved(Box::new(reservation))))
             }
             Err(ReserveError::Denied(_)) => None,
             Err(ReserveError::Failed(error)) => {
@@ -207,7 +207,7 @@ pub(super) struct Held {
 }
 
 enum Kept {
-    Reserved(Reservation),
+    Reserved(Box<Reservation>),
     InFlight { _lease: Lease },
 }
 
