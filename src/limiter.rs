@@ -156,7 +156,7 @@ impl<S: Store> Limiter<S> {
     /// Those of this process who wait for one key take turns in the order in which they came, whatever their costs. The
     /// decision is a denial if it would take longer than `max`; this is told as soon as it is known. So it is if
     /// [too many](Self::max_waiting) wait. The calls of the store are no part of `max`: where there is room nobody is denied for
-    /// what these take, one after another for each who waits before.
+    /// what these take, and a denial may come two or three of them later.
     ///
     /// To drop the future gives up the wait, and takes nothing: what was granted just then is given back, on a task of
     /// its own.

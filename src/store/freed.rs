@@ -1,7 +1,7 @@
 //! Wakes those who wait in this process when something was given back or forgotten, by whatever store.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
 
 use tokio::sync::Notify;
@@ -13,13 +13,19 @@ use crate::limit::{Check, Key, Mode, Policies};
 #[derive(Debug, Default)]
 pub(crate) struct Wake {
     pub(crate) notify: Notify,
-    is_freed: AtomicBool,
+    freed: AtomicU32,
 }
 
 impl Wake {
-    /// Whether something was freed since this was called last.
-    pub(crate) fn take_freed(&self) -> bool {
-        self.is_freed.swap(false, Ordering::AcqRel)
+    /// Whether something was freed since it was [taken](Self::take_freed).
+    pub(crate) fn is_freed(&self) -> bool {
+        self.freed.load(Ordering::Acquire) > 0
+    }
+
+    /// How many requests in flight have ended since this was called last, where more than one has. At least 1 if anything was
+    /// freed.
+    pub(crate) fn take_freed(&self) -> u32 {
+        self.freed.swap(0, Ordering::AcqRel)
     }
 }
 
@@ -67,9 +73,11 @@ pub(super) fn tell(check: &Check) {
     if !gives_room(check) || COUNT.load(Ordering::Acquire) == 0 {
         return;
     }
+    let places = check.policies().in_flight().is_some() && check.mode() == Mode::GiveBack;
+    let freed = if places { check.cost() } else { 1 };
     for (policies, wake) in lock(&LISTENERS).get(check.key()).into_iter().flatten() {
         if policies.iter().any(|policy| check.policies().iter().any(|freed| freed.id() == policy.id())) {
-            wake.is_freed.store(true, Ordering::Release);
+            wake.freed.fetch_add(freed, Ordering::AcqRel);
             wake.notify.notify_one();
         }
     }

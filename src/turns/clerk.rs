@@ -5,10 +5,12 @@ use std::sync::Arc;
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, timeout_at};
 
-use super::line::{Ask, Line};
+use super::line::{Ask, Line, Room, Waiter};
 use super::permit::Times;
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::leases::Lease;
@@ -60,27 +62,52 @@ impl Clerk {
     pub(super) async fn run(self) {
         let mut pace = Pace::default();
         self.sit_out_denial(&mut pace).await;
-        while let Some(ask) = self.next(pace.room) {
+        // What was given back until it is asked, it sees.
+        while let Some(asks) = self.next(pace.room(self.wake.take_freed())) {
             let asked_at = instant();
-            let check = Check::take_ahead(self.place.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
-            // What was given back until now, it sees.
-            self.wake.take_freed();
-            // Before the store is asked.
-            let mut lease = self.shared.leases.hold(self.place.key, &ask.policies);
-            let answer = self.shared.store.ask(check).await;
+            let mut answers: FuturesUnordered<_> = asks.into_iter().map(|ask| self.take(ask, pace, asked_at)).collect();
+            let (asked, mut others) = (answers.len(), Vec::new());
+            while let Some((ask, answer, lease)) = answers.next().await {
+                match answer {
+                    // Whoever is first has it at once: the answers to the others may take longer.
+                    Ok(decision) if decision.is_allowed() => {
+                        self.act_on(decision, lease, ask, asked_at, &mut pace).await;
+                    }
+                    answer => others.push((ask, answer)),
+                }
+            }
+            pace.shared(asked, others.len());
+            match others.into_iter().min_by_key(|(ask, _)| ask.first) {
+                Some((ask, Ok(decision))) => self.act_on(decision, None, ask, asked_at, &mut pace).await,
+                Some((ask, Err(error))) => self.fail(&error, &ask, &mut pace).await,
+                None => {}
+            }
+        }
+    }
+
+    /// Asks the store. What it grants in flight, the lease holds.
+    fn take(
+        &self,
+        ask: Ask,
+        pace: Pace,
+        asked_at: Instant,
+    ) -> impl Future<Output = (Ask, Result<Decision, Error>, Option<Lease>)> {
+        let check = Check::take_ahead(self.place.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
+        // Before the store is asked.
+        let mut lease = self.shared.leases.hold(self.place.key, &ask.policies);
+        let answer = self.shared.store.ask(check);
+        async move {
+            let answer = answer.await;
             if let Some(lease) = &mut lease {
                 lease.answered(answer.as_ref());
             }
-            match answer {
-                Ok(decision) => self.act_on(decision, lease, ask, asked_at, &mut pace).await,
-                Err(error) => self.fail(&error, &ask, &mut pace).await,
-            }
+            (ask, answer, lease)
         }
     }
 
     /// The store is not asked again before it helps, after the denial that the line began with.
     async fn sit_out_denial(&self, pace: &mut Pace) {
-        let denied = self.with_line(|line| line.ask(0).zip(line.denied())).flatten();
+        let denied = self.with_line(|line| line.ask(Room::default()).pop().zip(line.denied())).flatten();
         if let Some((ask, (decision, at, wait))) = denied {
             self.sit_out(&decision, at, wait, &ask, at, pace).await;
         }
@@ -106,14 +133,20 @@ impl Clerk {
     }
 
     /// What to ask for next, if anybody waits; else the line is gone.
-    fn next(&self, room: u32) -> Option<Ask> {
+    fn next(&self, room: Room) -> Option<Vec<Ask>> {
         loop {
             self.refuse_overdue();
-            if let Some(ask) = self.with_line(|line| line.ask(room)).flatten() {
-                return Some(ask);
+            let (asks, late) = self.with_line(|line| {
+                let asks = line.ask(room);
+                let late = line.left_over(&asks, instant());
+                (asks, late)
+            })?;
+            tell(late);
+            if !asks.is_empty() {
+                return Some(asks);
             }
             // Somebody may have come since.
-            if self.shared.remove(&self.place, self.line, false).is_some() || self.with_line(|_| ()).is_none() {
+            if self.shared.remove(&self.place, self.line, false).is_some() {
                 return None;
             }
         }
@@ -127,7 +160,7 @@ impl Clerk {
             Outcome::Allowed | Outcome::Later { .. } => {
                 let mut due_at = now + decision.due_in().unwrap_or_default();
                 self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.costs.len()));
-                pace.granted(&ask, decision.remaining());
+                pace.granted(&ask, Room::after(&decision));
                 let permits = |due| {
                     let times = Times { asked: asked_at, answered: now, due };
                     let permit = |&cost: &u32| {
@@ -142,6 +175,7 @@ impl Clerk {
                         Rested::Due => break,
                         Rested::Look => {
                             looked_at = instant();
+                            self.wake.take_freed();
                             due_at = self.look(&decision, &ask, due_at).await;
                         }
                         Rested::Changed => {
@@ -154,14 +188,15 @@ impl Clerk {
                     }
                 }
                 for permit in permits(due_at) {
-                    // It is asked for one at a time under a policy that has one.
+                    // Under a policy that has one, a check is for one.
                     permit.with_lease(lease.take()).hand_on();
                 }
                 self.with_line(Line::all_served);
             }
             // There is less room than there was; if not less than it told, one is asked for.
             Outcome::Denied { .. } if ask.costs.len() > 1 => {
-                *pace = Pace { room: decision.remaining().min(room.saturating_sub(ask.cost())), failures: 0, ..*pace };
+                let room = Room { units: room.units.saturating_sub(ask.cost()).min(decision.remaining()), ..room };
+                *pace = Pace { room, failures: 0, ..*pace };
             }
             Outcome::Denied { retry_after } => {
                 pace.failures = 0;
@@ -201,7 +236,7 @@ impl Clerk {
         let mut looks_at = if asked_at + look + SOON < turn { asked_at + look } else { until };
         loop {
             let now = instant();
-            if self.wake.take_freed() {
+            if self.wake.is_freed() {
                 looks_at = looks_at.min(asked_at + gap);
             }
             if now >= until {
@@ -230,10 +265,7 @@ impl Clerk {
     }
 
     fn refuse_overdue(&self) {
-        let late = self.with_line(|line| line.overdue(instant()));
-        for (waiter, refusal) in late.into_iter().flatten() {
-            let _ = waiter.tell(Err(refusal));
-        }
+        tell(self.with_line(|line| line.overdue(instant())).unwrap_or_default());
     }
 
     /// Tells the one of this number no, if it still waits.
@@ -246,7 +278,7 @@ impl Clerk {
     /// Tells the first that the store cannot decide, or all if it could not for several times; and leaves it alone for a
     /// while.
     async fn fail(&self, error: &Error, ask: &Ask, pace: &mut Pace) {
-        *pace = Pace { room: 0, failures: pace.failures + 1, ..*pace };
+        *pace = Pace { room: Room::default(), failures: pace.failures + 1, ..*pace };
         let (only, pause) = match pace.failures {
             MAX_FAILURES.. => (None, LONG_PAUSE),
             failures => (Some(ask.first), FIRST_PAUSE * failures),
@@ -276,11 +308,20 @@ fn can_owe(policies: &Policies) -> bool {
     policies.iter().all(|policy| policy.strategy().has_burst() && !is_windowed(policy))
 }
 
+/// Tells those who were taken out of the line.
+fn tell(refused: Vec<(Waiter, Refusal)>) {
+    for (waiter, refusal) in refused {
+        let _ = waiter.tell(Err(refusal));
+    }
+}
+
 /// How much to ask for next, and when.
 #[derive(Debug, Default, Clone, Copy)]
 struct Pace {
-    /// For how much there was room after the last answer.
-    room: u32,
+    /// After the last answer.
+    room: Room,
+    /// How many requests in flight to ask for at once, at most, since others have taken what was there.
+    most: Option<u32>,
     /// For how much there was room when the line last had its turn, if it had one.
     found: Option<u32>,
     /// Whether the line has waited for its turn: then it takes ahead whatever is in time.
@@ -292,11 +333,26 @@ struct Pace {
 }
 
 impl Pace {
+    /// For how much there is room, since so many requests in flight were `freed` here.
+    fn room(&self, freed: u32) -> Room {
+        let told = self.room.places;
+        Room { places: self.most.map_or(told.max(freed), |most| told.min(most)), ..self.room }
+    }
+
+    /// After so many checks at once. If all instances asked for all that comes free, most of them would ask in vain.
+    fn shared(&mut self, asked: usize, denied: usize) {
+        self.most = match denied {
+            0 => self.most.and_then(|most| most.checked_mul(2)),
+            _ if asked > 1 => Some((asked - denied).max(1) as u32),
+            _ => self.most,
+        };
+    }
+
     /// After a grant that has left so much room.
-    fn granted(&mut self, ask: &Ask, room: u32) {
-        let found = ask.total().saturating_add(room);
+    fn granted(&mut self, ask: &Ask, room: Room) {
+        let found = ask.total().saturating_add(room.units);
         let before = self.found.filter(|_| self.losses == 0);
-        *self = Self { room, found: before.max(Some(found)), has_waited: true, losses: 0, failures: 0 };
+        *self = Self { room, found: before.max(Some(found)), has_waited: true, losses: 0, failures: 0, ..*self };
     }
 
     /// The wait of this denial is over.
@@ -304,11 +360,12 @@ impl Pace {
         (self.has_waited, self.losses) = (true, (self.losses + 1).min(4));
         // Whoever asks for one first may find the rest taken. A window may have room for all, and a log for as much as it
         // had: what is charged at once comes free at once.
-        self.room = match decision.policy().strategy() {
+        let units = match decision.policy().strategy() {
             Strategy::SlidingLog => self.found.unwrap_or(decision.capacity()),
             _ if is_windowed(decision.policy()) => decision.capacity(),
-            _ => self.room,
+            _ => return,
         };
+        self.room = Room { units, ..Room::after(decision) };
     }
 
     /// Within how long what is asked for has to be due.

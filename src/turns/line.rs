@@ -2,12 +2,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::{Permit, Refusal, TICK, Wanted};
-use crate::limit::{Decision, Policies, Policy, Verdict};
+use crate::limit::{Decision, Policies, Policy, Strategy, Verdict};
 use crate::store::{Error, Wake};
 
 /// Those of one runtime who wait for one caller under the same policies.
@@ -51,11 +51,12 @@ pub(super) struct Waiter {
 
 pub(super) type Answer = Result<Permit, Refusal>;
 
-/// What the clerk asks for next, for the first in the line.
+/// A check that the clerk makes next, for some of the first in the line.
 #[derive(Debug)]
 pub(super) struct Ask {
-    /// The first of them.
+    /// The first of them, and the last.
     pub(super) first: u64,
+    pub(super) last: u64,
     pub(super) policies: Policies,
     /// What each of them wants, in their order.
     pub(super) costs: SmallVec<[u32; 4]>,
@@ -72,6 +73,27 @@ impl Ask {
     /// What all of them want.
     pub(super) fn total(&self) -> u32 {
         self.costs.iter().fold(0, |total, cost| total.saturating_add(*cost))
+    }
+}
+
+/// For how much there was room after an answer of the store.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Room {
+    /// Under the policies that count costs.
+    pub(super) units: u32,
+    /// Under those that count requests in flight.
+    pub(super) places: u32,
+}
+
+impl Room {
+    pub(super) fn after(decision: &Decision) -> Self {
+        let least = |in_flight: bool| {
+            let verdicts = decision.verdicts();
+            let verdicts = verdicts.filter(|(policy, _)| (policy.strategy() == Strategy::InFlight) == in_flight);
+            let remaining = verdicts.map(|(_, verdict)| u32::try_from(verdict.remaining.max(0)).unwrap_or(u32::MAX));
+            remaining.min().unwrap_or(u32::MAX)
+        };
+        Self { units: least(false), places: least(true) }
     }
 }
 
@@ -240,12 +262,29 @@ impl Line {
     /// Takes out those whose time is up, with what they are told. Nobody is before anything is known, or after the time
     /// for which it was: then the store is asked.
     pub(super) fn overdue(&mut self, now: Instant) -> Vec<(Waiter, Refusal)> {
-        let Some(next_at) = self.next_at.filter(|next_at| *next_at > now) else { return Vec::new() };
+        match self.next_at {
+            Some(next_at) if next_at > now => self.take_out_late(now, None, now),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Takes out those whose time was up when the store answered last, and who are not asked for next either: it had no
+    /// room for them.
+    pub(super) fn left_over(&mut self, asks: &[Ask], now: Instant) -> Vec<(Waiter, Refusal)> {
+        match (&self.known, asks.last()) {
+            (Some(known), Some(ask)) => self.take_out_late(known.at, Some(ask.last), now),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Takes out those who wanted to have their turn by then, and are after this one.
+    fn take_out_late(&mut self, by: Instant, after: Option<u64>, now: Instant) -> Vec<(Waiter, Refusal)> {
         let failed = self.trouble.clone().map(Refusal::Failed);
-        let Some(refusal) = failed.or_else(|| self.denial(Some(next_at), now).map(Refusal::Denied)) else {
+        let Some(refusal) = failed.or_else(|| self.denial(self.next_at, now).map(Refusal::Denied)) else {
             return Vec::new();
         };
-        let late: Vec<u64> = self.deadlines.range(..=(now, u64::MAX)).map(|(_, number)| *number).collect();
+        let late = self.deadlines.range(..=(by, u64::MAX)).map(|(_, number)| *number);
+        let late: Vec<u64> = late.filter(|number| after.is_none_or(|after| *number > after)).collect();
         late.into_iter().filter_map(|number| Some((self.remove(number)?, refusal.clone()))).collect()
     }
 
@@ -270,23 +309,28 @@ impl Line {
         self.served = 0;
     }
 
-    /// What to ask for next, if the store has room for so much.
-    pub(super) fn ask(&self, room: u32) -> Option<Ask> {
-        let (number, Waiter { wanted, .. }) = self.waiting.first_key_value()?;
-        // Of requests in flight a check takes one, whatever it costs.
-        let most = if wanted.policies.in_flight().is_some() { 1 } else { usize::MAX };
-        let mut left = room.max(wanted.cost).max(1);
-        let fits = |waiter: &&Waiter| {
-            let rest = left.checked_sub(waiter.wanted.cost.max(1));
-            left = rest.unwrap_or(0);
-            rest.is_some()
-        };
-        let (mut costs, mut deadline) = (SmallVec::new(), None);
-        for Waiter { wanted, .. } in self.waiting.values().take(most).take_while(fits) {
-            costs.push(wanted.cost);
-            deadline = [deadline, wanted.deadline].into_iter().flatten().min();
+    /// What to ask for next, if the store has room for so much: nothing if nobody waits. A check takes one for a request in
+    /// flight, so that each of these has a check of its own.
+    pub(super) fn ask(&self, room: Room) -> Vec<Ask> {
+        let mut asks: Vec<Ask> = vec![];
+        let mut units = room.units.max(self.waiting.values().next().map_or(0, |first| first.wanted.cost)).max(1);
+        for (&number, Waiter { wanted, .. }) in self.waiting.iter().take(room.places.max(1) as usize) {
+            let &Wanted { ref policies, cost, deadline, .. } = wanted;
+            let Some(rest) = units.checked_sub(cost.max(1)) else { break };
+            units = rest;
+            match asks.last_mut().filter(|_| policies.in_flight().is_none()) {
+                Some(ask) => {
+                    ask.last = number;
+                    ask.costs.push(cost);
+                    ask.deadline = [ask.deadline, deadline].into_iter().flatten().min();
+                }
+                None => {
+                    let (policies, costs) = (policies.clone(), smallvec![cost]);
+                    asks.push(Ask { first: number, last: number, policies, costs, deadline });
+                }
+            }
         }
-        Some(Ask { first: *number, policies: wanted.policies.clone(), costs, deadline })
+        asks
     }
 
     /// Learns what the store has decided, and how many permits that gives and when.

@@ -6,7 +6,8 @@
 //! **Few calls.** Only the clerk asks, for whoever is first, and so takes one permit ahead of time: charged at once, due
 //! later. So each process has at most one permit ahead, those of several processes are due one after another, and a call
 //! makes a grant. If the last answer tells that there is room for more, the next call takes for as many as wait, but only
-//! what is there now: another process may have been faster. Where a strategy cannot owe, the clerk asks again when the
+//! what is there now: another process may have been faster. Of requests in flight each takes its own, so that these are as
+//! many calls at once, and fewer after some of them were denied. Where a strategy cannot owe, the clerk asks again when the
 //! denial says so. A line that begins takes nothing ahead that is due later than [soon](clerk::SOON): whoever wants it may
 //! be gone by then.
 //!
@@ -15,7 +16,7 @@
 //! Before it is due there is no permit yet: if whoever is first wants something else by then, the clerk gives back what it
 //! took, and asks again. Only a runtime that ends keeps what it has taken.
 //!
-//! **Nobody sleeps for too long.** What is given back in this process [wakes](crate::store::Wake) the clerk, and for what
+//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them. What is given back in this process [wakes](crate::store::Wake) the clerk, and for what
 //! others give back it looks again now and then.
 //!
 //! **A store that fails.** A call that fails is told to whoever is first. The others wait on, until [several in a

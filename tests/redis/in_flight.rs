@@ -1,6 +1,8 @@
 //! Requests in flight of real processes: some are killed or stopped, and Redis is.
 
+use std::convert::Infallible;
 use std::env;
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
@@ -8,7 +10,8 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
-use tower_redis_ratelimit::{Limiter, Policy, RedisStore, Reservation};
+use tower::{Layer, ServiceExt, service_fn};
+use tower_redis_ratelimit::{CallLimitLayer, Limiter, Policy, RedisStore, Reservation, Wait};
 
 use crate::in_flight_load::{LEASE, LIMIT, an_outage, ann, is_worker, limiter, patient, processes_are_killed, work};
 use crate::proxy::far;
@@ -233,6 +236,32 @@ async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     .await;
     drop(held);
     until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
+}
+
+/// A line of those who wait for a place ends, though requests come faster than one in a call to Redis.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_line_far_away_ends_where_there_is_room() {
+    let server = RedisServer::start();
+    let url = far(&server, Duration::from_millis(20)).await;
+    let layer = CallLimitLayer::new(patient(&url), |_: &()| Some(ann()), Policy::in_flight("streams", 50).unwrap());
+    let wait = Wait::up_to(Duration::from_secs(60)).per_caller(NonZeroUsize::MAX);
+    let service = layer.wait(wait).layer(service_fn(async |()| {
+        sleep(Duration::from_millis(10)).await;
+        Ok::<_, Infallible>(())
+    }));
+    let mut calls: Vec<_> = (0..150).map(|_| tokio::spawn(service.clone().oneshot(()))).collect();
+    for _ in 0..200 {
+        sleep(Duration::from_millis(5)).await;
+        calls.push(tokio::spawn(service.clone().oneshot(())));
+    }
+    let start = Instant::now();
+    for call in calls {
+        call.await.unwrap().unwrap();
+    }
+    let took = start.elapsed();
+    assert!(took < Duration::from_secs(3), "the last one waited for {took:?}");
+    let here = Limiter::new(patient(&server.url()), Policy::in_flight("streams", 50).unwrap());
+    until("all is free", async || left(&here).await == 50).await;
 }
 
 /// Some begin and some end whenever Redis is looked at, and some of each may have come before the look: for as long as the requests

@@ -133,6 +133,109 @@ async fn a_line_of_different_costs_ends_where_there_is_room() {
     }
 }
 
+/// A check takes one place for a request in flight. Those who wait are asked for at once all the same, or a line would not end
+/// while requests go on.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_requests_in_flight_ends_where_there_is_room() {
+    let jobs = || Policy::new("jobs", Strategy::InFlight, "50/30s".parse().unwrap()).unwrap();
+    let rate = Policy::new("rate", Strategy::Gcra, "1000000/s".parse().unwrap()).unwrap();
+    for (policies, there, gap) in
+        [(Policies::from(jobs()), 2, 2), (jobs().into(), 5, 5), (Policies::new([jobs(), rate]).unwrap(), 2, 2)]
+    {
+        let store = Late::new(&LocalStore::default(), Duration::from_millis(there));
+        let layer = CallLimitLayer::new(store, |_: &u32| Some(ANN), policies.clone());
+        let service = layer.cost(|cost| *cost).wait(Duration::from_secs(1)).layer(service_fn(async |_| {
+            sleep(Duration::from_millis(10)).await;
+            Ok::<_, Infallible>(())
+        }));
+        let mut calls = vec![];
+        for i in 0..1_000 {
+            for _ in 0..if i == 250 { 120 } else { 1 } {
+                let service = service.clone();
+                calls.push(tokio::spawn(async move {
+                    let start = Instant::now();
+                    let answer = service.oneshot(100 + i % 3).await;
+                    (i, answer.is_ok(), start.elapsed())
+                }));
+            }
+            sleep(Duration::from_millis(gap)).await;
+        }
+        for call in calls {
+            let (i, passed, took) = call.await.unwrap();
+            // Not all of the burst find a place at once.
+            let most = if (250..300).contains(&i) { 200 } else { 40 };
+            assert!(passed && took < Duration::from_millis(most), "{policies:?}, {i}: {passed} after {took:?}");
+        }
+    }
+}
+
+/// Each place that comes free is asked for about once, and is not left empty for long.
+#[tokio::test(start_paused = true)]
+async fn a_place_that_comes_free_is_not_asked_for_by_all() {
+    for (instances, limit, calls_a_grant) in [(1, 50, 1.1), (1, 4, 1.5), (3, 50, 1.6)] {
+        let policies = Policies::from(Policy::in_flight("jobs", limit).unwrap());
+        let (local, in_flight) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
+        let (most, grants) = (Arc::new(AtomicU32::new(0)), Arc::new(AtomicU32::new(0)));
+        let (mut stores, mut tasks) = (vec![], vec![]);
+        for _ in 0..instances {
+            let store = Late::new(&local, Duration::from_millis(2));
+            stores.push(store.clone());
+            let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), policies.clone()).wait(LONG);
+            let (in_flight, most, grants) = (Arc::clone(&in_flight), Arc::clone(&most), Arc::clone(&grants));
+            let service = layer.layer(service_fn(move |()| {
+                let (in_flight, most, grants) = (Arc::clone(&in_flight), Arc::clone(&most), Arc::clone(&grants));
+                async move {
+                    most.fetch_max(in_flight.fetch_add(1, SeqCst) + 1, SeqCst);
+                    sleep(Duration::from_millis(1 + u64::from(grants.fetch_add(1, SeqCst) % 19))).await;
+                    in_flight.fetch_sub(1, SeqCst);
+                    Ok::<_, Infallible>(())
+                }
+            }));
+            for _ in 0..99 {
+                let service = service.clone();
+                tasks.push(tokio::spawn(timeout(Duration::from_secs(2), async move {
+                    while service.clone().oneshot(()).await.is_ok() {}
+                })));
+            }
+        }
+        let ended = join_all(tasks).await;
+        assert!(ended.into_iter().all(|task| task.unwrap().is_err()), "{instances}, {limit}: one was refused");
+        assert_eq!(most.load(SeqCst), limit);
+        let asked = stores.iter().flat_map(Late::asked).filter(|mode| matches!(mode, Mode::Take | Mode::TakeAhead));
+        let (grants, calls) = (grants.load(SeqCst), asked.count() as f64 / f64::from(grants.load(SeqCst)));
+        assert!(calls < calls_a_grant, "{instances}, {limit}: {calls} calls a grant");
+        // A request is in flight for 10 ms, and a place taken for 4 ms more.
+        let full = limit * 2_000 / 14;
+        assert!(grants > full / 2, "{instances}, {limit}: {grants} of {full} grants");
+    }
+}
+
+/// Also where places come free all the time, so that the store never denies one.
+#[tokio::test(start_paused = true)]
+async fn nobody_is_in_line_for_much_longer_than_they_would_wait() {
+    let store = Late::new(&LocalStore::default(), Duration::from_millis(10));
+    let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), Policy::in_flight("jobs", 20).unwrap());
+    let wait = Wait::up_to(Duration::from_millis(150)).per_caller(NonZeroUsize::new(1_000).unwrap());
+    let service = layer.wait(wait).layer(service_fn(ok));
+    let mut calls = vec![];
+    for _ in 0..2_000 {
+        let service = service.clone();
+        calls.push(tokio::spawn(async move {
+            let start = Instant::now();
+            (service.oneshot(()).await.is_ok(), start.elapsed())
+        }));
+        sleep(Duration::from_millis(1)).await;
+    }
+    let mut passed = 0;
+    for call in calls {
+        let (passes, took) = call.await.unwrap();
+        passed += u32::from(passes);
+        // It first asks by itself, and then one call may be under way and one for it.
+        assert!(took <= Duration::from_millis(150 + 3 * 20), "{passes} after {took:?}");
+    }
+    assert!(passed > 500 && passed < 1_500, "{passed}");
+}
+
 /// And nobody asks for each turn in vain where a log was charged evenly, so that a call gets little.
 #[tokio::test(start_paused = true)]
 async fn turns_are_shared_where_they_come_one_by_one() {

@@ -6,15 +6,21 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio::time::{sleep, timeout};
 
-use super::plan::{Caller, Habit};
+use super::ledger::Rule;
+use super::plan::{Caller, Habit, LONGEST};
 use super::world::{Far, State, World};
+use crate::leases::Lease;
 use crate::simulation::{pick, verdict};
-use crate::{Error, Limiter, Reservation, ReserveError};
+use crate::store::instant;
+use crate::turns::{Spent, Turns, Wanted};
+use crate::{Decision, Error, Limiter, Reservation, ReserveError};
 
 /// One client of a caller on a runtime, until the last fault is over; a steady one for some time more.
 pub(super) struct Client {
     pub(super) world: World,
     pub(super) limiter: Limiter<Far>,
+    /// Those who wait to be in flight: a limiter does not know when they end.
+    pub(super) turns: Turns,
     pub(super) caller: usize,
     pub(super) runtime: usize,
     pub(super) rng: Rng,
@@ -58,6 +64,14 @@ impl Client {
                         drop(held);
                     }
                 }
+                Habit::Queueing => {
+                    let max = Duration::from_millis(*pick(rng, &[0, 40, 400, 3000, 3000]));
+                    let lasts = Duration::from_millis(*pick(rng, &[1, 20, LONGEST]));
+                    if let Some(held) = self.queue(max, patience).await {
+                        sleep(lasts).await;
+                        drop(held);
+                    }
+                }
             }
         }
     }
@@ -73,6 +87,35 @@ impl Client {
         }
     }
 
+    /// Waits for a turn to be in flight.
+    pub(super) async fn queue(&self, max: Duration, patience: Option<Duration>) -> Option<Held> {
+        let waits = Waits::new(self, 1, max);
+        let wanted = {
+            let Caller { key, policies, .. } = &self.world.state().plan.callers[self.caller];
+            Wanted { key: *key, policies: policies.clone(), cost: 1, deadline: instant().checked_add(max) }
+        };
+        let turn = async { self.turns.join(wanted, None)?.await };
+        match within(patience, turn).await? {
+            Ok(permit) => {
+                let Spent { decision, lease, .. } = permit.spend();
+                waits.end(Some(1), None, &verdict(&decision));
+                Some(Held::new(
+                    self.world.clone(),
+                    self.caller,
+                    1,
+                    &decision,
+                    Kept::InFlight { _lease: lease.unwrap() },
+                ))
+            }
+            Err(refusal) => {
+                let answer = refusal.into_answer();
+                let text = answer.as_ref().map_or_else(|error| format!("error: {error}"), verdict);
+                waits.end(None, answer.as_ref().err(), &text);
+                None
+            }
+        }
+    }
+
     /// Reserves something.
     pub(super) async fn reserve(&self, cost: u32, patience: Option<Duration>) -> Option<Held> {
         let (world, caller) = (&self.world, self.caller);
@@ -81,7 +124,10 @@ impl Client {
         let answer = within(patience, self.limiter.reserve(key, cost)).await?;
         asks.is_answered = true;
         match answer {
-            Ok(reservation) => Some(Held::new(world.clone(), caller, cost, reservation)),
+            Ok(reservation) => {
+                let decision = reservation.decision().clone();
+                Some(Held::new(world.clone(), caller, cost, &decision, Kept::Reserved(Box::new(reservation))))
+            }
             Err(ReserveError::Denied(_)) => None,
             Err(ReserveError::Failed(error)) => {
                 asks.is_answered = error.is_unsent();
@@ -122,6 +168,8 @@ impl<'a> Waits<'a> {
         state.say(Some(caller), || format!("r{runtime} w{number} is answered: {text}"));
         if let Some(error) = error {
             state.failed(caller, error);
+        } else if granted.is_none() && state.plan.is_well() && state.plan.callers[caller].is_ample() {
+            state.breaks(Rule::Slow, Some(caller), format!("w{number} is refused, though there is room for all"));
         }
         state.ledger.waited(&state.plan, state.now, caller, number, granted);
     }
@@ -155,25 +203,31 @@ pub(super) struct Held {
     world: World,
     caller: usize,
     cost: u32,
-    reservation: Option<Reservation>,
+    kept: Option<Kept>,
+}
+
+enum Kept {
+    Reserved(Box<Reservation>),
+    InFlight { _lease: Lease },
 }
 
 impl Held {
-    fn new(world: World, caller: usize, cost: u32, reservation: Reservation) -> Self {
+    fn new(world: World, caller: usize, cost: u32, decision: &Decision, kept: Kept) -> Self {
         {
             let state = &mut *world.state();
-            let text = verdict(reservation.decision());
-            state.say(Some(caller), || format!("begins: {text}"));
-            if state.plan.callers[caller].habit == Habit::InFlight {
+            state.say(Some(caller), || format!("begins: {}", verdict(decision)));
+            if state.plan.callers[caller].habit.is_in_flight() {
                 state.ledger.begins(&state.plan, caller);
             }
         }
-        Self { world, caller, cost, reservation: Some(reservation) }
+        Self { world, caller, cost, kept: Some(kept) }
     }
 
     pub(super) fn settle(mut self, cost: u32) {
         self.ends(cost);
-        self.reservation.take().unwrap().settle(cost);
+        if let Some(Kept::Reserved(reservation)) = self.kept.take() {
+            reservation.settle(cost);
+        }
     }
 
     /// Before the store can hear of it.
@@ -181,7 +235,7 @@ impl Held {
         let state = &mut *self.world.state();
         state.say(Some(self.caller), || format!("ends with a cost of {cost} for {}", self.cost));
         match state.plan.callers[self.caller].habit {
-            Habit::InFlight => state.ledger.ends(self.caller),
+            Habit::InFlight | Habit::Queueing => state.ledger.ends(self.caller),
             _ => state.ledger.settles(self.caller, self.cost.into(), cost.into()),
         }
     }
@@ -189,9 +243,9 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        if let Some(reservation) = self.reservation.take() {
+        if let Some(kept) = self.kept.take() {
             self.ends(0);
-            drop(reservation);
+            drop(kept);
         }
     }
 }

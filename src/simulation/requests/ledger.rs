@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 
-use super::plan::{Habit, Plan};
+use super::plan::{Habit, LONGEST, Plan};
 use super::world::TIMEOUT;
-use crate::limit::{Mode, Policy};
+use crate::limit::{Mode, Policy, Strategy};
 use crate::simulation::{self, Breaks};
 
 /// What must hold.
@@ -20,6 +20,8 @@ pub(super) enum Rule {
     Late,
     /// While somebody waits, what has room passes.
     Idle,
+    /// Where there is room for all, how long one waits does not grow with how many do.
+    Slow,
     /// A store that is well fails nobody.
     Failed,
     /// Nothing is settled twice.
@@ -89,8 +91,6 @@ struct Waiter {
     runtime: usize,
     since: u64,
     max: u64,
-    /// How many waited before them: each may take a call, one after the other.
-    ahead: u64,
 }
 
 impl Ledger {
@@ -129,8 +129,7 @@ impl Ledger {
             sums.idle_since = since;
         }
         sums.came += 1;
-        let ahead = sums.waiting.iter().filter(|waiter| waiter.runtime == runtime).count() as u64;
-        sums.waiting.push_back(Waiter { number: sums.came, runtime, since, max, ahead });
+        sums.waiting.push_back(Waiter { number: sums.came, runtime, since, max });
         sums.came
     }
 
@@ -148,6 +147,10 @@ impl Ledger {
         if let Some(before) = before {
             self.breaks(Rule::Order, Some(caller), format!("w{number} passes before w{before}"));
         }
+        // What is in flight begins then, and is given back when it ends.
+        if plan.callers[caller].habit == Habit::Queueing {
+            return;
+        }
         if passed > charged - given_back {
             let problem = format!("{passed} passed, {charged} charged, {given_back} given back");
             self.breaks(Rule::Charged, Some(caller), problem);
@@ -162,16 +165,19 @@ impl Ledger {
     pub(super) fn passes(&mut self, plan: &Plan, now: u64, step: u64) {
         let call = 2 * (plan.delay + step) + 2;
         let slack = 2 * call + 20;
+        // One that is under way, the one that they are asked for by, and one more if others took what was there.
+        let calls = 3 * call;
         let trouble = if plan.is_well() { 0 } else { 2 * TIMEOUT + 1500 };
-        for (caller, who) in plan.callers.iter().enumerate().filter(|(_, who)| who.habit == Habit::Waiting) {
+        for (caller, who) in plan.callers.iter().enumerate().filter(|(_, who)| who.habit.waits()) {
             let sums = &self.callers[caller];
-            let late = sums
-                .waiting
-                .iter()
-                .find(|waiter| now > waiter.since + waiter.max + waiter.ahead * call + slack + trouble);
+            let late = sums.waiting.iter().find(|waiter| now > waiter.since + waiter.max + calls + slack + trouble);
+            let slow = sums.waiting.front().filter(|waiter| now > waiter.since + calls + slack);
             if let Some(&Waiter { number, since, max, .. }) = late {
                 let problem = format!("w{number} waits since {since} ms, for {max} ms at most");
                 self.breaks(Rule::Late, Some(caller), problem);
+            } else if let Some(&Waiter { number, since, .. }) = slow.filter(|_| plan.is_well() && who.is_ample()) {
+                let problem = format!("w{number} waits since {since} ms, though there is room for all");
+                self.breaks(Rule::Slow, Some(caller), problem);
             } else if plan.is_well() && !sums.waiting.is_empty() && !who.drops {
                 let longest = 2 * longest_gap(plan, who.policy(), who.cost) + slack;
                 // Who cannot have their turn in time is refused, and keeps nobody from it.
@@ -241,11 +247,11 @@ impl Ledger {
                     self.breaks(Rule::Cost, Some(caller), problem);
                 }
             }
-            Habit::InFlight if used != in_flight => {
+            Habit::InFlight | Habit::Queueing if used != in_flight => {
                 let problem = format!("the store counts {used} in flight, and there are {in_flight}");
                 self.breaks(Rule::Left, Some(caller), problem);
             }
-            Habit::InFlight => {}
+            Habit::InFlight | Habit::Queueing => {}
         }
     }
 }
@@ -301,8 +307,9 @@ fn room(policy: &Policy, now: u64) -> i64 {
 /// periods.
 fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
     let (capacity, period) = (policy.params().capacity as u64, policy.params().period as u64 / 1000);
-    match policy.strategy().is_steady() {
-        true => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
-        false => 2 * period,
+    match policy.strategy() {
+        Strategy::InFlight => LONGEST + 150,
+        strategy if strategy.is_steady() => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
+        _ => 2 * period,
     }
 }

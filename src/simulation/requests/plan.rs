@@ -58,6 +58,8 @@ pub(super) enum Habit {
     Reserving,
     /// Reserve what is in flight for a while.
     InFlight,
+    /// Wait for their turn to be in flight for a while.
+    Queueing,
 }
 
 /// Something that goes wrong between an instance and the store.
@@ -83,12 +85,28 @@ pub(super) enum Kind {
     Frozen,
 }
 
+impl Habit {
+    /// Whether they wait for their turn.
+    pub(super) fn waits(self) -> bool {
+        matches!(self, Self::Waiting | Self::Queueing)
+    }
+
+    /// Whether what they get is in flight.
+    pub(super) fn is_in_flight(self) -> bool {
+        matches!(self, Self::InFlight | Self::Queueing)
+    }
+}
+
 const KINDS: [Kind; 5] = [Kind::Down, Kind::LosingRequests, Kind::LosingReplies, Kind::Slow, Kind::Frozen];
-const HABITS: [Habit; 3] = [Habit::Waiting, Habit::Reserving, Habit::InFlight];
+const HABITS: [Habit; 4] = [Habit::Waiting, Habit::Reserving, Habit::InFlight, Habit::Queueing];
 
 /// How long steady clients go on when their callers should have all places back.
 const STEADY: u64 = 1000;
 
+/// More than all clients can ask for.
+const AMPLE: u32 = 50_000;
+/// How long a request is in flight, at most.
+pub(super) const LONGEST: u64 = 300;
 /// So long that nothing flows back in a run.
 const LONG: Duration = Duration::from_secs(90 * 86_400);
 /// Longer than anything that goes wrong, and a lease time that ends within a run.
@@ -195,7 +213,7 @@ impl Caller {
         let habit = *pick(rng, &HABITS);
         let policy = match habit {
             Habit::Waiting => {
-                let (limit, period) = *pick(rng, &[(2, 200), (10, 300), (10, 1000), (50, 1000)]);
+                let (limit, period) = *pick(rng, &[(2, 200), (10, 300), (10, 1000), (50, 1000), (AMPLE, 1000)]);
                 Policy::new("wait", *pick(rng, Strategy::ALL), Quota::per(limit, Duration::from_millis(period)))
             }
             Habit::Reserving => {
@@ -205,13 +223,18 @@ impl Caller {
             Habit::InFlight => {
                 Policy::new("flight", Strategy::InFlight, Quota::per(*pick(rng, &[1, 2, 4]), *pick(rng, &LEASES)))
             }
+            Habit::Queueing => {
+                Policy::new("queue", Strategy::InFlight, Quota::per(*pick(rng, &[1, 4, AMPLE]), *pick(rng, &LEASES)))
+            }
         };
+        let policy = policy.unwrap();
+        let clients = if policy.quota().limit() == AMPLE { 10..=30 } else { 1..=5 };
         Self {
             key: Key::new(format!("c{index}")),
-            policies: policy.unwrap().into(),
+            policies: policy.into(),
             habit,
-            cost: if habit == Habit::InFlight { 1 } else { rng.u32(1..=3).min(2) },
-            clients: rng.usize(1..=5),
+            cost: if habit.is_in_flight() { 1 } else { rng.u32(1..=3).min(2) },
+            clients: rng.usize(clients),
             drops: rng.u8(..3) == 0,
             is_steady: false,
         }
@@ -221,6 +244,11 @@ impl Caller {
         let quota = Quota::per(*pick(rng, &[8, 16]), self.policy().quota().period());
         self.policies = Policy::new("flight", Strategy::InFlight, quota).unwrap().into();
         (self.clients, self.drops, self.is_steady) = (rng.usize(10..=20), true, true);
+    }
+
+    /// Whether there is room for all, whenever they ask.
+    pub(super) fn is_ample(&self) -> bool {
+        self.policy().quota().limit() == AMPLE
     }
 
     pub(super) fn policy(&self) -> &Policy {
