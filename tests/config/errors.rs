@@ -12,9 +12,9 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
     }
 }
 
-const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `buckets`, `denials`, `deadline`, \
-                      `failures`, `share`, `local_keys`, `url`, `root_certificates`, `client_certificate`, `client_key`, \
-                      `server_name`";
+const FIELDS: &str = "`kind`, `url`, `root_certificates`, `client_certificate`, `client_key`, `server_name`, `prefix`, \
+                      `connections`, `timeout`, `queue`, `batch`, `buckets`, `denials`, `deadline`, `failures`, `share`, \
+                      `local_keys`";
 
 #[test]
 fn of_a_store() {
@@ -35,6 +35,7 @@ fn of_a_store() {
         (json!({ "queue": -1 }), "queue: \"-1\" is no number that fits: write a whole number from 1 on"),
         (json!({ "batch": "two" }), "batch: \"two\" is no number that fits: write a whole number from 1 on"),
         (json!({ "local_keys": null }), "invalid type: null, expected a whole number from 1 on as `local_keys`"),
+        (json!({ "buckets": true }), "invalid type: boolean `true`, expected a whole number from 1 on as `buckets`"),
         (
             json!({ "denials": 1.5 }),
             "invalid type: floating point `1.5`, expected a whole number from 0 on as `denials`",
@@ -121,8 +122,7 @@ fn of_a_list() {
         ),
         (
             json!("10/s"),
-            "invalid type: string \"10/s\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`, \
-             or a list of policies",
+            "\"10/s\" is no policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies",
         ),
         (
             json!(["10/s"]),
