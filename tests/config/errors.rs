@@ -181,6 +181,8 @@ fn tell_the_line() {
         assert!(error.starts_with(&format!("TOML parse error at line {line}, column {column}\n")), "{error}");
         assert!(!error.contains("hunter2"), "{error}");
     }
+    let error = toml::from_str::<File>("[store]\ntimeout = 250\n").unwrap_err().to_string();
+    assert!(error.contains("timeout: \"250\" is no duration: the duration has no unit"), "{error}");
     let error = yaml_serde::from_str::<File>("policies:\n- { name: api, quota: 1/s }\n- { name: log, quota: 5/M }\n");
     let error = error.unwrap_err().to_string();
     assert!(

@@ -33,34 +33,6 @@ fn ipv6_prefix<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Bits
     Field::new("ipv6_prefix").deserialize(deserializer).map(Some)
 }
 
-impl Table {
-    fn client_ip<E: Error>(self) -> Result<ClientIp, E> {
-        let client_ip = match (self.header, self.trust, self.hops) {
-            (None, None, None) => Ok(ClientIp::peer()),
-            (Some(header), Some(List(trusted)), None) => ClientIp::header(&header).trusting(Ok(trusted)),
-            (Some(header), None, Some(hops)) => ClientIp::header(&header).hops(hops.get()),
-            (Some(header), None, None) => {
-                return Err(E::custom(format_args!(
-                    "nobody is trusted to write {header:?}: say who does, by `trust = [\"private\"]` or by `hops = 1`"
-                )));
-            }
-            (Some(_), Some(_), Some(_)) => {
-                return Err(E::custom("`trust` and `hops` are both there: leave one out"));
-            }
-            (None, ..) => {
-                return Err(E::custom(
-                    "there is no header that the trusted proxies write: add it, such as `header = \"x-forwarded-for\"`",
-                ));
-            }
-        };
-        let client_ip = client_ip.map_err(E::custom)?;
-        match self.ipv6_prefix {
-            Some(Bits(bits)) => client_ip.ipv6_prefix(bits).map_err(E::custom),
-            None => Ok(client_ip),
-        }
-    }
-}
-
 deserialize!(ClientIp);
 
 impl Setting for ClientIp {
@@ -76,7 +48,22 @@ impl Setting for ClientIp {
     }
 
     fn read_table<'de, D: Deserializer<'de>>(table: D, _: Field<Self>) -> Result<Self, D::Error> {
-        Table::deserialize(table)?.client_ip()
+        let Table { header, trust, hops, ipv6_prefix } = Table::deserialize(table)?;
+        let client = match (header, trust, hops) {
+            (None, None, None) => Ok(Self::peer()),
+            (Some(header), Some(List(trusted)), None) => {
+                Self::header(&header).trusting(Ok(trusted)).map_err(D::Error::custom)
+            }
+            (Some(header), None, Some(hops)) => Self::header(&header).hops(hops.get()).map_err(D::Error::custom),
+            (Some(header), None, None) => Err(D::Error::custom(format_args!(
+                "nobody is trusted to write {header:?}: say who does, by `trust = [\"private\"]` or by `hops = 1`"
+            ))),
+            (Some(_), Some(_), Some(_)) => Err(D::Error::custom("`trust` and `hops` are both there: leave one out")),
+            (None, ..) => Err(D::Error::custom(
+                "there is no header that the trusted proxies write: add it, such as `header = \"x-forwarded-for\"`",
+            )),
+        }?;
+        Ok(Self { ipv6_prefix: ipv6_prefix.map_or(client.ipv6_prefix, |Bits(bits)| bits), ..client })
     }
 }
 

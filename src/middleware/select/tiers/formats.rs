@@ -12,22 +12,25 @@ use super::{Plans, Tiers};
 use crate::limit::formats::{Field, Setting};
 use crate::limit::{ConfigError, Key, Policies};
 
+/// None for who is exempt.
+type Choices<N> = HashMap<N, Option<Policies>>;
+
 #[derive(serde::Deserialize)]
 #[serde(rename = "Tiers", deny_unknown_fields)]
 #[serde(expecting = "tiers such as `{ default = { name = \"free\", quota = \"60/min\" } }`")]
 struct Table {
     default: Policies,
     #[serde(default, deserialize_with = "tiers")]
-    tiers: HashMap<String, Option<Policies>>,
+    tiers: Choices<String>,
     #[serde(default, deserialize_with = "callers")]
-    callers: HashMap<Key, Option<Policies>>,
+    callers: Choices<Key>,
 }
 
-fn tiers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<HashMap<String, Option<Policies>>, D::Error> {
+fn tiers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<String>, D::Error> {
     deserializer.deserialize_map(Once { what: "tier", shown: String::as_str })
 }
 
-fn callers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<HashMap<Key, Option<Policies>>, D::Error> {
+fn callers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Choices<Key>, D::Error> {
     deserializer.deserialize_map(Once { what: "caller", shown: Key::reveal })
 }
 
@@ -69,7 +72,6 @@ enum Choice<'a> {
     Limited(&'a Policies),
 }
 
-/// None for who is exempt.
 impl Setting for Option<Policies> {
     const EXPECTED: &'static str =
         "`exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, or a list of policies";
@@ -99,7 +101,7 @@ struct Once<N> {
 }
 
 impl<'de, N: Setting + Eq + Hash> Visitor<'de> for Once<N> {
-    type Value = HashMap<N, Option<Policies>>;
+    type Value = Choices<N>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "a table of {}s", self.what)
