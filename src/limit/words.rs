@@ -26,20 +26,7 @@ macro_rules! words {
         }
 
         #[cfg(feature = "serde")]
-        impl $crate::limit::formats::Setting for $type {
-            const EXPECTED: &'static str = $choices;
-
-            fn read(text: &str) -> Result<Self, $crate::limit::ConfigError> {
-                text.parse()
-            }
-
-            fn write<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-                serializer.collect_str(self)
-            }
-        }
-
-        #[cfg(feature = "serde")]
-        $crate::limit::formats::setting!($type);
+        $crate::limit::formats::text!($type, $choices);
     };
 }
 

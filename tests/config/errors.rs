@@ -12,9 +12,9 @@ fn error<T: DeserializeOwned>(value: &Value) -> String {
     }
 }
 
-const FIELDS: &str = "`kind`, `prefix`, `connections`, `timeout`, `queue`, `batch`, `partitions`, `denials`, `deadline`, \
-                      `failures`, `share`, `local_keys`, `url`, `root_certificates`, `client_certificate`, `client_key`, \
-                      `server_name`";
+const FIELDS: &str = "`kind`, `url`, `root_certificates`, `client_certificate`, `client_key`, `server_name`, `prefix`, \
+                      `connections`, `timeout`, `queue`, `batch`, `partitions`, `denials`, `deadline`, `failures`, `share`, \
+                      `local_keys`";
 
 #[test]
 fn of_a_store() {
@@ -35,6 +35,10 @@ fn of_a_store() {
         (json!({ "queue": -1 }), "queue: \"-1\" is no number that fits: write a whole number from 1 on"),
         (json!({ "batch": "two" }), "batch: \"two\" is no number that fits: write a whole number from 1 on"),
         (json!({ "local_keys": null }), "invalid type: null, expected a whole number from 1 on as `local_keys`"),
+        (
+            json!({ "partitions": true }),
+            "invalid type: boolean `true`, expected a whole number from 1 on as `partitions`",
+        ),
         (
             json!({ "denials": 1.5 }),
             "invalid type: floating point `1.5`, expected a whole number from 0 on as `denials`",
@@ -121,8 +125,7 @@ fn of_a_list() {
         ),
         (
             json!("10/s"),
-            "invalid type: string \"10/s\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`, \
-             or a list of policies",
+            "\"10/s\" is no policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies",
         ),
         (
             json!(["10/s"]),
@@ -181,6 +184,8 @@ fn tell_the_line() {
         assert!(error.starts_with(&format!("TOML parse error at line {line}, column {column}\n")), "{error}");
         assert!(!error.contains("hunter2"), "{error}");
     }
+    let error = toml::from_str::<File>("[store]\ntimeout = 250\n").unwrap_err().to_string();
+    assert!(error.contains("timeout: \"250\" is no duration: the duration has no unit"), "{error}");
     let error = yaml_serde::from_str::<File>("policies:\n- { name: api, quota: 1/s }\n- { name: log, quota: 5/M }\n");
     let error = error.unwrap_err().to_string();
     assert!(

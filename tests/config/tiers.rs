@@ -130,8 +130,7 @@ fn errors() {
         ),
         (
             json!({ "default": "exempt" }),
-            "invalid type: string \"exempt\", expected a policy such as `{ name = \"api\", quota = \"100/s\" }`, \
-             or a list of policies"
+            "\"exempt\" is no policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
                 .to_owned(),
         ),
         (
@@ -142,7 +141,7 @@ fn errors() {
         ),
         (
             json!({ "default": free, "tiers": { "pro": 60 } }),
-            "invalid type: integer `60`, expected `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"60\" is no policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),

@@ -1,7 +1,6 @@
 use std::net::{IpAddr, Ipv6Addr};
 
 use ipnet::IpNet;
-use serde::ser::{Error, Serializer};
 
 use super::Setting;
 use crate::limit::{ConfigError, Key};
@@ -13,10 +12,6 @@ impl Setting for Key {
 
     fn read(text: &str) -> Result<Self, ConfigError> {
         read(text).ok_or_else(|| ConfigError::choice("caller", text, Self::EXPECTED))
-    }
-
-    fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self.written().map_err(S::Error::custom)?)
     }
 }
 

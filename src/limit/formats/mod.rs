@@ -1,9 +1,190 @@
 //! Feature `serde`: what a file or the environment says.
 
 mod key;
-mod list;
 mod policies;
-mod setting;
 
-pub(crate) use list::List;
-pub(crate) use setting::{Field, Setting, Written, setting};
+use std::fmt;
+use std::marker::PhantomData;
+use std::num::{NonZeroU8, NonZeroU32, NonZeroUsize};
+use std::time::Duration;
+
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{
+    Deserialize, DeserializeOwned, DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Unexpected, Visitor,
+};
+use serde::ser::Serializer;
+
+use crate::limit::{ConfigError, Quota, Strategy, duration};
+
+/// A value that is read from text, so that an environment variable can hold it.
+///
+/// serde's own choice between text and tables, `untagged`, forgets the line of an error and what is wrong there.
+pub(crate) trait Setting: Sized {
+    /// What it looks like.
+    const EXPECTED: &'static str;
+    /// What a list of it looks like.
+    const LIST: &'static str = "a list";
+    /// Whether formats may have it as something else than text: a number, which is read as text, a table or a list.
+    const ANY: bool = false;
+
+    fn read(text: &str) -> Result<Self, ConfigError>;
+
+    fn read_table<'de, D: Deserializer<'de>>(_: D, field: Field<Self>) -> Result<Self, D::Error> {
+        Err(D::Error::invalid_type(Unexpected::Map, &field))
+    }
+
+    fn read_list<'de, D: Deserializer<'de>>(_: D, field: Field<Self>) -> Result<Self, D::Error> {
+        Err(D::Error::invalid_type(Unexpected::Seq, &field))
+    }
+}
+
+/// Reads a setting of this name, for errors to tell. The name is empty if the setting stands alone.
+pub(crate) struct Field<T>(&'static str, PhantomData<T>);
+
+impl<T> Field<T> {
+    pub(crate) const fn new(name: &'static str) -> Self {
+        Self(name, PhantomData)
+    }
+}
+
+impl<'de, T: Setting> DeserializeSeed<'de> for Field<T> {
+    type Value = T;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<T, D::Error> {
+        if T::ANY { deserializer.deserialize_any(self) } else { deserializer.deserialize_str(self) }
+    }
+}
+
+impl<'de, T: Setting> Visitor<'de> for Field<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            "" => f.write_str(T::EXPECTED),
+            name => write!(f, "{} as `{name}`", T::EXPECTED),
+        }
+    }
+
+    fn visit_str<E: Error>(self, text: &str) -> Result<T, E> {
+        T::read(text).map_err(|error| match self.0 {
+            "" => E::custom(error),
+            name => E::custom(format_args!("{name}: {error}")),
+        })
+    }
+
+    fn visit_u64<E: Error>(self, number: u64) -> Result<T, E> {
+        self.visit_str(&number.to_string())
+    }
+
+    fn visit_i64<E: Error>(self, number: i64) -> Result<T, E> {
+        self.visit_str(&number.to_string())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, table: A) -> Result<T, A::Error> {
+        T::read_table(MapAccessDeserializer::new(table), self)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<T, A::Error> {
+        T::read_list(SeqAccessDeserializer::new(list), self)
+    }
+}
+
+/// Reads a [`Setting`] that stands alone.
+macro_rules! deserialize {
+    ($type:ty) => {
+        impl<'de> serde::Deserialize<'de> for $type {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                serde::de::DeserializeSeed::deserialize($crate::limit::formats::Field::new(""), deserializer)
+            }
+        }
+    };
+}
+
+/// Reads and writes a type by its `FromStr` and `Display`.
+macro_rules! text {
+    ($type:ty, $expected:literal) => {
+        impl $crate::limit::formats::Setting for $type {
+            const EXPECTED: &'static str = $expected;
+            const LIST: &'static str = concat!("a list, each ", $expected);
+
+            fn read(text: &str) -> Result<Self, $crate::limit::ConfigError> {
+                text.parse()
+            }
+        }
+
+        impl serde::Serialize for $type {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        $crate::limit::formats::deserialize!($type);
+    };
+}
+
+pub(crate) use {deserialize, text};
+
+text!(Quota, "a quota such as `100/s burst 200`");
+text!(Strategy, "a strategy such as `gcra`");
+
+impl Setting for Duration {
+    const EXPECTED: &'static str = "a duration such as `250ms`";
+
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        let wrong = |problem| ConfigError::DurationSyntax { text: text.chars().take(80).collect(), problem };
+        duration::parse(text).map_err(wrong)
+    }
+}
+
+pub(crate) fn write_duration<S: Serializer>(duration: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&duration::Text(*duration))
+}
+
+/// Text is taken as it is: what is wrong with it is found where it is used.
+impl Setting for String {
+    const EXPECTED: &'static str = "text";
+
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        Ok(text.to_owned())
+    }
+}
+
+macro_rules! numbers {
+    ($($type:ty, $expected:literal;)+) => {
+        $(impl Setting for $type {
+            const EXPECTED: &'static str = $expected;
+            const ANY: bool = true;
+
+            fn read(text: &str) -> Result<Self, ConfigError> {
+                text.trim().parse().map_err(|_| ConfigError::choice("number that fits", text, $expected))
+            }
+        })+
+    };
+}
+
+numbers! {
+    usize, "a whole number from 0 on";
+    NonZeroUsize, "a whole number from 1 on";
+    NonZeroU8, "a whole number from 1 to 255";
+    NonZeroU32, "a whole number from 1 to 4294967295";
+}
+
+/// Several settings: a list, or one text with commas in between.
+#[derive(serde::Serialize)]
+#[serde(transparent)]
+pub(crate) struct List<T>(pub(crate) Vec<T>);
+
+impl<T: Setting + DeserializeOwned> Setting for List<T> {
+    const EXPECTED: &'static str = T::LIST;
+    const ANY: bool = true;
+
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        // `split` finds one text in none.
+        let texts = text.split(',').filter(|_| !text.trim().is_empty());
+        texts.map(|text| T::read(text.trim())).collect::<Result<_, _>>().map(Self)
+    }
+
+    fn read_list<'de, D: Deserializer<'de>>(list: D, _: Field<Self>) -> Result<Self, D::Error> {
+        Vec::deserialize(list).map(Self)
+    }
+}

@@ -1,9 +1,7 @@
-use std::fmt;
-
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
+use super::{Field, Setting, deserialize};
 use crate::limit::{ConfigError, Policies, Policy, Quota, Strategy};
 
 /// How a policy is written.
@@ -40,30 +38,21 @@ impl Serialize for Policies {
     }
 }
 
-impl<'de> Deserialize<'de> for Policies {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(OneOrSeveral)
-    }
-}
+deserialize!(Policies);
 
-struct OneOrSeveral;
+impl Setting for Policies {
+    const EXPECTED: &'static str = "a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies";
+    const ANY: bool = true;
 
-impl<'de> Visitor<'de> for OneOrSeveral {
-    type Value = Policies;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies")
+    fn read(text: &str) -> Result<Self, ConfigError> {
+        Err(ConfigError::choice("policy", text, Self::EXPECTED))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Policies, A::Error> {
-        Policy::deserialize(MapAccessDeserializer::new(map)).map(Policies::from)
+    fn read_table<'de, D: Deserializer<'de>>(policy: D, _: Field<Self>) -> Result<Self, D::Error> {
+        Policy::deserialize(policy).map(Self::from)
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Policies, A::Error> {
-        let mut policies = vec![];
-        while let Some(policy) = list.next_element::<Policy>()? {
-            policies.push(policy);
-        }
-        Policies::new(policies).map_err(A::Error::custom)
+    fn read_list<'de, D: Deserializer<'de>>(list: D, _: Field<Self>) -> Result<Self, D::Error> {
+        Self::new(Vec::<Policy>::deserialize(list)?).map_err(D::Error::custom)
     }
 }

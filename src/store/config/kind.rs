@@ -29,16 +29,18 @@ words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
 ///
 /// As text: a number such as `4`, or `alive`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize), serde(rename_all = "lowercase"))]
 #[non_exhaustive]
 pub enum ShareConfig {
-    /// [`Share::Fixed`]: there are so many instances.
-    Fixed(NonZeroU32),
     /// [`Share::Alive`], with what [`RedisStore::announce`] counts. It needs a tokio runtime when the store is made.
     Alive,
+    /// [`Share::Fixed`]: there are so many instances.
+    #[cfg_attr(feature = "serde", serde(untagged))]
+    Fixed(NonZeroU32),
 }
 
 impl ShareConfig {
-    const CHOICES: &str = "a number of instances such as `4`, or `alive`";
+    pub(super) const CHOICES: &str = "a number of instances such as `4`, or `alive`";
 
     pub(super) fn of(self, redis: &RedisStore) -> Result<Share, Error> {
         match self {
@@ -67,32 +69,6 @@ impl FromStr for ShareConfig {
         match text.trim() {
             "alive" => Ok(Self::Alive),
             number => number.parse().map(Self::Fixed).map_err(|_| ConfigError::choice("share", text, Self::CHOICES)),
-        }
-    }
-}
-
-#[cfg(feature = "serde")]
-mod formats {
-    use serde::{Serialize, Serializer};
-
-    use super::{ConfigError, ShareConfig};
-    use crate::limit::formats::{Setting, setting};
-
-    setting!(ShareConfig);
-
-    impl Setting for ShareConfig {
-        const EXPECTED: &'static str = Self::CHOICES;
-        const NUMBER: bool = true;
-
-        fn read(text: &str) -> Result<Self, ConfigError> {
-            text.parse()
-        }
-
-        fn write<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-            match self {
-                Self::Fixed(instances) => instances.serialize(serializer),
-                Self::Alive => serializer.collect_str(self),
-            }
         }
     }
 }

@@ -79,46 +79,71 @@ use crate::limit::ConfigError;
 /// # Ok::<(), tower_redis_ratelimit::Error>(())
 /// ```
 #[derive(Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(default, deny_unknown_fields))]
+#[cfg_attr(feature = "serde", serde(expecting = "the settings of a store, such as `{ url = \"redis://127.0.0.1/\" }`"))]
 #[non_exhaustive]
 pub struct StoreConfig {
     /// Which store it is. Defaults to [`StoreKind::Auto`].
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::kind"))]
     pub kind: StoreKind,
     /// The URL of Redis, as [`RedisStore::connect`] takes it. Defaults to none.
+    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub url: Option<String>,
     /// A file with the certificates of the authorities to trust, and no others, in PEM. Defaults to none: those that this
     /// machine trusts, or with the feature `tls-webpki-roots` Mozilla's.
     ///
     /// This and the three below need the feature `tls` and a URL that asks for TLS. Files are paths from the working directory,
     /// and are read when the store is made.
+    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub root_certificates: Option<PathBuf>,
     /// A file with the certificate that shows who we are, and those between it and its authority, in PEM. Defaults to none.
+    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub client_certificate: Option<PathBuf>,
     /// A file with the key of that certificate, in PEM. Defaults to none.
+    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub client_key: Option<PathBuf>,
     /// For which name the servers' certificates must be, if not for the hosts in the URL. Defaults to each server's host.
+    #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub server_name: Option<String>,
     /// See [`RedisStoreBuilder::prefix`]. Defaults to `rl`.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::prefix"))]
     pub prefix: String,
     /// See [`RedisStoreBuilder::connections`]. Defaults to 2.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::connections"))]
     pub connections: NonZeroUsize,
     /// See [`RedisStoreBuilder::timeout`]. Defaults to 250 ms.
+    #[cfg_attr(
+        feature = "serde",
+        serde(deserialize_with = "formats::timeout", serialize_with = "formats::write_duration")
+    )]
     pub timeout: Duration,
     /// See [`RedisStoreBuilder::queue`]. Defaults to 10,000.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::queue"))]
     pub queue: NonZeroUsize,
     /// See [`RedisStoreBuilder::batch`]. Defaults to 128.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::batch"))]
     pub batch: NonZeroUsize,
     /// See [`RedisStoreBuilder::partitions`]. Defaults to 12.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::partitions"))]
     pub partitions: NonZeroUsize,
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::denials"))]
     pub denials: usize,
     /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`], and less than a millisecond a
     /// [`ConfigError::Deadline`].
+    #[cfg_attr(
+        feature = "serde",
+        serde(deserialize_with = "formats::deadline", serialize_with = "formats::write_duration")
+    )]
     pub deadline: Duration,
     /// See [`Fallback::failures`]. Defaults to 3.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::failures"))]
     pub failures: NonZeroU32,
     /// See [`Fallback::share`]. Defaults to 1.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::share"))]
     pub share: ShareConfig,
     /// How many keys a [`LocalStore`] holds, alone or in a [`Fallback`]. Defaults to 100,000.
+    #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::local_keys"))]
     pub local_keys: NonZeroUsize,
 }
 
@@ -213,46 +238,28 @@ impl StoreConfig {
 }
 
 /// Shows no password.
+#[warn(clippy::missing_fields_in_debug)]
 impl fmt::Debug for StoreConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            kind,
-            url,
-            root_certificates,
-            client_certificate,
-            client_key,
-            server_name,
-            prefix,
-            connections,
-            timeout,
-            queue,
-            batch,
-            partitions,
-            denials,
-            deadline,
-            failures,
-            share,
-            local_keys,
-        } = self;
         let address = |url: &String| format!("{:?}", Servers::from(url));
         f.debug_struct("StoreConfig")
-            .field("kind", kind)
-            .field("url", &url.as_ref().map(address))
-            .field("root_certificates", root_certificates)
-            .field("client_certificate", client_certificate)
-            .field("client_key", client_key)
-            .field("server_name", server_name)
-            .field("prefix", prefix)
-            .field("connections", connections)
-            .field("timeout", timeout)
-            .field("queue", queue)
-            .field("batch", batch)
-            .field("partitions", partitions)
-            .field("denials", denials)
-            .field("deadline", deadline)
-            .field("failures", failures)
-            .field("share", share)
-            .field("local_keys", local_keys)
+            .field("kind", &self.kind)
+            .field("url", &self.url.as_ref().map(address))
+            .field("root_certificates", &self.root_certificates)
+            .field("client_certificate", &self.client_certificate)
+            .field("client_key", &self.client_key)
+            .field("server_name", &self.server_name)
+            .field("prefix", &self.prefix)
+            .field("connections", &self.connections)
+            .field("timeout", &self.timeout)
+            .field("queue", &self.queue)
+            .field("batch", &self.batch)
+            .field("partitions", &self.partitions)
+            .field("denials", &self.denials)
+            .field("deadline", &self.deadline)
+            .field("failures", &self.failures)
+            .field("share", &self.share)
+            .field("local_keys", &self.local_keys)
             .finish()
     }
 }

@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_are_spread_over_the_slots() {
+    fn partitions_are_spread_over_the_slots() {
         for partitions in [1, 2, 3, 32, 1_000] {
             let tags = tags(partitions);
             assert_eq!(tags.len(), partitions);
@@ -206,7 +206,7 @@ mod tests {
 
     /// What `docs/running.md` says of the numbers to choose. The masters have the ranges that `redis-cli --cluster create` gives.
     #[test]
-    fn buckets_are_spread_over_the_masters() {
+    fn partitions_are_spread_over_the_masters() {
         let slots = |partitions: usize| -> Vec<usize> {
             tags(partitions).into_iter().map(|tag| slot(tag.to_string().as_bytes()).into()).collect()
         };
