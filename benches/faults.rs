@@ -41,7 +41,7 @@ fn main() {
         for (name, fault) in matrix::ROWS {
             let row = run(name, matrix::run(*fault));
             let cells = Cells {
-                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.settled],
+                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.reconciled],
                 times: [Some(row.worst), row.recovery, row.healthy_p99, row.open_p99],
             };
             println!("{} |", cells.line(name));
@@ -52,7 +52,7 @@ fn main() {
         for (name, fault) in cluster::ROWS {
             let row = run(name, cluster::run(*fault));
             let cells = Cells {
-                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.settled],
+                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.reconciled],
                 times: [Some(row.worst), Some(row.recovery), row.healthy_p99, row.open_p99],
             };
             println!("{} | {}, {} |", cells.line(name), row.others.0, row.others.1);
@@ -66,7 +66,7 @@ fn main() {
     }
 }
 
-const HEAD: &str = "| Fault | Requests | Failed | Worst wait | Granted / allowed | Not answered | Settled | Recovery | p99 before | p99 once open";
+const HEAD: &str = "| Fault | Requests | Failed | Worst wait | Granted / allowed | Not answered | Reconciled | Recovery | p99 before | p99 once open";
 const LINE: &str = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:";
 
 /// What both tables have of a row.
@@ -77,10 +77,10 @@ struct Cells {
 
 impl Cells {
     fn line(&self, name: &str) -> String {
-        let [requests, errors, granted, allowed, unanswered, settled] = self.counts;
+        let [requests, errors, granted, allowed, unanswered, reconciled] = self.counts;
         let [worst, recovery, before, open] = self.times.map(millis);
         format!(
-            "| {name} | {requests} | {errors} | {worst} | {granted} / {allowed} | {unanswered} | {settled} | {recovery} | {before} | {open}"
+            "| {name} | {requests} | {errors} | {worst} | {granted} / {allowed} | {unanswered} | {reconciled} | {recovery} | {before} | {open}"
         )
     }
 }

@@ -1,7 +1,7 @@
 //! `cargo run --example login`
 //!
 //! A login of which only failures count: 5 wrong passwords a minute for each user, over all instances. An attempt is taken
-//! before the password is looked at, and given back if it was right: so many guesses at once are no way around. Settings by
+//! before the password is looked at, and refunded if it was right: so many guesses at once are no way around. Settings by
 //! the environment: `PORT` (3000), `FAILURES` (`5/min`), and `REDIS_URL` to share the count among instances.
 
 use std::env;
@@ -25,7 +25,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .status
     {
         StatusCode::UNAUTHORIZED => Settlement::Keep,
-        _ => Settlement::GiveBack,
+        _ => Settlement::Refund,
     });
     // The last one is the outermost: the limit knows the user.
     let app = Router::new().route("/login/{user}", post(login).layer(layer).layer(from_fn(note_user)));

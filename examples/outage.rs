@@ -60,7 +60,7 @@ impl Observer for Log {
         println!("        instance {} counts in Redis again, after {:.1?}", self.0, event.after);
     }
 
-    fn settled(&self, event: &event::Settled) {
+    fn reconciled(&self, event: &event::Reconciled) {
         println!("        instance {} settled {}, dropped {}", self.0, event.charged, event.dropped);
     }
 }

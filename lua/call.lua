@@ -7,14 +7,14 @@
 --          policies        each: strategy, and the four numbers that its `policy` function takes
 --          plans           what is asked; each: mode, cost, microseconds for which the answer is remembered under the
 --                          check's id (0: it has none), or within which a take ahead has to be due, then its policies
---                          by their place above; of a give back after that the charge of which it gives back: how much
+--                          by their place above; of a refund after that the charge of which it refunds: how much
 --                          it was; how many microseconds ago at least; the time that was answered then, or 0; and for
 --                          each policy the `reset` that was answered then
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
 --                          times each of these is asked: takes of one caller that ask the same share an entry, so that
 --                          no key comes twice in a run of takes
 -- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
---          granted         what was charged or given back; below 0, what was the matter (see `problem`)
+--          granted         what was charged or refunded; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now
 --          wait            0 if this policy let it pass; microseconds until it would, or until what it took ahead is due;
 --                          -1 for never

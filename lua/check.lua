@@ -1,6 +1,6 @@
 -- The driver: decides a batch of checks, each of one or more policies of one caller, all or nothing.
 
-local TAKE, UP_TO, PEEK, CHARGE, GIVE_BACK, RESET, TAKE_AHEAD, RENEW, HOLD = 1, 2, 3, 4, 5, 6, 7, 8, 9
+local TAKE, UP_TO, PEEK, CHARGE, REFUND, RESET, TAKE_AHEAD, RENEW, HOLD = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local keep = 0
@@ -33,7 +33,7 @@ for i = 1, plan_count do
     plan.within, plan.remember = remember, 0
   end
   local count = (#text - PLAN_LENGTH) / NUMBER_LENGTH
-  if mode == GIVE_BACK then
+  if mode == REFUND then
     count = (#text - PLAN_LENGTH - CHARGE_OF_LENGTH) / (NUMBER_LENGTH + RESET_OF_LENGTH)
     local charged, age, time, at = decode(CHARGE_OF, text, PLAN_LENGTH + NUMBER_LENGTH * count + 1)
     if time > 0 then
@@ -52,7 +52,7 @@ for i = 1, plan_count do
   end
   plan.is_take = mode == TAKE and remember == 0 and #plan == 1
   if #plan == 1 and plan[1].counts_requests then
-    plan.tells = plan.remember == 0 and (mode == GIVE_BACK or mode == RENEW or mode == HOLD)
+    plan.tells = plan.remember == 0 and (mode == REFUND or mode == RENEW or mode == HOLD)
     if plan.is_take then
       plan.cost = 1
     end
@@ -152,7 +152,7 @@ end
 local tell, tells
 if strategies[8] then
   function tell(mode, cost, own)
-    if mode == GIVE_BACK then
+    if mode == REFUND then
       return max(0, own - cost)
     elseif mode == HOLD or own == 0 then
       return cost
@@ -176,12 +176,12 @@ if strategies[8] then
       local before, reset = own, 0
       for _ = 1, times do
         local held = tell(mode, cost, own)
-        reply[n + 1], own = mode == GIVE_BACK and own - held or held, held
+        reply[n + 1], own = mode == REFUND and own - held or held, held
         reset = strategy.reset(policy, now, own, others, latest)
         reply[n + 2], reply[n + 3], reply[n + 4] = max(0, strategy.room(policy, now, own, others)), 0, reset
         n = n + 4
       end
-      if not trouble and (own ~= before or dirty or mode ~= GIVE_BACK) then
+      if not trouble and (own ~= before or dirty or mode ~= REFUND) then
         if own == 0 and others == 0 then
           gone[#gone + 1], gone_from[#gone_from + 1] = key, from
         else
@@ -225,7 +225,7 @@ if not only_runs then
     return -math.huge
   end
 
-  -- What a policy would grant, if all let the check pass; what it has to give back, or to forget; what it holds then.
+  -- What a policy would grant, if all let the check pass; what it has to refund, or to forget; what it holds then.
   local function grants(mode, cost, room, policy, own)
     local capacity = policy.capacity
     if mode == TAKE or mode == TAKE_AHEAD then
@@ -236,7 +236,7 @@ if not only_runs then
       return 0
     elseif mode == CHARGE then
       return max(0, min(cost, room + capacity))
-    elseif mode == GIVE_BACK then
+    elseif mode == REFUND then
       return min(cost, policy.counts_requests and own or capacity - room)
     elseif mode == RENEW or mode == HOLD then
       return policy.counts_requests and tell(mode, cost, own) or 0
@@ -259,7 +259,7 @@ if not only_runs then
   -- Asks once, of the states as they are. Returns the most that a policy grants.
   local function ask(plan)
     local mode, count = plan.mode, #plan
-    local each = mode == GIVE_BACK or mode == RESET or mode == RENEW or mode == HOLD
+    local each = mode == REFUND or mode == RESET or mode == RENEW or mode == HOLD
     local granted, passes = math.huge, true
     for i = 1, count do
       local policy = plan[i]
@@ -299,9 +299,9 @@ if not only_runs then
             rooms[i] = strategy.room(policy, now, a[i], b[i], c[i])
           end
         elseif granted > 0 then
-          if mode == GIVE_BACK then
+          if mode == REFUND then
             local given
-            given, a[i], b[i], c[i] = strategy.give_back(policy, key, now, cost, plan.of[i], a[i], b[i], c[i])
+            given, a[i], b[i], c[i] = strategy.refund(policy, key, now, cost, plan.of[i], a[i], b[i], c[i])
             granted = min(granted, given)
           else
             a[i], b[i], c[i] = strategy.charge(policy, key, now, granted, a[i], b[i], c[i])
@@ -324,7 +324,7 @@ if not only_runs then
     if mode == RESET then
       try('DEL', key)
     elseif totals[i] > 0 or dirty[i] and mode ~= PEEK or (mode == RENEW or mode == HOLD) and policy.counts_requests then
-      local charged = mode == GIVE_BACK and -totals[i] or totals[i]
+      local charged = mode == REFUND and -totals[i] or totals[i]
       policy.strategy.save(policy, key, now, now + resets[i] + keep, charged, a[i], b[i], c[i])
     end
   end

@@ -67,7 +67,7 @@ local function charge(policy, key, now, cost, start, count)
 end
 
 -- Of a charge in the window that holds now.
-local function give_back(policy, key, now, cost, of, start, count)
+local function refund(policy, key, now, cost, of, start, count)
   if 2 * (window_end(policy, start) - now - (of.reset - of.age)) >= policy.period then
     return 0, start, count
   end
@@ -91,7 +91,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
-  give_back = give_back,
+  refund = refund,
   reset = reset,
   save = save,
 }

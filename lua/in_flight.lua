@@ -50,7 +50,7 @@ local function charge(policy, key, now, cost, own, others, latest)
 end
 
 -- However long ago it was taken.
-local function give_back(policy, key, now, cost, of, own, others, latest)
+local function refund(policy, key, now, cost, of, own, others, latest)
   return min(cost, own), max(0, own - cost), others, latest
 end
 
@@ -74,7 +74,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
-  give_back = give_back,
+  refund = refund,
   reset = reset,
   save = save,
 }

@@ -30,7 +30,7 @@ if strategies[6] or strategies[7] then
     return level + cost * policy.interval
   end
 
-  local function give_back(policy, key, now, cost, of, level)
+  local function refund(policy, key, now, cost, of, level)
     local ticks = kept(policy, cost, of)
     return div_ceil(ticks, policy.interval), max(0, level - ticks)
   end
@@ -50,7 +50,7 @@ if strategies[6] or strategies[7] then
     room = room,
     wait = wait,
     charge = charge,
-    give_back = give_back,
+    refund = refund,
     reset = reset,
     save = save,
   }

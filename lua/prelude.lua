@@ -18,10 +18,10 @@
 --   room(policy, now, ...)                    the largest cost that would pass now; below 0 in debt
 --   wait(policy, key, now, cost, ...)         microseconds until a cost would pass that does not now
 --   charge(policy, key, now, cost, ...)       the state with a cost counted
---   give_back(policy, key, now, cost, of, ...)  how much of a cost was given back, rounded up, and the state then; `of` is
+--   refund(policy, key, now, cost, of, ...)  how much of a cost was refunded, rounded up, and the state then; `of` is
 --                                             the charge of which it is a part: its cost and age, and the reset told then
 --   reset(policy, now, ...)                   microseconds until the state is as if nothing had been charged
---   save(policy, key, now, at, cost, ...)     stores a state until `at`, in which a cost was charged, or given back if it is
+--   save(policy, key, now, at, cost, ...)     stores a state until `at`, in which a cost was charged, or refunded if it is
 --                                             below 0
 --
 -- What runs for every check divides by operators, which cost less than a call: n - n % d is a multiple of d, rounded down,
@@ -85,7 +85,7 @@ if strategies[5] or strategies[6] or strategies[7] then
     return max(0, min(charge - flown, min(cost, most) * policy.interval))
   end
 
-  -- How much of a cost in ticks is given back of a charge; its Rust half explains it.
+  -- How much of a cost in ticks is refunded of a charge; its Rust half explains it.
   function kept(policy, cost, of)
     return kept_of(policy, cost, of, min(of.age, policy.furthest) * policy.ticks)
   end

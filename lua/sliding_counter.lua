@@ -86,7 +86,7 @@ local function charge(policy, key, now, cost, start, current, previous)
 end
 
 -- From the window of the charge: this one, or the one before.
-local function give_back(policy, key, now, cost, of, start, current, previous)
+local function refund(policy, key, now, cost, of, start, current, previous)
   local period = policy.period
   local ahead = 2 * (start + 2 * period - now - (of.reset - of.age))
   if ahead < period then
@@ -118,7 +118,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
-  give_back = give_back,
+  refund = refund,
   reset = reset,
   save = save,
 }

@@ -5,7 +5,7 @@
 -- are gone, since they have left the period or are at the front; and cells: the charges at the front, one for each block, with
 -- the time of its newest charge and the sum up to that, and then the newest charges. Its header has the time of the first charge
 -- in the blocks, or an earlier one. So most checks read and write the head alone. The sums in a block say how its own charges
--- differ, those in the head how the blocks do: who gives back what was charged long ago rewrites a block and the head.
+-- differ, those in the head how the blocks do: who refunds what was charged long ago rewrites a block and the head.
 -- Registers: the sum of the charges within the period; the log, or nothing if none of its charges stays; the time of the newest
 -- charge, above `now` if the clock has gone back.
 --   log.raw      the string or the head as it was read, if nothing in it has changed; the cells begin `at` a place in it
@@ -244,7 +244,7 @@ local function join(policy, key, log, number)
 end
 
 -- Of a charge within the period: from the first that was made at its time or later.
-local function give_back(policy, key, now, cost, of, sum, log, newest)
+local function refund(policy, key, now, cost, of, sum, log, newest)
   local left, time = max(0, sum - cost), now - of.age
   if of.reset - of.age <= 0 then
     return 0, sum, log, newest
@@ -425,7 +425,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
-  give_back = give_back,
+  refund = refund,
   reset = reset,
   save = save,
 }

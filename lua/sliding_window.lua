@@ -87,7 +87,7 @@ local function charge(policy, key, now, cost, sum, cells, newest)
 end
 
 -- Of a charge that counts still, from its cell on.
-local function give_back(policy, key, now, cost, of, sum, cells, newest)
+local function refund(policy, key, now, cost, of, sum, cells, newest)
   if of.reset - of.age <= 0 then
     return 0, sum, cells, newest
   end
@@ -130,7 +130,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
-  give_back = give_back,
+  refund = refund,
   reset = reset,
   save = save,
 }

@@ -65,7 +65,7 @@ local function kept_of_periods(policy, now, cost, of, refilled)
   return kept_of(policy, cost, of, times * policy.ticks)
 end
 
-local function give_back(policy, key, now, cost, of, tokens, refilled)
+local function refund(policy, key, now, cost, of, tokens, refilled)
   local ticks
   if policy.period > 0 then
     ticks = kept_of_periods(policy, now, cost, of, refilled)
@@ -92,7 +92,7 @@ return {
   room = room,
   wait = wait,
   charge = charge,
-  give_back = give_back,
+  refund = refund,
   reset = reset,
   save = save,
 }

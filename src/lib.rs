@@ -29,9 +29,9 @@ pub use limit::{
 pub use limiter::Limiter;
 pub use middleware::{
     AsIs, CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Ending, Global, HeaderKey, Headers,
-    HttpReject, KeyExtractor, Live, MissingKey, OnError, OnMissingKey, PeerIp, PolicySelector, RateLimit,
-    RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers,
-    TrackedBody, Trio, UntilBodyEnd, Wait, key_fn, policies_fn,
+    HttpReject, KeyExtractor, LegacyHeaders, Live, MissingKey, OnError, OnMissingKey, PeerIp, PolicySelector,
+    RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers,
+    TrackedBody, UntilBodyEnd, Wait, key_fn, policies_fn,
 };
 #[cfg(feature = "tonic")]
 pub use middleware::{GrpcOr, GrpcReject};
@@ -43,8 +43,8 @@ pub use store::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use store::TracingObserver;
 pub use store::{
-    Answer, AnyStore, AnyStoreFuture, Error, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore,
-    Observer, RedisFuture, RedisStore, RedisStoreBuilder, Servers, Share, ShareConfig, Store, StoreConfig, StoreKind,
+    Answer, AnyStore, AnyStoreFuture, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore, Observer,
+    RedisFuture, RedisStore, RedisStoreBuilder, Servers, Share, ShareConfig, Store, StoreConfig, StoreError, StoreKind,
     event,
 };
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::leases::Leases;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::settle::{Reservation, ReserveError, Reserved};
-use crate::store::{Answer, Error, Observer, Store, instant};
+use crate::store::{Answer, Observer, Store, StoreError, instant};
 use crate::turns::{Bounds, Spent, Turns, Wanted};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
@@ -68,7 +68,7 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::take(key, &self.policies, cost))
     }
 
-    /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is given back if that is
+    /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is refunded if that is
     /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Strategy::InFlight) it is
     /// one request, which ends when the reservation is dropped or settled, and is renewed until then:
     ///
@@ -136,9 +136,9 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::charge(key, self.of_costs(), cost))
     }
 
-    /// Gives `cost` back. See [`Check::give_back`]. A policy of requests in flight is left out as of a [charge](Self::charge).
-    pub fn give_back(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::give_back(key, self.of_costs(), cost))
+    /// Gives `cost` back. See [`Check::refund`]. A policy of requests in flight is left out as of a [charge](Self::charge).
+    pub fn refund(&self, key: Key, cost: u32) -> Answer<S::Future> {
+        self.store.check(Check::refund(key, self.of_costs(), cost))
     }
 
     /// Those that count costs, or all if there are none.
@@ -158,16 +158,16 @@ impl<S: Store> Limiter<S> {
     /// [too many](Self::max_waiting) wait. The calls of the store are no part of `max`: where there is room nobody is denied for
     /// what these take, and a denial may come two or three of them later.
     ///
-    /// To drop the future gives up the wait, and takes nothing: what was granted just then is given back, on a task of
+    /// To drop the future gives up the wait, and takes nothing: what was granted just then is refunded, on a task of
     /// its own.
     ///
     /// # Errors
     ///
     /// Those of the store.
-    pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, Error> {
+    pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
         let wanted = Wanted { key, policies: self.policies.clone(), cost, deadline };
-        if wanted.never_fits() {
+        if wanted.exceeds_capacity() {
             return self.take(key, cost).await;
         }
         let permit = match self.turns.join(wanted, None) {

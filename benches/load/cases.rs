@@ -50,7 +50,7 @@ pub enum What {
     /// `RedisStore` through the layer.
     Redis(Load),
     /// `RedisStore` through a layer that holds each request until its body has ended, of 100,000 callers: a request is a take,
-    /// and what it gives back.
+    /// and what it refunds.
     InFlight,
     /// `LocalStore` through the layer.
     Local(Load),
@@ -77,7 +77,7 @@ pub enum Layers {
     Limited,
     /// Ours, with a `RedisStore`.
     Shared,
-    /// The same, which gives back a half of what each request takes.
+    /// The same, which refunds a half of what each request takes.
     Settled,
 }
 
@@ -364,7 +364,7 @@ async fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
 }
 
 /// The example's service, and clients that keep their connections.
-/// Takes 2 for each request, in a window: what refills at once has nothing to give back.
+/// Takes 2 for each request, in a window: what refills at once has nothing to refund.
 async fn windowed(server: &RedisServer) -> RateLimitLayer<RedisStore, PeerIp> {
     let store = RedisStore::connect(server.url()).await.unwrap();
     let policy = Policy::new("api", Strategy::SlidingWindow { cells: 10 }, Quota::per_day(u32::MAX)).unwrap();

@@ -24,7 +24,7 @@ fn wait_until_remaining(gateway: &Example, key: &str, wanted: u32) {
     for _ in 0..10_000 {
         let answer = Answer::read(ask(gateway, key, 1, 0));
         if answer.status == 200 {
-            // One is reserved, and given back at the end.
+            // One is reserved, and refunded at the end.
             remaining = answer.remaining("tokens") + 1;
             if remaining == wanted {
                 return;

@@ -17,7 +17,7 @@ pub(super) struct Entry {
     lease: Duration,
     /// By what the requests came that are asked about or held, and how many by each. The last one stays.
     routes: SmallVec<[(Arc<Route>, u32); 1]>,
-    /// How many the store is being asked about, on each [`Side`] of a look; and how many are being given back.
+    /// How many the store is being asked about, on each [`Side`] of a look; and how many are being released.
     asked: [u32; 2],
     leaving: [u32; 2],
     /// What is asked now is on this one.
@@ -41,7 +41,7 @@ pub(super) struct Entry {
     written: Instant,
     /// No look is sent before.
     next_at: Instant,
-    /// When nobody had heard an answer last, and when not that of a give-back: what was sent may come to the store until
+    /// When nobody had heard an answer last, and when not that of a release: what was sent may come to the store until
     /// [`LATE`] after that, and what a network holds up until [`LATEST`].
     lost: Option<Instant>,
     lost_back: Option<Instant>,
@@ -72,8 +72,8 @@ const GAP: Duration = Duration::from_millis(25);
 const LATE: Duration = Duration::from_millis(250);
 /// How late it may come if the network lost and repeated it.
 const LATEST: Duration = Duration::from_millis(2250);
-/// How long a look waits for a moment in which nothing is given back, and for those who may have come before it; and how late
-/// something may be given back.
+/// How long a look waits for a moment in which nothing is released, and for those who may have come before it; and how late
+/// something may be released.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Answered {
@@ -186,7 +186,7 @@ impl Entry {
         self.leave(route)
     }
 
-    /// A request has ended, and is given back. Returns what [`denied`](Self::denied) does too.
+    /// A request has ended, and is released. Returns what [`denied`](Self::denied) does too.
     pub(super) fn ended(&mut self, route: &Arc<Route>) -> (Side, Option<Arc<Route>>) {
         self.leaving[self.side] += 1;
         self.held = self.held.saturating_sub(1);
@@ -200,7 +200,7 @@ impl Entry {
     }
 
     /// What came of giving one back at the time `since`: how many the store had.
-    pub(super) fn gave_back(&mut self, side: Side, since: Instant, answered: Answered, had: u32, now: Instant) {
+    pub(super) fn released(&mut self, side: Side, since: Instant, answered: Answered, had: u32, now: Instant) {
         self.leaving[side] = self.leaving[side].saturating_sub(1);
         self.counts(-1, side, answered);
         self.heard_back(answered, now);
@@ -241,7 +241,7 @@ impl Entry {
     }
 
     /// Whether it is time to look how many the store counts, which renews them: now and then, and if it may count otherwise.
-    /// If the store does not tell when it decides, a moment is best in which nothing is given back.
+    /// If the store does not tell when it decides, a moment is best in which nothing is released.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         let is_good = |doubt| self.is_ordered || self.leaving == [0; 2] || now >= doubt + PATIENCE;
         let is_doubtful = self.doubt.is_some_and(|doubt| now >= doubt && is_good(doubt));
@@ -303,13 +303,13 @@ impl Entry {
             0 if last.signum() == surplus.signum() => surplus.signum() * surplus.abs().min(last.abs()),
             certain => certain,
         };
-        // Perhaps it is what a give-back takes away that is still on its way.
+        // Perhaps it is what a release takes away that is still on its way.
         if wrong < 0 || wrong > 0 && !look.is_unsure {
             (self.surplus, self.correcting) = (0, true);
             let count = u32::try_from(wrong.unsigned_abs()).unwrap_or(u32::MAX);
             return Some(if wrong > 0 { Wrong::TooMany(count) } else { Wrong::TooFew(count) });
         }
-        // Where all that were held have ended, the look may have come after they were given back, and found nothing: then it
+        // Where all that were held have ended, the look may have come after they were released, and found nothing: then it
         // counts them again.
         let counts_again = look.likely.least <= 0 && counted == i64::from(look.held) && counted > 0;
         let is_open = surplus != 0 || counts_again || look.is_doubtful && look.likely.least < look.likely.most;
@@ -453,19 +453,19 @@ mod tests {
                 let takes = [0; 4].map(|_| ask(&mut entry, &route));
                 entry.granted(takes[0], at(1), now);
                 entry.granted(takes[1], at(9), now);
-                let gives_back = [0; 4].map(|_| end(&mut entry, &route));
-                entry.gave_back(gives_back[0], now, at(2), 1, now);
-                entry.gave_back(gives_back[1], now, at(8), 1, now);
+                let releases = [0; 4].map(|_| end(&mut entry, &route));
+                entry.released(releases[0], now, at(2), 1, now);
+                entry.released(releases[1], now, at(8), 1, now);
                 entry.looked(at(5), (3 + surplus) as u32, now);
                 entry.granted(takes[2], at(3), now);
                 entry.granted(takes[3], at(7), now);
                 let later = ask(&mut entry, &route);
                 entry.granted(later, Answered::There(None), now);
                 assert_eq!(entry.wrong(now), None, "two may have come before it still");
-                entry.gave_back(gives_back[2], now, at(4), 1, now);
-                entry.gave_back(gives_back[3], now, at(6), 1, now);
+                entry.released(releases[2], now, at(4), 1, now);
+                entry.released(releases[3], now, at(6), 1, now);
                 let later = end(&mut entry, &route);
-                entry.gave_back(later, now, Answered::There(None), 1, now);
+                entry.released(later, now, Answered::There(None), 1, now);
                 if look == 0 {
                     assert_eq!((entry.wrong(now), entry.is_in_doubt()), (None, surplus != 0));
                 }
@@ -482,13 +482,13 @@ mod tests {
             entry.ask_again();
             assert!(entry.look(now).is_some());
             let side = end(&mut entry, &route);
-            entry.gave_back(side, now, THERE, 1, now);
+            entry.released(side, now, THERE, 1, now);
             entry.looked(THERE, counted, now);
             assert_eq!(entry.wrong(now), wrong, "{counted}");
         }
     }
 
-    /// It may come after what ended meanwhile was given back: then it finds nothing, and counts all of it again.
+    /// It may come after what ended meanwhile was released: then it finds nothing, and counts all of it again.
     #[tokio::test(start_paused = true)]
     async fn what_a_late_renewal_counts_again_is_given_back() {
         let (mut entry, route, now) = entry();
@@ -496,7 +496,7 @@ mod tests {
         assert!(entry.look(now).is_some());
         for _ in 0..3 {
             let side = end(&mut entry, &route);
-            entry.gave_back(side, now, THERE, 1, now);
+            entry.released(side, now, THERE, 1, now);
         }
         entry.looked(THERE, 3, now);
         assert_eq!(entry.wrong(now), None, "it may have come before, too");
@@ -506,7 +506,7 @@ mod tests {
         assert_eq!(entry.wrong(now), Some(Wrong::TooMany(3)));
     }
 
-    /// It would be given back twice.
+    /// It would be released twice.
     #[tokio::test(start_paused = true)]
     async fn what_is_given_back_already_is_no_surplus() {
         let (mut entry, route, now) = entry();
@@ -514,7 +514,7 @@ mod tests {
         entry.ask_again();
         assert_eq!(entry.look(now), Some(2));
         (entry.look, entry.doubt) = (None, Some(now));
-        entry.gave_back(side, now, Answered::Elsewhere, 0, now);
+        entry.released(side, now, Answered::Elsewhere, 0, now);
         for (now, wrong) in [(now, None), (now + LATE, Some(Wrong::TooMany(1)))] {
             assert!(entry.look(now).is_some());
             entry.looked(THERE, 3, now);

@@ -6,9 +6,9 @@ use smallvec::SmallVec;
 use super::entry::{Answered, Side};
 use super::{Books, Leases, Place, Route};
 use crate::limit::{Decision, Key, Policies};
-use crate::store::Error;
+use crate::store::StoreError;
 
-/// What a request holds while it is in flight: it is given back when this is dropped.
+/// What a request holds while it is in flight: it is released when this is dropped.
 ///
 /// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then told how
 /// many are in flight.
@@ -39,7 +39,7 @@ impl Lease {
 
     /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is held if the
     /// request [passes](Self::pass) all the same.
-    pub(crate) fn answered(&mut self, answer: Result<&Decision, &Error>) {
+    pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let answered = match answer {
             Ok(decision) => self.leases.route().answered(decision),
             Err(error) => Answered::there(error.is_unsent()),

@@ -6,7 +6,7 @@ use crate::limit::Order;
 
 /// A look at how many the store counts, and how many it has to count at that moment.
 ///
-/// Takes and give-backs that nobody had heard of when it was sent may have come to the store before it or after it. A store that
+/// Takes and releases that nobody had heard of when it was sent may have come to the store before it or after it. A store that
 /// tells when it decided tells of each which it was.
 #[derive(Debug)]
 pub(super) struct Look {
@@ -20,7 +20,7 @@ pub(super) struct Look {
     pub(super) seen: Option<Seen>,
     /// Whether the store may have counted otherwise.
     pub(super) is_doubtful: bool,
-    /// Whether something of which nobody will hear may come after it, and whether that is a give-back.
+    /// Whether something of which nobody will hear may come after it, and whether that is a release.
     pub(super) is_early: bool,
     pub(super) is_unsure: bool,
     /// When more of that has come.
@@ -48,7 +48,7 @@ pub(super) struct Range {
 const EARLY: usize = 1_000;
 
 impl Look {
-    /// While so many are held, and so many are being given back.
+    /// While so many are held, and so many are being released.
     pub(super) fn new(held: u32, leaving: u32) -> Self {
         let count = i64::from(held) + i64::from(leaving);
         let range = Range { least: count, most: count };

@@ -5,9 +5,9 @@
 //! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
 //!
 //! - All layers over one store share its [books](shelf), since the store counts what they hold as one.
-//! - A request is given back by the store that its layer asks: a fallback, maybe, over the one that others ask.
-//! - What ends is given back off the request path, once, whatever ends it.
-//! - Where the count is in doubt, the books look how many the store counts. Takes and give-backs may come to it before the look
+//! - A request is released by the store that its layer asks: a fallback, maybe, over the one that others ask.
+//! - What ends is released off the request path, once, whatever ends it.
+//! - Where the count is in doubt, the books look how many the store counts. Takes and releases may come to it before the look
 //!   or after it, in any order, since they go by several connections. Redis tells when it decided each of them: so the count is
 //!   put right while requests come and end without a pause. Of a store that does not tell, only what is wrong whatever came
 //!   first is corrected. A correction gives so many back, or charges them, and may come in any order too.
@@ -34,7 +34,7 @@ use self::entry::{Answered, Entry, Side, Wrong};
 use self::keeper::Watch;
 use crate::limit::{Check, Decision, Key, Policies, Policy};
 use crate::settle::{Mail, Outbox, Post};
-use crate::store::{Error, Observer, Store, contain, instant, lock};
+use crate::store::{Observer, Store, StoreError, contain, instant, lock};
 
 /// What a layer has in flight, in the books that it shares with all that are over the same store. Clones have them too.
 #[derive(Clone)]
@@ -89,7 +89,7 @@ const SHARDS: usize = 16;
 const MAX_IDLE: usize = 100_000;
 
 impl Leases {
-    /// The books of what is taken in `store`. `observer` is told of what could not be given back.
+    /// The books of what is taken in `store`. `observer` is told of what could not be released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         Self::over(Arc::default(), store, observer)
     }
@@ -133,7 +133,7 @@ impl Leases {
 impl Route {
     fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         let (identity, asked) = (store.identity(), store.clone());
-        let knows = Box::new(move |decision: &Decision| asked.knows(decision));
+        let knows = Box::new(move |decision: &Decision| asked.is_authoritative(decision));
         Self { identity, knows, post: Arc::new(Outbox::new(store.clone(), observer)) }
     }
 
@@ -146,7 +146,7 @@ impl Route {
     }
 
     /// Where an answer came from, and what it grants.
-    fn read(&self, answer: &Result<Decision, Error>) -> (Answered, u32) {
+    fn read(&self, answer: &Result<Decision, StoreError>) -> (Answered, u32) {
         match answer {
             Ok(decision) => (self.answered(decision), decision.granted()),
             Err(_) => (Answered::Elsewhere, 0),
@@ -207,8 +207,8 @@ impl Books {
         let change = |entry: &mut Entry, _| (entry.policies().clone(), entry.ended(route));
         let Some((policies, (side, _unused))) = self.change(place, change) else { return };
         let since = instant();
-        self.ask_by(route, Check::give_back(place.key, &policies, 1), move |books, answered, had| {
-            books.change(place, |entry, now| entry.gave_back(side, since, answered, had, now));
+        self.ask_by(route, Check::refund(place.key, &policies, 1), move |books, answered, had| {
+            books.change(place, |entry, now| entry.released(side, since, answered, had, now));
         });
     }
 
@@ -259,7 +259,7 @@ impl Books {
 
     fn correct(self: &Arc<Self>, place: Place, wrong: Wrong, policies: &Policies, routes: Routes) {
         let check = match wrong {
-            Wrong::TooMany(count) => Check::give_back(place.key, policies, count),
+            Wrong::TooMany(count) => Check::refund(place.key, policies, count),
             Wrong::TooFew(count) => Check::charge(place.key, policies, count),
         };
         self.ask_first(routes, check, move |books, answered, _| {

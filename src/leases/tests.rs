@@ -75,7 +75,7 @@ fn now(store: &LocalStore, check: Check) -> Decision {
 }
 
 impl Store for Wavering {
-    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         lock(&self.asked).push((check.mode(), check.cost()));
@@ -88,13 +88,13 @@ impl Store for Wavering {
                 return Ok(now(&store.elsewhere, check));
             }
             if mood == REFUSES {
-                return Err(Error::new(ErrorKind::Unreachable).unsent());
+                return Err(StoreError::new(ErrorKind::Unreachable).unsent());
             }
             let decision = now(&store.there, check.clone());
             let order = store.decided.fetch_add(1, Ordering::SeqCst) + 1;
             sleep((store.way)()).await;
             if mood == LOSES {
-                return Err(Error::new(ErrorKind::Timeout));
+                return Err(StoreError::new(ErrorKind::Timeout));
             }
             let decided = check.decided(THERE, decision.granted(), |policy| {
                 let each = decision.each().find(|each| each.policy() == policy).unwrap();
@@ -109,7 +109,7 @@ impl Store for Wavering {
         Some(Arc::as_ptr(&self.mood) as usize)
     }
 
-    fn knows(&self, decision: &Decision) -> bool {
+    fn is_authoritative(&self, decision: &Decision) -> bool {
         decision.source() == THERE
     }
 }
@@ -163,8 +163,8 @@ async fn a_request_is_counted_until_it_ends_however_long() {
         "{renewals:?}"
     );
     drop(one);
-    until("it is given back", || store.counted(ann) == 0 && entries(&leases) == 0).await;
-    assert_eq!(store.told(), [(Mode::GiveBack, 1)]);
+    until("it is released", || store.counted(ann) == 0 && entries(&leases) == 0).await;
+    assert_eq!(store.told(), [(Mode::Refund, 1)]);
     sleep(LEASE).await;
     assert_eq!(store.told(), [], "nobody is left to renew");
 }
@@ -496,8 +496,8 @@ async fn what_is_held_is_not_told_before_what_was_taken_may_have_come() {
     assert_eq!(store.counted(ann), 1);
     until("it counts none", || store.counted(ann) == 0 && entries(&leases) == 0).await;
     let waited = store.told();
-    let (look, give_back) = ((Mode::Renew, 0), (Mode::GiveBack, 1));
-    assert_eq!(waited, [look, look, give_back, look, look], "and once more when all must have come");
+    let (look, refund) = ((Mode::Renew, 0), (Mode::Refund, 1));
+    assert_eq!(waited, [look, look, refund, look, look], "and once more when all must have come");
 }
 
 /// What was counted for the requests that ended has run out, and others are counted by then.
@@ -535,14 +535,14 @@ async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
     sleep(2 * LEASE).await;
     assert_eq!(store.counted(ann), 2);
     drop(permit);
-    until("it is given back", || store.counted(ann) == 1).await;
+    until("it is released", || store.counted(ann) == 1).await;
 
     let permit = turns.join(wanted(), None).unwrap().await.unwrap();
     let lease = permit.spend().lease;
     sleep(2 * LEASE).await;
     assert_eq!(store.counted(ann), 2);
     drop(lease);
-    until("it is given back", || store.counted(ann) == 1).await;
+    until("it is released", || store.counted(ann) == 1).await;
 }
 
 /// The primary store of a fallback, which other code asks by itself. Its decisions are always its own.
@@ -643,7 +643,7 @@ impl Observer for Drops {
     }
 }
 
-/// It gives back a request of the caller who is being looked after.
+/// It releases a request of the caller who is being looked after.
 #[test]
 fn an_observer_may_drop_a_reservation() {
     let (done, wait) = std::sync::mpsc::channel();
@@ -655,7 +655,7 @@ fn an_observer_may_drop_a_reservation() {
             let limiter = Limiter::new(store, policies()).observer(observer.clone());
             let ann = Key::new("ann");
             let kept = limiter.reserve(ann, 1).await.unwrap();
-            primary.fail(Error::new(ErrorKind::Timeout));
+            primary.fail(StoreError::new(ErrorKind::Timeout));
             let _local = limiter.reserve(ann, 1).await.unwrap();
             *lock(&observer.0) = Some(kept);
             until("it is dropped", || lock(&observer.0).is_none()).await;
@@ -673,7 +673,7 @@ impl Store for Refusing {
     type Future = <Wavering as Store>::Future;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
-        Answer::ready(Err(Error::new(ErrorKind::Unreachable).unsent()))
+        Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()))
     }
 
     fn identity(&self) -> Option<usize> {

@@ -38,7 +38,7 @@ enum Extra {
     Charged(Charged),
 }
 
-/// What is known of a charge of which a part is given back.
+/// What is known of a charge of which a part is refunded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Charged {
     /// How many microseconds ago it was made.
@@ -53,7 +53,7 @@ pub(crate) struct Charged {
 }
 
 impl Charged {
-    /// The same, or a charge of just now, of which all is given back.
+    /// The same, or a charge of just now, of which all is refunded.
     pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
         this.cloned().unwrap_or_else(|| Self { age: 0, at: 0, cost, resets: smallvec![LONGEST; policies] })
     }
@@ -77,9 +77,9 @@ impl Charged {
         Self { age, at, cost, resets: lefts.map(|left| left + age).collect() }
     }
 
-    /// Gives back on the state of one policy, at this index. How much that was.
-    pub(crate) fn give_back(&self, index: usize, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        let ask = Ask { mode: Mode::GiveBack, cost, within: 0, of: self.of(index), now };
+    /// Refunds on the state of one policy, at this index. How much that was.
+    pub(crate) fn refund(&self, index: usize, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
+        let ask = Ask { mode: Mode::Refund, cost, within: 0, of: self.of(index), now };
         state.decide(policy.params(), &ask, i64::MAX).1
     }
 
@@ -133,19 +133,19 @@ impl Check {
     }
 
     /// Gives `cost` back, of what was charged just now; to each policy at most what it has charged. [`Decision::granted`]
-    /// tells how much that was: of several policies, the most that one of them gave back.
+    /// tells how much that was: of several policies, the most that one of them refunded.
     ///
     /// Of a charge that is older, some may have flowed back already, and who gets it twice gets more than the policy
-    /// allows: [`Decision::give_back`] takes that into account. To a policy of requests
-    /// [in flight](crate::Strategy::InFlight) it gives back as many requests of this instance.
-    pub fn give_back(key: Key, policies: &Policies, cost: u32) -> Self {
-        Self::new(key, policies, Mode::GiveBack, cost)
+    /// allows: [`Decision::refund`] takes that into account. To a policy of requests
+    /// [in flight](crate::Strategy::InFlight) it refunds as many requests of this instance.
+    pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
+        Self::new(key, policies, Mode::Refund, cost)
     }
 
     /// Gives `cost` back of a charge that was made before.
-    pub(crate) fn give_back_of(key: Key, policies: &Policies, cost: u32, charged: Charged) -> Self {
+    pub(crate) fn refund_of(key: Key, policies: &Policies, cost: u32, charged: Charged) -> Self {
         let extra = Some(Box::new(Extra::Charged(charged)));
-        Self { extra, ..Self::give_back(key, policies, cost) }
+        Self { extra, ..Self::refund(key, policies, cost) }
     }
 
     /// Forgets all that the caller was charged.
@@ -184,7 +184,7 @@ impl Check {
     ///
     /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one who sends the
     /// same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys, and beyond
-    /// that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a [decision gives back](Decision::give_back)
+    /// that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a [decision refunds](Decision::refund)
     /// have no id, and this leaves them as they are.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
@@ -250,7 +250,7 @@ impl Check {
         Some(Self::new(self.key, policies, mode, cost))
     }
 
-    /// What is known of the charge of which it gives back a part, if it is not of just now.
+    /// What is known of the charge of which it refunds a part, if it is not of just now.
     pub(crate) fn charged(&self) -> Option<&Charged> {
         match self.extra.as_deref() {
             Some(Extra::Charged(charged)) => Some(charged),
@@ -258,7 +258,7 @@ impl Check {
         }
     }
 
-    /// The same check, of what is settled later if `reserves`: the others who ask so give back what they do not need.
+    /// The same check, of what is settled later if `reserves`: the others who ask so refund what they do not need.
     pub(crate) fn reserving(self, reserves: bool) -> Self {
         Self { reserves, ..self }
     }
@@ -286,7 +286,7 @@ impl Check {
 
     /// Decides on `states`, one per policy, and charges them: the Rust half of `lua/check.lua`.
     ///
-    /// A state changes only if something is charged, given back or forgotten, or if the clock has gone back.
+    /// A state changes only if something is charged, refunded or forgotten, or if the clock has gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
         let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.of(0), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
@@ -296,7 +296,7 @@ impl Check {
         self.decide_all(states, &ask)
     }
 
-    /// The charge of which it gives back a part, as the policy at this index knows it.
+    /// The charge of which it refunds a part, as the policy at this index knows it.
     fn of(&self, policy: usize) -> PriorCharge {
         self.charged().map_or(PriorCharge::just_now(self.cost.into()), |charged| charged.of(policy))
     }
@@ -325,7 +325,7 @@ impl Check {
 }
 
 impl Mode {
-    /// Counts on the state of one policy, and tells how much was charged, given back or forgotten.
+    /// Counts on the state of one policy, and tells how much was charged, refunded or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         state
             .decide(

@@ -11,7 +11,7 @@ impl Check {
     /// The decision on this check, for a [`Store`](crate::Store) of one's own.
     ///
     /// `verdict` is called for each policy, in their order. The check passes if all of them allow it. `granted` is what
-    /// was then charged, given back or forgotten. It counts for a check that may get a part of its cost; a take that
+    /// was then charged, refunded or forgotten. It counts for a check that may get a part of its cost; a take that
     /// passes is granted its cost, and a peek or a denied check nothing.
     ///
     /// What cannot be true is corrected: no more is granted than was asked for, no more remains than the capacity of a
@@ -36,7 +36,7 @@ impl Check {
         let granted = match self.mode() {
             _ if !told.iter().all(Verdict::is_allowed) => 0,
             Mode::Take | Mode::TakeAhead => self.cost(),
-            Mode::UpTo | Mode::Charge | Mode::GiveBack => granted.min(self.cost()),
+            Mode::UpTo | Mode::Charge | Mode::Refund => granted.min(self.cost()),
             Mode::Peek => 0,
             Mode::Reset | Mode::Renew => granted,
             Mode::Hold => self.cost(),
@@ -60,7 +60,7 @@ impl Verdict {
     }
 
     /// The check costs more than the capacity of the policy: no wait helps.
-    pub const fn never_fits() -> Self {
+    pub const fn exceeds_capacity() -> Self {
         Self { remaining: i64::MAX, wait: Self::NEVER, reset: 0 }
     }
 
@@ -142,7 +142,7 @@ mod tests {
         assert_eq!(numbers(Check::up_to(key, &policies, 2), 99, many), (2, 3));
         assert_eq!(numbers(Check::up_to(key, &policies, 2), 1, many), (1, 4));
         assert_eq!(numbers(Check::peek(key, &policies, 2), 99, many), (0, 5));
-        assert_eq!(numbers(Check::give_back(key, &policies, 2), 99, many), (2, 5));
+        assert_eq!(numbers(Check::refund(key, &policies, 2), 99, many), (2, 5));
         assert_eq!(numbers(Check::reset(key, &policies), 99, many), (99, 5));
 
         let denied = Verdict::denied(Duration::ZERO).with_remaining(u32::MAX).with_reset_after(Duration::ZERO);
@@ -160,8 +160,8 @@ mod tests {
             assert_eq!((decision.granted(), decision.remaining()), (0, remaining), "{decision:?}");
             assert_eq!(decision.reset_after(), microsecond);
         }
-        let never = decided(Check::take(key, &policies, 11), 11, Verdict::never_fits());
-        assert_eq!((never.outcome(), never.granted(), never.remaining()), (Outcome::NeverFits, 0, 5));
+        let never = decided(Check::take(key, &policies, 11), 11, Verdict::exceeds_capacity());
+        assert_eq!((never.outcome(), never.granted(), never.remaining()), (Outcome::ExceedsCapacity, 0, 5));
         let long = decided(Check::take(key, &policies, 2), 0, Verdict::denied(Duration::MAX));
         assert_eq!(long.retry_after(), Some(Duration::from_micros(LONGEST as u64)));
         let nanosecond = decided(Check::take(key, &policies, 2), 0, Verdict::denied(Duration::from_nanos(1_001)));

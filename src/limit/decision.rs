@@ -10,7 +10,7 @@ use super::{Check, Key, Order, Policies, Policy, Strategy, Verdict, Verdicts};
 /// With several policies it speaks for the one that decided: when denied, the one that asks for the longest wait; when
 /// allowed, the one with the least left. [`each`](Self::each) tells them all.
 ///
-/// A store that could not decide gives an [`Error`](crate::Error), never a decision.
+/// A store that could not decide gives a [`StoreError`](crate::StoreError), never a decision.
 #[must_use = "it may be a denial"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
@@ -38,17 +38,17 @@ pub enum Outcome {
         retry_after: Duration,
     },
     /// Its cost is above the capacity of a policy: no wait helps, and nothing was charged.
-    NeverFits,
+    ExceedsCapacity,
 }
 
 impl Outcome {
-    /// Its name in lower case, as a label of a metric: `allowed`, `later`, `denied` or `never_fits`.
+    /// Its name in lower case, as a label of a metric: `allowed`, `later`, `denied` or `exceeds_capacity`.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Self::Allowed => "allowed",
             Self::Later { .. } => "later",
             Self::Denied { .. } => "denied",
-            Self::NeverFits => "never_fits",
+            Self::ExceedsCapacity => "exceeds_capacity",
         }
     }
 }
@@ -60,7 +60,7 @@ pub enum Source {
     /// In Redis, on the count that all instances share.
     Redis,
     /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
-    /// make it untrue before its `retry_after`. What another instance gives back or resets stays unseen for that
+    /// make it untrue before its `retry_after`. What another instance refunds or resets stays unseen for that
     /// long, but for a second at most where costs are settled later; and so does a window that began earlier by another quota of the same name. A check of a larger cost than was
     /// denied is told the wait of the smaller one. What is told beside a cost that never fits, such as what remains, is up
     /// to a minute old.
@@ -100,7 +100,7 @@ impl Decision {
     pub fn outcome(&self) -> Outcome {
         match self.verdict().wait {
             0 => Outcome::Allowed,
-            Verdict::NEVER => Outcome::NeverFits,
+            Verdict::NEVER => Outcome::ExceedsCapacity,
             // Only what is taken ahead is charged and has to wait.
             wait if self.verdicts.granted > 0 => Outcome::Later { due_in: micros(wait) },
             wait => Outcome::Denied { retry_after: micros(wait) },
@@ -112,7 +112,7 @@ impl Decision {
         self.verdict().is_allowed()
     }
 
-    /// How much was charged, or given back: the whole cost for a [`take`](crate::Check::take) that passed.
+    /// How much was charged, or refunded: the whole cost for a [`take`](crate::Check::take) that passed.
     pub fn granted(&self) -> u32 {
         clamp(self.verdicts.granted)
     }
@@ -131,7 +131,7 @@ impl Decision {
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome() {
             Outcome::Denied { retry_after } => Some(retry_after),
-            Outcome::Allowed | Outcome::Later { .. } | Outcome::NeverFits => None,
+            Outcome::Allowed | Outcome::Later { .. } | Outcome::ExceedsCapacity => None,
         }
     }
 
@@ -184,11 +184,11 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// What gives back `cost` of what this decision granted `age` ago, such as the part of an estimate that was too much.
+    /// What refunds `cost` of what this decision granted `age` ago, such as the part of an estimate that was too much.
     ///
     /// Nobody gets more by it than if the rest alone had been charged at the time: what has flowed back meanwhile, or was
-    /// counted in a window that has ended, is not given back again. So `age` counts from before the check was asked, and
-    /// up to when this one is. Greater than it is, it is safe: less is given back. Under windows and logs nobody gets less
+    /// counted in a window that has ended, is not refunded again. So `age` counts from before the check was asked, and
+    /// up to when this one is. Greater than it is, it is safe: less is refunded. Under windows and logs nobody gets less
     /// either: it is taken out of the charge that was made. A window that this one began stays as it is.
     ///
     /// What Redis granted is as old as Redis's clock says, also where what gives it back is long on its way. If another server
@@ -196,14 +196,14 @@ impl Decision {
     /// [id](crate::Check::with_id) is as old as the charge.
     ///
     /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
-    /// of 50 that were granted 0.2 s ago at most 30 are given back, and after 0.5 s nothing. If the caller has asked for
+    /// of 50 that were granted 0.2 s ago at most 30 are refunded, and after 0.5 s nothing. If the caller has asked for
     /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
     ///
     /// A policy of requests [in flight](crate::Strategy::InFlight) gets nothing back: that counts a request until it ends.
     ///
-    /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and give back
+    /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and refund
     /// of a decision once; of those under one id, of one of them. What was charged after a reset, or after the store has lost
-    /// its data, cannot be told from what this decision granted before: then that is given back. All in all no more is used
+    /// its data, cannot be told from what this decision granted before: then that is refunded. All in all no more is used
     /// than a reset lets pass anyway: the capacity once more.
     ///
     /// ```
@@ -218,13 +218,13 @@ impl Decision {
     /// let asked_at = Instant::now();
     /// let decision = store.check(Check::take(key, &policies, 500)).await?;
     /// // It took only 312 of them.
-    /// for check in decision.give_back(key, 500 - 312, asked_at.elapsed()) {
+    /// for check in decision.refund(key, 500 - 312, asked_at.elapsed()) {
     ///     assert_eq!(store.check(check).await?.remaining(), 1_000 - 312);
     /// }
     /// # Ok(())
     /// # }
     /// ```
-    pub fn give_back(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
+    pub fn refund(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
         let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST);
         let age = age.saturating_add(self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
@@ -232,7 +232,7 @@ impl Decision {
         let resets: SmallVec<[i64; 1]> = over_time.map(|(_, verdict)| verdict.reset).collect();
         let charged = Charged { age, at: self.verdicts.at, cost: self.granted(), resets };
         let policies = || self.policies.whole().without_in_flight().cloned();
-        let check = |policies| Check::give_back_of(key, &policies, cost, charged.clone());
+        let check = |policies| Check::refund_of(key, &policies, cost, charged.clone());
         (cost > 0 && charged.counts()).then(policies).flatten().map(check).into_iter()
     }
 
@@ -240,7 +240,7 @@ impl Decision {
     pub fn due_in(&self) -> Option<Duration> {
         match self.outcome() {
             Outcome::Later { due_in } => Some(due_in),
-            Outcome::Allowed | Outcome::Denied { .. } | Outcome::NeverFits => None,
+            Outcome::Allowed | Outcome::Denied { .. } | Outcome::ExceedsCapacity => None,
         }
     }
 
@@ -266,11 +266,11 @@ impl Decision {
     /// The same after another cost took the place of what was reserved, as far as is known without asking.
     pub(crate) fn settled(self, reserved: u32, cost: u32) -> Self {
         let Self { policies, mut verdicts, source, .. } = self;
-        // More than nothing is given back, less is charged.
+        // More than nothing is refunded, less is charged.
         let back = i64::from(reserved) - i64::from(cost);
         verdicts.granted = i64::from(cost);
         for (policy, verdict) in policies.iter().zip(&mut verdicts.each) {
-            verdict.give_back(policy, back);
+            verdict.refund(policy, back);
         }
         Self::new(policies, verdicts, source)
     }

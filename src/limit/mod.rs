@@ -35,6 +35,6 @@ pub use verdict::Verdict;
 
 pub(crate) use check::{Charged, LONGEST};
 pub(crate) use policy::is_name;
-pub(crate) use strategy::{Followed, State};
+pub(crate) use strategy::{Snapshot, State};
 pub(crate) use verdict::{Order, Verdicts};
 pub(crate) use words::words;

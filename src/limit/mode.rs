@@ -12,8 +12,8 @@ pub enum Mode {
     Peek,
     /// Charges without asking, up to a debt of one capacity.
     Charge,
-    /// Gives back what was charged, down to nothing charged.
-    GiveBack,
+    /// Refunds what was charged, down to nothing charged.
+    Refund,
     /// Forgets the caller: everything it was charged is gone.
     Reset,
     /// Renews what this instance holds of [requests in flight](crate::Strategy::InFlight), or holds so many if nothing is
@@ -37,18 +37,18 @@ impl Mode {
             Self::UpTo => cost.min(1),
             Self::Charge => cost.min(1) - capacity,
             // However deep in debt: a quota may have been lowered.
-            Self::GiveBack | Self::Reset | Self::Renew | Self::Hold => i64::MIN,
+            Self::Refund | Self::Reset | Self::Renew | Self::Hold => i64::MIN,
         }
     }
 
-    /// What a policy that lets the check pass would charge; what it would give back, or forget. It holds no requests.
+    /// What a policy that lets the check pass would charge; what it would refund, or forget. It holds no requests.
     pub(super) fn grants(self, cost: i64, room: i64, capacity: i64) -> i64 {
         match self {
             Self::Take | Self::TakeAhead => cost,
             Self::UpTo => cost.min(room).max(0),
             Self::Peek => 0,
             Self::Charge => cost.min(room + capacity).max(0),
-            Self::GiveBack => cost.min(capacity - room),
+            Self::Refund => cost.min(capacity - room),
             Self::Reset => capacity - room,
             Self::Renew | Self::Hold => 0,
         }
@@ -58,7 +58,7 @@ impl Mode {
     /// a renewal.
     pub(super) fn grants_of_held(self, cost: i64, own: i64, room: i64, capacity: i64) -> i64 {
         match self {
-            Self::GiveBack => cost.min(own),
+            Self::Refund => cost.min(own),
             Self::Renew if own > 0 => own,
             Self::Renew | Self::Hold => cost,
             _ => self.grants(cost, room, capacity),

@@ -329,7 +329,7 @@ mod tests {
         assert_eq!(part(5).as_slice()[0].quota().capacity(), 20);
     }
 
-    /// So that a decision on a part gives back under what the caller was asked about.
+    /// So that a decision on a part refunds under what the caller was asked about.
     #[test]
     fn a_part_knows_its_whole() {
         let list = Policies::new([policy("one", 100), policy("two", 7)]).unwrap();
@@ -338,7 +338,7 @@ mod tests {
         let second = Duration::from_secs(1);
         let take = Check::take(Key::GLOBAL, &part, 1);
         let decision = take.decided(Source::Local, 1, |_| Verdict::allowed().with_reset_after(second));
-        let back = decision.give_back(Key::GLOBAL, 1, Duration::ZERO).next();
+        let back = decision.refund(Key::GLOBAL, 1, Duration::ZERO).next();
         assert!(back.is_some_and(|back| back.policies().is(&list)));
     }
 

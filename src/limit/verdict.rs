@@ -21,9 +21,9 @@ impl Verdict {
     /// Of a policy that has nothing to say.
     pub(super) const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
 
-    /// What the policy says after so much was given back to it, or was charged if that is below zero; as far as is known
+    /// What the policy says after so much was refunded to it, or was charged if that is below zero; as far as is known
     /// without asking.
-    pub(super) fn give_back(&mut self, policy: &Policy, back: i64) {
+    pub(super) fn refund(&mut self, policy: &Policy, back: i64) {
         if policy.strategy() == Strategy::InFlight {
             // It is in flight still, and counts as one whatever it costs.
             return;
@@ -49,7 +49,7 @@ impl Verdict {
 /// What the policies of a check say of it, in their order.
 #[derive(Debug)]
 pub(crate) struct Verdicts {
-    /// What was charged, or given back.
+    /// What was charged, or refunded.
     pub(crate) granted: i64,
     /// When Redis decided, by its own clock in microseconds; 0 if another did.
     pub(crate) at: i64,

@@ -14,7 +14,7 @@ pub struct Annotation {
 }
 
 impl Annotation {
-    /// Puts the decision into the request's extensions, where the inner service finds it. Gives back that of a layer around
+    /// Puts the decision into the request's extensions, where the inner service finds it. Refunds that of a layer around
     /// this one.
     pub(super) fn annotate_request(&self, request: &mut Parts) -> Option<Decision> {
         request.extensions.insert(self.decision.clone())

@@ -2,7 +2,7 @@ use tokio::time::Instant;
 
 use crate::limit::{Decision, Key};
 use crate::settle::Reserved;
-use crate::store::{Error, Observer, event, instant};
+use crate::store::{Observer, StoreError, event, instant};
 
 /// What an observer is told of a check beside its answer.
 #[derive(Debug, Clone, Copy)]
@@ -34,7 +34,7 @@ impl Asked {
     }
 
     /// Tells what came of it.
-    pub(super) fn tell(&self, observer: &dyn Observer, answer: &Result<Decision, Error>, dry_run: bool) {
+    pub(super) fn tell(&self, observer: &dyn Observer, answer: &Result<Decision, StoreError>, dry_run: bool) {
         match answer {
             Ok(decision) => {
                 let mut event = event::Decided::new(&self.key, decision, instant() - self.since);

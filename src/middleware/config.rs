@@ -12,7 +12,7 @@ use super::wait::{InLine, Place, Waiting};
 use super::{Ending, Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
 use crate::leases::{Lease, Leases};
 use crate::limit::{Check, Decision, Key, Policies};
-use crate::store::{Answer, Error, Observer, Store};
+use crate::store::{Answer, Observer, Store, StoreError};
 use crate::turns::Wanted;
 
 /// The settings of a layer, and what they decide.
@@ -180,7 +180,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
     pub(super) fn admit<B>(
         &self,
         request: &Parts,
-        answer: Result<Decision, Error>,
+        answer: Result<Decision, StoreError>,
         asked: Option<Asked>,
         wanted: Option<Box<Wanted>>,
         mut lease: E::Lease,
@@ -212,7 +212,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
     pub(super) fn conclude_turn<B>(
         &self,
         request: &Parts,
-        answer: Result<Decision, Error>,
+        answer: Result<Decision, StoreError>,
         asked: Option<Asked>,
         lease: Option<Lease>,
     ) -> Admission<B, E::By>
@@ -226,7 +226,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
     fn conclude<B>(
         &self,
         request: &Parts,
-        answer: Result<Decision, Error>,
+        answer: Result<Decision, StoreError>,
         asked: Option<Asked>,
         lease: E::Lease,
     ) -> Admission<B, E::By>
@@ -268,7 +268,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         }
     }
 
-    fn tell(&self, answer: &Result<Decision, Error>, asked: Option<Asked>) {
+    fn tell(&self, answer: &Result<Decision, StoreError>, asked: Option<Asked>) {
         if let (Some(observer), Some(asked)) = (&self.observer, asked) {
             asked.tell(&**observer, answer, false);
         }

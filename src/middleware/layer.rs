@@ -226,12 +226,12 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     ///
     /// ```
     /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-    /// use tower_redis_ratelimit::{Headers, Trio};
+    /// use tower_redis_ratelimit::{Headers, LegacyHeaders};
     ///
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
     /// // Also `X-RateLimit-Limit`, `X-RateLimit-Remaining`, and `X-RateLimit-Reset` as a Unix time.
-    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT.and(Trio::GitHub));
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).headers(Headers::DRAFT.and(LegacyHeaders::GitHub));
     /// # let _ = layer;
     /// # Ok(())
     /// # }

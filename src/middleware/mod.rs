@@ -27,7 +27,7 @@ pub use extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, Mi
 #[cfg(feature = "axum")]
 pub use extract::{MatchedEndpoint, MatchedRoute};
 pub use future::ResponseFuture;
-pub use headers::{Headers, Trio};
+pub use headers::{Headers, LegacyHeaders};
 pub use layer::RateLimitLayer;
 #[cfg(feature = "tonic")]
 pub use reject::{GrpcOr, GrpcReject};

@@ -15,7 +15,7 @@ use super::{Ending, KeyExtractor, PolicySelector};
 use crate::leases::Lease;
 use crate::limit::{Decision, Key};
 use crate::settle::Account;
-use crate::store::{Answer, Error, Observer, Store};
+use crate::store::{Answer, Observer, Store, StoreError};
 
 /// What policies that reject nothing have decided: in the extensions of a response.
 ///
@@ -109,7 +109,7 @@ struct Told {
 
 impl<D> Shadows<D>
 where
-    D: Future<Output = Result<Decision, Error>>,
+    D: Future<Output = Result<Decision, StoreError>>,
 {
     /// With the store's first answers, some of which are still to come.
     pub(super) fn new(
@@ -150,7 +150,12 @@ where
 }
 
 impl Told {
-    fn tell(&self, by: Option<Asked>, mut lease: Option<Lease>, answer: Result<Decision, Error>) -> Option<Decision> {
+    fn tell(
+        &self,
+        by: Option<Asked>,
+        mut lease: Option<Lease>,
+        answer: Result<Decision, StoreError>,
+    ) -> Option<Decision> {
         if let Some(lease) = &mut lease {
             lease.answered(answer.as_ref());
         }

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::asked::Asked;
 use crate::leases::{Lease, Leases};
 use crate::limit::{Check, Decision};
-use crate::store::{Error, Store, instant, polled_after_completion};
+use crate::store::{Store, StoreError, instant, polled_after_completion};
 use crate::turns::{Bounds, Permit, Refusal, Spent, Turn, Turns, Wanted};
 
 /// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
@@ -128,10 +128,10 @@ impl Waiting {
 pub(super) enum Place {
     InLine(Box<InLine>),
     /// The store's answer, if the turn cannot come in time; and what the request holds if it passes all the same.
-    Refused(Result<Decision, Error>, Option<Lease>),
+    Refused(Result<Decision, StoreError>, Option<Lease>),
 }
 
-fn refused(refusal: Refusal, turns: &Turns, wanted: &Wanted) -> (Result<Decision, Error>, Option<Lease>) {
+fn refused(refusal: Refusal, turns: &Turns, wanted: &Wanted) -> (Result<Decision, StoreError>, Option<Lease>) {
     let answer = refusal.into_answer();
     // It may pass though nobody has counted it.
     let mut lease = if answer.is_err() { turns.hold(wanted) } else { None };
@@ -162,7 +162,7 @@ impl InLine {
         &mut self,
         cx: &mut Context<'_>,
         poll_ready: impl FnOnce(&mut Context<'_>) -> Poll<Result<(), E>>,
-    ) -> Poll<Result<Result<Decision, Error>, E>> {
+    ) -> Poll<Result<Result<Decision, StoreError>, E>> {
         if self.permit.is_none() {
             match ready!(Pin::new(&mut self.turn).poll(cx)) {
                 Ok(permit) => self.permit = Some(permit),

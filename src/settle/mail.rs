@@ -3,7 +3,7 @@ use std::fmt;
 use tokio::time::Instant;
 
 use crate::limit::{Check, Decision, Key, Mode, Policies};
-use crate::store::{Error, ErrorKind, instant};
+use crate::store::{ErrorKind, StoreError, instant};
 
 /// What is to be done in a store, and who is told of it.
 pub(crate) struct Mail {
@@ -17,15 +17,15 @@ pub(crate) struct Mail {
 /// Is told what came of it, once: also if nobody is left to send it.
 struct Then(Option<Box<Tell>>);
 
-type Tell = dyn FnOnce(Result<Decision, Error>) + Send;
+type Tell = dyn FnOnce(Result<Decision, StoreError>) + Send;
 
 enum What {
     Check(Check),
     /// What is still counted of it depends on how long ago it was charged: the check is made when it is sent.
-    GiveBack(Box<GiveBack>),
+    Refund(Box<Refund>),
 }
 
-struct GiveBack {
+struct Refund {
     decision: Decision,
     key: Key,
     cost: u32,
@@ -39,8 +39,8 @@ impl Mail {
     }
 
     /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without a lock.
-    /// If it was given up, the error says whether it is certain that it was [not sent](Error::is_unsent).
-    pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, Error>) + Send + 'static) -> Self {
+    /// If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
+    pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
         Self { then: Then(Some(Box::new(then))), ..Self::of_check(check) }
     }
 
@@ -49,9 +49,9 @@ impl Mail {
         Self::of_check(Check::charge(key, policies, cost))
     }
 
-    /// Gives back `cost` of what this decision has granted to a caller, who asked at the time `since`.
-    pub(crate) fn give_back(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
-        let what = What::GiveBack(Box::new(GiveBack { decision, key, cost, since }));
+    /// Refunds `cost` of what this decision has granted to a caller, who asked at the time `since`.
+    pub(crate) fn refund(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
+        let what = What::Refund(Box::new(Refund { decision, key, cost, since }));
         Self { what, then: Then(None), put_at: instant(), tries: 0 }
     }
 
@@ -59,15 +59,15 @@ impl Mail {
     pub(super) fn key(&self) -> &Key {
         match &self.what {
             What::Check(check) => check.key(),
-            What::GiveBack(back) => &back.key,
+            What::Refund(back) => &back.key,
         }
     }
 
-    /// Whether it still matters: what is charged and what is given back counts no more after that.
+    /// Whether it still matters: what is charged and what is refunded counts no more after that.
     pub(super) fn matters(&self, now: Instant) -> bool {
         let policies = match &self.what {
             What::Check(check) => check.policies(),
-            What::GiveBack(back) => back.decision.policies(),
+            What::Refund(back) => back.decision.policies(),
         };
         let age = now.saturating_duration_since(self.put_at);
         i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_count())
@@ -82,15 +82,15 @@ impl Mail {
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
         match &self.what {
             What::Check(check) => Some(check.clone()),
-            What::GiveBack(back) => {
+            What::Refund(back) => {
                 let age = now.saturating_duration_since(back.since);
-                back.decision.give_back(back.key, back.cost, age).next()
+                back.decision.refund(back.key, back.cost, age).next()
             }
         }
     }
 
     /// Tells what came of it.
-    pub(super) fn tell(mut self, answer: Result<Decision, Error>) {
+    pub(super) fn tell(mut self, answer: Result<Decision, StoreError>) {
         if let Some(then) = self.then.0.take() {
             then(answer);
         }
@@ -100,7 +100,7 @@ impl Mail {
 impl Drop for Then {
     fn drop(&mut self) {
         if let Some(then) = self.0.take() {
-            then(Err(Error::new(ErrorKind::NoRuntime)));
+            then(Err(StoreError::new(ErrorKind::NoRuntime)));
         }
     }
 }

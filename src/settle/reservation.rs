@@ -4,7 +4,7 @@ use std::sync::Arc;
 use super::{Post, Reserved};
 use crate::leases::Lease;
 use crate::limit::{Decision, RateLimited};
-use crate::store::Error;
+use crate::store::StoreError;
 
 /// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. To drop it gives all of it back.
 ///
@@ -28,10 +28,10 @@ use crate::store::Error;
 /// # }
 /// ```
 ///
-/// What it gives back or charges is sent at once, and nobody waits for it. In an outage it is sent again, until it matters no
+/// What it refunds or charges is sent at once, and nobody waits for it. In an outage it is sent again, until it matters no
 /// more; what may have been sent already is not, so that nothing is charged twice. The limiter's
 /// [observer](crate::Limiter::observer) is told of what was lost.
-#[must_use = "to drop it gives back what was reserved"]
+#[must_use = "to drop it refunds what was reserved"]
 pub struct Reservation {
     decision: Decision,
     post: Arc<dyn Post>,
@@ -48,7 +48,7 @@ pub enum ReserveError {
     /// It was denied: nothing was charged.
     Denied(RateLimited),
     /// The store could not decide.
-    Failed(Error),
+    Failed(StoreError),
 }
 
 impl Reservation {
@@ -61,7 +61,7 @@ impl Reservation {
         &self.decision
     }
 
-    /// Has the caller charged so much in the place of what was reserved: less is given back, and more is
+    /// Has the caller charged so much in the place of what was reserved: less is refunded, and more is
     /// [charged](crate::Check::charge) without asking.
     pub fn settle(mut self, cost: u32) {
         self.end(cost);

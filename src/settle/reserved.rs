@@ -31,7 +31,7 @@ impl Reserved {
     pub(super) fn settle(self, cost: u32, post: &dyn Post) {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
-            Ordering::Less => post.put(Mail::give_back(self.decision, self.key, reserved - cost, self.since)),
+            Ordering::Less => post.put(Mail::refund(self.decision, self.key, reserved - cost, self.since)),
             Ordering::Equal => {}
             Ordering::Greater => {
                 // A request in flight counts as one, whatever it costs.

@@ -7,9 +7,9 @@ use std::num::NonZeroU32;
 pub enum Settlement {
     /// It is kept: the request costs what was reserved.
     Keep,
-    /// It is given back: the request costs nothing.
-    GiveBack,
-    /// The request costs so much. What was reserved beyond that is given back; what it costs beyond what was reserved is
+    /// It is refunded: the request costs nothing.
+    Refund,
+    /// The request costs so much. What was reserved beyond that is refunded; what it costs beyond what was reserved is
     /// [charged](crate::Check::charge) without asking.
     Cost(u32),
     /// The request costs what its [`Charge`](crate::Charge) has counted when the body of the response has ended or was dropped,
@@ -36,7 +36,7 @@ impl Settlement {
     pub(super) fn cost_at_head(self, reserved: u32) -> Option<u32> {
         match self {
             Self::Keep => Some(reserved),
-            Self::GiveBack => Some(0),
+            Self::Refund => Some(0),
             Self::Cost(cost) => Some(cost),
             Self::AtEnd | Self::Bytes { .. } => None,
         }
@@ -47,7 +47,7 @@ impl Settlement {
         let units = match self {
             Self::AtEnd => counted.units.unwrap_or(reserved.into()),
             Self::Bytes { per } => counted.bytes.div_ceil(per.get().into()),
-            Self::Keep | Self::GiveBack | Self::Cost(_) => self.cost_at_head(reserved).unwrap_or(reserved).into(),
+            Self::Keep | Self::Refund | Self::Cost(_) => self.cost_at_head(reserved).unwrap_or(reserved).into(),
         };
         u32::try_from(units).unwrap_or(u32::MAX)
     }
@@ -63,7 +63,7 @@ mod tests {
         let counted = |units, bytes| Counted { units, bytes };
         for (settlement, counted, at_head, cost) in [
             (Settlement::Keep, counted(Some(3), 9), Some(7), 7),
-            (Settlement::GiveBack, counted(Some(3), 9), Some(0), 0),
+            (Settlement::Refund, counted(Some(3), 9), Some(0), 0),
             (Settlement::Cost(9), counted(Some(3), 9), Some(9), 9),
             (Settlement::AtEnd, counted(None, 9), None, 7),
             (Settlement::AtEnd, counted(Some(0), 9), None, 0),

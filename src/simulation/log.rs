@@ -55,7 +55,7 @@ pub(crate) fn shown(check: &Check) -> String {
         Mode::UpTo => format!("take up to {cost} of {key}{id}"),
         Mode::Peek => format!("peek {cost} of {key}{id}"),
         Mode::Charge => format!("charge {cost} to {key}{id}"),
-        Mode::GiveBack => format!("give {cost} back to {key}{id}"),
+        Mode::Refund => format!("give {cost} back to {key}{id}"),
         Mode::Reset => format!("reset {key}{id}"),
         Mode::Renew => format!("renew {cost} of {key}"),
         Mode::Hold => format!("hold {cost} of {key}"),
@@ -68,6 +68,6 @@ pub(crate) fn verdict(decision: &Decision) -> String {
         Outcome::Allowed => format!("{} granted, {left}", decision.granted()),
         Outcome::Later { due_in } => format!("{} granted, due in {due_in:?}, {left}", decision.granted()),
         Outcome::Denied { retry_after } => format!("denied for {retry_after:?}, {left}"),
-        Outcome::NeverFits => format!("never fits, {left}"),
+        Outcome::ExceedsCapacity => format!("never fits, {left}"),
     }
 }

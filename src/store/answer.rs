@@ -4,7 +4,7 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::Error;
+use super::StoreError;
 use crate::limit::Decision;
 
 pin_project! {
@@ -38,7 +38,7 @@ pin_project! {
     pub enum Answer<F> {
         /// The answer was there at once: a decision or an error.
         Ready {
-            answer: Result<Decision, Error>,
+            answer: Result<Decision, StoreError>,
         },
         /// The check is under way: the future resolves to its answer.
         Pending {
@@ -50,7 +50,7 @@ pin_project! {
 
 impl<F> Answer<F> {
     /// An answer that is there.
-    pub const fn ready(answer: Result<Decision, Error>) -> Self {
+    pub const fn ready(answer: Result<Decision, StoreError>) -> Self {
         Self::Ready { answer }
     }
 
@@ -60,8 +60,8 @@ impl<F> Answer<F> {
     }
 }
 
-impl<F: Future<Output = Result<Decision, Error>>> Future for Answer<F> {
-    type Output = Result<Decision, Error>;
+impl<F: Future<Output = Result<Decision, StoreError>>> Future for Answer<F> {
+    type Output = Result<Decision, StoreError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project() {

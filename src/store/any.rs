@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use pin_project_lite::pin_project;
 
 use super::{
-    Answer, Error, Fallback, FallbackFuture, LocalStore, Observer, RedisFuture, RedisStore, Store, StoreConfig,
+    Answer, Fallback, FallbackFuture, LocalStore, Observer, RedisFuture, RedisStore, Store, StoreConfig, StoreError,
 };
 use crate::limit::{Check, Decision, Key};
 
@@ -20,7 +20,7 @@ use crate::limit::{Check, Decision, Key};
 ///
 /// let store = AnyStore::from_env("REDIS_URL")?;
 /// # let _ = store;
-/// # Ok::<(), tower_redis_ratelimit::Error>(())
+/// # Ok::<(), tower_redis_ratelimit::StoreError>(())
 /// ```
 ///
 /// By all of its settings, which a file may hold: see [`StoreConfig`]. And from a store:
@@ -58,7 +58,7 @@ impl AnyStore {
     /// name files of certificates which cannot be read, or that give a fallback a deadline of 0;
     /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) for [`ShareConfig::Alive`](crate::ShareConfig::Alive) outside of a
     /// tokio runtime.
-    pub fn from_config(config: &StoreConfig) -> Result<Self, Error> {
+    pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
         config.store()
     }
 
@@ -69,7 +69,7 @@ impl AnyStore {
     ///
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL. A variable that is empty is a wrong URL:
     /// a secret that got lost must not split the counts of the instances.
-    pub fn from_env(variable: &str) -> Result<Self, Error> {
+    pub fn from_env(variable: &str) -> Result<Self, StoreError> {
         Self::from_config(&StoreConfig::from_env(variable)?)
     }
 
@@ -116,11 +116,11 @@ impl Store for AnyStore {
         }
     }
 
-    fn follow(&self, key: &Key, decision: &Decision) {
+    fn warm(&self, key: &Key, decision: &Decision) {
         match self {
-            Self::Fallback(store) => store.follow(key, decision),
-            Self::Redis(store) => store.follow(key, decision),
-            Self::Local(store) => store.follow(key, decision),
+            Self::Fallback(store) => store.warm(key, decision),
+            Self::Redis(store) => store.warm(key, decision),
+            Self::Local(store) => store.warm(key, decision),
         }
     }
 
@@ -132,11 +132,11 @@ impl Store for AnyStore {
         }
     }
 
-    fn knows(&self, decision: &Decision) -> bool {
+    fn is_authoritative(&self, decision: &Decision) -> bool {
         match self {
-            Self::Fallback(store) => store.knows(decision),
-            Self::Redis(store) => store.knows(decision),
-            Self::Local(store) => store.knows(decision),
+            Self::Fallback(store) => store.is_authoritative(decision),
+            Self::Redis(store) => store.is_authoritative(decision),
+            Self::Local(store) => store.is_authoritative(decision),
         }
     }
 
@@ -213,7 +213,7 @@ pin_project! {
 }
 
 impl Future for AnyStoreFuture {
-    type Output = Result<Decision, Error>;
+    type Output = Result<Decision, StoreError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {

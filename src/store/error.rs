@@ -11,16 +11,16 @@ use crate::limit::ConfigError;
 ///
 /// ```
 /// use std::io;
-/// use tower_redis_ratelimit::{Error, ErrorKind};
+/// use tower_redis_ratelimit::{StoreError, ErrorKind};
 ///
 /// // What a store of one's own says when it could not connect.
 /// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
-/// let error = Error::with_source(ErrorKind::Unreachable, refused).unsent();
+/// let error = StoreError::with_source(ErrorKind::Unreachable, refused).unsent();
 /// assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent());
 /// assert_eq!(error.kind().as_str(), "unreachable");
 /// ```
 #[derive(Clone)]
-pub struct Error {
+pub struct StoreError {
     kind: ErrorKind,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
     /// Whether it is of one check alone, and says nothing of the others.
@@ -75,7 +75,7 @@ pub enum ErrorKind {
     NoRuntime,
 }
 
-impl Error {
+impl StoreError {
     /// An error of this kind, for a [`Store`](crate::Store) of one's own.
     pub fn new(kind: ErrorKind) -> Self {
         Self { kind, cause: None, of_check: false, unsent: false }
@@ -225,7 +225,7 @@ impl ErrorKind {
     }
 }
 
-impl fmt::Display for Error {
+impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.kind, &self.cause) {
             // It is the cause that says what to do.
@@ -236,9 +236,9 @@ impl fmt::Display for Error {
 }
 
 /// Says what to do too: it is what a `main` that returns an error prints.
-impl fmt::Debug for Error {
+impl fmt::Debug for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut debug = f.debug_struct("Error");
+        let mut debug = f.debug_struct("StoreError");
         debug.field("kind", &self.kind).field("text", &format_args!("{self}"));
         if let Some(cause) = std::error::Error::source(self) {
             debug.field("cause", &format_args!("{cause}"));
@@ -247,13 +247,13 @@ impl fmt::Debug for Error {
     }
 }
 
-impl From<ConfigError> for Error {
+impl From<ConfigError> for StoreError {
     fn from(error: ConfigError) -> Self {
         Self::with_source(ErrorKind::Configuration, error)
     }
 }
 
-impl std::error::Error for Error {
+impl std::error::Error for StoreError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         let cause = self.cause.as_deref()?;
         match self.kind {
@@ -307,7 +307,7 @@ mod tests {
     /// A store outside of this crate may be of another server.
     #[test]
     fn what_befalls_any_server_is_not_told_of_redis() {
-        let of_redis = KINDS.into_iter().filter(|kind| Error::new(*kind).to_string().contains("Redis"));
+        let of_redis = KINDS.into_iter().filter(|kind| StoreError::new(*kind).to_string().contains("Redis"));
         let known = [
             ErrorKind::CertificateUntrusted,
             ErrorKind::CertificateName,
@@ -325,13 +325,13 @@ mod tests {
     #[test]
     fn every_text_says_what_to_do_and_tells_its_cause_once() {
         for kind in KINDS {
-            let alone = Error::new(kind);
+            let alone = StoreError::new(kind);
             let (what, advice) =
                 alone.to_string().split_once(": ").map(|(a, b)| (a.len(), b.len())).unwrap_or_default();
             assert!(what > 10 && advice > 10, "{alone}");
             assert!(format!("{alone:?}").contains(&alone.to_string()), "{alone:?}");
 
-            let caused = Error::with_source(kind, std::io::Error::other("a leaf on the line"));
+            let caused = StoreError::with_source(kind, std::io::Error::other("a leaf on the line"));
             let mut text = caused.to_string();
             let mut source = caused.source();
             while let Some(cause) = source {

@@ -1,4 +1,4 @@
-//! Wakes those who wait in this process when something was given back or forgotten, by whatever store.
+//! Wakes those who wait in this process when something was refunded or forgotten, by whatever store.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -65,7 +65,7 @@ impl Drop for Listener {
 
 /// Whether less may be charged after it than before.
 pub(super) fn gives_room(check: &Check) -> bool {
-    matches!(check.mode(), Mode::GiveBack | Mode::Reset | Mode::Hold)
+    matches!(check.mode(), Mode::Refund | Mode::Reset | Mode::Hold)
 }
 
 /// A store has done this, or may have.
@@ -73,7 +73,7 @@ pub(super) fn tell(check: &Check) {
     if !gives_room(check) || COUNT.load(Ordering::Acquire) == 0 {
         return;
     }
-    let places = check.policies().in_flight().is_some() && check.mode() == Mode::GiveBack;
+    let places = check.policies().in_flight().is_some() && check.mode() == Mode::Refund;
     let freed = if places { check.cost() } else { 1 };
     for (policies, wake) in lock(&LISTENERS).get(check.key()).into_iter().flatten() {
         if policies.iter().any(|policy| check.policies().iter().any(|freed| freed.id() == policy.id())) {

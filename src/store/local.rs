@@ -11,9 +11,9 @@ use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
 use super::clock::Clock;
 use super::digest::Digest;
 use super::shards::Shards;
-use super::{Answer, Error, Store, freed, lock};
+use super::{Answer, Store, StoreError, freed, lock};
 use crate::limit::{
-    Check, Decision, Followed, Key, Mode, Policies, Policy, Source, State, Strategy, Verdict, Verdicts,
+    Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Strategy, Verdict, Verdicts,
 };
 
 /// A store in this process: every instance has counts of its own.
@@ -73,7 +73,7 @@ struct Shard {
 enum Entry {
     Counted(State),
     /// Another store counts it. At the time `seen`, `remaining` of `capacity` was left there; at `until` all of it will be.
-    Followed {
+    Warmed {
         remaining: i64,
         capacity: i64,
         until: i64,
@@ -128,14 +128,14 @@ impl Entry {
     fn take(&mut self, policy: &Policy, now: i64) -> State {
         match *self {
             Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.strategy())),
-            Self::Followed { until, .. } if until <= now => State::fresh(policy.strategy()),
-            Self::Followed { remaining, capacity, until, .. } => {
+            Self::Warmed { until, .. } if until <= now => State::fresh(policy.strategy()),
+            Self::Warmed { remaining, capacity, until, .. } => {
                 let ours = policy.params().capacity;
                 // What is left, in proportion to our capacity. Rounded down, so that the parts of all instances are no
                 // more than the whole.
                 let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
                 let used = ours - (left as i64).clamp(0, ours);
-                State::resume(policy.strategy(), policy.params(), now, Followed { used, until })
+                State::resume(policy.strategy(), policy.params(), now, Snapshot { used, until })
             }
         }
     }
@@ -207,7 +207,7 @@ impl Default for LocalStore {
 
 impl Store for LocalStore {
     /// It never waits.
-    type Future = Pending<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let verdicts = self.verdicts(&check, || self.shared.clock.micros());
@@ -219,9 +219,9 @@ impl Store for LocalStore {
         Some(Arc::as_ptr(&self.shared) as usize)
     }
 
-    fn follow(&self, key: &Key, decision: &Decision) {
+    fn warm(&self, key: &Key, decision: &Decision) {
         let (mut shard, caller) = self.shard(key);
-        shard.follow(decision, caller, self.shared.clock.micros());
+        shard.warm(decision, caller, self.shared.clock.micros());
     }
 }
 
@@ -277,7 +277,7 @@ impl Shard {
         verdicts
     }
 
-    fn follow(&mut self, decision: &Decision, caller: Digest, now: i64) {
+    fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
         // A fallback is told of requests in flight one by one.
         let over_time = |(policy, _): &(&Policy, &Verdict)| policy.strategy() != Strategy::InFlight;
         for (policy, verdict) in decision.verdicts().filter(over_time) {
@@ -287,10 +287,10 @@ impl Shard {
             let (remaining, capacity, until) = (verdict.remaining, policy.params().capacity, now + verdict.reset);
             match self.states.get(key).map(|slot| &slot.value) {
                 // What has flowed back since is in the newer one.
-                Some(Entry::Followed { remaining: least, until, seen, .. })
+                Some(Entry::Warmed { remaining: least, until, seen, .. })
                     if *least < remaining && *seen > now - MOMENT && *until > now => {}
                 _ => {
-                    let followed = Entry::Followed { remaining, capacity, until, seen: now };
+                    let followed = Entry::Warmed { remaining, capacity, until, seen: now };
                     self.states.put(key, followed, hold(verdict, policy, now), now);
                 }
             }

@@ -4,7 +4,7 @@ use std::mem;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Answer, Error, Store, lock};
+use super::{Answer, Store, StoreError, lock};
 use crate::limit::{Check, Decision, Source, Verdict};
 
 /// A store for tests, which answers as it is told.
@@ -16,7 +16,7 @@ use crate::limit::{Check, Decision, Source, Verdict};
 /// use std::time::Duration;
 /// use axum::{Router, body::Body, http::Request, routing::get};
 /// use tower::ServiceExt;
-/// use tower_redis_ratelimit::{Error, ErrorKind, Global, MockStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::{StoreError, ErrorKind, Global, MockStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -29,7 +29,7 @@ use crate::limit::{Check, Decision, Source, Verdict};
 /// let response = app.clone().oneshot(Request::new(Body::empty())).await?;
 /// assert_eq!((response.status().as_u16(), &response.headers()["retry-after"]), (429, &"30".parse()?));
 ///
-/// store.fail(Error::new(ErrorKind::Unreachable));
+/// store.fail(StoreError::new(ErrorKind::Unreachable));
 /// assert_eq!(app.oneshot(Request::new(Body::empty())).await?.status(), 503);
 /// # Ok(())
 /// # }
@@ -44,13 +44,13 @@ struct Shared {
     asked: Vec<Check>,
 }
 
-type Answerer = dyn Fn(&Check) -> Result<Decision, Error> + Send + Sync;
+type Answerer = dyn Fn(&Check) -> Result<Decision, StoreError> + Send + Sync;
 
-fn decided(check: &Check, verdict: Verdict) -> Result<Decision, Error> {
+fn decided(check: &Check, verdict: Verdict) -> Result<Decision, StoreError> {
     Ok(check.decided(Source::Other("mock"), check.cost(), |_| verdict))
 }
 
-fn allowed(check: &Check) -> Result<Decision, Error> {
+fn allowed(check: &Check) -> Result<Decision, StoreError> {
     decided(check, Verdict::allowed())
 }
 
@@ -71,12 +71,12 @@ impl MockStore {
     }
 
     /// Fails every check from now on.
-    pub fn fail(&self, error: Error) {
+    pub fn fail(&self, error: StoreError) {
         self.answer(move |_| Err(error.clone()));
     }
 
     /// Answers every check from now on as `answer` does; see [`Check::decided`].
-    pub fn answer(&self, answer: impl Fn(&Check) -> Result<Decision, Error> + Send + Sync + 'static) {
+    pub fn answer(&self, answer: impl Fn(&Check) -> Result<Decision, StoreError> + Send + Sync + 'static) {
         // What a user gave is dropped without the lock.
         let _former = mem::replace(&mut lock(&self.shared).answer, Arc::new(answer));
     }
@@ -95,7 +95,7 @@ impl Default for MockStore {
 
 impl Store for MockStore {
     /// It never waits.
-    type Future = Pending<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let mut shared = lock(&self.shared);

@@ -29,7 +29,7 @@ pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder, Servers};
 pub use answer::Answer;
 pub use any::{AnyStore, AnyStoreFuture};
 pub use config::{ShareConfig, StoreConfig, StoreKind};
-pub use error::{Error, ErrorKind};
+pub use error::{ErrorKind, StoreError};
 pub use fallback::{Fallback, FallbackFuture, Share};
 pub use instances::Instances;
 pub use local::LocalStore;
@@ -56,12 +56,12 @@ use crate::limit::{Check, Decision, Key};
 /// - A check is atomic: no other check of the same caller is decided between its reading and its charging.
 /// - It is all or nothing over its policies, and a denied one charges nothing.
 /// - A clone shares the counts.
-/// - Every check is answered in bounded time, with a [`Decision`] on its own policies or an [`Error`]; an error is no
+/// - Every check is answered in bounded time, with a [`Decision`] on its own policies or a [`StoreError`]; an error is no
 ///   verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
 /// [`Check::decided`] makes the decisions of a store of one's own, [`Source::Other`](crate::Source::Other) names it, and
-/// an [`Error`] tells whether a check was [sent](Error::unsent). This one asks another store, but for some callers:
+/// a [`StoreError`] tells whether a check was [sent](StoreError::unsent). This one asks another store, but for some callers:
 ///
 /// ```
 /// use std::sync::Arc;
@@ -82,8 +82,8 @@ use crate::limit::{Check, Decision, Key};
 ///         self.0.check(check)
 ///     }
 ///
-///     fn follow(&self, key: &Key, decision: &Decision) {
-///         self.0.follow(key, decision);
+///     fn warm(&self, key: &Key, decision: &Decision) {
+///         self.0.warm(key, decision);
 ///     }
 ///
 ///     fn partitions(&self) -> usize {
@@ -94,8 +94,8 @@ use crate::limit::{Check, Decision, Key};
 ///         self.0.partition(key)
 ///     }
 ///
-///     fn knows(&self, decision: &Decision) -> bool {
-///         self.0.knows(decision)
+///     fn is_authoritative(&self, decision: &Decision) -> bool {
+///         self.0.is_authoritative(decision)
 ///     }
 ///
 ///     fn identity(&self) -> Option<usize> {
@@ -119,14 +119,14 @@ use crate::limit::{Check, Decision, Key};
 )]
 pub trait Store: Clone + Send + Sync + 'static {
     /// Resolves to an answer that is not there at once.
-    type Future: Future<Output = Result<Decision, Error>> + Send + 'static;
+    type Future: Future<Output = Result<Decision, StoreError>> + Send + 'static;
 
     /// Decides one check.
     fn check(&self, check: Check) -> Answer<Self::Future>;
 
     /// Takes a check back whose answer nobody waits for any longer: a [`Fallback`](crate::Fallback) does so at its deadline.
     /// Returns whether it is certain that the check was not sent, and will not be. The fallback then charges later what it
-    /// granted instead, as after an error that is [unsent](Error::unsent).
+    /// granted instead, as after an error that is [unsent](StoreError::unsent).
     ///
     /// The future is then dropped, and not polled again. Defaults to `false`: not known. A store that asks another one should
     /// pass this on.
@@ -137,7 +137,7 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Learns what another store decided on this caller, so as to go on from there if that store fails: a
     /// [`Fallback`](crate::Fallback) tells its second store what the first one decides. Defaults to doing nothing.
-    fn follow(&self, key: &Key, decision: &Decision) {
+    fn warm(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
     }
 
@@ -155,7 +155,7 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Whether a decision was made where the count is kept. One that a [`Fallback`] made in place of its primary store was not:
     /// that knows nothing of it. Defaults to `true`.
-    fn knows(&self, decision: &Decision) -> bool {
+    fn is_authoritative(&self, decision: &Decision) -> bool {
         let _ = decision;
         true
     }

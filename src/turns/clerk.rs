@@ -15,7 +15,7 @@ use super::permit::Times;
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::leases::Lease;
 use crate::limit::{Check, Decision, Outcome, Policies, Policy, Refill, Strategy};
-use crate::store::{Error, Listener, RandomState, Wake, instant};
+use crate::store::{Listener, RandomState, StoreError, Wake, instant};
 
 /// The task that serves a line until nobody waits in it.
 pub(super) struct Clerk {
@@ -39,10 +39,10 @@ enum Rested {
 
 /// So long before its turn a line that begins takes it ahead.
 pub(super) const SOON: Duration = Duration::from_millis(50);
-/// How often it is looked at what others may have given back: after so long, and of a longer wait after such a part.
+/// How often it is looked at what others may have released: after so long, and of a longer wait after such a part.
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
-/// From when the store was asked to when it is asked since something was given back in this process.
+/// From when the store was asked to when it is asked since something was released in this process.
 const GAP: Duration = Duration::from_millis(10);
 /// As many calls in a row may fail until all who wait are told.
 pub(super) const MAX_FAILURES: u32 = 3;
@@ -62,7 +62,7 @@ impl Clerk {
     pub(super) async fn run(self) {
         let mut pace = Pace::default();
         self.sit_out_denial(&mut pace).await;
-        // What was given back until it is asked, it sees.
+        // What was released until it is asked, it sees.
         while let Some(asks) = self.next(pace.room(self.wake.take_freed())) {
             let asked_at = instant();
             let mut answers: FuturesUnordered<_> = asks.into_iter().map(|ask| self.take(ask, pace, asked_at)).collect();
@@ -91,7 +91,7 @@ impl Clerk {
         ask: Ask,
         pace: Pace,
         asked_at: Instant,
-    ) -> impl Future<Output = (Ask, Result<Decision, Error>, Option<Lease>)> {
+    ) -> impl Future<Output = (Ask, Result<Decision, StoreError>, Option<Lease>)> {
         let check = Check::take_ahead(self.place.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
         // Before the store is asked.
         let mut lease = self.shared.leases.hold(self.place.key, &ask.policies);
@@ -180,7 +180,7 @@ impl Clerk {
                         }
                         Rested::Changed => {
                             // Nobody may have it before it is due. What is asked for next is due the sooner.
-                            for check in permits(due_at).into_iter().flat_map(Permit::give_back) {
+                            for check in permits(due_at).into_iter().flat_map(Permit::refund) {
                                 let _ = self.shared.store.ask(check).await;
                             }
                             return;
@@ -209,11 +209,11 @@ impl Clerk {
                     _ => self.refuse(ask.first, decision),
                 }
             }
-            Outcome::NeverFits => self.refuse(ask.first, decision),
+            Outcome::ExceedsCapacity => self.refuse(ask.first, decision),
         }
     }
 
-    /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was given back.
+    /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was released.
     async fn look(&self, decision: &Decision, ask: &Ask, due_at: Instant) -> Instant {
         let peek = self.shared.store.ask(Check::peek(self.place.key, &ask.policies, 0)).await;
         let Ok(peek) = peek else { return due_at };
@@ -228,7 +228,7 @@ impl Clerk {
     }
 
     /// Rests until its turn, and for a `pause` that is left to others; meanwhile refuses those whose time is up. The store
-    /// was asked at the time `asked_at`, and since something was given back it is asked after such a `gap`.
+    /// was asked at the time `asked_at`, and since something was released it is asked after such a `gap`.
     async fn rest(&self, turn: Instant, pause: Duration, ask: &Ask, asked_at: Instant, gap: Duration) -> Rested {
         let until = turn + pause;
         let look = (turn.saturating_duration_since(asked_at) / LOOKS).max(LOOK);
@@ -277,7 +277,7 @@ impl Clerk {
 
     /// Tells the first that the store cannot decide, or all if it could not for several times; and leaves it alone for a
     /// while.
-    async fn fail(&self, error: &Error, ask: &Ask, pace: &mut Pace) {
+    async fn fail(&self, error: &StoreError, ask: &Ask, pace: &mut Pace) {
         *pace = Pace { room: Room::default(), failures: pace.failures + 1, ..*pace };
         let (only, pause) = match pace.failures {
             MAX_FAILURES.. => (None, LONG_PAUSE),

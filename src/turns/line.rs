@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::{Permit, Refusal, TICK, Wanted};
 use crate::limit::{Decision, Policies, Policy, Strategy, Verdict};
-use crate::store::{Error, Wake};
+use crate::store::{StoreError, Wake};
 
 /// Those of one runtime who wait for one caller under the same policies.
 pub(super) struct Line {
@@ -23,7 +23,7 @@ pub(super) struct Line {
     /// What was decided last.
     known: Option<Known>,
     /// Why the store could not decide, if it could not when it was asked last.
-    trouble: Option<Error>,
+    trouble: Option<StoreError>,
     /// Whether that was so often that nobody may wait now.
     has_failed: bool,
     /// No permit comes before that, as far as is known.
@@ -154,7 +154,7 @@ impl Line {
     }
 
     /// Why nobody may wait now.
-    pub(super) fn failed(&self) -> Option<&Error> {
+    pub(super) fn failed(&self) -> Option<&StoreError> {
         self.trouble.as_ref().filter(|_| self.has_failed)
     }
 
@@ -241,7 +241,7 @@ impl Line {
 
     /// Notes that the store could not decide, and is not asked again before then. Takes out who is told: the one of this
     /// number, or all.
-    pub(super) fn fail(&mut self, error: &Error, only: Option<u64>, until: Instant) -> Vec<Waiter> {
+    pub(super) fn fail(&mut self, error: &StoreError, only: Option<u64>, until: Instant) -> Vec<Waiter> {
         self.trouble = Some(error.clone());
         self.next_at = Some(until);
         self.served = 0;

@@ -13,11 +13,11 @@
 //!
 //! **Nothing is lost.** A permit belongs to the line, not to who asked for it: whoever gives up leaves what he would have
 //! had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same way.
-//! Before it is due there is no permit yet: if whoever is first wants something else by then, the clerk gives back what it
+//! Before it is due there is no permit yet: if whoever is first wants something else by then, the clerk releases what it
 //! took, and asks again. Only a runtime that ends keeps what it has taken.
 //!
-//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them. What is given back in this process [wakes](crate::store::Wake) the clerk, and for what
-//! others give back it looks again now and then.
+//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them. What is released in this process [wakes](crate::store::Wake) the clerk, and for what
+//! others release it looks again now and then.
 //!
 //! **A store that fails.** A call that fails is told to whoever is first. The others wait on, until [several in a
 //! row](clerk::MAX_FAILURES) have failed; whoever comes then is told the same for a while, without a call.
@@ -48,7 +48,7 @@ use self::clerk::Clerk;
 use self::line::{Line, Waiter};
 use crate::leases::{Lease, Leases};
 use crate::limit::{Check, Decision, Key, Policies, Source, Strategy, Verdict};
-use crate::store::{Error, ErrorKind, Observer, Store, instant, lock};
+use crate::store::{ErrorKind, Observer, Store, StoreError, instant, lock};
 
 /// Who waits for a turn, of all callers. Clones share the lines.
 #[derive(Clone)]
@@ -68,12 +68,12 @@ struct Shared {
 
 /// A store whose type does not matter: whoever waits has the time for a box.
 trait AnyStore: Send + Sync {
-    fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+    fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
     fn observe(&self, observer: &Arc<dyn Observer>);
 }
 
 impl<S: Store> AnyStore for S {
-    fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>> {
+    fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>> {
         Box::pin(self.check(check))
     }
 
@@ -128,12 +128,12 @@ pub(crate) struct Wanted {
 pub(crate) enum Refusal {
     /// It would take too long, or too many wait.
     Denied(Decision),
-    Failed(Error),
+    Failed(StoreError),
 }
 
 impl Refusal {
     /// The store's answer.
-    pub(crate) fn into_answer(self) -> Result<Decision, Error> {
+    pub(crate) fn into_answer(self) -> Result<Decision, StoreError> {
         match self {
             Self::Denied(decision) => Ok(decision),
             Self::Failed(error) => Err(error),
@@ -153,7 +153,7 @@ impl Bounds {
 
 impl Wanted {
     /// Whether it costs more than ever fits: no wait helps.
-    pub(crate) fn never_fits(&self) -> bool {
+    pub(crate) fn exceeds_capacity(&self) -> bool {
         let mut of_costs = self.policies.iter().filter(|policy| policy.strategy() != Strategy::InFlight);
         of_costs.any(|policy| policy.quota().capacity() < self.cost)
     }
@@ -200,7 +200,7 @@ impl Turns {
 
     /// Waits behind those who wait on this runtime already, if anybody does, and if a wait helps.
     pub(crate) fn join_others(&self, wanted: &Wanted) -> Option<Result<Turn, Refusal>> {
-        if self.shared.count.load(Ordering::Acquire) == 0 || wanted.never_fits() {
+        if self.shared.count.load(Ordering::Acquire) == 0 || wanted.exceeds_capacity() {
             return None;
         }
         let runtime = Handle::try_current().ok()?;
@@ -223,14 +223,14 @@ impl Turns {
     }
 
     /// Waits for a permit. `denied` is what the store has just said, if it was asked. What [never
-    /// fits](Wanted::never_fits) must not wait: others would wait behind it.
+    /// fits](Wanted::exceeds_capacity) must not wait: others would wait behind it.
     ///
     /// # Errors
     ///
     /// [`Refusal`], if it is certain already that there is none in time, or if too many wait.
     pub(crate) fn join(&self, wanted: Wanted, denied: Option<Decision>) -> Result<Turn, Refusal> {
         let runtime = Handle::try_current()
-            .map_err(|error| Refusal::Failed(Error::with_source(ErrorKind::NoRuntime, error).of_check()))?;
+            .map_err(|error| Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check()))?;
         let place = Place::of(&runtime, &wanted);
         let (turn, clerk) = {
             let Lines { each, waiting, made } = &mut *lock(&self.shared.lines);

@@ -31,7 +31,7 @@ struct Held {
     policies: Policies,
     cost: u32,
     times: Times,
-    /// Of the policies that count requests in flight: given back with the permit.
+    /// Of the policies that count requests in flight: released with the permit.
     lease: Option<Lease>,
 }
 
@@ -104,8 +104,8 @@ impl Permit {
     }
 
     /// What gives the store back what each policy counts still of it.
-    pub(super) fn give_back(mut self) -> Vec<Check> {
-        self.held.take().map(|held| held.give_back(&self.decision)).unwrap_or_default()
+    pub(super) fn refund(mut self) -> Vec<Check> {
+        self.held.take().map(|held| held.refund(&self.decision)).unwrap_or_default()
     }
 
     /// Hands it on to whoever is first in the line, or gives what is still counted of it back to the store.
@@ -114,7 +114,7 @@ impl Permit {
             let is_good = held.is_good(&self.decision);
             let next = is_good.then(|| held.shared.pop(&held.place, held.cost)).flatten();
             let Some(waiter) = next else {
-                held.give_back(&self.decision).into_iter().for_each(|check| held.shared.tell(&held.runtime, check));
+                held.refund(&self.decision).into_iter().for_each(|check| held.shared.tell(&held.runtime, check));
                 return;
             };
             match waiter.tell(Ok(Self { decision: self.decision.clone(), held: Some(held) })) {
@@ -161,9 +161,9 @@ impl Held {
         })
     }
 
-    /// What gives back what each policy counts still. What refills at once, a window or a log, is told of which charge that
+    /// What releases what each policy counts still. What refills at once, a window or a log, is told of which charge that
     /// is: others may have been charged since.
-    fn give_back(&self, decision: &Decision) -> Vec<Check> {
+    fn refund(&self, decision: &Decision) -> Vec<Check> {
         let age = self.asked_ago();
         let counted = self.counted(decision).zip(decision.verdicts()).map(|((policy, cost), (_, verdict))| {
             let strategy = policy.strategy();
@@ -178,8 +178,8 @@ impl Held {
             (policy, cost, charged)
         });
         self.checks(counted, |key, policies, cost, charged| match charged {
-            Some(charged) => Check::give_back_of(key, policies, cost, charged),
-            None => Check::give_back(key, policies, cost),
+            Some(charged) => Check::refund_of(key, policies, cost, charged),
+            None => Check::refund(key, policies, cost),
         })
     }
 

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::line::Answer;
 use super::{Permit, Place, Refusal, Shared};
-use crate::store::{Error, ErrorKind};
+use crate::store::{ErrorKind, StoreError};
 
 /// Resolves to a permit when its turn has come. Dropped, it leaves the line.
 pub(crate) struct Turn {
@@ -47,7 +47,7 @@ impl Future for Turn {
         }
         let answer = ready!(Pin::new(&mut self.answer).poll(cx));
         // The runtime that asked has ended.
-        Poll::Ready(answer.unwrap_or_else(|_| Err(Refusal::Failed(Error::new(ErrorKind::NoRuntime).of_check()))))
+        Poll::Ready(answer.unwrap_or_else(|_| Err(Refusal::Failed(StoreError::new(ErrorKind::NoRuntime).of_check()))))
     }
 }
 

@@ -127,7 +127,7 @@ pub struct Outcome {
     pub allowed: u64,
     /// Checks that were asked and not answered in time.
     pub unanswered: u64,
-    pub settled: u64,
+    pub reconciled: u64,
     /// From the moment that the master, or its heir, could answer until all instances were back to it.
     pub recovery: Duration,
     pub healthy_p99: Option<Duration>,
@@ -326,7 +326,7 @@ impl Scene {
             granted: all_granted,
             allowed,
             unanswered: self.load.told(|told| &told.failed),
-            settled: self.load.told(|told| &told.charged),
+            reconciled: self.load.told(|told| &told.charged),
             recovery,
             healthy_p99,
             open_p99,

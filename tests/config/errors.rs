@@ -147,7 +147,7 @@ fn of_a_choice() {
 #[test]
 fn of_header_fields() {
     let forms = "`draft`, `github`, `x-seconds` or `draft-6`";
-    let two = "two of `github`, `x-seconds` and `draft-6` are there: a response has one trio, so leave one out";
+    let two = "two of `github`, `x-seconds` and `draft-6` are there: a response has one legacy style, so leave one out";
     for (value, text) in [
         (json!(["draft", "gitlab"]), format!("\"gitlab\" is no form of header fields: write {forms}")),
         (json!("draft; github"), format!("\"draft; github\" is no form of header fields: write {forms}")),

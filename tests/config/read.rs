@@ -8,8 +8,8 @@ use config::{Config, Environment};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use tower_redis_ratelimit::{
-    Align, ClientIp, Headers, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig, StoreKind,
-    Strategy, Trio,
+    Align, ClientIp, Headers, LegacyHeaders, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig,
+    StoreKind, Strategy,
 };
 
 /// What a service might have.
@@ -198,7 +198,7 @@ fn environment_variables_of_a_layer() {
     ];
     for numbers in [false, true] {
         let layer: Layer = environment(&variables, numbers).unwrap();
-        assert_eq!(layer, Layer { client_ip: client_ip.clone(), headers: Headers::DRAFT.and(Trio::GitHub) });
+        assert_eq!(layer, Layer { client_ip: client_ip.clone(), headers: Headers::DRAFT.and(LegacyHeaders::GitHub) });
     }
     let layer: Layer = environment(&[("APP_CLIENT_IP", "peer"), ("APP_HEADERS", "")], false).unwrap();
     assert_eq!(layer, Layer { client_ip: ClientIp::peer(), headers: Headers::NONE });

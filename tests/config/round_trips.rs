@@ -13,8 +13,8 @@ use proptest::strategy::Strategy as Generate;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tower_redis_ratelimit::{
-    Align, ClientIp, Headers, Key, KeyExtractor, OnError, OnMissingKey, Policies, Policy, PolicySelector, Quota,
-    ShareConfig, StoreConfig, StoreKind, Strategy, Tier, Tiers, Trio,
+    Align, ClientIp, Headers, Key, KeyExtractor, LegacyHeaders, OnError, OnMissingKey, Policies, Policy,
+    PolicySelector, Quota, ShareConfig, StoreConfig, StoreKind, Strategy, Tier, Tiers,
 };
 
 /// TOML has tables only at its top.
@@ -210,7 +210,9 @@ fn choices_are_read_as_they_are_written() {
     assert_same(StoreConfig::default());
     for headers in [Headers::DRAFT, Headers::NONE] {
         assert_same(headers);
-        [Trio::GitHub, Trio::XSeconds, Trio::Draft6].into_iter().for_each(|trio| assert_same(headers.and(trio)));
+        [LegacyHeaders::GitHub, LegacyHeaders::XSeconds, LegacyHeaders::Draft6]
+            .into_iter()
+            .for_each(|legacy| assert_same(headers.and(legacy)));
     }
     Strategy::ALL.iter().copied().for_each(assert_same);
 }

@@ -100,7 +100,7 @@ impl Observer for Notes {
         self.0.recovered.fetch_add(1, SeqCst);
     }
 
-    fn settled(&self, event: &event::Settled) {
+    fn reconciled(&self, event: &event::Reconciled) {
         self.0.charged.fetch_add(event.charged, SeqCst);
         self.0.dropped.fetch_add(event.dropped, SeqCst);
     }

@@ -190,7 +190,7 @@ pub struct Outcome {
     pub bound: u64,
     /// Checks that Redis was asked and did not answer in time.
     pub unanswered: u64,
-    pub settled: u64,
+    pub reconciled: u64,
     /// From the moment that Redis could answer until all instances were back to it.
     pub recovery: Option<Duration>,
     /// What the limiter took of a request before the fault, and once the breaker was open.
@@ -265,13 +265,13 @@ impl Scene {
 /// **How much may be granted.** A caller's limit, and once more what Redis had granted it before it forgot that. Beyond
 /// it:
 ///
-/// - A check that Redis was asked and did not answer is answered by the instance and never settled, since it may have
+/// - A check that Redis was asked and did not answer is answered by the instance and never reconciled, since it may have
 ///   been charged. When a call fails, every task of the instance may have such a check under way; from then on there is
 ///   one at a time, until the third call in a row fails and the breaker opens. So each opening costs an instance at most
 ///   [`TASKS`] + 3 of them. The observer counts them.
 /// - An instance goes on from what it has last heard to be left. It has not heard of what Redis has granted since: at
 ///   most one request under way for every task, [`TASKS`] for each instance, of which it takes its part.
-/// - A charge of the settlement that fails is not sent again. The observer counts these too. Where Redis is only slow it
+/// - A charge of the reconciliation that fails is not sent again. The observer counts these too. Where Redis is only slow it
 ///   was made all the same.
 /// - Where Redis fails some instances while it answers others, these have the whole of what is left, and each of those
 ///   has its part of it: all but one part, at worst.
@@ -379,7 +379,7 @@ pub async fn run(fault: Fault) -> Outcome {
     }
 
     if fault != Fault::NoName {
-        settled(&forgotten, &scene, &load).await;
+        reconciled(&forgotten, &scene, &load).await;
     }
     let (dropped, charged) = (load.told(|told| &told.dropped), load.told(|told| &told.charged));
     let (mut granted, mut allowed) = (0, 0);
@@ -421,7 +421,7 @@ pub async fn run(fault: Fault) -> Outcome {
         allowed,
         bound,
         unanswered: failed,
-        settled: charged,
+        reconciled: charged,
         recovery,
         healthy_p99,
         open_p99,
@@ -432,7 +432,7 @@ pub async fn run(fault: Fault) -> Outcome {
 /// granted meanwhile. Only of a check that it was asked and did not answer is it not known.
 ///
 /// Of what Redis has forgotten, at most what was under way at that moment is not known either.
-async fn settled(forgotten: &[u64], scene: &Scene, load: &Load) {
+async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load) {
     let redis = RedisStore::builder(scene.server.url()).timeout(Duration::from_secs(10)).connect().await.unwrap();
     // Of the others, more is asked for than there is to charge.
     for (i, (name, kind)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind == Kind::Ample) {
@@ -450,7 +450,7 @@ async fn settled(forgotten: &[u64], scene: &Scene, load: &Load) {
         let failed = load.told(|told| &told.failed);
         let unsure = || failed + load.told(|told| &told.dropped);
         // The last charges are under way for a moment after the recovery.
-        until(&format!("{by_us} of {name} are settled, but for {}", unsure()), async || {
+        until(&format!("{by_us} of {name} are reconciled, but for {}", unsure()), async || {
             used().await + unsure() >= by_redis + by_us
         })
         .await;

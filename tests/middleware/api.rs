@@ -11,10 +11,11 @@ use http::{Request, Response};
 use tower::{Layer, Service};
 use tower_redis_ratelimit::{
     AnyStore, AnyStoreFuture, AsIs, Charge, Check, ClientIp, ClientIpBuilder, ConfigError, Decision, DryRun, Ending,
-    Error, ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, Limiter,
-    Live, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit, RateLimitLayer,
-    Reason, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, Reservation, ReserveError, ResponseFuture,
-    Settlement, ShareConfig, Store, StoreConfig, StoreKind, Strategy, Tier, Tiers, TrackedBody, Trio, UntilBodyEnd,
+    ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, LegacyHeaders,
+    Limiter, Live, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit,
+    RateLimitLayer, Reason, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, Reservation, ReserveError,
+    ResponseFuture, Settlement, ShareConfig, Store, StoreConfig, StoreError, StoreKind, Strategy, Tier, Tiers,
+    TrackedBody, UntilBodyEnd,
 };
 
 use crate::support::*;
@@ -69,9 +70,9 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
     shared::<(LocalStore, RedisStore, Fallback<RedisStore, LocalStore>, AnyStore)>();
     shared::<(StoreConfig, StoreKind, ShareConfig)>();
     shared::<(Decision, Key, Check, Policy, Policies, Quota, Strategy)>();
-    shared::<(Error, ErrorKind, ConfigError, MissingKey, Rejection<'static>, Reason<'static>)>();
+    shared::<(StoreError, ErrorKind, ConfigError, MissingKey, Rejection<'static>, Reason<'static>)>();
     shared::<(ClientIp, ClientIpBuilder, DryRun, Tier, Tiers, Live<Tiers>, Live<Policy>, Live<Policies>)>();
-    shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey, Headers, Trio)>();
+    shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey, Headers, LegacyHeaders)>();
     #[cfg(feature = "tonic")]
     shared::<(tower_redis_ratelimit::GrpcReject, tower_redis_ratelimit::GrpcOr<HttpReject>)>();
 }
@@ -90,7 +91,7 @@ fn futures_can_be_spawned_and_shown() {
 #[test]
 fn errors_are_errors() {
     fn error<T: std::error::Error + Send + Sync + 'static>() {}
-    error::<Error>();
+    error::<StoreError>();
     error::<ConfigError>();
     error::<MissingKey>();
     error::<ReserveError>();
@@ -136,7 +137,7 @@ where
 async fn what_settles_has_names_and_the_closure_needs_no_type() {
     let store = LocalStore::default();
     let layer = layer_with(store, "1/h").settle(|response| match response.status.as_u16() {
-        200 => Settlement::GiveBack,
+        200 => Settlement::Refund,
         _ => Settlement::Keep,
     });
     let _ = (around(&layer), around(&layer_with(LocalStore::default(), "1/h")));

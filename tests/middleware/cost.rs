@@ -35,7 +35,7 @@ async fn a_cost_that_never_fits_is_denied_without_a_time_to_come_back() {
         let response = send(&service, costing(cost)).await;
         assert_eq!(response.status(), 429);
         assert_eq!(field(&response, "retry-after"), None);
-        assert_eq!(decision(&response).unwrap().outcome(), Outcome::NeverFits);
+        assert_eq!(decision(&response).unwrap().outcome(), Outcome::ExceedsCapacity);
         let told = field(&response, "ratelimit").unwrap();
         assert!(told.starts_with("\"api\";r=5;t="), "nothing was charged: {told}");
         let problem = json(response).await;

@@ -7,8 +7,8 @@ use http::{HeaderMap, Response, StatusCode};
 use tokio::time::advance;
 use tower::Layer;
 use tower_redis_ratelimit::{
-    Align, Decision, Global, Headers, Key, Limiter, LocalStore, OnError, OnMissingKey, Outcome, Policies, Policy,
-    RateLimitLayer, Rejection, Source, Strategy, Trio,
+    Align, Decision, Global, Headers, Key, LegacyHeaders, Limiter, LocalStore, OnError, OnMissingKey, Outcome,
+    Policies, Policy, RateLimitLayer, Rejection, Source, Strategy,
 };
 
 use crate::support::*;
@@ -103,28 +103,28 @@ async fn a_response_of_ones_own_gets_the_fields_and_the_decision_too() {
     assert!(!response.extensions().get::<Decision>().unwrap().is_allowed());
 }
 
-/// The trio with these names.
-fn trio<'a, B>(response: &'a Response<B>, prefix: &str) -> [Option<&'a str>; 3] {
+/// The legacy headers with these names.
+fn legacy<'a, B>(response: &'a Response<B>, prefix: &str) -> [Option<&'a str>; 3] {
     ["limit", "remaining", "reset"].map(|name| field(response, &format!("{prefix}-{name}")))
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_trio_tells_the_limit_what_remains_and_when_all_of_it_is_back() {
     for (form, told, other) in
-        [(Trio::XSeconds, "x-ratelimit", "ratelimit"), (Trio::Draft6, "ratelimit", "x-ratelimit")]
+        [(LegacyHeaders::XSeconds, "x-ratelimit", "ratelimit"), (LegacyHeaders::Draft6, "ratelimit", "x-ratelimit")]
     {
         let service = limited(layer("2/m burst 3").headers(Headers::NONE.and(form)));
         for (status, remaining, reset) in [(200, "2", "30"), (200, "1", "60"), (200, "0", "90"), (429, "0", "90")] {
             let response = send(&service, request("alice")).await;
             assert_eq!(response.status(), status);
-            assert_eq!(trio(&response, told), [Some("3"), Some(remaining), Some(reset)], "{form:?}");
-            assert_eq!(trio(&response, other), [None; 3]);
+            assert_eq!(legacy(&response, told), [Some("3"), Some(remaining), Some(reset)], "{form:?}");
+            assert_eq!(legacy(&response, other), [None; 3]);
             assert_eq!(both(&response), (None, None));
             assert_eq!(field(&response, "retry-after"), (status == 429).then_some("30"));
         }
         advance(Duration::from_millis(1)).await;
         let response = send(&service, request("alice")).await;
-        assert_eq!(trio(&response, told)[2], Some("90"), "rounded up");
+        assert_eq!(legacy(&response, told)[2], Some("90"), "rounded up");
     }
 }
 
@@ -132,30 +132,30 @@ async fn a_trio_tells_the_limit_what_remains_and_when_all_of_it_is_back() {
 #[allow(clippy::disallowed_methods, reason = "the wall clock is what is told")]
 async fn github_tells_the_time_by_the_wall_clock() {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
-    let service = limited(layer("1/h").headers(Headers::NONE.and(Trio::GitHub)));
+    let service = limited(layer("1/h").headers(Headers::NONE.and(LegacyHeaders::GitHub)));
     let before = now();
     for status in [200, 429] {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), status);
-        let [limit, remaining, reset] = trio(&response, "x-ratelimit");
+        let [limit, remaining, reset] = legacy(&response, "x-ratelimit");
         assert_eq!((limit, remaining), (Some("1"), Some("0")));
         // Rounded up, and no earlier than told at first.
         let reset: u64 = reset.unwrap().parse().unwrap();
         let (earliest, latest) = (before.as_secs() + 3_600, now().as_secs() + 3_601);
         assert!((earliest..=latest).contains(&reset), "{earliest} <= {reset} <= {latest}");
-        assert_eq!(trio(&response, "ratelimit"), [None; 3]);
+        assert_eq!(legacy(&response, "ratelimit"), [None; 3]);
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_trio_may_stand_beside_the_drafts_fields_and_is_the_last_one_set() {
-    let headers = Headers::DRAFT.and(Trio::GitHub).and(Trio::Draft6);
+    let headers = Headers::DRAFT.and(LegacyHeaders::GitHub).and(LegacyHeaders::Draft6);
     let response = send(&limited(layer("2/m").headers(headers)), request("alice")).await;
     assert_eq!(both(&response), (Some("\"api\";r=1;t=30"), Some("\"api\";q=2;w=60")));
-    assert_eq!(trio(&response, "ratelimit"), [Some("2"), Some("1"), Some("30")]);
-    assert_eq!(trio(&response, "x-ratelimit"), [None; 3]);
+    assert_eq!(legacy(&response, "ratelimit"), [Some("2"), Some("1"), Some("30")]);
+    assert_eq!(legacy(&response, "x-ratelimit"), [None; 3]);
     let default = send(&limited(layer("2/m")), request("alice")).await;
-    assert_eq!((trio(&default, "ratelimit"), trio(&default, "x-ratelimit")), ([None; 3], [None; 3]));
+    assert_eq!((legacy(&default, "ratelimit"), legacy(&default, "x-ratelimit")), ([None; 3], [None; 3]));
 }
 
 /// The second request is denied by the minute, the first after that minute by the hour.
@@ -163,7 +163,7 @@ async fn a_trio_may_stand_beside_the_drafts_fields_and_is_the_last_one_set() {
 async fn of_several_policies_the_one_that_decided_fills_the_trio() {
     let policies = Policies::new([policy("hour", "3/h"), policy("minute", "2/m")]).unwrap();
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
-    let service = limited(layer.headers(Headers::NONE.and(Trio::XSeconds)));
+    let service = limited(layer.headers(Headers::NONE.and(LegacyHeaders::XSeconds)));
     for (wait, status, expected) in [
         (0, 200, ["2", "1", "30"]),
         (0, 200, ["2", "0", "60"]),
@@ -173,11 +173,11 @@ async fn of_several_policies_the_one_that_decided_fills_the_trio() {
     ] {
         advance(Duration::from_secs(wait)).await;
         let response = send(&service, request("alice")).await;
-        assert_eq!((response.status().as_u16(), trio(&response, "x-ratelimit")), (status, expected.map(Some)));
+        assert_eq!((response.status().as_u16(), legacy(&response, "x-ratelimit")), (status, expected.map(Some)));
     }
 }
 
-/// Two layers, and what the trio says after each of three requests.
+/// Two layers, and what the legacy headers says after each of three requests.
 #[tokio::test(start_paused = true)]
 async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
     for (outer, inner, expected) in [
@@ -190,11 +190,11 @@ async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
         // A denial, though the layer around it has nothing left for longer.
         ("3/h", "2/m", [(200, ["2", "1", "30"]), (200, ["2", "0", "60"]), (429, ["2", "0", "60"])]),
     ] {
-        let headers = Headers::NONE.and(Trio::Draft6);
+        let headers = Headers::NONE.and(LegacyHeaders::Draft6);
         let service = layer(outer).headers(headers).layer(limited(layer(inner).headers(headers)));
         for (status, numbers) in expected {
             let response = send(&service, request("alice")).await;
-            let told = trio(&response, "ratelimit");
+            let told = legacy(&response, "ratelimit");
             assert_eq!((response.status().as_u16(), told), (status, numbers.map(Some)), "{outer} around {inner}");
             assert_eq!(response.headers().get_all("ratelimit-reset").iter().count(), 1);
         }
@@ -204,22 +204,22 @@ async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
 /// A cost of 3 is denied with 2 left, while the layer around has 0 left.
 #[tokio::test(start_paused = true)]
 async fn a_denial_within_fills_the_trio_though_more_remains() {
-    let headers = Headers::NONE.and(Trio::XSeconds);
+    let headers = Headers::NONE.and(LegacyHeaders::XSeconds);
     let inner = layer("2/m").cost(|_| 3).headers(headers);
     let service = layer("1/h").headers(headers).layer(limited(inner));
     let response = send(&service, request("alice")).await;
-    assert_eq!((response.status().as_u16(), trio(&response, "x-ratelimit")), (429, ["2", "2", "0"].map(Some)));
+    assert_eq!((response.status().as_u16(), legacy(&response, "x-ratelimit")), (429, ["2", "2", "0"].map(Some)));
 }
 
 /// 99 remaining would be a lie on a denial.
 #[tokio::test]
 async fn a_denial_within_that_has_no_trio_gets_none_of_another_policy() {
-    for within in [Headers::NONE, Headers::DRAFT, Headers::NONE.and(Trio::Draft6)] {
-        let outer = layer("100/h").headers(Headers::NONE.and(Trio::XSeconds));
+    for within in [Headers::NONE, Headers::DRAFT, Headers::NONE.and(LegacyHeaders::Draft6)] {
+        let outer = layer("100/h").headers(Headers::NONE.and(LegacyHeaders::XSeconds));
         let service = outer.layer(limited(layer("1/h").headers(within)));
-        assert_eq!(trio(&send(&service, request("alice")).await, "x-ratelimit")[1], Some("99"));
+        assert_eq!(legacy(&send(&service, request("alice")).await, "x-ratelimit")[1], Some("99"));
         let denied = send(&service, request("alice")).await;
-        assert_eq!((denied.status().as_u16(), trio(&denied, "x-ratelimit")), (429, [None; 3]), "{within:?}");
+        assert_eq!((denied.status().as_u16(), legacy(&denied, "x-ratelimit")), (429, [None; 3]), "{within:?}");
     }
 }
 
@@ -234,37 +234,37 @@ async fn anybody_can_write_the_fields_of_a_decision() {
         response
     };
 
-    let response = append(Headers::DRAFT.and(Trio::XSeconds), &allowed);
+    let response = append(Headers::DRAFT.and(LegacyHeaders::XSeconds), &allowed);
     assert_eq!(both(&response), (Some("\"words\";r=0;t=30"), Some("\"words\";q=2;w=60")));
-    assert_eq!(trio(&response, "x-ratelimit"), ["2", "0", "60"].map(Some));
+    assert_eq!(legacy(&response, "x-ratelimit"), ["2", "0", "60"].map(Some));
     assert_eq!(response.headers().len(), 5);
 
     let response = append(Headers::NONE, &denied);
     assert_eq!(field(&response, "retry-after"), Some("60"));
     assert_eq!(response.headers().len(), 1);
 
-    // A second decision: the lists have both, the trio is the tighter one's, and who has said when to retry has said it.
-    let mut response = append(Headers::DRAFT.and(Trio::XSeconds), &allowed);
+    // A second decision: the lists have both, the legacy headers is the tighter one's, and who has said when to retry has said it.
+    let mut response = append(Headers::DRAFT.and(LegacyHeaders::XSeconds), &allowed);
     response.headers_mut().insert("retry-after", 7.into());
     let other = Limiter::new(LocalStore::default(), policy("other", "9/m"));
     let roomy = other.take(Key::new("alice"), 1).now_or_never().unwrap().unwrap();
-    Headers::DRAFT.and(Trio::XSeconds).append(&roomy, response.headers_mut());
+    Headers::DRAFT.and(LegacyHeaders::XSeconds).append(&roomy, response.headers_mut());
     assert_eq!(response.headers().get_all("ratelimit").iter().count(), 2);
-    assert_eq!(trio(&response, "x-ratelimit"), ["2", "0", "60"].map(Some));
-    Headers::NONE.and(Trio::XSeconds).append(&denied, response.headers_mut());
+    assert_eq!(legacy(&response, "x-ratelimit"), ["2", "0", "60"].map(Some));
+    Headers::NONE.and(LegacyHeaders::XSeconds).append(&denied, response.headers_mut());
     assert_eq!(field(&response, "retry-after"), Some("7"));
 
     // A denial tells, though what is there has less remaining.
     let never = limiter.take(Key::new("bob"), 3).now_or_never().unwrap().unwrap();
-    let mut response = append(Headers::NONE.and(Trio::XSeconds), &allowed);
-    Headers::NONE.and(Trio::XSeconds).append(&never, response.headers_mut());
-    assert_eq!(trio(&response, "x-ratelimit"), ["2", "2", "0"].map(Some));
+    let mut response = append(Headers::NONE.and(LegacyHeaders::XSeconds), &allowed);
+    Headers::NONE.and(LegacyHeaders::XSeconds).append(&never, response.headers_mut());
+    assert_eq!(legacy(&response, "x-ratelimit"), ["2", "2", "0"].map(Some));
 
     // What is no number is not ours.
     let mut headers = HeaderMap::new();
     headers.insert("x-ratelimit-remaining", "0, 10;w=1".parse().unwrap());
     headers.insert("x-ratelimit-reset", "soon".parse().unwrap());
-    Headers::NONE.and(Trio::XSeconds).append(&roomy, &mut headers);
+    Headers::NONE.and(LegacyHeaders::XSeconds).append(&roomy, &mut headers);
     assert_eq!(headers["x-ratelimit-remaining"], "8");
     assert_eq!(headers["x-ratelimit-reset"], "7");
 }

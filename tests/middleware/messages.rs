@@ -175,7 +175,7 @@ fn a_rule_that_says_no_settlement_is_answered_with_its_type() {
         &["expected `Settlement`, found `bool`"],
         "RateLimitLayer::new(LocalStore::default(), Global, policy).settle(|response| match response.status.as_u16() {
              401 => Settlement::Keep,
-             _ => Settlement::GiveBack,
+             _ => Settlement::Refund,
          });",
     );
 }

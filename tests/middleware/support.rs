@@ -16,8 +16,8 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Answer, Check, ConfigError, Decision, Error, HeaderKey, KeyExtractor, LocalStore, Observer, Policy, RateLimitLayer,
-    Reject, Store, Strategy, event,
+    Answer, Check, ConfigError, Decision, HeaderKey, KeyExtractor, LocalStore, Observer, Policy, RateLimitLayer,
+    Reject, Store, StoreError, Strategy, event,
 };
 
 /// What requests are counted by.
@@ -110,7 +110,7 @@ pub(crate) async fn json<B: HttpBody<Error: Debug>>(response: Response<B>) -> se
 pub(crate) const SECRET: &str = "hunter2";
 
 /// An error that says [`SECRET`] wherever it is shown.
-pub(crate) fn error() -> Error {
+pub(crate) fn error() -> StoreError {
     ConfigError::PolicyName(SECRET.to_owned()).into()
 }
 
@@ -119,7 +119,7 @@ pub(crate) fn error() -> Error {
 pub(crate) struct Broken;
 
 impl Store for Broken {
-    type Future = Pending<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
         Answer::ready(Err(error()))
@@ -135,7 +135,7 @@ pub(crate) type Questions = mpsc::UnboundedReceiver<Question>;
 #[derive(Debug)]
 pub(crate) struct Question {
     pub(crate) check: Check,
-    answer: oneshot::Sender<Result<Decision, Error>>,
+    answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
 pub(crate) fn asking() -> (Asking, Questions) {
@@ -144,7 +144,7 @@ pub(crate) fn asking() -> (Asking, Questions) {
 }
 
 impl Store for Asking {
-    type Future = BoxFuture<'static, Result<Decision, Error>>;
+    type Future = BoxFuture<'static, Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let (answer, receiver) = oneshot::channel();

@@ -21,8 +21,8 @@ use tower::retry::{Policy as RetryPolicy, Retry};
 use tower::timeout::Timeout;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, OnError, Policies, Policy, Share,
-    Store, Strategy, ThrottleLayer, event,
+    Check, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, OnError, Policies, Policy, Share, Store,
+    StoreError, Strategy, ThrottleLayer, event,
 };
 use tower_test::mock;
 
@@ -188,7 +188,7 @@ async fn a_permit_is_used_once_and_goes_back_if_it_is_not() {
 #[tokio::test(start_paused = true)]
 async fn a_permit_that_is_not_used_goes_to_the_next() {
     // What the second had been waiting for goes back, if its turn was so near that it was taken ahead.
-    for (quota, back) in [("25/s burst 1", vec![(Mode::GiveBack, 1)]), ("1/h", vec![])] {
+    for (quota, back) in [("25/s burst 1", vec![(Mode::Refund, 1)]), ("1/h", vec![])] {
         let (_, store) = watched();
         let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, quota));
         let mut first = layer.layer(service_fn(ok));
@@ -232,14 +232,14 @@ async fn a_permit_that_the_count_has_forgotten_is_charged_again() {
     }
 }
 
-/// Under a policy that has forgotten it a permit is charged again, or not given back; under the others it is as it was.
+/// Under a policy that has forgotten it a permit is charged again, or not refunded; under the others it is as it was.
 #[tokio::test(start_paused = true)]
 async fn each_policy_is_told_what_it_has_forgotten() {
     let (_, store) = watched();
     let named = |name, quota: &str| Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
     for least in ["7/s", "7000/s"] {
         let policies = Policies::new([named("second", least), named("day", "20/d")]).unwrap();
-        for (used, mode) in [(true, Mode::Charge), (false, Mode::GiveBack)] {
+        for (used, mode) in [(true, Mode::Charge), (false, Mode::Refund)] {
             let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone());
             let mut service = layer.layer(service_fn(ok));
             service.ready().await.unwrap();
@@ -375,7 +375,7 @@ async fn balanced_services_share_one_count() {
 #[tokio::test(start_paused = true)]
 async fn turns_come_at_the_rate_of_this_instance_in_an_outage() {
     let redis = MockStore::new();
-    redis.fail(Error::new(ErrorKind::Unreachable));
+    redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(5).unwrap());
     let store = Fallback::new(redis, LocalStore::default()).share(share);
     let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "50/s burst 5"));
@@ -405,7 +405,7 @@ async fn a_store_that_cannot_decide_is_asked_again() {
     let (_, store) = watched();
     let log = Log::default();
     let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s")).observer(log.clone());
-    store.fail(Error::new(ErrorKind::Unreachable));
+    store.fail(StoreError::new(ErrorKind::Unreachable));
     let mut service = layer.layer(service_fn(ok));
     let ready = tokio::spawn(async move { service.ready().await.map(drop) });
     sleep(Duration::from_millis(600)).await;
@@ -414,7 +414,7 @@ async fn a_store_that_cannot_decide_is_asked_again() {
     ready.await.unwrap().unwrap();
     assert_eq!(*log.0.lock().unwrap(), ["unreachable", "unreachable", "unreachable", "allowed after 0 ms"]);
 
-    store.fail(Error::new(ErrorKind::Unreachable));
+    store.fail(StoreError::new(ErrorKind::Unreachable));
     let mut lenient = layer.on_error(OnError::Allow).layer(service_fn(ok));
     lenient.ready().await.unwrap().call("").await.unwrap();
 }

@@ -14,8 +14,8 @@ use tokio::time::Instant;
 use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Check, Decision, Error, ErrorKind, Key, KeyExtractor, LocalStore, MockStore, Mode, OnError, Policies, Policy,
-    RateLimitLayer, Store, Strategy, Wait, key_fn,
+    Check, Decision, ErrorKind, Key, KeyExtractor, LocalStore, MockStore, Mode, OnError, Policies, Policy,
+    RateLimitLayer, Store, StoreError, Strategy, Wait, key_fn,
 };
 
 fn policy(strategy: Strategy, quota: &str) -> Policy {
@@ -232,7 +232,7 @@ async fn a_store_that_fails_meanwhile_is_told_as_ever() {
         store.deny(Duration::from_secs(1));
         let mut waits = Box::pin(send(&service, "/a", 3));
         assert!(waits.as_mut().now_or_never().is_none());
-        store.fail(Error::new(ErrorKind::Unreachable));
+        store.fail(StoreError::new(ErrorKind::Unreachable));
         assert!(waits.await.iter().all(|(answer, _)| *answer == status));
         assert!(store.asked().len() <= 5, "all that wait are told at once: {:?}", store.asked());
     }
@@ -262,6 +262,6 @@ async fn only_what_is_still_counted_goes_back() {
     handle.allow(0);
     assert!(tokio::time::timeout(Duration::from_millis(1_500), response).await.is_err());
     tokio::time::sleep(Duration::from_millis(1)).await;
-    let back: Vec<u32> = store.asked().iter().filter(|it| it.mode() == Mode::GiveBack).map(Check::cost).collect();
+    let back: Vec<u32> = store.asked().iter().filter(|it| it.mode() == Mode::Refund).map(Check::cost).collect();
     assert_eq!(back, [5]);
 }

@@ -215,7 +215,7 @@ async fn an_upgraded_connection_is_in_flight_until_it_is_closed() {
             sleep(Duration::from_millis(2)).await;
         }
     };
-    assert!(timeout(Duration::from_secs(20), freed).await.is_ok(), "it is not given back");
+    assert!(timeout(Duration::from_secs(20), freed).await.is_ok(), "it is not refunded");
     let (_connection, answer) = upgraded(address, "/forgets").await;
     assert!(answer.starts_with("HTTP/1.1 101"), "{answer}");
     // As docs/choosing.md says: without the handle it ends with its response.

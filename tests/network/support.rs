@@ -17,8 +17,8 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use tower::service_fn;
 use tower_redis_ratelimit::{
-    Answer, Check, ConfigError, Decision, Error, GrpcReject, HeaderKey, KeyExtractor, LocalStore, Policies, Policy,
-    RateLimitLayer, Reject, Store, Strategy,
+    Answer, Check, ConfigError, Decision, GrpcReject, HeaderKey, KeyExtractor, LocalStore, Policies, Policy,
+    RateLimitLayer, Reject, Store, StoreError, Strategy,
 };
 
 pub(crate) const PUSHBACK: &str = "grpc-retry-pushback-ms";
@@ -99,7 +99,7 @@ pub(crate) fn tells_no_secret(status: &Status) {
 pub(crate) struct Broken;
 
 impl Store for Broken {
-    type Future = Pending<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
         Answer::ready(Err(ConfigError::PolicyName(SECRET.to_owned()).into()))

@@ -197,7 +197,7 @@ async fn foreign_values_cost_nobody_else() {
 }
 
 const MODES: [fn(Key, &Policies, u32) -> Check; 6] =
-    [Check::take, Check::up_to, Check::peek, Check::charge, Check::give_back, |key, policies, _| {
+    [Check::take, Check::up_to, Check::peek, Check::charge, Check::refund, |key, policies, _| {
         Check::reset(key, policies)
     }];
 

@@ -5,13 +5,15 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use tower_redis_ratelimit::{Check, ConfigError, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy, event};
+use tower_redis_ratelimit::{
+    Check, ConfigError, ErrorKind, Key, Observer, RedisStore, Store, StoreError, Strategy, event,
+};
 
 use crate::forbidden::ask_of_a_long_log;
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
 /// Its text names the remedy, does not repeat its cause, and has no secret.
-fn assert_helpful(error: &Error, kind: ErrorKind, remedy: &str) {
+fn assert_helpful(error: &StoreError, kind: ErrorKind, remedy: &str) {
     assert_eq!(error.kind(), kind, "{error:?}");
     let text = error.to_string();
     assert!(text.contains(remedy), "{text:?} lacks {remedy:?}");
@@ -141,7 +143,7 @@ async fn the_documented_rights_are_enough() {
         for check in [
             Check::take(key, &policies, 3).with_id("request-1"),
             Check::take(key, &policies, 3),
-            Check::give_back(key, &policies, 4),
+            Check::refund(key, &policies, 4),
             Check::peek(key, &policies, 9),
             Check::reset(key, &policies),
         ] {
@@ -178,7 +180,7 @@ async fn the_user_may_not_ping() {
 }
 
 /// Tells of the failures that no check was answered with.
-struct Failures(tokio::sync::mpsc::UnboundedSender<Error>);
+struct Failures(tokio::sync::mpsc::UnboundedSender<StoreError>);
 
 impl Observer for Failures {
     fn failed(&self, event: &event::Failed<'_>) {

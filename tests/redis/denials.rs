@@ -46,7 +46,7 @@ async fn a_flood_on_an_exhausted_key_costs_one_call() {
         // A larger cost is denied too, a smaller one is for Redis to say; one that never fits says so.
         assert_eq!(take(&store, &policies, 5).await.source(), Source::Cached);
         assert_eq!(take(&store, &policies, 0).await.outcome(), Outcome::Allowed);
-        assert_eq!(take(&store, &policies, 11).await.outcome(), Outcome::NeverFits);
+        assert_eq!(take(&store, &policies, 11).await.outcome(), Outcome::ExceedsCapacity);
         let _ = ask(&store, Check::reset(ANN, &policies)).await;
     }
 }
@@ -71,7 +71,7 @@ async fn it_passes_when_it_was_told_to() {
     }
 }
 
-/// What this instance gives back or forgets, it knows; another policy is another question.
+/// What this instance refunds or forgets, it knows; another policy is another question.
 #[tokio::test]
 async fn a_denial_is_forgotten_with_its_reason() {
     let server = RedisServer::start();
@@ -83,7 +83,7 @@ async fn a_denial_is_forgotten_with_its_reason() {
         assert_eq!(take(&store, &policies, 1).await.source(), Source::Cached);
     };
     exhaust().await;
-    let _ = ask(&store, Check::give_back(ANN, &policies, 1)).await;
+    let _ = ask(&store, Check::refund(ANN, &policies, 1)).await;
     assert!(take(&store, &policies, 1).await.is_allowed());
 
     exhaust().await;
@@ -121,15 +121,15 @@ async fn a_reset_that_is_not_answered_forgets_a_denial_too() {
     .await;
 }
 
-/// What another instance gives back is seen within about a second, by layers that settle and by reservations: a flood of
+/// What another instance refunds is seen within about a second, by layers that settle and by reservations: a flood of
 /// them asks Redis once a second meanwhile.
 #[tokio::test]
-async fn what_another_instance_gives_back_of_a_reservation_is_seen() {
+async fn what_another_instance_refunds_of_a_reservation_is_seen() {
     let server = RedisServer::start();
     let store = || RedisStore::builder(server.url()).timeout(Duration::from_secs(60)).connect_lazy().unwrap();
     let policies = policy(Strategy::SlidingLog, "10/100d");
     let (one, other) = (Limiter::new(store(), policies.clone()), Limiter::new(store(), policies.clone()));
-    let layer = RateLimitLayer::new(store(), Global, policies.clone()).settle(|_| Settlement::GiveBack);
+    let layer = RateLimitLayer::new(store(), Global, policies.clone()).settle(|_| Settlement::Refund);
     let service = layer.layer(service_fn(async |_: Request<String>| Ok::<_, Infallible>(Response::new(String::new()))));
     let status = || {
         let request = Request::new(String::new());
@@ -239,8 +239,8 @@ async fn denials_of_other_costs_and_lists_stay() {
     }
     // So is what asks for any part.
     assert_eq!(ask(&store, Check::up_to(ANN, &lists[0], 8)).await.source(), Source::Cached);
-    // What is given back under one list is forgotten for all, since they share policies.
-    let _ = ask(&store, Check::give_back(ANN, &lists[0], 2)).await;
+    // What is refunded under one list is forgotten for all, since they share policies.
+    let _ = ask(&store, Check::refund(ANN, &lists[0], 2)).await;
     for list in &lists {
         assert_eq!(take(&store, list, 2).await.source(), Source::Redis);
     }
@@ -257,12 +257,16 @@ async fn a_cost_that_never_fits_costs_one_call() {
     for i in 0..500 {
         for list in &lists {
             let never = take(&store, list, 11 + i * 37 % 90).await;
-            assert_eq!((never.outcome(), never.remaining()), (Outcome::NeverFits, 0));
+            assert_eq!((never.outcome(), never.remaining()), (Outcome::ExceedsCapacity, 0));
         }
     }
     assert_eq!(server.calls("evalsha").await - before, 2, "of 1000 checks");
     let both = take(&store, &lists[1], 101).await;
-    assert_eq!((both.source(), both.outcome()), (Source::Redis, Outcome::NeverFits), "both policies are exceeded");
+    assert_eq!(
+        (both.source(), both.outcome()),
+        (Source::Redis, Outcome::ExceedsCapacity),
+        "both policies are exceeded"
+    );
     assert!(!take(&store, &lists[0], 10).await.retry_after().unwrap().is_zero(), "it may fit one day");
 }
 
@@ -287,7 +291,7 @@ async fn ids_have_denials_of_their_own() {
     assert_eq!(take_id("granted").await, granted);
 
     // An id that was granted in the end is told that too.
-    let _ = ask(&store, Check::give_back(ANN, &list, 2)).await;
+    let _ = ask(&store, Check::refund(ANN, &list, 2)).await;
     assert!(!ask(&store, Check::take(ANN, &list, 3).with_id("one")).await.is_allowed());
     let one = take_id("one").await;
     assert!(one.is_allowed());
@@ -336,7 +340,8 @@ async fn a_flood_of_any_mix_costs_a_call_for_each_question() {
         for check in checks.into_iter().take(100) {
             let (known, asked) = (ask(&store, check.clone()).await, ask(&forgetful, check.clone()).await);
             assert_eq!(known.source(), Source::Cached);
-            let (never, really_never) = (known.outcome() == Outcome::NeverFits, asked.outcome() == Outcome::NeverFits);
+            let (never, really_never) =
+                (known.outcome() == Outcome::ExceedsCapacity, asked.outcome() == Outcome::ExceedsCapacity);
             assert_eq!(never, really_never, "seed {seed}: {check:?}");
             let slack = Duration::from_secs(60);
             assert!(known.retry_after() <= asked.retry_after().map(|wait| wait + slack), "seed {seed}: {check:?}");

@@ -8,8 +8,8 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, Policy, RedisStore, Share, Source, Store,
-    Strategy, event,
+    Check, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, Policy, RedisStore, Share, Source, Store,
+    StoreError, Strategy, event,
 };
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
@@ -35,7 +35,7 @@ impl Observer for Notes {
         self.0.recovered.fetch_add(1, SeqCst);
     }
 
-    fn settled(&self, event: &event::Settled) {
+    fn reconciled(&self, event: &event::Reconciled) {
         self.0.settled.lock().unwrap().push((event.charged, event.dropped));
     }
 
@@ -338,7 +338,7 @@ async fn a_check_that_redis_may_not_write_is_known_not_to_be_charged() {
                 Check::take(key, list, 1).with_id("payment-7"),
                 Check::charge(key, list, 1),
             ];
-            let refused = |error: Error| {
+            let refused = |error: StoreError| {
                 assert_eq!((error.kind(), error.is_unsent()), (kind, true), "{refuse}: {list:?}: {error:?}");
             };
             let before = used(list).await;
@@ -348,7 +348,7 @@ async fn a_check_that_redis_may_not_write_is_known_not_to_be_charged() {
             assert_eq!(used(list).await, before, "{refuse}: {list:?}");
             for cost in [1, 3] {
                 let before = used(list).await;
-                match store.check(Check::give_back(key, list, cost)).await {
+                match store.check(Check::refund(key, list, cost)).await {
                     // Without memory Redis still shortens a list. A script that has begun to write may go on.
                     Ok(_) if kind == ErrorKind::OutOfMemory => {}
                     Ok(decision) => panic!("{refuse}: {decision:?}"),

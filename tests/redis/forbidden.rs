@@ -3,7 +3,7 @@
 use std::error::Error as _;
 use std::time::{Duration, Instant};
 
-use tower_redis_ratelimit::{Check, Error, ErrorKind, Key, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::{Check, ErrorKind, Key, RedisStore, Store, StoreError, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 
@@ -56,14 +56,14 @@ fn store(url: String) -> RedisStore {
 }
 
 /// Asks in every mode. Returns what failed.
-async fn ask(store: &RedisStore, strategy: Strategy) -> Vec<Error> {
+async fn ask(store: &RedisStore, strategy: Strategy) -> Vec<StoreError> {
     let policies = policy(strategy, "10/100d");
     let key = Key::new(format!("{strategy:?}"));
     let mut failed = vec![];
     for check in [
         Check::take(key, &policies, 3).with_id("request-1"),
         Check::take(key, &policies, 3),
-        Check::give_back(key, &policies, 4),
+        Check::refund(key, &policies, 4),
         Check::peek(key, &policies, 9),
         Check::charge(key, &policies, 1),
         Check::up_to(key, &policies, 20),
@@ -74,8 +74,8 @@ async fn ask(store: &RedisStore, strategy: Strategy) -> Vec<Error> {
     failed
 }
 
-/// Makes a log of several blocks, and gives back of the oldest and of the newest until some are dropped. Returns what failed.
-pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<Error> {
+/// Makes a log of several blocks, and refunds of the oldest and of the newest until some are dropped. Returns what failed.
+pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<StoreError> {
     let policies = policy(Strategy::SlidingLog, "100/100d");
     let (mut taken, mut failed) = (vec![], vec![]);
     for _ in 0..100 {
@@ -86,11 +86,11 @@ pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<Error
         }
     }
     for (decision, asked_at) in taken.iter().take(20) {
-        for back in decision.give_back(key, 1, asked_at.elapsed()) {
+        for back in decision.refund(key, 1, asked_at.elapsed()) {
             failed.extend(store.check(back).await.err());
         }
     }
-    failed.extend(store.check(Check::give_back(key, &policies, 40)).await.err());
+    failed.extend(store.check(Check::refund(key, &policies, 40)).await.err());
     failed
 }
 

@@ -165,7 +165,7 @@ async fn a_denial_is_remembered_until_a_request_ends() {
     }
     let calls = server.calls("evalsha").await - before;
     assert!(cached > 900 && calls < 100, "{cached} of 1000 were remembered, {calls} calls");
-    for check in [Check::give_back(ann(), &policies, 1), Check::hold(ann(), &policies, 1)] {
+    for check in [Check::refund(ann(), &policies, 1), Check::hold(ann(), &policies, 1)] {
         let _ = take(1).await;
         let _ = store.check(check).await.unwrap();
         assert!(take(100).await.is_allowed());
@@ -209,7 +209,7 @@ async fn an_outage_is_no_second_helping() {
     until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
 }
 
-/// The books are one, since Redis counts what this process holds as one; but what a fallback grants it is given back.
+/// The books are one, since Redis counts what this process holds as one; but what a fallback grants it is released.
 #[tokio::test]
 async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     use tower_redis_ratelimit::{Fallback, LocalStore, Source};
@@ -226,7 +226,7 @@ async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     for _ in 0..3 * LIMIT {
         drop(limiter.reserve(ann(), 1).await.unwrap());
         // All but that of the other limiter, which the books may have told of.
-        until("it is given back", async || limiter.peek(ann(), 1).await.unwrap().remaining() >= LIMIT - 1).await;
+        until("it is released", async || limiter.peek(ann(), 1).await.unwrap().remaining() >= LIMIT - 1).await;
     }
     server.restart();
     until("Redis knows what is held", async || {

@@ -80,9 +80,9 @@ async fn a_log_costs_at_most_16_bytes_per_grant() {
     }
 }
 
-/// Most of what is charged is given back, wherever in the log it is: only the rest takes memory.
+/// Most of what is charged is refunded, wherever in the log it is: only the rest takes memory.
 #[tokio::test]
-async fn a_log_costs_nothing_for_what_was_given_back() {
+async fn a_log_costs_nothing_for_what_was_refunded() {
     let server = RedisServer::start();
     let store = store(&server).await;
     let (key, policies) = (Key::new(CALLER), policy(Strategy::SlidingLog, "100000/d"));
@@ -97,7 +97,7 @@ async fn a_log_costs_nothing_for_what_was_given_back() {
                 kept += 1;
                 continue;
             }
-            for check in decision.give_back(key, 1, asked_at.elapsed()) {
+            for check in decision.refund(key, 1, asked_at.elapsed()) {
                 assert_eq!(store.check(check).await.unwrap().granted(), 1);
             }
         }

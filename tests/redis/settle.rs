@@ -39,7 +39,7 @@ async fn parallel_guesses_get_no_more_tries() {
     let layer = RateLimitLayer::new(store(&server), Global, policy(Strategy::SlidingLog, "5/h"));
     let layer = layer.settle(|response| match response.status {
         StatusCode::UNAUTHORIZED => Settlement::Keep,
-        _ => Settlement::GiveBack,
+        _ => Settlement::Refund,
     });
     let counted = Arc::clone(&tries);
     let service = layer.layer(service_fn(move |request: Request<String>| {
@@ -56,11 +56,11 @@ async fn parallel_guesses_get_no_more_tries() {
     let log_in = || Request::builder().uri("/right").body(String::new()).unwrap();
     while right < 20 {
         let logged_in = async || service.clone().oneshot(log_in()).await.unwrap().status() == 200;
-        until("what was reserved before is given back", logged_in).await;
+        until("what was reserved before is refunded", logged_in).await;
         right += 1;
     }
     let limiter = Limiter::new(store(&server), policy(Strategy::SlidingLog, "5/h"));
-    until("all is given back", async || limiter.peek(Key::GLOBAL, 5).await.unwrap().is_allowed()).await;
+    until("all is refunded", async || limiter.peek(Key::GLOBAL, 5).await.unwrap().is_allowed()).await;
     tries.store(0, Relaxed);
     let guesses = (0..100).map(|_| tokio::spawn(service.clone().oneshot(request())));
     let statuses: Vec<_> = join_all(guesses).await.into_iter().map(|guess| guess.unwrap().unwrap().status()).collect();
@@ -230,7 +230,7 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
     }
 }
 
-/// What is held back on its way is given back as what is left of it by then: others have used what has flowed back.
+/// What is held back on its way is refunded as what is left of it by then: others have used what has flowed back.
 #[tokio::test]
 async fn what_is_held_back_on_its_way_gives_no_more_than_was_left() {
     let server = RedisServer::start();
@@ -239,7 +239,7 @@ async fn what_is_held_back_on_its_way_gives_no_more_than_was_left() {
     let (other, policies) = (patient(&server), policy(Strategy::Gcra, "100/s"));
     let granted = held_back.check(Check::take(Key::GLOBAL, &policies, 100)).await.unwrap();
     holds.send_replace(true);
-    let back = granted.give_back(Key::GLOBAL, 100, Duration::ZERO).next().unwrap();
+    let back = granted.refund(Key::GLOBAL, 100, Duration::ZERO).next().unwrap();
     let back = tokio::spawn(held_back.check(back));
     let peek = async || other.check(Check::peek(Key::GLOBAL, &policies, 1)).await.unwrap();
     until("most has flowed back", async || peek().await.remaining() >= 90).await;
@@ -250,5 +250,5 @@ async fn what_is_held_back_on_its_way_gives_no_more_than_was_left() {
     let given = back.await.unwrap().unwrap().granted();
     let passed = first + all_there_is().await;
     let most = 100 + start.elapsed().as_millis() as u32 / 10;
-    assert!(given <= 10 && passed <= most, "{given} are given back, and {passed} pass of {most} at most");
+    assert!(given <= 10 && passed <= most, "{given} are refunded, and {passed} pass of {most} at most");
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Key, Observer, RedisStore, Store, Strategy, TracingObserver, event,
+    Check, ErrorKind, Key, Observer, RedisStore, Store, StoreError, Strategy, TracingObserver, event,
 };
 
 use crate::forbidden::ask_of_a_long_log;
@@ -29,7 +29,7 @@ impl Write for Log {
 }
 
 /// All that an error tells, in every way.
-fn texts(error: &Error) -> Vec<String> {
+fn texts(error: &StoreError) -> Vec<String> {
     let mut texts = vec![error.to_string()];
     let mut source = error.source();
     while let Some(error) = source {
@@ -55,7 +55,7 @@ fn texts(error: &Error) -> Vec<String> {
     texts
 }
 
-fn assert_tells_no_secret(error: &Error, what: &str) {
+fn assert_tells_no_secret(error: &StoreError, what: &str) {
     for text in texts(error) {
         for secret in SECRETS {
             assert!(!text.contains(secret), "{what}: {secret:?} is told: {text}");
@@ -64,7 +64,7 @@ fn assert_tells_no_secret(error: &Error, what: &str) {
 }
 
 /// The failures of checks of every kind, by callers with a telling key.
-async fn failures(store: &RedisStore) -> Vec<Error> {
+async fn failures(store: &RedisStore) -> Vec<StoreError> {
     let key = || Key::new("telling-key");
     let mut failures = vec![];
     for strategy in [Strategy::Gcra, Strategy::SlidingLog] {

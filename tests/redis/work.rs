@@ -80,12 +80,12 @@ impl Server {
             assert!(WRITES.iter().all(|write| !commands.contains_key(*write)), "{context} writes: {commands:?}");
         }
         for check in [
-            Check::give_back(key, policies, 1),
-            Check::give_back(key, policies, limit / 100),
-            Check::give_back(key, policies, limit / 2),
+            Check::refund(key, policies, 1),
+            Check::refund(key, policies, limit / 100),
+            Check::refund(key, policies, limit / 2),
             Check::up_to(key, policies, limit),
             Check::charge(key, policies, limit),
-            Check::give_back(key, policies, limit / 2),
+            Check::refund(key, policies, limit / 2),
             Check::reset(key, policies),
         ] {
             let context = format!("{:?} {} of {policies:?}", check.mode(), check.cost());

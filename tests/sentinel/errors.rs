@@ -4,12 +4,12 @@ use std::error::Error as _;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use tower_redis_ratelimit::{ConfigError, Error, ErrorKind, RedisStore, Servers, Store};
+use tower_redis_ratelimit::{ConfigError, ErrorKind, RedisStore, Servers, Store, StoreError};
 
 use crate::nodes::{Fake, NAME, Sentinel, url};
 use crate::support::{RedisServer, check, free_port};
 
-async fn connect(servers: impl Into<Servers>) -> Result<RedisStore, Error> {
+async fn connect(servers: impl Into<Servers>) -> Result<RedisStore, StoreError> {
     RedisStore::builder(servers).timeout(Duration::from_secs(20)).connect().await
 }
 

@@ -67,7 +67,7 @@ fn it_follows_where_its_store_does() {
     let take = |cost| Check::take(Key::new("ann"), &policies, cost);
     let decision = LocalStore::default().check(take(6)).now_or_never().unwrap().unwrap();
     let store = AnyStore::local();
-    store.follow(&Key::new("ann"), &decision);
+    store.warm(&Key::new("ann"), &decision);
     assert_eq!(store.check(take(0)).now_or_never().unwrap().unwrap().remaining(), 4);
 }
 

@@ -66,7 +66,7 @@ async fn keeps_the_contract(store: impl Store, source: Source) {
         caller.peeks_without_charging().await;
         caller.goes_into_bounded_debt().await;
         caller.takes_ahead().await;
-        caller.gives_back().await;
+        caller.refunds().await;
         caller.forgets_one_caller().await;
         caller.gives_back_to_each_policy().await;
         caller.shares_its_counts_with_clones().await;
@@ -117,8 +117,8 @@ impl<S: Store> Caller<'_, S> {
         assert!(!self.ask("take", Check::take, 1).await.is_allowed());
 
         let never = self.ask("take", Check::take, 11).await;
-        assert_eq!((never.outcome(), never.retry_after()), (Outcome::NeverFits, None));
-        assert_eq!(self.ask("large", Check::take, u32::MAX).await.outcome(), Outcome::NeverFits);
+        assert_eq!((never.outcome(), never.retry_after()), (Outcome::ExceedsCapacity, None));
+        assert_eq!(self.ask("large", Check::take, u32::MAX).await.outcome(), Outcome::ExceedsCapacity);
         assert_eq!(self.numbers("other", Check::take, 10).await, (10, 0), "callers are counted apart");
     }
 
@@ -137,7 +137,7 @@ impl<S: Store> Caller<'_, S> {
         let _ = self.ask("peek", Check::take, 1).await;
         let peek = self.ask("peek", Check::peek, 10).await;
         assert!(!peek.is_allowed() && peek.remaining() == 9 && peek.retry_after().is_some(), "{peek:?}");
-        assert_eq!(self.ask("peek", Check::peek, 11).await.outcome(), Outcome::NeverFits);
+        assert_eq!(self.ask("peek", Check::peek, 11).await.outcome(), Outcome::ExceedsCapacity);
     }
 
     async fn goes_into_bounded_debt(&self) {
@@ -169,12 +169,12 @@ impl<S: Store> Caller<'_, S> {
             assert!(!self.ask("ahead", Check::take, 1).await.is_allowed(), "it is owed");
             let much = ask(8, days(1_000)).await;
             assert_eq!((much.granted(), much.retry_after().is_some()), (0, true), "no more than one capacity is owed");
-            assert_eq!(self.numbers("ahead", Check::give_back, 5).await, (5, 2));
+            assert_eq!(self.numbers("ahead", Check::refund, 5).await, (5, 2));
         } else {
             assert!(ahead.granted() == 0 && ahead.retry_after().is_some(), "{ahead:?}");
         }
         assert_eq!(self.numbers("ahead", Check::take, 2).await, (2, 0));
-        assert_eq!(ask(11, days(1_000)).await.outcome(), Outcome::NeverFits);
+        assert_eq!(ask(11, days(1_000)).await.outcome(), Outcome::ExceedsCapacity);
     }
 
     /// Whether it can owe what is due later.
@@ -182,11 +182,11 @@ impl<S: Store> Caller<'_, S> {
         self.owes && matches!(self.strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_))
     }
 
-    async fn gives_back(&self) {
+    async fn refunds(&self) {
         let _ = self.ask("refund", Check::take, 5).await;
-        assert_eq!(self.numbers("refund", Check::give_back, 2).await, (2, 7));
-        assert_eq!(self.numbers("refund", Check::give_back, 100).await, (3, 10), "no more than was taken");
-        assert_eq!(self.numbers("refund", Check::give_back, 1).await, (0, 10));
+        assert_eq!(self.numbers("refund", Check::refund, 2).await, (2, 7));
+        assert_eq!(self.numbers("refund", Check::refund, 100).await, (3, 10), "no more than was taken");
+        assert_eq!(self.numbers("refund", Check::refund, 1).await, (0, 10));
         assert_eq!(self.numbers("refund", Check::take, 10).await, (10, 0));
     }
 
@@ -199,7 +199,7 @@ impl<S: Store> Caller<'_, S> {
         assert_eq!(self.ask("bystander", Check::peek, 1).await.remaining(), 5);
     }
 
-    /// Each policy gives back and forgets what it has, whatever the others have.
+    /// Each policy refunds and forgets what it has, whatever the others have.
     async fn gives_back_to_each_policy(&self) {
         let other = Policy::new("other", Strategy::Gcra, "20/100d".parse().unwrap()).unwrap();
         let both = Policies::new([self.policies[0].clone(), other.clone()]).unwrap();
@@ -209,7 +209,7 @@ impl<S: Store> Caller<'_, S> {
         let key = self.key("each");
         let _ = self.store.check(Check::take(key, &other.into(), 8)).await.unwrap();
         assert_eq!(left(Check::take(key, &both, 2)).await, [8, 10]);
-        assert_eq!(left(Check::give_back(key, &both, 5)).await, [10, 15], "{:?}", self.strategy);
+        assert_eq!(left(Check::refund(key, &both, 5)).await, [10, 15], "{:?}", self.strategy);
         assert_eq!(left(Check::reset(key, &both)).await, [10, 20], "{:?}", self.strategy);
         assert_eq!(left(Check::peek(key, &both, 1)).await, [10, 20], "{:?}", self.strategy);
     }
@@ -244,7 +244,7 @@ impl<S: Store> Caller<'_, S> {
         assert_eq!(self.ask("id", Check::take, 1).await.remaining(), 3, "a check without an id is another");
 
         assert!(!take("id", 4, "request-3").await.unwrap().is_allowed());
-        let _ = self.ask("id", Check::give_back, 1).await;
+        let _ = self.ask("id", Check::refund, 1).await;
         assert!(take("id", 4, "request-3").await.unwrap().is_allowed(), "a denial is not remembered");
 
         let at_once = join_all((0..50).map(|_| take("at once", 2, "request-1"))).await;

@@ -61,14 +61,14 @@ async fn counts_requests(store: impl Store) {
     let denied = store.check(Check::take(ann, &both, 40)).await.unwrap();
     assert_eq!(numbers(&denied), (0, vec![60, 0]));
     assert_eq!((denied.policy().name(), denied.retry_after()), ("streams", Some(Duration::from_millis(100))));
-    assert_eq!(ask(Check::give_back(ann, &alone, 1)).await, (1, vec![1]));
+    assert_eq!(ask(Check::refund(ann, &alone, 1)).await, (1, vec![1]));
     assert_eq!(ask(Check::take(ann, &both, 61)).await, (0, vec![60, 1]));
     assert_eq!(ask(Check::up_to(ann, &both, 70)).await, (60, vec![0, 0]));
 
-    // No more is given back than is held.
-    assert_eq!(ask(Check::give_back(ann, &alone, 2)).await, (2, vec![2]));
-    assert_eq!(ask(Check::give_back(ann, &alone, 2)).await, (1, vec![3]));
-    assert_eq!(ask(Check::give_back(ann, &alone, 1)).await, (0, vec![3]));
+    // No more is released than is held.
+    assert_eq!(ask(Check::refund(ann, &alone, 2)).await, (2, vec![2]));
+    assert_eq!(ask(Check::refund(ann, &alone, 2)).await, (1, vec![3]));
+    assert_eq!(ask(Check::refund(ann, &alone, 1)).await, (0, vec![3]));
 
     // What is held is renewed as it is, and made up for if it is gone.
     assert_eq!(ask(Check::take(bob, &alone, 1)).await, (1, vec![2]));
@@ -112,9 +112,9 @@ async fn instances_count_together_and_apart() {
     }
     let length: usize = server.command("STRLEN rl:{ann}:streams:i").await;
     assert_eq!(length, 2 * 22);
-    let back = async |store: &RedisStore| numbers(&store.check(Check::give_back(ann, &policies, 9)).await.unwrap());
+    let back = async |store: &RedisStore| numbers(&store.check(Check::refund(ann, &policies, 9)).await.unwrap());
     assert_eq!(back(&two.clone()).await, (1, vec![2]), "a clone is the same instance");
-    assert_eq!(back(&two).await, (0, vec![2]), "nobody gives back what another holds");
+    assert_eq!(back(&two).await, (0, vec![2]), "nobody releases what another holds");
     assert_eq!(back(&one).await, (2, vec![4]));
     assert_eq!(server.command::<usize>("DBSIZE").await, 0);
 }

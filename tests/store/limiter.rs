@@ -38,7 +38,7 @@ async fn a_wait_that_would_take_too_long_is_denied_at_once() {
     let start = Instant::now();
     let decision = limiter.wait(ANN, 1, Duration::from_secs(59)).await.unwrap();
     assert!(matches!(decision.outcome(), Outcome::Denied { .. }));
-    assert_eq!(limiter.wait(ANN, 2, Duration::from_secs(600)).await.unwrap().outcome(), Outcome::NeverFits);
+    assert_eq!(limiter.wait(ANN, 2, Duration::from_secs(600)).await.unwrap().outcome(), Outcome::ExceedsCapacity);
     assert_eq!(start.elapsed(), Duration::ZERO);
     assert!(limiter.wait(ANN, 1, Duration::MAX).await.unwrap().is_allowed());
 }
@@ -101,7 +101,7 @@ async fn a_dropped_wait_takes_nothing() {
             granted += decision.unwrap().granted();
         }
     }
-    until("the rest is given back", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 1000 - granted).await;
+    until("the rest is refunded", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 1000 - granted).await;
     let shown = format!("{limiter:?}");
     assert!(shown.contains("Turns { waiting: 0, .. }"), "somebody still waits: {shown}");
 }
@@ -127,8 +127,7 @@ async fn a_wait_dropped_between_grant_and_poll_takes_nothing() {
         }
     }
     assert!((1..WAITS).contains(&granted), "{granted} of {WAITS} were waited for");
-    until("the rest is given back", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 100_000 - granted)
-        .await;
+    until("the rest is refunded", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 100_000 - granted).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -155,7 +154,7 @@ async fn left(limiter: &Limiter<LocalStore>) -> u32 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reservation_is_settled_kept_or_given_back() {
+async fn a_reservation_is_settled_kept_or_refunded() {
     for strategy in STRATEGIES.into_iter().filter(|strategy| *strategy != Strategy::InFlight) {
         let limiter = limiter(strategy, LOG);
         let reserve = async |cost| limiter.reserve(ANN, cost).await.unwrap();
@@ -188,7 +187,7 @@ async fn what_is_not_reserved_says_why() {
     assert!(error.to_string().contains("cannot be reached"), "{error}");
 }
 
-/// One that is dropped where there is no runtime is given back when there is one again.
+/// One that is dropped where there is no runtime is refunded when there is one again.
 #[test]
 fn a_reservation_outlives_its_runtime() {
     let server = RedisServer::start();
@@ -200,20 +199,20 @@ fn a_reservation_outlives_its_runtime() {
     drop(reserved);
     runtime().block_on(async {
         // Who asks now is denied, and has it sent.
-        let given_back = async || limiter.reserve(ANN, 10).await.is_ok();
-        until("it is given back", given_back).await;
+        let refunded = async || limiter.reserve(ANN, 10).await.is_ok();
+        until("it is refunded", refunded).await;
     });
 }
 
-/// Or two requests in flight would be free by five tokens that are given back, and 300 tokens be as many requests.
+/// Or two requests in flight would be free by five tokens that are refunded, and 300 tokens be as many requests.
 #[tokio::test]
-async fn what_is_charged_or_given_back_is_no_request_in_flight() {
+async fn what_is_charged_or_refunded_is_no_request_in_flight() {
     let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000)).unwrap();
     let both = Policies::new([tokens, Policy::in_flight("streams", 4).unwrap()]).unwrap();
     let limiter = Limiter::new(LocalStore::default(), both);
     let user = Key::new("user");
     let _held = [limiter.reserve(user, 10).await.unwrap(), limiter.reserve(user, 10).await.unwrap()];
-    assert_eq!(limiter.give_back(user, 5).await.unwrap().granted(), 5);
+    assert_eq!(limiter.refund(user, 5).await.unwrap().granted(), 5);
     assert_eq!(limiter.charge(user, 300).await.unwrap().granted(), 300);
     let each: Vec<u32> = limiter.peek(user, 0).await.unwrap().each().map(|each| each.remaining()).collect();
     assert_eq!(each, [685, 2]);

@@ -21,7 +21,7 @@ async fn goes_on_from_an_answer_of_a_new_window() {
     let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
     for (elapsed, cost) in [(0, 4), (290, 1), (15, 3)] {
         tokio::time::advance(Duration::from_millis(elapsed)).await;
-        here.follow(&Key::GLOBAL, &ask(&there, take(cost)));
+        here.warm(&Key::GLOBAL, &ask(&there, take(cost)));
     }
     assert_eq!(ask(&here, Check::up_to(Key::GLOBAL, &policies, 4)).granted(), 1);
 }

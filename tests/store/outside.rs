@@ -8,8 +8,8 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use tokio::time::{Instant, advance};
 use tower_redis_ratelimit::{
-    Answer, Check, Decision, Error, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Outcome, Policy, Source,
-    Store, Verdict,
+    Answer, Check, Decision, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Outcome, Policy, Source, Store,
+    StoreError, Verdict,
 };
 
 use crate::support::{STRATEGIES, check, policy, until};
@@ -37,7 +37,7 @@ pub(crate) const WINDOWS: Source = Source::Other("windows");
 
 impl Store for Windows {
     /// It never waits.
-    type Future = Pending<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         // One lock for all callers: every check is atomic.
@@ -47,7 +47,7 @@ impl Store for Windows {
 }
 
 impl Counts {
-    fn decide_once(&mut self, check: &Check, now: Instant) -> Result<Decision, Error> {
+    fn decide_once(&mut self, check: &Check, now: Instant) -> Result<Decision, StoreError> {
         let id = check.id().map(|id| (*check.key(), *id));
         if let Some((end, decision)) = id.and_then(|id| self.answers.get(&id))
             && *end > now
@@ -62,7 +62,7 @@ impl Counts {
         Ok(decision)
     }
 
-    fn decide(&mut self, check: &Check, now: Instant) -> Result<Decision, Error> {
+    fn decide(&mut self, check: &Check, now: Instant) -> Result<Decision, StoreError> {
         let (mode, cost) = (check.mode(), u64::from(check.cost()));
         let windows: Vec<_> = check.policies().iter().map(|policy| self.window(check, policy, now)).collect();
         // How much each policy could grant, if it lets the check pass.
@@ -72,7 +72,7 @@ impl Counts {
                 Mode::Take | Mode::TakeAhead | Mode::Peek => (used + cost <= capacity).then_some(cost),
                 Mode::UpTo => (used + cost.min(1) <= capacity).then(|| cost.min(capacity - used)),
                 Mode::Charge => (used + cost.min(1) <= 2 * capacity).then(|| cost.min(2 * capacity - used)),
-                Mode::GiveBack => Some(cost.min(used)),
+                Mode::Refund => Some(cost.min(used)),
                 _ => Some(used),
             }
         };
@@ -80,16 +80,16 @@ impl Counts {
         let granted = match mode {
             Mode::Peek => 0,
             // Each what it has.
-            Mode::GiveBack | Mode::Reset => looks.iter().flatten().copied().max().unwrap_or(0),
+            Mode::Refund | Mode::Reset => looks.iter().flatten().copied().max().unwrap_or(0),
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {
                 looks.iter().copied().min().flatten().unwrap_or(0)
             }
             // A mode that it does not know.
-            _ => return Err(Error::new(ErrorKind::Refused).of_check().unsent()),
+            _ => return Err(StoreError::new(ErrorKind::Refused).of_check().unsent()),
         };
         for (policy, window) in check.policies().iter().zip(&windows).filter(|_| granted > 0) {
             let used = match mode {
-                Mode::GiveBack => window.used.saturating_sub(cost),
+                Mode::Refund => window.used.saturating_sub(cost),
                 Mode::Reset => 0,
                 _ => window.used + granted,
             };
@@ -102,7 +102,7 @@ impl Counts {
             let verdict = match looks.next().flatten() {
                 Some(_) => Verdict::allowed(),
                 None if matches!(mode, Mode::Take | Mode::TakeAhead | Mode::Peek) && cost > capacity(policy) => {
-                    Verdict::never_fits()
+                    Verdict::exceeds_capacity()
                 }
                 None => Verdict::denied(left),
             };
@@ -123,7 +123,7 @@ fn capacity(policy: &Policy) -> u64 {
     policy.quota().capacity().into()
 }
 
-fn ask<S: Store>(store: &S, check: Check) -> Result<Decision, Error> {
+fn ask<S: Store>(store: &S, check: Check) -> Result<Decision, StoreError> {
     store.check(check).now_or_never().expect("it never waits")
 }
 
@@ -141,7 +141,7 @@ async fn its_windows_end_in_their_time() {
 #[test]
 fn what_outside_stores_are_made_of_can_be_sent_and_shown() {
     fn shared<T: Send + Sync + Clone + std::fmt::Debug + 'static>() {}
-    shared::<(MockStore, Verdict, Source, Decision, Error)>();
+    shared::<(MockStore, Verdict, Source, Decision, StoreError)>();
 }
 
 #[test]
@@ -155,12 +155,12 @@ fn a_mock_answers_as_it_is_told() {
     for _ in 0..2 {
         assert_eq!(take().unwrap().retry_after(), Some(Duration::from_secs(30)));
     }
-    told.fail(Error::new(ErrorKind::Timeout));
+    told.fail(StoreError::new(ErrorKind::Timeout));
     assert_eq!(take().unwrap_err().kind(), ErrorKind::Timeout);
     told.allow();
     assert!(take().unwrap().is_allowed());
-    told.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::never_fits())));
-    assert_eq!(take().unwrap().outcome(), Outcome::NeverFits);
+    told.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::exceeds_capacity())));
+    assert_eq!(take().unwrap().outcome(), Outcome::ExceedsCapacity);
     assert_eq!(told.asked().len(), 6);
     assert!(told.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
 }
@@ -171,11 +171,11 @@ async fn what_an_outside_store_was_not_sent_is_charged_there() {
     for unsent in [true, false] {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
-        let error = Error::new(ErrorKind::Unreachable);
+        let error = StoreError::new(ErrorKind::Unreachable);
         primary.fail(if unsent { error.unsent() } else { error });
         let take = |caller| store.check(check(caller, "10/h"));
         assert_eq!(take("ann").await.unwrap().source(), Source::Local);
-        primary.fail(Error::new(ErrorKind::Unreachable).unsent());
+        primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
         assert_eq!(take("bob").await.unwrap().source(), Source::Local);
         primary.allow();
         let charged = |caller| {
@@ -193,7 +193,7 @@ async fn an_outside_store_may_fail_one_check_alone() {
     for of_check in [true, false] {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
-        let error = Error::new(ErrorKind::Refused);
+        let error = StoreError::new(ErrorKind::Refused);
         primary.fail(if of_check { error.of_check() } else { error });
         for _ in 0..10 {
             assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Local);
@@ -216,7 +216,7 @@ async fn the_local_store_goes_on_from_whatever_an_outside_store_tells() {
             let policies = policy(strategy, "10/s");
             let take = async || store.check(Check::take(Key::GLOBAL, &policies, 1)).await.unwrap();
             assert!(!take().await.is_allowed());
-            primary.fail(Error::new(ErrorKind::Unreachable).unsent());
+            primary.fail(StoreError::new(ErrorKind::Unreachable).unsent());
             let denied = take().await;
             assert_eq!(denied.source(), Source::Local);
             assert!(!denied.is_allowed(), "{strategy:?}");

@@ -14,8 +14,9 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Align, Answer, CallLimitLayer, Check, Decision, Error, ErrorKind, Key, Limiter, Live, LocalStore, MockStore, Mode,
-    OnError, Outcome, Policies, Policy, PolicySelector, RateLimited, Refill, Store, Strategy, ThrottleLayer, Wait,
+    Align, Answer, CallLimitLayer, Check, Decision, ErrorKind, Key, Limiter, Live, LocalStore, MockStore, Mode,
+    OnError, Outcome, Policies, Policy, PolicySelector, RateLimited, Refill, Store, StoreError, Strategy,
+    ThrottleLayer, Wait,
 };
 
 use crate::late::Late;
@@ -319,16 +320,16 @@ where
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_wakes_who_waits() {
+async fn what_is_refunded_wakes_who_waits() {
     for &strategy in Strategy::ALL {
         for others in 0..2 {
-            let given_back = woken(strategy, others, async |limiter| {
-                let _ = limiter.give_back(ANN, 1).await.unwrap();
+            let refunded = woken(strategy, others, async |limiter| {
+                let _ = limiter.refund(ANN, 1).await.unwrap();
             });
             let reset = woken(strategy, others, async |limiter| {
                 let _ = limiter.reset(ANN).await.unwrap();
             });
-            let took = [given_back.await, reset.await];
+            let took = [refunded.await, reset.await];
             assert!(took.iter().all(|took| *took < Duration::from_millis(50)), "{strategy:?}, {others}: {took:?}");
         }
     }
@@ -336,7 +337,7 @@ async fn what_is_given_back_wakes_who_waits() {
 
 /// One who has taken a turn ahead has it sooner.
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_makes_a_turn_come_sooner() {
+async fn what_is_refunded_makes_a_turn_come_sooner() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/m"));
     assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
     let wait = |limiter: &Limiter<LocalStore>| {
@@ -347,10 +348,10 @@ async fn what_is_given_back_makes_a_turn_come_sooner() {
     assert!(first.await.unwrap().unwrap().is_allowed());
     sleep(Duration::from_secs(1)).await;
     let start = Instant::now();
-    let _ = limiter.give_back(ANN, 1).await.unwrap();
+    let _ = limiter.refund(ANN, 1).await.unwrap();
     assert!(second.await.unwrap().unwrap().is_allowed());
     assert!(start.elapsed() < Duration::from_millis(50), "{:?}", start.elapsed());
-    // No more than what was given back.
+    // No more than what was refunded.
     let next = limiter.peek(ANN, 1).await.unwrap().retry_after().unwrap();
     assert!(next > Duration::from_secs(58), "{next:?}");
 }
@@ -372,7 +373,7 @@ async fn what_is_settled_wakes_who_waits() {
     assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
 }
 
-/// What others give back nobody here is told.
+/// What others refund nobody here is told.
 #[tokio::test(start_paused = true)]
 async fn who_waits_for_long_looks_again() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Default::default())] {
@@ -423,13 +424,13 @@ fn on_two_runtimes(ends: bool, prepare: impl FnOnce(&MockStore)) {
 
 #[test]
 fn a_throttle_outlives_the_runtime_it_waited_on() {
-    on_two_runtimes(true, |store| store.fail(Error::new(ErrorKind::Unreachable)));
+    on_two_runtimes(true, |store| store.fail(StoreError::new(ErrorKind::Unreachable)));
     on_two_runtimes(true, |store| store.deny(Duration::from_secs(60)));
 }
 
 #[test]
 fn a_throttle_does_not_wait_for_a_runtime_that_stands_still() {
-    on_two_runtimes(false, |store| store.fail(Error::new(ErrorKind::Unreachable)));
+    on_two_runtimes(false, |store| store.fail(StoreError::new(ErrorKind::Unreachable)));
     on_two_runtimes(false, |store| store.deny(Duration::from_secs(60)));
 }
 
@@ -466,7 +467,7 @@ async fn a_cost_that_never_fits_is_told_so_behind_others() {
     let waits = futures_util::future::join4(wait(1, 0), wait(1, 10), wait(100, 20), wait(1, 30));
     let calls = futures_util::future::join4(call(1, 0), call(1, 10), call(100, 20), call(1, 30));
     let ((a, b, large, c), (d, e, larger, f)) = tokio::join!(waits, calls);
-    assert_eq!((large, larger), (Outcome::NeverFits, Outcome::NeverFits));
+    assert_eq!((large, larger), (Outcome::ExceedsCapacity, Outcome::ExceedsCapacity));
     assert_eq!([a, b, c, d, e, f], [Outcome::Allowed; 6]);
 }
 
@@ -652,7 +653,7 @@ async fn what_passes_after_a_failed_wait_is_in_flight() {
 
 /// What others have taken since is theirs, though it is the newest.
 #[tokio::test(start_paused = true)]
-async fn an_unused_permit_gives_back_what_it_took() {
+async fn an_unused_permit_refunds_what_it_took() {
     for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 60 }] {
         let (store, policies) = (LocalStore::default(), policy(strategy, "100/m"));
         let layer = ThrottleLayer::new(store.clone(), ANN, policies.clone());
@@ -670,17 +671,17 @@ async fn an_unused_permit_gives_back_what_it_took() {
     }
 }
 
-/// A store to which what is given back takes a second.
+/// A store to which what is refunded takes a second.
 #[derive(Clone)]
 struct SlowToGiveBack(LocalStore);
 
 impl Store for SlowToGiveBack {
-    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let store = self.0.clone();
         Answer::pending(Box::pin(async move {
-            sleep(Duration::from_secs(u64::from(check.mode() == Mode::GiveBack))).await;
+            sleep(Duration::from_secs(u64::from(check.mode() == Mode::Refund))).await;
             store.check(check).await
         }))
     }
@@ -708,7 +709,7 @@ async fn an_unused_permit_gives_nothing_back_to_the_next_window() {
 
 /// What is not due yet under one policy may have flowed back under another.
 #[tokio::test(start_paused = true)]
-async fn who_leaves_gives_back_what_each_policy_counts() {
+async fn who_leaves_refunds_what_each_policy_counts() {
     let store = LocalStore::default();
     let slow = Policy::new("slow", Strategy::Gcra, "60/m burst 100".parse().unwrap()).unwrap();
     let quick = Policy::new("quick", Strategy::Gcra, "100/s".parse().unwrap()).unwrap();

@@ -43,7 +43,7 @@ pub fn patient(url: &str) -> RedisStore {
     RedisStore::builder(url).timeout(PATIENCE).connect_lazy().unwrap()
 }
 
-/// What is in flight in each process, noted after it was granted and before it is given back: so it is never more than what
+/// What is in flight in each process, noted after it was granted and before it is released: so it is never more than what
 /// is. It is kept by a Redis of its own.
 pub struct Log {
     server: RedisServer,

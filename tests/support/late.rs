@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::sleep;
-use tower_redis_ratelimit::{Answer, Check, Decision, Error, ErrorKind, Key, LocalStore, Mode, Store};
+use tower_redis_ratelimit::{Answer, Check, Decision, ErrorKind, Key, LocalStore, Mode, Store, StoreError};
 
 /// Asks a local store: a check takes `there` to come to it, and its answer as long to come back.
 #[derive(Clone)]
@@ -47,7 +47,7 @@ impl Late {
 }
 
 impl Store for Late {
-    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         self.shared.asked.lock().unwrap().push(check.mode());
@@ -56,14 +56,14 @@ impl Store for Late {
             sleep(there).await;
             let fails = shared.fails.load(SeqCst)
                 || shared.failing.fetch_update(SeqCst, SeqCst, |failing| failing.checked_sub(1)).is_ok();
-            let answer = if fails { Err(Error::new(ErrorKind::Unreachable)) } else { store.check(check).await };
+            let answer = if fails { Err(StoreError::new(ErrorKind::Unreachable)) } else { store.check(check).await };
             sleep(there).await;
             answer
         }))
     }
 
-    fn follow(&self, key: &Key, decision: &Decision) {
-        self.store.follow(key, decision);
+    fn warm(&self, key: &Key, decision: &Decision) {
+        self.store.warm(key, decision);
     }
 
     fn identity(&self) -> Option<usize> {

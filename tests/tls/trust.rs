@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rcgen::date_time_ymd;
 use tower_redis_ratelimit::redis::{Client, TlsCertificates};
-use tower_redis_ratelimit::{Error, ErrorKind, RedisStore, RedisStoreBuilder, Servers, Store};
+use tower_redis_ratelimit::{ErrorKind, RedisStore, RedisStoreBuilder, Servers, Store, StoreError};
 
 use crate::support::{RedisServer, check, until};
 use crate::with_tls::{Authority, TlsServer};
@@ -17,7 +17,7 @@ fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
 }
 
 async fn refused(builder: RedisStoreBuilder, kind: ErrorKind, remedy: &str, cause: &str) {
-    let error: Error = builder.connect().await.unwrap_err();
+    let error: StoreError = builder.connect().await.unwrap_err();
     assert_eq!(error.kind(), kind, "{error:?}");
     assert!(error.to_string().contains(remedy), "{error} lacks {remedy:?}");
     let text = error.source().map(ToString::to_string).unwrap_or_default();

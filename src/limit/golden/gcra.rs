@@ -83,7 +83,7 @@ fn gcra_allows_as_redis_rate_does() {
     assert_eq!(result(&caller.take(0, 7)), [7, 0, -1, 1_000]);
     assert_eq!(result(&caller.take(0, 10)), [0, 0, 1_000, 1_000]);
     let never = caller.take(0, 1_000);
-    assert_eq!((never.outcome(), result(&never)), (Outcome::NeverFits, [0, 0, 0, 1_000]));
+    assert_eq!((never.outcome(), result(&never)), (Outcome::ExceedsCapacity, [0, 0, 0, 1_000]));
 }
 
 /// `AllowAtMost` under `PerSecond(10)`: all that is left, and a wait only if there is not even one.

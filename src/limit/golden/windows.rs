@@ -61,7 +61,7 @@ fn a_sliding_log_weighs_permits_as_redisson_does() {
     for (permits, seconds) in [(1, 5), (3, 5), (4, 7), (7, 7), (8, 9), (10, 9)] {
         assert_eq!(retry(&caller.take(5 * S, permits)), seconds * S, "{permits} permits");
     }
-    assert_eq!(caller.take(5 * S, 11).outcome(), Outcome::NeverFits);
+    assert_eq!(caller.take(5 * S, 11).outcome(), Outcome::ExceedsCapacity);
     assert_eq!(caller.take(12 * S, 8).retry_after(), Some(Duration::from_secs(2)));
     assert_eq!(caller.take(12 * S, 7).remaining(), 0, "what was denied took nothing");
 }
@@ -94,15 +94,15 @@ fn a_fixed_window_from_the_first_hit_allocates_as_istio_does() {
 
 /// Istio's release: as much as was allocated, at most.
 #[test]
-fn an_allocation_is_given_back_as_in_istio() {
+fn an_allocation_is_refunded_as_in_istio() {
     let mut caller = Caller::new(Strategy::FixedWindow(Align::FirstHit), Quota::per_day(10));
     for amount in [2, 6, 2] {
         assert_eq!(caller.take(0, amount).granted(), amount);
     }
     assert_eq!(caller.ask(0, Check::up_to, 1).granted(), 0);
-    assert_eq!(caller.ask(0, Check::give_back, 5).granted(), 5);
-    assert_eq!(caller.ask(0, Check::give_back, 15).granted(), 5);
-    assert_eq!(caller.ask(0, Check::give_back, 15).granted(), 0);
+    assert_eq!(caller.ask(0, Check::refund, 5).granted(), 5);
+    assert_eq!(caller.ask(0, Check::refund, 15).granted(), 5);
+    assert_eq!(caller.ask(0, Check::refund, 15).granted(), 0);
     assert_eq!(caller.take(0, 10).granted(), 10);
 }
 

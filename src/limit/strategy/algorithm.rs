@@ -21,9 +21,9 @@ pub(crate) trait Algorithm: Default {
     fn wait(&self, params: &Params, now: i64, cost: i64, registers: Registers) -> i64;
     /// Counts `cost`, whether there is room or not.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
-    /// Gives back up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
+    /// Refunds up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
     /// been charged. And at least how much that makes of what counts now; if it is 0, nothing has changed.
-    fn give_back(
+    fn refund(
         &mut self,
         params: &Params,
         now: i64,
@@ -36,12 +36,12 @@ pub(crate) trait Algorithm: Default {
     /// Stores a state in which `cost` was charged.
     fn save(&mut self, params: &Params, now: i64, cost: i64, registers: Registers);
     /// The state of a caller whom another store has counted so far. It counts at least as much as that store did.
-    fn resume(params: &Params, now: i64, followed: Followed) -> Self;
+    fn resume(params: &Params, now: i64, followed: Snapshot) -> Self;
 }
 
 /// What is known of a caller that another store counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Followed {
+pub(crate) struct Snapshot {
     /// How much of the capacity is used.
     pub(crate) used: i64,
     /// When nothing is, in microseconds.

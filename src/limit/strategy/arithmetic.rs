@@ -25,9 +25,9 @@ pub(super) fn drained(params: &Params, now: i64, at: i64, ticks: i64, interval: 
     ((ticks - elapsed * params.ticks).max(0), false)
 }
 
-/// How much of a `cost` in ticks is given back of a charge. The charge alone is certain to have been there all the time: what
-/// was charged before it may have been given back, and what came after it counts by itself. So what could have flowed back
-/// since is not given back again, but for what is left of the rest of the charge, which flows back first.
+/// How much of a `cost` in ticks is refunded of a charge. The charge alone is certain to have been there all the time: what
+/// was charged before it may have been refunded, and what came after it counts by itself. So what could have flowed back
+/// since is not refunded again, but for what is left of the rest of the charge, which flows back first.
 pub(super) fn kept(params: &Params, cost: i64, of: &PriorCharge) -> i64 {
     let flown = of.age.min(params.furthest) * params.ticks;
     kept_of(params, cost, of, flown)

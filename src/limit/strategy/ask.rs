@@ -11,12 +11,12 @@ pub(in crate::limit) struct Ask {
     pub(in crate::limit) cost: i64,
     /// Within how many microseconds a take ahead has to be due.
     pub(in crate::limit) within: i64,
-    /// The charge of which a part is given back.
+    /// The charge of which a part is refunded.
     pub(in crate::limit) of: PriorCharge,
     pub(in crate::limit) now: i64,
 }
 
-/// A charge of which a part is given back, as one policy knows it.
+/// A charge of which a part is refunded, as one policy knows it.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::limit) struct PriorCharge {
     /// How many microseconds ago it was made.
@@ -28,7 +28,7 @@ pub(in crate::limit) struct PriorCharge {
 }
 
 impl PriorCharge {
-    /// A charge of just now, of which all is given back.
+    /// A charge of just now, of which all is refunded.
     pub(in crate::limit) fn just_now(cost: i64) -> Self {
         Self { age: 0, cost, reset: LONGEST }
     }
@@ -84,7 +84,7 @@ impl Ask {
     /// Decides, and charges the state: the verdict, and how much was charged.
     ///
     /// A check charges all its policies alike, so each at most `max`, the least that any of them grants: of an `up_to(5)`
-    /// under policies with room for 3 and for 9, both are charged 3. But each gives back, or forgets, what it has itself, and
+    /// under policies with room for 3 and for 9, both are charged 3. But each refunds, or forgets, what it has itself, and
     /// a request is one. A `max` below 0 is of a check that another policy denies.
     pub(super) fn decide<T: Algorithm>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
@@ -103,8 +103,8 @@ impl Ask {
                 return (Verdict { remaining: params.capacity, wait, reset: 0 }, grants);
             }
             // Each what it has.
-            Mode::GiveBack if grants > 0 => {
-                (registers, granted) = state.give_back(params, now, self.cost, &self.of, registers);
+            Mode::Refund if grants > 0 => {
+                (registers, granted) = state.refund(params, now, self.cost, &self.of, registers);
                 granted = granted.min(grants);
             }
             Mode::Renew | Mode::Hold if T::COUNTS_REQUESTS => {
@@ -125,7 +125,7 @@ impl Ask {
         }
         let reset = T::reset_after(params, now, registers);
         if granted > 0 || dirty && mode != Mode::Peek || tells {
-            state.save(params, now, if mode == Mode::GiveBack { -granted } else { granted }, registers);
+            state.save(params, now, if mode == Mode::Refund { -granted } else { granted }, registers);
         }
         (Verdict { remaining: room.max(0), wait, reset }, granted)
     }

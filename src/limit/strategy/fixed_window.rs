@@ -21,7 +21,7 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::late;
-use super::{Followed, Params, PriorCharge};
+use super::{Params, PriorCharge, Snapshot};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -71,7 +71,7 @@ impl Algorithm for State {
 
     /// Of a charge in the window that holds now: that ends when the window of the charge was to end. Any other ends at
     /// least a period later, and what lies in between is the time that a check is on its way.
-    fn give_back(
+    fn refund(
         &mut self,
         params: &Params,
         now: i64,
@@ -94,7 +94,7 @@ impl Algorithm for State {
         *self = Self { start, last: now, count };
     }
 
-    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         let start = match params.offset {
             Some(_) => window_start(params, now, now),
             None => until - params.period,

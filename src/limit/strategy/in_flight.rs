@@ -1,6 +1,6 @@
 //! Requests in flight: how many of a caller run at the same moment.
 //!
-//! **Idea.** A request that passes holds one until it is given back, whatever it costs; one more is allowed while less than
+//! **Idea.** A request that passes holds one until it is released, whatever it costs; one more is allowed while less than
 //! `L` are held. Each instance has a number, and the state has an entry for each instance that holds some: how many, and
 //! when it last told so. An entry that was not renewed for the lease time `P` counts no longer. So what an instance held
 //! that has died is free again after `P`, and a state is as large as there are instances that hold some, however many
@@ -16,7 +16,7 @@
 //! compares it with its own limit.
 
 use super::algorithm::{Algorithm, Registers};
-use super::{Followed, Params, PriorCharge};
+use super::{Params, PriorCharge, Snapshot};
 
 /// A request may end at any time: who waits asks again after so many microseconds.
 const AGAIN: i64 = 100_000;
@@ -79,7 +79,7 @@ impl Algorithm for State {
     }
 
     /// However long ago it was taken.
-    fn give_back(
+    fn refund(
         &mut self,
         params: &Params,
         now: i64,
@@ -102,7 +102,7 @@ impl Algorithm for State {
         self.0.others = self.0.others.iter().filter_map(|other| other.at(now)).collect();
     }
 
-    fn resume(_params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(_params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         let other = Holder { instance: u64::MAX, count: used, told: now, lease: until - now };
         Self(Box::new(Holders { own: Holder::default(), others: vec![other] }))
     }

@@ -5,7 +5,7 @@
 
 use super::algorithm::{Algorithm, Registers};
 use super::arithmetic::{div_ceil, drained, kept};
-use super::{Followed, Params, PriorCharge};
+use super::{Params, PriorCharge, Snapshot};
 
 /// A type for each of the two: functions that both call are not inlined, and a take then runs a twentieth more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -37,7 +37,7 @@ impl<const IS_GCRA: bool> Algorithm for Meter<IS_GCRA> {
         [level + cost * params.interval, 0, 0]
     }
 
-    fn give_back(
+    fn refund(
         &mut self,
         params: &Params,
         _now: i64,
@@ -57,7 +57,7 @@ impl<const IS_GCRA: bool> Algorithm for Meter<IS_GCRA> {
         *self = Self { filled: now, level, interval: params.interval };
     }
 
-    fn resume(params: &Params, now: i64, Followed { until, .. }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { until, .. }: Snapshot) -> Self {
         let level = (until - now).clamp(0, params.furthest) * params.ticks;
         Self { filled: now, level, interval: params.interval }
     }

@@ -43,7 +43,7 @@ use std::time::Duration;
 
 use crate::strategies::strategies;
 
-pub(crate) use algorithm::Followed;
+pub(crate) use algorithm::Snapshot;
 pub(super) use ask::{Ask, PriorCharge};
 pub(super) use params::Params;
 pub(crate) use state::State;
@@ -114,7 +114,7 @@ pub enum Strategy {
     /// As redis-cell's `CL.THROTTLE` and redis_rate since v9.
     #[default]
     Gcra,
-    /// How many requests of a caller run at the same moment, over all instances: each holds one until it is given back. A
+    /// How many requests of a caller run at the same moment, over all instances: each holds one until it is released. A
     /// request is one whatever it costs, so that this can stand beside a policy that counts bytes or tokens.
     ///
     /// The quota's limit is how many, from 1 to 1,000,000, and its period the lease time, from 1 second to 1 hour: what an

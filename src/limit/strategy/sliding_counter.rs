@@ -21,7 +21,7 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::late;
-use super::{Followed, Params, PriorCharge};
+use super::{Params, PriorCharge, Snapshot};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -84,7 +84,7 @@ impl Algorithm for State {
 
     /// From the window of the charge, which was to be gone with the end of the next one: this window, or the one before.
     /// No two such times are less than a period apart, and what lies in between is the time that a check is on its way.
-    fn give_back(
+    fn refund(
         &mut self,
         params: &Params,
         now: i64,
@@ -116,7 +116,7 @@ impl Algorithm for State {
         *self = Self { start, last: now, current, previous };
     }
 
-    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         let start = window_start(params, now);
         let left = start + params.period - now;
         if until - now > left {

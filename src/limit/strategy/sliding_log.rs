@@ -6,7 +6,7 @@
 //! **Cost.** The only strategy that is exact at every moment, and the only one whose memory grows with the limit: in
 //! Redis 12 to 16 bytes per charge, here 12 to 15. So a limit is at most 100,000. Each charge is kept with the sum of all
 //! up to it: a check looks at a few charges however long the log, and a denial finds those that must leave, or a give
-//! back the charge that it is of, by a binary search. A give back lowers the sums after that: here all of them, in Redis
+//! back the charge that it is of, by a binary search. A refund lowers the sums after that: here all of them, in Redis
 //! those of a block of charges and of the blocks.
 //!
 //! **A clock that goes back** by 1 ms moves what was charged in that millisecond to now, and nothing else.
@@ -18,7 +18,7 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::charges::Charges;
-use super::{Followed, Params, PriorCharge};
+use super::{Params, PriorCharge, Snapshot};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -57,7 +57,7 @@ impl Algorithm for State {
 
     /// Of a charge within the period: from the first that was made at its time or later. From an older one it would free
     /// what is about to leave anyway, and from a newer one what would count for longer than the charge did.
-    fn give_back(
+    fn refund(
         &mut self,
         _params: &Params,
         now: i64,
@@ -95,7 +95,7 @@ impl Algorithm for State {
         self.charges.drop_before(head);
     }
 
-    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         // All that is used goes with the newest charge: some of it may have gone before.
         Self { charges: Charges::one((until - params.period).min(now), used) }
     }

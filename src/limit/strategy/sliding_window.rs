@@ -17,7 +17,7 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::charges::Charges;
-use super::{Followed, Params, PriorCharge};
+use super::{Params, PriorCharge, Snapshot};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -63,7 +63,7 @@ impl Algorithm for State {
     }
 
     /// Of a charge that counts still, from its cell on: see the sliding log.
-    fn give_back(
+    fn refund(
         &mut self,
         params: &Params,
         now: i64,
@@ -100,7 +100,7 @@ impl Algorithm for State {
         self.last = if cost > 0 { now } else { self.last.min(now) };
     }
 
-    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         // All that is used goes with the newest cell: some of it may have gone before.
         Self { last: now, cells: Charges::one((until - params.period).min(cell_end(params, now)), used) }
     }

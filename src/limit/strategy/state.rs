@@ -1,6 +1,6 @@
 use super::algorithm::Algorithm;
 use super::ask::{Ask, Preview};
-use super::{Followed, Params, Strategy};
+use super::{Params, Snapshot, Strategy};
 use crate::limit::verdict::Verdict;
 use crate::strategies::strategies;
 
@@ -20,7 +20,7 @@ macro_rules! bind {
             }
 
             /// The state of a caller whom another store has counted so far.
-            pub(crate) fn resume(strategy: Strategy, params: &Params, now: i64, followed: Followed) -> Self {
+            pub(crate) fn resume(strategy: Strategy, params: &Params, now: i64, followed: Snapshot) -> Self {
                 match strategy {
                     $(Strategy::$variant { .. } => Self::$variant(Algorithm::resume(params, now, followed)),)*
                 }

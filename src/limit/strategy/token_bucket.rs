@@ -18,7 +18,7 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::{div_ceil, drained, kept, kept_of};
-use super::{Followed, Params, PriorCharge};
+use super::{Params, PriorCharge, Snapshot};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -60,7 +60,7 @@ impl Algorithm for State {
         [tokens - cost * params.interval, refilled, 0]
     }
 
-    fn give_back(
+    fn refund(
         &mut self,
         params: &Params,
         now: i64,
@@ -84,7 +84,7 @@ impl Algorithm for State {
         *self = Self { refilled, missing: params.full - tokens, interval: params.interval };
     }
 
-    fn resume(params: &Params, now: i64, Followed { used, until }: Followed) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         if params.batches {
             // The bucket is full at `until`, after so many whole periods.
             let missing = used * params.interval;

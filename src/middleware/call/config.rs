@@ -9,7 +9,7 @@ use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
 use crate::middleware::wait::{InLine, Place, Waiting};
 use crate::middleware::{KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector};
-use crate::store::{Answer, Error, Observer, Store};
+use crate::store::{Answer, Observer, Store, StoreError};
 use crate::turns::Wanted;
 
 /// The settings of a layer, and what they decide.
@@ -96,7 +96,7 @@ impl<S, K, R> Config<S, K, R> {
     /// What becomes of a request by the store's answer.
     pub(super) fn admit(
         &self,
-        answer: Result<Decision, Error>,
+        answer: Result<Decision, StoreError>,
         asked: Option<Asked>,
         wanted: Option<Box<Wanted>>,
         mut lease: Option<Lease>,
@@ -123,7 +123,7 @@ impl<S, K, R> Config<S, K, R> {
     /// What becomes of a request that does not wait any more.
     pub(super) fn conclude(
         &self,
-        answer: Result<Decision, Error>,
+        answer: Result<Decision, StoreError>,
         asked: Option<Asked>,
         lease: Option<Lease>,
     ) -> Admission {

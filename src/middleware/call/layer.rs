@@ -56,7 +56,7 @@ use crate::store::{Observer, Store};
 ///
 /// They are boxed, as those of tower's own layers:
 /// - [`RateLimited`](crate::RateLimited) for a call that is denied.
-/// - [`Error`](crate::Error) if the store could not decide, unless [`on_error`](Self::on_error) lets it pass.
+/// - [`StoreError`](crate::StoreError) if the store could not decide, unless [`on_error`](Self::on_error) lets it pass.
 /// - [`MissingKey`](crate::MissingKey) for a request that has no key, unless [`on_missing_key`](Self::on_missing_key) lets it
 ///   pass.
 /// - What the inner service fails with, in a box as well.
@@ -120,7 +120,7 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     }
 
     /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails with
-    /// the store's [`Error`](crate::Error).
+    /// the store's [`StoreError`](crate::StoreError).
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
         self.change(|config| config.on_error = on_error)

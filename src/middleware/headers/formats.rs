@@ -3,7 +3,7 @@
 use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
-use super::{Headers, Trio};
+use super::{Headers, LegacyHeaders};
 use crate::limit::formats::{List, deserialize};
 use crate::limit::words;
 
@@ -25,21 +25,21 @@ impl<'de> Deserialize<'de> for Headers {
         let List(forms) = List::deserialize(deserializer)?;
         let mut headers = Self::NONE;
         for form in forms {
-            let trio = match form {
+            let legacy = match form {
                 Form::Draft => {
                     headers.draft = true;
                     continue;
                 }
-                Form::GitHub => Trio::GitHub,
-                Form::XSeconds => Trio::XSeconds,
-                Form::Draft6 => Trio::Draft6,
+                Form::GitHub => LegacyHeaders::GitHub,
+                Form::XSeconds => LegacyHeaders::XSeconds,
+                Form::Draft6 => LegacyHeaders::Draft6,
             };
-            if headers.trio.is_some_and(|there| there != trio) {
+            if headers.legacy.is_some_and(|there| there != legacy) {
                 return Err(D::Error::custom(
-                    "two of `github`, `x-seconds` and `draft-6` are there: a response has one trio, so leave one out",
+                    "two of `github`, `x-seconds` and `draft-6` are there: a response has one legacy style, so leave one out",
                 ));
             }
-            headers.trio = Some(trio);
+            headers.legacy = Some(legacy);
         }
         Ok(headers)
     }
@@ -47,11 +47,11 @@ impl<'de> Deserialize<'de> for Headers {
 
 impl Serialize for Headers {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let trio = self.trio.map(|trio| match trio {
-            Trio::GitHub => Form::GitHub,
-            Trio::XSeconds => Form::XSeconds,
-            Trio::Draft6 => Form::Draft6,
+        let legacy = self.legacy.map(|legacy| match legacy {
+            LegacyHeaders::GitHub => Form::GitHub,
+            LegacyHeaders::XSeconds => Form::XSeconds,
+            LegacyHeaders::Draft6 => Form::Draft6,
         });
-        serializer.collect_seq(self.draft.then_some(Form::Draft).into_iter().chain(trio))
+        serializer.collect_seq(self.draft.then_some(Form::Draft).into_iter().chain(legacy))
     }
 }

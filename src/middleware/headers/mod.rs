@@ -3,24 +3,24 @@
 mod draft;
 #[cfg(feature = "serde")]
 mod formats;
-mod trio;
+mod legacy;
 
 use http::HeaderMap;
 use http::header::RETRY_AFTER;
 
 pub(super) use draft::{quota, retry_after};
-pub use trio::Trio;
+pub use legacy::LegacyHeaders;
 
 use crate::limit::Decision;
 
-/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`Trio`] for old clients,
+/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`] for old clients,
 /// both or none.
 ///
 /// | setting | fields |
 /// |---|---|
 /// | `Headers::DRAFT`, the default | `RateLimit` and `RateLimit-Policy` |
-/// | `Headers::DRAFT.and(Trio::GitHub)` | these, and `X-RateLimit-Limit`, `-Remaining` and `-Reset` |
-/// | `Headers::NONE.and(Trio::GitHub)` | only the three |
+/// | `Headers::DRAFT.and(LegacyHeaders::GitHub)` | these, and `X-RateLimit-Limit`, `-Remaining` and `-Reset` |
+/// | `Headers::NONE.and(LegacyHeaders::GitHub)` | only the three |
 /// | `Headers::NONE` | none |
 ///
 /// A denial has `Retry-After` with any of them. What the fields say is explained in [the guide](crate::guide::answers).
@@ -33,20 +33,20 @@ use crate::limit::Decision;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Headers {
     draft: bool,
-    trio: Option<Trio>,
+    legacy: Option<LegacyHeaders>,
 }
 
 impl Headers {
     /// `RateLimit` and `RateLimit-Policy`, as in draft-ietf-httpapi-ratelimit-headers-11.
-    pub const DRAFT: Self = Self { draft: true, trio: None };
+    pub const DRAFT: Self = Self { draft: true, legacy: None };
 
     /// None.
-    pub const NONE: Self = Self { draft: false, trio: None };
+    pub const NONE: Self = Self { draft: false, legacy: None };
 
-    /// The same and three older fields. A response has one trio: this one takes the place of another.
+    /// The same and three older fields. A response has one legacy style: this one takes the place of another.
     #[must_use]
-    pub const fn and(self, trio: Trio) -> Self {
-        Self { trio: Some(trio), ..self }
+    pub const fn and(self, legacy: LegacyHeaders) -> Self {
+        Self { legacy: Some(legacy), ..self }
     }
 
     /// Adds the fields of a decision to a response, and `Retry-After` if it is a denial for now.
@@ -56,35 +56,35 @@ impl Headers {
     /// ```
     /// use axum::http::StatusCode;
     /// use axum::response::{IntoResponse, Response};
-    /// use tower_redis_ratelimit::{Error, Headers, Key, Limiter, LocalStore, Trio};
+    /// use tower_redis_ratelimit::{StoreError, Headers, Key, Limiter, LocalStore, LegacyHeaders};
     ///
-    /// async fn search(limiter: &Limiter<LocalStore>, user: Key, words: u32) -> Result<Response, Error> {
+    /// async fn search(limiter: &Limiter<LocalStore>, user: Key, words: u32) -> Result<Response, StoreError> {
     ///     let decision = limiter.take(user, words).await?;
     ///     let mut response = match decision.is_allowed() {
     ///         true => "found it".into_response(),
     ///         false => (StatusCode::TOO_MANY_REQUESTS, "not so fast").into_response(),
     ///     };
-    ///     Headers::DRAFT.and(Trio::GitHub).append(&decision, response.headers_mut());
+    ///     Headers::DRAFT.and(LegacyHeaders::GitHub).append(&decision, response.headers_mut());
     ///     Ok(response)
     /// }
     /// ```
     ///
-    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. Of two trios the
-    /// [tighter](Trio) one stays, and so does a `Retry-After` that is there.
+    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. Of two legacy styles the
+    /// [tighter](LegacyHeaders) one stays, and so does a `Retry-After` that is there.
     pub fn append(self, decision: &Decision, headers: &mut HeaderMap) {
         self.append_around(decision, headers, false);
     }
 
-    /// The same. No trio is added to a denial by a layer within: it would tell how much of another policy remains.
+    /// The same. No legacy header is added to a denial by a layer within: it would tell how much of another policy remains.
     #[inline]
     pub(super) fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {
             draft::append(headers, decision);
         }
-        if let Some(trio) = self.trio
+        if let Some(legacy) = self.legacy
             && !denied_within
         {
-            trio.set(headers, decision);
+            legacy.set(headers, decision);
         }
         if !decision.is_allowed()
             && let Some(wait) = decision.retry_after()

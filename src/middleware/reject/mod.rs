@@ -17,7 +17,7 @@ pub use self::http::HttpReject;
 use super::MissingKey;
 use super::headers::{quota, retry_after};
 use crate::limit::Decision;
-use crate::store::Error;
+use crate::store::StoreError;
 
 /// A request that does not pass, and why.
 ///
@@ -55,7 +55,7 @@ pub enum Reason<'a> {
     /// is for the log: a client is not to know how it is set up.
     MissingKey(&'a MissingKey),
     /// No store could decide. The error is for the log: it may name what a client is not to know.
-    Unavailable(&'a Error),
+    Unavailable(&'a StoreError),
 }
 
 impl<'a> Rejection<'a> {

@@ -19,7 +19,7 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// let policy = Policy::new("login", Strategy::SlidingLog, Quota::per_minute(5))?;
     /// let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy).settle(|response| match response.status {
     ///     StatusCode::UNAUTHORIZED => Settlement::Keep,
-    ///     _ => Settlement::GiveBack,
+    ///     _ => Settlement::Refund,
     /// });
     /// # let _ = layer;
     /// # Ok(())
@@ -52,13 +52,13 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     ///   before each answer, unless its `Charge` was used: then it costs what that has counted.
     /// - **All policies** alike, also those of a [dry run](Self::dry_run) and of [shadows](Self::shadow).
     /// - **Off the request path.** No response waits for it. A store that answers at once is asked at once; otherwise what is to
-    ///   be settled is sent within a few milliseconds, many together. What has been given back does not make a caller's
+    ///   be settled is sent within a few milliseconds, many together. What has been refunded does not make a caller's
     ///   quota larger than if the real cost had been charged at once.
     /// - **In an outage** a [`Fallback`](crate::Fallback) settles as it decides. Without one, what was not sent is sent again
     ///   until it matters no more; what may have been charged already is not, so that nothing is charged twice. The observer
     ///   is [told](crate::Observer::failed) what was lost.
     /// - **Header fields** and the [`Decision`](crate::Decision) of the response tell the state by what is known when its head is
-    ///   sent: what the rule gives back then remains, and what is settled only at the end of the body is still reserved.
+    ///   sent: what the rule refunds then remains, and what is settled only at the end of the body is still reserved.
     #[must_use]
     pub fn settle(
         self,

@@ -18,7 +18,7 @@ use super::asked::Asked;
 use crate::leases::{Lease, Leases};
 use crate::limit::{Decision, Key, Policies};
 use crate::settle::{Account, Charge, Post, Settled};
-use crate::store::Error;
+use crate::store::StoreError;
 
 /// Until when a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and what follows for the body of the
 /// response: [`AsIs`] or [`UntilBodyEnd`].
@@ -73,7 +73,7 @@ pub(super) mod sealed {
         fn hold(&self, key: Key, policies: &Policies) -> Self::Lease;
 
         /// The store has answered.
-        fn answered(lease: &mut Self::Lease, answer: &Result<Decision, Error>);
+        fn answered(lease: &mut Self::Lease, answer: &Result<Decision, StoreError>);
 
         /// A request passes, also one that the store could not decide.
         fn by(asked: Option<Asked>, lease: Self::Lease) -> Self::By;
@@ -121,7 +121,7 @@ impl sealed::Ending for AsIs {
     fn hold(&self, _: Key, _: &Policies) {}
 
     #[inline]
-    fn answered((): &mut (), _: &Result<Decision, Error>) {}
+    fn answered((): &mut (), _: &Result<Decision, StoreError>) {}
 
     #[inline]
     fn by(_: Option<Asked>, (): ()) {}
@@ -188,7 +188,7 @@ impl sealed::Ending for UntilBodyEnd {
         self.leases.hold(key, policies)
     }
 
-    fn answered(lease: &mut Option<Lease>, answer: &Result<Decision, Error>) {
+    fn answered(lease: &mut Option<Lease>, answer: &Result<Decision, StoreError>) {
         if let Some(lease) = lease {
             lease.answered(answer.as_ref());
         }

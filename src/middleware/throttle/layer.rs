@@ -56,7 +56,7 @@ use crate::turns::{Bounds, Turns};
 ///   answers later: a [`LoadShed`](https://docs.rs/tower/latest/tower/load_shed/struct.LoadShed.html) around the throttle, which
 ///   polls once, then sheds the call. Put a [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
 /// - A service that is polled on another runtime than before begins to wait anew.
-/// - A runtime that ends takes its permits with it: what they were charged is not given back.
+/// - A runtime that ends takes its permits with it: what they were charged is not refunded.
 /// - A call without a permit, of a service that was not polled ready, is charged and goes on.
 ///
 /// Requests without a throttle on the same count are denied while permits are taken ahead: see

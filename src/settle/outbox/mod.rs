@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use self::sender::Sender;
 use super::mail::Mail;
 use crate::limit::Decision;
-use crate::store::{Answer, Error, ErrorKind, Observer, Store, contain, event, instant, lock};
+use crate::store::{Answer, ErrorKind, Observer, Store, StoreError, contain, event, instant, lock};
 
 /// Sends checks that nobody waits for, each once, and tells of those that it could not send. Clones share it.
 ///
@@ -183,7 +183,7 @@ impl<S: Store> Shared<S> {
             }
         };
         if let Some(mail) = full {
-            self.give_up(mail, Error::new(ErrorKind::QueueFull).of_check().unsent());
+            self.give_up(mail, StoreError::new(ErrorKind::QueueFull).of_check().unsent());
         }
         Ok(())
     }
@@ -199,7 +199,7 @@ impl<S: Store> Shared<S> {
     }
 
     /// The store has answered, or panicked.
-    pub(super) fn ended(&self, mail: Mail, answer: Result<Decision, Error>) {
+    pub(super) fn ended(&self, mail: Mail, answer: Result<Decision, StoreError>) {
         match answer {
             Err(error) if error.is_unsent() && mail.is_repeated() => mail.tell(Err(error)),
             Err(error) if error.is_unsent() && mail.matters(instant()) => {
@@ -233,7 +233,7 @@ impl<S: Store> Shared<S> {
         self.came.notify_one();
     }
 
-    fn give_up(&self, mail: Mail, error: Error) {
+    fn give_up(&self, mail: Mail, error: StoreError) {
         if let Some(observer) = &self.observer {
             contain(|| observer.failed(&event::Failed::new(Some(mail.key()), &error)));
         }
@@ -321,8 +321,8 @@ impl<S: Store> Shared<S> {
 }
 
 /// What a store does that panics is not known.
-pub(super) fn panicked() -> Error {
-    Error::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).of_check()
+pub(super) fn panicked() -> StoreError {
+    StoreError::with_source(ErrorKind::Refused, io::Error::other("the store panicked")).of_check()
 }
 
 impl<S: Store> Work<S> {

@@ -12,7 +12,7 @@ use super::*;
 use crate::limit::{Align, Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::{LocalStore, MockStore};
 
-type Reply = Result<Decision, Error>;
+type Reply = Result<Decision, StoreError>;
 
 impl<S: Store> Outbox<S> {
     fn send(&self, check: Check) {
@@ -91,7 +91,7 @@ impl<F> Answer<F> {
 }
 
 fn unsent() -> Reply {
-    Err(Error::new(ErrorKind::Unreachable).unsent())
+    Err(StoreError::new(ErrorKind::Unreachable).unsent())
 }
 
 fn status<S: Store>(outbox: &Outbox<S>) -> u8 {
@@ -206,7 +206,7 @@ async fn what_is_put_outside_of_a_runtime_is_sent() {
 async fn what_was_sent_and_not_answered_is_told_and_not_sent_again() {
     let (outbox, mut asked, failures) = asking();
     outbox.send(charge(1));
-    asked.next().await.1.send(Err(Error::new(ErrorKind::Timeout))).unwrap();
+    asked.next().await.1.send(Err(StoreError::new(ErrorKind::Timeout))).unwrap();
     idle(&outbox).await;
     assert_eq!((asked.now().len(), failures.0.load(Relaxed)), (0, 1));
 }
@@ -358,7 +358,7 @@ impl Store for Panicking {
         Answer::pending(Box::pin(async move {
             tokio::task::yield_now().await;
             assert_ne!(check.cost(), 2, "a fault of its future");
-            if check.cost() == 3 { Err(Error::new(ErrorKind::Timeout)) } else { done(check.cost()) }
+            if check.cost() == 3 { Err(StoreError::new(ErrorKind::Timeout)) } else { done(check.cost()) }
         }))
     }
 }

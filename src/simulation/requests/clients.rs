@@ -13,7 +13,7 @@ use crate::leases::Lease;
 use crate::simulation::{pick, verdict};
 use crate::store::instant;
 use crate::turns::{Spent, Turns, Wanted};
-use crate::{Decision, Error, Limiter, Reservation, ReserveError};
+use crate::{Decision, Limiter, Reservation, ReserveError, StoreError};
 
 /// One client of a caller on a runtime, until the last fault is over; a steady one for some time more.
 pub(super) struct Client {
@@ -162,7 +162,7 @@ impl<'a> Waits<'a> {
         Self { client, number }
     }
 
-    fn end(self, granted: Option<i64>, error: Option<&Error>, text: &str) {
+    fn end(self, granted: Option<i64>, error: Option<&StoreError>, text: &str) {
         let (&Client { caller, runtime, .. }, number) = (self.client, self.number);
         let state = &mut *self.client.world.state();
         state.say(Some(caller), || format!("r{runtime} w{number} is answered: {text}"));
@@ -198,7 +198,7 @@ impl Drop for Asks<'_> {
     }
 }
 
-/// What a client has reserved; dropped, all is given back.
+/// What a client has reserved; dropped, all is refunded.
 pub(super) struct Held {
     world: World,
     caller: usize,

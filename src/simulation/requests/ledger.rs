@@ -56,9 +56,9 @@ pub(super) struct Ledger {
 /// What is known of one caller.
 #[derive(Debug, Default)]
 struct Sums {
-    /// What the store charged and gave back.
+    /// What the store charged and refunded.
     charged: i64,
-    given_back: i64,
+    refunded: i64,
     /// What passed.
     passed: i64,
     /// Who waits, in the order in which they came.
@@ -66,9 +66,9 @@ struct Sums {
     came: u64,
     /// Since when somebody waits for whom there might be room, and nobody passes.
     idle_since: u64,
-    /// What is to be settled: how often, and how much is to be given back and charged.
+    /// What is to be settled: how often, and how much is to be refunded and charged.
     settled: u64,
-    to_give_back: i64,
+    to_refund: i64,
     to_charge: i64,
     /// What of that has run.
     runs: u64,
@@ -111,8 +111,8 @@ impl Ledger {
                 sums.charged += granted;
                 (sums.runs, sums.ran_charge) = (sums.runs + 1, sums.ran_charge + cost);
             }
-            Mode::GiveBack => {
-                sums.given_back += granted;
+            Mode::Refund => {
+                sums.refunded += granted;
                 (sums.runs, sums.ran_back) = (sums.runs + 1, sums.ran_back + cost);
             }
             Mode::Peek | Mode::Reset | Mode::Renew | Mode::Hold => {}
@@ -143,19 +143,19 @@ impl Ledger {
         let before = before.map(|other| other.number);
         sums.passed += cost;
         sums.idle_since = now;
-        let &mut Sums { passed, charged, given_back, .. } = sums;
+        let &mut Sums { passed, charged, refunded, .. } = sums;
         if let Some(before) = before {
             self.breaks(Rule::Order, Some(caller), format!("w{number} passes before w{before}"));
         }
-        // What is in flight begins then, and is given back when it ends.
+        // What is in flight begins then, and is refunded when it ends.
         if plan.callers[caller].habit == Habit::Queueing {
             return;
         }
-        if passed > charged - given_back {
-            let problem = format!("{passed} passed, {charged} charged, {given_back} given back");
+        if passed > charged - refunded {
+            let problem = format!("{passed} passed, {charged} charged, {refunded} refunded");
             self.breaks(Rule::Charged, Some(caller), problem);
         }
-        let room = room(plan.callers[caller].policy(), now) + given_back;
+        let room = room(plan.callers[caller].policy(), now) + refunded;
         if passed > room {
             self.breaks(Rule::Early, Some(caller), format!("{passed} passed after {now} ms, with room for {room}"));
         }
@@ -198,7 +198,7 @@ impl Ledger {
         let sums = &mut self.callers[caller];
         sums.real += real;
         sums.settled += u64::from(reserved != real);
-        sums.to_give_back += (reserved - real).max(0);
+        sums.to_refund += (reserved - real).max(0);
         sums.to_charge += (real - reserved).max(0);
     }
 
@@ -214,10 +214,10 @@ impl Ledger {
 
     /// Whatever was to be settled has run at most once.
     pub(super) fn runs_once(&mut self, caller: usize) {
-        let &Sums { settled, runs, to_give_back, ran_back, to_charge, ran_charge, .. } = &self.callers[caller];
-        if runs > settled || ran_back > to_give_back || ran_charge > to_charge {
+        let &Sums { settled, runs, to_refund, ran_back, to_charge, ran_charge, .. } = &self.callers[caller];
+        if runs > settled || ran_back > to_refund || ran_charge > to_charge {
             let problem = format!(
-                "{runs} of {settled} settlements, which gave {ran_back} of {to_give_back} back and charged {ran_charge} of {to_charge}"
+                "{runs} of {settled} settlements, which gave {ran_back} of {to_refund} back and charged {ran_charge} of {to_charge}"
             );
             self.breaks(Rule::Twice, Some(caller), problem);
         }
@@ -283,7 +283,7 @@ impl Ledger {
         sums.surplus = Some((least.min(surplus), most.max(surplus)));
     }
 
-    /// They end. What is given back just now may be counted still: but not all the time.
+    /// They end. What is refunded just now may be counted still: but not all the time.
     fn was_steady(&mut self, caller: usize) {
         if let Some((least, most)) = self.callers[caller].surplus
             && (least > 0 || most < 0)

@@ -13,7 +13,7 @@ use super::ledger::{Ledger, Rule};
 use super::plan::{Caller, Fault, Kind, Plan};
 use crate::limit::{Check, Decision, Key, Mode, Source, State as Count};
 use crate::simulation::{Log, shown, verdict};
-use crate::store::{Answer, Error, ErrorKind, Observer, Store, event, lock};
+use crate::store::{Answer, ErrorKind, Observer, Store, StoreError, event, lock};
 
 #[derive(Debug, Clone)]
 pub(super) struct World(Arc<Mutex<State>>);
@@ -41,11 +41,11 @@ enum Event {
     /// It leaves the queue, unless nobody waits for it.
     Leaves(Request),
     Runs(Request),
-    IsAnswered(Request, Result<Decision, Error>),
+    IsAnswered(Request, Result<Decision, StoreError>),
 }
 
 impl Event {
-    /// How many the store counts of this caller of which a client is about to hear, or which are about to be given back.
+    /// How many the store counts of this caller of which a client is about to hear, or which are about to be refunded.
     fn in_flight(&self, key: &Key) -> i64 {
         match self {
             Self::IsAnswered(Request { check, answer, .. }, Ok(decision))
@@ -54,7 +54,7 @@ impl Event {
                 decision.granted().into()
             }
             Self::Leaves(Request { check, .. }) | Self::Runs(Request { check, .. })
-                if check.key() == key && check.mode() == Mode::GiveBack =>
+                if check.key() == key && check.mode() == Mode::Refund =>
             {
                 check.cost().into()
             }
@@ -68,7 +68,7 @@ struct Request {
     instance: usize,
     check: Check,
     fate: Fate,
-    answer: oneshot::Sender<Result<Decision, Error>>,
+    answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
 /// What becomes of a request, in milliseconds each.
@@ -132,7 +132,7 @@ impl World {
     }
 }
 
-type Told = (oneshot::Sender<Result<Decision, Error>>, Result<Decision, Error>);
+type Told = (oneshot::Sender<Result<Decision, StoreError>>, Result<Decision, StoreError>);
 
 impl State {
     pub(super) fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
@@ -150,7 +150,7 @@ impl State {
     }
 
     /// A client is told that the store cannot decide.
-    pub(super) fn failed(&mut self, caller: usize, error: &Error) {
+    pub(super) fn failed(&mut self, caller: usize, error: &StoreError) {
         self.say(Some(caller), || format!("fails: {error}"));
         if self.plan.is_well() {
             self.breaks(Rule::Failed, Some(caller), error.to_string());
@@ -174,7 +174,7 @@ impl State {
                 self.say(self.caller(check.key()), || {
                     format!("i{instance} is told that it is not sent: {}", shown(&check))
                 });
-                return Answer::ready(Err(Error::new(ErrorKind::Unreachable).unsent()));
+                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()));
             }
         };
         self.say(self.caller(check.key()), || format!("i{instance} asks: {}", shown(&check)));
@@ -209,7 +209,7 @@ impl State {
                 let decision = request.fate.runs.then(|| self.runs(request.instance, &request.check));
                 match (request.fate.back, decision) {
                     (Some(back), Some(decision)) => self.will(back, Event::IsAnswered(request, Ok(decision))),
-                    _ => self.will(TIMEOUT, Event::IsAnswered(request, Err(Error::new(ErrorKind::Timeout)))),
+                    _ => self.will(TIMEOUT, Event::IsAnswered(request, Err(StoreError::new(ErrorKind::Timeout)))),
                 }
             }
             Event::IsAnswered(Request { answer, instance, check, .. }, result) => {
@@ -291,10 +291,10 @@ impl Store for Far {
     }
 }
 
-pub(super) struct Waiting(oneshot::Receiver<Result<Decision, Error>>);
+pub(super) struct Waiting(oneshot::Receiver<Result<Decision, StoreError>>);
 
 impl Future for Waiting {
-    type Output = Result<Decision, Error>;
+    type Output = Result<Decision, StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         Pin::new(&mut self.0).poll(cx).map(Result::unwrap)

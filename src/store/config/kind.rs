@@ -3,7 +3,7 @@ use std::num::NonZeroU32;
 use std::str::FromStr;
 
 use crate::limit::{ConfigError, words};
-use crate::store::{Error, RedisStore, Share};
+use crate::store::{RedisStore, Share, StoreError};
 
 /// Which store an [`AnyStore`](crate::AnyStore) is.
 ///
@@ -42,7 +42,7 @@ pub enum ShareConfig {
 impl ShareConfig {
     pub(super) const CHOICES: &str = "a number of instances such as `4`, or `alive`";
 
-    pub(super) fn of(self, redis: &RedisStore) -> Result<Share, Error> {
+    pub(super) fn of(self, redis: &RedisStore) -> Result<Share, StoreError> {
         match self {
             Self::Fixed(instances) => Ok(Share::Fixed(instances)),
             Self::Alive => redis.announce().map(Share::Alive),

@@ -14,7 +14,7 @@ use std::time::Duration;
 pub use kind::{ShareConfig, StoreKind};
 
 use super::redis::RedisStoreBuilder;
-use super::{AnyStore, Error, Fallback, LocalStore, RedisStore, Servers};
+use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
 use crate::limit::ConfigError;
 
 /// The settings of an [`AnyStore`], as plain data.
@@ -76,7 +76,7 @@ use crate::limit::ConfigError;
 /// config.prefix = "shop".to_owned();
 /// let store = AnyStore::from_config(&config)?;
 /// # let _ = store;
-/// # Ok::<(), tower_redis_ratelimit::Error>(())
+/// # Ok::<(), tower_redis_ratelimit::StoreError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(default, deny_unknown_fields))]
@@ -195,7 +195,7 @@ impl StoreConfig {
         }
     }
 
-    pub(super) fn store(&self) -> Result<AnyStore, Error> {
+    pub(super) fn store(&self) -> Result<AnyStore, StoreError> {
         Ok(match (self.kind, &self.url) {
             (StoreKind::Local, _) | (StoreKind::Auto, None) => AnyStore::Local(self.local()),
             (StoreKind::Redis, Some(url)) => AnyStore::Redis(self.connect_lazy(url)?),
@@ -220,7 +220,7 @@ impl StoreConfig {
             .denials(self.denials)
     }
 
-    fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, Error> {
+    fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
         // All answers of Redis would be late: every instance would count for itself, though Redis is well.
         if self.deadline.is_zero() {
             return Err(ConfigError::Zero("the deadline of a Fallback, in nanoseconds,").into());

@@ -1,10 +1,10 @@
-//! What a caller gave back, to be given back in the primary store too.
+//! What a caller refunded, to be refunded in the primary store too.
 
 use smallvec::SmallVec;
 
 use crate::limit::Charged;
 
-/// What was given back without an id, oldest first; a reset is before all of it.
+/// What was refunded without an id, oldest first; a reset is before all of it.
 #[derive(Debug, Default)]
 pub(super) struct Backs {
     /// Until when a reset matters, in microseconds, if there was one.
@@ -12,7 +12,7 @@ pub(super) struct Backs {
     each: SmallVec<[Back; 1]>,
 }
 
-/// What was given back of one charge. It gets older until the primary store is told.
+/// What was refunded of one charge. It gets older until the primary store is told.
 #[derive(Debug, Clone)]
 pub(super) struct Back {
     pub(super) cost: u64,
@@ -36,7 +36,7 @@ impl Back {
 }
 
 impl Backs {
-    /// Whether there is nothing to give back.
+    /// Whether there is nothing to refund.
     pub(super) fn is_empty(&self) -> bool {
         self.reset_until.is_none() && self.each.is_empty()
     }
@@ -46,7 +46,7 @@ impl Backs {
         self.each.clear();
     }
 
-    /// Adds one, of which nothing more is known than of the others if there are many: then less is given back than might be.
+    /// Adds one, of which nothing more is known than of the others if there are many: then less is refunded than might be.
     pub(super) fn add(&mut self, back: Back) {
         if self.reset_until.is_some() || back.cost == 0 {
             return;
@@ -75,7 +75,7 @@ impl Backs {
         cost - left
     }
 
-    /// What is still to be given back.
+    /// What is still to be refunded.
     pub(super) fn into_each(self, now: i64) -> impl Iterator<Item = Back> {
         self.each.into_iter().filter(move |back| back.charged(now).counts())
     }
@@ -85,7 +85,7 @@ impl Backs {
 mod tests {
     use super::*;
 
-    /// Of many, two become one of the age of the older: less is given back than might be, and no memory grows.
+    /// Of many, two become one of the age of the older: less is refunded than might be, and no memory grows.
     #[test]
     fn many_become_a_few_of_the_oldest_age() {
         let mut backs = Backs::default();

@@ -9,7 +9,7 @@ use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::shared::{Asked, Shared};
 use crate::limit::{Check, Decision};
-use crate::store::{Answer, Error, ErrorKind, Store, polled_after_completion};
+use crate::store::{Answer, ErrorKind, Store, StoreError, polled_after_completion};
 
 pin_project! {
     /// Resolves to the answer of a [`Fallback`](crate::Fallback).
@@ -49,7 +49,7 @@ pin_project! {
 }
 
 impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
-    type Output = Result<Decision, Error>;
+    type Output = Result<Decision, StoreError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
@@ -82,7 +82,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
                         }
-                        shared.failed(check, &Error::new(ErrorKind::Timeout), *asked);
+                        shared.failed(check, &StoreError::new(ErrorKind::Timeout), *asked);
                         (check.clone(), !shared.primary.withdraw(answer))
                     }
                 },

@@ -20,10 +20,10 @@ pub(super) struct Grants {
     budget: Budget,
     /// How many callers are held.
     callers: AtomicUsize,
-    /// How many settlements have begun.
-    settlements: AtomicU64,
-    /// Ends when the breaker opens, and with every settlement. An answer to a check of an earlier epoch does not know of
-    /// what was settled since.
+    /// How many reconciliations have begun.
+    reconciliations: AtomicU64,
+    /// Ends when the breaker opens, and with every reconciliation. An answer to a check of an earlier epoch does not know of
+    /// what was reconciled since.
     epoch: AtomicU64,
 }
 
@@ -39,8 +39,8 @@ pub(super) struct Budget {
 struct Shard {
     /// By the caller, for each list of policies.
     notes: HashMap<Key, Lists, RandomState>,
-    /// Whose notes a settlement has taken out, for each that is under way: one, unless a task's runtime stands still.
-    settling: SmallVec<[(u64, HashSet<Key, RandomState>); 1]>,
+    /// Whose notes a reconciliation has taken out, for each that is under way: one, unless a task's runtime stands still.
+    reconciling: SmallVec<[(u64, HashSet<Key, RandomState>); 1]>,
     /// About whom a fallback is deciding outside of the lock.
     deciding: SmallVec<[Key; 1]>,
     /// What was granted beyond the bound.
@@ -84,8 +84,8 @@ impl Budget {
 impl Grants {
     pub(super) fn new(budget: Budget) -> Self {
         let shards = Shards::new(SHARDS, |_| Mutex::new(Shard::default()));
-        let (callers, settlements, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
-        Self { shards, budget, callers, settlements, epoch }
+        let (callers, reconciliations, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
+        Self { shards, budget, callers, reconciliations, epoch }
     }
 
     /// Whether nothing is noted.
@@ -116,10 +116,10 @@ impl Grants {
     /// Goes on from an answer about a caller, unless that does not know of something which the fallback granted.
     ///
     /// The fallback decides and notes under the same lock. So what it granted before this is one of these:
-    /// - noted, or taken out to be settled: then `is_held` says so;
-    /// - settled: then the epoch ended before it was `settled`, and an answer that is of the present epoch was asked for
+    /// - noted, or taken out to be reconciled: then `is_held` says so;
+    /// - reconciled: then the epoch ended before it was `reconciled`, and an answer that is of the present epoch was asked for
     ///   after that, so that it knows of it.
-    pub(super) fn follow(&self, key: &Key, asked: u64, follow: impl FnOnce()) {
+    pub(super) fn warm(&self, key: &Key, asked: u64, follow: impl FnOnce()) {
         let caller = self.caller(key);
         if caller.is_known(asked) {
             follow();
@@ -153,9 +153,9 @@ impl Grants {
         left.into_steps(*key, now).into_iter().rev().for_each(|step| self.put_back(step, now));
     }
 
-    /// Begins a settlement, of which this is the number.
+    /// Begins a reconciliation, of which this is the number.
     pub(super) fn begin(&self) -> u64 {
-        self.settlements.fetch_add(1, Ordering::Relaxed)
+        self.reconciliations.fetch_add(1, Ordering::Relaxed)
     }
 
     pub(super) fn shards(&self) -> usize {
@@ -174,34 +174,34 @@ impl Grants {
         std::mem::take(&mut shard.dropped)
     }
 
-    /// Takes out all that is to be done about a caller. It is being settled from then on, until the settlement of this
-    /// number is [`settled`](Self::settled).
+    /// Takes out all that is to be done about a caller. It is being reconciled from then on, until the reconciliation of this
+    /// number is [`reconciled`](Self::reconciled).
     pub(super) fn take(&self, number: u64, key: &Key) -> Lists {
         let mut shard = self.shard(key);
         let Some(lists) = shard.notes.remove(key) else { return Lists::new() };
         if shard.notes.is_empty() {
             shard.notes.shrink_to_fit();
         }
-        match shard.settling.iter_mut().find(|(other, _)| *other == number) {
+        match shard.reconciling.iter_mut().find(|(other, _)| *other == number) {
             Some((_, callers)) => drop(callers.insert(*key)),
-            None => shard.settling.push((number, HashSet::from_iter([*key]))),
+            None => shard.reconciling.push((number, HashSet::from_iter([*key]))),
         }
         self.callers.fetch_sub(1, Ordering::AcqRel);
         self.budget.free(lists.iter().map(Notes::len).sum());
         lists
     }
 
-    /// What a settlement took out has been done, or put back.
-    pub(super) fn settled(&self, number: u64) {
+    /// What a reconciliation took out has been done, or put back.
+    pub(super) fn reconciled(&self, number: u64) {
         // First the epoch: what was asked before must not be followed once these callers may be again.
         self.end_epoch();
         self.lapsed(number);
     }
 
-    /// What a settlement took out has lapsed, or was put back: no answer need know of it.
+    /// What a reconciliation took out has lapsed, or was put back: no answer need know of it.
     pub(super) fn lapsed(&self, number: u64) {
         for shard in self.shards.iter() {
-            lock(shard).settling.retain(|(other, _)| *other != number);
+            lock(shard).reconciling.retain(|(other, _)| *other != number);
         }
     }
 
@@ -211,11 +211,11 @@ impl Grants {
 }
 
 impl Caller<'_> {
-    /// Whether something is noted of the caller, or being settled, or decided.
+    /// Whether something is noted of the caller, or being reconciled, or decided.
     fn is_held(&self) -> bool {
-        let Shard { notes, settling, deciding, .. } = &*self.shard;
+        let Shard { notes, reconciling, deciding, .. } = &*self.shard;
         notes.contains_key(self.key)
-            || settling.iter().any(|(_, callers)| callers.contains(self.key))
+            || reconciling.iter().any(|(_, callers)| callers.contains(self.key))
             || deciding.contains(self.key)
     }
 
@@ -237,21 +237,21 @@ impl Caller<'_> {
     }
 
     /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
-    /// anything to settle.
+    /// anything to reconcile.
     pub(super) fn note(mut self, check: &Check, sent: bool, decision: &Decision, now: impl FnOnce() -> i64) -> bool {
         let (mode, id) = (check.mode(), check.id());
         // Who holds requests in flight tells so itself.
         let Some(policies) = check.policies().without_in_flight() else { return false };
         let cost = match mode {
-            // The primary store may have more to give back.
-            Mode::GiveBack => check.cost(),
+            // The primary store may have more to refund.
+            Mode::Refund => check.cost(),
             Mode::Reset | Mode::Renew | Mode::Hold => 0,
             _ => decision.granted(),
         };
         if cost == 0 && mode != Mode::Reset {
             return false;
         }
-        let mode = if matches!(mode, Mode::GiveBack | Mode::Reset) { mode } else { Mode::Charge };
+        let mode = if matches!(mode, Mode::Refund | Mode::Reset) { mode } else { Mode::Charge };
         let (cost, now) = (u64::from(cost), now());
         self.change(policies, id, mode, cost, |notes| {
             notes.go_under(policies);

@@ -6,9 +6,9 @@ mod lease;
 #[cfg(test)]
 mod model;
 mod notes;
+mod reconciliation;
 mod reconciling;
 mod recovery;
-mod settlement;
 mod share;
 mod shared;
 #[cfg(test)]
@@ -42,14 +42,14 @@ use crate::limit::{Check, Decision, Key, Source};
 ///   down degrades its callers only.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
 ///   outage is no second burst. It does not follow an answer that does not know of what the fallback has granted: one
-///   that was asked for before the breaker opened, or before that was settled.
+///   that was asked for before the breaker opened, or before that was reconciled.
 /// - **Share.** While the fallback decides, each instance grants its share of a policy: see [`share`](Self::share). A cost
 ///   that the whole policy has room for but no share is [denied](crate::Outcome::Denied) for as long as the whole would.
 /// - **Settle.** What the fallback granted in place of the primary store, and still counts, is charged to that; what was
-///   given back or reset, is there too. After an outage that is before the primary store decides again, those callers first
+///   refunded or reset, is there too. After an outage that is before the primary store decides again, those callers first
 ///   who have used most of their limits. With more than one instance in the [`Share`], each waits until all the others have
-///   had the time to notice that the outage is over, and then for those that still settle, up to ten seconds: or the first
-///   one back would be granted what they have granted already. Each says in the primary store that it settles, as a request
+///   had the time to notice that the outage is over, and then for those that still reconcile, up to ten seconds: or the first
+///   one back would be granted what they have granted already. Each says in the primary store that it reconciles, as a request
 ///   [in flight](crate::Strategy::InFlight). With the breaker closed, as where a queue was full, it is within a second. An id
 ///   is charged once, however often it was asked and by whom it was answered.
 ///
@@ -60,7 +60,7 @@ use crate::limit::{Check, Decision, Key, Source};
 ///
 /// # Runtimes
 ///
-/// The task that probes and settles runs on the tokio runtime of the check that noticed a failure. If that runtime ends,
+/// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. If that runtime ends,
 /// or runs nothing for more than half a second and two deadlines, the next check on another one starts a task there. So at
 /// least one runtime that uses the store must run between its checks too, as any multi-threaded one does, and
 /// `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: where each check has a
@@ -209,9 +209,9 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         }
     }
 
-    fn knows(&self, decision: &Decision) -> bool {
+    fn is_authoritative(&self, decision: &Decision) -> bool {
         // A local one is that of the fallback, unless both are local.
-        decision.source() != Source::Local && self.partitions[0].primary.knows(decision)
+        decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
     }
 
     fn identity(&self) -> Option<usize> {

@@ -161,7 +161,7 @@ fn the_lease() {
     });
 }
 
-/// Whatever is answered, settled and granted at once: the fallback counts at least what it has granted.
+/// Whatever is answered, reconciled and granted at once: the fallback counts at least what it has granted.
 #[test]
 fn answers_that_are_followed() {
     struct Shared {
@@ -194,9 +194,9 @@ fn answers_that_are_followed() {
                     let decision = decide(primary, &check);
                     yield_now();
                     breaker.succeeded(pass);
-                    grants.follow(&Key::GLOBAL, epoch, || {
+                    grants.warm(&Key::GLOBAL, epoch, || {
                         yield_now();
-                        local.follow(&Key::GLOBAL, &decision);
+                        local.warm(&Key::GLOBAL, &decision);
                     });
                     continue;
                 }
@@ -213,9 +213,9 @@ fn answers_that_are_followed() {
                 failing.grants.end_epoch();
             }
         };
-        let settling = Arc::clone(&shared);
-        let settle = move || {
-            let Shared { breaker, grants, primary, .. } = &*settling;
+        let reconciling = Arc::clone(&shared);
+        let reconcile = move || {
+            let Shared { breaker, grants, primary, .. } = &*reconciling;
             for _ in 0..2 {
                 let number = grants.begin();
                 for step in
@@ -223,13 +223,13 @@ fn answers_that_are_followed() {
                 {
                     let _ = decide(primary, &step.check(0));
                 }
-                grants.settled(number);
+                grants.reconciled(number);
                 if breaker.is_open() {
                     breaker.close(0);
                 }
             }
         };
-        let threads = [thread::spawn(ask.clone()), thread::spawn(ask), thread::spawn(fail), thread::spawn(settle)];
+        let threads = [thread::spawn(ask.clone()), thread::spawn(ask), thread::spawn(fail), thread::spawn(reconcile)];
         threads.into_iter().for_each(|thread| thread.join().unwrap());
 
         let granted = shared.granted.load(SeqCst);

@@ -1,4 +1,4 @@
-//! What one caller was granted, gave back and had forgotten, to be done in the primary store too.
+//! What one caller was granted, refunded and had forgotten, to be done in the primary store too.
 
 use indexmap::IndexMap;
 use smallvec::SmallVec;
@@ -8,12 +8,12 @@ use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, Quota, State};
 
 /// The notes of one caller under one list of policies.
 ///
-/// Whatever was done without an id comes to giving back so much, down to nothing charged, and then charging so much.
+/// Whatever was done without an id comes to refunding so much, down to nothing charged, and then charging so much.
 /// For example, to take 5, give 20 back and take 3 is to give 15 back and then to charge 3.
 #[derive(Debug)]
 pub(super) struct Notes {
     policies: Policies,
-    /// What was done under an id, once each: before what is given back, and after it.
+    /// What was done under an id, once each: before what is refunded, and after it.
     before: IndexMap<Key, Once>,
     after: IndexMap<Key, Once>,
     back: Backs,
@@ -44,11 +44,11 @@ pub(super) struct Step {
     pub(super) key: Key,
     pub(super) policies: Policies,
     pub(super) id: Option<Key>,
-    /// To charge, to give back or to reset.
+    /// To charge, to refund or to reset.
     pub(super) mode: Mode,
     pub(super) cost: u64,
     expires_at: i64,
-    /// What it gives back without an id.
+    /// What it refunds without an id.
     back: Option<Back>,
     /// What this charges, as each policy counts it; empty if that is not known, or there is an id.
     charge: SmallVec<[State; 1]>,
@@ -61,9 +61,9 @@ impl Step {
         let cost = u32::try_from(self.cost).unwrap_or(u32::MAX);
         let check = match self.mode {
             Mode::Reset => Check::reset(key, policies),
-            Mode::GiveBack => match &self.back {
-                Some(back) => Check::give_back_of(key, policies, cost, back.charged(now)),
-                None => Check::give_back(key, policies, cost),
+            Mode::Refund => match &self.back {
+                Some(back) => Check::refund_of(key, policies, cost, back.charged(now)),
+                None => Check::refund(key, policies, cost),
             },
             _ => Check::charge(key, policies, cost),
         };
@@ -72,7 +72,7 @@ impl Step {
 }
 
 impl Notes {
-    /// What is noted is done in so many stages, one after the other: what came before what is given back, that, and what
+    /// What is noted is done in so many stages, one after the other: what came before what is refunded, that, and what
     /// came after it. The order within a stage does not matter.
     pub(super) const STAGES: u8 = 3;
 
@@ -128,13 +128,13 @@ impl Notes {
 
     /// Notes what was done now. What was charged counts for as long as the whole policies say, which may be less than an
     /// instance's part of them: its rate is lower. Under an id that was `sent` to the primary store, it counts for no longer
-    /// than that knows the id. What was given back is `of` a charge, if not of just now.
+    /// than that knows the id. What was refunded is `of` a charge, if not of just now.
     pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, of: Option<&Charged>, now: i64, sent: bool) {
         let Some(id) = id else {
             return match mode {
                 Mode::Charge => drop(self.count(Mode::Charge, cost, now)),
                 Mode::Reset => self.reset(self.undone(now), now),
-                _ => self.give_back(cost, of, now),
+                _ => self.refund(cost, of, now),
             };
         };
         if self.has_id(&id) {
@@ -151,12 +151,12 @@ impl Notes {
         self.after.insert(id, Once { mode, amount });
         match mode {
             Mode::Reset => self.reset(expires_at, now),
-            Mode::GiveBack => drop(self.count_with_id(mode, cost, now)),
+            Mode::Refund => drop(self.count_with_id(mode, cost, now)),
             _ => {}
         }
     }
 
-    /// Until when what is given back now may matter: what it undoes was charged before, and counts no longer than a full
+    /// Until when what is refunded now may matter: what it undoes was charged before, and counts no longer than a full
     /// count takes to flow back.
     fn undone(&self, now: i64) -> i64 {
         now.saturating_add(self.policies.iter().map(|policy| refill(policy.quota())).max().unwrap_or(0))
@@ -176,10 +176,10 @@ impl Notes {
                 }
             }
             (Mode::Reset, None) => self.back.reset(expires_at),
-            (Mode::GiveBack, None) => back.into_iter().for_each(|back| self.back.add(back)),
+            (Mode::Refund, None) => back.into_iter().for_each(|back| self.back.add(back)),
             (_, None) => {
                 let cost = self.counts(&charge, now).max().map_or(cost, |counts| cost.min(counts));
-                // What has been given back since comes first of this.
+                // What has been refunded since comes first of this.
                 let left = cost - self.back.spend(cost);
                 if charge.is_empty() {
                     self.count(Mode::Charge, left, now);
@@ -187,7 +187,7 @@ impl Notes {
                 }
                 // As old as it was, or what fails again and again would never lapse: rather what has been charged since gets newer.
                 let mut charge = charge;
-                count(&self.policies, &mut charge, Mode::GiveBack, cost - left, now);
+                count(&self.policies, &mut charge, Mode::Refund, cost - left, now);
                 let since: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
                 for ((policy, state), since) in self.policies.iter().zip(&mut charge).zip(since) {
                     Mode::Charge.count(policy, state, i64::try_from(since).unwrap_or(i64::MAX), now);
@@ -198,15 +198,15 @@ impl Notes {
         }
     }
 
-    /// Gives back first of what is still to be charged. What that does not hold of an older charge may have flowed back
+    /// Refunds first of what is still to be charged. What that does not hold of an older charge may have flowed back
     /// already, unless it holds nothing: then the charge is in the primary store, or is forgotten there and here.
-    fn give_back(&mut self, cost: u64, of: Option<&Charged>, now: i64) {
+    fn refund(&mut self, cost: u64, of: Option<&Charged>, now: i64) {
         let cost_32 = u32::try_from(cost).unwrap_or(u32::MAX);
         let charged = of.cloned().unwrap_or_else(|| self.just_now(cost_32, now));
         let is_fresh = self.counts(&self.charge, now).all(|count| count == 0);
         let of_charge = [Some(&mut self.charge), self.all.as_mut()].map(|states| {
             let states = self.policies.iter().zip(states.into_iter().flatten()).enumerate();
-            let given = states.map(|(i, (policy, state))| charged.give_back(i, policy, state, cost_32.into(), now));
+            let given = states.map(|(i, (policy, state))| charged.refund(i, policy, state, cost_32.into(), now));
             given.max().unwrap_or(0).max(0) as u64
         });
         if cost > of_charge[0] && (of.is_none() || is_fresh) {
@@ -224,7 +224,7 @@ impl Notes {
 
     /// Forgets what is still to be charged.
     fn reset(&mut self, until: i64, now: i64) {
-        self.count(Mode::GiveBack, u64::MAX, now);
+        self.count(Mode::Refund, u64::MAX, now);
         self.back.reset(until);
         self.before.append(&mut self.after);
     }
@@ -253,7 +253,7 @@ impl Notes {
     fn counts<'a>(&'a self, charge: &'a [State], now: i64) -> impl Iterator<Item = u64> + 'a {
         self.policies.iter().zip(charge).map(move |(policy, state)| {
             let all = i64::from(u32::MAX);
-            Mode::GiveBack.count(policy, &mut state.clone(), all, now).max(0) as u64
+            Mode::Refund.count(policy, &mut state.clone(), all, now).max(0) as u64
         })
     }
 
@@ -269,7 +269,7 @@ impl Notes {
             2 => self.after.pop(),
             _ => None,
         } {
-            // A reset is in what is given back.
+            // A reset is in what is refunded.
             if mode != Mode::Reset && amount.expires_at > now {
                 steps.push(step(Some(id), mode, amount));
             }
@@ -282,7 +282,7 @@ impl Notes {
             }
             steps.extend(back.into_each(now).map(|back| {
                 let amount = Amount { cost: back.cost, expires_at: now };
-                Step { back: Some(back), ..step(None, Mode::GiveBack, amount) }
+                Step { back: Some(back), ..step(None, Mode::Refund, amount) }
             }));
             return true;
         }
@@ -356,7 +356,7 @@ mod tests {
     fn done(used: u64, mode: Mode, cost: u64) -> u64 {
         match mode {
             Mode::Charge => used + cost,
-            Mode::GiveBack => used.saturating_sub(cost),
+            Mode::Refund => used.saturating_sub(cost),
             _ => 0,
         }
     }
@@ -371,7 +371,7 @@ mod tests {
         let mut notes = notes();
         let later = 2 * 86_400_000_000;
         notes.add(Mode::Charge, Some(Key::new("c")), 5, None, 0, false);
-        notes.add(Mode::GiveBack, None, 5, None, 0, false);
+        notes.add(Mode::Refund, None, 5, None, 0, false);
         for id in ["a", "b", "a"] {
             notes.add(Mode::Charge, Some(Key::new(id)), 5, None, later, false);
         }
@@ -383,13 +383,13 @@ mod tests {
 
     /// It is sent as old as it is by then, and not at all once its charge counts no more.
     #[test]
-    fn what_is_given_back_gets_older() {
+    fn what_is_refunded_gets_older() {
         const S: i64 = 1_000_000;
         let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
         let of = Charged { age: 20 * S, at: 0, cost: 5, resets: [60 * S].into_iter().collect() };
         let sent = |at: i64| {
             let mut notes = Notes::new(policies.clone());
-            notes.add(Mode::GiveBack, None, 3, Some(&of), 0, false);
+            notes.add(Mode::Refund, None, 3, Some(&of), 0, false);
             let steps = steps_at(notes, at);
             steps.iter().map(|step| step.check(at).charged().unwrap().age).collect::<Vec<_>>()
         };
@@ -398,7 +398,7 @@ mod tests {
         assert!(sent(40 * S).is_empty());
     }
 
-    /// However often its settlement fails, and whatever is charged meanwhile.
+    /// However often its reconciliation fails, and whatever is charged meanwhile.
     #[test]
     fn what_is_put_back_lapses() {
         for &strategy in Strategy::ALL {
@@ -417,15 +417,15 @@ mod tests {
         }
     }
 
-    /// Of a charge in the outage what has flowed back is not given back of another's charge in the primary store.
+    /// Of a charge in the outage what has flowed back is not refunded of another's charge in the primary store.
     #[test]
-    fn what_is_noted_is_given_back_there_only() {
+    fn what_is_noted_is_refunded_there_only() {
         const HOUR: i64 = 3_600_000_000;
         let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
         let mut notes = Notes::new(policies);
         notes.add(Mode::Charge, None, 10, None, 0, false);
         let of = Charged { age: 4 * HOUR, at: 0, cost: 10, resets: [10 * HOUR].into_iter().collect() };
-        notes.add(Mode::GiveBack, None, 10, Some(&of), 4 * HOUR, false);
+        notes.add(Mode::Refund, None, 10, Some(&of), 4 * HOUR, false);
         assert!(steps_at(notes, 4 * HOUR).is_empty());
     }
 
@@ -434,7 +434,7 @@ mod tests {
         #[test]
         fn notes_come_to_what_was_done(
             start in 0u64..50,
-            all in prop::collection::vec((prop::sample::select(vec![Mode::Charge, Mode::GiveBack, Mode::Reset]), 1u64..20), 0..20),
+            all in prop::collection::vec((prop::sample::select(vec![Mode::Charge, Mode::Refund, Mode::Reset]), 1u64..20), 0..20),
             cut in 0usize..20,
         ) {
             let (mut used, mut notes, mut taken) = (start, notes(), vec![]);

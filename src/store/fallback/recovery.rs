@@ -18,7 +18,7 @@ use super::shared::Shared;
 use crate::limit::{Check, Decision};
 use crate::store::clock::instant;
 use crate::store::seed::RandomState;
-use crate::store::{Answer, Error, ErrorKind, Store, event};
+use crate::store::{Answer, ErrorKind, Store, StoreError, event};
 
 /// For how long others that reconcile are waited for, and how often an instance looks whether any still does.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
@@ -55,19 +55,19 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 
     /// What the primary store decides on a check of ours, by the deadline.
-    pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, Error> {
+    pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, StoreError> {
         let mut answer = match self.primary.check(check) {
             Answer::Ready { answer } => return answer,
             Answer::Pending { future } => pin!(future),
         };
         timeout(self.settings.deadline, answer.as_mut()).await.unwrap_or_else(|_| {
-            let error = Error::new(ErrorKind::Timeout);
+            let error = StoreError::new(ErrorKind::Timeout);
             Err(if self.primary.withdraw(answer) { error.unsent() } else { error })
         })
     }
 
     /// Has the primary store decide a check.
-    async fn ping(&self) -> Result<(), Error> {
+    async fn ping(&self) -> Result<(), StoreError> {
         self.asked_in_time(Check::probe(self.probe)).await.map(drop)
     }
 
@@ -79,7 +79,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
     }
 
-    /// With the breaker closed: sends a probe if a failure has left a doubt, and settles what the fallback has granted.
+    /// With the breaker closed: sends a probe if a failure has left a doubt, and reconciles what the fallback has granted.
     /// `false` if the primary store fails again.
     async fn tend(self: &Arc<Self>, runtime: Id) -> bool {
         if !self.breaker.is_sound() {
@@ -89,18 +89,18 @@ impl<P: Store, F: Store> Shared<P, F> {
             }
             self.breaker.succeeded(Pass::Probe);
         }
-        let well = self.settle(runtime).await;
+        let well = self.reconcile(runtime).await;
         self.tell();
         well
     }
 
-    /// With the breaker open: settles, and then closes it. `false` if the primary store fails again.
+    /// With the breaker open: reconciles, and then closes it. `false` if the primary store fails again.
     async fn close(self: &Arc<Self>, runtime: Id) -> bool {
         // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
         for _ in 0..Self::SETTLEMENTS {
             if self.grants.is_empty() {
                 break;
-            } else if !self.settle(runtime).await {
+            } else if !self.reconcile(runtime).await {
                 return false;
             }
         }
@@ -110,8 +110,8 @@ impl<P: Store, F: Store> Shared<P, F> {
         {
             self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
-        // What fails here, `tend` settles later.
-        self.settle(runtime).await;
+        // What fails here, `tend` reconciles later.
+        self.reconcile(runtime).await;
         true
     }
 
@@ -156,7 +156,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
         self.shared.upgrade().filter(|shared| shared.renew(self.runtime))
     }
 
-    /// With the breaker open: tries to close it. Settles first, and waits until the other instances have settled too: or
+    /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled too: or
     /// they would be granted, and so would this one, what the others have granted already.
     async fn recover(&self, mut shared: Arc<Shared<P, F>>) -> bool {
         if shared.ping().await.is_err() || !shared.renew(self.runtime) {
@@ -165,27 +165,27 @@ impl<P: Store, F: Store> Recovery<P, F> {
         // If it has told others that it reconciles, it has to tell them too that it no longer does.
         let (found, others) = (instant(), shared.others());
         let announcement = others.map(|_| shared.announce());
-        let mut well = shared.settle(self.runtime).await && shared.renew(self.runtime);
+        let mut well = shared.reconcile(self.runtime).await && shared.renew(self.runtime);
         let is_told = match announcement {
             Some(announcement) if well => announcement.end().await,
             _ => false,
         };
         if let (true, Some(others)) = (well, others) {
-            let settled = instant();
-            // Those of whom nothing is told may take as long to settle as this one did.
-            let since = if is_told { found } else { settled };
+            let reconciled = instant();
+            // Those of whom nothing is told may take as long to reconcile as this one did.
+            let since = if is_told { found } else { reconciled };
             drop(shared);
             sleep(others.saturating_sub(since.elapsed())).await;
             loop {
                 let Some(again) = self.current() else { return false };
                 shared = again;
-                if settled.elapsed() >= LONGEST_WAIT {
+                if reconciled.elapsed() >= LONGEST_WAIT {
                     break;
                 }
                 match shared.others_reconciling().await {
                     Some(0) => break,
-                    // What is granted meanwhile is settled, so that little is left in the end.
-                    Some(_) => well = shared.settle(self.runtime).await,
+                    // What is granted meanwhile is reconciled, so that little is left in the end.
+                    Some(_) => well = shared.reconcile(self.runtime).await,
                     None => {
                         well = shared.ping().await.is_ok() && shared.renew(self.runtime);
                         // A primary store that answers that and not this cannot tell. One that was away for a moment may

@@ -1,7 +1,7 @@
 use std::num::NonZeroU32;
 
 use super::breaker::Breaker;
-use crate::limit::{Check, Decision, Followed, Outcome, State, Verdict};
+use crate::limit::{Check, Decision, Outcome, Snapshot, State, Verdict};
 use crate::store::Instances;
 
 /// How many instances share a policy while each decides by itself.
@@ -43,7 +43,7 @@ impl Share {
 /// deny it if the same share of it were used up. For example, a cost of 50 never fits a part of 25. If 20 of these are
 /// used, the wait is that of a whole of 100 of which 80 are.
 pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> i64) -> Decision {
-    if decision.outcome() != Outcome::NeverFits {
+    if decision.outcome() != Outcome::ExceedsCapacity {
         return decision;
     }
     let now = now();
@@ -56,7 +56,7 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
             return Verdict::NEVER;
         }
         let used = i128::from(part - verdict.remaining) * i128::from(whole) / i128::from(part);
-        let followed = Followed { used: used as i64, until: now + verdict.reset };
+        let followed = Snapshot { used: used as i64, until: now + verdict.reset };
         let mut state = match verdict.reset {
             0 => State::fresh(policy.strategy()),
             _ => State::resume(policy.strategy(), policy.params(), now, followed),

@@ -13,11 +13,11 @@ use super::Settings;
 use super::breaker::{Breaker, Pass};
 use super::grants::{Budget, Caller, Grants};
 use super::lease::Lease;
-use super::settlement::Sums;
+use super::reconciliation::Sums;
 use super::share;
 use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::store::clock::{Clock, instant};
-use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, event};
+use crate::store::{Answer, ErrorKind, LocalStore, Observer, Store, StoreError, event};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
@@ -34,7 +34,7 @@ pub(super) struct Shared<P, F> {
     /// Who looks after the primary store.
     pub(super) lease: Lease<Id>,
     pub(super) grants: Grants,
-    /// What has been settled, until it is told.
+    /// What has been reconciled, until it is told.
     pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
 }
@@ -49,7 +49,7 @@ pub(super) struct Asked {
 /// What the primary store says to a check at once.
 pub(super) enum Reply<F> {
     NotAsked,
-    Answer(Result<Decision, Error>),
+    Answer(Result<Decision, StoreError>),
     /// It was asked at this time, and has to be waited for.
     Later(F, Asked, Instant),
 }
@@ -137,9 +137,9 @@ impl<P: Store, F: Store> Shared<P, F> {
                 // So that the fallback knows what this instance holds, when it has to decide.
                 drop(self.fallback.check(mirrored));
             }
-            let follow = || self.fallback.follow(check.key(), decision);
+            let follow = || self.fallback.warm(check.key(), decision);
             if self.locks_while_it_decides() {
-                self.grants.follow(check.key(), asked.epoch, follow);
+                self.grants.warm(check.key(), asked.epoch, follow);
             } else if self.grants.is_known(check.key(), asked.epoch) {
                 follow();
             }
@@ -147,7 +147,7 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 
     /// The primary store could not decide a check, or has not by its deadline.
-    pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &Error, asked: Asked) {
+    pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, asked: Asked) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
         // A full queue is of our own making: what waits in it tells whether the primary store answers.
         if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
@@ -158,7 +158,7 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 
     /// Counts a failure.
-    pub(super) fn count(&self, error: &Error, pass: Pass) {
+    pub(super) fn count(&self, error: &StoreError, pass: Pass) {
         if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
             self.grants.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
@@ -198,8 +198,8 @@ impl<P: Store, F: Store> Shared<P, F> {
         self: &Arc<Self>,
         check: &Check,
         sent: bool,
-        answer: Result<Decision, Error>,
-    ) -> Result<Decision, Error> {
+        answer: Result<Decision, StoreError>,
+    ) -> Result<Decision, StoreError> {
         self.note(self.grants.caller(check.key()), check, sent, answer)
     }
 
@@ -208,8 +208,8 @@ impl<P: Store, F: Store> Shared<P, F> {
         caller: Caller<'_>,
         check: &Check,
         sent: bool,
-        answer: Result<Decision, Error>,
-    ) -> Result<Decision, Error> {
+        answer: Result<Decision, StoreError>,
+    ) -> Result<Decision, StoreError> {
         let decision = share::of_whole(check, answer?, || self.clock.micros());
         let once = check.id().is_some() && check.mode() != Mode::Reset;
         if (!sent || once) && caller.note(check, sent, &decision, || self.clock.micros()) {

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use crate::limit::{Decision, Key};
-use crate::store::Error;
+use crate::store::StoreError;
 
 /// A layer got a decision.
 #[derive(Debug, Clone, Copy)]
@@ -36,12 +36,12 @@ pub struct Failed<'a> {
     /// [`Key::reveal`] reads it.
     pub key: Option<&'a Key>,
     /// Why.
-    pub error: &'a Error,
+    pub error: &'a StoreError,
 }
 
 impl<'a> Failed<'a> {
     /// This caller's check, with this error.
-    pub const fn new(key: Option<&'a Key>, error: &'a Error) -> Self {
+    pub const fn new(key: Option<&'a Key>, error: &'a StoreError) -> Self {
         Self { key, error }
     }
 }
@@ -66,12 +66,12 @@ impl<'a> Misconfigured<'a> {
 #[non_exhaustive]
 pub struct Degraded<'a> {
     /// The last failure.
-    pub error: &'a Error,
+    pub error: &'a StoreError,
 }
 
 impl<'a> Degraded<'a> {
     /// With this last failure.
-    pub const fn new(error: &'a Error) -> Self {
+    pub const fn new(error: &'a StoreError) -> Self {
         Self { error }
     }
 }
@@ -92,10 +92,10 @@ impl Recovered {
 }
 
 /// A [`Fallback`](crate::Fallback) has charged to its primary store what it granted in place of that. Both numbers are
-/// units of cost. What was given back or reset is in neither.
+/// units of cost. What was refunded or reset is in neither.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
-pub struct Settled {
+pub struct Reconciled {
     /// How much was charged: what still counted.
     pub charged: u64,
     /// How much could not be charged, because there were too many callers to note, or because the primary store failed
@@ -103,7 +103,7 @@ pub struct Settled {
     pub dropped: u64,
 }
 
-impl Settled {
+impl Reconciled {
     /// So much of each.
     pub const fn new(charged: u64, dropped: u64) -> Self {
         Self { charged, dropped }

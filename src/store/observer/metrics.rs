@@ -13,7 +13,7 @@ use super::{Observer, event};
 /// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::ErrorKind::as_str)) |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
-/// | `ratelimit_settled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
+/// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
 ///
@@ -83,7 +83,7 @@ impl MetricsObserver {
             // There may be one of this name already, which keeps its value.
             gauge!(name, "store" => store.clone()).increment(0.0);
         }
-        for name in ["ratelimit_settled_total", "ratelimit_dropped_total"] {
+        for name in ["ratelimit_reconciled_total", "ratelimit_dropped_total"] {
             counter!(name, "store" => store.clone()).increment(0);
         }
         Self { store }
@@ -128,8 +128,8 @@ impl Observer for MetricsObserver {
         histogram!("ratelimit_outage_seconds", "store" => self.store()).record(after);
     }
 
-    fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
-        counter!("ratelimit_settled_total", "store" => self.store()).increment(charged);
+    fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
+        counter!("ratelimit_reconciled_total", "store" => self.store()).increment(charged);
         counter!("ratelimit_dropped_total", "store" => self.store()).increment(dropped);
     }
 
@@ -158,7 +158,7 @@ fn describe() {
     );
     describe_histogram!("ratelimit_outage_seconds", Unit::Seconds, "How long the fallback decided, of each outage.");
     describe_counter!(
-        "ratelimit_settled_total",
+        "ratelimit_reconciled_total",
         Unit::Count,
         "Cost that the fallback granted and that was charged to the primary store afterwards."
     );

@@ -53,8 +53,8 @@ pub trait Observer: Send + Sync + 'static {
     }
 
     /// A store could not decide a check: told by a [`Fallback`](crate::Fallback), which then answers it locally, and by
-    /// a layer when nothing could answer it. Also told of what a request was to be charged or given back
-    /// [in the end](crate::RateLimitLayer::settle), and was not.
+    /// a layer when nothing could answer it. Also told of what a request was to be charged or refunded
+    /// [in the end](crate::RateLimitLayer::reconcile), and was not.
     fn failed(&self, event: &event::Failed<'_>) {
         let _ = event;
     }
@@ -78,7 +78,7 @@ pub trait Observer: Send + Sync + 'static {
 
     /// What the fallback granted in place of the primary store was charged to that, after an outage or a moment in which
     /// it could not be asked.
-    fn settled(&self, event: &event::Settled) {
+    fn reconciled(&self, event: &event::Reconciled) {
         let _ = event;
     }
 
@@ -113,8 +113,8 @@ macro_rules! tells {
             $($observer.recovered(event);)+
         }
 
-        fn settled(&$self, event: &event::Settled) {
-            $($observer.settled(event);)+
+        fn reconciled(&$self, event: &event::Reconciled) {
+            $($observer.reconciled(event);)+
         }
 
         fn sends(&$self, event: &event::Sends) {

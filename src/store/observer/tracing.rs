@@ -8,7 +8,7 @@ use tracing::{Span, error, info, trace, warn};
 use super::throttle::{Throttle, Told};
 use super::{Observer, event};
 use crate::limit::{Key, Policy};
-use crate::store::{Error, ErrorKind};
+use crate::store::{ErrorKind, StoreError};
 
 /// Tells `tracing` who was limited, and when the limits are no longer shared.
 ///
@@ -50,7 +50,7 @@ use crate::store::{Error, ErrorKind};
 ///
 /// # In a request's span
 ///
-/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or `never_fits`; one that a
+/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or `exceeds_capacity`; one that a
 /// [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a log of requests has it:
 ///
 /// ```
@@ -80,7 +80,7 @@ pub struct TracingObserver {
 struct Log {
     /// By the caller, the policy, and whether it is a dry run.
     denials: Throttle<(Key, u64, bool), Denied>,
-    failures: Throttle<ErrorKind, Error>,
+    failures: Throttle<ErrorKind, StoreError>,
 }
 
 #[derive(Clone)]
@@ -187,7 +187,7 @@ impl Observer for TracingObserver {
         info!(?after, "rate limits are shared again");
     }
 
-    fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
+    fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
         info!(charged, dropped, "charged what was granted locally to the shared store");
     }
 
@@ -225,7 +225,7 @@ fn denied(span: &Span, (who, denied): Told<Denied>) {
     }
 }
 
-fn failed(span: &Span, (error, failed): Told<Error>) {
+fn failed(span: &Span, (error, failed): Told<StoreError>) {
     if let Some(error) = error {
         warn!(parent: span, kind = ?error.kind(), error = &error as &dyn StdError, failed, "rate limit checks failed");
     }

@@ -8,13 +8,13 @@ use redis::Cmd;
 use super::errors::error_of;
 use super::inner::Inner;
 use super::lua::Lua;
-use crate::store::Error;
+use crate::store::StoreError;
 
 static SCRIPT: Lua = Lua::new(include_str!("../../../lua/announce.lua"));
 
 impl Inner {
     /// Says that the instance of this name is alive for so long. Returns how many are.
-    pub(super) async fn announce(self: &Arc<Self>, name: &str, alive: Duration) -> Result<u32, Error> {
+    pub(super) async fn announce(self: &Arc<Self>, name: &str, alive: Duration) -> Result<u32, StoreError> {
         let (node, key) = self.shared("instances").await?;
         let command = |command: &str, script: &str| {
             let mut cmd = Cmd::new();

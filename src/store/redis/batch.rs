@@ -31,7 +31,7 @@ pub(super) struct Plan {
     pub(super) with_id: bool,
     /// Within how many microseconds a take ahead has to be due.
     pub(super) within: i64,
-    /// The charge of which a part is given back.
+    /// The charge of which a part is refunded.
     pub(super) charged: Option<Charged>,
 }
 
@@ -69,7 +69,7 @@ impl Batch {
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.entries.len();
-        let joins = matches!(check.mode(), Mode::Take | Mode::GiveBack | Mode::Renew | Mode::Hold);
+        let joins = matches!(check.mode(), Mode::Take | Mode::Refund | Mode::Renew | Mode::Hold);
         if joins && check.id().is_none() {
             let open = self.open.entry(*check.key()).or_insert((plan, entry));
             if open.0 != plan {

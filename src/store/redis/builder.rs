@@ -13,7 +13,7 @@ use super::tls::Tls;
 use super::transport::Transport;
 use super::{RedisStore, Servers};
 use crate::limit::{ConfigError, is_name};
-use crate::store::{Error, Observer};
+use crate::store::{Observer, StoreError};
 
 /// Settings of a [`RedisStore`].
 ///
@@ -161,7 +161,7 @@ impl RedisStoreBuilder {
 
     /// How many denials are remembered until their `retry_after`, so that a flood of denied checks does not reach
     /// Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time. Layers that settle,
-    /// and [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have given back.
+    /// and [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have refunded.
     ///
     /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
     /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is
@@ -185,7 +185,7 @@ impl RedisStoreBuilder {
     /// # Errors
     ///
     /// As [`RedisStore::connect`].
-    pub async fn connect(self) -> Result<RedisStore, Error> {
+    pub async fn connect(self) -> Result<RedisStore, StoreError> {
         let store = self.connect_lazy()?;
         store.inner.ping().await?;
         Ok(store)

@@ -1,11 +1,11 @@
 //! A memory of denials, so that a flood of checks that are denied costs Redis next to nothing.
 //!
-//! With every strategy, what was denied stays denied until its `retry_after`, unless something is given back or
+//! With every strategy, what was denied stays denied until its `retry_after`, unless something is refunded or
 //! forgotten, or the policies are others. So a caller's denial answers every check of that cost or more under the same
 //! policies: one of 2 units that has to wait for 10 s says that 3 units have to wait for 10 s at least. Denials of
 //! several costs are kept beside each other, since that of a larger cost holds for longer.
 //!
-//! Where costs are settled later, other instances give back all the time, and nobody tells this one. So a check that
+//! Where costs are settled later, other instances refund all the time, and nobody tells this one. So a check that
 //! reserves believes no denial for longer than a second.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
@@ -36,7 +36,7 @@ struct Shard {
     callers: BoundedMap<Caller>,
     /// How many denials they have.
     denials: usize,
-    /// When something was last given back or forgotten: a denial of a call that was sent before may not be true any
+    /// When something was last refunded or forgotten: a denial of a call that was sent before may not be true any
     /// more.
     forgot: i64,
 }
@@ -143,7 +143,7 @@ impl DenialCache {
         }
     }
 
-    /// Something may have been given back or forgotten, also if Redis has not answered.
+    /// Something may have been refunded or forgotten, also if Redis has not answered.
     pub(super) fn forget(&self, check: &Check) {
         if self.max > 0 && gives_room(check) {
             self.change(check.key(), |shard, caller, now| {
@@ -258,7 +258,7 @@ impl<'a> Question<'a> {
             Mode::Take => check.cost(),
             Mode::UpTo => check.cost().min(1),
             // A peek asks how it is at the moment, and a debt depends on more than this.
-            Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::GiveBack | Mode::Reset | Mode::Renew | Mode::Hold => {
+            Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::Refund | Mode::Reset | Mode::Renew | Mode::Hold => {
                 return None;
             }
         };

@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use super::errors::{error_of_greeting, no_tls, tls_wanted};
 use super::names::{self, Host};
 use super::tls::ServerName;
-use crate::store::Error;
+use crate::store::StoreError;
 
 #[derive(Debug)]
 pub(super) struct Dialer {
@@ -33,7 +33,7 @@ impl Dialer {
     }
 
     /// A new connection to a server.
-    pub(super) async fn dial(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, Error> {
+    pub(super) async fn dial(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
         let connection = match self.connected.load(Relaxed) {
             true => self.open(server).await.map_err(|error| error_of_greeting(&error, server)),
             false => self.open_first(server).await,
@@ -55,7 +55,7 @@ impl Dialer {
 
     /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
     /// connection without it.
-    async fn open_first(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, Error> {
+    async fn open_first(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
         let mut opening = pin!(self.open(server));
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {

@@ -5,10 +5,10 @@ use std::fmt;
 use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 
 use super::tls;
-use crate::store::{Error, ErrorKind};
+use crate::store::{ErrorKind, StoreError};
 
 /// A failure of redis-rs by what to do about it.
-pub(super) fn error_of(error: &RedisError) -> Error {
+pub(super) fn error_of(error: &RedisError) -> StoreError {
     let kind = match error.kind() {
         Kind::AuthenticationFailed => ErrorKind::Authentication,
         Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
@@ -39,24 +39,24 @@ pub(super) fn error_of(error: &RedisError) -> Error {
             },
         },
     };
-    let told = Error::with_source(kind, Cause::new(error));
+    let told = StoreError::with_source(kind, Cause::new(error));
     if was_not_run(kind, error) { told.unsent() } else { told }
 }
 
 /// A failure to log in or to agree on the protocol.
-pub(super) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> Error {
+pub(super) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> StoreError {
     let greeting = server.redis_settings();
     let told = error_of(error);
     // `HELLO` has the password in it, and its refusal is handed on as the server words it.
     if error.is_io_error() || greeting.password().is_none() || greeting.protocol() == ProtocolVersion::RESP2 {
         return told;
     }
-    Error::with_source(told.kind(), Cause(format!("the server refused the greeting: {}", error.category())))
+    StoreError::with_source(told.kind(), Cause(format!("the server refused the greeting: {}", error.category())))
 }
 
 /// A node of a cluster has said that nobody decides a check just now.
-pub(super) fn not_ready(error: &RedisError) -> Error {
-    Error::with_source(ErrorKind::NotReady, Cause::new(error)).unsent()
+pub(super) fn not_ready(error: &RedisError) -> StoreError {
+    StoreError::with_source(ErrorKind::NotReady, Cause::new(error)).unsent()
 }
 
 /// Whether a script call of a check that failed like this was not run, so that nothing was charged.
@@ -78,34 +78,34 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
 }
 
 /// A server that answers without TLS, where a URL asks for it.
-pub(super) fn no_tls() -> Error {
-    Error::with_source(
+pub(super) fn no_tls() -> StoreError {
+    StoreError::with_source(
         ErrorKind::Tls,
         Cause("the server answers without TLS: write `redis://`, or its port for TLS".to_owned()),
     )
 }
 
 /// A server that answers with TLS only, where a URL does not ask for it.
-pub(super) fn tls_wanted() -> Error {
-    Error::new(ErrorKind::TlsWanted)
+pub(super) fn tls_wanted() -> StoreError {
+    StoreError::new(ErrorKind::TlsWanted)
 }
 
 /// The sentinels tell of a server that says that it is no master. They may be late.
-pub(super) fn not_a_master(server: &impl fmt::Display) -> Error {
+pub(super) fn not_a_master(server: &impl fmt::Display) -> StoreError {
     let cause = Cause(format!("the sentinels tell of {server}, which is no master"));
-    Error::with_source(ErrorKind::NotReady, cause)
+    StoreError::with_source(ErrorKind::NotReady, cause)
 }
 
 /// A server at the address of a node of the cluster that is none.
-pub(super) fn other_cluster(server: &impl fmt::Display) -> Error {
+pub(super) fn other_cluster(server: &impl fmt::Display) -> StoreError {
     let cause = Cause(format!("{server} is not of this cluster any more: another one may have its address now"));
-    Error::with_source(ErrorKind::NotReady, cause)
+    StoreError::with_source(ErrorKind::NotReady, cause)
 }
 
 /// The same error, with the server that it is of.
-pub(super) fn error_at(server: &impl fmt::Display, error: &RedisError) -> Error {
+pub(super) fn error_at(server: &impl fmt::Display, error: &RedisError) -> StoreError {
     let told = error_of(error);
-    let at = Error::with_source(told.kind(), Cause(format!("{server}: {}", Cause::new(error))));
+    let at = StoreError::with_source(told.kind(), Cause(format!("{server}: {}", Cause::new(error))));
     if told.is_unsent() { at.unsent() } else { at }
 }
 

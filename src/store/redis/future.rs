@@ -11,7 +11,7 @@ use super::cluster::redirect::Redirect;
 use super::runtimes::{Place, no_runtime};
 use crate::limit::{Check, Decision};
 use crate::store::clock::instant;
-use crate::store::{Error, polled_after_completion};
+use crate::store::{StoreError, polled_after_completion};
 
 /// A check that waits for its answer.
 #[derive(Debug)]
@@ -26,7 +26,7 @@ pub(super) struct Job {
     pub(super) alone: bool,
     /// Whether and how a node has sent it elsewhere.
     pub(super) redirect: Option<Box<Redirect>>,
-    answer: oneshot::Sender<Result<Decision, Error>>,
+    answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
 /// Resolves to the answer of a [`RedisStore`](crate::RedisStore).
@@ -37,7 +37,7 @@ pub(super) struct Job {
 #[derive(Debug)]
 pub struct RedisFuture {
     /// None once it has been told.
-    answer: Option<oneshot::Receiver<Result<Decision, Error>>>,
+    answer: Option<oneshot::Receiver<Result<Decision, StoreError>>>,
     /// Where its check was put.
     pub(super) place: Place,
 }
@@ -65,12 +65,12 @@ impl Job {
         self.answer.is_closed()
     }
 
-    pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, Error>) {
+    pub(super) fn answer(self, decide: impl FnOnce(Check) -> Result<Decision, StoreError>) {
         // A caller that has gone away since it was sent was charged all the same.
         let _ = self.answer.send(decide(self.check));
     }
 
-    pub(super) fn fail(self, error: Error) {
+    pub(super) fn fail(self, error: StoreError) {
         self.answer(|_| Err(error));
     }
 }
@@ -83,7 +83,7 @@ impl RedisFuture {
 }
 
 impl Future for RedisFuture {
-    type Output = Result<Decision, Error>;
+    type Output = Result<Decision, StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(receiver) = &mut self.answer else { polled_after_completion("RedisFuture") };

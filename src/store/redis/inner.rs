@@ -26,7 +26,7 @@ use super::runtimes::{Queues, runtime};
 use super::transport::{Node, Transport};
 use super::worker::Worker;
 use crate::limit::{Check, Decision, Key, Source, Verdicts};
-use crate::store::{Answer, Error, ErrorKind, Observer, contain, event, freed, lock};
+use crate::store::{Answer, ErrorKind, Observer, StoreError, contain, event, freed, lock};
 
 pub(super) struct Inner {
     pub(super) transport: Transport,
@@ -66,7 +66,7 @@ impl Inner {
     }
 
     /// Puts a check into the queue of its partition's node, and starts a worker if another may run.
-    fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, Error> {
+    fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
         let runtime = runtime()?;
         if let Some(error) = self.transport.cluster().and_then(|cluster| cluster.refused()) {
             return Err(error.clone());
@@ -79,7 +79,7 @@ impl Inner {
             let start = queue.queue.push(job)?;
             Ok(start.then(|| (Arc::clone(&queue.pool), spare.pop().unwrap_or_default())))
         });
-        if let Some((pool, work)) = worker.map_err(|Full| Error::new(ErrorKind::QueueFull))? {
+        if let Some((pool, work)) = worker.map_err(|Full| StoreError::new(ErrorKind::QueueFull))? {
             // A runtime that has ended drops it at once: that answers the check.
             runtime.spawn(Worker::new(self, node, pool, work).run());
         }
@@ -113,7 +113,7 @@ impl Inner {
     }
 
     /// Decides a check that reads and writes as any other; in a cluster, one on each master.
-    pub(super) async fn ping(self: &Arc<Self>) -> Result<(), Error> {
+    pub(super) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
         let Some(cluster) = self.transport.cluster() else {
             return self.check(Check::probe(Key::PROBE)).await.map(drop);
         };
@@ -134,7 +134,7 @@ impl Inner {
     /// # Errors
     ///
     /// Why that is not known.
-    pub(super) async fn shared(self: &Arc<Self>, name: &str) -> Result<(Node, String), Error> {
+    pub(super) async fn shared(self: &Arc<Self>, name: &str) -> Result<(Node, String), StoreError> {
         let Some(cluster) = self.transport.cluster() else {
             return Ok((self.transport.node(0), format!("{}:{name}", self.prefix)));
         };
@@ -150,7 +150,7 @@ impl Inner {
         mut node: Node,
         script: &Lua,
         command: impl Fn(&str, &str) -> Cmd,
-    ) -> Result<Value, Error> {
+    ) -> Result<Value, StoreError> {
         let (runtime, mut asks) = (runtime()?, false);
         let call = async {
             for _ in 0..MAX_HOPS {
@@ -162,7 +162,7 @@ impl Inner {
                 let error = match reply {
                     Ok(Some(Ok(reply))) => return Ok(reply),
                     Ok(Some(Err(error))) => error,
-                    Ok(None) => return Err(Error::new(ErrorKind::Protocol)),
+                    Ok(None) => return Err(StoreError::new(ErrorKind::Protocol)),
                     Err(error) => return Err(error_of(error)),
                 };
                 let refusal = self.transport.cluster().map(|cluster| (cluster, cluster.refusal(&error, node)));
@@ -175,18 +175,18 @@ impl Inner {
                     _ => return Err(error_of(&error)),
                 };
             }
-            Err(Error::new(ErrorKind::NotReady))
+            Err(StoreError::new(ErrorKind::NotReady))
         };
-        timeout(self.limits.timeout, call).await.map_err(|_| Error::new(ErrorKind::Timeout))?
+        timeout(self.limits.timeout, call).await.map_err(|_| StoreError::new(ErrorKind::Timeout))?
     }
 
     /// The answer to a check by what Redis said to a call that was sent at this time.
     pub(super) fn decided(
         &self,
         check: Check,
-        verdicts: Result<Verdicts, Error>,
+        verdicts: Result<Verdicts, StoreError>,
         sent_at: i64,
-    ) -> Result<Decision, Error> {
+    ) -> Result<Decision, StoreError> {
         match &verdicts {
             Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
             Err(_) => self.denials.forget(&check),
@@ -196,7 +196,7 @@ impl Inner {
     }
 
     /// Tells of a failure that no check was answered with.
-    pub(super) fn failed(&self, error: &Error) {
+    pub(super) fn failed(&self, error: &StoreError) {
         if let Some(observer) = self.observer.get() {
             contain(|| observer.failed(&event::Failed::new(None, error)));
         }
@@ -215,7 +215,7 @@ impl fmt::Debug for Inner {
 
 #[cfg(test)]
 mod tests {
-    use crate::store::{Error, ErrorKind, Observer, RedisStore, event};
+    use crate::store::{ErrorKind, Observer, RedisStore, StoreError, event};
 
     struct Panics;
 
@@ -229,6 +229,6 @@ mod tests {
     #[test]
     fn an_observer_that_panics_ends_no_task() {
         let store = RedisStore::builder("redis://127.0.0.1:1").observer(Panics).connect_lazy().unwrap();
-        store.inner.failed(&Error::new(ErrorKind::Unreachable));
+        store.inner.failed(&StoreError::new(ErrorKind::Unreachable));
     }
 }

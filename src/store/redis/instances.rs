@@ -10,7 +10,7 @@ use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 use super::inner::Inner;
-use crate::store::{Error, ErrorKind, Instances};
+use crate::store::{ErrorKind, Instances, StoreError};
 
 /// How often each announces itself. It is no longer counted after three times as long.
 const EVERY: Duration = Duration::from_secs(2);
@@ -26,8 +26,8 @@ struct Announcer {
 /// # Errors
 ///
 /// [`ErrorKind::NoRuntime`] outside of a tokio runtime.
-pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, Error> {
-    let runtime = Handle::try_current().map_err(|error| Error::with_source(ErrorKind::NoRuntime, error))?;
+pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, StoreError> {
+    let runtime = Handle::try_current().map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
     let alive = Arc::new(AtomicU32::new(1));
     let task = runtime.spawn(run(Arc::downgrade(inner), Arc::clone(&alive)));
     let announcer = Announcer { alive, task };

@@ -38,13 +38,13 @@ pub use servers::Servers;
 pub(super) use tls::{CLIENT_KEY, ROOT_CERTIFICATE};
 
 use self::inner::Inner;
-use super::{Answer, Error, Instances, Observer, Store};
+use super::{Answer, Instances, Observer, Store, StoreError};
 use crate::limit::{Check, ConfigError, Key};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
 /// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about
-/// twice the store's [`timeout`](RedisStoreBuilder::timeout), if need be with an [`Error`]. A charge is never
+/// twice the store's [`timeout`](RedisStoreBuilder::timeout), if need be with a [`StoreError`]. A charge is never
 /// sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
 /// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what they do to
@@ -117,7 +117,7 @@ impl RedisStore {
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis
     /// from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
     /// cluster.
-    pub async fn connect(servers: impl Into<Servers>) -> Result<Self, Error> {
+    pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
         Self::builder(servers).connect().await
     }
 
@@ -187,7 +187,7 @@ impl RedisStore {
     /// # Errors
     ///
     /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) outside of a tokio runtime.
-    pub fn announce(&self) -> Result<Instances, Error> {
+    pub fn announce(&self) -> Result<Instances, StoreError> {
         instances::announce(&self.inner)
     }
 

@@ -21,7 +21,7 @@ use super::lua::Lua;
 use super::transport::{Epoch, Link, Node, Transport};
 use crate::store::clock::instant;
 use crate::store::seed::RandomState;
-use crate::store::{Error, ErrorKind as Kind, lock};
+use crate::store::{ErrorKind as Kind, StoreError, lock};
 
 /// Makes the connections to a node. Unlike bb8-redis's own manager it knows whether the last use of one failed, and so
 /// needs no ping at every checkout.
@@ -42,7 +42,7 @@ struct Backoff(Mutex<Streak>);
 #[derive(Debug, Default)]
 struct Streak {
     failures: u32,
-    last: Option<Error>,
+    last: Option<StoreError>,
     /// Until when no other is made.
     until: Option<Instant>,
 }
@@ -54,12 +54,12 @@ impl Backoff {
     const SHORTEST: Duration = Duration::from_millis(50);
 
     /// Why no connection may be made now.
-    fn error(&self) -> Option<Error> {
+    fn error(&self) -> Option<StoreError> {
         let streak = lock(&self.0);
         streak.last.as_ref().filter(|_| streak.until.is_some_and(|until| instant() < until)).cloned()
     }
 
-    fn failed(&self, error: Error) {
+    fn failed(&self, error: StoreError) {
         let jitter = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
         let mut streak = lock(&self.0);
         streak.failures += 1;
@@ -81,7 +81,7 @@ pub(super) struct Connection {
     /// Whether it has been of use.
     proven: bool,
     /// What broke it.
-    failure: Option<Error>,
+    failure: Option<StoreError>,
     /// When the server was last heard.
     used: Instant,
     /// How long a ping may take.
@@ -211,7 +211,7 @@ impl Connection {
     }
 
     /// As [`give_up`](Self::give_up), as this server is of no use.
-    pub(super) fn give_up_for(&mut self, failure: Error) {
+    pub(super) fn give_up_for(&mut self, failure: StoreError) {
         self.failure = Some(failure);
         self.give_up();
     }
@@ -234,14 +234,14 @@ fn is_lasting(error: &RedisError) -> bool {
 
 impl bb8::ManageConnection for Manager {
     type Connection = Connection;
-    type Error = Error;
+    type Error = StoreError;
 
-    async fn connect(&self) -> Result<Connection, Error> {
+    async fn connect(&self) -> Result<Connection, StoreError> {
         if let Some(error) = self.backoff.error() {
             return Err(error);
         }
         let connected = tokio::time::timeout(self.timeout, self.transport.connect(self.node)).await;
-        let connected = connected.unwrap_or_else(|_| Err(Error::new(Kind::Timeout)));
+        let connected = connected.unwrap_or_else(|_| Err(StoreError::new(Kind::Timeout)));
         let Link { mut inner, epoch } = connected.inspect_err(|error| self.backoff.failed(error.clone()))?;
         // The workers have their own, which is shorter.
         inner.set_response_timeout(self.timeout.saturating_mul(2));
@@ -251,7 +251,7 @@ impl bb8::ManageConnection for Manager {
     }
 
     /// The pool never asks: [`Pool::checkout`] finds out.
-    async fn is_valid(&self, _connection: &mut Connection) -> Result<(), Error> {
+    async fn is_valid(&self, _connection: &mut Connection) -> Result<(), StoreError> {
         Ok(())
     }
 
@@ -296,15 +296,15 @@ impl Pool {
     }
 
     /// For [`checkout`](Self::checkout).
-    pub(super) fn failures(&self) -> watch::Receiver<Option<Error>> {
+    pub(super) fn failures(&self) -> watch::Receiver<Option<StoreError>> {
         self.failures.0.subscribe()
     }
 
     /// A connection that is alive, or why there is none.
     pub(super) async fn checkout(
         &self,
-        failures: &mut watch::Receiver<Option<Error>>,
-    ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
+        failures: &mut watch::Receiver<Option<StoreError>>,
+    ) -> Result<bb8::PooledConnection<'_, Manager>, StoreError> {
         let mut lost = false;
         loop {
             let mut connection = self.get(failures).await?;
@@ -327,8 +327,8 @@ impl Pool {
     /// A connection, or why there is none: bb8 alone would leave us waiting after a failure to connect.
     async fn get(
         &self,
-        failures: &mut watch::Receiver<Option<Error>>,
-    ) -> Result<bb8::PooledConnection<'_, Manager>, Error> {
+        failures: &mut watch::Receiver<Option<StoreError>>,
+    ) -> Result<bb8::PooledConnection<'_, Manager>, StoreError> {
         failures.mark_unchanged();
         let mut getting = pin!(self.connections.get());
         let got = loop {
@@ -346,10 +346,10 @@ impl Pool {
         match got {
             Some(Ok(connection)) => Ok(connection),
             Some(Err(bb8::RunError::User(error))) => Err(error),
-            Some(Err(bb8::RunError::TimedOut)) => Err(Error::new(Kind::Timeout)),
+            Some(Err(bb8::RunError::TimedOut)) => Err(StoreError::new(Kind::Timeout)),
             None => Err(match &*failures.borrow() {
                 Some(error) => error.clone(),
-                None => Error::new(Kind::Unreachable),
+                None => StoreError::new(Kind::Unreachable),
             }),
         }
     }
@@ -357,14 +357,14 @@ impl Pool {
 
 /// Hands on why a connection could not be made, which bb8 keeps from those who wait for one.
 #[derive(Debug, Clone)]
-struct Failures(watch::Sender<Option<Error>>);
+struct Failures(watch::Sender<Option<StoreError>>);
 
-impl bb8::ErrorSink<Error> for Failures {
-    fn sink(&self, error: Error) {
+impl bb8::ErrorSink<StoreError> for Failures {
+    fn sink(&self, error: StoreError) {
         self.0.send_replace(Some(error));
     }
 
-    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<Error>> {
+    fn boxed_clone(&self) -> Box<dyn bb8::ErrorSink<StoreError>> {
         Box::new(self.clone())
     }
 }

@@ -14,7 +14,7 @@ use super::pool::Pool;
 use super::queue::Queue;
 use super::transport::Node;
 use super::worker::Work;
-use crate::store::{Error, ErrorKind};
+use crate::store::{ErrorKind, StoreError};
 
 #[derive(Debug, Default)]
 pub(super) struct Queues {
@@ -153,7 +153,7 @@ impl Drop for Watch {
 /// # Errors
 ///
 /// [`ErrorKind::NoRuntime`].
-pub(super) fn runtime() -> Result<Handle, Error> {
+pub(super) fn runtime() -> Result<Handle, StoreError> {
     Handle::try_current().map_err(|_| no_runtime())
 }
 
@@ -166,6 +166,6 @@ pub(super) fn runtime_is_ending() -> bool {
 }
 
 /// For what is asked where there is no runtime, or was asked on one that has ended. It says nothing of Redis.
-pub(super) fn no_runtime() -> Error {
-    Error::new(ErrorKind::NoRuntime).of_check()
+pub(super) fn no_runtime() -> StoreError {
+    StoreError::new(ErrorKind::NoRuntime).of_check()
 }

@@ -8,7 +8,7 @@ use super::batch::{Batch, Plan};
 use super::lua::Lua;
 use super::wire;
 use crate::limit::{Charged, Check, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
-use crate::store::{Error, ErrorKind};
+use crate::store::{ErrorKind, StoreError};
 
 /// It decides the checks of a batch.
 pub(super) static SCRIPT: Lua = Lua::new(wire::SCRIPT);
@@ -79,7 +79,7 @@ impl Batch {
             for place in first..first + plan.policies.iter().len() {
                 packed.u32(place);
             }
-            if plan.mode == Mode::GiveBack {
+            if plan.mode == Mode::Refund {
                 let charged = Charged::or_just_now(plan.charged.as_ref(), plan.cost, plan.policies.iter().len());
                 packed.u32(charged.cost as usize).i56(charged.age).i56(charged.at);
                 for reset in charged.resets {
@@ -100,7 +100,7 @@ impl Batch {
     /// # Errors
     ///
     /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this batch makes it, or does not end with a time.
-    pub(super) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, Error>>, Error> {
+    pub(super) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
         // Of an answer: four for each policy; and when it was charged, if it may have been before.
         let numbers = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.with_id);
         // Where the next answer of each entry begins.
@@ -110,7 +110,7 @@ impl Batch {
             next.push(end);
             end += numbers(&self.plans[entry.plan]) * entry.times as usize;
         }
-        let Value::Array(values) = reply else { return Err(Error::new(ErrorKind::Protocol)) };
+        let Value::Array(values) = reply else { return Err(StoreError::new(ErrorKind::Protocol)) };
         match values.get(end) {
             Some(&Value::Int(at)) if values.len() == end + 1 && WHOLE.contains(&at) => {
                 Ok(self.checks.iter().map(move |entry| {
@@ -121,7 +121,7 @@ impl Batch {
                     verdicts(&values[from..from + length], &plan.policies, (at, place))
                 }))
             }
-            _ => Err(Error::new(ErrorKind::Protocol)),
+            _ => Err(StoreError::new(ErrorKind::Protocol)),
         }
     }
 }
@@ -168,8 +168,8 @@ const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result<Verdicts, Error> {
-    let protocol = || Error::new(ErrorKind::Protocol);
+fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result<Verdicts, StoreError> {
+    let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let answer = answer.chunks_exact(4);
     let charged_at = match *answer.remainder() {
@@ -194,12 +194,12 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
     let each = each.collect::<Result<_, _>>()?;
     match problem {
         0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
-        REFUSED => Err(Error::new(ErrorKind::Refused).of_check()),
+        REFUSED => Err(StoreError::new(ErrorKind::Refused).of_check()),
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
-        NO_WRITES => Err(Error::new(ErrorKind::Refused).unsent()),
-        OUT_OF_MEMORY => Err(Error::new(ErrorKind::OutOfMemory).unsent()),
-        READ_ONLY => Err(Error::new(ErrorKind::ReadOnly).unsent()),
-        NO_PERMISSION => Err(Error::new(ErrorKind::Permission).of_check()),
+        NO_WRITES => Err(StoreError::new(ErrorKind::Refused).unsent()),
+        OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
+        READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
+        NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),
         _ => Err(protocol()),
     }
 }

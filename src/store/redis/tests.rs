@@ -111,7 +111,7 @@ async fn ids() {
                 let check = match trace.rng.u8(..8) {
                     0 => Check::up_to(key, policies, cost),
                     1 => Check::charge(key, policies, cost),
-                    2 => Check::give_back(key, policies, cost),
+                    2 => Check::refund(key, policies, cost),
                     3 => Check::take_ahead(key, policies, cost, Duration::from_millis(trace.rng.u64(..2_000))),
                     _ => Check::take(key, policies, cost),
                 };
@@ -123,7 +123,7 @@ async fn ids() {
                     first = first.or(Some(age - period));
                 }
                 repeated += u32::from(check.id().is_some() && in_redis.is_allowed() && age > 0 && age < period);
-                let back = |decision: &Decision| decision.give_back(key, cost, Duration::ZERO).next();
+                let back = |decision: &Decision| decision.refund(key, cost, Duration::ZERO).next();
                 if trace.rng.u8(..4) == 0
                     && let (Some(back), Some(in_rust)) = (back(&in_redis), back(&decision))
                 {
@@ -176,7 +176,7 @@ fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
     })
 }
 
-/// Logs of several blocks, of which much is given back wherever it was charged.
+/// Logs of several blocks, of which much is refunded wherever it was charged.
 #[tokio::test]
 async fn long_logs() {
     let server = RedisServer::start();
@@ -210,14 +210,14 @@ async fn long_logs() {
                     let cost = if rng.u8(..4) > 0 { decision.granted() } else { rng.u32(0..=decision.granted()) };
                     let late = [0, 0, rng.i64(0..5_000)][rng.usize(..3)];
                     let age = Duration::from_micros((time - at + late).max(0) as u64);
-                    if let Some(check) = decision.give_back(key, cost, age).next() {
+                    if let Some(check) = decision.refund(key, cost, age).next() {
                         given += 1;
                         return check;
                     }
                 }
                 match rng.u16(..400) {
                     0 => Check::up_to(key, policies, 100),
-                    1 => Check::give_back(key, policies, rng.u32(..100)),
+                    1 => Check::refund(key, policies, rng.u32(..100)),
                     2 => Check::peek(key, policies, limit),
                     3 => Check::peek(key, policies, limit - rng.u32(..700)),
                     4 => Check::take(key, policies, 600),
@@ -230,7 +230,7 @@ async fn long_logs() {
             let context = format!("Redis and Rust differ: round {round}, {check:?}");
             let in_redis = in_redis.unwrap();
             assert_eq!(in_redis, in_rust(&check, state, time), "{context}");
-            if check.mode() != Mode::GiveBack && in_redis.granted() > 0 {
+            if check.mode() != Mode::Refund && in_redis.granted() > 0 {
                 open.push((in_redis, time));
             }
         }
@@ -238,7 +238,7 @@ async fn long_logs() {
             longest = longest.max(server.command::<u64>("LLEN rl:{0}:log:o").await);
         }
     }
-    assert!(given > 5_000 && longest > 4, "{given} were given back, of {longest} elements at most");
+    assert!(given > 5_000 && longest > 4, "{given} were refunded, of {longest} elements at most");
     // Blocks have left, and others were dropped between their neighbors.
     let (left, dropped) = (server.calls("ltrim").await, server.calls("lrem").await);
     assert!(left > 20 && dropped > 10, "{left} times blocks have left, {dropped} times they were dropped");
@@ -259,7 +259,7 @@ async fn a_log_that_was_long_keeps_no_memory() {
     assert!(bytes < 500, "{bytes} bytes");
 }
 
-/// What gives back is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
+/// What refunds is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
 /// server.
 #[tokio::test]
 async fn what_is_long_on_its_way_is_as_old_as_it_is() {
@@ -270,7 +270,7 @@ async fn what_is_long_on_its_way_is_as_old_as_it_is() {
     for (later, age, given) in [(0, 0, 100), (900, 0, 10), (900, 950, 5), (-10_000, 900, 10), (10_000, 900, 0)] {
         let key = Key::new(format!("{later} {age}"));
         let decision = redis.check(Check::take(key, &policies, 100)).await.unwrap();
-        let back = decision.give_back(key, 100, Duration::from_millis(age)).next().unwrap();
+        let back = decision.refund(key, 100, Duration::from_millis(age)).next().unwrap();
         let start = now.fetch_add(1_000 * later, Relaxed);
         // What has flowed back by then is taken again.
         let _ = redis.check(Check::up_to(key, &policies, 100)).await.unwrap();
@@ -281,7 +281,7 @@ async fn what_is_long_on_its_way_is_as_old_as_it_is() {
 
 /// An answer that is repeated is as old as the charge: what gives it back takes nothing out of what was charged since.
 #[tokio::test]
-async fn what_is_given_back_of_a_repeated_answer_is_as_old_as_the_charge() {
+async fn what_is_refunded_of_a_repeated_answer_is_as_old_as_the_charge() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(17, &server);
     let local = LocalStore::default();
@@ -298,7 +298,7 @@ async fn what_is_given_back_of_a_repeated_answer_is_as_old_as_the_charge() {
     let _ = ask(first(), 0).await;
     let _ = ask(Check::take(key, &policies, 50), 9_000_000).await;
     let repeated = ask(first(), 9_500_000).await;
-    let [of_redis, of_local] = repeated.map(|decision| decision.give_back(key, 50, Duration::ZERO).next().unwrap());
+    let [of_redis, of_local] = repeated.map(|decision| decision.refund(key, 50, Duration::ZERO).next().unwrap());
     assert_eq!(redis.check(of_redis).await.unwrap().granted(), 50);
     assert_eq!(local.verdicts(&of_local, || start + 9_500_000).granted, 50);
     // The charge of 9 s counts still.
@@ -483,7 +483,7 @@ impl Trace {
             // Also of one that takes longer than the check that gives it back, or less; or much less.
             let late = [0, 0, 1, rng.i64(0..1_000_000), -rng.i64(0..10_000_000)][rng.usize(..5)];
             let age = Duration::from_micros((self.now.load(Relaxed) - at + late).max(0) as u64);
-            let check = decision.give_back(key, rng.u32(1..=decision.granted()), age).next();
+            let check = decision.refund(key, rng.u32(1..=decision.granted()), age).next();
             // It leaves out what is in flight, of which the states here have more.
             if let Some(check) = check.filter(|check| check.policies().iter().len() == policies.iter().len()) {
                 return check;
@@ -502,7 +502,7 @@ impl Trace {
             match rng.u8(..16) {
                 0 | 1 => return Check::renew(key, policies, cost),
                 2 => return Check::hold(key, policies, cost),
-                3..=6 => return Check::give_back(key, policies, cost.min(3)),
+                3..=6 => return Check::refund(key, policies, cost.min(3)),
                 _ => {}
             }
         }
@@ -510,7 +510,7 @@ impl Trace {
             0 => Check::peek(key, policies, cost),
             1 => Check::up_to(key, policies, cost),
             2 => Check::charge(key, policies, cost),
-            3 => Check::give_back(key, policies, cost),
+            3 => Check::refund(key, policies, cost),
             4 if rng.u8(..8) == 0 => Check::reset(key, policies),
             5 | 6 => Check::take_ahead(key, policies, cost, within),
             _ => Check::take(key, policies, cost),

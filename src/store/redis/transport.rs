@@ -18,7 +18,7 @@ use super::sentinel::Sentinels;
 use super::servers::Kind;
 use super::tls::Tls;
 use crate::limit::{ConfigError, Key};
-use crate::store::Error;
+use crate::store::StoreError;
 
 /// After so long without traffic the system sends a probe: sooner than NATs and load balancers forget a connection.
 const KEEP_ALIVE: Duration = Duration::from_secs(60);
@@ -124,7 +124,7 @@ impl Transport {
     }
 
     /// A new connection to a node.
-    pub(super) async fn connect(&self, node: Node) -> Result<Link, Error> {
+    pub(super) async fn connect(&self, node: Node) -> Result<Link, StoreError> {
         let inner = match self {
             Self::Server(server) => server.1.dial(&server.0).await?,
             Self::Sentinel(sentinels) => return sentinels.connect().await,

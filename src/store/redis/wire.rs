@@ -42,7 +42,7 @@ pub(super) const fn mode_number(mode: Mode) -> u8 {
         Mode::UpTo => 2,
         Mode::Peek => 3,
         Mode::Charge => 4,
-        Mode::GiveBack => 5,
+        Mode::Refund => 5,
         Mode::Reset => 6,
         Mode::TakeAhead => 7,
         Mode::Renew => 8,

@@ -19,13 +19,13 @@ use super::runtimes::{no_runtime, runtime_is_ending};
 use super::script::{self, SCRIPT};
 use super::transport::Node;
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind, contain, event};
+use crate::store::{ErrorKind, StoreError, contain, event};
 
 pub(super) struct Worker {
     pub(super) inner: Arc<Inner>,
     node: Node,
     pool: Arc<Pool>,
-    failures: watch::Receiver<Option<Error>>,
+    failures: watch::Receiver<Option<StoreError>>,
     pub(super) work: Work,
     /// Whether the batch may have reached Redis.
     sent: bool,
@@ -121,7 +121,7 @@ impl Worker {
         let now = instant();
         jobs.retain(|job| !job.is_abandoned());
         for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.inner.limits.timeout) {
-            job.fail(Error::new(ErrorKind::Timeout).unsent());
+            job.fail(StoreError::new(ErrorKind::Timeout).unsent());
         }
         Some(waiting)
     }
@@ -131,11 +131,11 @@ impl Worker {
     /// # Errors
     ///
     /// What befalls all of them.
-    async fn call(&mut self) -> Result<Replies, Error> {
+    async fn call(&mut self) -> Result<Replies, StoreError> {
         self.sent = false;
         let result = match timeout(self.inner.limits.timeout, self.attempt()).await {
             Ok(result) => result,
-            Err(_) => Err(Error::new(ErrorKind::Timeout)),
+            Err(_) => Err(StoreError::new(ErrorKind::Timeout)),
         };
         result.map_err(|error| {
             // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
@@ -144,7 +144,7 @@ impl Worker {
         })
     }
 
-    async fn attempt(&mut self) -> Result<Replies, Error> {
+    async fn attempt(&mut self) -> Result<Replies, StoreError> {
         let calls = self.work.calls.as_slice();
         let (now, instance) = (self.inner.now.load(Ordering::Relaxed), self.inner.instance);
         let mut connection = self.pool.checkout(&mut self.failures).await?;
@@ -163,7 +163,7 @@ impl Worker {
         };
         let is_read_only = |reply: &Result<Value, _>| reply.as_ref().is_ok_and(script::is_read_only);
         if replies.as_ref().is_ok_and(|replies| replies.iter().any(is_read_only)) {
-            connection.give_up_for(Error::new(ErrorKind::ReadOnly));
+            connection.give_up_for(StoreError::new(ErrorKind::ReadOnly));
         }
         replies.map_err(|error| error_of(&error))
     }
@@ -192,7 +192,7 @@ impl Worker {
 
     /// Answers the batch by an error; and if the connection is at fault, also all that waits, which would otherwise meet
     /// the same, one time-out after the other.
-    fn fail(&mut self, error: &Error) {
+    fn fail(&mut self, error: &StoreError) {
         let jobs = &mut self.work.jobs;
         let of_connection = error.is_of_connection();
         if !(of_connection && error.is_unsent()) {

@@ -11,7 +11,9 @@ use tower::buffer::Buffer;
 use tower::limit::ConcurrencyLimit;
 use tower::load_shed::LoadShed;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{CallLimit, Error, Key, LocalStore, MissingKey, Mode, OnError, OnMissingKey, RateLimited};
+use tower_redis_ratelimit::{
+    CallLimit, Key, LocalStore, MissingKey, Mode, OnError, OnMissingKey, RateLimited, StoreError,
+};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use super::{ByTenant, Job, job, layer, layer_with, limited, print};
@@ -122,7 +124,7 @@ fn a_denied_or_undecided_request_never_reaches_the_inner_service() {
     let mut undecided = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(undecided.as_mut()));
     questions.try_recv().unwrap().fail();
-    assert!(settled(undecided).unwrap_err().is::<Error>());
+    assert!(settled(undecided).unwrap_err().is::<StoreError>());
 
     assert!(settled(call(service.get_mut(), job(""))).unwrap_err().is::<MissingKey>());
     assert!(questions.try_recv().is_err(), "there is nobody to ask for");

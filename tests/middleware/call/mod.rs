@@ -13,8 +13,8 @@ use tokio::sync::watch;
 use tokio::time::advance;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    CallFuture, CallLimit, CallLimitLayer, Error, Global, Key, KeyExtractor, Live, LocalStore, MissingKey, Observer,
-    OnError, OnMissingKey, Policies, Policy, PolicySelector, RateLimited, RedisStore, Store, event,
+    CallFuture, CallLimit, CallLimitLayer, Global, Key, KeyExtractor, Live, LocalStore, MissingKey, Observer, OnError,
+    OnMissingKey, Policies, Policy, PolicySelector, RateLimited, RedisStore, Store, StoreError, event,
 };
 
 use crate::support::{Broken, SECRET, policy};
@@ -209,7 +209,7 @@ fn a_request_without_a_key_fails_or_passes_uncounted() {
 fn a_request_that_the_store_cannot_decide_fails_or_passes_uncounted() {
     let service = layer_with(Broken, "1/h").layer(service_fn(print));
     let error = printed(&service, job("acme")).unwrap_err();
-    assert!(error.is::<Error>(), "{error}");
+    assert!(error.is::<StoreError>(), "{error}");
 
     let allowing = layer_with(Broken, "1/h").on_error(OnError::Allow).layer(service_fn(print));
     assert!((0..3).all(|_| printed(&allowing, job("acme")).is_ok()));

@@ -10,7 +10,7 @@ use tokio::time::advance;
 use tower::{Layer, ServiceExt};
 use tower_http::trace::TraceLayer;
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Key, LocalStore, MockStore, Observer, PeerIp, RateLimitLayer, Store, TracingObserver,
+    Check, ErrorKind, Key, LocalStore, MockStore, Observer, PeerIp, RateLimitLayer, Store, StoreError, TracingObserver,
     event,
 };
 use tracing::subscriber::DefaultGuard;
@@ -117,7 +117,7 @@ async fn more_callers_than_may_be_named_have_one_line() {
 async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new();
-    let (timeout, refused) = (Error::new(ErrorKind::Timeout), Error::new(ErrorKind::Refused));
+    let (timeout, refused) = (StoreError::new(ErrorKind::Timeout), StoreError::new(ErrorKind::Refused));
     let key = Key::new("alice");
     for _ in 0..100 {
         observer.failed(&event::Failed::new(Some(&key), &timeout));
@@ -135,7 +135,7 @@ async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
     for _ in 0..2 {
         observer.degraded(&event::Degraded::new(&timeout));
         observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
-        observer.settled(&event::Settled::new(7, 1));
+        observer.reconciled(&event::Reconciled::new(7, 1));
     }
     let told = lines.take();
     assert_eq!(told.len(), 6, "{told:?}");

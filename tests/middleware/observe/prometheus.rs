@@ -5,7 +5,7 @@ use std::time::Duration;
 use futures_util::FutureExt;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use tower_redis_ratelimit::{
-    Check, Error, ErrorKind, Fallback, Key, LocalStore, MetricsObserver, MockStore, Observer, Store, event,
+    Check, ErrorKind, Fallback, Key, LocalStore, MetricsObserver, MockStore, Observer, Store, StoreError, event,
 };
 
 use crate::support::{layer_with, limited, policy, request, send};
@@ -28,7 +28,7 @@ async fn prometheus_is_told_of_decisions_failures_and_the_breaker() {
     let recorder = recorder(false);
     let _guard = metrics::set_default_local_recorder(&recorder);
     let primary = MockStore::new();
-    primary.fail(Error::new(ErrorKind::Unreachable));
+    primary.fail(StoreError::new(ErrorKind::Unreachable));
     let store = Fallback::new(primary, LocalStore::default());
     let service = limited(layer_with(store, "3/h").observer(MetricsObserver::named("orders")));
     let rendered = || recorder.handle().render();
@@ -65,11 +65,11 @@ fn what_needs_no_other_label_is_there_from_the_start_and_keeps_its_value() {
         "ratelimit_degraded{store=\"default\"} 0",
         "ratelimit_dropped_total{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
-        "ratelimit_settled_total{store=\"default\"} 0",
+        "ratelimit_reconciled_total{store=\"default\"} 0",
     ];
     assert_eq!(lines(&recorder.handle().render(), "ratelimit_"), expected);
 
-    observer.degraded(&event::Degraded::new(&Error::new(ErrorKind::Timeout)));
+    observer.degraded(&event::Degraded::new(&StoreError::new(ErrorKind::Timeout)));
     let _again = MetricsObserver::new();
     MetricsObserver::named("other").recovered(&event::Recovered::new(Duration::from_secs(1)));
     let degraded = lines(&recorder.handle().render(), "ratelimit_degraded");
@@ -78,7 +78,7 @@ fn what_needs_no_other_label_is_there_from_the_start_and_keeps_its_value() {
 
 /// Tells every metric, and a dry run.
 fn tell_all(observer: &impl Observer) {
-    let error = Error::new(ErrorKind::Timeout);
+    let error = StoreError::new(ErrorKind::Timeout);
     let check = Check::take(Key::new("alice"), &policy("api", "1/h").into(), 2);
     let decision = LocalStore::default().check(check).now_or_never().unwrap().unwrap();
     let key = Key::new("alice");
@@ -88,7 +88,7 @@ fn tell_all(observer: &impl Observer) {
     observer.failed(&event::Failed::new(None, &error));
     observer.degraded(&event::Degraded::new(&error));
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
-    observer.settled(&event::Settled::new(7, 1));
+    observer.reconciled(&event::Reconciled::new(7, 1));
     observer.sends(&event::Sends::new(128, 5));
 }
 
@@ -119,7 +119,7 @@ fn every_metric_is_described_and_named_as_openmetrics_wants_it() {
             ("ratelimit_failures_total", "counter"),
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),
-            ("ratelimit_settled_total", "counter"),
+            ("ratelimit_reconciled_total", "counter"),
         ]
     );
     for (name, kind) in kinds {
@@ -130,7 +130,7 @@ fn every_metric_is_described_and_named_as_openmetrics_wants_it() {
         r#"ratelimit_check_seconds_bucket{store="default",le="1"} 1"#,
         r#"ratelimit_check_seconds_bucket{store="default",le="0.1"} 0"#,
         r#"ratelimit_outage_seconds_sum{store="default"} 3"#,
-        r#"outcome="never_fits",source="local",dry_run="true"} 1"#,
+        r#"outcome="exceeds_capacity",source="local",dry_run="true"} 1"#,
     ] {
         assert!(rendered.contains(line), "{line} is missing in {rendered}");
     }

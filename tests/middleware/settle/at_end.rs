@@ -124,7 +124,7 @@ async fn what_the_handle_has_counted_is_charged_where_there_is_no_response() {
             }
             async { Err::<Response<String>, _>("no response") }
         });
-        let mut service = count.settling(Settlement::GiveBack).layer(inner);
+        let mut service = count.settling(Settlement::Refund).layer(inner);
         assert!(service.call(request("alice")).await.is_err());
         assert_eq!(count.charged(), cost, "{used:?}");
     }

@@ -25,7 +25,7 @@ async fn only_failures_count() {
     let count = Count::new();
     let layer = count.layer().settle(|response| match response.status {
         StatusCode::UNAUTHORIZED => Settlement::Keep,
-        _ => Settlement::GiveBack,
+        _ => Settlement::Refund,
     });
     let service = layer.layer(service_fn(answer));
     for (status, charged) in [(200, 0), (401, 10), (200, 10), (500, 10), (401, 20)] {
@@ -61,7 +61,7 @@ async fn the_real_cost_takes_the_place_of_the_reserved_one() {
 
 /// What is left, below zero for a debt.
 fn charge_left(count: &Count) -> i64 {
-    let back = |cost| Check::give_back(Key::GLOBAL, &count.policy.clone().into(), cost);
+    let back = |cost| Check::refund(Key::GLOBAL, &count.policy.clone().into(), cost);
     let all = count.store.check(back(u32::MAX)).now_or_never().unwrap().unwrap();
     1_000 - i64::from(all.granted())
 }
@@ -76,7 +76,7 @@ async fn an_extension_of_the_handler_settles_too() {
 
 #[tokio::test]
 async fn it_is_settled_with_the_head_whatever_the_body_and_the_handle_do() {
-    for (settlement, cost) in [(Settlement::Keep, 10), (Settlement::GiveBack, 0), (Settlement::Cost(70), 70)] {
+    for (settlement, cost) in [(Settlement::Keep, 10), (Settlement::Refund, 0), (Settlement::Cost(70), 70)] {
         let count = Count::new();
         let handles = Handles::default();
         let kept = Arc::clone(&handles);
@@ -102,7 +102,7 @@ async fn parallel_guesses_get_no_more_tries() {
     let tries = Arc::new(Mutex::new(0));
     let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).settle(|response| match response.status {
         StatusCode::UNAUTHORIZED => Settlement::Keep,
-        _ => Settlement::GiveBack,
+        _ => Settlement::Refund,
     });
     let counted = Arc::clone(&tries);
     let service = layer.layer(service_fn(move |request: Request<String>| {
@@ -141,7 +141,7 @@ async fn what_nobody_counted_is_not_settled_and_has_a_handle_that_does_nothing()
         kept.lock().unwrap().push(charge.reserved());
         async { Ok::<_, Infallible>(Response::new(String::new())) }
     });
-    let layer = count.settling(Settlement::GiveBack).skip(|request| request.uri.path() == "/books");
+    let layer = count.settling(Settlement::Refund).skip(|request| request.uri.path() == "/books");
     assert!(decision(&send(&layer.layer(inner.clone()), request("alice")).await).is_none());
     let broken = RateLimitLayer::new(Broken, Global, count.policy.clone())
         .on_error(tower_redis_ratelimit::OnError::Allow)

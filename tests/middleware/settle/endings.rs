@@ -12,7 +12,7 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
-use tower_redis_ratelimit::{Answer, Decision, Error, Limiter, Mode, Policies};
+use tower_redis_ratelimit::{Answer, Decision, Limiter, Mode, Policies, StoreError};
 
 use super::*;
 
@@ -26,7 +26,7 @@ struct Slow {
 }
 
 impl Store for Slow {
-    type Future = BoxFuture<'static, Result<Decision, Error>>;
+    type Future = BoxFuture<'static, Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Self { local, log, polls } = self.clone();
@@ -109,7 +109,7 @@ impl Seen {
         match case.settlement {
             _ if !self.head.load(Relaxed) => counted,
             Settlement::Keep => case.reserve,
-            Settlement::GiveBack => 0,
+            Settlement::Refund => 0,
             Settlement::Cost(cost) => cost,
             Settlement::Bytes { per } => self.bytes.load(Relaxed).div_ceil(per.get().into()) as u32,
             _ => counted,
@@ -204,7 +204,7 @@ where
 fn case() -> impl proptest::strategy::Strategy<Value = Case> {
     let settlement = prop_oneof![
         1 => Just(Settlement::Keep),
-        1 => Just(Settlement::GiveBack),
+        1 => Just(Settlement::Refund),
         1 => (0..40_u32).prop_map(Settlement::Cost),
         4 => Just(Settlement::AtEnd),
         1 => (1..15_u32).prop_map(|per| Settlement::Bytes { per: NonZeroU32::new(per).unwrap() }),

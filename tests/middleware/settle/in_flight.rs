@@ -99,7 +99,7 @@ async fn beside_a_policy_of_costs_it_counts_as_one_and_is_not_settled() {
     }
 }
 
-/// What costs nothing has nothing to give back.
+/// What costs nothing has nothing to release.
 #[tokio::test]
 async fn a_request_without_a_cost_is_in_flight_too() {
     let count = Count::new();
@@ -107,7 +107,7 @@ async fn a_request_without_a_cost_is_in_flight_too() {
     let layer = RateLimitLayer::new(count.store.clone(), Global, both);
     drop(send(&layer.clone().until_body_end().layer(service_fn(hello::<String>)), request("alice")).await);
     assert_eq!((count.charged(), taken(&count.store, 4)), (1, 0));
-    let free = layer.cost(|_| 0).settle(|_| Settlement::GiveBack).layer(service_fn(hello::<String>));
+    let free = layer.cost(|_| 0).settle(|_| Settlement::Refund).layer(service_fn(hello::<String>));
     let response = send(&free, request("alice")).await;
     assert_eq!((count.charged(), taken(&count.store, 4)), (1, 1));
     drop(response);

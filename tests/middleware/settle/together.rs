@@ -8,8 +8,8 @@ use tokio::task::yield_now;
 use tokio::time::sleep;
 use tower::ServiceExt;
 use tower_redis_ratelimit::{
-    DryRun, Error, ErrorKind, HeaderKey, MockStore, Mode, Observer, Policies, Rejection, Source, Tier, Tiers, Verdict,
-    event,
+    DryRun, ErrorKind, HeaderKey, MockStore, Mode, Observer, Policies, Rejection, Source, StoreError, Tier, Tiers,
+    Verdict, event,
 };
 
 use super::*;
@@ -28,7 +28,7 @@ fn tried<B>(response: &Response<B>) -> Vec<u32> {
 
 #[tokio::test]
 async fn a_dry_run_settles_as_it_would_in_earnest() {
-    for (settlement, cost) in [(Settlement::GiveBack, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
+    for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
         let count = Count::new();
         let service = count.settling(settlement).dry_run().layer(service_fn(three));
         let response = send(&service, request("alice")).await;
@@ -41,7 +41,7 @@ async fn a_dry_run_settles_as_it_would_in_earnest() {
 
 #[tokio::test]
 async fn shadows_settle_as_they_would_in_earnest() {
-    for (settlement, cost) in [(Settlement::GiveBack, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
+    for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
         let count = Count::new();
         let layer = count.layer().shadow(quota("new", "500/d"));
         let service = layer.clone().settle(move |_| settlement).layer(service_fn(three));
@@ -68,7 +68,7 @@ async fn the_handle_tells_what_a_dry_run_reserves() {
 /// The head of the response is there first.
 #[tokio::test]
 async fn a_shadow_whose_answer_is_late_is_settled_too() {
-    for (settlement, cost) in [(Settlement::GiveBack, 0), (Settlement::Cost(7), 7), (Settlement::AtEnd, 3)] {
+    for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(7), 7), (Settlement::AtEnd, 3)] {
         let (store, mut questions) = asking();
         let layer = RateLimitLayer::new(store, Global, quota("test", "1000/d")).dry_run().cost(|_| 10);
         let service = layer.settle(move |_| settlement).layer(service_fn(three));
@@ -82,7 +82,7 @@ async fn a_shadow_whose_answer_is_late_is_settled_too() {
         taken.allow();
         drop(response.await.unwrap().unwrap());
         let back = questions.recv().await.unwrap();
-        assert_eq!((back.check.mode(), back.check.cost()), (Mode::GiveBack, 10 - cost), "{settlement:?}");
+        assert_eq!((back.check.mode(), back.check.cost()), (Mode::Refund, 10 - cost), "{settlement:?}");
         back.allow();
     }
 }
@@ -213,7 +213,7 @@ impl Observer for Failures {
 }
 
 /// A store that grants, and fails to settle.
-fn settles_not(error: Error) -> MockStore {
+fn settles_not(error: StoreError) -> MockStore {
     let store = MockStore::new();
     store.answer(move |check| match check.mode() {
         Mode::Take => {
@@ -227,11 +227,11 @@ fn settles_not(error: Error) -> MockStore {
 
 #[tokio::test(start_paused = true)]
 async fn what_could_not_be_settled_is_told() {
-    let unsent = || Error::new(ErrorKind::Unreachable).unsent();
+    let unsent = || StoreError::new(ErrorKind::Unreachable).unsent();
     for (error, cost, tries, lost) in [
-        (Error::new(ErrorKind::Timeout), 3, 1..=1, 1),
+        (StoreError::new(ErrorKind::Timeout), 3, 1..=1, 1),
         (unsent(), 13, 55..=75, 1),
-        // In the end there is nothing to give back.
+        // In the end there is nothing to refund.
         (unsent(), 3, 55..=75, 0),
     ] {
         let (store, failures) = (settles_not(error), Failures::default());
@@ -248,7 +248,7 @@ async fn what_could_not_be_settled_is_told() {
 
 #[tokio::test(start_paused = true)]
 async fn what_was_not_sent_in_an_outage_is_sent_after_it() {
-    let store = settles_not(Error::new(ErrorKind::Unreachable).unsent());
+    let store = settles_not(StoreError::new(ErrorKind::Unreachable).unsent());
     let failures = Failures::default();
     let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/h")).cost(|_| 10);
     let service = layer.observer(failures.clone()).settle(|_| Settlement::Cost(12)).layer(service_fn(three));

@@ -1,4 +1,4 @@
-//! What is given back of a reservation: nobody gets more by it than if the real cost had been charged at once, and under
+//! What is refunded of a reservation: nobody gets more by it than if the real cost had been charged at once, and under
 //! windows and logs nobody gets less.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -36,15 +36,15 @@ fn is_monotone(strategy: Strategy) -> bool {
     !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
 }
 
-/// Whether what is given back is just what was not needed, whoever else was charged meanwhile. What refills little by little
+/// Whether what is refunded is just what was not needed, whoever else was charged meanwhile. What refills little by little
 /// cannot know that.
 fn is_exact(strategy: Strategy) -> bool {
     is_monotone(strategy) && !strategy.has_burst()
 }
 
-/// Reserves, gives back, and compares all the time what is left with what would be left if only the real cost had been
-/// charged: `compare` is told both, and of what. Reservations are given back at up to so many times their age.
-fn reserve_and_give_back(
+/// Reserves, refunds, and compares all the time what is left with what would be left if only the real cost had been
+/// charged: `compare` is told both, and of what. Reservations are refunded at up to so many times their age.
+fn reserve_and_refund(
     strategies: impl Fn(Strategy) -> bool,
     longer: f64,
     compare: impl Fn(i64, i64, &dyn Fn() -> String),
@@ -81,7 +81,7 @@ fn reserve_and_give_back(
                     let cost = rng.u32(0..=decision.granted());
                     granted[place].1 -= i64::from(cost);
                     let age = Duration::from_micros((now - at) as u64).mul_f64(1.0 + longer * rng.f64());
-                    let check = decision.give_back(Key::GLOBAL, cost, age).next();
+                    let check = decision.refund(Key::GLOBAL, cost, age).next();
                     late += u32::from(check.is_none() && cost > 0);
                     back += check.map_or(0, |check| check.decide(&mut states, now).granted);
                 }
@@ -102,18 +102,18 @@ fn reserve_and_give_back(
 }
 
 #[test]
-fn giving_back_leaves_no_more_room_than_the_real_cost() {
+fn refunding_leaves_no_more_room_than_the_real_cost() {
     for longer in [0.0, 0.5] {
-        reserve_and_give_back(is_monotone, longer, |ours, real, context| assert!(ours <= real, "{}", context()));
+        reserve_and_refund(is_monotone, longer, |ours, real, context| assert!(ours <= real, "{}", context()));
     }
 }
 
 #[test]
-fn giving_back_under_a_window_or_a_log_leaves_no_less_room_than_the_real_cost() {
-    reserve_and_give_back(is_exact, 0.0, |ours, real, context| assert!(ours >= real, "{}", context()));
+fn refunding_under_a_window_or_a_log_leaves_no_less_room_than_the_real_cost() {
+    reserve_and_refund(is_exact, 0.0, |ours, real, context| assert!(ours >= real, "{}", context()));
 }
 
-/// When something is asked, how much, and how much of it is given back later.
+/// When something is asked, how much, and how much of it is refunded later.
 type Asked = (i64, u32, u32);
 
 /// How many were denied that would give something back, and that would give nothing back; and the sum of what was kept.
@@ -125,7 +125,7 @@ fn settled_later(strategy: Strategy, quota: Quota, asked: impl Iterator<Item = A
     for (now, cost, back) in asked {
         while open.front().is_some_and(|(at, ..)| at + later <= now) {
             let (at, decision, back) = open.pop_front().unwrap();
-            for check in decision.give_back(Key::GLOBAL, back, Duration::from_micros(later as u64)) {
+            for check in decision.refund(Key::GLOBAL, back, Duration::from_micros(later as u64)) {
                 check.decide(&mut state, at + later);
             }
         }
@@ -178,9 +178,9 @@ fn what_is_reserved_beyond_the_need_does_not_use_up_the_quota() {
 }
 
 /// In each window, and between two refills of a bucket, no more is kept than the policy allows: also where a charge that is
-/// given back has begun them.
+/// refunded has begun them.
 #[test]
-fn giving_back_lets_no_more_pass_in_a_window_that_it_began() {
+fn refunding_lets_no_more_pass_in_a_window_that_it_began() {
     for strategy in Strategy::ALL.iter().copied().filter(|strategy| !is_monotone(*strategy)) {
         let mut rng = Rng::with_seed(7);
         let mut back = 0;
@@ -209,7 +209,7 @@ fn giving_back_lets_no_more_pass_in_a_window_that_it_began() {
                     let end = at + decision.verdicts().next().unwrap().1.reset;
                     kept.entry(end).and_modify(|kept| *kept -= i64::from(cost));
                     let age = Duration::from_micros((now - at) as u64);
-                    if let Some(check) = decision.give_back(Key::GLOBAL, cost, age).next() {
+                    if let Some(check) = decision.refund(Key::GLOBAL, cost, age).next() {
                         back += check.decide(&mut state, now).granted;
                     }
                 }
@@ -221,9 +221,9 @@ fn giving_back_lets_no_more_pass_in_a_window_that_it_began() {
 }
 
 /// Of a caller of whom nobody else asks anything, all is as if only the rest had been charged; also when others have
-/// reserved at the same time, whatever the order in which they give back.
+/// reserved at the same time, whatever the order in which they refund.
 #[test]
-fn what_is_given_back_at_once_is_what_was_not_needed() {
+fn what_is_refunded_at_once_is_what_was_not_needed() {
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
         for _ in 0..200 {
@@ -246,7 +246,7 @@ fn what_is_given_back_at_once_is_what_was_not_needed() {
             for decision in open {
                 let cost = rng.u32(0..=decision.granted());
                 real.push((now, i64::from(decision.granted() - cost)));
-                if let Some(check) = decision.give_back(Key::GLOBAL, cost, Duration::from_micros(age as u64)).next() {
+                if let Some(check) = decision.refund(Key::GLOBAL, cost, Duration::from_micros(age as u64)).next() {
                     check.decide(&mut state, now + age);
                 }
             }
@@ -279,7 +279,7 @@ fn after_a_reset_no_more_is_used_than_twice_the_capacity() {
             } else {
                 let decision = open.swap_remove(rng.usize(..open.len()));
                 let cost = rng.u32(0..=decision.granted());
-                decision.give_back(Key::GLOBAL, cost, Duration::ZERO).for_each(|check| drop(decide(check)));
+                decision.refund(Key::GLOBAL, cost, Duration::ZERO).for_each(|check| drop(decide(check)));
                 used -= cost;
             }
             most = most.max(used);

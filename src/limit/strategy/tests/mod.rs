@@ -10,7 +10,7 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use super::ask::{Ask, Preview, PriorCharge};
-use super::{Align, Followed, Params, State, Strategy, params};
+use super::{Align, Params, Snapshot, State, Strategy, params};
 use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
 use crate::strategies::strategies;
 

@@ -103,7 +103,7 @@ fn what_is_followed_is_no_fresh_start() {
             for _ in 0..20 {
                 let cost = rng.u32(1..=quota.capacity());
                 let verdict = *Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first();
-                let followed = Followed { used: params.capacity - verdict.remaining, until: now + verdict.reset };
+                let followed = Snapshot { used: params.capacity - verdict.remaining, until: now + verdict.reset };
                 let resumed = State::resume(strategy, params, now, followed);
                 let room = |state: &State, at: i64| preview(state, params, at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
@@ -122,9 +122,9 @@ fn what_is_followed_is_no_fresh_start() {
     }
 }
 
-/// However far the quota falls below what is charged, that can be given back and forgotten.
+/// However far the quota falls below what is charged, that can be refunded and forgotten.
 #[test]
-fn what_a_lowered_quota_does_not_hold_can_be_given_back() {
+fn what_a_lowered_quota_does_not_hold_can_be_refunded() {
     let mut rng = Rng::with_seed(0);
     for &strategy in Strategy::ALL {
         let strategy = vary(&mut rng, strategy);
@@ -134,7 +134,7 @@ fn what_a_lowered_quota_does_not_hold_can_be_given_back() {
         let mut state = [State::fresh(strategy)];
         assert_eq!(Check::take(Key::GLOBAL, &high, 1000).decide(&mut state, now).granted, 1000);
         let mut given = state.clone();
-        assert_eq!(Check::give_back(Key::GLOBAL, &low, 5).decide(&mut given, now).granted, 5, "{strategy:?}");
+        assert_eq!(Check::refund(Key::GLOBAL, &low, 5).decide(&mut given, now).granted, 5, "{strategy:?}");
         Check::reset(Key::GLOBAL, &low).decide(&mut state, now);
         assert_eq!(Check::take(Key::GLOBAL, &low, 10).decide(&mut state, now).granted, 10, "{strategy:?}");
     }

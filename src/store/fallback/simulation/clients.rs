@@ -76,10 +76,10 @@ impl Client {
                     self.ask(instance, take, Patience::Waits).await;
                 }
                 Habit::GivingBack => {
-                    let back = Check::give_back(key, &policies, if rng.bool() { cost } else { 3 * cost });
-                    let older = taken.take_if(|_| rng.u8(..3) == 0).and_then(|(decision, at)| {
-                        decision.give_back(key, cost, Duration::from_millis(now - at)).next()
-                    });
+                    let back = Check::refund(key, &policies, if rng.bool() { cost } else { 3 * cost });
+                    let older = taken
+                        .take_if(|_| rng.u8(..3) == 0)
+                        .and_then(|(decision, at)| decision.refund(key, cost, Duration::from_millis(now - at)).next());
                     let check = if rng.u8(..4) == 0 { back } else { older.unwrap_or(take) };
                     let decision = self.ask(instance, check, Patience::Waits).await;
                     taken = taken.or(decision.filter(Decision::is_allowed).map(|decision| (decision, now)));

@@ -54,7 +54,7 @@ pub(super) enum Habit {
     Bursting,
     /// With ids, which are repeated at any instance.
     WithIds,
-    /// Gives back some of what it took.
+    /// Refunds some of what it took.
     GivingBack,
     /// Drops some futures before they are answered, and polls others late.
     Dropping,

@@ -10,7 +10,7 @@ use tokio::time::{sleep, timeout};
 
 use super::world::World;
 use crate::limit::{Check, Decision, Key};
-use crate::store::{Answer, Error, ErrorKind, LocalStore, Store};
+use crate::store::{Answer, ErrorKind, LocalStore, Store, StoreError};
 
 /// What becomes of a request, in milliseconds each.
 #[derive(Debug, Clone)]
@@ -28,7 +28,7 @@ pub(super) struct Fate {
 #[derive(Debug, Clone)]
 pub(super) enum Reply {
     Decision,
-    Error(Error),
+    Error(StoreError),
     Never,
 }
 
@@ -71,7 +71,7 @@ async fn serve(
     request: usize,
     check: Check,
     fate: Fate,
-    mut told: oneshot::Sender<Result<Decision, Error>>,
+    mut told: oneshot::Sender<Result<Decision, StoreError>>,
 ) {
     wait(fate.queued).await;
     if told.is_closed() {
@@ -96,7 +96,7 @@ async fn serve(
         _ => {
             world.state().lost(request);
             if timeout(TIMEOUT, told.closed()).await.is_err() {
-                let _ = told.send(Err(Error::new(ErrorKind::Timeout)));
+                let _ = told.send(Err(StoreError::new(ErrorKind::Timeout)));
             }
         }
     }
@@ -110,11 +110,11 @@ async fn wait(millis: u64) {
 
 pub(super) struct Waiting {
     request: usize,
-    answer: oneshot::Receiver<Result<Decision, Error>>,
+    answer: oneshot::Receiver<Result<Decision, StoreError>>,
 }
 
 impl Future for Waiting {
-    type Output = Result<Decision, Error>;
+    type Output = Result<Decision, StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         Pin::new(&mut self.answer).poll(cx).map(Result::unwrap)
@@ -130,7 +130,7 @@ pub(super) struct Local {
 }
 
 impl Store for Local {
-    type Future = Pending<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let answer = self.store.check(check.clone());
@@ -140,7 +140,7 @@ impl Store for Local {
         answer
     }
 
-    fn follow(&self, key: &Key, decision: &Decision) {
-        self.store.follow(key, decision);
+    fn warm(&self, key: &Key, decision: &Decision) {
+        self.store.warm(key, decision);
     }
 }

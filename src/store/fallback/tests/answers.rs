@@ -47,7 +47,7 @@ async fn a_late_answer_does_not_wipe_what_was_granted_locally() {
     }
 }
 
-/// An answer that was given before the outage and comes after it knows nothing of what was settled in between.
+/// An answer that was given before the outage and comes after it knows nothing of what was reconciled in between.
 #[tokio::test(start_paused = true)]
 async fn an_answer_from_before_an_outage_is_not_followed_after_it() {
     for share in [1, 4] {
@@ -69,9 +69,9 @@ async fn an_answer_from_before_an_outage_is_not_followed_after_it() {
     }
 }
 
-/// What was granted in place of a full queue is no part of the answers that come before it is settled.
+/// What was granted in place of a full queue is no part of the answers that come before it is reconciled.
 #[tokio::test(start_paused = true)]
-async fn an_answer_does_not_wipe_what_is_yet_to_be_settled() {
+async fn an_answer_does_not_wipe_what_is_yet_to_be_reconciled() {
     let (store, primary, _) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100d");
     primary.set(Manner::AtOnce);
@@ -110,7 +110,7 @@ async fn what_fits_the_whole_but_not_a_part_is_denied_for_as_long_as_by_the_whol
         // There is room in the whole, and that is another's to give, until the next probe perhaps.
         let fresh = store.check(Check::peek(Key::new("bob"), &policies, 50)).await.unwrap();
         assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_millis(250) }, "{strategy:?}");
-        assert_eq!(take(101).await.unwrap().outcome(), Outcome::NeverFits, "{strategy:?}");
+        assert_eq!(take(101).await.unwrap().outcome(), Outcome::ExceedsCapacity, "{strategy:?}");
         assert!(store.check(Check::take(Key::new("bob"), &policies, 25)).await.unwrap().is_allowed());
     }
 }

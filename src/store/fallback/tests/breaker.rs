@@ -80,7 +80,7 @@ async fn a_failure_of_long_ago_holds_nobody_back() {
 #[tokio::test(start_paused = true)]
 async fn errors_of_one_check_alone_never_count() {
     let (store, primary, _) = pair(1);
-    primary.set(Manner::Each(|| Error::new(ErrorKind::Refused).of_check()));
+    primary.set(Manner::Each(|| StoreError::new(ErrorKind::Refused).of_check()));
     for _ in 0..10 {
         all(&store, 10).await;
     }

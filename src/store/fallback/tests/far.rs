@@ -76,7 +76,7 @@ impl Far {
 }
 
 impl Store for Far {
-    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Some(delay) = *lock(&self.delay) else { return Answer::ready(Err(unreachable().unsent())) };

@@ -5,8 +5,8 @@ mod breaker;
 mod far;
 mod partitions;
 mod reconcile;
+mod reconciliation;
 mod runtimes;
-mod settlement;
 mod states;
 mod user_code;
 
@@ -19,7 +19,7 @@ use tokio::time::{advance, sleep};
 
 use super::{Fallback, Share};
 use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
-use crate::store::{Answer, Error, ErrorKind, LocalStore, Observer, Store, event, lock};
+use crate::store::{Answer, ErrorKind, LocalStore, Observer, Store, StoreError, event, lock};
 
 /// Counts as any store does, and answers as it is told.
 #[derive(Clone, Default)]
@@ -46,11 +46,11 @@ enum Manner {
     /// Decides, and never answers.
     Swallows,
     /// Fails with clones of one error, as checks of one call do.
-    Fails(Error),
+    Fails(StoreError),
     /// Fails each check with an error of its own.
-    Each(fn() -> Error),
+    Each(fn() -> StoreError),
     /// Answers so many checks, and fails the others with errors of their own.
-    Answers(usize, fn() -> Error),
+    Answers(usize, fn() -> StoreError),
 }
 
 impl Primary {
@@ -70,7 +70,7 @@ impl Primary {
 }
 
 impl Store for Primary {
-    type Future = Pin<Box<dyn Future<Output = Result<Decision, Error>> + Send>>;
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let mut script = lock(&self.script);
@@ -103,17 +103,17 @@ impl Store for Primary {
     }
 }
 
-/// Notes what was settled.
+/// Notes what was reconciled.
 #[derive(Clone, Default)]
-struct Settled(Arc<Mutex<Vec<(u64, u64)>>>);
+struct Reconciled(Arc<Mutex<Vec<(u64, u64)>>>);
 
-impl Observer for Settled {
-    fn settled(&self, event: &event::Settled) {
+impl Observer for Reconciled {
+    fn reconciled(&self, event: &event::Reconciled) {
         lock(&self.0).push((event.charged, event.dropped));
     }
 }
 
-impl Settled {
+impl Reconciled {
     fn told(&self) -> Vec<(u64, u64)> {
         lock(&self.0).clone()
     }
@@ -121,10 +121,14 @@ impl Settled {
 
 type Tested = Fallback<Primary, LocalStore>;
 
-fn pair(share: u32) -> (Tested, Primary, Settled) {
-    let (primary, settled) = (Primary::default(), Settled::default());
+fn pair(share: u32) -> (Tested, Primary, Reconciled) {
+    let (primary, reconciled) = (Primary::default(), Reconciled::default());
     let store = Fallback::new(primary.clone(), LocalStore::default());
-    (store.share(Share::Fixed(std::num::NonZeroU32::new(share).unwrap())).observer(settled.clone()), primary, settled)
+    (
+        store.share(Share::Fixed(std::num::NonZeroU32::new(share).unwrap())).observer(reconciled.clone()),
+        primary,
+        reconciled,
+    )
 }
 
 fn ann() -> Key {
@@ -135,12 +139,12 @@ fn policies(strategy: Strategy, quota: &str) -> Policies {
     Policy::new("test", strategy, quota.parse().unwrap()).unwrap().into()
 }
 
-fn unreachable() -> Error {
-    Error::new(ErrorKind::Unreachable)
+fn unreachable() -> StoreError {
+    StoreError::new(ErrorKind::Unreachable)
 }
 
-fn queue_full() -> Error {
-    Error::new(ErrorKind::QueueFull).unsent()
+fn queue_full() -> StoreError {
+    StoreError::new(ErrorKind::QueueFull).unsent()
 }
 
 /// Fails until the breaker is open, by checks of somebody else.
@@ -153,7 +157,7 @@ async fn open(store: &Tested, primary: &Primary) {
     }
 }
 
-/// Answers again, until the breaker is closed and everything is settled.
+/// Answers again, until the breaker is closed and everything is reconciled.
 async fn close(store: &Tested, primary: &Primary) {
     primary.set(Manner::AtOnce);
     while store.is_degraded() {

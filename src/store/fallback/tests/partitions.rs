@@ -43,7 +43,7 @@ impl Told {
     }
 }
 
-fn away() -> Error {
+fn away() -> StoreError {
     unreachable().unsent()
 }
 
@@ -99,7 +99,7 @@ async fn a_part_that_fails_degrades_its_callers_only() {
     sleep(Duration::from_secs(2)).await;
     assert!(!store.is_degraded() && told.told() == (1, 1));
 
-    // What was granted meanwhile is settled in the partition that was out.
+    // What was granted meanwhile is reconciled in the partition that was out.
     let used = |caller: &'static str| {
         let counts = primary.0[partition(caller)].counts.clone();
         async move {
@@ -115,8 +115,8 @@ async fn a_part_that_fails_degrades_its_callers_only() {
 /// One partition is out, with more callers than would be its share of what may be noted.
 #[tokio::test(start_paused = true)]
 async fn what_may_be_noted_is_shared_by_all_parts() {
-    let (primary, settled) = (Parted::default(), Settled::default());
-    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(settled.clone());
+    let (primary, reconciled) = (Parted::default(), Reconciled::default());
+    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(reconciled.clone());
     let policies = policies(Strategy::Gcra, "1000/100d");
     let take = |caller: usize| store.check(Check::take(Key::new(format!("{caller}-0")), &policies, 1));
     let partition = &primary.0[primary.partition(&Key::new("0"))];
@@ -125,9 +125,9 @@ async fn what_may_be_noted_is_shared_by_all_parts() {
         assert!(take(i).await.unwrap().is_allowed());
     }
     partition.set(Manner::AtOnce);
-    while store.is_degraded() || settled.told().is_empty() {
+    while store.is_degraded() || reconciled.told().is_empty() {
         sleep(Duration::from_millis(5)).await;
     }
-    let (charged, dropped) = settled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
+    let (charged, dropped) = reconciled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
     assert_eq!((charged, dropped), (40_000, 0));
 }

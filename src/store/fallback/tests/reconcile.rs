@@ -1,4 +1,4 @@
-//! A settlement that takes long: in which order, how much at once, who waits for it, and what it leaves to others meanwhile.
+//! A reconciliation that takes long: in which order, how much at once, who waits for it, and what it leaves to others meanwhile.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -144,9 +144,9 @@ async fn nobody_is_waited_for_for_ever() {
     announcing.abort();
 }
 
-/// A unit counts for 3.6 s, and the settlement takes longer.
+/// A unit counts for 3.6 s, and the reconciliation takes longer.
 #[tokio::test(start_paused = true)]
-async fn a_charge_that_lapses_while_others_are_settled_is_not_sent() {
+async fn a_charge_that_lapses_while_others_are_reconciled_is_not_sent() {
     const COUNTS: Duration = Duration::from_millis(3_600);
     let far = Far::new(Duration::from_millis(90));
     let store = far.fallback(1);
@@ -168,7 +168,7 @@ async fn a_charge_that_lapses_while_others_are_settled_is_not_sent() {
 
 /// What others may be granted again is first of all what nobody may be granted any more.
 #[tokio::test(start_paused = true)]
-async fn those_who_have_used_most_of_their_limit_are_settled_first() {
+async fn those_who_have_used_most_of_their_limit_are_reconciled_first() {
     let far = Far::new(Duration::from_millis(50));
     let store = far.fallback(1);
     let policies = policies(Strategy::Gcra, "100/100d");
@@ -207,7 +207,7 @@ async fn as_many_steps_are_under_way_as_are_answered_in_time() {
     assert!(most[0] >= 512 && most[1] <= 64, "{most:?} steps at once, 2 ms and 90 ms away");
 }
 
-/// Whatever there is to settle, other tasks of the runtime run in between.
+/// Whatever there is to reconcile, other tasks of the runtime run in between.
 #[tokio::test(start_paused = true)]
 async fn a_settlement_does_a_little_at_a_time() {
     const CALLERS: usize = 20_000;
@@ -221,12 +221,12 @@ async fn a_settlement_does_a_little_at_a_time() {
     // All have lapsed, so that nothing is sent and nothing waited for.
     advance(Duration::from_secs(2)).await;
     let shared = &store.partitions[0];
-    let mut settling = pin!(shared.settle(Handle::current().id()));
+    let mut reconciling = pin!(shared.reconcile(Handle::current().id()));
     let mut polls = 0;
     assert!(
         poll_fn(|cx| {
             polls += 1;
-            settling.as_mut().poll(cx)
+            reconciling.as_mut().poll(cx)
         })
         .await
     );
@@ -245,7 +245,7 @@ async fn a_settlement_that_fails_leaves_what_it_has_not_sent() {
         let _ = take(&store, caller(i), &policies).await;
     }
     let shared = &store.partitions[0];
-    assert!(!shared.settle(Handle::current().id()).await);
+    assert!(!shared.reconcile(Handle::current().id()).await);
     far.set(Some(Duration::from_millis(1)));
     recovery(&store).await;
     assert_eq!(lock(&far.seen).order.len(), 5_000);
@@ -253,7 +253,7 @@ async fn a_settlement_that_fails_leaves_what_it_has_not_sent() {
 
 /// One caller may have any number of ids.
 #[tokio::test(start_paused = true)]
-async fn the_ids_of_one_caller_are_settled_a_little_at_a_time() {
+async fn the_ids_of_one_caller_are_reconciled_a_little_at_a_time() {
     const IDS: usize = 3_000;
     let far = Far::new(Duration::from_millis(2));
     let store = far.fallback(1);

@@ -30,7 +30,7 @@ fn a_runtime_that_runs_nothing_keeps_the_breaker_open_for_no_other() {
             }
             assert!(!store.is_degraded(), "five seconds later");
         });
-        assert_eq!(awake.block_on(primary.used(&policies)), 100, "all is settled");
+        assert_eq!(awake.block_on(primary.used(&policies)), 100, "all is reconciled");
         assert_eq!(asleep.metrics().num_alive_tasks(), 1, "no others were started there");
         // It finds nothing to do when it wakes up.
         asleep.block_on(async { sleep(Duration::from_secs(1)).await });
@@ -40,9 +40,9 @@ fn a_runtime_that_runs_nothing_keeps_the_breaker_open_for_no_other() {
 
 /// Ten charges are sent when the runtime ends. The others are sent on the next one.
 #[test]
-fn what_a_runtime_has_not_sent_when_it_ends_is_settled_on_the_next() {
+fn what_a_runtime_has_not_sent_when_it_ends_is_reconciled_on_the_next() {
     for sent in [0, 10] {
-        let (store, primary, settled) = pair(1);
+        let (store, primary, reconciled) = pair(1);
         let policies = policies(Strategy::Gcra, "100/100d");
         let caller = |i: usize| Key::new(i.to_string());
         runtime().block_on(async {
@@ -68,6 +68,6 @@ fn what_a_runtime_has_not_sent_when_it_ends_is_settled_on_the_next() {
             assert_eq!(used, 30, "{sent} were sent");
         });
         // Whether those were charged was never heard.
-        assert_eq!(settled.told(), [(30 - sent as u64, sent as u64)]);
+        assert_eq!(reconciled.told(), [(30 - sent as u64, sent as u64)]);
     }
 }

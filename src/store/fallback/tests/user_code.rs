@@ -32,7 +32,7 @@ impl Observer for Panics {
         self.told();
     }
 
-    fn settled(&self, _: &event::Settled) {
+    fn reconciled(&self, _: &event::Reconciled) {
         self.told();
     }
 }
@@ -53,7 +53,7 @@ async fn an_observer_that_panics_costs_its_events_only() {
     sleep(Duration::from_secs(1)).await;
     let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
     assert_eq!(peek.remaining(), 60);
-    assert_eq!(told.load(SeqCst), 3 + 1 + 1 + 1, "failures, the outage, its end, and what was settled");
+    assert_eq!(told.load(SeqCst), 3 + 1 + 1 + 1, "failures, the outage, its end, and what was reconciled");
 }
 
 /// A primary store that panics once, on the task that probes.
@@ -103,16 +103,16 @@ impl AsksBack {
 }
 
 impl Store for AsksBack {
-    type Future = Pending<Result<Decision, Error>>;
+    type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         self.ask_back(check.key());
         self.counts.check(check)
     }
 
-    fn follow(&self, key: &Key, decision: &Decision) {
+    fn warm(&self, key: &Key, decision: &Decision) {
         self.ask_back(key);
-        self.counts.follow(key, decision);
+        self.counts.warm(key, decision);
     }
 }
 

@@ -8,7 +8,7 @@ use redis::Cmd;
 
 use super::Cluster;
 use crate::limit::ConfigError;
-use crate::store::Error;
+use crate::store::StoreError;
 use crate::store::redis::errors::error_of;
 use crate::store::redis::inner::Inner;
 use crate::store::redis::lua::Lua;
@@ -25,7 +25,7 @@ impl Inner {
     /// # Errors
     ///
     /// [`ConfigError::Partitions`] if it has another one, and whatever keeps its node from telling.
-    pub(super) async fn mark(self: &Arc<Self>, cluster: &Cluster, node: Node) -> Result<(), Error> {
+    pub(super) async fn mark(self: &Arc<Self>, cluster: &Cluster, node: Node) -> Result<(), StoreError> {
         let ours = cluster.partitions.len();
         let key = Cluster::shared_key(&self.prefix, "partitions");
         let command = |command: &str, script: &str| {

@@ -39,7 +39,7 @@ use super::errors::{error_of, other_cluster};
 use super::transport::{Node, with_address};
 use crate::limit::{ConfigError, Key};
 use crate::store::clock::Clock;
-use crate::store::{Error, ErrorKind, lock};
+use crate::store::{ErrorKind, StoreError, lock};
 
 /// The tag of keys that are of no partition.
 const SHARED: &str = "rl";
@@ -53,7 +53,7 @@ pub(super) struct Cluster {
     known: Mutex<Known>,
     refresher: Refresher,
     /// Why no check may be sent: another number of partitions.
-    refused: OnceLock<Error>,
+    refused: OnceLock<StoreError>,
     clock: Clock,
 }
 
@@ -165,7 +165,7 @@ impl Cluster {
         self.partitions[usize::from(partition)].moves_until.store(until, Relaxed);
     }
 
-    pub(super) fn refused(&self) -> Option<&Error> {
+    pub(super) fn refused(&self) -> Option<&StoreError> {
         self.refused.get()
     }
 
@@ -179,10 +179,10 @@ impl Cluster {
     }
 
     /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of another server.
-    pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, Error> {
+    pub(super) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, StoreError> {
         let Some(address) = self.address(node) else {
             let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
-            return Err(Error::with_source(ErrorKind::Unreachable, cause));
+            return Err(StoreError::with_source(ErrorKind::Unreachable, cause));
         };
         match self.ask(&address).await {
             Ok((connection, slots)) if self.map.load().is_of_cluster(&slots) => Ok(connection),
@@ -192,7 +192,7 @@ impl Cluster {
     }
 
     /// What a node says of the slots, and the connection that it was asked over.
-    async fn ask(&self, address: &Address) -> Result<(MultiplexedConnection, Slots), Error> {
+    async fn ask(&self, address: &Address) -> Result<(MultiplexedConnection, Slots), StoreError> {
         // There is at least one seed.
         let mut connection = self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await?;
         let mut cmd = redis::cmd("CLUSTER");
@@ -207,8 +207,8 @@ impl Cluster {
             Ok(reply) => match slots::read(&reply, address) {
                 Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
                 // It has not met the others yet, or was told to forget them.
-                Some(_) => Err(Error::new(ErrorKind::NotReady)),
-                None => Err(Error::new(ErrorKind::Protocol)),
+                Some(_) => Err(StoreError::new(ErrorKind::NotReady)),
+                None => Err(StoreError::new(ErrorKind::Protocol)),
             },
             Err(error) => Err(error_of(&error)),
         }

@@ -19,13 +19,13 @@ use crate::store::redis::errors::other_cluster;
 use crate::store::redis::inner::Inner;
 use crate::store::redis::transport::Node;
 use crate::store::seed::RandomState;
-use crate::store::{Error, ErrorKind, lock};
+use crate::store::{ErrorKind, StoreError, lock};
 
 #[derive(Debug)]
 pub(super) struct Refresher {
     state: Mutex<State>,
     /// How the last one went.
-    outcome: watch::Sender<Option<Error>>,
+    outcome: watch::Sender<Option<StoreError>>,
 }
 
 #[derive(Debug, Default)]
@@ -124,7 +124,7 @@ impl Refresher {
     }
 
     /// Whether it has failed only just now.
-    fn has_just_failed(&self) -> Option<Error> {
+    fn has_just_failed(&self) -> Option<StoreError> {
         let recent = lock(&self.state).last.is_some_and(|last| last.elapsed() < Self::LONGEST_GAP);
         self.outcome.borrow().clone().filter(|_| recent)
     }
@@ -184,7 +184,7 @@ impl Inner {
     /// # Errors
     ///
     /// Why they are not known.
-    pub(in super::super) async fn refreshed(self: &Arc<Self>) -> Result<(), Error> {
+    pub(in super::super) async fn refreshed(self: &Arc<Self>) -> Result<(), StoreError> {
         let Some(cluster) = self.transport.cluster() else { return Ok(()) };
         let mut outcome = cluster.refresher.outcome.subscribe();
         outcome.mark_unchanged();
@@ -201,7 +201,7 @@ impl Inner {
         };
         match timeout(self.limits.timeout, told).await {
             Ok(()) => outcome.borrow().clone().map_or(Ok(()), Err),
-            Err(_) => Err(Error::new(ErrorKind::Timeout)),
+            Err(_) => Err(StoreError::new(ErrorKind::Timeout)),
         }
     }
 
@@ -232,7 +232,7 @@ impl Task {
         cluster.refresher.outcome.send_replace(outcome.err());
     }
 
-    async fn ask(&mut self, inner: &Arc<Inner>, why: Why) -> Result<(), Error> {
+    async fn ask(&mut self, inner: &Arc<Inner>, why: Why) -> Result<(), StoreError> {
         let (map, changed) = self.cluster.ask_any(inner.limits.timeout, why).await?;
         self.news = Some(changed);
         let refresher = &self.cluster.refresher;
@@ -267,19 +267,19 @@ impl Cluster {
     /// The address of a node may have become that of another cluster, which is not believed: a map must have a node in common
     /// with the present one. Only if none of those has answered for long is it as at the start, when what the application has
     /// named is the cluster.
-    async fn ask_any(self: &Arc<Self>, patience: Duration, why: Why) -> Result<(Arc<SlotMap>, bool), Error> {
+    async fn ask_any(self: &Arc<Self>, patience: Duration, why: Why) -> Result<(Arc<SlotMap>, bool), StoreError> {
         let present = self.map.load_full();
         // At the start nothing is known of any of them.
         let pause = if present.is_empty() { Duration::ZERO } else { patience / Refresher::SIDE_BY_SIDE };
         let mut left = self.to_ask(why).into_iter();
         let mut asking = JoinSet::new();
-        let (mut failure, mut other) = (Error::new(ErrorKind::Unreachable), None);
+        let (mut failure, mut other) = (StoreError::new(ErrorKind::Unreachable), None);
         let slots = loop {
             if let Some(address) = left.next() {
                 let this = Arc::clone(self);
                 asking.spawn(async move {
                     let slots = timeout(patience, this.ask(&address)).await;
-                    (slots.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout))), address)
+                    (slots.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout))), address)
                 });
             }
             let answer = match left.len() {
@@ -297,7 +297,7 @@ impl Cluster {
                     other = other.or(self.is_seed(&address).then_some(slots));
                 }
                 Some(Ok((Err(error), _))) => failure = failure.or_telling(error),
-                Some(Err(_)) => failure = failure.or_telling(Error::new(ErrorKind::NoRuntime)),
+                Some(Err(_)) => failure = failure.or_telling(StoreError::new(ErrorKind::NoRuntime)),
             }
         };
         self.refresher.found(!present.is_of_cluster(&slots));

@@ -7,7 +7,7 @@ use tokio::time::sleep;
 use super::refresh::Why;
 use crate::store::redis::transport::Node;
 use crate::store::redis::worker::Worker;
-use crate::store::{Error, ErrorKind};
+use crate::store::{ErrorKind, StoreError};
 
 /// Before a check is tried again.
 const PAUSE: Duration = Duration::from_millis(3);
@@ -28,7 +28,7 @@ impl Worker {
                 return;
             }
             let unplaced = match found {
-                Ok(()) => Error::new(ErrorKind::NotReady),
+                Ok(()) => StoreError::new(ErrorKind::NotReady),
                 Err(error) => error,
             };
             let (mut placed, mut left_over) = (vec![], false);

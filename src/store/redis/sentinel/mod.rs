@@ -29,7 +29,7 @@ use super::errors::{error_at, error_of, not_a_master};
 use super::transport::{Epoch, Link, with_address};
 use crate::limit::ConfigError;
 use crate::store::clock::instant;
-use crate::store::{Error, ErrorKind, lock};
+use crate::store::{ErrorKind, StoreError, lock};
 
 pub(super) struct Sentinels {
     name: Box<str>,
@@ -93,7 +93,7 @@ impl Sentinels {
     }
 
     /// A new connection to the master.
-    pub(super) async fn connect(self: &Arc<Self>) -> Result<Link, Error> {
+    pub(super) async fn connect(self: &Arc<Self>) -> Result<Link, StoreError> {
         self.watch();
         let asked_in = self.epoch.load(Ordering::Acquire);
         let known = lock(&self.known).clone();
@@ -104,7 +104,7 @@ impl Sentinels {
             // One that does not answer must not use up the time for the others.
             let patience = if i == last { self.timeout } else { self.patience() };
             let verified = timeout(patience, self.verify(&candidate)).await;
-            match verified.unwrap_or_else(|_| Err(Error::new(ErrorKind::Timeout))) {
+            match verified.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout))) {
                 Ok(inner) => return Ok(Link { inner, epoch: Some(self.found(candidate, asked_in)) }),
                 // That of the likeliest one tells most.
                 Err(error) if i == 1 => failure = error,
@@ -130,13 +130,13 @@ impl Sentinels {
                 timeout_at(until, asking.join_next()).await.ok().flatten()
             };
             let Some(answer) = answer else { break };
-            quorum.add(answer.unwrap_or_else(|_| Err(Error::new(ErrorKind::NoRuntime))));
+            quorum.add(answer.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime))));
         }
         quorum
     }
 
     /// Asks a sentinel, over this connection if there is one. It is gone if the sentinel does not answer.
-    async fn ask(&self, connection: &mut Option<MultiplexedConnection>, sentinel: usize) -> Result<Master, Error> {
+    async fn ask(&self, connection: &mut Option<MultiplexedConnection>, sentinel: usize) -> Result<Master, StoreError> {
         let server = &self.sentinels[sentinel];
         let mut open = match connection.take() {
             Some(open) => open,
@@ -158,14 +158,14 @@ impl Sentinels {
                     _ => error_at(server.addr(), &error.into()),
                 })
             }
-            reply => read(reply).ok_or_else(|| Error::new(ErrorKind::Protocol)),
+            reply => read(reply).ok_or_else(|| StoreError::new(ErrorKind::Protocol)),
         };
         *connection = Some(open);
         told
     }
 
     /// A connection to a server that says that it is a master.
-    async fn verify(&self, master: &Master) -> Result<MultiplexedConnection, Error> {
+    async fn verify(&self, master: &Master) -> Result<MultiplexedConnection, StoreError> {
         let server = with_address(&self.master, &master.host, master.port);
         let mut connection = self.to_master.dial(&server).await?;
         match connection.send_packed_command(&redis::cmd("ROLE")).await {

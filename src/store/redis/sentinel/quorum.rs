@@ -1,23 +1,23 @@
 //! What several sentinels say, some of whom may be cut off from the others.
 
 use super::Master;
-use crate::store::{Error, ErrorKind};
+use crate::store::{ErrorKind, StoreError};
 
 #[derive(Debug)]
 pub(super) struct Quorum {
     sentinels: usize,
     /// Each server that was told, and by how many.
     told: Vec<(Master, usize)>,
-    failure: Error,
+    failure: StoreError,
 }
 
 impl Quorum {
     /// Of so many sentinels.
     pub(super) fn new(sentinels: usize) -> Self {
-        Self { sentinels, told: vec![], failure: Error::new(ErrorKind::Unreachable) }
+        Self { sentinels, told: vec![], failure: StoreError::new(ErrorKind::Unreachable) }
     }
 
-    pub(super) fn add(&mut self, answer: Result<Master, Error>) {
+    pub(super) fn add(&mut self, answer: Result<Master, StoreError>) {
         match answer {
             Ok(master) => match self.told.iter_mut().find(|(told, _)| told.is_at(&master)) {
                 Some((told, votes)) => {
@@ -48,7 +48,7 @@ impl Quorum {
     /// The servers to try, the likeliest first: the word of most, and then by epoch. The one that was `known` before comes first
     /// while what is told is of an earlier epoch, unless all agree: in a failover most sentinels tell of the former master for
     /// a second longer than the first. And why there may be none.
-    pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, Error) {
+    pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, StoreError) {
         let known_epoch = known.as_ref().map_or(0, |known| known.epoch);
         let all = self.sentinels;
         let is_unanimous = |votes: usize| votes == all;
@@ -120,7 +120,7 @@ mod tests {
     fn the_error_says_what_can_be_put_right() {
         let mut quorum = Quorum::new(3);
         for kind in [ErrorKind::Unreachable, ErrorKind::Authentication, ErrorKind::Timeout] {
-            quorum.add(Err(Error::new(kind)));
+            quorum.add(Err(StoreError::new(kind)));
         }
         assert_eq!(quorum.end(None).1.kind(), ErrorKind::Authentication);
     }

@@ -10,7 +10,7 @@ pub(super) struct Sums {
     pub(super) granted: i64,
     /// What instances granted it for requests that were sent and not answered: they may be charged too.
     pub(super) unanswered: i64,
-    pub(super) given_back: i64,
+    pub(super) refunded: i64,
     pub(super) resets: i64,
     /// What the primary store ever charged.
     pub(super) charged: i64,
@@ -38,7 +38,7 @@ pub(super) struct Account {
     pub(super) heard_at: i64,
     /// What the instance granted since, less what it took back.
     pub(super) since: i64,
-    /// What was granted and not told to the primary store, less what was given back.
+    /// What was granted and not told to the primary store, less what was refunded.
     pub(super) owed: i64,
     /// How much of it was granted while the instance was not degraded, and how often.
     pub(super) well: i64,
@@ -47,13 +47,13 @@ pub(super) struct Account {
     pub(super) grants: VecDeque<(u64, i64)>,
     /// What was granted for requests without an answer, by the time.
     pub(super) unanswered: VecDeque<(u64, i64)>,
-    /// How much more was asked to be given back than the instance had.
+    /// How much more was asked to be refunded than the instance had.
     pub(super) beyond: i64,
-    /// Whether it gave back or forgot something that Redis may have given back or forgotten too: it cannot know which of
+    /// Whether it refunded or forgot something that Redis may have refunded or forgotten too: it cannot know which of
     /// what it owes that was.
     pub(super) vague: bool,
-    /// Whether it has given back something by itself.
-    pub(super) gave_back: bool,
+    /// Whether it has refunded something by itself.
+    pub(super) refunded: bool,
     /// A reset that the primary store was not told, and what was owed before it.
     pub(super) reset: bool,
     pub(super) before: i64,
@@ -153,7 +153,7 @@ impl Left {
     }
 
     /// What is left now, of how much. What flows back all the time is told in whole units, but there is also a part of the
-    /// next one. It may be as good as whole: what is given back of an older charge is less what has flowed back of it.
+    /// next one. It may be as good as whole: what is refunded of an older charge is less what has flowed back of it.
     fn at(&self, policy: &Policy, now: u64) -> (i64, i64) {
         let capacity = policy.params().capacity;
         if !policy.strategy().is_steady() {
@@ -205,7 +205,7 @@ pub(super) fn flows(strategy: Strategy, period: i64, capacity: i64, now: u64) ->
 }
 
 impl Caller {
-    /// Whether nothing is ever given back to it.
+    /// Whether nothing is ever refunded to it.
     pub(super) fn takes_only(&self) -> bool {
         matches!(self.habit, Habit::Steady | Habit::Bursting | Habit::Dropping)
     }

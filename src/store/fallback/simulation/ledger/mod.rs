@@ -4,8 +4,8 @@
 //! it knows what each instance owes the primary store, which no instance can know.
 
 mod accounts;
+mod reconciliation;
 mod rules;
-mod settlement;
 
 pub(super) use rules::Rule;
 
@@ -28,10 +28,10 @@ pub(super) struct Ledger {
     /// How much the primary store has run.
     runs: u64,
     /// How often fewer instances were said to be alive than before, and whether the number has ever changed. What was
-    /// counted under one part is an estimate under another: what is settled then is no more certain.
+    /// counted under one part is an estimate under another: what is reconciled then is no more certain.
     pub(super) fewer: i64,
     pub(super) changed: bool,
-    /// What the settlement sent with ids and did not run, by the caller.
+    /// What the reconciliation sent with ids and did not run, by the caller.
     unsettled: Vec<i64>,
     /// The first break of each rule.
     pub(super) broken: Breaks<Rule>,
@@ -44,13 +44,13 @@ pub(super) struct Granted<'a> {
     pub(super) mode: Mode,
     pub(super) cost: i64,
     pub(super) id: Option<&'a [u8]>,
-    /// Whether it gives back of an older charge: what of that has flowed back by then, only the stores know.
+    /// Whether it refunds of an older charge: what of that has flowed back by then, only the stores know.
     pub(super) of_older: bool,
     /// Whether the primary store was not asked.
     pub(super) unasked: bool,
     pub(super) degraded: bool,
-    /// Whether a settlement may be under way.
-    pub(super) settling: bool,
+    /// Whether a reconciliation may be under way.
+    pub(super) reconciling: bool,
 }
 
 impl Ledger {
@@ -86,7 +86,7 @@ impl Ledger {
         }
         match mode {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => sums.charged += granted,
-            Mode::GiveBack => sums.given_back += granted,
+            Mode::Refund => sums.refunded += granted,
             Mode::Reset => sums.resets += 1,
             Mode::Peek | Mode::Renew | Mode::Hold => {}
         }
@@ -96,7 +96,7 @@ impl Ledger {
     /// An instance has heard from the primary store, while that decides for it.
     ///
     /// It goes on from there only if the answer knows of all that the instance has granted: nothing is owed, and what was
-    /// has been charged before the answer was made, or given up. If something else was settled since it asked, it need not.
+    /// has been charged before the answer was made, or given up. If something else was reconciled since it asked, it need not.
     pub(super) fn hears(&mut self, plan: &Plan, now: u64, heard: &Heard, decision: &Decision) {
         let &Heard { caller, instance, ran: Ran { run, charged }, since, turned } = heard;
         let account = &mut self.accounts[caller][instance];
@@ -115,7 +115,7 @@ impl Ledger {
 
     /// An instance has decided by itself.
     pub(super) fn decides(&mut self, plan: &Plan, now: u64, asked: &Granted<'_>, granted: i64) {
-        let &Granted { caller, instance, mode, cost, id, of_older, unasked, degraded, settling } = asked;
+        let &Granted { caller, instance, mode, cost, id, of_older, unasked, degraded, reconciling } = asked;
         let (sums, account) = (&mut self.sums[caller], &mut self.accounts[caller][instance]);
         let mut again = false;
         if let (Some(id), true) = (id, granted > 0) {
@@ -147,10 +147,10 @@ impl Ledger {
                     }
                 }
             }
-            Mode::GiveBack => {
+            Mode::Refund => {
                 account.since -= granted;
-                sums.given_back += granted;
-                account.gave_back = true;
+                sums.refunded += granted;
+                account.refunded = true;
                 account.vague |= of_older;
                 if unasked {
                     account.owed -= granted;
@@ -166,8 +166,8 @@ impl Ledger {
                     account.before = account.owed + if account.reset { account.before } else { 0 };
                     (account.reset, account.owed, account.beyond) = (true, 0, 0);
                     account.resets += 1;
-                    // What has been taken out to be settled may come before or after it.
-                    account.vague |= settling;
+                    // What has been taken out to be reconciled may come before or after it.
+                    account.vague |= reconciling;
                     account.grants.clear();
                 } else {
                     account.vague = true;
@@ -175,8 +175,8 @@ impl Ledger {
             }
             Mode::Peek | Mode::Renew | Mode::Hold => {}
         }
-        // Once it has given back by itself, it may know better than the answers that it hears.
-        if plan.callers[caller].lasting && granted > 0 && !account.gave_back {
+        // Once it has refunded by itself, it may know better than the answers that it hears.
+        if plan.callers[caller].lasting && granted > 0 && !account.refunded {
             let part = account.part(plan, caller, self.fewer, now);
             if account.since > part {
                 let (since, heard) = (account.since, &account.heard);
@@ -243,11 +243,11 @@ impl Ledger {
         }))
         .min()
         .unwrap_or_default();
-        let bound = least + sums.given_back + sums.unanswered + excess;
+        let bound = least + sums.refunded + sums.unanswered + excess;
         let why = format!(
-            "{least} (limit {limit}, forgotten {forgotten} times) + {} given back + {} unanswered + {excess} that Redis \
+            "{least} (limit {limit}, forgotten {forgotten} times) + {} refunded + {} unanswered + {excess} that Redis \
              or an instance did not know of",
-            sums.given_back, sums.unanswered
+            sums.refunded, sums.unanswered
         );
         (bound, why)
     }
@@ -278,7 +278,7 @@ impl Ledger {
             let Account { owed, well, beyond, vague, reset, .. } = self.accounts[caller][instance];
             let (rule, problem) = match owed {
                 _ if reset && !vague => (Rule::Back, "of a reset".to_owned()),
-                owed if owed < 0 && !vague => (Rule::Back, format!("of {} given back", -owed)),
+                owed if owed < 0 && !vague => (Rule::Back, format!("of {} refunded", -owed)),
                 _ if vague => continue,
                 owed if owed > beyond + well => (Rule::Lost, format!("of {owed} granted")),
                 owed if owed > beyond => (Rule::Late, format!("of {owed} granted while not degraded")),
@@ -308,9 +308,9 @@ pub(super) struct Heard {
     pub(super) turned: u64,
 }
 
-/// What a settlement sends.
+/// What a reconciliation sends.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Settled {
+pub(super) struct Reconciled {
     pub(super) caller: usize,
     pub(super) instance: usize,
     pub(super) mode: Mode,

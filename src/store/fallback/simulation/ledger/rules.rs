@@ -15,7 +15,7 @@ pub(in super::super) enum Rule {
     Lost,
     /// The primary store is told soon what was granted for a request that failed alone.
     Late,
-    /// The primary store is told what was given back and reset in its place.
+    /// The primary store is told what was refunded and reset in its place.
     Back,
     /// Whatever is asked with one id is charged once.
     Id,

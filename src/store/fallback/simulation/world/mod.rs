@@ -15,13 +15,13 @@ use tokio::time::Instant;
 use super::doubt::Doubt;
 use shown::{answered, nonsense};
 
-use super::ledger::{Granted, Heard, Ledger, Ran, Rule, Settled};
+use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use super::primary::{Fate, Reply};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State as Count, Strategy, Verdicts};
 use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::instant;
-use crate::store::{Error, ErrorKind, LocalStore, Observer, Store, event, lock};
+use crate::store::{ErrorKind, LocalStore, Observer, Store, StoreError, event, lock};
 
 #[derive(Debug, Clone)]
 pub(super) struct World(Arc<Mutex<State>>);
@@ -70,7 +70,7 @@ struct Request {
     caller: Option<usize>,
     /// None if it was no client that asked.
     ask: Option<usize>,
-    settled: Option<Settled>,
+    reconciled: Option<Reconciled>,
     sent: bool,
     ran: bool,
 }
@@ -139,7 +139,7 @@ impl State {
     }
 
     /// A client's request is answered.
-    pub(super) fn told(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, Error>) {
+    pub(super) fn told(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, StoreError>) {
         let now = self.now();
         let Ask { instance, caller, ref check, since, ran, .. } = self.asks[ask];
         let check = check.clone();
@@ -197,7 +197,7 @@ impl State {
             of_older: check.charged().is_some(),
             unasked: !asked || unsent,
             degraded: self.degraded[instance],
-            settling: now <= self.turned[instance],
+            reconciling: now <= self.turned[instance],
         };
         self.ledger.decides(&self.plan, now, &granted, i64::from(decision.granted()));
     }

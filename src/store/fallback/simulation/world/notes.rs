@@ -30,8 +30,8 @@ impl Observer for Notes {
         state.say(None, || format!("i{instance}       has recovered after {after:?}"));
     }
 
-    fn settled(&self, &event::Settled { charged, dropped }: &event::Settled) {
+    fn reconciled(&self, &event::Reconciled { charged, dropped }: &event::Reconciled) {
         let instance = self.instance;
-        self.world.state().say(None, || format!("i{instance}       has settled {charged}, and dropped {dropped}"));
+        self.world.state().say(None, || format!("i{instance}       has reconciled {charged}, and dropped {dropped}"));
     }
 }

@@ -6,7 +6,7 @@ impl State {
     /// A request comes to the primary store, or should. What becomes of it.
     pub(in super::super) fn arrives(&mut self, instance: usize, check: &Check) -> (usize, Fate) {
         let (request, caller, ask) = (self.requests.len(), self.caller(check), self.current);
-        let settled = caller.filter(|_| ask.is_none()).map(|caller| Settled {
+        let reconciled = caller.filter(|_| ask.is_none()).map(|caller| Reconciled {
             caller,
             instance,
             mode: check.mode(),
@@ -30,13 +30,13 @@ impl State {
         if ask.is_none() {
             // Until it is answered, or given up.
             self.turned[instance] = now + self.plan.deadline;
-            let what = if caller.is_some() { "settles" } else { "probes" };
+            let what = if caller.is_some() { "reconciles" } else { "probes" };
             self.say(caller, || format!("i{instance}       {what}: {}", shown(check)));
         }
-        if let Some(settled) = &settled {
-            self.ledger.settles(&self.plan, now, settled);
+        if let Some(reconciled) = &reconciled {
+            self.ledger.reconciles(&self.plan, now, reconciled);
         }
-        self.requests.push(Request { instance, caller, ask, settled, sent: false, ran: false });
+        self.requests.push(Request { instance, caller, ask, reconciled, sent: false, ran: false });
         (request, fate)
     }
 
@@ -64,12 +64,12 @@ impl State {
             Kind::Mixed => *pick(rng, &SOME),
             kind => kind,
         };
-        let error = |kind| Reply::Error(Error::new(kind));
+        let error = |kind| Reply::Error(StoreError::new(kind));
         let at_once = |answer| Fate { queued: 0, sent: 0, runs: false, back: 0, answer };
         match kind {
             Kind::Down | Kind::Emptied => Fate {
                 queued: if rng.bool() { 0 } else { rng.u64(..5) },
-                ..at_once(Reply::Error(Error::new(ErrorKind::Unreachable).unsent()))
+                ..at_once(Reply::Error(StoreError::new(ErrorKind::Unreachable).unsent()))
             },
             Kind::Refusing => Fate { runs: false, answer: error(ErrorKind::Refused), ..well },
             Kind::RefusingSome | Kind::QueueFull | Kind::LosingRequests | Kind::LosingReplies | Kind::Cutting
@@ -78,9 +78,9 @@ impl State {
                 well
             }
             Kind::RefusingSome => {
-                Fate { runs: false, answer: Reply::Error(Error::new(ErrorKind::Refused).of_check()), ..well }
+                Fate { runs: false, answer: Reply::Error(StoreError::new(ErrorKind::Refused).of_check()), ..well }
             }
-            Kind::QueueFull => at_once(Reply::Error(Error::new(ErrorKind::QueueFull).unsent())),
+            Kind::QueueFull => at_once(Reply::Error(StoreError::new(ErrorKind::QueueFull).unsent())),
             Kind::LosingRequests => Fate { runs: false, answer: Reply::Never, ..well },
             Kind::LosingReplies => Fate { answer: Reply::Never, ..well },
             Kind::Cutting => Fate { answer: error(ErrorKind::Unreachable), ..well },
@@ -109,8 +109,8 @@ impl State {
             self.asks[ask].unsent = true;
         }
         let now = self.now();
-        if let Some(settled) = self.requests[request].settled.take() {
-            self.ledger.failed(now, &settled, true);
+        if let Some(reconciled) = self.requests[request].reconciled.take() {
+            self.ledger.failed(now, &reconciled, true);
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         self.say(caller, || format!("i{instance} {whose:<5} is taken back, not sent"));
@@ -119,7 +119,7 @@ impl State {
 
     /// A request runs.
     pub(in super::super) fn runs(&mut self, request: usize, check: Check) -> Decision {
-        let Request { instance, caller, ask, settled, .. } = self.requests[request];
+        let Request { instance, caller, ask, reconciled, .. } = self.requests[request];
         self.requests[request].ran = true;
         let verdicts = match check.policies().in_flight() {
             Some(_) => self.holds(instance, &check),
@@ -131,8 +131,8 @@ impl State {
         if let (Some(caller), Some(ask)) = (caller, ask) {
             self.asks[ask].ran = self.ledger.ran(caller, mode, granted, id);
         }
-        if let Some(settled) = settled {
-            self.ledger.settled(&settled, granted);
+        if let Some(reconciled) = reconciled {
+            self.ledger.reconciled(&reconciled, granted);
         }
         if caller.is_some() {
             let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
@@ -158,8 +158,8 @@ impl State {
     }
 
     /// A request is answered, if anybody still waits.
-    pub(in super::super) fn answers(&mut self, request: usize, error: Option<&Error>) {
-        let Request { instance, caller, ask, settled, ran, .. } = self.requests[request];
+    pub(in super::super) fn answers(&mut self, request: usize, error: Option<&StoreError>) {
+        let Request { instance, caller, ask, reconciled, ran, .. } = self.requests[request];
         let Some(error) = error else {
             if caller.is_none() {
                 let now = self.now();
@@ -171,8 +171,8 @@ impl State {
             self.asks[ask].unsent = error.is_unsent();
         }
         let now = self.now();
-        if let (Some(settled), false) = (settled, ran) {
-            self.ledger.failed(now, &settled, error.is_unsent());
+        if let (Some(reconciled), false) = (reconciled, ran) {
+            self.ledger.failed(now, &reconciled, error.is_unsent());
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         let known = if error.is_unsent() { ", not sent" } else { "" };
@@ -181,10 +181,10 @@ impl State {
 
     /// A request was not answered.
     pub(in super::super) fn lost(&mut self, request: usize) {
-        let Request { instance, caller, ask, settled, ran, .. } = self.requests[request];
+        let Request { instance, caller, ask, reconciled, ran, .. } = self.requests[request];
         let now = self.now();
-        if let (Some(settled), false) = (settled, ran) {
-            self.ledger.failed(now, &settled, false);
+        if let (Some(reconciled), false) = (reconciled, ran) {
+            self.ledger.failed(now, &reconciled, false);
         }
         let what = if ran { "the answer is lost" } else { "the request is lost" };
         self.say(caller, || format!("i{instance} {:<5} {what}", ask.map_or(String::new(), |ask| format!("#{ask}"))));
@@ -192,17 +192,17 @@ impl State {
 
     /// Whoever asked went away before the request was sent.
     pub(in super::super) fn withdrawn(&mut self, request: usize) {
-        let Request { instance, caller, ask, settled, .. } = self.requests[request];
+        let Request { instance, caller, ask, reconciled, .. } = self.requests[request];
         let now = self.now();
-        if let Some(settled) = settled {
-            self.ledger.failed(now, &settled, false);
+        if let Some(reconciled) = reconciled {
+            self.ledger.failed(now, &reconciled, false);
         }
         let whose = ask.map_or(String::new(), |ask| format!("#{ask}"));
         self.say(caller, || format!("i{instance} {whose:<5} never sent: nobody waits"));
     }
 
     /// An instance notes that the primary store failed a request.
-    pub(super) fn fails(&mut self, instance: usize, error: &Error) {
+    pub(super) fn fails(&mut self, instance: usize, error: &StoreError) {
         let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else { return };
         let counts = !error.is_of_check() && error.kind() != ErrorKind::QueueFull;
         let now = self.now();

@@ -13,8 +13,12 @@ pub(super) fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> O
     let whole = caller.capacities().min().unwrap_or(0);
     match decision.outcome() {
         Outcome::Denied { retry_after } if retry_after.is_zero() => Some("denied, and need not wait".to_owned()),
-        Outcome::NeverFits if i64::from(cost) <= whole => Some(format!("{cost} is said never to fit into {whole}")),
-        Outcome::Denied { .. } | Outcome::NeverFits if granted > 0 => Some(format!("denied, and granted {granted}")),
+        Outcome::ExceedsCapacity if i64::from(cost) <= whole => {
+            Some(format!("{cost} is said never to fit into {whole}"))
+        }
+        Outcome::Denied { .. } | Outcome::ExceedsCapacity if granted > 0 => {
+            Some(format!("denied, and granted {granted}"))
+        }
         Outcome::Allowed if check.mode() == Mode::Take && granted != cost => {
             Some(format!("allowed {cost}, and granted {granted}"))
         }
@@ -23,7 +27,7 @@ pub(super) fn nonsense(caller: &Caller, check: &Check, decision: &Decision) -> O
     }
 }
 
-pub(super) fn answered(answer: &Result<Decision, Error>) -> String {
+pub(super) fn answered(answer: &Result<Decision, StoreError>) -> String {
     match answer {
         Ok(decision) => format!("{} ({:?})", verdict(decision), decision.source()),
         Err(error) => format!("error: {error}"),

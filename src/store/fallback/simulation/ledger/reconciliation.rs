@@ -1,11 +1,11 @@
-//! What the settlement tells the primary store.
+//! What the reconciliation tells the primary store.
 
 use super::*;
 
 impl Ledger {
-    /// The settlement of an instance sends something.
-    pub(in super::super) fn settles(&mut self, plan: &Plan, now: u64, sent: &Settled) {
-        let &Settled { caller, instance, mode, cost, with_id } = sent;
+    /// The reconciliation of an instance sends something.
+    pub(in super::super) fn reconciles(&mut self, plan: &Plan, now: u64, sent: &Reconciled) {
+        let &Reconciled { caller, instance, mode, cost, with_id } = sent;
         let (who, account) = (&plan.callers[caller], &mut self.accounts[caller][instance]);
         (account.flying, account.given_up_at) = (account.flying + 1, now + plan.deadline);
         if with_id || who.habit == Habit::WithIds {
@@ -32,7 +32,7 @@ impl Ledger {
                     self.breaks(Rule::Lapsed, Some(caller), problem);
                 }
             }
-            Mode::GiveBack => account.owed += cost,
+            Mode::Refund => account.owed += cost,
             Mode::Reset => {
                 if account.resets == 0 {
                     self.breaks(Rule::Twice, Some(caller), format!("i{instance} resets what nobody has reset"));
@@ -44,9 +44,9 @@ impl Ledger {
         }
     }
 
-    /// The primary store ran what the settlement sent, and charged so much of it.
-    pub(in super::super) fn settled(&mut self, sent: &Settled, charged: i64) {
-        let &Settled { caller, instance, mode, .. } = sent;
+    /// The primary store ran what the reconciliation sent, and charged so much of it.
+    pub(in super::super) fn reconciled(&mut self, sent: &Reconciled, charged: i64) {
+        let &Reconciled { caller, instance, mode, .. } = sent;
         self.runs += 1;
         match mode {
             Mode::Charge => {
@@ -55,16 +55,16 @@ impl Ledger {
                     open.told += charged;
                 }
             }
-            // It may have had more to give back than the instance.
-            Mode::GiveBack => self.sums[caller].given_back += charged,
+            // It may have had more to refund than the instance.
+            Mode::Refund => self.sums[caller].refunded += charged,
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Reset | Mode::Renew | Mode::Hold => {}
         }
         self.landed(caller, instance);
     }
 
-    /// What the settlement sent did not run. If it was not sent at all, it is owed again.
-    pub(in super::super) fn failed(&mut self, now: u64, sent: &Settled, unsent: bool) {
-        let &Settled { caller, instance, mode, cost, with_id } = sent;
+    /// What the reconciliation sent did not run. If it was not sent at all, it is owed again.
+    pub(in super::super) fn failed(&mut self, now: u64, sent: &Reconciled, unsent: bool) {
+        let &Reconciled { caller, instance, mode, cost, with_id } = sent;
         let account = &mut self.accounts[caller][instance];
         match (unsent, mode) {
             (true, _) if with_id => {}
@@ -73,7 +73,7 @@ impl Ledger {
                 account.owed += cost;
                 account.grants.push_front((now, cost));
             }
-            (true, Mode::GiveBack) => account.owed -= cost,
+            (true, Mode::Refund) => account.owed -= cost,
             (true, Mode::Reset) => (account.reset, account.resets) = (true, account.resets + 1),
             (false, Mode::Charge) => {
                 account.excess += cost;

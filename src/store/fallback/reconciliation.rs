@@ -1,4 +1,4 @@
-//! The settlement: what was done in place of the primary store is done there too, once.
+//! The reconciliation: what was done in place of the primary store is done there too, once.
 //!
 //! Callers are taken out of the notes one by one, those first who have used most of a limit: what another instance might
 //! grant them once more is too much. What is still to be done about a caller is reckoned then, so that nothing is sent that
@@ -17,7 +17,7 @@ use super::notes::{Notes, Step};
 use super::shared::Shared;
 use crate::limit::{Check, Key, Mode};
 use crate::store::clock::instant;
-use crate::store::{Error, Store, event, lock};
+use crate::store::{Store, StoreError, event, lock};
 
 /// How many steps are under way at once: as many as the primary store answers in time, so that live traffic is not held up.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ impl Window {
 impl<P: Store, F: Store> Shared<P, F> {
     /// Does all that is noted in the primary store, and adds it up. `false` if that fails again, or the task on this
     /// `runtime` has lost the lease: what was not sent is for the next time.
-    pub(super) async fn settle(self: &Arc<Self>, runtime: Id) -> bool {
+    pub(super) async fn reconcile(self: &Arc<Self>, runtime: Id) -> bool {
         if self.grants.is_empty() {
             return true;
         }
@@ -102,18 +102,18 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 
     /// Does one step, unless it has been taken back. How much was granted.
-    async fn send(&self, check: Check, asked: &AtomicBool) -> Option<Result<u64, Error>> {
+    async fn send(&self, check: Check, asked: &AtomicBool) -> Option<Result<u64, StoreError>> {
         if asked.swap(true, Ordering::Relaxed) {
             return None;
         }
         Some(self.asked_in_time(check).await.map(|decision| decision.granted().into()))
     }
 
-    /// Tells the observer what has been settled since the last time.
+    /// Tells the observer what has been reconciled since the last time.
     pub(super) fn tell(&self) {
         let sums = std::mem::take(&mut *lock(&self.sums));
         if sums != Sums::default() {
-            self.observe(|observer| observer.settled(&event::Settled::new(sums.charged, sums.dropped)));
+            self.observe(|observer| observer.reconciled(&event::Reconciled::new(sums.charged, sums.dropped)));
         }
     }
 }
@@ -127,7 +127,7 @@ struct Call {
 }
 
 /// The number of a call, what was answered, if it was sent, and how long that took.
-type Ended = (u64, Option<Result<u64, Error>>, Duration);
+type Ended = (u64, Option<Result<u64, StoreError>>, Duration);
 
 /// What was taken out of the notes of a caller, and is not done.
 struct Account {
@@ -151,7 +151,7 @@ enum Look {
     Later,
 }
 
-/// A settlement. When it ends, or its runtime does, what was not sent is noted again.
+/// A reconciliation. When it ends, or its runtime does, what was not sent is noted again.
 struct Round<'a, P: Store, F: Store> {
     shared: &'a Shared<P, F>,
     number: u64,
@@ -284,7 +284,7 @@ impl<P: Store, F: Store> Drop for Round<'_, P, F> {
             shared.grants.put_back(step, now);
         }
         match self.begun {
-            true => shared.grants.settled(self.number),
+            true => shared.grants.reconciled(self.number),
             false => shared.grants.lapsed(self.number),
         }
     }

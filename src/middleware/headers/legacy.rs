@@ -25,11 +25,11 @@ use crate::store::unix_time;
 ///   it is there before: `Retry-After` tells a denied client when.
 ///
 /// The tightest policy tells: of several, the one that [decided](Decision::policy). Where layers wrap each other, the layer that
-/// denied, so that there is no trio if that one adds none; else the layer with the least remaining, and of two with as much,
+/// denied, so that there is no legacy header if that one adds none; else the layer with the least remaining, and of two with as much,
 /// the one whose reset is later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Trio {
+pub enum LegacyHeaders {
     /// As GitHub's API has them: `X-` and a Unix time.
     GitHub,
     /// `X-` and seconds to go, as many gateways have it.
@@ -39,7 +39,7 @@ pub enum Trio {
     Draft6,
 }
 
-impl Trio {
+impl LegacyHeaders {
     /// `Limit`, `Remaining` and `Reset`.
     const fn names(self) -> [HeaderName; 3] {
         match self {
@@ -78,7 +78,7 @@ impl Trio {
     }
 }
 
-/// The number in a field. `None` also for other text, which no trio of ours has.
+/// The number in a field. `None` also for other text, which no legacy header of ours has.
 fn told(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }

@@ -1,4 +1,4 @@
-//! What was granted, given back and forgotten in place of the primary store is told to it, once.
+//! What was granted, refunded and forgotten in place of the primary store is told to it, once.
 
 use super::super::grants::{Budget, Grants};
 use super::super::notes::Notes;
@@ -15,7 +15,7 @@ async fn ask(store: &Tested, check: Check) -> Decision {
 
 #[tokio::test(start_paused = true)]
 async fn an_id_is_charged_once_however_often_it_is_asked() {
-    let (store, primary, settled) = pair(1);
+    let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100d");
     let _ = ask(&store, take(&policies, 50)).await;
     open(&store, &primary).await;
@@ -24,7 +24,7 @@ async fn an_id_is_charged_once_however_often_it_is_asked() {
     }
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 51);
-    assert_eq!(settled.told(), [(1, 0)]);
+    assert_eq!(reconciled.told(), [(1, 0)]);
     // A retry after the recovery is the same.
     assert!(ask(&store, take(&policies, 1).with_id("payment-7")).await.is_allowed());
     assert_eq!(primary.used(&policies).await, 51);
@@ -53,8 +53,8 @@ async fn an_id_that_was_sent_and_not_answered_is_charged_once() {
 
 /// A few checks that the full queue refused are charged soon, and not at an outage an hour later.
 #[tokio::test(start_paused = true)]
-async fn what_is_granted_while_the_breaker_is_closed_is_settled_soon() {
-    let (store, primary, settled) = pair(1);
+async fn what_is_granted_while_the_breaker_is_closed_is_reconciled_soon() {
+    let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100s");
     for _ in 0..20 {
         primary.set(Manner::Each(queue_full));
@@ -70,13 +70,13 @@ async fn what_is_granted_while_the_breaker_is_closed_is_settled_soon() {
     open(&store, &primary).await;
     close(&store, &primary).await;
     assert_eq!((soon, primary.used(&policies).await), (20, 60), "a second and an hour later");
-    assert_eq!(settled.told(), [(20, 0)]);
+    assert_eq!(reconciled.told(), [(20, 0)]);
 }
 
 /// No outage is so long that what it begins with is charged when it counts no longer.
 #[tokio::test(start_paused = true)]
 async fn what_has_lapsed_is_not_charged() {
-    let (store, primary, settled) = pair(1);
+    let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::FixedWindow(Align::FirstHit), "100/60s");
     open(&store, &primary).await;
     let _ = ask(&store, take(&policies, 40)).await;
@@ -84,7 +84,7 @@ async fn what_has_lapsed_is_not_charged() {
     let _ = ask(&store, take(&policies, 10)).await;
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 10);
-    assert_eq!(settled.told(), [(10, 0)]);
+    assert_eq!(reconciled.told(), [(10, 0)]);
 }
 
 /// An instance's part flows back more slowly than the whole.
@@ -137,23 +137,23 @@ async fn a_repeated_id_lapses_as_one_charge() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_in_an_outage_is_given_back() {
+async fn what_is_refunded_in_an_outage_is_refunded() {
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
         let policies = policies(Strategy::Gcra, "100/100d");
         let _ = ask(&store, take(&policies, 60)).await;
         open(&store, &primary).await;
-        let _ = ask(&store, Check::give_back(ann(), &policies, 60)).await;
+        let _ = ask(&store, Check::refund(ann(), &policies, 60)).await;
         close(&store, &primary).await;
-        assert_eq!(primary.used(&policies).await, 0, "of 60 that were given back");
+        assert_eq!(primary.used(&policies).await, 0, "of 60 that were refunded");
 
         // More than there is, and then less again.
         open(&store, &primary).await;
-        let _ = ask(&store, Check::give_back(ann(), &policies, 90)).await;
+        let _ = ask(&store, Check::refund(ann(), &policies, 90)).await;
         for cost in [5, 15] {
             assert!(ask(&store, take(&policies, cost)).await.is_allowed());
         }
-        let _ = ask(&store, Check::give_back(ann(), &policies, 15)).await;
+        let _ = ask(&store, Check::refund(ann(), &policies, 15)).await;
         close(&store, &primary).await;
         assert_eq!(primary.used(&policies).await, 5);
     }
@@ -185,16 +185,16 @@ async fn what_is_forgotten_in_an_outage_is_forgotten() {
 async fn a_settlement_that_fails_half_way_goes_on_where_it_was() {
     let policies = policies(Strategy::Gcra, "100/100d");
     let caller = |i: usize| Key::new(i.to_string());
-    let fates: [(fn() -> Error, u64); 2] = [(queue_full, 0), (unreachable, 20)];
+    let fates: [(fn() -> StoreError, u64); 2] = [(queue_full, 0), (unreachable, 20)];
     for (error, lost) in fates {
-        let (store, primary, settled) = pair(1);
+        let (store, primary, reconciled) = pair(1);
         open(&store, &primary).await;
         for i in 0..30 {
             assert!(ask(&store, Check::take(caller(i), &policies, 1)).await.is_allowed());
         }
         // The probe is answered too.
         primary.set(Manner::Answers(11, error));
-        while settled.told().is_empty() && lock(&primary.script).asked.len() < 40 {
+        while reconciled.told().is_empty() && lock(&primary.script).asked.len() < 40 {
             sleep(Duration::from_millis(5)).await;
         }
         sleep(Duration::from_millis(5)).await;
@@ -205,7 +205,7 @@ async fn a_settlement_that_fails_half_way_goes_on_where_it_was() {
             let peek = primary.counts.check(Check::peek(caller(i), &policies, 0)).await.unwrap();
             used += 100 - u64::from(peek.remaining());
         }
-        let (charged, dropped) = settled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
+        let (charged, dropped) = reconciled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
         assert_eq!((used, charged, dropped), (30 - lost, 30 - lost, lost), "{:?}", error());
     }
 }
@@ -235,7 +235,7 @@ async fn a_debt_is_charged_though_no_part_has_room_for_it() {
     assert_eq!(primary.used(&policies).await, 40);
 }
 
-/// Notes that were taken out to be settled are put back beside those that have come since, by themselves or in steps.
+/// Notes that were taken out to be reconciled are put back beside those that have come since, by themselves or in steps.
 #[test]
 fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
     for whole in [true, false] {
@@ -270,7 +270,7 @@ fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
                     steps.into_iter().for_each(|step| grants.put_back(step, 0));
                 }
             }
-            grants.settled(number);
+            grants.reconciled(number);
         }
         let held = take_all(grants.begin()).len();
         assert!(held <= 160, "{held} callers are held of at most 160");
