@@ -202,7 +202,7 @@ fn a_change_of_the_file_is_seen_and_a_wrong_one_refused() {
 
     for (text, problems) in [
         (with("5/M"), ["line 19", "\"5/M\" is no quota"]),
-        (with("5/min").replace("carol = {", "carol = 5 #"), ["line 27", "expected `exempt`, a policy such as"]),
+        (with("5/min").replace("carol = {", "carol = 5 #"), ["line 27", "`exempt`, a policy such as"]),
         (with("5/min").replace("[trial]", "[trail]"), ["unknown field `trail`", "`trial`"]),
         (
             with("5/min").replace(CAROL, "\"secret:sk-live-1\" = { name = \"a\", quota = \"6/M\" }"),
