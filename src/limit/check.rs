@@ -43,8 +43,9 @@ enum Extra {
 pub(crate) struct Charged {
     /// How many microseconds ago it was made.
     pub(crate) age: i64,
-    /// When it was made, by Redis's clock, if it was made there; or else 0. Redis takes the greater age of both: what gives it
-    /// back may be long on its way, and another server may have another clock.
+    /// When it was made, by Redis's clock, if it was made there. Redis takes the greater age of both: what gives it back may
+    /// be long on its way, and another server may have another clock. If it was made elsewhere 0, or below that the number of
+    /// the [notes](Decision::noted_in) of it.
     pub(crate) at: i64,
     /// How much it was.
     pub(crate) cost: u32,
@@ -56,6 +57,11 @@ impl Charged {
     /// The same, or a charge of just now, of which all is refunded.
     pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
         this.cloned().unwrap_or_else(|| Self { age: 0, at: 0, cost, resets: smallvec![LONGEST; policies] })
+    }
+
+    /// The number of the notes of it, if it is not in Redis.
+    pub(crate) fn noted_in(&self) -> Option<i64> {
+        (self.at < 0).then_some(-self.at)
     }
 
     /// Whether any policy was to count anything still, as told then.

@@ -275,7 +275,7 @@ impl Decision {
         Self::new(policies, verdicts, source)
     }
 
-    /// When Redis decided, by its own clock in microseconds; 0 if another did.
+    /// When Redis decided, by its own clock in microseconds; 0 or below if another did.
     pub(crate) fn at(&self) -> i64 {
         self.verdicts.at
     }
@@ -284,6 +284,12 @@ impl Decision {
     pub(crate) fn order(&self) -> Option<Order> {
         let &Verdicts { at, place, .. } = &self.verdicts;
         (at > 0).then_some((at, place))
+    }
+
+    /// The same, of a charge that is in the notes of this number.
+    pub(crate) fn noted_in(mut self, notes: i64) -> Self {
+        self.verdicts.at = -notes;
+        self
     }
 
     /// The same, as Redis would have decided at this time.

@@ -51,7 +51,8 @@ impl Verdict {
 pub(crate) struct Verdicts {
     /// What was charged, or refunded.
     pub(crate) granted: i64,
-    /// When Redis decided, by its own clock in microseconds; 0 if another did.
+    /// When Redis decided, by its own clock in microseconds; 0 if another did. Below 0 it is the number of the notes of a
+    /// [`Fallback`](crate::Fallback) that say what was charged, until Redis is told.
     pub(crate) at: i64,
     /// Where it stands among all that Redis decided in the same call.
     pub(crate) place: u32,

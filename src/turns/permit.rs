@@ -171,7 +171,8 @@ impl Held {
                 () if strategy.is_steady() => None,
                 // Of what is paid for last, nothing has come back of what is counted still.
                 () if strategy.has_burst() => {
-                    Some(Charged { age: 0, at: 0, cost, resets: [verdict.reset - age].into_iter().collect() })
+                    let at = decision.at().min(0);
+                    Some(Charged { age: 0, at, cost, resets: [verdict.reset - age].into_iter().collect() })
                 }
                 () => Some(Charged { age, at: decision.at(), cost, resets: [verdict.reset].into_iter().collect() }),
             };

@@ -1,8 +1,8 @@
 //! What a caller refunded, to be refunded in the primary store too.
 
-use smallvec::SmallVec;
+use smallvec::{SmallVec, smallvec};
 
-use crate::limit::Charged;
+use crate::limit::{Charged, LONGEST, Policies, State};
 
 /// What was refunded without an id, oldest first; a reset is before all of it.
 #[derive(Debug, Default)]
@@ -21,8 +21,8 @@ pub(super) struct Back {
     at: i64,
 }
 
-/// Beyond so many, two become one.
-const MAX: usize = 16;
+/// Beyond so many, two become one. Whoever refunds that many has held as many reservations, which take more memory.
+const MAX: usize = 128;
 
 impl Back {
     pub(super) fn new(cost: u64, charged: Charged, at: i64) -> Self {
@@ -32,6 +32,27 @@ impl Back {
     /// The charge as it is now.
     pub(super) fn charged(&self, now: i64) -> Charged {
         self.charged.clone().later(now - self.at)
+    }
+
+    /// The number of the notes of the charge, if it is not in the primary store.
+    pub(super) fn noted_in(&self) -> Option<i64> {
+        self.charged.noted_in()
+    }
+
+    /// Takes it out of what is noted. How much that was.
+    ///
+    /// When the charge was made tells how much of it is left, and not until when it was to count: that is of a window which
+    /// may have begun before that of the notes.
+    pub(super) fn take_out(&self, policies: &Policies, states: &mut [State], now: i64) -> u64 {
+        let charged = self.charged(now);
+        if !charged.counts() {
+            return 0;
+        }
+        let charged = Charged { resets: smallvec![LONGEST; states.len()], ..charged };
+        let cost = i64::from(u32::try_from(self.cost).unwrap_or(u32::MAX));
+        let states = policies.iter().zip(states).enumerate();
+        let given = states.map(|(i, (policy, state))| charged.refund(i, policy, state, cost, now));
+        given.max().unwrap_or(0).max(0) as u64
     }
 }
 
@@ -46,13 +67,15 @@ impl Backs {
         self.each.clear();
     }
 
-    /// Adds one, of which nothing more is known than of the others if there are many: then less is refunded than might be.
+    /// Adds one, of which nothing more is known than of the others of its kind if there are many: then less is refunded
+    /// than might be.
     pub(super) fn add(&mut self, back: Back) {
         if self.reset_until.is_some() || back.cost == 0 {
             return;
         }
         let is_full = self.each.len() >= MAX;
-        match self.each.last_mut().filter(|_| is_full) {
+        let alike = |other: &&mut Back| is_full && other.noted_in().is_some() == back.noted_in().is_some();
+        match self.each.iter_mut().rfind(alike) {
             Some(last) => {
                 last.charged = last.charged(back.at).or(&back.charged);
                 (last.cost, last.at) = (last.cost.saturating_add(back.cost), back.at);
@@ -61,18 +84,12 @@ impl Backs {
         }
     }
 
-    /// Takes out up to so much, the oldest first. How much that was.
-    pub(super) fn spend(&mut self, cost: u64) -> u64 {
-        if self.reset_until.is_some() {
-            return cost;
-        }
-        let mut left = cost;
-        for back in &mut self.each {
-            let part = left.min(back.cost);
-            (back.cost, left) = (back.cost - part, left - part);
+    /// Takes out of a charge what was refunded since, the oldest first. The charge was noted in notes from this number on.
+    pub(super) fn spend(&mut self, policies: &Policies, charge: &mut [State], first: i64, now: i64) {
+        for back in self.each.iter_mut().filter(|back| back.noted_in().is_some_and(|number| number >= first)) {
+            back.cost -= back.take_out(policies, charge, now).min(back.cost);
         }
         self.each.retain(|back| back.cost > 0);
-        cost - left
     }
 
     /// What is still to be refunded.
@@ -89,12 +106,12 @@ mod tests {
     #[test]
     fn many_become_a_few_of_the_oldest_age() {
         let mut backs = Backs::default();
-        for i in 0..100 {
+        for i in 0..MAX as i64 + 84 {
             let charged = Charged { age: i, at: 0, cost: 9, resets: [1_000].into_iter().collect() };
             backs.add(Back::new(2, charged, 0));
         }
         assert_eq!(backs.each.len(), MAX);
         let last = backs.into_each(5).last().unwrap();
-        assert_eq!((last.cost, last.charged(5).age, last.charged(5).cost), (2 * 85, 99 + 5, 9));
+        assert_eq!((last.cost, last.charged(5).age, last.charged(5).cost), (2 * 85, MAX as i64 + 83 + 5, 9));
     }
 }

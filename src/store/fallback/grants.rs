@@ -212,7 +212,7 @@ impl Grants {
 
 impl Caller<'_> {
     /// Whether something is noted of the caller, or being reconciled, or decided.
-    fn is_held(&self) -> bool {
+    pub(super) fn is_held(&self) -> bool {
         let Shard { notes, reconciling, deciding, .. } = &*self.shard;
         notes.contains_key(self.key)
             || reconciling.iter().any(|(_, callers)| callers.contains(self.key))
@@ -236,12 +236,18 @@ impl Caller<'_> {
         })
     }
 
-    /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. Whether there is
-    /// anything to reconcile.
-    pub(super) fn note(mut self, check: &Check, sent: bool, decision: &Decision, now: impl FnOnce() -> i64) -> bool {
+    /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. `None` if there is
+    /// nothing to reconcile, or else the number of the notes of what is charged.
+    pub(super) fn note(
+        mut self,
+        check: &Check,
+        sent: bool,
+        decision: &Decision,
+        now: impl FnOnce() -> i64,
+    ) -> Option<i64> {
         let (mode, id) = (check.mode(), check.id());
         // Who holds requests in flight tells so itself.
-        let Some(policies) = check.policies().without_in_flight() else { return false };
+        let policies = check.policies().without_in_flight()?;
         let cost = match mode {
             // The primary store may have more to refund.
             Mode::Refund => check.cost(),
@@ -249,16 +255,18 @@ impl Caller<'_> {
             _ => decision.granted(),
         };
         if cost == 0 && mode != Mode::Reset {
-            return false;
+            return None;
         }
         let mode = if matches!(mode, Mode::Refund | Mode::Reset) { mode } else { Mode::Charge };
-        let (cost, now) = (u64::from(cost), now());
+        let (cost, now, mut number) = (u64::from(cost), now(), 0);
         self.change(policies, id, mode, cost, |notes| {
             notes.go_under(policies);
             notes.add(mode, id.copied(), cost, check.charged(), now, sent);
             notes.set_used(decision);
+            // What has an id is charged before anything is refunded.
+            number = if id.is_none() { notes.number() } else { 0 };
         });
-        true
+        Some(number)
     }
 
     /// Changes the notes under some policies, or drops what would be beyond the bound.

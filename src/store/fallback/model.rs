@@ -203,7 +203,7 @@ fn answers_that_are_followed() {
                 let caller = grants.caller(&Key::GLOBAL);
                 let decision = decide(local, &check);
                 yield_now();
-                assert!(caller.note(&check, false, &decision, || 0));
+                assert!(caller.note(&check, false, &decision, || 0).is_some());
                 granted.fetch_add(1, SeqCst);
             }
         };

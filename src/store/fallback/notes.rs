@@ -1,5 +1,7 @@
 //! What one caller was granted, refunded and had forgotten, to be done in the primary store too.
 
+use std::sync::atomic::{AtomicI64, Ordering};
+
 use indexmap::IndexMap;
 use smallvec::SmallVec;
 
@@ -13,6 +15,9 @@ use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, Quota, State};
 #[derive(Debug)]
 pub(super) struct Notes {
     policies: Policies,
+    /// Their own number, and that of the first notes that were noted again in these: of which they hold charges.
+    number: i64,
+    first: i64,
     /// What was done under an id, once each: before what is refunded, and after it.
     before: IndexMap<Key, Once>,
     after: IndexMap<Key, Once>,
@@ -50,8 +55,9 @@ pub(super) struct Step {
     expires_at: i64,
     /// What it refunds without an id.
     back: Option<Back>,
-    /// What this charges, as each policy counts it; empty if that is not known, or there is an id.
+    /// What this charges, as each policy counts it; empty if that is not known, or there is an id. And of which notes.
     charge: SmallVec<[State; 1]>,
+    first: i64,
     used: u8,
 }
 
@@ -78,8 +84,13 @@ impl Notes {
 
     pub(super) fn new(policies: Policies) -> Self {
         let (before, after, back) = (IndexMap::new(), IndexMap::new(), Backs::default());
-        let charge = fresh(&policies);
-        Self { policies, before, after, back, charge, all: None, used: 0 }
+        let (charge, number) = (fresh(&policies), another());
+        Self { policies, number, first: number, before, after, back, charge, all: None, used: 0 }
+    }
+
+    /// By which a charge is known that is noted now.
+    pub(super) fn number(&self) -> i64 {
+        self.number
     }
 
     pub(super) fn policies(&self) -> &Policies {
@@ -163,7 +174,8 @@ impl Notes {
     }
 
     /// Notes again what is still to be done, before all of this.
-    pub(super) fn put_back(&mut self, Step { id, mode, cost, expires_at, back, charge, used, .. }: Step, now: i64) {
+    pub(super) fn put_back(&mut self, step: Step, now: i64) {
+        let Step { id, mode, cost, expires_at, back, mut charge, first, used, .. } = step;
         let amount = Amount { cost, expires_at };
         self.used = self.used.max(used);
         match (mode, id) {
@@ -177,54 +189,59 @@ impl Notes {
             }
             (Mode::Reset, None) => self.back.reset(expires_at),
             (Mode::Refund, None) => back.into_iter().for_each(|back| self.back.add(back)),
+            // The reset came after it.
+            (_, None) if self.back.reset_until.is_some() => {}
             (_, None) => {
-                let cost = self.counts(&charge, now).max().map_or(cost, |counts| cost.min(counts));
-                // What has been refunded since comes first of this.
-                let left = cost - self.back.spend(cost);
                 if charge.is_empty() {
-                    self.count(Mode::Charge, left, now);
-                    return;
+                    charge = fresh(&self.policies);
+                    count(&self.policies, &mut charge, Mode::Charge, cost, now);
                 }
+                // What has been refunded since comes first of this.
+                self.back.spend(&self.policies, &mut charge, first, now);
+                let left = self.counts(&charge, now).max().unwrap_or(0);
                 // As old as it was, or what fails again and again would never lapse: rather what has been charged since gets newer.
-                let mut charge = charge;
-                count(&self.policies, &mut charge, Mode::Refund, cost - left, now);
-                let since: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
-                for ((policy, state), since) in self.policies.iter().zip(&mut charge).zip(since) {
-                    Mode::Charge.count(policy, state, i64::try_from(since).unwrap_or(i64::MAX), now);
+                let newer: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
+                for ((policy, state), newer) in self.policies.iter().zip(&mut charge).zip(newer) {
+                    Mode::Charge.count(policy, state, i64::try_from(newer).unwrap_or(i64::MAX), now);
                 }
                 self.charge = charge;
+                self.first = self.first.min(first);
                 self.count_in_all(Mode::Charge, left, now);
             }
         }
     }
 
-    /// Refunds first of what is still to be charged. What that does not hold of an older charge may have flowed back
-    /// already, unless it holds nothing: then the charge is in the primary store, or is forgotten there and here.
+    /// Refunds of a charge: here if that is noted here, and else in the primary store. What is noted and counts no longer
+    /// is not refunded there. If it is not said of which charge, as much as there is is refunded here, and the rest there.
     fn refund(&mut self, cost: u64, of: Option<&Charged>, now: i64) {
-        let cost_32 = u32::try_from(cost).unwrap_or(u32::MAX);
-        let charged = of.cloned().unwrap_or_else(|| self.just_now(cost_32, now));
-        let is_fresh = self.counts(&self.charge, now).all(|count| count == 0);
-        let of_charge = [Some(&mut self.charge), self.all.as_mut()].map(|states| {
-            let states = self.policies.iter().zip(states.into_iter().flatten()).enumerate();
-            let given = states.map(|(i, (policy, state))| charged.refund(i, policy, state, cost_32.into(), now));
-            given.max().unwrap_or(0).max(0) as u64
-        });
-        if cost > of_charge[0] && (of.is_none() || is_fresh) {
-            self.back.add(Back::new(cost - of_charge[0], charged, now));
+        let charged = of.cloned().unwrap_or_else(|| self.just_now(cost, now));
+        let mut back = Back::new(cost, charged, now);
+        if back.noted_in().is_some_and(|number| (self.first..=self.number).contains(&number)) {
+            let given = back.take_out(&self.policies, &mut self.charge, now);
+            if let Some(all) = &mut self.all {
+                back.take_out(&self.policies, all, now);
+            }
+            back.cost -= if of.is_some() { cost } else { given.min(cost) };
+        }
+        if back.cost > 0 {
+            self.back.add(back);
             self.before.append(&mut self.after);
         }
     }
 
     /// A charge of just now, as the first of a caller.
-    fn just_now(&self, cost: u32, now: i64) -> Charged {
+    fn just_now(&self, cost: u64, now: i64) -> Charged {
+        let cost = u32::try_from(cost).unwrap_or(u32::MAX);
         let mut states = fresh(&self.policies);
         let verdicts = Check::charge(Key::GLOBAL, &self.policies, cost).decide(&mut states, now);
-        Charged { age: 0, at: 0, cost, resets: verdicts.each.iter().map(|verdict| verdict.reset).collect() }
+        Charged { age: 0, at: -self.number, cost, resets: verdicts.each.iter().map(|verdict| verdict.reset).collect() }
     }
 
     /// Forgets what is still to be charged.
     fn reset(&mut self, until: i64, now: i64) {
         self.count(Mode::Refund, u64::MAX, now);
+        self.number = another();
+        self.first = self.number;
         self.back.reset(until);
         self.before.append(&mut self.after);
     }
@@ -259,10 +276,10 @@ impl Notes {
 
     /// Takes out a little of what is to be done in a stage, but for what no longer counts. `false` if nothing is left in it.
     pub(super) fn take_some(&mut self, key: Key, stage: u8, now: i64, steps: &mut Vec<Step>) -> bool {
-        let (policies, used) = (&self.policies, self.used);
+        let (policies, first, used) = (&self.policies, self.first, self.used);
         let step = |id, mode, Amount { cost, expires_at }| {
             let policies = policies.clone();
-            Step { key, policies, id, mode, cost, expires_at, back: None, charge: SmallVec::new(), used }
+            Step { key, policies, id, mode, cost, expires_at, back: None, charge: SmallVec::new(), first, used }
         };
         if let Some((id, Once { mode, amount })) = match stage {
             0 => self.before.pop(),
@@ -316,6 +333,12 @@ impl Notes {
         }
         steps
     }
+}
+
+/// A greater number than that of any notes before, also of other stores.
+fn another() -> i64 {
+    static NUMBERS: AtomicI64 = AtomicI64::new(1);
+    NUMBERS.fetch_add(1, Ordering::Relaxed)
 }
 
 fn fresh(policies: &Policies) -> SmallVec<[State; 1]> {
@@ -424,7 +447,7 @@ mod tests {
         let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
         let mut notes = Notes::new(policies);
         notes.add(Mode::Charge, None, 10, None, 0, false);
-        let of = Charged { age: 4 * HOUR, at: 0, cost: 10, resets: [10 * HOUR].into_iter().collect() };
+        let of = Charged { age: 4 * HOUR, at: -notes.number(), cost: 10, resets: [10 * HOUR].into_iter().collect() };
         notes.add(Mode::Refund, None, 10, Some(&of), 4 * HOUR, false);
         assert!(steps_at(notes, 4 * HOUR).is_empty());
     }

@@ -11,13 +11,14 @@ use std::time::Duration;
 
 use tokio::runtime::Id;
 use tokio::task::{JoinError, JoinSet, yield_now};
+use tokio::time::sleep;
 
 use super::grants::Lists;
 use super::notes::{Notes, Step};
 use super::shared::Shared;
 use crate::limit::{Check, Key, Mode};
 use crate::store::clock::instant;
-use crate::store::{Store, StoreError, event, lock};
+use crate::store::{ErrorKind, Store, StoreError, event, lock};
 
 /// How many steps are under way at once: as many as the primary store answers in time, so that live traffic is not held up.
 #[derive(Debug)]
@@ -26,6 +27,9 @@ struct Window {
     least: usize,
     most: usize,
 }
+
+/// How soon a step is sent again that has found the queue full. Such steps are few: see [`Window::learn`].
+const FULL: Duration = Duration::from_millis(2);
 
 /// After so many looks for what may be sent others get their turn on the runtime.
 const LOOKS: usize = 256;
@@ -101,12 +105,22 @@ impl<P: Store, F: Store> Shared<P, F> {
         !round.failed
     }
 
-    /// Does one step, unless it has been taken back. How much was granted.
+    /// Does one step, unless it has been taken back. How much was granted. That a queue is full tells nothing of the primary
+    /// store: this waits for its place there.
     async fn send(&self, check: Check, asked: &AtomicBool) -> Option<Result<u64, StoreError>> {
-        if asked.swap(true, Ordering::Relaxed) {
-            return None;
+        let since = instant();
+        loop {
+            if asked.swap(true, Ordering::Relaxed) {
+                return None;
+            }
+            match self.asked_in_time(check.clone()).await {
+                Err(error) if error.kind() == ErrorKind::QueueFull && since.elapsed() < self.settings.deadline => {
+                    asked.store(false, Ordering::Relaxed);
+                    sleep(FULL).await;
+                }
+                answer => return Some(answer.map(|decision| decision.granted().into())),
+            }
         }
-        Some(self.asked_in_time(check).await.map(|decision| decision.granted().into()))
     }
 
     /// Tells the observer what has been reconciled since the last time.

@@ -88,6 +88,10 @@ impl<P: Store, F: Store> Shared<P, F> {
 
     /// Asks the primary store, if that may be asked.
     pub(super) fn ask(self: &Arc<Self>, check: &Check) -> Reply<P::Future> {
+        if self.overtakes(check) {
+            self.attend();
+            return Reply::NotAsked;
+        }
         // Before the breaker is looked at: so an answer that comes while it is open is of another epoch.
         let epoch = self.grants.epoch();
         // A check that is waited for has failed by its deadline, or its caller has gone away.
@@ -108,6 +112,14 @@ impl<P: Store, F: Store> Shared<P, F> {
             }
             Answer::Pending { future } => Reply::Later(future, asked, instant()),
         }
+    }
+
+    /// Whether the primary store may have yet to be told of what a check undoes. Then the fallback undoes it, and the primary
+    /// store is told of both in their order. Who holds requests in flight tells so itself.
+    fn overtakes(&self, check: &Check) -> bool {
+        matches!(check.mode(), Mode::Refund | Mode::Reset)
+            && check.policies().in_flight().is_none()
+            && self.grants.caller(check.key()).is_held()
     }
 
     /// The same check of this instance's share.
@@ -212,9 +224,11 @@ impl<P: Store, F: Store> Shared<P, F> {
     ) -> Result<Decision, StoreError> {
         let decision = share::of_whole(check, answer?, || self.clock.micros());
         let once = check.id().is_some() && check.mode() != Mode::Reset;
-        if (!sent || once) && caller.note(check, sent, &decision, || self.clock.micros()) {
-            self.attend();
+        if sent && !once {
+            return Ok(decision);
         }
-        Ok(decision)
+        let Some(number) = caller.note(check, sent, &decision, || self.clock.micros()) else { return Ok(decision) };
+        self.attend();
+        Ok(decision.noted_in(number))
     }
 }

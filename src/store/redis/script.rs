@@ -81,7 +81,7 @@ impl Batch {
             }
             if plan.mode == Mode::Refund {
                 let charged = Charged::or_just_now(plan.charged.as_ref(), plan.cost, plan.policies.iter().len());
-                packed.u32(charged.cost as usize).i56(charged.age).i56(charged.at);
+                packed.u32(charged.cost as usize).i56(charged.age).i56(charged.at.max(0));
                 for reset in charged.resets {
                     packed.i56(reset);
                 }

@@ -47,6 +47,9 @@ impl Client {
         let pause = *pick(&mut self.rng, &[8, 20, 60]);
         // What was granted, and when it was asked for.
         let mut taken: Option<(Decision, u64)> = None;
+        // What is reserved, where, and when it was asked for.
+        let mut reserved: Vec<(Decision, usize, u64)> = vec![];
+        let home = self.rng.usize(..self.instances.len());
         loop {
             sleep(Duration::from_millis(self.rng.u64(1..=pause))).await;
             let now = self.world.state().now();
@@ -93,6 +96,33 @@ impl Client {
                 Habit::Resetting => {
                     let check = if rng.u8(..12) == 0 { Check::reset(key, &policies) } else { take };
                     self.ask(instance, check, Patience::Waits).await;
+                }
+                Habit::Reserving | Habit::ReservingAlone => {
+                    let is_alone = habit == Habit::ReservingAlone;
+                    if !reserved.is_empty() && rng.bool() {
+                        let (decision, instance, at) = reserved.swap_remove(rng.usize(..reserved.len()));
+                        let age = Duration::from_millis(now - at);
+                        let back = rng.u32(..=decision.granted());
+                        let check = match back {
+                            0 => Some(Check::charge(key, &policies, cost)),
+                            // So that it matters not how much of a unit has flowed back since.
+                            back => decision.refund(key, back - 1, age).next(),
+                        };
+                        if let Some(check) = check {
+                            self.ask(instance, check, Patience::Waits).await;
+                        }
+                        continue;
+                    }
+                    let instance = if is_alone { home } else { instance };
+                    if is_alone && rng.u8(..20) == 0 {
+                        reserved.clear();
+                        self.ask(instance, Check::reset(key, &policies), Patience::Waits).await;
+                        continue;
+                    }
+                    let take = Check::take(key, &policies, 3 * cost);
+                    let decision = self.ask(instance, take, Patience::Waits).await;
+                    let decision = decision.filter(|decision| decision.granted() > 0);
+                    reserved.extend(decision.map(|decision| (decision, instance, now)));
                 }
             }
         }

@@ -27,7 +27,7 @@ use tokio::time::sleep;
 
 use self::clients::{Client, Instance};
 use self::ledger::Rule;
-use self::plan::{Kind, Plan, Sharing};
+use self::plan::{Habit, Kind, Plan, Sharing};
 use self::primary::{Local, Primary};
 use self::world::{Notes, State, World};
 use super::{Fallback, Share};
@@ -67,7 +67,8 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
     tasks.spawn(weather(world.clone(), alive, rng.fork()));
     let callers = world.state().plan.callers.len();
     for caller in 0..callers {
-        for _ in 0..rng.usize(1..=2) {
+        let is_alone = world.state().plan.callers[caller].habit == Habit::ReservingAlone;
+        for _ in 0..if is_alone { 1 } else { rng.usize(1..=2) } {
             let (world, instances) = (world.clone(), instances.clone());
             tasks.spawn(Client { world, instances, caller, rng: rng.fork() }.run());
         }

@@ -60,6 +60,10 @@ pub(super) enum Habit {
     Dropping,
     /// Is forgotten now and then.
     Resetting,
+    /// Reserves, and reconciles it later: gives some back, or is charged more.
+    Reserving,
+    /// The same alone at one instance, and is forgotten now and then.
+    ReservingAlone,
 }
 
 /// Something that goes wrong between some instances and the primary store.
@@ -118,7 +122,10 @@ const KINDS: [Kind; 14] = [
     Kind::Mixed,
 ];
 
-const HABITS: [Habit; 7] = [
+/// Those of which nothing is sent that fails.
+const MILD: [Kind; 3] = [Kind::Down, Kind::QueueFull, Kind::QueueFull];
+
+const HABITS: [Habit; 9] = [
     Habit::Steady,
     Habit::Bursting,
     Habit::Bursting,
@@ -126,6 +133,8 @@ const HABITS: [Habit; 7] = [
     Habit::GivingBack,
     Habit::Dropping,
     Habit::Resetting,
+    Habit::Reserving,
+    Habit::ReservingAlone,
 ];
 
 /// So long that nothing flows back in a run, even of a thousand units.
@@ -134,6 +143,7 @@ const LONG: Duration = Duration::from_secs(90 * 86_400);
 impl Plan {
     pub(super) fn new(rng: &mut Rng) -> Self {
         let instances = *pick(rng, &[1, 1, 2, 2, 3, 4]);
+        let kinds: &[Kind] = if rng.u8(..4) == 0 { &MILD } else { &KINDS };
         let mut at = if rng.u8(..8) == 0 { 0 } else { rng.u64(50..400) };
         let faults = (0..rng.usize(1..=3)).map(|_| {
             let from = at;
@@ -146,7 +156,7 @@ impl Plan {
             at = until + if rng.bool() { 0 } else { rng.u64(50..1500) };
             let all = (1u8 << instances) - 1;
             let some = if rng.u8(..3) == 0 { rng.u8(1..=all) } else { all };
-            let kind = *pick(rng, &KINDS);
+            let kind = *pick(rng, kinds);
             Fault { from, until, instances: if kind == Kind::Emptied { all } else { some }, kind }
         });
         let faults: Vec<Fault> = faults.collect();
@@ -183,6 +193,12 @@ impl fmt::Display for Plan {
     }
 }
 
+impl Habit {
+    pub(super) fn reserves(self) -> bool {
+        matches!(self, Self::Reserving | Self::ReservingAlone)
+    }
+}
+
 impl Caller {
     fn new(rng: &mut Rng, index: usize) -> Self {
         let habit = *pick(rng, &HABITS);
@@ -191,7 +207,8 @@ impl Caller {
         let period = if lasting { LONG } else { Duration::from_millis(*pick(rng, &[300, 1000, 4000])) };
         let mut policy = |name: &str| {
             let strategy = *pick(rng, Strategy::ALL);
-            let limit = *pick(rng, &[4, 10, 40, 100, 500]);
+            // Who reserves can bear whatever is charged.
+            let limit = if habit.reserves() { 10_000 } else { *pick(rng, &[4, 10, 40, 100, 500]) };
             Policy::new(name, strategy, Quota::per(limit, period)).unwrap()
         };
         let first = policy("one");

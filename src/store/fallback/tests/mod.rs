@@ -8,6 +8,7 @@ mod reconcile;
 mod reconciliation;
 mod runtimes;
 mod states;
+mod undo;
 mod user_code;
 
 use std::future::Future;
@@ -33,6 +34,8 @@ struct Script {
     manner: Manner,
     /// What it was asked, but for probes.
     asked: Vec<Check>,
+    /// How often it was asked.
+    checks: usize,
 }
 
 #[derive(Clone, Default)]
@@ -51,6 +54,10 @@ enum Manner {
     Each(fn() -> StoreError),
     /// Answers so many checks, and fails the others with errors of their own.
     Answers(usize, fn() -> StoreError),
+    /// Fails each check with an error of its own after 20 ms.
+    Late(fn() -> StoreError),
+    /// Finds its queue full, but for every so-manieth time.
+    Crowded(usize),
 }
 
 impl Primary {
@@ -73,11 +80,16 @@ impl Store for Primary {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let mut script = lock(&self.script);
+        let script = &mut *lock(&self.script);
+        script.checks += 1;
         if *check.key() != Key::PROBE {
             script.asked.push(check.clone());
         }
-        let decide = || self.counts.check(check);
+        let decide = || match self.counts.check(check) {
+            // By its own clock, as Redis does.
+            Answer::Ready { answer } => Answer::ready(answer.map(|decision| decision.decided_at(1))),
+            pending => pending,
+        };
         Answer::pending(match &mut script.manner {
             Manner::AtOnce => Box::pin(decide()),
             Manner::After(delay) => {
@@ -99,6 +111,15 @@ impl Store for Primary {
                 *left -= 1;
                 Box::pin(decide())
             }
+            Manner::Late(error) => {
+                let error = error();
+                Box::pin(async move {
+                    sleep(Duration::from_millis(20)).await;
+                    Err(error)
+                })
+            }
+            Manner::Crowded(every) if !script.checks.is_multiple_of(*every) => return Answer::ready(Err(queue_full())),
+            Manner::Crowded(_) => Box::pin(decide()),
         })
     }
 }
@@ -141,6 +162,10 @@ fn policies(strategy: Strategy, quota: &str) -> Policies {
 
 fn unreachable() -> StoreError {
     StoreError::new(ErrorKind::Unreachable)
+}
+
+fn unsent() -> StoreError {
+    unreachable().of_check().unsent()
 }
 
 fn queue_full() -> StoreError {

@@ -4,6 +4,7 @@ use super::super::grants::{Budget, Grants};
 use super::super::notes::Notes;
 use super::*;
 use crate::limit::Align;
+use crate::store::instant;
 
 fn take(policies: &Policies, cost: u32) -> Check {
     Check::take(ann(), policies, cost)
@@ -256,7 +257,7 @@ fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
             for key in callers.by_ref().take(400) {
                 let check = Check::take(key, &policies, 1);
                 let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
-                assert!(grants.caller(&key).note(&check, false, &answer.unwrap(), || 0));
+                assert!(grants.caller(&key).note(&check, false, &answer.unwrap(), || 0).is_some());
                 granted += 1;
             }
             for (key, lists) in taken {
@@ -297,5 +298,29 @@ async fn what_is_granted_under_a_quota_that_was_raised_in_an_outage_is_charged()
             let (used, granted) = (primary.used(&high).await, 510 + u32::from(id.is_some()));
             assert!((granted..=granted + 1).contains(&used), "{strategy:?}: {used} charged of {granted}");
         }
+    }
+}
+
+/// So others are not granted for long what these have been.
+#[tokio::test(start_paused = true)]
+async fn a_settlement_goes_on_though_it_often_finds_the_queue_full() {
+    for every in [1, 2, 10] {
+        let (store, primary, reconciled) = pair(1);
+        let policies = policies(Strategy::SlidingLog, "1000/h");
+        primary.set(Manner::Each(queue_full));
+        for i in 0..500 {
+            let take = Check::take(Key::new(format!("caller-{i}")), &policies, 1);
+            assert!(store.check(take).await.unwrap().is_allowed());
+        }
+        let since = instant();
+        primary.set(Manner::Crowded(every));
+        let charged = || reconciled.told().iter().map(|(charged, _)| charged).sum::<u64>();
+        while charged() < 500 {
+            // Nothing starts the task again but what is asked.
+            let _ = store.check(Check::peek(ann(), &policies, 1)).await.unwrap();
+            sleep(Duration::from_millis(1)).await;
+        }
+        let took = since.elapsed();
+        assert!(took < Duration::from_millis(500), "every {every}th finds room, and it takes {took:?}");
     }
 }

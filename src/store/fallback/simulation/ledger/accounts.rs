@@ -14,6 +14,11 @@ pub(super) struct Sums {
     pub(super) resets: i64,
     /// What the primary store ever charged.
     pub(super) charged: i64,
+    /// What its clients were told that they were charged in the end, and whether the primary store may know of it in
+    /// another order, or may not know.
+    pub(super) told: i64,
+    pub(super) reset_later: bool,
+    pub(super) in_doubt: bool,
     pub(super) ids: BTreeMap<Vec<u8>, Id>,
 }
 

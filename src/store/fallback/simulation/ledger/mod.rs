@@ -12,7 +12,7 @@ pub(super) use rules::Rule;
 use accounts::{Account, Left, Parts, Sums, flows};
 
 use super::plan::{Habit, Plan};
-use crate::limit::{Decision, Mode};
+use crate::limit::{Check, Decision, Mode, Source};
 use crate::simulation::Breaks;
 
 #[derive(Debug)]
@@ -101,14 +101,16 @@ impl Ledger {
         let &Heard { caller, instance, ran: Ran { run, charged }, since, turned } = heard;
         let account = &mut self.accounts[caller][instance];
         let awaits = account.flying > 0 && now <= account.given_up_at;
-        if awaits || account.owes() || run < account.landed {
+        let knows_of_all = !awaits && !account.owes() && run >= account.landed;
+        // What is owed is not known of a vague account: it may go on from there.
+        if !knows_of_all && !account.vague {
             return;
         }
         let left = decision.verdicts().map(|(_, verdict)| Left::new(verdict, now)).collect();
         let news = Account { heard: Some(left), ..Account::default() };
         let part = |account: &Account| account.part(plan, caller, self.fewer, now);
         let (before, after) = (part(account), part(&news));
-        if since > turned || after >= before - account.since {
+        if knows_of_all && since > turned || after >= before - account.since {
             (account.heard, account.heard_at, account.since) = (news.heard, charged, 0);
         }
     }
@@ -117,6 +119,7 @@ impl Ledger {
     pub(super) fn decides(&mut self, plan: &Plan, now: u64, asked: &Granted<'_>, granted: i64) {
         let &Granted { caller, instance, mode, cost, id, of_older, unasked, degraded, reconciling } = asked;
         let (sums, account) = (&mut self.sums[caller], &mut self.accounts[caller][instance]);
+        sums.in_doubt |= !unasked;
         let mut again = false;
         if let (Some(id), true) = (id, granted > 0) {
             let id = sums.ids.entry(id.to_vec()).or_default();
@@ -185,6 +188,19 @@ impl Ledger {
                 );
                 self.breaks(Rule::Part, Some(caller), problem);
             }
+        }
+    }
+
+    /// A client was told what was decided.
+    pub(super) fn answers(&mut self, caller: usize, check: &Check, decision: &Decision) {
+        let sums = &mut self.sums[caller];
+        match check.mode() {
+            Mode::Refund => sums.told -= i64::from(check.cost()),
+            Mode::Reset => {
+                sums.told = 0;
+                sums.reset_later |= decision.source() == Source::Local;
+            }
+            _ => sums.told += i64::from(decision.granted()),
         }
     }
 
@@ -270,6 +286,16 @@ impl Ledger {
                 self.breaks(Rule::Lost, Some(caller), format!("Redis counts {used} for ids that cost {certain}"));
             }
             return;
+        }
+        if who.habit.reserves() {
+            let Sums { told, reset_later, in_doubt, .. } = self.sums[caller];
+            // Where the counts are in ticks, each of many is rounded up.
+            let off = i64::from(who.policies.iter().any(|policy| policy.strategy().is_steady()));
+            // What was granted before the primary store was told of a reset is forgotten there.
+            let least = if reset_later || self.emptied > 0 { 0 } else { told - off };
+            if !in_doubt && !(least..=told + off).contains(&used) {
+                self.breaks(Rule::Exact, Some(caller), format!("Redis counts {used}, and {told} was charged"));
+            }
         }
         if !who.lasting || self.changed {
             return;

@@ -66,6 +66,7 @@ impl Ledger {
     pub(in super::super) fn failed(&mut self, now: u64, sent: &Reconciled, unsent: bool) {
         let &Reconciled { caller, instance, mode, cost, with_id } = sent;
         let account = &mut self.accounts[caller][instance];
+        self.sums[caller].in_doubt |= !unsent;
         match (unsent, mode) {
             (true, _) if with_id => {}
             (true, Mode::Charge) if account.reset => account.before += cost,

@@ -17,6 +17,8 @@ pub(in super::super) enum Rule {
     Late,
     /// The primary store is told what was refunded and reset in its place.
     Back,
+    /// The primary store counts just what was granted and not refunded, if nothing was sent that was not answered.
+    Exact,
     /// Whatever is asked with one id is charged once.
     Id,
     /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the breaker.

@@ -154,6 +154,7 @@ impl State {
             Ok(decision) => decision,
             Err(error) => return self.breaks(Rule::Failed, Some(caller), format!("#{ask} failed: {error}")),
         };
+        self.ledger.answers(caller, &check, decision);
         if decision.source() == Source::Redis && !degraded {
             self.doubts[instance].answers(since, ask);
         }

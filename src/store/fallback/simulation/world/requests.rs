@@ -127,7 +127,7 @@ impl State {
         };
         let (mode, granted, id) = (check.mode(), verdicts.granted, check.id().copied());
         let id = id.as_ref().map(Key::as_bytes);
-        let decision = check.answer(verdicts, Source::Redis);
+        let decision = check.answer(verdicts, Source::Redis).decided_at(self.now() as i64 * 1000 + 1);
         if let (Some(caller), Some(ask)) = (caller, ask) {
             self.asks[ask].ran = self.ledger.ran(caller, mode, granted, id);
         }

@@ -1,0 +1,175 @@
+//! What is refunded or reset undoes what was charged before it, wherever that was, and nothing else.
+
+use super::*;
+use crate::store::instant;
+
+async fn take(store: &Tested, policies: &Policies, cost: u32) -> (Decision, tokio::time::Instant) {
+    let asked_at = instant();
+    let decision = store.check(Check::take(ann(), policies, cost)).await.unwrap();
+    assert!(decision.is_allowed());
+    (decision, asked_at)
+}
+
+/// Gives so much back of what was taken.
+async fn refund(store: &Tested, (decision, asked_at): &(Decision, tokio::time::Instant), cost: u32) {
+    for check in decision.refund(ann(), cost, asked_at.elapsed()) {
+        let _ = store.check(check).await.unwrap();
+    }
+}
+
+/// Nobody asks any more, until all is reconciled.
+async fn rest() {
+    sleep(Duration::from_secs(2)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn in_an_outage_what_is_refunded_of_an_older_charge_is_not_taken_from_a_newer_one() {
+    for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 10 }] {
+        for earlier in [false, true] {
+            let (store, primary, _) = pair(1);
+            let policies = policies(strategy, "200/100s");
+            if earlier {
+                // Of an outage that is reconciled by then.
+                open(&store, &primary).await;
+            }
+            let first = take(&store, &policies, 100).await;
+            if earlier {
+                close(&store, &primary).await;
+            }
+            sleep(Duration::from_secs(80)).await;
+            open(&store, &primary).await;
+            let _ = take(&store, &policies, 90).await;
+            refund(&store, &first, 90).await;
+            close(&store, &primary).await;
+            let before = primary.used(&policies).await;
+            sleep(Duration::from_secs(40)).await;
+            let after = primary.used(&policies).await;
+            assert_eq!((before, after), (100, 90), "{strategy}, of a local charge: {earlier}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn in_an_outage_what_is_refunded_of_a_charge_before_it_is_refunded() {
+    for &strategy in Strategy::ALL {
+        for taken in [0, 1, 50, 200] {
+            let (store, primary, _) = pair(1);
+            let policies = policies(strategy, "10000/100d");
+            let first = take(&store, &policies, 100).await;
+            open(&store, &primary).await;
+            if taken > 0 {
+                let _ = take(&store, &policies, taken).await;
+            }
+            refund(&store, &first, 90).await;
+            close(&store, &primary).await;
+            assert_eq!(primary.used(&policies).await, 10 + taken, "{strategy}, {taken} taken locally");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_finds_the_queue_full_is_refunded_of_a_charge_that_did_not() {
+    for &strategy in Strategy::ALL {
+        let (store, primary, _) = pair(1);
+        let policies = policies(strategy, "1000/100d");
+        let first = take(&store, &policies, 500).await;
+        primary.set(Manner::Each(queue_full));
+        let _ = take(&store, &policies, 1).await;
+        refund(&store, &first, 499).await;
+        primary.set(Manner::AtOnce);
+        let _ = store.check(Check::peek(Key::new("somebody"), &policies, 1)).await.unwrap();
+        rest().await;
+        assert_eq!(primary.used(&policies).await, 2, "{strategy}");
+    }
+}
+
+/// Its charge is on its way, or fails on its way and is sent once more.
+#[tokio::test(start_paused = true)]
+async fn what_is_refunded_while_its_charge_is_reconciled_waits_for_that() {
+    for &strategy in Strategy::ALL {
+        for fails in [false, true] {
+            let (store, primary, _) = pair(1);
+            let policies = policies(strategy, "1000/100d");
+            primary.set(Manner::Each(queue_full));
+            let held = take(&store, &policies, 500).await;
+            let asked = primary.asked();
+            primary.set(if fails { Manner::Late(unsent) } else { Manner::After(Duration::from_millis(80)) });
+            while primary.asked() == asked {
+                sleep(Duration::from_millis(1)).await;
+            }
+            refund(&store, &held, 499).await;
+            let _ = take(&store, &policies, 20).await;
+            primary.set(Manner::AtOnce);
+            rest().await;
+            assert_eq!(primary.used(&policies).await, 21, "{strategy}, fails: {fails}");
+        }
+    }
+}
+
+/// Also in the later half of a window, which the primary store has begun earlier.
+#[tokio::test(start_paused = true)]
+async fn what_is_refunded_does_not_overtake_its_charge() {
+    for &strategy in Strategy::ALL {
+        for (others, later) in [(0, 0), (5, 0), (5, 6_000)] {
+            for after in [0, 5, 500] {
+                let (store, primary, _) = pair(1);
+                let policies = policies(strategy, "1000/10000s");
+                if others > 0 {
+                    let _ = take(&store, &policies, others).await;
+                }
+                sleep(Duration::from_secs(later)).await;
+                let before = primary.used(&policies).await;
+                primary.set(Manner::Each(queue_full));
+                let held = take(&store, &policies, 500).await;
+                primary.set(Manner::AtOnce);
+                sleep(Duration::from_millis(after)).await;
+                refund(&store, &held, 499).await;
+                rest().await;
+                let used = primary.used(&policies).await;
+                assert!(
+                    used.abs_diff(before + 1) <= u32::from(strategy.is_steady()),
+                    "{strategy}: {used} are counted, of {before} and 1, after {later} s and {after} ms"
+                );
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reset_does_not_overtake_what_was_charged_before_it() {
+    for after in [0, 5, 500] {
+        let (store, primary, _) = pair(1);
+        let policies = policies(Strategy::SlidingLog, "1000/h");
+        let _ = take(&store, &policies, 10).await;
+        primary.set(Manner::Each(queue_full));
+        let held = take(&store, &policies, 500).await;
+        primary.set(Manner::AtOnce);
+        sleep(Duration::from_millis(after)).await;
+        let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
+        // Of what is forgotten nothing is refunded.
+        primary.set(Manner::Each(queue_full));
+        let _ = take(&store, &policies, 7).await;
+        refund(&store, &held, 499).await;
+        primary.set(Manner::AtOnce);
+        rest().await;
+        assert_eq!(primary.used(&policies).await, 7, "reset after {after} ms");
+    }
+}
+
+/// It has notes of its own, which know nothing of the charge.
+#[tokio::test(start_paused = true)]
+async fn what_is_refunded_at_another_instance_is_refunded() {
+    for &strategy in Strategy::ALL {
+        let (other, primary, _) = pair(1);
+        let store = Fallback::new(primary.clone(), LocalStore::default());
+        let policies = policies(strategy, "10000/100d");
+        let _ = take(&store, &policies, 600).await;
+        primary.set(Manner::Each(queue_full));
+        let _ = take(&other, &policies, 1).await;
+        let held = take(&store, &policies, 500).await;
+        refund(&other, &held, 499).await;
+        primary.set(Manner::AtOnce);
+        rest().await;
+        assert_eq!(primary.used(&policies).await, 602, "{strategy}");
+    }
+}
