@@ -11,7 +11,7 @@
 
 #[cfg(doc)]
 pub mod guide;
-mod leases;
+mod in_flight;
 mod limit;
 mod limiter;
 mod middleware;
@@ -20,7 +20,7 @@ mod settle;
 mod simulation;
 mod store;
 mod strategies;
-mod turns;
+mod wait_queues;
 
 pub use limit::{
     Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, RateLimited, Refill, Source,

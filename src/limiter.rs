@@ -2,11 +2,11 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::leases::Leases;
+use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::settle::{Reservation, ReserveError, Reserved};
 use crate::store::{Answer, Observer, Store, StoreError, instant};
-use crate::turns::{Bounds, Spent, Turns, Wanted};
+use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
 ///
@@ -32,17 +32,17 @@ use crate::turns::{Bounds, Spent, Turns, Wanted};
 pub struct Limiter<S> {
     store: S,
     policies: Policies,
-    turns: Turns,
+    wait_queues: WaitQueues,
     /// What reservations hold in flight, and what settles them.
-    leases: Leases,
+    in_flight: InFlightTracker,
 }
 
 impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
-        let leases = Leases::new(&store, None);
-        let turns = Turns::new(store.clone(), leases.clone(), Bounds::DEFAULT);
-        Self { store, policies: policies.into(), turns, leases }
+        let in_flight = InFlightTracker::new(&store, None);
+        let wait_queues = WaitQueues::new(store.clone(), in_flight.clone(), Bounds::DEFAULT);
+        Self { store, policies: policies.into(), wait_queues, in_flight }
     }
 
     /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if that has
@@ -52,15 +52,15 @@ impl<S: Store> Limiter<S> {
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
-        let leases = self.leases.observed(&self.store, observer);
-        Self { leases, ..self }
+        let in_flight = self.in_flight.observed(&self.store, observer);
+        Self { in_flight, ..self }
     }
 
     /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Clones that were
     /// made before keep theirs.
     #[must_use]
     pub fn max_waiting(self, max: NonZeroUsize) -> Self {
-        Self { turns: self.turns.with_bounds(Bounds::of(max)), ..self }
+        Self { wait_queues: self.wait_queues.with_bounds(Bounds::of(max)), ..self }
     }
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
@@ -103,18 +103,20 @@ impl<S: Store> Limiter<S> {
     ///
     /// [`ReserveError::Denied`], and [`ReserveError::Failed`] if the store could not decide.
     pub async fn reserve(&self, key: Key, cost: u32) -> Result<Reservation, ReserveError> {
-        self.leases.post().wake();
+        self.in_flight.refunds().wake();
         let since = instant();
         // Before the store is asked.
-        let mut lease = self.leases.hold(key, &self.policies);
+        let mut lease = self.in_flight.hold(key, &self.policies);
         let answer = self.store.check(Check::take(key, &self.policies, cost).reserving(true)).await;
         if let Some(lease) = &mut lease {
             lease.answered(answer.as_ref());
         }
         match answer {
-            Ok(decision) if decision.is_allowed() => {
-                Ok(Reservation::new(Reserved::new(decision, key, cost, since), lease, Arc::clone(self.leases.post())))
-            }
+            Ok(decision) if decision.is_allowed() => Ok(Reservation::new(
+                Reserved::new(decision, key, cost, since),
+                lease,
+                Arc::clone(self.in_flight.refunds()),
+            )),
             Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
             Err(error) => Err(ReserveError::Failed(error)),
         }
@@ -166,11 +168,11 @@ impl<S: Store> Limiter<S> {
     /// Those of the store.
     pub async fn wait(&self, key: Key, cost: u32, max: Duration) -> Result<Decision, StoreError> {
         let deadline = instant().checked_add(max);
-        let wanted = Wanted { key, policies: self.policies.clone(), cost, deadline };
+        let wanted = WaitRequest { key, policies: self.policies.clone(), cost, deadline };
         if wanted.exceeds_capacity() {
             return self.take(key, cost).await;
         }
-        let permit = match self.turns.join(wanted, None) {
+        let permit = match self.wait_queues.join(wanted, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),
         };

@@ -8,12 +8,12 @@ use super::annotation::Annotation;
 use super::asked::Asked;
 use super::misconfiguration::Misconfiguration;
 use super::select::Selector;
-use super::wait::{InLine, Place, Waiting};
+use super::wait::{Place, QueuedRequest, Waiting};
 use super::{Ending, Headers, KeyExtractor, MissingKey, PolicySelector, Reason, Reject, Rejection};
-use crate::leases::{Lease, Leases};
+use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Check, Decision, Key, Policies};
 use crate::store::{Answer, Observer, Store, StoreError};
-use crate::turns::Wanted;
+use crate::wait_queues::WaitRequest;
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R, E> {
@@ -38,7 +38,7 @@ pub(super) struct Config<S, K, R, E> {
     /// Until when what was taken is held.
     pub(super) ending: E,
     /// What is in flight, of the requests that wait too.
-    pub(super) leases: Leases,
+    pub(super) in_flight: InFlightTracker,
     /// One for all copies.
     pub(super) misconfiguration: Arc<Misconfiguration>,
 }
@@ -76,7 +76,7 @@ pub(super) enum Start<D, B, E: Ending> {
     /// What becomes of it.
     Decided(Admission<B, E::By>),
     /// That the store has been asked; what waits if it says no, and what is held if it says yes.
-    Deciding(D, Option<Asked>, Option<Box<Wanted>>, E::Lease),
+    Deciding(D, Option<Asked>, Option<Box<WaitRequest>>, E::Lease),
 }
 
 /// What becomes of a request.
@@ -84,7 +84,7 @@ pub(super) enum Admission<B, By> {
     /// It passes: by this decision, or uncounted.
     Pass(Option<Annotation>, By),
     /// It waits for its turn.
-    Wait(Box<InLine>, Option<Asked>),
+    Wait(Box<QueuedRequest>, Option<Asked>),
     /// It is answered with this.
     Reject(Response<B>),
 }
@@ -132,8 +132,8 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
             None => None,
             Some(wait) => {
                 let wanted = wait.wanted(&check);
-                if let Some(place) = wait.line_up_behind(&wanted) {
-                    return Start::Decided(self.admit_to_line(request, place, asked));
+                if let Some(place) = wait.queue_behind(&wanted) {
+                    return Start::Decided(self.admit_to_queue(request, place, asked));
                 }
                 Some(Box::new(wanted))
             }
@@ -182,7 +182,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         request: &Parts,
         answer: Result<Decision, StoreError>,
         asked: Option<Asked>,
-        wanted: Option<Box<Wanted>>,
+        wanted: Option<Box<WaitRequest>>,
         mut lease: E::Lease,
     ) -> Admission<B, E::By>
     where
@@ -191,19 +191,19 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
         E::answered(&mut lease, &answer);
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                self.admit_to_line(request, wait.line_up(&wanted, denied), asked)
+                self.admit_to_queue(request, wait.enqueue(&wanted, denied), asked)
             }
             (answer, ..) => self.conclude(request, answer, asked, lease),
         }
     }
 
     /// What becomes of a request that waits if it has a place.
-    fn admit_to_line<B>(&self, request: &Parts, place: Place, asked: Option<Asked>) -> Admission<B, E::By>
+    fn admit_to_queue<B>(&self, request: &Parts, place: Place, asked: Option<Asked>) -> Admission<B, E::By>
     where
         R: Reject<B>,
     {
         match place {
-            Place::InLine(place) => Admission::Wait(place, asked),
+            Place::QueuedRequest(place) => Admission::Wait(place, asked),
             Place::Refused(answer, lease) => self.conclude_turn(request, answer, asked, lease),
         }
     }
@@ -302,7 +302,7 @@ impl<S, K, R, E: Ending> Config<S, K, R, E> {
             headers: self.headers,
             observer: self.observer,
             ending,
-            leases: self.leases,
+            in_flight: self.in_flight,
             misconfiguration: self.misconfiguration,
         }
     }
@@ -332,7 +332,7 @@ impl<S: Clone, K, R, E: Ending> Config<S, K, R, E> {
             headers: self.headers,
             observer: self.observer.clone(),
             ending: self.ending.copy(),
-            leases: self.leases.clone(),
+            in_flight: self.in_flight.clone(),
             misconfiguration: Arc::clone(&self.misconfiguration),
         }
     }

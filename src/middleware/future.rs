@@ -14,10 +14,10 @@ use super::annotation::Annotation;
 use super::asked::Asked;
 use super::config::{Admission, Config};
 use super::shadow::Shadows;
-use super::wait::InLine;
+use super::wait::QueuedRequest;
 use super::{AsIs, Ending, KeyExtractor, Reject};
 use crate::store::{Store, polled_after_completion};
-use crate::turns::Wanted;
+use crate::wait_queues::WaitRequest;
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
@@ -42,7 +42,7 @@ pin_project! {
             call: Option<C>,
         },
         Waiting {
-            place: Box<InLine>,
+            place: Box<QueuedRequest>,
             // With a service that is not ready. None once the turn has come.
             call: Option<C>,
         },
@@ -75,7 +75,7 @@ pub(super) struct Call<T, S, K, R, ReqBody, E: Ending> {
     /// If there is an observer.
     pub(super) asked: Option<Asked>,
     /// What it waits for if it is denied and may wait.
-    pub(super) wanted: Option<Box<Wanted>>,
+    pub(super) wanted: Option<Box<WaitRequest>>,
     /// What it holds while it runs, if it passes.
     pub(super) lease: E::Lease,
 }
@@ -90,7 +90,7 @@ where
         Self { state: State::Deciding { decision, call: Some(call) } }
     }
 
-    pub(super) fn waiting(place: Box<InLine>, call: Call<T, S, K, R, ReqBody, E>) -> Self {
+    pub(super) fn waiting(place: Box<QueuedRequest>, call: Call<T, S, K, R, ReqBody, E>) -> Self {
         Self { state: State::Waiting { place, call: Some(call) } }
     }
 

@@ -10,7 +10,7 @@ use super::copies::Copies;
 use super::select::Selector;
 use super::wait::Waiting;
 use super::{AsIs, Ending, Headers, HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection, Wait};
-use crate::leases::Leases;
+use crate::in_flight::InFlightTracker;
 use crate::limit::Policies;
 use crate::store::{Observer, Store};
 
@@ -46,7 +46,7 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
     /// [`Policy`](crate::Policy), several [`Policies`], [`Tiers`](crate::Tiers) of them, or another [`PolicySelector`].
     /// The store is cloned, once for each processor.
     pub fn new(store: S, extractor: K, policies: impl PolicySelector) -> Self {
-        let leases = Leases::new(&store, None);
+        let in_flight = InFlightTracker::new(&store, None);
         Self::with(Config {
             store,
             extractor: Arc::new(extractor),
@@ -62,7 +62,7 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
             headers: Headers::default(),
             observer: None,
             ending: AsIs,
-            leases,
+            in_flight,
             misconfiguration: Arc::default(),
         })
     }
@@ -154,7 +154,9 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     where
         S: Store,
     {
-        self.change(|config| config.wait = Some(Waiting::new(config.store.clone(), config.leases.clone(), wait.into())))
+        self.change(|config| {
+            config.wait = Some(Waiting::new(config.store.clone(), config.in_flight.clone(), wait.into()))
+        })
     }
 
     /// Sets which requests pass at once, uncounted and without header fields, such as health checks. They need no key.
@@ -252,8 +254,8 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.change(|config| {
             config.store.observe(&observer);
-            config.leases = config.leases.observed(&config.store, Arc::clone(&observer));
-            config.ending.set_leases(&config.leases);
+            config.in_flight = config.in_flight.observed(&config.store, Arc::clone(&observer));
+            config.ending.set_in_flight(&config.in_flight);
             config.observer = Some(observer);
         })
     }

@@ -12,7 +12,7 @@ use super::asked::Asked;
 use super::config::Config;
 use super::select::Selector;
 use super::{Ending, KeyExtractor, PolicySelector};
-use crate::leases::Lease;
+use crate::in_flight::Lease;
 use crate::limit::{Decision, Key};
 use crate::settle::Account;
 use crate::store::{Answer, Observer, Store, StoreError};

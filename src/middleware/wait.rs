@@ -7,10 +7,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::asked::Asked;
-use crate::leases::{Lease, Leases};
+use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Check, Decision};
 use crate::store::{Store, StoreError, instant, polled_after_completion};
-use crate::turns::{Bounds, Permit, Refusal, Spent, Turn, Turns, Wanted};
+use crate::wait_queues::{Acquire, Bounds, Permit, Refusal, Spent, WaitQueues, WaitRequest};
 
 /// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
 /// with the default bounds.
@@ -70,15 +70,15 @@ impl From<Duration> for Wait {
 #[derive(Debug, Clone)]
 pub(super) struct Waiting {
     max: Duration,
-    turns: Turns,
+    wait_queues: WaitQueues,
 }
 
 /// A request's place in the line.
 #[derive(Debug)]
-pub(super) struct InLine {
-    turn: Turn,
-    turns: Turns,
-    wanted: Wanted,
+pub(super) struct QueuedRequest {
+    turn: Acquire,
+    wait_queues: WaitQueues,
+    wanted: WaitRequest,
     /// While the service is not ready.
     permit: Option<Permit>,
     /// When the permit was taken, which may have been for another, and how old its decision is.
@@ -88,13 +88,13 @@ pub(super) struct InLine {
 }
 
 impl Waiting {
-    pub(super) fn new(store: impl Store, leases: Leases, wait: Wait) -> Self {
-        Self { max: wait.max, turns: Turns::new(store, leases, wait.bounds) }
+    pub(super) fn new(store: impl Store, in_flight: InFlightTracker, wait: Wait) -> Self {
+        Self { max: wait.max, wait_queues: WaitQueues::new(store, in_flight, wait.bounds) }
     }
 
     /// What waits if this check is denied.
-    pub(super) fn wanted(&self, check: &Check) -> Wanted {
-        Wanted {
+    pub(super) fn wanted(&self, check: &Check) -> WaitRequest {
+        WaitRequest {
             key: *check.key(),
             policies: check.policies().clone(),
             cost: check.cost(),
@@ -103,21 +103,28 @@ impl Waiting {
     }
 
     /// Has a request wait behind others, if there are any.
-    pub(super) fn line_up_behind(&self, wanted: &Wanted) -> Option<Place> {
-        Some(self.placed(self.turns.join_others(wanted)?, wanted))
+    pub(super) fn queue_behind(&self, wanted: &WaitRequest) -> Option<Place> {
+        Some(self.placed(self.wait_queues.join_others(wanted)?, wanted))
     }
 
     /// Has a request wait for its turn that the store has just `denied`.
-    pub(super) fn line_up(&self, wanted: &Wanted, denied: Decision) -> Place {
-        self.placed(self.turns.join(wanted.clone(), Some(denied)), wanted)
+    pub(super) fn enqueue(&self, wanted: &WaitRequest, denied: Decision) -> Place {
+        self.placed(self.wait_queues.join(wanted.clone(), Some(denied)), wanted)
     }
 
-    fn placed(&self, turn: Result<Turn, Refusal>, wanted: &Wanted) -> Place {
-        let (turns, wanted) = (self.turns.clone(), wanted.clone());
+    fn placed(&self, turn: Result<Acquire, Refusal>, wanted: &WaitRequest) -> Place {
+        let (wait_queues, wanted) = (self.wait_queues.clone(), wanted.clone());
         match turn {
-            Ok(turn) => Place::InLine(Box::new(InLine { turn, turns, wanted, permit: None, taken: None, lease: None })),
+            Ok(turn) => Place::QueuedRequest(Box::new(QueuedRequest {
+                turn,
+                wait_queues,
+                wanted,
+                permit: None,
+                taken: None,
+                lease: None,
+            })),
             Err(refusal) => {
-                let (answer, lease) = refused(refusal, &turns, &wanted);
+                let (answer, lease) = refused(refusal, &wait_queues, &wanted);
                 Place::Refused(answer, lease)
             }
         }
@@ -126,22 +133,26 @@ impl Waiting {
 
 /// Whether a request waits.
 pub(super) enum Place {
-    InLine(Box<InLine>),
+    QueuedRequest(Box<QueuedRequest>),
     /// The store's answer, if the turn cannot come in time; and what the request holds if it passes all the same.
     Refused(Result<Decision, StoreError>, Option<Lease>),
 }
 
-fn refused(refusal: Refusal, turns: &Turns, wanted: &Wanted) -> (Result<Decision, StoreError>, Option<Lease>) {
+fn refused(
+    refusal: Refusal,
+    wait_queues: &WaitQueues,
+    wanted: &WaitRequest,
+) -> (Result<Decision, StoreError>, Option<Lease>) {
     let answer = refusal.into_answer();
     // It may pass though nobody has counted it.
-    let mut lease = if answer.is_err() { turns.hold(wanted) } else { None };
+    let mut lease = if answer.is_err() { wait_queues.hold(wanted) } else { None };
     if let Some(lease) = &mut lease {
         lease.answered(answer.as_ref());
     }
     (answer, lease)
 }
 
-impl InLine {
+impl QueuedRequest {
     /// What the request holds whose turn has come, or that passes all the same.
     pub(super) fn lease(&mut self) -> Option<Lease> {
         self.lease.take()
@@ -167,7 +178,7 @@ impl InLine {
             match ready!(Pin::new(&mut self.turn).poll(cx)) {
                 Ok(permit) => self.permit = Some(permit),
                 Err(refusal) => {
-                    let (answer, lease) = refused(refusal, &self.turns, &self.wanted);
+                    let (answer, lease) = refused(refusal, &self.wait_queues, &self.wanted);
                     self.lease = lease;
                     return Poll::Ready(Ok(answer));
                 }
@@ -180,7 +191,7 @@ impl InLine {
                 (self.taken, self.lease) = (taken, lease);
                 Poll::Ready(Ok(Ok(decision)))
             }
-            None => polled_after_completion("InLine"),
+            None => polled_after_completion("QueuedRequest"),
         }
     }
 }

@@ -5,13 +5,13 @@ use std::sync::{Arc, Mutex};
 use smallvec::SmallVec;
 
 use super::settlement::Counted;
-use super::{Charge, Post, Reserved, Settlement};
-use crate::leases::Lease;
+use super::{Charge, RefundQueue, Reserved, Settlement};
+use crate::in_flight::Lease;
 use crate::store::lock;
 
 /// What one request has reserved. The last one who drops it settles it.
 pub struct Account {
-    post: Arc<dyn Post>,
+    refunds: Arc<dyn RefundQueue>,
     /// How much is reserved under the layer's policies, also in a dry run.
     reserved: AtomicU32,
     /// What was counted, or [`UNUSED`].
@@ -27,7 +27,7 @@ struct Book {
     open: SmallVec<[Reserved; 1]>,
     settlement: Settlement,
     /// Of the policies that count requests in flight: dropped with the account.
-    leases: SmallVec<[Lease; 1]>,
+    in_flight: SmallVec<[Lease; 1]>,
 }
 
 /// What a request costs in the place of what it has reserved.
@@ -43,15 +43,22 @@ const UNUSED: u64 = u64::MAX;
 impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
     pub(crate) fn new(
-        post: Arc<dyn Post>,
+        refunds: Arc<dyn RefundQueue>,
         reserved: Option<Reserved>,
         lease: Option<Lease>,
         outer: Option<Charge>,
     ) -> Self {
-        let leases = lease.into_iter().collect();
-        let book = Book { open: reserved.into_iter().collect(), settlement: Settlement::AtEnd, leases };
+        let in_flight = lease.into_iter().collect();
+        let book = Book { open: reserved.into_iter().collect(), settlement: Settlement::AtEnd, in_flight };
         let reserved = AtomicU32::new(book.open.first().map_or(0, Reserved::cost));
-        Self { post, reserved, units: AtomicU64::new(UNUSED), bytes: AtomicU64::new(0), book: Mutex::new(book), outer }
+        Self {
+            refunds,
+            reserved,
+            units: AtomicU64::new(UNUSED),
+            bytes: AtomicU64::new(0),
+            book: Mutex::new(book),
+            outer,
+        }
     }
 
     /// A dry run is about to reserve so much, in the place of the layer.
@@ -63,13 +70,13 @@ impl Account {
     pub(crate) fn add(&self, reserved: Reserved, lease: Option<Lease>) {
         let cost = {
             let mut book = lock(&self.book);
-            book.leases.extend(lease);
+            book.in_flight.extend(lease);
             match book.settlement.cost_at_head(reserved.cost()) {
                 None => return book.open.push(reserved),
                 Some(cost) => cost,
             }
         };
-        reserved.settle(cost, &*self.post);
+        reserved.settle(cost, &*self.refunds);
     }
 
     /// Settles by what is known when the head of the response is there, or says how to do so in the end. The cost under the
@@ -84,7 +91,7 @@ impl Account {
         };
         for reserved in open {
             let cost = settlement.cost(reserved.cost(), Counted::default());
-            reserved.settle(cost, &*self.post);
+            reserved.settle(cost, &*self.refunds);
         }
         cost.map(|cost| Settled { reserved, cost })
     }
@@ -116,7 +123,7 @@ impl Drop for Account {
         let book = self.book.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         for reserved in std::mem::take(&mut book.open) {
             let cost = book.settlement.cost(reserved.cost(), counted);
-            reserved.settle(cost, &*self.post);
+            reserved.settle(cost, &*self.refunds);
         }
     }
 }

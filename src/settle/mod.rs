@@ -4,12 +4,12 @@
 //! holds it, and every clone of the [`Charge`] that the handler finds; the last one of them that is dropped settles it. So
 //! whatever ends the request does so, once: the end of its body, an error, a panic, a time-out, a client that goes away.
 //!
-//! **Nobody waits.** What is to be charged or refunded is left to an [`Outbox`], which sends it off the request path.
+//! **Nobody waits.** What is to be charged or refunded is left to an [`StoreQueue`], which sends it off the request path.
 
 mod account;
 mod charge;
-mod mail;
-mod outbox;
+mod pending_op;
+mod refund_queue;
 mod reservation;
 mod reserved;
 mod settlement;
@@ -19,6 +19,6 @@ pub use reservation::{Reservation, ReserveError};
 pub use settlement::Settlement;
 
 pub(crate) use account::{Account, Settled};
-pub(crate) use mail::Mail;
-pub(crate) use outbox::{Outbox, Post};
+pub(crate) use pending_op::PendingOp;
+pub(crate) use refund_queue::{RefundQueue, StoreQueue};
 pub(crate) use reserved::Reserved;

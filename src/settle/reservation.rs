@@ -1,8 +1,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{Post, Reserved};
-use crate::leases::Lease;
+use super::{RefundQueue, Reserved};
+use crate::in_flight::Lease;
 use crate::limit::{Decision, RateLimited};
 use crate::store::StoreError;
 
@@ -34,7 +34,7 @@ use crate::store::StoreError;
 #[must_use = "to drop it refunds what was reserved"]
 pub struct Reservation {
     decision: Decision,
-    post: Arc<dyn Post>,
+    refunds: Arc<dyn RefundQueue>,
     /// None once it is settled.
     reserved: Option<Reserved>,
     /// What it holds in flight.
@@ -52,8 +52,8 @@ pub enum ReserveError {
 }
 
 impl Reservation {
-    pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, post: Arc<dyn Post>) -> Self {
-        Self { decision: reserved.decision.clone(), post, reserved: Some(reserved), lease }
+    pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, refunds: Arc<dyn RefundQueue>) -> Self {
+        Self { decision: reserved.decision.clone(), refunds, reserved: Some(reserved), lease }
     }
 
     /// The decision that granted it.
@@ -74,7 +74,7 @@ impl Reservation {
 
     fn end(&mut self, cost: u32) {
         if let Some(reserved) = self.reserved.take() {
-            reserved.settle(cost, &*self.post);
+            reserved.settle(cost, &*self.refunds);
         }
         self.lease = None;
     }

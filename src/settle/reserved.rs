@@ -2,8 +2,8 @@ use std::cmp::Ordering;
 
 use tokio::time::Instant;
 
-use super::Post;
-use super::mail::Mail;
+use super::RefundQueue;
+use super::pending_op::PendingOp;
 use crate::limit::{Decision, Key};
 
 /// What a decision has granted to a caller, until it is settled.
@@ -28,15 +28,15 @@ impl Reserved {
     }
 
     /// Has the caller charged `cost` instead.
-    pub(super) fn settle(self, cost: u32, post: &dyn Post) {
+    pub(super) fn settle(self, cost: u32, refunds: &dyn RefundQueue) {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
-            Ordering::Less => post.put(Mail::refund(self.decision, self.key, reserved - cost, self.since)),
+            Ordering::Less => refunds.put(PendingOp::refund(self.decision, self.key, reserved - cost, self.since)),
             Ordering::Equal => {}
             Ordering::Greater => {
                 // A request in flight counts as one, whatever it costs.
                 if let Some(policies) = self.decision.policies().whole().without_in_flight() {
-                    post.put(Mail::charge(self.key, policies, cost - reserved));
+                    refunds.put(PendingOp::charge(self.key, policies, cost - reserved));
                 }
             }
         }

@@ -199,7 +199,7 @@ async fn an_outage_is_no_second_helping() {
     held.push(limiter.reserve(ann(), 1).await.unwrap());
     assert!(limiter.reserve(ann(), 1).await.is_err());
     server.restart();
-    // No note of it is charged: the books say what is held.
+    // No note of it is charged: the tracker says what is held.
     until("Redis knows what is held", async || {
         let peek = limiter.peek(ann(), 1).await.unwrap();
         peek.source() == Source::Redis && peek.remaining() == LIMIT - 5
@@ -209,7 +209,7 @@ async fn an_outage_is_no_second_helping() {
     until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
 }
 
-/// The books are one, since Redis counts what this process holds as one; but what a fallback grants it is released.
+/// There is one tracker, since Redis counts what this process holds as one; but what a fallback grants it is released.
 #[tokio::test]
 async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     use tower_redis_ratelimit::{Fallback, LocalStore, Source};
@@ -225,7 +225,7 @@ async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     until("the outage is noticed", async || limiter.peek(ann(), 1).await.unwrap().source() == Source::Local).await;
     for _ in 0..3 * LIMIT {
         drop(limiter.reserve(ann(), 1).await.unwrap());
-        // All but that of the other limiter, which the books may have told of.
+        // All but that of the other limiter, which the tracker may have told of.
         until("it is released", async || limiter.peek(ann(), 1).await.unwrap().remaining() >= LIMIT - 1).await;
     }
     server.restart();

@@ -2,15 +2,15 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::BoxError;
-use crate::leases::{Lease, Leases};
+use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Check, Decision, Policies, RateLimited};
 use crate::middleware::asked::Asked;
 use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
-use crate::middleware::wait::{InLine, Place, Waiting};
+use crate::middleware::wait::{Place, QueuedRequest, Waiting};
 use crate::middleware::{KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector};
 use crate::store::{Answer, Observer, Store, StoreError};
-use crate::turns::Wanted;
+use crate::wait_queues::WaitRequest;
 
 /// The settings of a layer, and what they decide.
 pub(super) struct Config<S, K, R> {
@@ -26,7 +26,7 @@ pub(super) struct Config<S, K, R> {
     pub(super) on_missing_key: OnMissingKey,
     pub(super) observer: Option<Arc<dyn Observer>>,
     /// What is in flight.
-    pub(super) leases: Leases,
+    pub(super) in_flight: InFlightTracker,
     /// One for all copies.
     pub(super) misconfiguration: Arc<Misconfiguration>,
 }
@@ -42,7 +42,7 @@ pub(super) enum Start<D> {
     /// What becomes of it.
     Decided(Admission),
     /// That the store has been asked; what waits if it says no, and what is held if it says yes.
-    Deciding(D, Option<Asked>, Option<Box<Wanted>>, Option<Lease>),
+    Deciding(D, Option<Asked>, Option<Box<WaitRequest>>, Option<Lease>),
 }
 
 /// What becomes of a request.
@@ -50,7 +50,7 @@ pub(super) enum Admission {
     /// It passes, by a decision or uncounted, and holds this until it is answered.
     Pass(Option<Lease>),
     /// It waits for its turn.
-    Wait(Box<InLine>, Option<Asked>),
+    Wait(Box<QueuedRequest>, Option<Asked>),
     Fail(BoxError),
 }
 
@@ -80,13 +80,13 @@ impl<S, K, R> Config<S, K, R> {
             None => None,
             Some(wait) => {
                 let wanted = wait.wanted(&check);
-                if let Some(place) = wait.line_up_behind(&wanted) {
-                    return Start::Decided(self.admit_to_line(place, asked));
+                if let Some(place) = wait.queue_behind(&wanted) {
+                    return Start::Decided(self.admit_to_queue(place, asked));
                 }
                 Some(Box::new(wanted))
             }
         };
-        let lease = self.leases.hold(key, &policies);
+        let lease = self.in_flight.hold(key, &policies);
         match self.store.check(check) {
             Answer::Ready { answer } => Start::Decided(self.admit(answer, asked, wanted, lease)),
             Answer::Pending { future } => Start::Deciding(future, asked, wanted, lease),
@@ -98,7 +98,7 @@ impl<S, K, R> Config<S, K, R> {
         &self,
         answer: Result<Decision, StoreError>,
         asked: Option<Asked>,
-        wanted: Option<Box<Wanted>>,
+        wanted: Option<Box<WaitRequest>>,
         mut lease: Option<Lease>,
     ) -> Admission {
         if let Some(lease) = &mut lease {
@@ -106,16 +106,16 @@ impl<S, K, R> Config<S, K, R> {
         }
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                self.admit_to_line(wait.line_up(&wanted, denied), asked)
+                self.admit_to_queue(wait.enqueue(&wanted, denied), asked)
             }
             (answer, ..) => self.conclude(answer, asked, lease),
         }
     }
 
     /// What becomes of a request that waits if it has a place.
-    fn admit_to_line(&self, place: Place, asked: Option<Asked>) -> Admission {
+    fn admit_to_queue(&self, place: Place, asked: Option<Asked>) -> Admission {
         match place {
-            Place::InLine(place) => Admission::Wait(place, asked),
+            Place::QueuedRequest(place) => Admission::Wait(place, asked),
             Place::Refused(answer, lease) => self.conclude(answer, asked, lease),
         }
     }
@@ -162,7 +162,7 @@ impl<S: Clone, K, R> Clone for Config<S, K, R> {
             on_error: self.on_error,
             on_missing_key: self.on_missing_key,
             observer: self.observer.clone(),
-            leases: self.leases.clone(),
+            in_flight: self.in_flight.clone(),
             misconfiguration: Arc::clone(&self.misconfiguration),
         }
     }

@@ -9,11 +9,11 @@ use tower_service::Service;
 
 use super::BoxError;
 use super::config::{Admission, Config};
-use crate::leases::Lease;
+use crate::in_flight::Lease;
 use crate::middleware::asked::Asked;
-use crate::middleware::wait::InLine;
+use crate::middleware::wait::QueuedRequest;
 use crate::store::{Store, polled_after_completion};
-use crate::turns::Wanted;
+use crate::wait_queues::WaitRequest;
 
 pin_project! {
     /// Resolves to the response of a [`CallLimit`](crate::CallLimit).
@@ -37,7 +37,7 @@ pin_project! {
             call: Option<C>,
         },
         Waiting {
-            place: Box<InLine>,
+            place: Box<QueuedRequest>,
             // With a service that is not ready. None once the turn has come.
             call: Option<C>,
         },
@@ -62,7 +62,7 @@ pub(super) struct Call<T, S, K, R> {
     /// If there is an observer.
     pub(super) asked: Option<Asked>,
     /// What it waits for if it is denied and may wait.
-    pub(super) wanted: Option<Box<Wanted>>,
+    pub(super) wanted: Option<Box<WaitRequest>>,
     /// What it holds while it runs, if it passes.
     pub(super) lease: Option<Lease>,
 }
@@ -76,7 +76,7 @@ where
         Self { state: State::Deciding { decision, call: Some(call) } }
     }
 
-    pub(super) fn waiting(place: Box<InLine>, call: Call<T, S, K, R>) -> Self {
+    pub(super) fn waiting(place: Box<QueuedRequest>, call: Call<T, S, K, R>) -> Self {
         Self { state: State::Waiting { place, call: Some(call) } }
     }
 

@@ -5,7 +5,7 @@ use tower_layer::Layer;
 
 use super::CallLimit;
 use super::config::Config;
-use crate::leases::Leases;
+use crate::in_flight::InFlightTracker;
 use crate::limit::Policies;
 use crate::middleware::select::Selector;
 use crate::middleware::wait::Waiting;
@@ -72,7 +72,7 @@ impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
     /// [`Policy`](crate::Policy), several [`Policies`], or another [`PolicySelector`].
     pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
-        let leases = Leases::new(&store, None);
+        let in_flight = InFlightTracker::new(&store, None);
         let config = Config {
             store,
             extractor: Arc::new(extractor),
@@ -83,7 +83,7 @@ impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
             on_error: OnError::default(),
             on_missing_key: OnMissingKey::default(),
             observer: None,
-            leases,
+            in_flight,
             misconfiguration: Arc::default(),
         };
         Self { config: Arc::new(config) }
@@ -110,7 +110,9 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     where
         S: Store,
     {
-        self.change(|config| config.wait = Some(Waiting::new(config.store.clone(), config.leases.clone(), wait.into())))
+        self.change(|config| {
+            config.wait = Some(Waiting::new(config.store.clone(), config.in_flight.clone(), wait.into()))
+        })
     }
 
     /// Sets which requests pass at once, uncounted. They need no key. Defaults to none.
@@ -145,7 +147,7 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.change(|config| {
             config.store.observe(&observer);
-            config.leases = config.leases.observed(&config.store, Arc::clone(&observer));
+            config.in_flight = config.in_flight.observed(&config.store, Arc::clone(&observer));
             config.observer = Some(observer);
         })
     }

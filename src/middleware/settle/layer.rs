@@ -80,7 +80,7 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
 
     fn until(self, rule: Rule) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
         let config = self.config.current().copy();
-        let ending = UntilBodyEnd::new(rule, &config.leases);
+        let ending = UntilBodyEnd::new(rule, &config.in_flight);
         RateLimitLayer::with(config.with_ending(ending))
     }
 }

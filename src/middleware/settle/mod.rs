@@ -15,9 +15,9 @@ use rule::Rule;
 
 use super::annotation::Annotation;
 use super::asked::Asked;
-use crate::leases::{Lease, Leases};
+use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Decision, Key, Policies};
-use crate::settle::{Account, Charge, Post, Settled};
+use crate::settle::{Account, Charge, RefundQueue, Settled};
 use crate::store::StoreError;
 
 /// Until when a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and what follows for the body of the
@@ -38,8 +38,8 @@ pub struct AsIs;
 /// [`RateLimitLayer::until_body_end`](crate::RateLimitLayer::until_body_end) make such layers.
 pub struct UntilBodyEnd {
     rule: Arc<Rule>,
-    post: Arc<dyn Post>,
-    leases: Leases,
+    refunds: Arc<dyn RefundQueue>,
+    in_flight: InFlightTracker,
 }
 
 /// Who has asked and when, for a request that passes, and what it holds while it runs.
@@ -67,7 +67,7 @@ pub(super) mod sealed {
         fn copy(&self) -> Self;
 
         /// Holds and settles by these.
-        fn set_leases(&mut self, leases: &Leases);
+        fn set_in_flight(&mut self, in_flight: &InFlightTracker);
 
         /// What a request holds that the store is about to be asked about.
         fn hold(&self, key: Key, policies: &Policies) -> Self::Lease;
@@ -115,7 +115,7 @@ impl sealed::Ending for AsIs {
         Self
     }
 
-    fn set_leases(&mut self, _: &Leases) {}
+    fn set_in_flight(&mut self, _: &InFlightTracker) {}
 
     #[inline]
     fn hold(&self, _: Key, _: &Policies) {}
@@ -153,8 +153,8 @@ impl sealed::Ending for AsIs {
 }
 
 impl UntilBodyEnd {
-    fn new(rule: Rule, leases: &Leases) -> Self {
-        Self { rule: Arc::new(rule), post: Arc::clone(leases.post()), leases: leases.clone() }
+    fn new(rule: Rule, in_flight: &InFlightTracker) -> Self {
+        Self { rule: Arc::new(rule), refunds: Arc::clone(in_flight.refunds()), in_flight: in_flight.clone() }
     }
 }
 
@@ -177,15 +177,19 @@ impl sealed::Ending for UntilBodyEnd {
     const SETTLES: bool = true;
 
     fn copy(&self) -> Self {
-        Self { rule: Arc::new(self.rule.as_ref().clone()), post: self.post.copy(), leases: self.leases.clone() }
+        Self {
+            rule: Arc::new(self.rule.as_ref().clone()),
+            refunds: self.refunds.copy(),
+            in_flight: self.in_flight.clone(),
+        }
     }
 
-    fn set_leases(&mut self, leases: &Leases) {
-        (self.post, self.leases) = (Arc::clone(leases.post()), leases.clone());
+    fn set_in_flight(&mut self, in_flight: &InFlightTracker) {
+        (self.refunds, self.in_flight) = (Arc::clone(in_flight.refunds()), in_flight.clone());
     }
 
     fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
-        self.leases.hold(key, policies)
+        self.in_flight.hold(key, policies)
     }
 
     fn answered(lease: &mut Option<Lease>, answer: &Result<Decision, StoreError>) {
@@ -200,11 +204,11 @@ impl sealed::Ending for UntilBodyEnd {
 
     fn open(&self, request: &mut Parts, annotation: Option<&Annotation>, by: By) -> Option<Open> {
         // In case nobody else has come since a runtime ended.
-        self.post.wake();
+        self.refunds.wake();
         let By { asked, lease } = by;
         let reserved = annotation.zip(asked).map(|(annotation, asked)| asked.reserved(annotation.decision.clone()));
         let outer = request.extensions.remove();
-        let account = Arc::new(Account::new(Arc::clone(&self.post), reserved, lease, outer));
+        let account = Arc::new(Account::new(Arc::clone(&self.refunds), reserved, lease, outer));
         request.extensions.insert(Charge::new(Arc::clone(&account)));
         Some(Open { account, rule: Arc::clone(&self.rule) })
     }

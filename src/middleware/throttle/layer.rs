@@ -6,12 +6,12 @@ use tower_layer::Layer;
 
 use super::Throttle;
 use super::service::Settings;
-use crate::leases::Leases;
+use crate::in_flight::InFlightTracker;
 use crate::limit::Key;
 use crate::middleware::select::Selector;
 use crate::middleware::{OnError, PolicySelector};
 use crate::store::{Observer, Store};
-use crate::turns::{Bounds, Turns};
+use crate::wait_queues::{Bounds, WaitQueues};
 
 /// Makes the services that it wraps wait for their turn: `poll_ready` takes a permit from the shared count, and is ready
 /// when it has one.
@@ -81,11 +81,11 @@ impl ThrottleLayer {
     /// [in flight](crate::Policy::in_flight) are left out, and the observer is told that it is
     /// [misconfigured](Observer::misconfigured): a throttle does not know when a call has ended.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
-        let turns = Turns::new(store.clone(), Leases::new(&store, None), Bounds::DEFAULT);
+        let wait_queues = WaitQueues::new(store.clone(), InFlightTracker::new(&store, None), Bounds::DEFAULT);
         let policies = Selector::new(policies);
         Self {
             settings: Settings {
-                turns,
+                wait_queues,
                 key,
                 policies,
                 on_error: OnError::default(),
@@ -99,7 +99,7 @@ impl ThrottleLayer {
     /// 10,000.
     #[must_use]
     pub fn max_waiting(mut self, max: NonZeroUsize) -> Self {
-        self.settings.turns = self.settings.turns.with_bounds(Bounds::of(max));
+        self.settings.wait_queues = self.settings.wait_queues.with_bounds(Bounds::of(max));
         self
     }
 
@@ -116,7 +116,7 @@ impl ThrottleLayer {
     #[must_use]
     pub fn observer(mut self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.settings.turns.observe(&observer);
+        self.settings.wait_queues.observe(&observer);
         self.settings.observer = Some(observer);
         self
     }
@@ -134,7 +134,7 @@ impl fmt::Debug for ThrottleLayer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThrottleLayer")
             .field("policies", &self.settings.policies)
-            .field("turns", &self.settings.turns)
+            .field("wait_queues", &self.settings.wait_queues)
             .finish_non_exhaustive()
     }
 }

@@ -16,7 +16,7 @@ use crate::middleware::misconfiguration::Misconfiguration;
 use crate::middleware::select::Selector;
 use crate::middleware::{MissingKey, OnError, PolicySelector};
 use crate::store::Observer;
-use crate::turns::{Permit, Refusal, Turn, Turns, Wanted};
+use crate::wait_queues::{Acquire, Permit, Refusal, WaitQueues, WaitRequest};
 
 /// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes: ready when it has a permit.
 pub struct Throttle<T> {
@@ -27,7 +27,7 @@ pub struct Throttle<T> {
 
 #[derive(Clone)]
 pub(super) struct Settings {
-    pub(super) turns: Turns,
+    pub(super) wait_queues: WaitQueues,
     pub(super) key: Key,
     pub(super) policies: Selector<()>,
     pub(super) on_error: OnError,
@@ -37,7 +37,7 @@ pub(super) struct Settings {
 
 enum State {
     Idle,
-    Waiting(Turn, Option<Asked>),
+    Waiting(Acquire, Option<Asked>),
     /// The store could not decide, or too many wait: until it comes again, on this runtime.
     Pausing(Pin<Box<Sleep>>, Option<Id>),
     /// None if nothing limits it, or if the store could not decide and that is allowed.
@@ -60,11 +60,11 @@ impl Settings {
         policies.without_in_flight().cloned()
     }
 
-    fn line_up(&self) -> State {
+    fn enqueue(&self) -> State {
         let Some(policies) = self.policies() else { return State::Ready(None) };
         let asked = self.observer.as_ref().map(|_| Asked::now(self.key, 1));
-        let wanted = Wanted { key: self.key, policies, cost: 1, deadline: None };
-        match self.turns.join(wanted, None) {
+        let wanted = WaitRequest { key: self.key, policies, cost: 1, deadline: None };
+        match self.wait_queues.join(wanted, None) {
             Ok(turn) => State::Waiting(turn, asked),
             Err(refusal) => self.refused(refusal, asked),
         }
@@ -73,7 +73,7 @@ impl Settings {
     /// Charges a call that has not waited.
     fn charge(&self) {
         if let Some(policies) = self.policies() {
-            self.turns.charge(self.key, &policies, 1);
+            self.wait_queues.charge(self.key, &policies, 1);
         }
     }
 
@@ -156,7 +156,7 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
         }
         loop {
             self.state = match &mut self.state {
-                State::Idle => self.settings.line_up(),
+                State::Idle => self.settings.enqueue(),
                 State::Waiting(turn, asked) => match ready!(Pin::new(turn).poll(cx)) {
                     Ok(permit) => self.settings.granted(permit, *asked),
                     Err(refusal) => self.settings.refused(refusal, *asked),

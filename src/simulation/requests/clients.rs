@@ -9,10 +9,10 @@ use tokio::time::{sleep, timeout};
 use super::ledger::Rule;
 use super::plan::{Caller, Habit, LONGEST};
 use super::world::{Far, State, World};
-use crate::leases::Lease;
+use crate::in_flight::Lease;
 use crate::simulation::{pick, verdict};
 use crate::store::instant;
-use crate::turns::{Spent, Turns, Wanted};
+use crate::wait_queues::{Spent, WaitQueues, WaitRequest};
 use crate::{Decision, Limiter, Reservation, ReserveError, StoreError};
 
 /// One client of a caller on a runtime, until the last fault is over; a steady one for some time more.
@@ -20,7 +20,7 @@ pub(super) struct Client {
     pub(super) world: World,
     pub(super) limiter: Limiter<Far>,
     /// Those who wait to be in flight: a limiter does not know when they end.
-    pub(super) turns: Turns,
+    pub(super) wait_queues: WaitQueues,
     pub(super) caller: usize,
     pub(super) runtime: usize,
     pub(super) rng: Rng,
@@ -92,9 +92,9 @@ impl Client {
         let waits = Waits::new(self, 1, max);
         let wanted = {
             let Caller { key, policies, .. } = &self.world.state().plan.callers[self.caller];
-            Wanted { key: *key, policies: policies.clone(), cost: 1, deadline: instant().checked_add(max) }
+            WaitRequest { key: *key, policies: policies.clone(), cost: 1, deadline: instant().checked_add(max) }
         };
-        let turn = async { self.turns.join(wanted, None)?.await };
+        let turn = async { self.wait_queues.join(wanted, None)?.await };
         match within(patience, turn).await? {
             Ok(permit) => {
                 let Spent { decision, lease, .. } = permit.spend();

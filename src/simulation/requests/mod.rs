@@ -23,9 +23,9 @@ use self::plan::{Habit, Plan};
 use self::world::{Far, Notes, State, TIMEOUT, World};
 use super::{Outcome, Simulation};
 use crate::Limiter;
-use crate::leases::Leases;
+use crate::in_flight::InFlightTracker;
 use crate::store::Seed;
-use crate::turns::{Bounds, Turns};
+use crate::wait_queues::{Bounds, WaitQueues};
 
 const REQUESTS: Simulation<Rule> = Simulation { name: "requests", run };
 
@@ -58,7 +58,7 @@ struct Simulated<'a> {
     rng: Rng,
     runtimes: Vec<Clocked>,
     /// By the instance, for each caller.
-    limiters: Vec<Vec<(Limiter<Far>, Turns)>>,
+    limiters: Vec<Vec<(Limiter<Far>, WaitQueues)>>,
     now: u64,
     /// How much time passes at once, at most.
     step: u64,
@@ -99,9 +99,9 @@ impl<'a> Simulated<'a> {
             let store = Far { world: world.clone(), instance, identity: Arc::default() };
             let limiter = |caller: &plan::Caller| {
                 let notes = Notes { world: world.clone(), instance };
-                let leases = Leases::new(&store, None);
-                let turns = Turns::new(store.clone(), leases, Bounds::DEFAULT);
-                (Limiter::new(store.clone(), caller.policies.clone()).observer(notes), turns)
+                let in_flight = InFlightTracker::new(&store, None);
+                let wait_queues = WaitQueues::new(store.clone(), in_flight, Bounds::DEFAULT);
+                (Limiter::new(store.clone(), caller.policies.clone()).observer(notes), wait_queues)
             };
             plan.callers.iter().map(limiter).collect()
         });
@@ -112,8 +112,8 @@ impl<'a> Simulated<'a> {
 
     fn client(&mut self, runtime: usize, caller: usize) -> Client {
         let instance = self.world.state().plan.runtimes[runtime].instance;
-        let (limiter, turns) = self.limiters[instance][caller].clone();
-        Client { world: self.world.clone(), limiter, turns, caller, runtime, rng: self.rng.fork() }
+        let (limiter, wait_queues) = self.limiters[instance][caller].clone();
+        Client { world: self.world.clone(), limiter, wait_queues, caller, runtime, rng: self.rng.fork() }
     }
 
     fn spawn(&self, runtime: usize, task: impl Future<Output = ()> + Send + 'static) {

@@ -14,13 +14,13 @@ use crate::store::{LocalStore, MockStore};
 
 type Reply = Result<Decision, StoreError>;
 
-impl<S: Store> Outbox<S> {
+impl<S: Store> StoreQueue<S> {
     fn send(&self, check: Check) {
-        self.put(Mail::of_check(check));
+        self.put(PendingOp::of_check(check));
     }
 
     fn send_then(&self, check: Check, then: impl FnOnce(Reply) + Send + 'static) {
-        self.put(Mail::ask_then(check, then));
+        self.put(PendingOp::ask_then(check, then));
     }
 }
 
@@ -53,10 +53,10 @@ impl Asked {
     }
 }
 
-fn asking() -> (Outbox<Asking>, Asked, Arc<Failures>) {
+fn asking() -> (StoreQueue<Asking>, Asked, Arc<Failures>) {
     let (sender, asked) = mpsc::unbounded_channel();
     let failures = Arc::new(Failures::default());
-    (Outbox::new(Asking(sender), Some(Arc::clone(&failures) as Arc<dyn Observer>)), Asked(asked), failures)
+    (StoreQueue::new(Asking(sender), Some(Arc::clone(&failures) as Arc<dyn Observer>)), Asked(asked), failures)
 }
 
 #[derive(Default)]
@@ -94,12 +94,12 @@ fn unsent() -> Reply {
     Err(StoreError::new(ErrorKind::Unreachable).unsent())
 }
 
-fn status<S: Store>(outbox: &Outbox<S>) -> u8 {
-    outbox.shared.status()
+fn status<S: Store>(queue: &StoreQueue<S>) -> u8 {
+    queue.shared.status()
 }
 
-async fn idle<S: Store>(outbox: &Outbox<S>) {
-    while status(outbox) != IDLE {
+async fn idle<S: Store>(queue: &StoreQueue<S>) {
+    while status(queue) != IDLE {
         sleep(GAP).await;
     }
 }
@@ -111,21 +111,21 @@ fn costs(asked: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
 #[test]
 fn a_store_that_answers_at_once_is_asked_at_once_without_a_runtime() {
     let store = LocalStore::default();
-    let outbox = Outbox::new(store.clone(), None);
+    let queue = StoreQueue::new(store.clone(), None);
     let told = Arc::new(AtomicU32::new(0));
     let by_call = Arc::clone(&told);
-    outbox.send_then(charge(3), move |answer| by_call.store(answer.unwrap().granted(), Relaxed));
+    queue.send_then(charge(3), move |answer| by_call.store(answer.unwrap().granted(), Relaxed));
     assert_eq!(told.load(Relaxed), 3);
     let left = store.check(Check::peek(Key::GLOBAL, &policies(), 0)).now().remaining();
-    assert_eq!((left, status(&outbox)), (999_997, IDLE));
+    assert_eq!((left, status(&queue)), (999_997, IDLE));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_comes_together_goes_together() {
     const ALL: u32 = AT_ONCE as u32 + 44;
-    let (outbox, mut asked, failures) = asking();
+    let (queue, mut asked, failures) = asking();
     for cost in 1..=ALL {
-        outbox.send(charge(cost));
+        queue.send(charge(cost));
     }
     let (first, answer) = asked.next().await;
     assert_eq!(first, 1, "who comes first does not wait");
@@ -136,33 +136,33 @@ async fn what_comes_together_goes_together() {
     assert_eq!(costs(wave), (2..=AT_ONCE as u32).collect::<Vec<_>>());
     sleep(GAP * 3).await;
     assert_eq!(costs(asked.now()), (AT_ONCE as u32 + 1..=ALL).collect::<Vec<_>>());
-    idle(&outbox).await;
+    idle(&queue).await;
     assert_eq!(failures.0.load(Relaxed), 0);
-    outbox.send(charge(7));
+    queue.send(charge(7));
     assert_eq!(costs(asked.now()), [7]);
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_was_not_sent_is_tried_again_while_it_matters() {
-    let (outbox, mut asked, failures) = asking();
+    let (queue, mut asked, failures) = asking();
     let told = Arc::new(AtomicU32::new(0));
     let by_call = Arc::clone(&told);
-    outbox.send_then(charge(1), move |answer| by_call.store(1 + u32::from(answer.is_err()), Relaxed));
+    queue.send_then(charge(1), move |answer| by_call.store(1 + u32::from(answer.is_err()), Relaxed));
     for _ in 0..5 {
         asked.next().await.1.send(unsent()).unwrap();
     }
     let (_, answer) = asked.next().await;
     // One that fails does not hold up the others.
-    outbox.send(charge(2));
+    queue.send(charge(2));
     let (cost, other) = asked.next().await;
     assert_eq!(cost, 2);
     answer.send(done(1)).unwrap();
     other.send(done(2)).unwrap();
-    idle(&outbox).await;
+    idle(&queue).await;
     assert_eq!((told.load(Relaxed), failures.0.load(Relaxed)), (1, 0));
 
     let by_call = Arc::clone(&told);
-    outbox.send_then(charge(3), move |answer| by_call.store(10 + u32::from(answer.is_err()), Relaxed));
+    queue.send_then(charge(3), move |answer| by_call.store(10 + u32::from(answer.is_err()), Relaxed));
     let start = instant();
     while told.load(Relaxed) == 1 {
         tokio::select! {
@@ -173,52 +173,52 @@ async fn what_was_not_sent_is_tried_again_while_it_matters() {
     let minute = instant() - start;
     assert!(minute >= Duration::from_secs(60) && minute < Duration::from_secs(62), "{minute:?}");
     assert_eq!((told.load(Relaxed), failures.0.load(Relaxed)), (11, 1));
-    idle(&outbox).await;
+    idle(&queue).await;
 }
 
 /// With a burst it counts for far longer than a period.
 #[tokio::test(start_paused = true)]
 async fn what_was_not_sent_is_tried_again_for_longer_than_a_period() {
-    let (outbox, mut asked, failures) = asking();
+    let (queue, mut asked, failures) = asking();
     let policies = Policy::new("test", Strategy::Gcra, Quota::per_second(1).burst(1_000)).unwrap().into();
-    outbox.send(Check::charge(Key::GLOBAL, &policies, 500));
+    queue.send(Check::charge(Key::GLOBAL, &policies, 500));
     let start = instant();
     while instant() - start < Duration::from_secs(5) {
         asked.next().await.1.send(unsent()).unwrap();
     }
     asked.next().await.1.send(done(500)).unwrap();
-    idle(&outbox).await;
+    idle(&queue).await;
     assert_eq!(failures.0.load(Relaxed), 0);
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_is_put_outside_of_a_runtime_is_sent() {
-    let (outbox, mut asked, _) = asking();
-    outbox.wake();
-    let elsewhere = outbox.clone();
+    let (queue, mut asked, _) = asking();
+    queue.wake();
+    let elsewhere = queue.clone();
     thread::spawn(move || elsewhere.send(charge(1))).join().unwrap();
     asked.next().await.1.send(unsent()).unwrap();
     asked.next().await.1.send(done(1)).unwrap();
-    idle(&outbox).await;
+    idle(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_was_sent_and_not_answered_is_told_and_not_sent_again() {
-    let (outbox, mut asked, failures) = asking();
-    outbox.send(charge(1));
+    let (queue, mut asked, failures) = asking();
+    queue.send(charge(1));
     asked.next().await.1.send(Err(StoreError::new(ErrorKind::Timeout))).unwrap();
-    idle(&outbox).await;
+    idle(&queue).await;
     assert_eq!((asked.now().len(), failures.0.load(Relaxed)), (0, 1));
 }
 
 #[tokio::test(start_paused = true)]
 async fn what_finds_it_full_is_told() {
-    let (outbox, mut asked, failures) = asking();
+    let (queue, mut asked, failures) = asking();
     for _ in 0..CAPACITY + 11 {
-        outbox.send(charge(1));
+        queue.send(charge(1));
     }
     assert_eq!(failures.0.load(Relaxed), 10, "one was sent at once");
-    while status(&outbox) != IDLE {
+    while status(&queue) != IDLE {
         costs(asked.now());
         sleep(GAP).await;
     }
@@ -227,22 +227,22 @@ async fn what_finds_it_full_is_told() {
 
 #[test]
 fn what_a_runtime_that_ends_leaves_is_sent_on_the_next_one() {
-    let (outbox, mut asked, failures) = asking();
+    let (queue, mut asked, failures) = asking();
     let first = Builder::new_current_thread().enable_all().build().unwrap();
     first.block_on(async {
-        (1..=3).for_each(|cost| outbox.send(charge(cost)));
+        (1..=3).for_each(|cost| queue.send(charge(cost)));
         tokio::task::yield_now().await;
     });
     drop(first);
-    assert_eq!(status(&outbox), STALLED);
-    outbox.send(charge(4));
-    assert_eq!(status(&outbox), STALLED, "no runtime: it waits");
+    assert_eq!(status(&queue), STALLED);
+    queue.send(charge(4));
+    assert_eq!(status(&queue), STALLED, "no runtime: it waits");
     let (_, answer) = asked.0.try_recv().unwrap();
     assert!(asked.now().is_empty());
 
     let second = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     second.block_on(async {
-        outbox.wake();
+        queue.wake();
         sleep(GAP * 2).await;
         assert_eq!(costs(asked.now()), [2, 3, 4], "what was under way is not sent again");
         // The answer comes all the same.
@@ -250,28 +250,28 @@ fn what_a_runtime_that_ends_leaves_is_sent_on_the_next_one() {
         let (cost, answer) = asked.next().await;
         answer.send(done(cost)).unwrap();
         assert_eq!(cost, 1);
-        idle(&outbox).await;
+        idle(&queue).await;
     });
     assert_eq!(failures.0.load(Relaxed), 0);
 }
 
 #[test]
 fn a_runtime_that_stands_still_is_not_waited_for() {
-    let (outbox, mut asked, _) = asking();
+    let (queue, mut asked, _) = asking();
     let still = Builder::new_current_thread().enable_all().build().unwrap();
-    still.block_on(async { (1..=2).for_each(|cost| outbox.send(charge(cost))) });
+    still.block_on(async { (1..=2).for_each(|cost| queue.send(charge(cost))) });
     let (_, first) = asked.0.try_recv().unwrap();
-    lock(&outbox.shared.work).fresh[0].put_at -= PATIENCE * 2;
+    lock(&queue.shared.work).fresh[0].put_at -= PATIENCE * 2;
     let other = Builder::new_current_thread().enable_all().build().unwrap();
     other.block_on(async {
-        outbox.send(charge(3));
+        queue.send(charge(3));
         let (two, answer) = asked.next().await;
         answer.send(done(2)).unwrap();
         let (three, answer) = asked.next().await;
         answer.send(done(3)).unwrap();
         assert_eq!((two, three), (2, 3));
         first.send(done(1)).unwrap();
-        idle(&outbox).await;
+        idle(&queue).await;
     });
     still.block_on(async { sleep(GAP * 2).await });
     assert!(asked.now().is_empty());
@@ -280,7 +280,7 @@ fn a_runtime_that_stands_still_is_not_waited_for() {
 /// Several threads put and runtimes end meanwhile: each is asked for once.
 #[test]
 fn each_is_sent_once_whatever_ends() {
-    let (outbox, mut asked, failures) = asking();
+    let (queue, mut asked, failures) = asking();
     let answers = std::thread::spawn(move || {
         let mut sum = 0_u64;
         while let Some((check, answer)) = asked.0.blocking_recv() {
@@ -291,13 +291,13 @@ fn each_is_sent_once_whatever_ends() {
     });
     let threads: Vec<_> = (0..4)
         .map(|_| {
-            let outbox = outbox.clone();
+            let queue = queue.clone();
             std::thread::spawn(move || {
                 for _ in 0..20 {
                     let runtime = Builder::new_current_thread().enable_all().build().unwrap();
                     runtime.block_on(async {
                         for _ in 0..25 {
-                            outbox.send(charge(1));
+                            queue.send(charge(1));
                             tokio::task::yield_now().await;
                         }
                     });
@@ -308,40 +308,40 @@ fn each_is_sent_once_whatever_ends() {
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     let last = Builder::new_current_thread().enable_all().build().unwrap();
     last.block_on(async {
-        outbox.wake();
-        idle(&outbox).await;
+        queue.wake();
+        idle(&queue).await;
     });
-    drop(outbox);
+    drop(queue);
     assert_eq!((answers.join().unwrap(), failures.0.load(Relaxed)), (2_000, 0));
 }
 
 /// Another runtime has taken over by then, and has nothing left to do.
 #[test]
 fn what_a_runtime_that_stood_still_leaves_is_heard_on_the_next_one() {
-    let (outbox, mut asked, _) = asking();
+    let (queue, mut asked, _) = asking();
     let (told, mut heard) = oneshot::channel();
     let still = Builder::new_current_thread().enable_all().build().unwrap();
     still.block_on(async {
-        outbox.send_then(charge(1), move |answer| told.send(answer.map(drop)).unwrap());
+        queue.send_then(charge(1), move |answer| told.send(answer.map(drop)).unwrap());
         // The sender has it.
         sleep(GAP * 2).await;
-        outbox.send(charge(2));
+        queue.send(charge(2));
     });
     let (_, first) = asked.0.try_recv().unwrap();
-    lock(&outbox.shared.work).fresh[0].put_at -= PATIENCE * 2;
+    lock(&queue.shared.work).fresh[0].put_at -= PATIENCE * 2;
     let other = Builder::new_current_thread().enable_all().build().unwrap();
     other.block_on(async {
-        outbox.wake();
-        outbox.shared.attend();
+        queue.wake();
+        queue.shared.attend();
         let (two, answer) = asked.next().await;
         answer.send(done(two)).unwrap();
-        idle(&outbox).await;
+        idle(&queue).await;
     });
     drop(still);
     other.block_on(async {
         first.send(done(1)).unwrap();
-        outbox.wake();
-        idle(&outbox).await;
+        queue.wake();
+        idle(&queue).await;
     });
     assert!(matches!(heard.try_recv(), Ok(Ok(()))), "its answer is heard");
 }
@@ -371,14 +371,14 @@ impl Observer for Panicking {
 
 #[tokio::test(start_paused = true)]
 async fn a_panic_of_the_store_or_its_observer_costs_one_event() {
-    let outbox = Outbox::new(Panicking, Some(Arc::new(Panicking)));
+    let queue = StoreQueue::new(Panicking, Some(Arc::new(Panicking)));
     let told = Arc::new(Mutex::new(vec![]));
     // Those of the second round come to a sender.
     for cost in [1, 2, 3, 4, 1, 2, 3, 4] {
         let told = Arc::clone(&told);
-        outbox.send_then(charge(cost), move |answer| lock(&told).push((cost, answer.is_ok())));
+        queue.send_then(charge(cost), move |answer| lock(&told).push((cost, answer.is_ok())));
     }
-    idle(&outbox).await;
+    idle(&queue).await;
     let mut told = std::mem::take(&mut *lock(&told));
     told.sort_unstable();
     assert_eq!(told, [1, 1, 2, 2, 3, 3, 4, 4].map(|cost| (cost, cost == 4)));
@@ -386,9 +386,9 @@ async fn a_panic_of_the_store_or_its_observer_costs_one_event() {
 
 #[test]
 fn what_nobody_is_left_to_send_is_told() {
-    let (outbox, mut asked, _) = asking();
+    let (queue, mut asked, _) = asking();
     let (told, mut heard) = oneshot::channel();
-    outbox.send_then(charge(1), move |answer| told.send(answer.is_ok()).unwrap());
-    drop(outbox);
+    queue.send_then(charge(1), move |answer| told.send(answer.is_ok()).unwrap());
+    drop(queue);
     assert_eq!((asked.now().len(), heard.try_recv()), (1, Ok(false)));
 }

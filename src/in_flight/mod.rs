@@ -1,22 +1,22 @@
 //! What this instance has in flight.
 //!
 //! A request under a policy of [requests in flight](crate::Strategy::InFlight) has a [`Lease`] for as long as it runs. The store
-//! counts how many this instance holds of each caller; [`Leases`] knows the same by its own books, renews what runs for
+//! counts how many this instance holds of each caller; [`InFlightTracker`] keeps a count of its own, renews what runs for
 //! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
 //!
-//! - All layers over one store share its [books](shelf), since the store counts what they hold as one.
+//! - All layers over one store share its [tracker](registry), since the store counts what they hold as one.
 //! - A request is released by the store that its layer asks: a fallback, maybe, over the one that others ask.
 //! - What ends is released off the request path, once, whatever ends it.
-//! - Where the count is in doubt, the books look how many the store counts. Takes and releases may come to it before the look
+//! - Where the count is in doubt, the tracker looks how many the store counts. Takes and releases may come to it before the look
 //!   or after it, in any order, since they go by several connections. Redis tells when it decided each of them: so the count is
 //!   put right while requests come and end without a pause. Of a store that does not tell, only what is wrong whatever came
 //!   first is corrected. A correction gives so many back, or charges them, and may come in any order too.
 
 mod entry;
-mod keeper;
 mod lease;
 mod look;
-mod shelf;
+mod registry;
+mod renewer;
 #[cfg(test)]
 mod tests;
 
@@ -30,33 +30,33 @@ use tokio::time::Instant;
 
 pub(crate) use self::lease::Lease;
 
-use self::entry::{Answered, Entry, Side, Wrong};
-use self::keeper::Watch;
+use self::entry::{Entry, Origin, Side, Wrong};
+use self::renewer::Heartbeat;
 use crate::limit::{Check, Decision, Key, Policies, Policy};
-use crate::settle::{Mail, Outbox, Post};
+use crate::settle::{PendingOp, RefundQueue, StoreQueue};
 use crate::store::{Observer, Store, StoreError, contain, instant, lock};
 
-/// What a layer has in flight, in the books that it shares with all that are over the same store. Clones have them too.
+/// What a layer has in flight, in the tracker that it shares with all that are over the same store. Clones have them too.
 #[derive(Clone)]
-pub struct Leases(Arc<Inner>);
+pub struct InFlightTracker(Arc<Inner>);
 
 struct Inner {
     /// Opened with the first request.
-    books: Arc<OnceLock<Arc<Books>>>,
+    tracker: Arc<OnceLock<Arc<Tracker>>>,
     route: Arc<Route>,
 }
 
-/// How a layer asks the store. Others who have the same books may ask another one over it.
+/// How a layer asks the store. Layers that share a tracker may ask it by different routes.
 struct Route {
     identity: Option<usize>,
     /// Whether a decision was made where the count is kept.
     knows: Box<dyn Fn(&Decision) -> bool + Send + Sync>,
-    post: Arc<dyn Post>,
+    refunds: Arc<dyn RefundQueue>,
 }
 
 /// What an instance has in flight in one store.
-struct Books {
-    books: Box<[Mutex<HashMap<Place, Entry>>]>,
+struct Tracker {
+    shards: Box<[Mutex<HashMap<Place, Entry>>]>,
     /// How many entries there are.
     len: AtomicUsize,
     /// Whether the last answers did not come from where the count is kept.
@@ -65,7 +65,7 @@ struct Books {
     forgot: AtomicBool,
     /// Whether an entry is in doubt.
     doubt: AtomicBool,
-    watch: Watch,
+    heartbeat: Heartbeat,
 }
 
 /// What an entry is of: a caller, and what a policy counts.
@@ -88,32 +88,32 @@ const SHARDS: usize = 16;
 /// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the others.
 const MAX_IDLE: usize = 100_000;
 
-impl Leases {
-    /// The books of what is taken in `store`. `observer` is told of what could not be released.
+impl InFlightTracker {
+    /// The tracker of what is taken in `store`. `observer` is told of what could not be released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         Self::over(Arc::default(), store, observer)
     }
 
-    /// The same books, and another observer. `store` is the same.
+    /// The same tracker, and another observer. `store` is the same.
     pub(crate) fn observed(&self, store: &impl Store, observer: Arc<dyn Observer>) -> Self {
-        Self::over(Arc::clone(&self.0.books), store, Some(observer))
+        Self::over(Arc::clone(&self.0.tracker), store, Some(observer))
     }
 
-    fn over(books: Arc<OnceLock<Arc<Books>>>, store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
-        Self(Arc::new(Inner { books, route: Arc::new(Route::new(store, observer)) }))
+    fn over(tracker: Arc<OnceLock<Arc<Tracker>>>, store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
+        Self(Arc::new(Inner { tracker, route: Arc::new(Route::new(store, observer)) }))
     }
 
     /// What settles in the store.
-    pub(crate) fn post(&self) -> &Arc<dyn Post> {
-        &self.0.route.post
+    pub(crate) fn refunds(&self) -> &Arc<dyn RefundQueue> {
+        &self.0.route.refunds
     }
 
     fn route(&self) -> &Arc<Route> {
         &self.0.route
     }
 
-    fn books(&self) -> &Arc<Books> {
-        self.0.books.get_or_init(|| shelf::find(self.0.route.identity))
+    fn tracker(&self) -> &Arc<Tracker> {
+        self.0.tracker.get_or_init(|| registry::find(self.0.route.identity))
     }
 
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
@@ -122,9 +122,9 @@ impl Leases {
     /// dropped.
     pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
-        let (books, now) = (self.books(), instant());
+        let (tracker, now) = (self.tracker(), instant());
         let ask =
-            |policy: &Policy| books.ask(Place { key, count: policy.id() }, &policies.only(policy), self.route(), now);
+            |policy: &Policy| tracker.ask(Place { key, count: policy.id() }, &policies.only(policy), self.route(), now);
         let sides = policies.iter().map(ask).collect();
         Some(Lease::new(self.clone(), key, policies.clone(), sides))
     }
@@ -134,66 +134,66 @@ impl Route {
     fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         let (identity, asked) = (store.identity(), store.clone());
         let knows = Box::new(move |decision: &Decision| asked.is_authoritative(decision));
-        Self { identity, knows, post: Arc::new(Outbox::new(store.clone(), observer)) }
+        Self { identity, knows, refunds: Arc::new(StoreQueue::new(store.clone(), observer)) }
     }
 
     /// Where a decision came from.
-    fn answered(&self, decision: &Decision) -> Answered {
+    fn answered(&self, decision: &Decision) -> Origin {
         match contain(|| (self.knows)(decision)).unwrap_or(false) {
-            true => Answered::There(decision.order()),
-            false => Answered::Elsewhere,
+            true => Origin::Primary(decision.order()),
+            false => Origin::Other,
         }
     }
 
     /// Where an answer came from, and what it grants.
-    fn read(&self, answer: &Result<Decision, StoreError>) -> (Answered, u32) {
+    fn read(&self, answer: &Result<Decision, StoreError>) -> (Origin, u32) {
         match answer {
             Ok(decision) => (self.answered(decision), decision.granted()),
-            Err(_) => (Answered::Elsewhere, 0),
+            Err(_) => (Origin::Other, 0),
         }
     }
 }
 
-impl Books {
+impl Tracker {
     fn new() -> Self {
-        let books = (0..SHARDS).map(|_| Mutex::default()).collect();
+        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
         let (away, forgot, doubt) = Default::default();
-        let (len, watch) = (AtomicUsize::new(0), Watch::new(instant()));
-        Self { books, len, away, forgot, doubt, watch }
+        let (len, heartbeat) = (AtomicUsize::new(0), Heartbeat::new(instant()));
+        Self { shards, len, away, forgot, doubt, heartbeat }
     }
 
-    fn book(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
+    fn shard(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
         let bytes = place.key.as_bytes();
         let sum = bytes.iter().fold(place.count, |sum, byte| sum.rotate_left(5) ^ u64::from(*byte));
-        &self.books[(sum.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % SHARDS]
+        &self.shards[(sum.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % SHARDS]
     }
 
     /// The store is about to be asked about a request.
     fn ask(self: &Arc<Self>, place: Place, policies: &Policies, route: &Arc<Route>, now: Instant) -> Side {
         let side = {
-            let entries = &mut *lock(self.book(&place));
+            let entries = &mut *lock(self.shard(&place));
             let entry = entries.entry(place).or_insert_with(|| {
                 self.len.fetch_add(1, Ordering::AcqRel);
                 Entry::new(policies.clone(), now)
             });
             let side = entry.ask(policies, route);
-            self.watch.note(entry.lease());
+            self.heartbeat.note(entry.lease());
             side
         };
         // Or what a runtime that has ended has left would wait for the next that ends.
-        route.post.wake();
+        route.refunds.wake();
         self.attend(now);
         side
     }
 
     /// What was asked about was granted, or passes for another reason.
-    fn granted(self: &Arc<Self>, place: Place, side: Side, answered: Answered) {
+    fn granted(self: &Arc<Self>, place: Place, side: Side, answered: Origin) {
         self.heard(answered);
         self.change(place, |entry, now| entry.granted(side, answered, now));
     }
 
     /// What was asked about is not in flight.
-    fn denied(self: &Arc<Self>, place: Place, side: Side, route: &Arc<Route>, answered: Answered) {
+    fn denied(self: &Arc<Self>, place: Place, side: Side, route: &Arc<Route>, answered: Origin) {
         self.change(place, |entry, now| entry.denied(side, route, answered, now));
     }
 
@@ -207,15 +207,15 @@ impl Books {
         let change = |entry: &mut Entry, _| (entry.policies().clone(), entry.ended(route));
         let Some((policies, (side, _unused))) = self.change(place, change) else { return };
         let since = instant();
-        self.ask_by(route, Check::refund(place.key, &policies, 1), move |books, answered, had| {
-            books.change(place, |entry, now| entry.released(side, since, answered, had, now));
+        self.ask_by(route, Check::refund(place.key, &policies, 1), move |tracker, answered, had| {
+            tracker.change(place, |entry, now| entry.released(side, since, answered, had, now));
         });
     }
 
     /// Changes an entry, and does what is due then: corrects what the store counts, or looks how many that is.
     fn change<T>(self: &Arc<Self>, place: Place, change: impl FnOnce(&mut Entry, Instant) -> T) -> Option<T> {
         let (result, due, _done) = {
-            let entries = &mut *lock(self.book(&place));
+            let entries = &mut *lock(self.shard(&place));
             let entry = entries.get_mut(&place)?;
             let now = instant();
             let result = change(entry, now);
@@ -250,10 +250,10 @@ impl Books {
         let renew = Check::renew(place.key, policies, held);
         // Each may have another store that follows the one that counts.
         for route in routes.iter().skip(1) {
-            route.post.put(Mail::of_check(renew.clone()));
+            route.refunds.put(PendingOp::of_check(renew.clone()));
         }
-        self.ask_first(routes, renew, move |books, answered, counted| {
-            books.change(place, |entry, now| entry.looked(answered, counted, now));
+        self.ask_first(routes, renew, move |tracker, answered, counted| {
+            tracker.change(place, |entry, now| entry.looked(answered, counted, now));
         });
     }
 
@@ -262,8 +262,8 @@ impl Books {
             Wrong::TooMany(count) => Check::refund(place.key, policies, count),
             Wrong::TooFew(count) => Check::charge(place.key, policies, count),
         };
-        self.ask_first(routes, check, move |books, answered, _| {
-            books.change(place, |entry, now| entry.corrected(answered, now));
+        self.ask_first(routes, check, move |tracker, answered, _| {
+            tracker.change(place, |entry, now| entry.corrected(answered, now));
         });
     }
 
@@ -271,7 +271,7 @@ impl Books {
         self: &Arc<Self>,
         routes: Routes,
         check: Check,
-        then: impl FnOnce(&Arc<Self>, Answered, u32) + Send + 'static,
+        then: impl FnOnce(&Arc<Self>, Origin, u32) + Send + 'static,
     ) {
         if let Some(route) = routes.into_iter().next() {
             self.ask_by(&route, check, then);
@@ -283,25 +283,25 @@ impl Books {
         self: &Arc<Self>,
         route: &Arc<Route>,
         check: Check,
-        then: impl FnOnce(&Arc<Self>, Answered, u32) + Send + 'static,
+        then: impl FnOnce(&Arc<Self>, Origin, u32) + Send + 'static,
     ) {
-        let (books, asked) = (Arc::clone(self), Arc::clone(route));
-        route.post.put(Mail::ask_then(check, move |answer| {
+        let (tracker, asked) = (Arc::clone(self), Arc::clone(route));
+        route.refunds.put(PendingOp::ask_then(check, move |answer| {
             let (answered, granted) = asked.read(&answer);
-            books.heard(answered);
-            then(&books, answered, granted);
+            tracker.heard(answered);
+            then(&tracker, answered, granted);
         }));
     }
 
     /// What the count was while it was away, nobody knows.
-    fn heard(&self, answered: Answered) {
+    fn heard(&self, answered: Origin) {
         match answered {
-            Answered::Elsewhere => self.away.store(true, Ordering::Release),
-            Answered::There(_) if self.away.load(Ordering::Acquire) => {
+            Origin::Other => self.away.store(true, Ordering::Release),
+            Origin::Primary(_) if self.away.load(Ordering::Acquire) => {
                 self.away.store(false, Ordering::Release);
                 self.forgot.store(true, Ordering::Release);
             }
-            Answered::There(_) => {}
+            Origin::Primary(_) => {}
         }
     }
 
@@ -309,12 +309,12 @@ impl Books {
     fn look(self: &Arc<Self>, now: Instant) {
         let forgot = self.forgot.swap(false, Ordering::AcqRel);
         let doubt = self.doubt.swap(false, Ordering::AcqRel);
-        if !(forgot || doubt || self.watch.is_due(now)) {
+        if !(forgot || doubt || self.heartbeat.is_due(now)) {
             return;
         }
-        for book in &self.books {
+        for shard in &self.shards {
             let mut due = Vec::new();
-            lock(book).iter_mut().for_each(|(place, entry)| {
+            lock(shard).iter_mut().for_each(|(place, entry)| {
                 if forgot {
                     entry.ask_again();
                 }
@@ -329,10 +329,10 @@ impl Books {
     }
 }
 
-impl fmt::Debug for Leases {
+impl fmt::Debug for InFlightTracker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let entries = self.0.books.get().map_or(0, |books| books.len.load(Ordering::Acquire));
-        f.debug_struct("Leases").field("entries", &entries).finish_non_exhaustive()
+        let entries = self.0.tracker.get().map_or(0, |tracker| tracker.len.load(Ordering::Acquire));
+        f.debug_struct("InFlightTracker").field("entries", &entries).finish_non_exhaustive()
     }
 }
 

@@ -6,12 +6,12 @@ use smallvec::{SmallVec, smallvec};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use super::{Permit, Refusal, TICK, Wanted};
+use super::{Permit, Refusal, TICK, WaitRequest};
 use crate::limit::{Decision, Policies, Policy, Strategy, Verdict};
 use crate::store::{StoreError, Wake};
 
 /// Those of one runtime who wait for one caller under the same policies.
-pub(super) struct Line {
+pub(super) struct WaitQueue {
     number: u64,
     /// In the order in which they came.
     waiting: BTreeMap<u64, Waiter>,
@@ -30,9 +30,9 @@ pub(super) struct Line {
     next_at: Option<Instant>,
     /// How many of those who wait have a permit that is due at `next_at`.
     served: usize,
-    /// Wakes the clerk.
+    /// Wakes the dispatcher.
     pub(super) wake: Arc<Wake>,
-    /// When the clerk looks at the line again by itself.
+    /// When the dispatcher looks at the queue again by itself.
     pub(super) wakes_at: Option<Instant>,
 }
 
@@ -45,13 +45,13 @@ struct Known {
 }
 
 pub(super) struct Waiter {
-    pub(super) wanted: Wanted,
+    pub(super) wanted: WaitRequest,
     answer: oneshot::Sender<Answer>,
 }
 
 pub(super) type Answer = Result<Permit, Refusal>;
 
-/// A check that the clerk makes next, for some of the first in the line.
+/// A check that the dispatcher makes next, for some of the first in the queue.
 #[derive(Debug)]
 pub(super) struct Ask {
     /// The first of them, and the last.
@@ -98,7 +98,7 @@ impl Room {
 }
 
 impl Waiter {
-    pub(super) fn new(wanted: Wanted) -> (Self, oneshot::Receiver<Answer>) {
+    pub(super) fn new(wanted: WaitRequest) -> (Self, oneshot::Receiver<Answer>) {
         let (sender, answer) = oneshot::channel();
         (Self { wanted, answer: sender }, answer)
     }
@@ -109,9 +109,9 @@ impl Waiter {
     }
 }
 
-impl Line {
-    /// A line whose first caller has just been `denied` what it wants, if it has asked.
-    pub(super) fn new(number: u64, wanted: &Wanted, denied: Option<Decision>, now: Instant) -> Self {
+impl WaitQueue {
+    /// A queue whose first caller has just been `denied` what it wants, if it has asked.
+    pub(super) fn new(number: u64, wanted: &WaitRequest, denied: Option<Decision>, now: Instant) -> Self {
         let next_at = denied.as_ref().and_then(Decision::retry_after).and_then(|wait| now.checked_add(wait));
         Self {
             number,
@@ -143,8 +143,8 @@ impl Line {
         Some((decision.clone(), *at, decision.retry_after()?))
     }
 
-    /// Why one more may not join: too many wait, or the turn would come too late even if nobody left the line.
-    pub(super) fn refusal(&self, wanted: &Wanted, is_full: bool, now: Instant) -> Option<Decision> {
+    /// Why one more may not join: too many wait, or the turn would come too late even if nobody left the queue.
+    pub(super) fn refusal(&self, wanted: &WaitRequest, is_full: bool, now: Instant) -> Option<Decision> {
         if !is_full && wanted.deadline.is_none() {
             return None;
         }
@@ -166,7 +166,7 @@ impl Line {
     }
 
     /// No turn of one who comes now is before that, if those before it stay.
-    fn earliest(&self, wanted: &Wanted) -> Option<Instant> {
+    fn earliest(&self, wanted: &WaitRequest) -> Option<Instant> {
         let (known, next_at) = (self.known.as_ref()?, self.next_at?);
         // What is counted by windows tells too little.
         if !wanted.policies.iter().all(|policy| policy.strategy().is_steady()) {
@@ -183,7 +183,7 @@ impl Line {
         self.units - served.map(|waiter| u64::from(waiter.wanted.cost)).sum::<u64>()
     }
 
-    /// Lines up at the end. Returns the number there.
+    /// Queues up at the end. Returns the number there.
     pub(super) fn push(&mut self, waiter: Waiter) -> u64 {
         let number = self.came;
         self.units += u64::from(waiter.wanted.cost);
@@ -232,7 +232,7 @@ impl Line {
         self.waiting.values().next().is_some_and(|first| first.wanted.cost == cost)
     }
 
-    /// The clerk rests for what the first wanted, which has left.
+    /// The dispatcher rests for what the first wanted, which has left.
     fn wake_unless_first_wants(&self, cost: u32) {
         if !self.first_wants(cost) {
             self.wake.notify.notify_one();
@@ -288,7 +288,7 @@ impl Line {
         late.into_iter().filter_map(|number| Some((self.remove(number)?, refusal.clone()))).collect()
     }
 
-    /// When a clerk that rests until then has to look again. None if it has to ask again now: the first does not want what
+    /// When a dispatcher that rests until then has to look again. None if it has to ask again now: the first does not want what
     /// was asked for, or somebody's time is up after the time for which the answer was.
     pub(super) fn rest(&mut self, until: Instant, ask: Option<&Ask>, now: Instant) -> Option<Instant> {
         if ask.is_some_and(|ask| !self.first_wants(ask.cost())) {
@@ -315,7 +315,7 @@ impl Line {
         let mut asks: Vec<Ask> = vec![];
         let mut units = room.units.max(self.waiting.values().next().map_or(0, |first| first.wanted.cost)).max(1);
         for (&number, Waiter { wanted, .. }) in self.waiting.iter().take(room.places.max(1) as usize) {
-            let &Wanted { ref policies, cost, deadline, .. } = wanted;
+            let &WaitRequest { ref policies, cost, deadline, .. } = wanted;
             let Some(rest) = units.checked_sub(cost.max(1)) else { break };
             units = rest;
             match asks.last_mut().filter(|_| policies.in_flight().is_none()) {

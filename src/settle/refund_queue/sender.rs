@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep_until};
 use super::{Flight, Next, Shared, panicked};
 use crate::store::{Store, contain, instant};
 
-/// The task that sends what waits in an [`Outbox`](super::Outbox), until there is nothing.
+/// The task that sends what waits in an [`StoreQueue`](super::StoreQueue), until there is nothing.
 pub(super) struct Sender<S: Store> {
     shared: Arc<Shared<S>>,
     number: u64,
@@ -25,10 +25,10 @@ impl<S: Store> Sender<S> {
         loop {
             let now = instant();
             match self.shared.next(self.number, &mut self.flights, last, now) {
-                Next::Send(mails) => {
+                Next::Send(ops) => {
                     last = now;
-                    for mail in mails {
-                        self.shared.ask(mail, now, &mut self.flights);
+                    for op in ops {
+                        self.shared.ask(op, now, &mut self.flights);
                     }
                 }
                 Next::Wait(until) => self.wait(until).await,
@@ -48,7 +48,7 @@ impl<S: Store> Sender<S> {
             while let Some(flight) = self.flights.get_mut(i) {
                 let poll = contain(|| flight.answer.as_mut().poll(cx)).unwrap_or_else(|| Poll::Ready(Err(panicked())));
                 match poll {
-                    Poll::Ready(answer) => ended.push((self.flights.swap_remove(i).mail, answer)),
+                    Poll::Ready(answer) => ended.push((self.flights.swap_remove(i).op, answer)),
                     Poll::Pending => i += 1,
                 }
             }
@@ -57,8 +57,8 @@ impl<S: Store> Sender<S> {
             if is_time || came || !ended.is_empty() { Poll::Ready(()) } else { Poll::Pending }
         })
         .await;
-        for (mail, answer) in ended {
-            shared.ended(mail, answer);
+        for (op, answer) in ended {
+            shared.ended(op, answer);
         }
     }
 }

@@ -1,31 +1,31 @@
-//! The order of those who wait for their turn: a line for each caller, first come, first served.
+//! The order of those who wait for their turn: a queue for each caller, first come, first served.
 //!
-//! A [`Line`](line::Line) is who waits, a [`Clerk`](clerk::Clerk) is the task that asks the store for all of them, a
-//! [`Turn`] is the future of one of them, and a [`Permit`] is what it gets.
+//! A [`WaitQueue`](queue::WaitQueue) is who waits, a [`Dispatcher`](dispatcher::Dispatcher) is the task that asks the store for all of them, a
+//! [`Acquire`] is the future of one of them, and a [`Permit`] is what it gets.
 //!
-//! **Few calls.** Only the clerk asks, for whoever is first, and so takes one permit ahead of time: charged at once, due
+//! **Few calls.** Only the dispatcher asks, for whoever is first, and so takes one permit ahead of time: charged at once, due
 //! later. So each process has at most one permit ahead, those of several processes are due one after another, and a call
 //! makes a grant. If the last answer tells that there is room for more, the next call takes for as many as wait, but only
 //! what is there now: another process may have been faster. Of requests in flight each takes its own, so that these are as
-//! many calls at once, and fewer after some of them were denied. Where a strategy cannot owe, the clerk asks again when the
-//! denial says so. A line that begins takes nothing ahead that is due later than [soon](clerk::SOON): whoever wants it may
+//! many calls at once, and fewer after some of them were denied. Where a strategy cannot owe, the dispatcher asks again when the
+//! denial says so. A queue that begins takes nothing ahead that is due later than [soon](dispatcher::SOON): whoever wants it may
 //! be gone by then.
 //!
-//! **Nothing is lost.** A permit belongs to the line, not to who asked for it: whoever gives up leaves what he would have
+//! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: whoever gives up leaves what he would have
 //! had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same way.
-//! Before it is due there is no permit yet: if whoever is first wants something else by then, the clerk releases what it
+//! Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher releases what it
 //! took, and asks again. Only a runtime that ends keeps what it has taken.
 //!
-//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them. What is released in this process [wakes](crate::store::Wake) the clerk, and for what
+//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them. What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what
 //! others release it looks again now and then.
 //!
 //! **A store that fails.** A call that fails is told to whoever is first. The others wait on, until [several in a
-//! row](clerk::MAX_FAILURES) have failed; whoever comes then is told the same for a while, without a call.
+//! row](dispatcher::MAX_FAILURES) have failed; whoever comes then is told the same for a while, without a call.
 
-mod clerk;
-mod line;
+mod acquire;
+mod dispatcher;
 mod permit;
-mod turn;
+mod queue;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -41,18 +41,18 @@ use std::time::Duration;
 use tokio::runtime::{Handle, Id};
 use tokio::time::Instant;
 
+pub(crate) use acquire::Acquire;
 pub(crate) use permit::{Permit, Spent};
-pub(crate) use turn::Turn;
 
-use self::clerk::Clerk;
-use self::line::{Line, Waiter};
-use crate::leases::{Lease, Leases};
+use self::dispatcher::Dispatcher;
+use self::queue::{WaitQueue, Waiter};
+use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Check, Decision, Key, Policies, Source, Strategy, Verdict};
 use crate::store::{ErrorKind, Observer, Store, StoreError, instant, lock};
 
-/// Who waits for a turn, of all callers. Clones share the lines.
+/// Who waits for a turn, of all callers. Clones share the queues.
 #[derive(Clone)]
-pub(crate) struct Turns {
+pub(crate) struct WaitQueues {
     shared: Arc<Shared>,
     bounds: Bounds,
 }
@@ -60,9 +60,9 @@ pub(crate) struct Turns {
 struct Shared {
     store: Box<dyn AnyStore>,
     /// What permits hold in flight.
-    leases: Leases,
-    lines: Mutex<Lines>,
-    /// How many lines there are: while there are none, nobody looks for one.
+    in_flight: InFlightTracker,
+    queues: Mutex<Lines>,
+    /// How many queues there are: while there are none, nobody looks for one.
     count: AtomicUsize,
 }
 
@@ -83,13 +83,13 @@ impl<S: Store> AnyStore for S {
 }
 
 struct Lines {
-    each: HashMap<Place, Line>,
+    each: HashMap<Place, WaitQueue>,
     waiting: Waiting,
-    /// How many lines were ever made: each has a number.
+    /// How many queues were ever made: each has a number.
     made: u64,
 }
 
-/// How many wait in all lines.
+/// How many wait in all queues.
 #[derive(Default)]
 struct Waiting {
     all: usize,
@@ -104,7 +104,7 @@ pub(crate) struct Bounds {
     pub(crate) all: usize,
 }
 
-/// Where one waits. Each runtime has lines of its own, so that nobody depends on a runtime that has ended or stands still.
+/// Where one waits. Each runtime has queues of its own, so that nobody depends on a runtime that has ended or stands still.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Place {
     runtime: Id,
@@ -115,7 +115,7 @@ struct Place {
 
 /// What one waits for.
 #[derive(Debug, Clone)]
-pub(crate) struct Wanted {
+pub(crate) struct WaitRequest {
     pub(crate) key: Key,
     pub(crate) policies: Policies,
     pub(crate) cost: u32,
@@ -151,7 +151,7 @@ impl Bounds {
     }
 }
 
-impl Wanted {
+impl WaitRequest {
     /// Whether it costs more than ever fits: no wait helps.
     pub(crate) fn exceeds_capacity(&self) -> bool {
         let mut of_costs = self.policies.iter().filter(|policy| policy.strategy() != Strategy::InFlight);
@@ -170,7 +170,7 @@ impl Waiting {
         self.each.get(key).copied().unwrap_or(0)
     }
 
-    /// So many wait in one line of this caller where there were `before`.
+    /// So many wait in one queue of this caller where there were `before`.
     fn change(&mut self, key: &Key, before: usize, now: usize) {
         self.all = self.all + now - before;
         match self.of(key) + now - before {
@@ -180,34 +180,34 @@ impl Waiting {
     }
 }
 
-impl Turns {
+impl WaitQueues {
     /// `leases` are those of whoever asks the store.
-    pub(crate) fn new(store: impl Store, leases: Leases, bounds: Bounds) -> Self {
-        let lines = Mutex::new(Lines { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
+    pub(crate) fn new(store: impl Store, in_flight: InFlightTracker, bounds: Bounds) -> Self {
+        let queues = Mutex::new(Lines { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
         let count = AtomicUsize::new(0);
-        Self { shared: Arc::new(Shared { store: Box::new(store), leases, lines, count }), bounds }
+        Self { shared: Arc::new(Shared { store: Box::new(store), in_flight, queues, count }), bounds }
     }
 
-    /// The same lines, in which so many may wait.
+    /// The same queues, in which so many may wait.
     pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
         Self { shared: Arc::clone(&self.shared), bounds }
     }
 
     /// What a request holds in flight if it [passes](Lease::passed) though the store has failed to decide.
-    pub(crate) fn hold(&self, wanted: &Wanted) -> Option<Lease> {
-        self.shared.leases.hold(wanted.key, &wanted.policies)
+    pub(crate) fn hold(&self, wanted: &WaitRequest) -> Option<Lease> {
+        self.shared.in_flight.hold(wanted.key, &wanted.policies)
     }
 
     /// Waits behind those who wait on this runtime already, if anybody does, and if a wait helps.
-    pub(crate) fn join_others(&self, wanted: &Wanted) -> Option<Result<Turn, Refusal>> {
+    pub(crate) fn join_others(&self, wanted: &WaitRequest) -> Option<Result<Acquire, Refusal>> {
         if self.shared.count.load(Ordering::Acquire) == 0 || wanted.exceeds_capacity() {
             return None;
         }
         let runtime = Handle::try_current().ok()?;
         let place = Place::of(&runtime, wanted);
-        let Lines { each, waiting, .. } = &mut *lock(&self.shared.lines);
-        let line = each.get_mut(&place)?;
-        Some(self.line_up(line, waiting, place, wanted.clone()))
+        let Lines { each, waiting, .. } = &mut *lock(&self.shared.queues);
+        let queue = each.get_mut(&place)?;
+        Some(self.enqueue(queue, waiting, place, wanted.clone()))
     }
 
     /// Hands the observer on to the store.
@@ -223,57 +223,63 @@ impl Turns {
     }
 
     /// Waits for a permit. `denied` is what the store has just said, if it was asked. What [never
-    /// fits](Wanted::exceeds_capacity) must not wait: others would wait behind it.
+    /// fits](WaitRequest::exceeds_capacity) must not wait: others would wait behind it.
     ///
     /// # Errors
     ///
     /// [`Refusal`], if it is certain already that there is none in time, or if too many wait.
-    pub(crate) fn join(&self, wanted: Wanted, denied: Option<Decision>) -> Result<Turn, Refusal> {
+    pub(crate) fn join(&self, wanted: WaitRequest, denied: Option<Decision>) -> Result<Acquire, Refusal> {
         let runtime = Handle::try_current()
             .map_err(|error| Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check()))?;
         let place = Place::of(&runtime, &wanted);
-        let (turn, clerk) = {
-            let Lines { each, waiting, made } = &mut *lock(&self.shared.lines);
-            if let Some(line) = each.get_mut(&place) {
-                return self.line_up(line, waiting, place, wanted);
+        let (turn, dispatcher) = {
+            let Lines { each, waiting, made } = &mut *lock(&self.shared.queues);
+            if let Some(queue) = each.get_mut(&place) {
+                return self.enqueue(queue, waiting, place, wanted);
             }
-            let mut line = Line::new(*made, &wanted, denied, instant());
+            let mut queue = WaitQueue::new(*made, &wanted, denied, instant());
             let policies = wanted.policies.clone();
-            let turn = self.line_up(&mut line, waiting, place, wanted)?;
-            let clerk = Clerk::new(Arc::clone(&self.shared), place, &line, policies, runtime.clone());
+            let turn = self.enqueue(&mut queue, waiting, place, wanted)?;
+            let dispatcher = Dispatcher::new(Arc::clone(&self.shared), place, &queue, policies, runtime.clone());
             *made += 1;
-            each.insert(place, line);
+            each.insert(place, queue);
             self.shared.count.fetch_add(1, Ordering::AcqRel);
-            (turn, clerk)
+            (turn, dispatcher)
         };
         // What is there is taken at once, without a task.
-        let mut clerk = Box::pin(clerk.run());
-        if clerk.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+        let mut dispatcher = Box::pin(dispatcher.run());
+        if dispatcher.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
             // A runtime that has ended drops it: that answers who waits.
-            runtime.spawn(clerk);
+            runtime.spawn(dispatcher);
         }
         Ok(turn)
     }
 
-    /// Lines up, if that is not too late and not too many wait.
-    fn line_up(&self, line: &mut Line, waiting: &mut Waiting, place: Place, wanted: Wanted) -> Result<Turn, Refusal> {
-        if let Some(error) = line.failed() {
+    /// Queues up, if that is not too late and not too many wait.
+    fn enqueue(
+        &self,
+        queue: &mut WaitQueue,
+        waiting: &mut Waiting,
+        place: Place,
+        wanted: WaitRequest,
+    ) -> Result<Acquire, Refusal> {
+        if let Some(error) = queue.failed() {
             return Err(Refusal::Failed(error.clone()));
         }
         let is_full = waiting.all >= self.bounds.all || waiting.of(&place.key) >= self.bounds.each;
-        if let Some(decision) = line.refusal(&wanted, is_full, instant()) {
+        if let Some(decision) = queue.refusal(&wanted, is_full, instant()) {
             return Err(Refusal::Denied(decision));
         }
         let (waiter, answer) = Waiter::new(wanted);
-        let before = line.len();
-        let number = line.push(waiter);
-        waiting.change(&place.key, before, line.len());
-        Ok(Turn::new(Arc::clone(&self.shared), place, line.number(), number, answer))
+        let before = queue.len();
+        let number = queue.push(waiter);
+        waiting.change(&place.key, before, queue.len());
+        Ok(Acquire::new(Arc::clone(&self.shared), place, queue.number(), number, answer))
     }
 }
 
 impl Place {
-    fn of(runtime: &Handle, wanted: &Wanted) -> Self {
+    fn of(runtime: &Handle, wanted: &WaitRequest) -> Self {
         let mut policies = DefaultHasher::new();
         for policy in &wanted.policies {
             (policy.id(), policy.strategy(), policy.quota()).hash(&mut policies);
@@ -291,40 +297,40 @@ impl Shared {
         }
     }
 
-    /// Calls `act` with the line of this number, if it is still there.
-    fn with_line<T>(&self, place: &Place, number: u64, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        let lines = &mut *lock(&self.lines);
-        let line = lines.each.get_mut(place).filter(|line| line.number() == number)?;
-        let before = line.len();
-        let result = act(line);
-        lines.waiting.change(&place.key, before, line.len());
+    /// Calls `act` with the queue of this number, if it is still there.
+    fn with_queue<T>(&self, place: &Place, number: u64, act: impl FnOnce(&mut WaitQueue) -> T) -> Option<T> {
+        let queues = &mut *lock(&self.queues);
+        let queue = queues.each.get_mut(place).filter(|queue| queue.number() == number)?;
+        let before = queue.len();
+        let result = act(queue);
+        queues.waiting.change(&place.key, before, queue.len());
         Some(result)
     }
 
     /// Takes out whoever is first at this place, if a permit of this cost is what it wants.
     fn pop(&self, place: &Place, cost: u32) -> Option<Waiter> {
-        let lines = &mut *lock(&self.lines);
-        let line = lines.each.get_mut(place)?;
-        let before = line.len();
-        let waiter = line.pop(cost)?;
-        lines.waiting.change(&place.key, before, line.len());
+        let queues = &mut *lock(&self.queues);
+        let queue = queues.each.get_mut(place)?;
+        let before = queue.len();
+        let waiter = queue.pop(cost)?;
+        queues.waiting.change(&place.key, before, queue.len());
         Some(waiter)
     }
 
-    /// Takes away the line of this number, if nobody waits in it or if it `must` go.
-    fn remove(&self, place: &Place, number: u64, must: bool) -> Option<Line> {
-        let lines = &mut *lock(&self.lines);
-        lines.each.get(place).filter(|line| line.number() == number && (must || line.len() == 0))?;
-        let line = lines.each.remove(place)?;
-        lines.waiting.change(&place.key, line.len(), 0);
+    /// Takes away the queue of this number, if nobody waits in it or if it `must` go.
+    fn remove(&self, place: &Place, number: u64, must: bool) -> Option<WaitQueue> {
+        let queues = &mut *lock(&self.queues);
+        queues.each.get(place).filter(|queue| queue.number() == number && (must || queue.len() == 0))?;
+        let queue = queues.each.remove(place)?;
+        queues.waiting.change(&place.key, queue.len(), 0);
         self.count.fetch_sub(1, Ordering::AcqRel);
-        Some(line)
+        Some(queue)
     }
 }
 
-impl fmt::Debug for Turns {
+impl fmt::Debug for WaitQueues {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Turns").field("waiting", &lock(&self.shared.lines).waiting.all).finish_non_exhaustive()
+        f.debug_struct("WaitQueues").field("waiting", &lock(&self.shared.queues).waiting.all).finish_non_exhaustive()
     }
 }
 

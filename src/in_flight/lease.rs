@@ -3,8 +3,8 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::entry::{Answered, Side};
-use super::{Books, Leases, Place, Route};
+use super::entry::{Origin, Side};
+use super::{InFlightTracker, Place, Route, Tracker};
 use crate::limit::{Decision, Key, Policies};
 use crate::store::StoreError;
 
@@ -14,7 +14,7 @@ use crate::store::StoreError;
 /// many are in flight.
 #[must_use]
 pub struct Lease {
-    leases: Leases,
+    in_flight: InFlightTracker,
     key: Key,
     /// Those that count what is in flight.
     policies: Policies,
@@ -33,18 +33,18 @@ enum State {
 }
 
 impl Lease {
-    pub(super) fn new(leases: Leases, key: Key, policies: Policies, sides: SmallVec<[Side; 1]>) -> Self {
-        Self { leases, key, policies, sides, state: State::Asked, is_known: false }
+    pub(super) fn new(in_flight: InFlightTracker, key: Key, policies: Policies, sides: SmallVec<[Side; 1]>) -> Self {
+        Self { in_flight, key, policies, sides, state: State::Asked, is_known: false }
     }
 
     /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is held if the
     /// request [passes](Self::pass) all the same.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let answered = match answer {
-            Ok(decision) => self.leases.route().answered(decision),
-            Err(error) => Answered::there(error.is_unsent()),
+            Ok(decision) => self.in_flight.route().answered(decision),
+            Err(error) => Origin::there(error.is_unsent()),
         };
-        self.is_known = answered != Answered::Elsewhere;
+        self.is_known = answered != Origin::Other;
         match answer {
             Ok(decision) if decision.is_allowed() => self.hold(answered),
             Ok(_) => self.leave(),
@@ -54,7 +54,7 @@ impl Lease {
 
     /// The request goes on though the store has failed to decide: it is in flight all the same.
     pub(crate) fn passed(mut self) -> Self {
-        self.hold(Answered::Elsewhere);
+        self.hold(Origin::Other);
         self
     }
 
@@ -62,27 +62,27 @@ impl Lease {
     pub(crate) fn leave_counted(mut self) {
         if self.state == State::Held {
             self.state = State::Over;
-            self.each(|books, place, _, route| books.left(place, route));
+            self.each(|tracker, place, _, route| tracker.left(place, route));
         }
     }
 
-    fn hold(&mut self, answered: Answered) {
+    fn hold(&mut self, answered: Origin) {
         if self.state == State::Asked {
             self.state = State::Held;
-            self.each(|books, place, side, _| books.granted(place, side, answered));
+            self.each(|tracker, place, side, _| tracker.granted(place, side, answered));
         }
     }
 
     fn leave(&mut self) {
         if self.state == State::Asked {
             self.state = State::Over;
-            self.each(|books, place, side, route| books.denied(place, side, route, Answered::there(self.is_known)));
+            self.each(|tracker, place, side, route| tracker.denied(place, side, route, Origin::there(self.is_known)));
         }
     }
 
-    fn each(&self, tell: impl Fn(&Arc<Books>, Place, Side, &Arc<Route>)) {
+    fn each(&self, tell: impl Fn(&Arc<Tracker>, Place, Side, &Arc<Route>)) {
         for (policy, side) in self.policies.iter().zip(&self.sides) {
-            tell(self.leases.books(), Place { key: self.key, count: policy.id() }, *side, self.leases.route());
+            tell(self.in_flight.tracker(), Place { key: self.key, count: policy.id() }, *side, self.in_flight.route());
         }
     }
 }
@@ -91,7 +91,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.leave();
         if self.state == State::Held {
-            self.each(|books, place, _, route| books.ended(place, route));
+            self.each(|tracker, place, _, route| tracker.ended(place, route));
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::{ErrorKind, StoreError, instant};
 
 /// What is to be done in a store, and who is told of it.
-pub(crate) struct Mail {
+pub(crate) struct PendingOp {
     what: What,
     then: Then,
     pub(super) put_at: Instant,
@@ -32,7 +32,7 @@ struct Refund {
     since: Instant,
 }
 
-impl Mail {
+impl PendingOp {
     /// Asks this check.
     pub(crate) fn of_check(check: Check) -> Self {
         Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0 }
@@ -55,7 +55,7 @@ impl Mail {
         Self { what, then: Then(None), put_at: instant(), tries: 0 }
     }
 
-    /// Whose mail it is.
+    /// Whose op it is.
     pub(super) fn key(&self) -> &Key {
         match &self.what {
             What::Check(check) => check.key(),
@@ -105,8 +105,8 @@ impl Drop for Then {
     }
 }
 
-impl fmt::Debug for Mail {
+impl fmt::Debug for PendingOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Mail").field("key", self.key()).finish_non_exhaustive()
+        f.debug_struct("PendingOp").field("key", self.key()).finish_non_exhaustive()
     }
 }

@@ -6,7 +6,7 @@ use tokio::runtime::Handle;
 use tokio::time::Instant;
 
 use super::{Place, Shared};
-use crate::leases::Lease;
+use crate::in_flight::Lease;
 use crate::limit::{Charged, Check, Decision, Key, LONGEST, Policies, Policy, Strategy};
 use crate::store::instant;
 
@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A permit that is due: charged, and to be used once.
 ///
-/// Dropped unused, it goes to the next one in the line, and if there is none back to the store.
+/// Dropped unused, it goes to the next one in the queue, and if there is none back to the store.
 #[must_use]
 pub(crate) struct Permit {
     decision: Decision,
@@ -108,7 +108,7 @@ impl Permit {
         self.held.take().map(|held| held.refund(&self.decision)).unwrap_or_default()
     }
 
-    /// Hands it on to whoever is first in the line, or gives what is still counted of it back to the store.
+    /// Hands it on to whoever is first in the queue, or gives what is still counted of it back to the store.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
             let is_good = held.is_good(&self.decision);

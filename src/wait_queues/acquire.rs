@@ -7,28 +7,28 @@ use std::task::{Context, Poll, ready};
 use tokio::runtime::Id;
 use tokio::sync::oneshot;
 
-use super::line::Answer;
+use super::queue::Answer;
 use super::{Permit, Place, Refusal, Shared};
 use crate::store::{ErrorKind, StoreError};
 
-/// Resolves to a permit when its turn has come. Dropped, it leaves the line.
-pub(crate) struct Turn {
+/// Resolves to a permit when its turn has come. Dropped, it leaves the queue.
+pub(crate) struct Acquire {
     shared: Arc<Shared>,
     place: Place,
-    line: u64,
+    queue: u64,
     number: u64,
     answer: oneshot::Receiver<Answer>,
 }
 
-impl Turn {
+impl Acquire {
     pub(super) fn new(
         shared: Arc<Shared>,
         place: Place,
-        line: u64,
+        queue: u64,
         number: u64,
         answer: oneshot::Receiver<Answer>,
     ) -> Self {
-        Self { shared, place, line, number, answer }
+        Self { shared, place, queue, number, answer }
     }
 
     /// The runtime that asks for it.
@@ -37,7 +37,7 @@ impl Turn {
     }
 }
 
-impl Future for Turn {
+impl Future for Acquire {
     type Output = Result<Permit, Refusal>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -51,15 +51,15 @@ impl Future for Turn {
     }
 }
 
-impl Drop for Turn {
+impl Drop for Acquire {
     fn drop(&mut self) {
         // What it has been told and not read goes with the receiver: a permit then goes on to the next one.
-        drop(self.shared.with_line(&self.place, self.line, |line| line.leave(self.number)));
+        drop(self.shared.with_queue(&self.place, self.queue, |queue| queue.leave(self.number)));
     }
 }
 
-impl fmt::Debug for Turn {
+impl fmt::Debug for Acquire {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Turn").field("number", &self.number).finish_non_exhaustive()
+        f.debug_struct("Acquire").field("number", &self.number).finish_non_exhaustive()
     }
 }

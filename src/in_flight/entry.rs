@@ -52,11 +52,11 @@ pub(super) type Side = usize;
 
 /// Where an answer came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Answered {
+pub(super) enum Origin {
     /// From where the count is kept; and when it was decided there, if that is told.
-    There(Option<Order>),
+    Primary(Option<Order>),
     /// From elsewhere, as in an outage; or it did not come.
-    Elsewhere,
+    Other,
 }
 
 /// By how much the store's count is wrong.
@@ -76,15 +76,15 @@ const LATEST: Duration = Duration::from_millis(2250);
 /// something may be released.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-impl Answered {
+impl Origin {
     pub(super) fn there(there: bool) -> Self {
-        if there { Self::There(None) } else { Self::Elsewhere }
+        if there { Self::Primary(None) } else { Self::Other }
     }
 
     fn order(self) -> Option<Order> {
         match self {
-            Self::There(order) => order,
-            Self::Elsewhere => None,
+            Self::Primary(order) => order,
+            Self::Other => None,
         }
     }
 }
@@ -140,7 +140,7 @@ impl Entry {
     }
 
     /// The request is in flight.
-    pub(super) fn granted(&mut self, side: Side, answered: Answered, now: Instant) {
+    pub(super) fn granted(&mut self, side: Side, answered: Origin, now: Instant) {
         self.answered(side);
         self.held += 1;
         self.counts(1, side, answered);
@@ -148,7 +148,7 @@ impl Entry {
     }
 
     /// So many more are counted, or fewer: maybe since before a look.
-    fn counts(&mut self, more: i64, side: Side, answered: Answered) {
+    fn counts(&mut self, more: i64, side: Side, answered: Origin) {
         let is_new = side == self.side;
         if let Some(look) = &mut self.look {
             look.counts(more, is_new, answered.order());
@@ -162,11 +162,11 @@ impl Entry {
         &mut self,
         side: Side,
         route: &Arc<Route>,
-        answered: Answered,
+        answered: Origin,
         now: Instant,
     ) -> Option<Arc<Route>> {
         self.answered(side);
-        if answered == Answered::Elsewhere {
+        if answered == Origin::Other {
             self.heard(answered, now);
         }
         self.leave(route)
@@ -200,7 +200,7 @@ impl Entry {
     }
 
     /// What came of giving one back at the time `since`: how many the store had.
-    pub(super) fn released(&mut self, side: Side, since: Instant, answered: Answered, had: u32, now: Instant) {
+    pub(super) fn released(&mut self, side: Side, since: Instant, answered: Origin, had: u32, now: Instant) {
         self.leaving[side] = self.leaving[side].saturating_sub(1);
         self.counts(-1, side, answered);
         self.heard_back(answered, now);
@@ -210,16 +210,16 @@ impl Entry {
         }
     }
 
-    fn heard_back(&mut self, answered: Answered, now: Instant) {
-        if answered == Answered::Elsewhere {
+    fn heard_back(&mut self, answered: Origin, now: Instant) {
+        if answered == Origin::Other {
             self.lost_back = Some(now);
         }
         self.heard(answered, now);
     }
 
-    fn heard(&mut self, answered: Answered, now: Instant) {
+    fn heard(&mut self, answered: Origin, now: Instant) {
         self.written = now;
-        if answered == Answered::Elsewhere {
+        if answered == Origin::Other {
             self.lost = Some(now);
             self.doubts(now);
         }
@@ -265,9 +265,9 @@ impl Entry {
     }
 
     /// A look was answered: so many the store counts.
-    pub(super) fn looked(&mut self, answered: Answered, counted: u32, now: Instant) {
+    pub(super) fn looked(&mut self, answered: Origin, counted: u32, now: Instant) {
         self.written = now;
-        let Answered::There(order) = answered else {
+        let Origin::Primary(order) = answered else {
             (self.look, self.next_at) = (None, now + LATE);
             return self.doubts(now + LATE);
         };
@@ -322,7 +322,7 @@ impl Entry {
     }
 
     /// A correction was answered.
-    pub(super) fn corrected(&mut self, answered: Answered, now: Instant) {
+    pub(super) fn corrected(&mut self, answered: Origin, now: Instant) {
         (self.correcting, self.next_at) = (false, now + GAP);
         self.heard_back(answered, now);
         // It may not be all, and another store that follows this one has to be told too.
@@ -348,7 +348,7 @@ mod tests {
     use crate::limit::Policy;
     use crate::store::{LocalStore, instant};
 
-    const THERE: Answered = Answered::There(None);
+    const THERE: Origin = Origin::Primary(None);
 
     fn entry() -> (Entry, Arc<Route>, Instant) {
         let (now, policies) = (instant(), Policy::in_flight("streams", 4).unwrap().into());
@@ -377,7 +377,7 @@ mod tests {
     async fn only_what_is_certain_is_corrected() {
         let (mut entry, route, now) = entry();
         let side = ask(&mut entry, &route);
-        assert!(entry.denied(side, &route, Answered::Elsewhere, now).is_none());
+        assert!(entry.denied(side, &route, Origin::Other, now).is_none());
         assert_eq!(entry.look(now), Some(3));
         assert!(entry.look(now).is_none(), "one at a time");
         // It may have overtaken the look, or come after it.
@@ -447,7 +447,7 @@ mod tests {
         ] {
             let (mut entry, route, mut now) = entry();
             for (look, surplus) in surplus.into_iter().enumerate() {
-                let at = |time: i64| Answered::There(Some((1_000 * look as i64 + time, 0)));
+                let at = |time: i64| Origin::Primary(Some((1_000 * look as i64 + time, 0)));
                 entry.ask_again();
                 assert_eq!(entry.look(now), Some(3));
                 let takes = [0; 4].map(|_| ask(&mut entry, &route));
@@ -460,12 +460,12 @@ mod tests {
                 entry.granted(takes[2], at(3), now);
                 entry.granted(takes[3], at(7), now);
                 let later = ask(&mut entry, &route);
-                entry.granted(later, Answered::There(None), now);
+                entry.granted(later, Origin::Primary(None), now);
                 assert_eq!(entry.wrong(now), None, "two may have come before it still");
                 entry.released(releases[2], now, at(4), 1, now);
                 entry.released(releases[3], now, at(6), 1, now);
                 let later = end(&mut entry, &route);
-                entry.released(later, now, Answered::There(None), 1, now);
+                entry.released(later, now, Origin::Primary(None), 1, now);
                 if look == 0 {
                     assert_eq!((entry.wrong(now), entry.is_in_doubt()), (None, surplus != 0));
                 }
@@ -514,7 +514,7 @@ mod tests {
         entry.ask_again();
         assert_eq!(entry.look(now), Some(2));
         (entry.look, entry.doubt) = (None, Some(now));
-        entry.released(side, now, Answered::Elsewhere, 0, now);
+        entry.released(side, now, Origin::Other, 0, now);
         for (now, wrong) in [(now, None), (now + LATE, Some(Wrong::TooMany(1)))] {
             assert!(entry.look(now).is_some());
             entry.looked(THERE, 3, now);

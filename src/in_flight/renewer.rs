@@ -5,35 +5,35 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep};
 
-use super::Books;
+use super::Tracker;
 use crate::store::instant;
 
 /// Who looks after the entries: one task at a time, on the runtime of whoever came first. If that ends or stands still, whoever
 /// comes next on another takes over.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(super) struct Heartbeat {
     start: Instant,
-    /// When the keeper was last seen, in microseconds since the start.
+    /// When the renewer was last seen, in microseconds since the start.
     beat: AtomicI64,
-    /// The number of the last keeper.
-    keeper: AtomicU64,
+    /// The number of the last renewer.
+    renewer: AtomicU64,
     /// When entries were last looked at to renew them.
     looked: AtomicI64,
     /// The shortest lease time, in microseconds.
     shortest: AtomicI64,
 }
 
-/// How often the keeper looks for what is in doubt.
+/// How often the renewer looks for what is in doubt.
 const TICK: Duration = Duration::from_millis(250);
 /// After how long without a beat another takes over.
 const PATIENCE: i64 = 2_000_000;
 /// A beat of nobody.
 const NEVER: i64 = i64::MIN / 2;
 
-impl Watch {
+impl Heartbeat {
     pub(super) fn new(start: Instant) -> Self {
         let (beat, looked, shortest) = (AtomicI64::new(NEVER), AtomicI64::new(NEVER), AtomicI64::new(i64::MAX));
-        Self { start, beat, keeper: AtomicU64::new(0), looked, shortest }
+        Self { start, beat, renewer: AtomicU64::new(0), looked, shortest }
     }
 
     fn micros(&self, now: Instant) -> i64 {
@@ -64,7 +64,7 @@ impl Watch {
         is_due
     }
 
-    /// Whether there is no keeper.
+    /// Whether there is no renewer.
     fn is_left(&self, now: Instant) -> bool {
         self.micros(now).saturating_sub(self.beat.load(Ordering::Acquire)) >= PATIENCE
     }
@@ -76,61 +76,61 @@ impl Watch {
             return None;
         }
         self.beat.compare_exchange(beat, now, Ordering::AcqRel, Ordering::Relaxed).ok()?;
-        Some(self.keeper.fetch_add(1, Ordering::AcqRel) + 1)
+        Some(self.renewer.fetch_add(1, Ordering::AcqRel) + 1)
     }
 
-    /// Says that the keeper of this number is there. `false` if there is another.
+    /// Says that the renewer of this number is there. `false` if there is another.
     fn beat(&self, number: u64, now: Instant) -> bool {
-        let is_keeper = self.keeper.load(Ordering::Acquire) == number;
-        if is_keeper {
+        let is_current = self.renewer.load(Ordering::Acquire) == number;
+        if is_current {
             self.beat.store(self.micros(now), Ordering::Release);
         }
-        is_keeper
+        is_current
     }
 
     fn leave(&self, number: u64) {
-        if self.keeper.load(Ordering::Acquire) == number {
+        if self.renewer.load(Ordering::Acquire) == number {
             self.beat.store(NEVER, Ordering::Release);
         }
     }
 }
 
-impl Books {
-    /// Starts a keeper, if there is none. Outside of a runtime there can be none: whoever comes does its work, before the
+impl Tracker {
+    /// Starts a renewer, if there is none. Outside of a runtime there can be none: whoever comes does its work, before the
     /// store is asked.
     pub(super) fn attend(self: &Arc<Self>, now: Instant) {
         match Handle::try_current() {
             Ok(runtime) => {
-                if let Some(number) = self.watch.enlist(now) {
+                if let Some(number) = self.heartbeat.enlist(now) {
                     // A runtime that has ended drops it at once.
-                    runtime.spawn(Keeper { books: Arc::clone(self), number }.run());
+                    runtime.spawn(Renewer { tracker: Arc::clone(self), number }.run());
                 }
             }
-            Err(_) if self.watch.is_left(now) => self.look(now),
+            Err(_) if self.heartbeat.is_left(now) => self.look(now),
             Err(_) => {}
         }
     }
 }
 
-struct Keeper {
-    books: Arc<Books>,
+struct Renewer {
+    tracker: Arc<Tracker>,
     number: u64,
 }
 
-impl Keeper {
+impl Renewer {
     async fn run(self) {
         loop {
-            sleep(TICK.min(self.books.watch.gap())).await;
+            sleep(TICK.min(self.tracker.heartbeat.gap())).await;
             let now = instant();
-            if !self.books.watch.beat(self.number, now) {
+            if !self.tracker.heartbeat.beat(self.number, now) {
                 return;
             }
-            self.books.look(now);
-            if self.books.len.load(Ordering::Acquire) == 0 {
-                self.books.watch.leave(self.number);
-                // Who came just before that has found a keeper.
-                if self.books.len.load(Ordering::Acquire) > 0 {
-                    self.books.attend(now);
+            self.tracker.look(now);
+            if self.tracker.len.load(Ordering::Acquire) == 0 {
+                self.tracker.heartbeat.leave(self.number);
+                // Who came just before that has found a renewer.
+                if self.tracker.len.load(Ordering::Acquire) > 0 {
+                    self.tracker.attend(now);
                 }
                 return;
             }
@@ -138,8 +138,8 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for Renewer {
     fn drop(&mut self) {
-        self.books.watch.leave(self.number);
+        self.tracker.heartbeat.leave(self.number);
     }
 }

@@ -10,18 +10,18 @@ use futures_util::stream::FuturesUnordered;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, timeout_at};
 
-use super::line::{Ask, Line, Room, Waiter};
 use super::permit::Times;
+use super::queue::{Ask, Room, WaitQueue, Waiter};
 use super::{Permit, Place, Refusal, Shared, TICK};
-use crate::leases::Lease;
+use crate::in_flight::Lease;
 use crate::limit::{Check, Decision, Outcome, Policies, Policy, Refill, Strategy};
 use crate::store::{Listener, RandomState, StoreError, Wake, instant};
 
-/// The task that serves a line until nobody waits in it.
-pub(super) struct Clerk {
+/// The task that serves a queue until nobody waits in it.
+pub(super) struct Dispatcher {
     shared: Arc<Shared>,
     place: Place,
-    line: u64,
+    queue: u64,
     wake: Arc<Wake>,
     _listener: Listener,
     runtime: Handle,
@@ -33,11 +33,11 @@ enum Rested {
     Due,
     /// There may be more room than was told.
     Look,
-    /// Nobody waits, or the line has to be asked for again.
+    /// Nobody waits, or the queue has to be asked for again.
     Changed,
 }
 
-/// So long before its turn a line that begins takes it ahead.
+/// So long before its turn a queue that begins takes it ahead.
 pub(super) const SOON: Duration = Duration::from_millis(50);
 /// How often it is looked at what others may have released: after so long, and of a longer wait after such a part.
 const LOOK: Duration = Duration::from_secs(30);
@@ -52,11 +52,17 @@ const LONG_PAUSE: Duration = Duration::from_millis(250);
 /// For at most so long those wait on who came first the last times.
 const STAND_BACK: Duration = Duration::from_millis(100);
 
-impl Clerk {
-    pub(super) fn new(shared: Arc<Shared>, place: Place, line: &Line, policies: Policies, runtime: Handle) -> Self {
-        let wake = Arc::clone(&line.wake);
+impl Dispatcher {
+    pub(super) fn new(
+        shared: Arc<Shared>,
+        place: Place,
+        queue: &WaitQueue,
+        policies: Policies,
+        runtime: Handle,
+    ) -> Self {
+        let wake = Arc::clone(&queue.wake);
         let listener = Listener::new(place.key, policies, Arc::clone(&wake));
-        Self { shared, place, line: line.number(), wake, _listener: listener, runtime }
+        Self { shared, place, queue: queue.number(), wake, _listener: listener, runtime }
     }
 
     pub(super) async fn run(self) {
@@ -94,7 +100,7 @@ impl Clerk {
     ) -> impl Future<Output = (Ask, Result<Decision, StoreError>, Option<Lease>)> {
         let check = Check::take_ahead(self.place.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
         // Before the store is asked.
-        let mut lease = self.shared.leases.hold(self.place.key, &ask.policies);
+        let mut lease = self.shared.in_flight.hold(self.place.key, &ask.policies);
         let answer = self.shared.store.ask(check);
         async move {
             let answer = answer.await;
@@ -105,9 +111,9 @@ impl Clerk {
         }
     }
 
-    /// The store is not asked again before it helps, after the denial that the line began with.
+    /// The store is not asked again before it helps, after the denial that the queue began with.
     async fn sit_out_denial(&self, pace: &mut Pace) {
-        let denied = self.with_line(|line| line.ask(Room::default()).pop().zip(line.denied())).flatten();
+        let denied = self.with_queue(|queue| queue.ask(Room::default()).pop().zip(queue.denied())).flatten();
         if let Some((ask, (decision, at, wait))) = denied {
             self.sit_out(&decision, at, wait, &ask, at, pace).await;
         }
@@ -123,7 +129,7 @@ impl Clerk {
         asked_at: Instant,
         pace: &mut Pace,
     ) {
-        let several = self.with_line(|line| line.len() > 1).unwrap_or_default();
+        let several = self.with_queue(|queue| queue.len() > 1).unwrap_or_default();
         // A request that has ended makes room for one: to wait would be to leave it empty.
         let gap = if decision.policy().strategy() == Strategy::InFlight { Duration::ZERO } else { GAP };
         let (wait, pause) = pace.retry_in(decision, wait, ask, several);
@@ -132,13 +138,13 @@ impl Clerk {
         }
     }
 
-    /// What to ask for next, if anybody waits; else the line is gone.
+    /// What to ask for next, if anybody waits; else the queue is gone.
     fn next(&self, room: Room) -> Option<Vec<Ask>> {
         loop {
             self.refuse_overdue();
-            let (asks, late) = self.with_line(|line| {
-                let asks = line.ask(room);
-                let late = line.left_over(&asks, instant());
+            let (asks, late) = self.with_queue(|queue| {
+                let asks = queue.ask(room);
+                let late = queue.left_over(&asks, instant());
                 (asks, late)
             })?;
             tell(late);
@@ -146,7 +152,7 @@ impl Clerk {
                 return Some(asks);
             }
             // Somebody may have come since.
-            if self.shared.remove(&self.place, self.line, false).is_some() {
+            if self.shared.remove(&self.place, self.queue, false).is_some() {
                 return None;
             }
         }
@@ -159,7 +165,7 @@ impl Clerk {
         match decision.outcome() {
             Outcome::Allowed | Outcome::Later { .. } => {
                 let mut due_at = now + decision.due_in().unwrap_or_default();
-                self.with_line(|line| line.learn(&ask, &decision, now, due_at, ask.costs.len()));
+                self.with_queue(|queue| queue.learn(&ask, &decision, now, due_at, ask.costs.len()));
                 pace.granted(&ask, Room::after(&decision));
                 let permits = |due| {
                     let times = Times { asked: asked_at, answered: now, due };
@@ -191,7 +197,7 @@ impl Clerk {
                     // Under a policy that has one, a check is for one.
                     permit.with_lease(lease.take()).hand_on();
                 }
-                self.with_line(Line::all_served);
+                self.with_queue(WaitQueue::all_served);
             }
             // There is less room than there was; if not less than it told, one is asked for.
             Outcome::Denied { .. } if ask.costs.len() > 1 => {
@@ -201,7 +207,7 @@ impl Clerk {
             Outcome::Denied { retry_after } => {
                 pace.failures = 0;
                 let passes_at = now.checked_add(retry_after);
-                self.with_line(|line| line.learn(&ask, &decision, now, passes_at.unwrap_or(now), 0));
+                self.with_queue(|queue| queue.learn(&ask, &decision, now, passes_at.unwrap_or(now), 0));
                 match passes_at {
                     Some(passes_at) if ask.deadline.is_none_or(|deadline| passes_at <= deadline) => {
                         self.sit_out(&decision, now, retry_after, &ask, asked_at, pace).await;
@@ -223,7 +229,7 @@ impl Clerk {
         }
         // When nothing is owed: it is a part of that, with what others took ahead after it.
         let due_at = due_at.min(instant() + peek.retry_after().unwrap_or_default());
-        self.with_line(|line| line.is_due_at(due_at));
+        self.with_queue(|queue| queue.is_due_at(due_at));
         due_at
     }
 
@@ -252,25 +258,25 @@ impl Clerk {
     }
 
     /// Sleeps until then or until it is woken, after it has refused those whose time is up. Returns at once, and `false`, if
-    /// the line has to be asked for again.
+    /// the queue has to be asked for again.
     async fn doze(&self, until: Instant, ask: Option<&Ask>) -> bool {
         self.refuse_overdue();
-        let Some(wakes_at) = self.with_line(|line| line.rest(until, ask, instant())).flatten() else {
+        let Some(wakes_at) = self.with_queue(|queue| queue.rest(until, ask, instant())).flatten() else {
             return false;
         };
-        // On its task: where a line is joined, it is polled only for what is there at once.
+        // On its task: where a queue is joined, it is polled only for what is there at once.
         poll_fn(|cx| if cx.waker().will_wake(Waker::noop()) { Poll::Pending } else { Poll::Ready(()) }).await;
         let _ = timeout_at(wakes_at, self.wake.notify.notified()).await;
         true
     }
 
     fn refuse_overdue(&self) {
-        tell(self.with_line(|line| line.overdue(instant())).unwrap_or_default());
+        tell(self.with_queue(|queue| queue.overdue(instant())).unwrap_or_default());
     }
 
     /// Tells the one of this number no, if it still waits.
     fn refuse(&self, number: u64, decision: Decision) {
-        if let Some(waiter) = self.with_line(|line| line.leave(number)).flatten() {
+        if let Some(waiter) = self.with_queue(|queue| queue.leave(number)).flatten() {
             let _ = waiter.tell(Err(Refusal::Denied(decision)));
         }
     }
@@ -284,22 +290,22 @@ impl Clerk {
             failures => (Some(ask.first), FIRST_PAUSE * failures),
         };
         let until = instant() + pause;
-        for waiter in self.with_line(|line| line.fail(error, only, until)).into_iter().flatten() {
+        for waiter in self.with_queue(|queue| queue.fail(error, only, until)).into_iter().flatten() {
             let _ = waiter.tell(Err(Refusal::Failed(error.clone())));
         }
         while instant() < until && self.doze(until, None).await {}
-        self.with_line(Line::try_again);
+        self.with_queue(WaitQueue::try_again);
     }
 
-    fn with_line<T>(&self, act: impl FnOnce(&mut Line) -> T) -> Option<T> {
-        self.shared.with_line(&self.place, self.line, act)
+    fn with_queue<T>(&self, act: impl FnOnce(&mut WaitQueue) -> T) -> Option<T> {
+        self.shared.with_queue(&self.place, self.queue, act)
     }
 }
 
-/// If its runtime ends it takes the line away, which tells those who wait.
-impl Drop for Clerk {
+/// If its runtime ends it takes the queue away, which tells those who wait.
+impl Drop for Dispatcher {
     fn drop(&mut self) {
-        drop(self.shared.remove(&self.place, self.line, true));
+        drop(self.shared.remove(&self.place, self.queue, true));
     }
 }
 
@@ -308,7 +314,7 @@ fn can_owe(policies: &Policies) -> bool {
     policies.iter().all(|policy| policy.strategy().has_burst() && !is_windowed(policy))
 }
 
-/// Tells those who were taken out of the line.
+/// Tells those who were taken out of the queue.
 fn tell(refused: Vec<(Waiter, Refusal)>) {
     for (waiter, refusal) in refused {
         let _ = waiter.tell(Err(refusal));
@@ -322,9 +328,9 @@ struct Pace {
     room: Room,
     /// How many requests in flight to ask for at once, at most, since others have taken what was there.
     most: Option<u32>,
-    /// For how much there was room when the line last had its turn, if it had one.
+    /// For how much there was room when the queue last had its turn, if it had one.
     found: Option<u32>,
-    /// Whether the line has waited for its turn: then it takes ahead whatever is in time.
+    /// Whether the queue has waited for its turn: then it takes ahead whatever is in time.
     has_waited: bool,
     /// How often in a row others came first.
     losses: u32,

@@ -1,4 +1,4 @@
-//! The books agree with the store, whatever becomes of requests and answers.
+//! The tracker agrees with the store, whatever becomes of requests and answers.
 
 use std::future::Future;
 use std::num::NonZeroU32;
@@ -14,7 +14,7 @@ use crate::limit::{Mode, Policy, Quota, Source, Strategy, Verdict};
 use crate::limiter::Limiter;
 use crate::settle::Reservation;
 use crate::store::{Answer, ErrorKind, Fallback, LocalStore, MockStore, event};
-use crate::turns::{Bounds, Turns, Wanted};
+use crate::wait_queues::{Bounds, WaitQueues, WaitRequest};
 
 /// A store as a fallback over Redis is: while that is away, another store decides.
 #[derive(Clone)]
@@ -121,20 +121,20 @@ fn policies() -> Policies {
     POLICIES.clone()
 }
 
-fn entries(leases: &Leases) -> usize {
-    leases.books().len.load(Ordering::Acquire)
+fn entries(leases: &InFlightTracker) -> usize {
+    leases.tracker().len.load(Ordering::Acquire)
 }
 
-fn leases(store: &Wavering) -> Leases {
-    Leases::new(store, None)
+fn leases(store: &Wavering) -> InFlightTracker {
+    InFlightTracker::new(store, None)
 }
 
 /// Asks for a request, and holds it if that is granted.
-async fn request(store: &Wavering, leases: &Leases, key: Key) -> Option<Lease> {
+async fn request(store: &Wavering, leases: &InFlightTracker, key: Key) -> Option<Lease> {
     request_under(store, leases, key, &policies()).await
 }
 
-async fn request_under(store: &Wavering, leases: &Leases, key: Key, policies: &Policies) -> Option<Lease> {
+async fn request_under(store: &Wavering, leases: &InFlightTracker, key: Key, policies: &Policies) -> Option<Lease> {
     let mut lease = leases.hold(key, policies).unwrap();
     let answer = store.check(Check::take(key, policies, 1)).await;
     lease.answered(answer.as_ref());
@@ -526,9 +526,9 @@ async fn what_is_given_back_late_is_not_that_of_others() {
 async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
-    let turns = Turns::new(store.clone(), leases.clone(), Bounds::DEFAULT);
+    let turns = WaitQueues::new(store.clone(), leases.clone(), Bounds::DEFAULT);
     let _held = request(&store, &leases, ann).await.unwrap();
-    let wanted = || Wanted { key: ann, policies: policies(), cost: 1, deadline: None };
+    let wanted = || WaitRequest { key: ann, policies: policies(), cost: 1, deadline: None };
     let permit = turns.join(wanted(), None).unwrap().await.unwrap();
     // Somebody goes away, so that the store is told how many are held.
     assert!(timeout(Duration::from_millis(3), request(&store, &leases, ann)).await.is_err());
@@ -565,7 +565,7 @@ impl Store for Primary {
 async fn what_a_fallback_grants_is_told_though_others_ask_its_primary_store() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let primary = Primary(store.clone());
-    let [others, leases] = [Leases::new(&primary, None), leases(&store)];
+    let [others, leases] = [InFlightTracker::new(&primary, None), leases(&store)];
     let _others = request(&store, &others, ann).await.unwrap();
     store.is(AWAY);
     let _during = request(&store, &leases, ann).await.unwrap();
@@ -684,7 +684,7 @@ impl Store for Refusing {
 #[tokio::test(start_paused = true)]
 async fn who_has_no_answer_holds_up_no_renewals_of_others() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
-    let [first, second] = [Leases::new(&Refusing(store.clone()), None), leases(&store)];
+    let [first, second] = [InFlightTracker::new(&Refusing(store.clone()), None), leases(&store)];
     let _first = first.hold(ann, &policies()).unwrap().passed();
     let _second = request(&store, &second, ann).await.unwrap();
     let mut least = u32::MAX;

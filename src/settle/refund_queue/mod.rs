@@ -17,7 +17,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use self::sender::Sender;
-use super::mail::Mail;
+use super::pending_op::PendingOp;
 use crate::limit::Decision;
 use crate::store::{Answer, ErrorKind, Observer, Store, StoreError, contain, event, instant, lock};
 
@@ -27,11 +27,11 @@ use crate::store::{Answer, ErrorKind, Observer, Store, StoreError, contain, even
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
 /// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more. But not a renewal: whoever asks for it does so again, with what is in flight then.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
-///   and of what finds the outbox full.
+///   and of what finds the queue full.
 /// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever seen. If that
-///   ends, what is left waits for the next one that [sends](Post::put) or [wakes](Post::wake) it on another. A runtime that
+///   ends, what is left waits for the next one that [sends](RefundQueue::put) or [wakes](RefundQueue::wake) it on another. A runtime that
 ///   stands still is not waited for.
-pub(crate) struct Outbox<S: Store> {
+pub(crate) struct StoreQueue<S: Store> {
     shared: Arc<Shared<S>>,
 }
 
@@ -56,9 +56,9 @@ const STALLED: u8 = 2;
 
 struct Work<S: Store> {
     /// What has not been tried yet.
-    fresh: VecDeque<Mail>,
+    fresh: VecDeque<PendingOp>,
     /// What is tried again, and when.
-    again: VecDeque<Mail>,
+    again: VecDeque<PendingOp>,
     again_at: Option<Instant>,
     /// What has been asked, by whoever is no sender, or by one whose runtime has ended.
     asked: Vec<Flight<S>>,
@@ -73,15 +73,15 @@ struct Place {
     number: u64,
 }
 
-/// A check that the store has not answered yet, and the mail that it is of.
+/// A check that the store has not answered yet, and the op that it is of.
 pub(super) struct Flight<S: Store> {
-    pub(super) mail: Mail,
+    pub(super) op: PendingOp,
     pub(super) answer: Pin<Box<S::Future>>,
 }
 
 /// What a sender does next.
 pub(super) enum Next {
-    Send(Vec<Mail>),
+    Send(Vec<PendingOp>),
     /// Waits for an answer, for something new, and at most until then.
     Wait(Option<Instant>),
     End,
@@ -99,19 +99,19 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// After how long another runtime sends what waits, if the sender's runs nothing.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// An [`Outbox`] of any store.
-pub(crate) trait Post: fmt::Debug + Send + Sync {
-    /// Sends what the mail says. Nobody needs to wait: this returns at once.
-    fn put(&self, mail: Mail);
+/// An [`StoreQueue`] of any store.
+pub(crate) trait RefundQueue: fmt::Debug + Send + Sync {
+    /// Sends what the op says. Nobody needs to wait: this returns at once.
+    fn put(&self, op: PendingOp);
 
     /// Has what is left of a runtime that has ended sent on this one.
     fn wake(&self);
 
-    /// The same outbox in an `Arc` of its own, whose count of references no other processor writes to.
-    fn copy(&self) -> Arc<dyn Post>;
+    /// The same queue in an `Arc` of its own, whose count of references no other processor writes to.
+    fn copy(&self) -> Arc<dyn RefundQueue>;
 }
 
-impl<S: Store> Outbox<S> {
+impl<S: Store> StoreQueue<S> {
     /// Asks `store`, and tells `observer` of what could not be done.
     pub(crate) fn new(store: S, observer: Option<Arc<dyn Observer>>) -> Self {
         let work = Work {
@@ -127,11 +127,11 @@ impl<S: Store> Outbox<S> {
     }
 }
 
-impl<S: Store> Post for Outbox<S> {
-    fn put(&self, mail: Mail) {
-        if let Err(mail) = self.shared.leave(mail) {
+impl<S: Store> RefundQueue for StoreQueue<S> {
+    fn put(&self, op: PendingOp) {
+        if let Err(op) = self.shared.leave(op) {
             let mut asked = Vec::new();
-            self.shared.ask(mail, instant(), &mut asked);
+            self.shared.ask(op, instant(), &mut asked);
             if !asked.is_empty() {
                 self.shared.keep(asked);
             }
@@ -139,7 +139,7 @@ impl<S: Store> Post for Outbox<S> {
         self.shared.attend();
     }
 
-    fn copy(&self) -> Arc<dyn Post> {
+    fn copy(&self) -> Arc<dyn RefundQueue> {
         Arc::new(self.clone())
     }
 
@@ -161,67 +161,67 @@ impl<S: Store> Shared<S> {
     ///
     /// # Errors
     ///
-    /// With the same mail, if nothing waits: the store can be asked at once.
-    fn leave(&self, mail: Mail) -> Result<(), Mail> {
+    /// With the same op, if nothing waits: the store can be asked at once.
+    fn leave(&self, op: PendingOp) -> Result<(), PendingOp> {
         if self.status() == IDLE {
-            return Err(mail);
+            return Err(op);
         }
         let full = {
             let work = &mut *lock(&self.work);
             if self.status() == IDLE {
-                return Err(mail);
+                return Err(op);
             }
             if work.is_full() {
-                Some(mail)
+                Some(op)
             } else {
                 // Or who waits for the next wave is woken by each that comes.
                 if work.fresh.is_empty() {
                     self.came.notify_one();
                 }
-                work.fresh.push_back(mail);
+                work.fresh.push_back(op);
                 None
             }
         };
-        if let Some(mail) = full {
-            self.give_up(mail, StoreError::new(ErrorKind::QueueFull).of_check().unsent());
+        if let Some(op) = full {
+            self.give_up(op, StoreError::new(ErrorKind::QueueFull).of_check().unsent());
         }
         Ok(())
     }
 
     /// Asks the store.
-    pub(super) fn ask(&self, mail: Mail, now: Instant, asked: &mut Vec<Flight<S>>) {
-        let Some(check) = mail.check(now) else { return };
+    pub(super) fn ask(&self, op: PendingOp, now: Instant, asked: &mut Vec<Flight<S>>) {
+        let Some(check) = op.check(now) else { return };
         match contain(|| self.store.check(check)) {
-            Some(Answer::Ready { answer }) => self.ended(mail, answer),
-            Some(Answer::Pending { future }) => asked.push(Flight { mail, answer: Box::pin(future) }),
-            None => self.ended(mail, Err(panicked())),
+            Some(Answer::Ready { answer }) => self.ended(op, answer),
+            Some(Answer::Pending { future }) => asked.push(Flight { op, answer: Box::pin(future) }),
+            None => self.ended(op, Err(panicked())),
         }
     }
 
     /// The store has answered, or panicked.
-    pub(super) fn ended(&self, mail: Mail, answer: Result<Decision, StoreError>) {
+    pub(super) fn ended(&self, op: PendingOp, answer: Result<Decision, StoreError>) {
         match answer {
-            Err(error) if error.is_unsent() && mail.is_repeated() => mail.tell(Err(error)),
-            Err(error) if error.is_unsent() && mail.matters(instant()) => {
-                if let Some(mail) = self.try_again(mail) {
-                    self.give_up(mail, error);
+            Err(error) if error.is_unsent() && op.is_repeated() => op.tell(Err(error)),
+            Err(error) if error.is_unsent() && op.matters(instant()) => {
+                if let Some(op) = self.try_again(op) {
+                    self.give_up(op, error);
                 }
             }
-            Err(error) => self.give_up(mail, error),
-            Ok(decision) => mail.tell(Ok(decision)),
+            Err(error) => self.give_up(op, error),
+            Ok(decision) => op.tell(Ok(decision)),
         }
     }
 
     /// Keeps what is to be tried again. Gives it back if too much waits.
-    fn try_again(&self, mut mail: Mail) -> Option<Mail> {
+    fn try_again(&self, mut op: PendingOp) -> Option<PendingOp> {
         let work = &mut *lock(&self.work);
         if work.is_full() {
-            return Some(mail);
+            return Some(op);
         }
-        let pause = FIRST_PAUSE.saturating_mul(1 << mail.tries.min(8)).min(LONGEST_PAUSE);
+        let pause = FIRST_PAUSE.saturating_mul(1 << op.tries.min(8)).min(LONGEST_PAUSE);
         work.again_at.get_or_insert_with(|| instant() + pause);
-        mail.tries += 1;
-        work.again.push_back(mail);
+        op.tries += 1;
+        work.again.push_back(op);
         self.came_to(work);
         None
     }
@@ -233,11 +233,11 @@ impl<S: Store> Shared<S> {
         self.came.notify_one();
     }
 
-    fn give_up(&self, mail: Mail, error: StoreError) {
+    fn give_up(&self, op: PendingOp, error: StoreError) {
         if let Some(observer) = &self.observer {
-            contain(|| observer.failed(&event::Failed::new(Some(mail.key()), &error)));
+            contain(|| observer.failed(&event::Failed::new(Some(op.key()), &error)));
         }
-        mail.tell(Err(error));
+        op.tell(Err(error));
     }
 
     /// Keeps what has been asked for a sender.
@@ -336,20 +336,20 @@ impl<S: Store> Work<S> {
 
     /// Whether a sender has not sent what waits for it, and this is another runtime.
     fn is_left_by(&self, sender: Place, runtime: &Handle) -> bool {
-        let mut due = self.fresh.front().map(|mail| mail.put_at).into_iter().chain(self.again_at);
+        let mut due = self.fresh.front().map(|op| op.put_at).into_iter().chain(self.again_at);
         sender.runtime != runtime.id() && due.any(|at| at + PATIENCE < instant())
     }
 }
 
-impl<S: Store> Clone for Outbox<S> {
+impl<S: Store> Clone for StoreQueue<S> {
     fn clone(&self) -> Self {
         Self { shared: Arc::clone(&self.shared) }
     }
 }
 
-impl<S: Store> fmt::Debug for Outbox<S> {
+impl<S: Store> fmt::Debug for StoreQueue<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let work = lock(&self.shared.work);
-        f.debug_struct("Outbox").field("waiting", &(work.fresh.len() + work.again.len())).finish_non_exhaustive()
+        f.debug_struct("StoreQueue").field("waiting", &(work.fresh.len() + work.again.len())).finish_non_exhaustive()
     }
 }
