@@ -102,7 +102,7 @@ impl Ledger {
         let account = &mut self.accounts[caller][instance];
         let awaits = account.flying > 0 && now <= account.given_up_at;
         let knows_of_all = !awaits && !account.owes() && run >= account.landed;
-        // What is owed is not known of a vague account: it may go on from there.
+        // What is owed is not known of a vague account: it may go on from there, and need not.
         if !knows_of_all && !account.vague {
             return;
         }
@@ -110,7 +110,7 @@ impl Ledger {
         let news = Account { heard: Some(left), ..Account::default() };
         let part = |account: &Account| account.part(plan, caller, self.fewer, now);
         let (before, after) = (part(account), part(&news));
-        if knows_of_all && since > turned || after >= before - account.since {
+        if since > turned && !account.vague || after >= before - account.since {
             (account.heard, account.heard_at, account.since) = (news.heard, charged, 0);
         }
     }
