@@ -54,7 +54,7 @@ pub trait Observer: Send + Sync + 'static {
 
     /// A store could not decide a check: told by a [`Fallback`](crate::Fallback), which then answers it locally, and by
     /// a layer when nothing could answer it. Also told of what a request was to be charged or refunded
-    /// [in the end](crate::RateLimitLayer::reconcile), and was not.
+    /// [in the end](crate::RateLimitLayer::settle), and was not.
     fn failed(&self, event: &event::Failed<'_>) {
         let _ = event;
     }
