@@ -103,7 +103,7 @@ async fn a_dropped_wait_takes_nothing() {
     }
     until("the rest is refunded", async || limiter.peek(ANN, 1).await.unwrap().remaining() == 1000 - granted).await;
     let shown = format!("{limiter:?}");
-    assert!(shown.contains("Turns { waiting: 0, .. }"), "somebody still waits: {shown}");
+    assert!(shown.contains("WaitQueues { waiting: 0, .. }"), "somebody still waits: {shown}");
 }
 
 /// Nor is anything lost if it is dropped when the grant has been made and nobody has looked at it yet.

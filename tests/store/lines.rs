@@ -266,6 +266,6 @@ async fn whatever_they_want_each_is_told_in_time() {
         sleep(Duration::from_secs(10)).await;
         let asked = store.asked().iter().filter(|check| check.mode() == Mode::TakeAhead).count();
         assert!(asked <= 6 * count + 10, "{what}: {asked} calls for {count} waits");
-        assert!(limiters.iter().all(|it| format!("{it:?}").contains("Turns { waiting: 0, .. }")), "{what}");
+        assert!(limiters.iter().all(|it| format!("{it:?}").contains("WaitQueues { waiting: 0, .. }")), "{what}");
     }
 }
