@@ -303,7 +303,7 @@ async fn what_is_granted_under_a_quota_that_was_raised_in_an_outage_is_charged()
 
 /// So others are not granted for long what these have been.
 #[tokio::test(start_paused = true)]
-async fn a_settlement_goes_on_though_it_often_finds_the_queue_full() {
+async fn a_reconciliation_goes_on_though_it_often_finds_the_queue_full() {
     for every in [1, 2, 10] {
         let (store, primary, reconciled) = pair(1);
         let policies = policies(Strategy::SlidingLog, "1000/h");
@@ -321,6 +321,7 @@ async fn a_settlement_goes_on_though_it_often_finds_the_queue_full() {
             sleep(Duration::from_millis(1)).await;
         }
         let took = since.elapsed();
-        assert!(took < Duration::from_millis(500), "every {every}th finds room, and it takes {took:?}");
+        // A few of the steps are out of luck for a whole deadline, and wait for the next rounds.
+        assert!(took < Duration::from_millis(1_500), "every {every}th finds room, and it takes {took:?}");
     }
 }
