@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 use smallvec::SmallVec;
 
 use super::backs::{Back, Backs};
-use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, Quota, State};
+use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, State};
 
 /// The notes of one caller under one list of policies.
 ///
@@ -170,7 +170,7 @@ impl Notes {
     /// Until when what is refunded now may matter: what it undoes was charged before, and counts no longer than a full
     /// count takes to flow back.
     fn undone(&self, now: i64) -> i64 {
-        now.saturating_add(self.policies.iter().map(|policy| refill(policy.quota())).max().unwrap_or(0))
+        now.saturating_add(self.policies.longest_count())
     }
 
     /// Notes again what is still to be done, before all of this.
@@ -350,12 +350,6 @@ fn count(policies: &Policies, states: &mut [State], mode: Mode, cost: u64, now: 
     let cost = i64::from(u32::try_from(cost).unwrap_or(u32::MAX));
     let counted = policies.iter().zip(states).map(|(policy, state)| mode.count(policy, state, cost, now)).max();
     counted.map_or(0, |counted| counted.max(0) as u64)
-}
-
-/// How long a full count takes to flow back, in microseconds.
-fn refill(quota: Quota) -> i64 {
-    let refill = quota.period().saturating_mul(quota.capacity().div_ceil(quota.limit().max(1)));
-    i64::try_from(refill.as_micros()).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]
