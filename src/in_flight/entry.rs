@@ -490,7 +490,7 @@ mod tests {
 
     /// It may come after what ended meanwhile was released: then it finds nothing, and counts all of it again.
     #[tokio::test(start_paused = true)]
-    async fn what_a_late_renewal_counts_again_is_given_back() {
+    async fn what_a_late_renewal_counts_again_is_released() {
         let (mut entry, route, now) = entry();
         entry.ask_again();
         assert!(entry.look(now).is_some());
@@ -508,7 +508,7 @@ mod tests {
 
     /// It would be released twice.
     #[tokio::test(start_paused = true)]
-    async fn what_is_given_back_already_is_no_surplus() {
+    async fn what_is_released_already_is_no_surplus() {
         let (mut entry, route, now) = entry();
         let side = end(&mut entry, &route);
         entry.ask_again();

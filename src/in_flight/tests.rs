@@ -191,7 +191,7 @@ async fn layers_over_one_store_have_books_in_common() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_denied_is_not_given_back() {
+async fn what_was_denied_is_not_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let mut held = vec![];
@@ -502,7 +502,7 @@ async fn what_is_held_is_not_told_before_what_was_taken_may_have_come() {
 
 /// What was counted for the requests that ended has run out, and others are counted by then.
 #[tokio::test(start_paused = true)]
-async fn what_is_given_back_late_is_not_that_of_others() {
+async fn what_is_released_late_is_not_that_of_others() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let first = [request(&store, &leases, ann).await, request(&store, &leases, ann).await];

@@ -55,7 +55,7 @@ impl PendingOp {
         Self { what, then: Then(None), put_at: instant(), tries: 0 }
     }
 
-    /// Whose op it is.
+    /// The caller whom it is about.
     pub(super) fn key(&self) -> &Key {
         match &self.what {
             What::Check(check) => check.key(),

@@ -11,7 +11,7 @@ use crate::limit::ConfigError;
 ///
 /// ```
 /// use std::io;
-/// use tower_redis_ratelimit::{StoreError, ErrorKind};
+/// use tower_redis_ratelimit::{ErrorKind, StoreError};
 ///
 /// // What a store of one's own says when it could not connect.
 /// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);

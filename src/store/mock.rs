@@ -16,7 +16,7 @@ use crate::limit::{Check, Decision, Source, Verdict};
 /// use std::time::Duration;
 /// use axum::{Router, body::Body, http::Request, routing::get};
 /// use tower::ServiceExt;
-/// use tower_redis_ratelimit::{StoreError, ErrorKind, Global, MockStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::{ErrorKind, Global, MockStore, Policy, Quota, RateLimitLayer, StoreError, Strategy};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -141,8 +141,9 @@ pub trait Store: Clone + Send + Sync + 'static {
         let _ = (key, decision);
     }
 
-    /// How many partitions it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback) has a breaker
-    /// for each. Defaults to 1; must not change. A store that asks another one should pass this on, and [`partition`](Self::partition).
+    /// How many partitions it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback)
+    /// has a breaker for each. Defaults to 1; must not change. A store that asks another one should pass this on, and
+    /// [`partition`](Self::partition).
     fn partitions(&self) -> usize {
         1
     }

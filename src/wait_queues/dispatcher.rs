@@ -39,10 +39,10 @@ enum Rested {
 
 /// So long before its turn a queue that begins takes it ahead.
 pub(super) const SOON: Duration = Duration::from_millis(50);
-/// How often it is looked at what others may have released: after so long, and of a longer wait after such a part.
+/// How often it is looked at what others may have refunded: after so long, and of a longer wait after such a part.
 const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
-/// From when the store was asked to when it is asked since something was released in this process.
+/// From when the store was asked to when it is asked since something was refunded in this process.
 const GAP: Duration = Duration::from_millis(10);
 /// As many calls in a row may fail until all who wait are told.
 pub(super) const MAX_FAILURES: u32 = 3;
@@ -68,7 +68,7 @@ impl Dispatcher {
     pub(super) async fn run(self) {
         let mut pace = Pace::default();
         self.sit_out_denial(&mut pace).await;
-        // What was released until it is asked, it sees.
+        // What was refunded until it is asked, it sees.
         while let Some(asks) = self.next(pace.room(self.wake.take_freed())) {
             let asked_at = instant();
             let mut answers: FuturesUnordered<_> = asks.into_iter().map(|ask| self.take(ask, pace, asked_at)).collect();
@@ -219,7 +219,7 @@ impl Dispatcher {
         }
     }
 
-    /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was released.
+    /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was refunded.
     async fn look(&self, decision: &Decision, ask: &Ask, due_at: Instant) -> Instant {
         let peek = self.shared.store.ask(Check::peek(self.place.key, &ask.policies, 0)).await;
         let Ok(peek) = peek else { return due_at };
@@ -234,7 +234,7 @@ impl Dispatcher {
     }
 
     /// Rests until its turn, and for a `pause` that is left to others; meanwhile refuses those whose time is up. The store
-    /// was asked at the time `asked_at`, and since something was released it is asked after such a `gap`.
+    /// was asked at the time `asked_at`, and since something was refunded it is asked after such a `gap`.
     async fn rest(&self, turn: Instant, pause: Duration, ask: &Ask, asked_at: Instant, gap: Duration) -> Rested {
         let until = turn + pause;
         let look = (turn.saturating_duration_since(asked_at) / LOOKS).max(LOOK);

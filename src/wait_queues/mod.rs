@@ -1,7 +1,7 @@
 //! The order of those who wait for their turn: a queue for each caller, first come, first served.
 //!
-//! A [`WaitQueue`](queue::WaitQueue) is who waits, a [`Dispatcher`](dispatcher::Dispatcher) is the task that asks the store for all of them, a
-//! [`Acquire`] is the future of one of them, and a [`Permit`] is what it gets.
+//! A [`WaitQueue`](queue::WaitQueue) is who waits, a [`Dispatcher`](dispatcher::Dispatcher) is the task that asks the store
+//! for all of them, a [`Acquire`] is the future of one of them, and a [`Permit`] is what it gets.
 //!
 //! **Few calls.** Only the dispatcher asks, for whoever is first, and so takes one permit ahead of time: charged at once, due
 //! later. So each process has at most one permit ahead, those of several processes are due one after another, and a call
@@ -13,11 +13,12 @@
 //!
 //! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: whoever gives up leaves what he would have
 //! had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same way.
-//! Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher releases what it
+//! Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher refunds what it
 //! took, and asks again. Only a runtime that ends keeps what it has taken.
 //!
-//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them. What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what
-//! others release it looks again now and then.
+//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them.
+//! What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what others refund it looks again
+//! now and then.
 //!
 //! **A store that fails.** A call that fails is told to whoever is first. The others wait on, until [several in a
 //! row](dispatcher::MAX_FAILURES) have failed; whoever comes then is told the same for a while, without a call.

@@ -161,7 +161,7 @@ impl Held {
         })
     }
 
-    /// What releases what each policy counts still. What refills at once, a window or a log, is told of which charge that
+    /// What refunds what each policy counts still. What refills at once, a window or a log, is told of which charge that
     /// is: others may have been charged since.
     fn refund(&self, decision: &Decision) -> Vec<Check> {
         let age = self.asked_ago();

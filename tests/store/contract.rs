@@ -68,7 +68,7 @@ async fn keeps_the_contract(store: impl Store, source: Source) {
         caller.takes_ahead().await;
         caller.refunds().await;
         caller.forgets_one_caller().await;
-        caller.gives_back_to_each_policy().await;
+        caller.refunds_to_each_policy().await;
         caller.shares_its_counts_with_clones().await;
         caller.is_atomic().await;
         caller.charges_an_id_once().await;
@@ -200,7 +200,7 @@ impl<S: Store> Caller<'_, S> {
     }
 
     /// Each policy refunds and forgets what it has, whatever the others have.
-    async fn gives_back_to_each_policy(&self) {
+    async fn refunds_to_each_policy(&self) {
         let other = Policy::new("other", Strategy::Gcra, "20/100d".parse().unwrap()).unwrap();
         let both = Policies::new([self.policies[0].clone(), other.clone()]).unwrap();
         let left = async |check: Check| -> Vec<u32> {

@@ -25,8 +25,8 @@ use crate::store::unix_time;
 ///   it is there before: `Retry-After` tells a denied client when.
 ///
 /// The tightest policy tells: of several, the one that [decided](Decision::policy). Where layers wrap each other, the layer that
-/// denied, so that there is no legacy header if that one adds none; else the layer with the least remaining, and of two with as much,
-/// the one whose reset is later.
+/// denied, so that there is no legacy header if that one adds none; else the layer with the least remaining, and of two
+/// with as much, the one whose reset is later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LegacyHeaders {

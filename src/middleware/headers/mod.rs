@@ -13,8 +13,8 @@ pub use legacy::LegacyHeaders;
 
 use crate::limit::Decision;
 
-/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`] for old clients,
-/// both or none.
+/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`] for old
+/// clients, both or none.
 ///
 /// | setting | fields |
 /// |---|---|
@@ -56,7 +56,7 @@ impl Headers {
     /// ```
     /// use axum::http::StatusCode;
     /// use axum::response::{IntoResponse, Response};
-    /// use tower_redis_ratelimit::{StoreError, Headers, Key, Limiter, LocalStore, LegacyHeaders};
+    /// use tower_redis_ratelimit::{Headers, Key, LegacyHeaders, Limiter, LocalStore, StoreError};
     ///
     /// async fn search(limiter: &Limiter<LocalStore>, user: Key, words: u32) -> Result<Response, StoreError> {
     ///     let decision = limiter.take(user, words).await?;

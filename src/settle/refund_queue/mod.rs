@@ -25,12 +25,13 @@ use crate::store::{Answer, ErrorKind, Observer, Store, StoreError, contain, even
 ///
 /// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
-/// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more. But not a renewal: whoever asks for it does so again, with what is in flight then.
+/// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more. But
+///   not a renewal: whoever asks for it does so again, with what is in flight then.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
 ///   and of what finds the queue full.
 /// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever seen. If that
-///   ends, what is left waits for the next one that [sends](RefundQueue::put) or [wakes](RefundQueue::wake) it on another. A runtime that
-///   stands still is not waited for.
+///   ends, what is left waits for the next one that [sends](RefundQueue::put) or [wakes](RefundQueue::wake) it on another.
+///   A runtime that stands still is not waited for.
 pub(crate) struct StoreQueue<S: Store> {
     shared: Arc<Shared<S>>,
 }
@@ -73,7 +74,7 @@ struct Place {
     number: u64,
 }
 
-/// A check that the store has not answered yet, and the op that it is of.
+/// A check that the store has not answered yet, and the operation that it is of.
 pub(super) struct Flight<S: Store> {
     pub(super) op: PendingOp,
     pub(super) answer: Pin<Box<S::Future>>,
@@ -99,9 +100,9 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// After how long another runtime sends what waits, if the sender's runs nothing.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// An [`StoreQueue`] of any store.
+/// A [`StoreQueue`] of any store.
 pub(crate) trait RefundQueue: fmt::Debug + Send + Sync {
-    /// Sends what the op says. Nobody needs to wait: this returns at once.
+    /// Sends it. Nobody needs to wait: this returns at once.
     fn put(&self, op: PendingOp);
 
     /// Has what is left of a runtime that has ended sent on this one.
@@ -144,7 +145,7 @@ impl<S: Store> RefundQueue for StoreQueue<S> {
     }
 
     fn wake(&self) {
-        self.shared.settle_in();
+        self.shared.remember_runtime();
         // Or every request would wait for the lock.
         if self.shared.status() == STALLED {
             self.shared.attend();
@@ -161,7 +162,7 @@ impl<S: Store> Shared<S> {
     ///
     /// # Errors
     ///
-    /// With the same op, if nothing waits: the store can be asked at once.
+    /// With the same operation, if nothing waits: the store can be asked at once.
     fn leave(&self, op: PendingOp) -> Result<(), PendingOp> {
         if self.status() == IDLE {
             return Err(op);
@@ -247,7 +248,7 @@ impl<S: Store> Shared<S> {
         self.came_to(work);
     }
 
-    fn settle_in(&self) {
+    fn remember_runtime(&self) {
         if self.home.get().is_none()
             && let Ok(runtime) = Handle::try_current()
         {
@@ -260,7 +261,7 @@ impl<S: Store> Shared<S> {
         if self.status() == IDLE {
             return;
         }
-        self.settle_in();
+        self.remember_runtime();
         let Some(runtime) = Handle::try_current().ok().or_else(|| self.home.get().cloned()) else { return };
         let number = {
             let work = &mut *lock(&self.work);

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep_until};
 use super::{Flight, Next, Shared, panicked};
 use crate::store::{Store, contain, instant};
 
-/// The task that sends what waits in an [`StoreQueue`](super::StoreQueue), until there is nothing.
+/// The task that sends what waits in a [`StoreQueue`](super::StoreQueue), until there is nothing.
 pub(super) struct Sender<S: Store> {
     shared: Arc<Shared<S>>,
     number: u64,

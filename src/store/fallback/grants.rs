@@ -119,10 +119,10 @@ impl Grants {
     /// - noted, or taken out to be reconciled: then `is_held` says so;
     /// - reconciled: then the epoch ended before it was `reconciled`, and an answer that is of the present epoch was asked for
     ///   after that, so that it knows of it.
-    pub(super) fn warm(&self, key: &Key, asked: u64, follow: impl FnOnce()) {
+    pub(super) fn warm(&self, key: &Key, asked: u64, update: impl FnOnce()) {
         let caller = self.caller(key);
         if caller.is_known(asked) {
-            follow();
+            update();
         }
     }
 

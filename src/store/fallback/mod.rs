@@ -38,8 +38,8 @@ use crate::limit::{Check, Decision, Key, Source};
 ///   that still waits to be sent is [withdrawn](Store::withdraw).
 /// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
 ///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again.
-///   Where the primary store has [partitions](Store::partitions), as a Redis Cluster has, there is a breaker for each: a master that is
-///   down degrades its callers only.
+///   Where the primary store has [partitions](Store::partitions), as a Redis Cluster has, there is a breaker for each: a
+///   master that is down degrades its callers only.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
 ///   outage is no second burst. It does not follow an answer that does not know of what the fallback has granted: one
 ///   that was asked for before the breaker opened, or before that was reconciled.

@@ -2,7 +2,6 @@
 
 use std::any::TypeId;
 use std::num::NonZeroU32;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -17,7 +16,7 @@ use super::reconciliation::Sums;
 use super::share;
 use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::store::clock::{Clock, instant};
-use crate::store::{Answer, ErrorKind, LocalStore, Observer, Store, StoreError, event};
+use crate::store::{Answer, ErrorKind, LocalStore, Observer, Store, StoreError, contain, event};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
@@ -82,7 +81,7 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// Tells the observer of an event. If it panics, it has missed that.
     pub(super) fn observe(&self, tell: impl FnOnce(&dyn Observer)) {
         if let Some(observer) = self.settings.observer.get() {
-            let _ = catch_unwind(AssertUnwindSafe(|| tell(&**observer)));
+            contain(|| tell(&**observer));
         }
     }
 

@@ -50,8 +50,8 @@ use crate::store::{ErrorKind, StoreError};
 ///
 /// # In a request's span
 ///
-/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or `exceeds_capacity`; one that a
-/// [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a log of requests has it:
+/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or `exceeds_capacity`;
+/// one that a [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a log of requests has it:
 ///
 /// ```
 /// use axum::{Router, body::Body, routing::get};

@@ -57,11 +57,12 @@ use crate::limit::{Check, ConfigError, Key};
 /// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster. All of the
 /// above holds there too, whatever becomes of nodes and slots:
 ///
-/// - Callers are put into [partitions](RedisStoreBuilder::partitions), each of which is in one slot. What is in flight for a partition is
-///   one script call, and the calls for one master are one round trip. The keys of a caller are as
-///   `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key `rl:{rl}:partitions` has their number.
-/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each partition: a master
-///   that is down degrades its callers only, until its replica has taken over. Replicas are not asked.
+/// - Callers are put into [partitions](RedisStoreBuilder::partitions), each of which is in one slot. What is in flight for
+///   a partition is one script call, and the calls for one master are one round trip. The keys of a caller are as
+///   `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key `rl:{rl}:partitions` has their
+///   number.
+/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each partition:
+///   a master that is down degrades its callers only, until its replica has taken over. Replicas are not asked.
 /// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a slot has
 ///   moved. A call that was refused for that is sent to the right node; no other call is sent twice.
 /// - An address that another cluster has by now is left alone: a node must know of one that the store knows, by its id. If none of
