@@ -1,10 +1,10 @@
 //! `cargo xtask test`: everything that must hold before a change is merged, on any machine.
 
+mod api;
 mod command;
 mod compat;
 mod metadata;
 mod pages;
-mod pictures;
 mod redis;
 mod servers;
 mod test;
@@ -16,14 +16,13 @@ use command::run;
 
 const USAGE: &str = "\
 usage: cargo xtask test                     checks all that CI checks, and runs all tests
+       cargo xtask api                      lists the public names in xtask/api.txt, after `cargo doc --all-features`
        cargo xtask compat                   runs the tests that talk to a server with every version of it
        cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
        cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
        cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, or requests
        cargo xtask simulate NAME --from SEED  the same from this seed on
-       cargo xtask simulate NAME --seed SEED  replays a seed with its log
-       cargo xtask pictures                 draws the pictures of docs/choosing.md
-       cargo xtask pictures --check         fails if they are not what it would draw";
+       cargo xtask simulate NAME --seed SEED  replays a seed with its log";
 
 type Result<T = ()> = std::result::Result<T, String>;
 
@@ -31,11 +30,10 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let result = match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["test"] => test::test(),
+        ["api"] => api::save(),
         ["compat"] => compat::compat(""),
         ["compat", server] => compat::compat(server),
         ["simulate", ref args @ ..] => simulate(args, &["--release", "--package", "tower-redis-ratelimit"]),
-        ["pictures"] => pictures::pictures(false),
-        ["pictures", "--check"] => pictures::pictures(true),
         _ => Err(USAGE.to_owned()),
     };
     match result {

@@ -5,7 +5,7 @@ use std::thread;
 
 use crate::command::{cargo, run, succeeds};
 use crate::metadata::Metadata;
-use crate::{Result, pages, pictures, redis, simulate};
+use crate::{Result, api, pages, redis, simulate};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 const NONE: &str = "--no-default-features";
@@ -19,15 +19,16 @@ pub(crate) fn test() -> Result {
     // Beside the rest, since it shares nothing with that, and little of that keeps two processors busy.
     let lowest_rust = thread::spawn(move || lowest_rust(&version));
     cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"])?;
-    document("--all-features")?;
+    // Of the whole workspace too, so that the dependencies are those that clippy has checked.
+    document(&["--workspace", "--all-features"])?;
     pages::check()?;
-    pictures::pictures(true)?;
+    api::check()?;
     // Features only add, so what holds with all of them must hold with each alone, and with none.
     for feature in metadata.features() {
         alone(&format!("--features={feature}"))?;
     }
     alone(NONE)?;
-    document(NONE)?;
+    document(&["--package", LIBRARY, NONE])?;
     cargo(&["test", "--quiet", "--package", "plain-tests", "--lib"])?;
     package()?;
     lowest_rust.join().map_err(|_| "the check with the lowest Rust panicked")??;
@@ -51,9 +52,9 @@ fn alone(features: &str) -> Result {
     cargo(&["clippy", "--package", LIBRARY, "--lib", features, "--", "-D", "warnings"])
 }
 
-fn document(features: &str) -> Result {
+fn document(features: &[&str]) -> Result {
     let mut command = Command::new("cargo");
-    command.args(["doc", "--quiet", "--no-deps", "--package", LIBRARY, features]);
+    command.args(["doc", "--quiet", "--no-deps", "--lib"]).args(features);
     run(command.env("RUSTDOCFLAGS", "-D warnings"))
 }
 
@@ -73,5 +74,6 @@ fn lowest_rust(version: &str) -> Result {
 
 /// Packs the library as for the registry, and builds it from there: nothing that it needs is left out.
 fn package() -> Result {
-    cargo(&["package", "--quiet", "--package", LIBRARY, "--allow-dirty"])
+    // Into the same folder, so that its dependencies are not built again.
+    cargo(&["package", "--quiet", "--package", LIBRARY, "--allow-dirty", "--target-dir", "target"])
 }

@@ -1,16 +1,18 @@
-//! What every strategy makes of the same requests, as pictures for `docs/choosing.md`.
+//! What every strategy makes of the same requests, as pictures for `docs/choosing.md`: `SAVE=1 cargo test --test pictures`
+//! draws them.
 
+use std::env;
 use std::error::Error;
 use std::fmt::Write as _;
 use std::fs;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tokio::runtime;
 use tokio::time::advance;
 use tower_redis_ratelimit::{Align, Check, Key, LocalStore, Policies, Policy, Quota, Refill, Store, Strategy};
 
-use crate::Result;
-use crate::command::root;
+type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 const LIMIT: u32 = 10;
 const PERIOD: i64 = 10_000;
@@ -32,30 +34,36 @@ fn arrivals(time: i64) -> usize {
     }
 }
 
-/// Writes the pictures, or checks that they are what would be written.
-pub(crate) fn pictures(check: bool) -> Result {
-    let mut inline = String::new();
-    for &strategy in Strategy::ALL {
-        let (file, title) = (file_name(strategy), title(strategy));
-        let picture = play(strategy).map(|play| play.draw(&title)).map_err(|error| format!("{file}: {error}"))?;
-        inline.push_str(&definition(&file, &picture));
-        put(&format!("docs/strategies/{file}.svg"), &picture, check)?;
+#[test]
+fn pictures_are_what_the_code_draws() {
+    for (file, text) in pictures().unwrap() {
+        let path = path(&file);
+        if env::var_os("SAVE").is_some() {
+            fs::write(&path, &text).unwrap();
+        }
+        let saved = fs::read_to_string(path).unwrap();
+        assert!(saved == text, "{file} is out of date: run `SAVE=1 cargo test --test pictures`");
     }
-    // That one is drawn by the load bench.
-    let throughput = fs::read_to_string(root().join("docs/throughput.svg"));
-    inline.push_str(&definition("throughput", &throughput.map_err(|error| format!("throughput.svg: {error}"))?));
-    put("docs/pictures.md", &inline, check)
 }
 
-fn put(file: &str, text: &str, check: bool) -> Result {
-    let path = root().join(file);
-    if !check {
-        fs::write(path, text).map_err(|error| format!("{file}: {error}"))
-    } else if fs::read_to_string(path).ok().as_deref() != Some(text) {
-        Err(format!("{file} is not what it would be now: run `cargo xtask pictures`"))
-    } else {
-        Ok(())
+/// Each file of pictures, and what is to be in it.
+fn pictures() -> Result<Vec<(String, String)>> {
+    let (mut files, mut inline) = (vec![], String::new());
+    for &strategy in Strategy::ALL {
+        let name = file_name(strategy);
+        let picture = play(strategy)?.draw(&title(strategy));
+        inline.push_str(&definition(&name, &picture));
+        files.push((format!("docs/strategies/{name}.svg"), picture));
     }
+    // That one is drawn by the load bench.
+    inline.push_str(&definition("throughput", &fs::read_to_string(path("docs/throughput.svg"))?));
+    files.push(("docs/pictures.md".to_owned(), inline));
+    Ok(files)
+}
+
+/// Where a file of the repository is.
+fn path(file: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(file)
 }
 
 /// The picture as the target of `![text][name]`. rustdoc has no folder to put it into.
@@ -108,7 +116,7 @@ struct Play {
     remaining: Vec<(i64, u32)>,
 }
 
-fn play(strategy: Strategy) -> std::result::Result<Play, Box<dyn Error>> {
+fn play(strategy: Strategy) -> Result<Play> {
     let runtime = runtime::Builder::new_current_thread().enable_time().start_paused(true).build()?;
     runtime.block_on(async {
         let store = LocalStore::default();
