@@ -45,7 +45,7 @@ pub use store::TracingObserver;
 pub use store::{
     Answer, AnyStore, AnyStoreFuture, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore, Observer,
     RedisFuture, RedisStore, RedisStoreBuilder, Servers, Share, ShareConfig, Store, StoreConfig, StoreError, StoreKind,
-    event,
+    WrapStore, event,
 };
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.

@@ -105,6 +105,17 @@ impl From<LocalStore> for AnyStore {
     }
 }
 
+/// What the store answers, whichever it is.
+macro_rules! each {
+    ($self:ident, $store:ident => $answer:expr) => {
+        match $self {
+            AnyStore::Fallback($store) => $answer,
+            AnyStore::Redis($store) => $answer,
+            AnyStore::Local($store) => $answer,
+        }
+    };
+}
+
 impl Store for AnyStore {
     type Future = AnyStoreFuture;
 
@@ -117,51 +128,27 @@ impl Store for AnyStore {
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {
-        match self {
-            Self::Fallback(store) => store.warm(key, decision),
-            Self::Redis(store) => store.warm(key, decision),
-            Self::Local(store) => store.warm(key, decision),
-        }
+        each!(self, store => store.warm(key, decision))
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {
-        match self {
-            Self::Fallback(store) => store.observe(observer),
-            Self::Redis(store) => store.observe(observer),
-            Self::Local(store) => store.observe(observer),
-        }
+        each!(self, store => store.observe(observer))
     }
 
     fn is_authoritative(&self, decision: &Decision) -> bool {
-        match self {
-            Self::Fallback(store) => store.is_authoritative(decision),
-            Self::Redis(store) => store.is_authoritative(decision),
-            Self::Local(store) => store.is_authoritative(decision),
-        }
+        each!(self, store => store.is_authoritative(decision))
     }
 
     fn identity(&self) -> Option<usize> {
-        match self {
-            Self::Fallback(store) => store.identity(),
-            Self::Redis(store) => store.identity(),
-            Self::Local(store) => store.identity(),
-        }
+        each!(self, store => store.identity())
     }
 
     fn partitions(&self) -> usize {
-        match self {
-            Self::Fallback(store) => store.partitions(),
-            Self::Redis(store) => store.partitions(),
-            Self::Local(store) => store.partitions(),
-        }
+        each!(self, store => store.partitions())
     }
 
     fn partition(&self, key: &Key) -> usize {
-        match self {
-            Self::Fallback(store) => store.partition(key),
-            Self::Redis(store) => store.partition(key),
-            Self::Local(store) => store.partition(key),
-        }
+        each!(self, store => store.partition(key))
     }
 
     fn withdraw(&self, future: Pin<&mut AnyStoreFuture>) -> bool {

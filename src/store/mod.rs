@@ -60,60 +60,15 @@ use crate::limit::{Check, Decision, Key};
 ///   verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
-/// [`Check::decided`] makes the decisions of a store of one's own, [`Source::Other`](crate::Source::Other) names it, and
-/// a [`StoreError`] tells whether a check was [sent](StoreError::unsent). This one asks another store, but for some callers:
-///
-/// ```
-/// use std::sync::Arc;
-/// use tower_redis_ratelimit::{Answer, Check, Decision, Key, Observer, Source, Store, Verdict};
-///
-/// /// Never denies these callers.
-/// #[derive(Clone)]
-/// struct Exempt<S>(S, &'static [Key]);
-///
-/// impl<S: Store> Store for Exempt<S> {
-///     type Future = S::Future;
-///
-///     fn check(&self, check: Check) -> Answer<S::Future> {
-///         if self.1.contains(check.key()) {
-///             let granted = check.cost();
-///             return Answer::ready(Ok(check.decided(Source::Other("exempt"), granted, |_| Verdict::allowed())));
-///         }
-///         self.0.check(check)
-///     }
-///
-///     fn warm(&self, key: &Key, decision: &Decision) {
-///         self.0.warm(key, decision);
-///     }
-///
-///     fn partitions(&self) -> usize {
-///         self.0.partitions()
-///     }
-///
-///     fn partition(&self, key: &Key) -> usize {
-///         self.0.partition(key)
-///     }
-///
-///     fn is_authoritative(&self, decision: &Decision) -> bool {
-///         self.0.is_authoritative(decision)
-///     }
-///
-///     fn identity(&self) -> Option<usize> {
-///         self.0.identity()
-///     }
-///
-///     fn observe(&self, observer: &Arc<dyn Observer>) {
-///         self.0.observe(observer);
-///     }
-/// }
-/// # fn is_store(_: impl Store) {}
-/// # is_store(Exempt(tower_redis_ratelimit::MockStore::new(), &[Key::GLOBAL]));
-/// ```
+/// [`check`](Self::check) is all that a store must have. The other methods are hooks, which say what a
+/// [`Fallback`](crate::Fallback) and the layers may know of it. A store around another one implements [`WrapStore`], and has all
+/// hooks of that. In a store of one's own [`Check::decided`] makes the decisions, [`Source::Other`](crate::Source::Other)
+/// names it, and a [`StoreError`] says whether a check was [sent](StoreError::unsent).
 ///
 /// One that counts by itself is `tests/store/outside.rs`, and a [`MockStore`] is for tests. Outside of tower, a
 /// [`Limiter`](crate::Limiter) asks a store with the same policies each time.
 #[diagnostic::on_unimplemented(
-    message = "`{Self}` is no store of counts",
+    message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
     note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
 )]
@@ -128,8 +83,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Returns whether it is certain that the check was not sent, and will not be. The fallback then charges later what it
     /// granted instead, as after an error that is [unsent](StoreError::unsent).
     ///
-    /// The future is then dropped, and not polled again. Defaults to `false`: not known. A store that asks another one should
-    /// pass this on.
+    /// The future is then dropped, and not polled again. Defaults to `false`: not known.
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
         let _ = (self, future);
         false
@@ -142,8 +96,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     }
 
     /// How many partitions it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback)
-    /// has a breaker for each. Defaults to 1; must not change. A store that asks another one should pass this on, and
-    /// [`partition`](Self::partition).
+    /// has a breaker for each. Defaults to 1; must not change.
     fn partitions(&self) -> usize {
         1
     }
@@ -172,6 +125,85 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {
         let _ = observer;
+    }
+}
+
+/// A store around another one, which decides some checks otherwise. It is a [`Store`] with all hooks of the inner one.
+///
+/// ```
+/// use tower_redis_ratelimit::{Answer, Check, Key, Source, Store, Verdict, WrapStore};
+///
+/// /// Never denies these callers.
+/// #[derive(Clone)]
+/// struct Exempt<S>(S, &'static [Key]);
+///
+/// impl<S: Store> WrapStore for Exempt<S> {
+///     type Inner = S;
+///
+///     fn inner(&self) -> &S {
+///         &self.0
+///     }
+///
+///     fn decide(&self, check: Check) -> Answer<S::Future> {
+///         if self.1.contains(check.key()) {
+///             let granted = check.cost();
+///             return Answer::ready(Ok(check.decided(Source::Other("exempt"), granted, |_| Verdict::allowed())));
+///         }
+///         self.0.check(check)
+///     }
+/// }
+/// # fn is_store(_: impl Store) {}
+/// # is_store(Exempt(tower_redis_ratelimit::MockStore::new(), &[Key::GLOBAL]));
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not implement `Store`",
+    label = "not a `Store`",
+    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
+)]
+pub trait WrapStore: Clone + Send + Sync + 'static {
+    /// The store that is asked.
+    type Inner: Store;
+
+    /// Returns it.
+    fn inner(&self) -> &Self::Inner;
+
+    /// Decides one check, by [the rules of a store](Store).
+    fn decide(&self, check: Check) -> Answer<<Self::Inner as Store>::Future>;
+}
+
+impl<W: WrapStore> Store for W {
+    type Future = <W::Inner as Store>::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        self.decide(check)
+    }
+
+    fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
+        self.inner().withdraw(future)
+    }
+
+    fn warm(&self, key: &Key, decision: &Decision) {
+        self.inner().warm(key, decision);
+    }
+
+    fn partitions(&self) -> usize {
+        self.inner().partitions()
+    }
+
+    fn partition(&self, key: &Key) -> usize {
+        self.inner().partition(key)
+    }
+
+    fn is_authoritative(&self, decision: &Decision) -> bool {
+        self.inner().is_authoritative(decision)
+    }
+
+    fn identity(&self) -> Option<usize> {
+        self.inner().identity()
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.inner().observe(observer);
     }
 }
 

@@ -55,7 +55,10 @@ fn fixes(wrong: &str, texts: &[&str], right: &str) {
 fn what_is_no_store_is_answered_with_the_stores() {
     fixes(
         "RateLimitLayer::new(\"redis://127.0.0.1/\", Global, policy);",
-        &["`&str` is no store of counts", "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`"],
+        &[
+            "`&str` does not implement `Store`",
+            "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`",
+        ],
         "let redis = RedisStore::connect_lazy(\"redis://127.0.0.1/\")?;
          RateLimitLayer::new(Fallback::new(redis, LocalStore::default()), Global, policy);",
     );

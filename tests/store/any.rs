@@ -101,11 +101,13 @@ async fn its_store_tells_its_observer() {
 /// As a [`Fallback`] around it does at its deadline.
 #[tokio::test]
 async fn its_store_takes_back_what_was_not_sent() {
-    let (store, policies) = (AnyStore::from(redis()), policy(Strategy::Gcra, "10/d"));
-    let Answer::Pending { future } = store.check(Check::take(Key::new("ann"), &policies, 1)) else {
-        panic!("no answer yet")
-    };
-    assert!(store.withdraw(pin!(future)), "nothing has run that could send it");
+    let policies = policy(Strategy::Gcra, "10/d");
+    for store in [AnyStore::from(redis()), Fallback::new(redis(), LocalStore::default()).into()] {
+        let Answer::Pending { future } = store.check(Check::take(Key::new("ann"), &policies, 1)) else {
+            panic!("no answer yet")
+        };
+        assert!(store.withdraw(pin!(future)), "nothing has run that could send it");
+    }
 }
 
 /// The runtime never runs, so that the tasks of a store allocate nothing meanwhile.

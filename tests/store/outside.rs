@@ -2,14 +2,15 @@
 
 use std::collections::HashMap;
 use std::future::Pending;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::time::{Instant, advance};
 use tower_redis_ratelimit::{
-    Answer, Check, Decision, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Outcome, Policy, Source, Store,
-    StoreError, Verdict,
+    Answer, Check, Decision, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, Outcome, Policy, Source,
+    Store, StoreError, Verdict, WrapStore,
 };
 
 use crate::support::{STRATEGIES, check, policy, until};
@@ -224,4 +225,72 @@ async fn the_local_store_goes_on_from_whatever_an_outside_store_tells() {
             assert!(take().await.is_allowed(), "{strategy:?} after {wait:?}: {denied:?}");
         }
     }
+}
+
+/// Has an answer for every hook that is not the default one.
+#[derive(Clone, Default)]
+struct Hooks(Arc<Mutex<Vec<&'static str>>>);
+
+impl Store for Hooks {
+    type Future = Pending<Result<Decision, StoreError>>;
+
+    fn check(&self, _: Check) -> Answer<Self::Future> {
+        Answer::pending(std::future::pending())
+    }
+
+    fn withdraw(&self, _: Pin<&mut Self::Future>) -> bool {
+        true
+    }
+
+    fn warm(&self, _: &Key, _: &Decision) {
+        self.0.lock().unwrap().push("warm");
+    }
+
+    fn partitions(&self) -> usize {
+        12
+    }
+
+    fn partition(&self, _: &Key) -> usize {
+        7
+    }
+
+    fn is_authoritative(&self, _: &Decision) -> bool {
+        false
+    }
+
+    fn identity(&self) -> Option<usize> {
+        Some(3)
+    }
+
+    fn observe(&self, _: &Arc<dyn Observer>) {
+        self.0.lock().unwrap().push("observe");
+    }
+}
+
+#[derive(Clone, Default)]
+struct Wrapped(Hooks);
+
+impl WrapStore for Wrapped {
+    type Inner = Hooks;
+
+    fn inner(&self) -> &Hooks {
+        &self.0
+    }
+
+    fn decide(&self, check: Check) -> Answer<<Hooks as Store>::Future> {
+        Answer::ready(Ok(check.decided(WINDOWS, check.cost(), |_| Verdict::allowed())))
+    }
+}
+
+#[test]
+fn a_wrapped_store_keeps_its_hooks() {
+    let store = Wrapped::default();
+    let decision = ask(&store, check("ann", "10/h")).unwrap();
+    assert_eq!(decision.source(), WINDOWS);
+    assert!(store.withdraw(pin!(std::future::pending())));
+    assert_eq!((store.partitions(), store.partition(&Key::GLOBAL), store.identity()), (12, 7, Some(3)));
+    assert!(!store.is_authoritative(&decision));
+    store.warm(&Key::GLOBAL, &decision);
+    store.observe(&(Arc::new(()) as Arc<dyn Observer>));
+    assert_eq!(*store.0.0.lock().unwrap(), ["warm", "observe"]);
 }

@@ -48,6 +48,18 @@ pin_project! {
     }
 }
 
+impl<P: Store, F: Store> FallbackFuture<P, F> {
+    /// See [`Store::withdraw`].
+    pub(super) fn withdraw(self: Pin<&mut Self>) -> bool {
+        let this = self.project();
+        match this.state.project() {
+            StateProj::Primary { answer, .. } => this.shared.primary.withdraw(answer),
+            StateProj::Fallback { answer, sent: false, .. } => this.shared.fallback.withdraw(answer),
+            StateProj::Fallback { sent: true, .. } | StateProj::Done => false,
+        }
+    }
+}
+
 impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
     type Output = Result<Decision, StoreError>;
 

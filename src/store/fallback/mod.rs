@@ -19,6 +19,7 @@ mod tests;
 
 use std::fmt;
 use std::num::NonZeroU32;
+use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -208,6 +209,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
             Answer::Ready { answer } => Answer::ready(answer),
             Answer::Pending { future } => pending(State::Fallback { answer: future, check, sent }),
         }
+    }
+
+    fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
+        future.withdraw()
     }
 
     fn is_authoritative(&self, decision: &Decision) -> bool {
