@@ -4,12 +4,9 @@ use std::sync::Arc;
 use tower_layer::Layer;
 
 use super::CallLimit;
-use super::config::Config;
-use crate::in_flight::InFlightTracker;
+use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
 use crate::limit::Policies;
-use crate::middleware::select::Selector;
-use crate::middleware::wait::Waiting;
-use crate::middleware::{KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
+use crate::middleware::settings::Settings;
 use crate::store::{Observer, Store};
 
 /// Limits the rate of calls of any tower service, whatever its requests are: jobs of a queue, commands, requests of a
@@ -65,32 +62,18 @@ use crate::store::{Observer, Store};
 ///
 /// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not made.
 pub struct CallLimitLayer<S, K, R> {
-    config: Arc<Config<S, K, R>>,
+    settings: Settings<K, Gate<S, R>>,
 }
 
 impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
     /// [`Policy`](crate::Policy), several [`Policies`], or another [`PolicySelector`].
     pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
-        let in_flight = InFlightTracker::new(&store, None);
-        let config = Config {
-            store,
-            extractor: Arc::new(extractor),
-            policies: Selector::new(policies),
-            skip: None,
-            cost: None,
-            wait: None,
-            on_error: OnError::default(),
-            on_missing_key: OnMissingKey::default(),
-            observer: None,
-            in_flight,
-            misconfiguration: Arc::default(),
-        };
-        Self { config: Arc::new(config) }
+        Self { settings: Settings::new(Arc::new(extractor), Gate::new(store, policies, Holds::InFlight)) }
     }
 }
 
-impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
+impl<S: Clone, K, R: 'static> CallLimitLayer<S, K, R> {
     /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
     #[must_use]
     pub fn cost(self, cost: impl Fn(&R) -> u32 + Send + Sync + 'static) -> Self {
@@ -100,7 +83,7 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its place.
     #[must_use]
     pub fn cost_under(self, cost: impl Fn(&R, &Policies) -> u32 + Send + Sync + 'static) -> Self {
-        self.change(|config| config.cost = Some(Arc::new(cost)))
+        self.change(|gate| gate.cost = Some(Arc::new(cost)))
     }
 
     /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
@@ -110,22 +93,20 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     where
         S: Store,
     {
-        self.change(|config| {
-            config.wait = Some(Waiting::new(config.store.clone(), config.in_flight.clone(), wait.into()))
-        })
+        self.change(|gate| gate.wait(wait.into()))
     }
 
     /// Sets which requests pass at once, uncounted. They need no key. Defaults to none.
     #[must_use]
     pub fn skip(self, skip: impl Fn(&R) -> bool + Send + Sync + 'static) -> Self {
-        self.change(|config| config.skip = Some(Arc::new(skip)))
+        self.change(|gate| gate.skip = Some(Arc::new(skip)))
     }
 
     /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails with
     /// the store's [`StoreError`](crate::StoreError).
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
-        self.change(|config| config.on_error = on_error)
+        self.change(|gate| gate.on_error = on_error)
     }
 
     /// Sets what becomes of a request that has no key. One whose key is [malformed](crate::MissingKey::malformed), or can
@@ -133,7 +114,7 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     /// Defaults to [`OnMissingKey::Reject`]: the call fails with the [`MissingKey`](crate::MissingKey).
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
-        self.change(|config| config.on_missing_key = on_missing_key)
+        self.change(|gate| gate.on_missing_key = on_missing_key)
     }
 
     /// Sets who is told of every decision, of what no store could decide, and of a program that is misconfigured; and of
@@ -144,20 +125,16 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     where
         S: Store,
     {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.change(|config| {
-            config.store.observe(&observer);
-            config.in_flight = config.in_flight.observed(&config.store, Arc::clone(&observer));
-            config.observer = Some(observer);
-        })
+        self.change(|gate| gate.observe(observer))
     }
 
-    fn change(mut self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
-        let config = Arc::make_mut(&mut self.config);
-        change(config);
-        // Whatever the layer has told that this one is made from.
-        config.misconfiguration = Arc::default();
-        self
+    fn change(self, change: impl FnOnce(&mut Gate<S, R>)) -> Self {
+        let settings = self.settings.change(|mut gate| {
+            change(&mut gate);
+            gate.notifier = gate.notifier.anew();
+            gate
+        });
+        Self { settings }
     }
 }
 
@@ -165,19 +142,19 @@ impl<T, S, K, R> Layer<T> for CallLimitLayer<S, K, R> {
     type Service = CallLimit<T, S, K, R>;
 
     fn layer(&self, inner: T) -> Self::Service {
-        CallLimit { inner, config: Arc::clone(&self.config) }
+        CallLimit { inner, settings: self.settings.clone() }
     }
 }
 
 /// Shared, so that no part of it has to be `Clone`.
 impl<S, K, R> Clone for CallLimitLayer<S, K, R> {
     fn clone(&self) -> Self {
-        Self { config: Arc::clone(&self.config) }
+        Self { settings: self.settings.clone() }
     }
 }
 
 impl<S: fmt::Debug, K, R> fmt::Debug for CallLimitLayer<S, K, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.fmt("CallLimitLayer", f)
+        self.settings.config().fmt("CallLimitLayer", f)
     }
 }

@@ -1,6 +1,5 @@
 //! Any other tower service, whose requests are not HTTP's. [`CallLimitLayer`] tells the story.
 
-mod config;
 mod future;
 mod layer;
 mod service;
