@@ -30,9 +30,9 @@ pub use limit::{
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    AsIs, CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Ending, HeaderKey, Headers,
-    HttpReject, LegacyHeaders, Live, PeerIp, RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture,
-    Routes, Throttle, ThrottleLayer, Tier, Tiers, TrackedBody, UntilBodyEnd,
+    AsIs, CallEnding, CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Ending, HeaderKey,
+    Headers, HttpReject, LegacyHeaders, Live, PeerIp, RateLimit, RateLimitLayer, Reason, Reject, Rejection,
+    ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers, TrackedBody, UntilAnswer, UntilBodyEnd,
 };
 #[cfg(feature = "tonic")]
 pub use middleware::{GrpcOr, GrpcReject};

@@ -18,7 +18,7 @@ mod throttle;
 
 use std::mem;
 
-pub use call::{CallFuture, CallLimit, CallLimitLayer};
+pub use call::{CallEnding, CallFuture, CallLimit, CallLimitLayer, UntilAnswer};
 pub use dry_run::DryRun;
 pub use extract::{ClientIp, ClientIpBuilder, HeaderKey, PeerIp};
 #[cfg(feature = "axum")]

@@ -8,25 +8,27 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::BoxError;
-use crate::gate::{Gate, Grant, Pending};
+use super::layer::Config;
+use super::{BoxError, CallEnding};
+use crate::gate::{Grant, Pending};
+use crate::middleware::AsIs;
 use crate::store::{Store, polled_after_completion};
 
 pin_project! {
     /// Resolves to the response of a [`CallLimit`](crate::CallLimit).
-    pub struct CallFuture<T, S, R>
+    pub struct CallFuture<T, S, R, E = AsIs>
     where
         T: Service<R>,
         S: Store,
     {
         #[pin]
-        state: State<T::Future, T::Response, S::Future, Call<T, S, R>>,
+        state: State<T::Future, T::Response, S::Future, Call<T, S, R, E>, E>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<F, Res, D, C> {
+    enum State<F, Res, D, C, E> {
         Undecided {
             #[pin]
             pending: Pending<D>,
@@ -37,6 +39,7 @@ pin_project! {
             #[pin]
             response: F,
             grant: Grant<D>,
+            ending: E,
         },
         // The inner future is gone: it may hold a permit, such as `ConcurrencyLimit`'s.
         Answered {
@@ -49,23 +52,24 @@ pin_project! {
 }
 
 /// What waits for the decision: the service, and the request.
-struct Call<T, S, R> {
-    gate: Arc<Gate<S, R>>,
+struct Call<T, S, R, E> {
+    config: Arc<Config<S, R, E>>,
     inner: T,
     request: R,
 }
 
-impl<T, S, R> CallFuture<T, S, R>
+impl<T, S, R, E> CallFuture<T, S, R, E>
 where
     T: Service<R>,
     S: Store,
+    E: Clone,
 {
-    pub(super) fn undecided(pending: Pending<S::Future>, gate: Arc<Gate<S, R>>, inner: T, request: R) -> Self {
-        Self { state: State::Undecided { pending, call: Some(Call { gate, inner, request }) } }
+    pub(super) fn undecided(pending: Pending<S::Future>, config: Arc<Config<S, R, E>>, inner: T, request: R) -> Self {
+        Self { state: State::Undecided { pending, call: Some(Call { config, inner, request }) } }
     }
 
-    pub(super) fn calling(response: T::Future, grant: Grant<S::Future>) -> Self {
-        Self { state: State::Calling { response, grant } }
+    pub(super) fn calling(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<S::Future>) -> Self {
+        Self { state: State::calling(config, inner, request, grant) }
     }
 
     pub(super) fn answered(answer: Result<T::Response, BoxError>) -> Self {
@@ -73,11 +77,21 @@ where
     }
 }
 
-impl<T, S, R> Future for CallFuture<T, S, R>
+impl<F, Res, D, C, E: Clone> State<F, Res, D, C, E> {
+    fn calling<T, S, R>(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<D>) -> Self
+    where
+        T: Service<R, Future = F>,
+    {
+        Self::Calling { response: inner.call(request), grant, ending: config.ending.clone() }
+    }
+}
+
+impl<T, S, R, E> Future for CallFuture<T, S, R, E>
 where
     T: Service<R, Error: Into<BoxError>> + Clone,
     S: Store,
     R: 'static,
+    E: CallEnding<T::Response>,
 {
     type Output = Result<T::Response, BoxError>;
 
@@ -87,8 +101,8 @@ where
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, call: waiting } => {
                     let admitted = match waiting {
-                        Some(Call { gate, inner, request }) => {
-                            ready!(pending.poll(cx, gate, request, inner)).map_err(Into::into)?
+                        Some(Call { config, inner, request }) => {
+                            ready!(pending.poll(cx, &config.gate, request, inner)).map_err(Into::into)?
                         }
                         None => polled_after_completion("CallFuture"),
                     };
@@ -97,13 +111,16 @@ where
                         polled_after_completion("CallFuture");
                     };
                     match admitted {
-                        Ok(grant) => State::Calling { response: call.inner.call(call.request), grant },
+                        Ok(grant) => State::calling(&call.config, &mut call.inner, call.request, grant),
                         Err(refusal) => return Poll::Ready(Err(refusal.into())),
                     }
                 }
-                StateProj::Calling { response, grant } => {
+                StateProj::Calling { response, grant, ending } => {
                     let _ = grant.poll_shadows(cx);
                     let answer = ready!(response.poll(cx)).map_err(Into::into);
+                    if let Some(settlement) = ending.settlement(&answer) {
+                        grant.settle(settlement);
+                    }
                     let grant = mem::take(grant).into_shadows();
                     if !grant.has_shadows() {
                         return Poll::Ready(answer);
@@ -120,7 +137,7 @@ where
     }
 }
 
-impl<T, S, R> fmt::Debug for CallFuture<T, S, R>
+impl<T, S, R, E> fmt::Debug for CallFuture<T, S, R, E>
 where
     T: Service<R>,
     S: Store,

@@ -1,6 +1,7 @@
 //! Services whose requests are not HTTP's.
 
 mod contract;
+mod outcome;
 mod stack;
 
 use std::convert::Infallible;
