@@ -18,6 +18,9 @@ pub(crate) enum Admission<D> {
     Undecided(Pending<D>),
 }
 
+/// Whether a request passes.
+pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
+
 /// Why a request does not pass.
 pub(crate) enum Refusal {
     Denied(Decision),
@@ -34,20 +37,20 @@ impl<S: Store, R: 'static> Gate<S, R> {
     #[inline]
     pub(crate) fn admit(&self, extractor: &impl KeyExtractor<R>, request: &R) -> Admission<S::Future> {
         if self.skip.as_ref().is_some_and(|skip| skip(request)) {
-            return Admission::Pass(self.uncounted());
+            return Admission::Pass(self.uncounted(request, None));
         }
         let key = extractor.extract(request);
         if self.dry_run {
-            return self.pass_uncounted(request, key);
+            return self.exempt(request, key);
         }
         let Some(policies) = self.policies.find(request, key.as_ref().ok()) else {
-            return self.pass_uncounted(request, key);
+            return self.exempt(request, key);
         };
         let key = match key {
             Ok(key) => key,
-            Err(missing) => return self.admit_without_key(missing),
+            Err(missing) => return self.admit_without_key(request, missing),
         };
-        let Some(policies) = self.countable(policies) else { return self.pass_uncounted(request, Ok(key)) };
+        let Some(policies) = self.countable(policies) else { return self.exempt(request, Ok(key)) };
         let check = self.check(key, &policies, request);
         let question = self.question(&check);
         let mut wanted = None;
@@ -131,7 +134,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         question: Question,
         wanted: &WaitRequest,
         turn: Result<Permit, wait_queues::Refusal>,
-    ) -> Result<Grant<S::Future>, Refusal> {
+    ) -> Admitted<S::Future> {
         let refusal = match turn {
             Ok(permit) => {
                 let Spent { decision, taken, lease } = permit.spend();
@@ -149,12 +152,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     /// What becomes of a request that does not wait any more.
-    fn conclude(
-        &self,
-        request: &R,
-        question: Question,
-        answer: Result<Decision, StoreError>,
-    ) -> Result<Grant<S::Future>, Refusal> {
+    fn conclude(&self, request: &R, question: Question, answer: Result<Decision, StoreError>) -> Admitted<S::Future> {
         self.notifier.answered(question.key(), &question, &answer, false);
         match answer {
             Ok(decision) if decision.is_allowed() => Ok(self.pass(request, question, Some(decision))),
@@ -167,41 +165,38 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     fn pass(&self, request: &R, mut question: Question, decision: Option<Decision>) -> Grant<S::Future> {
-        let key = question.key();
         let reserved = decision.as_ref().filter(|_| self.settles()).and_then(|decision| question.reserved(decision));
-        self.grant(decision, reserved, question.take_lease()).with_shadows(|charge| self.shadows(request, key, charge))
+        let lease = question.take_lease().map(Lease::passed);
+        self.grant(request, Some(question.key()), decision, reserved, lease)
     }
 
-    /// Lets a request pass that nobody counts, unless as a dry run or shadows do.
-    fn pass_uncounted(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
-        Admission::Pass(match key {
-            Ok(key) => self.uncounted().with_shadows(|charge| self.shadows(request, key, charge)),
-            Err(missing) => {
-                if self.has_shadows() {
-                    self.notifier.missing(&missing);
-                }
-                self.uncounted()
-            }
-        })
+    /// What becomes of a request that nobody limits.
+    fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
+        if let Err(missing) = &key
+            && self.has_shadows()
+        {
+            self.notifier.missing(missing);
+        }
+        Admission::Pass(self.uncounted(request, key.ok()))
     }
 
     /// What becomes of a request without a key.
-    fn admit_without_key(&self, missing: MissingKey) -> Admission<S::Future> {
+    fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
         self.notifier.missing(&missing);
         match self.on_missing_key {
-            OnMissingKey::Allow if missing.is_absent() => Admission::Pass(self.uncounted()),
+            OnMissingKey::Allow if missing.is_absent() => Admission::Pass(self.uncounted(request, None)),
             _ => Admission::Refuse(Refusal::MissingKey(missing)),
         }
     }
 
-    fn uncounted(&self) -> Grant<S::Future> {
-        self.grant(None, None, None)
+    fn uncounted(&self, request: &R, key: Option<Key>) -> Grant<S::Future> {
+        self.grant(request, key, None, None, None)
     }
 }
 
-impl<D> From<Result<Grant<D>, Refusal>> for Admission<D> {
-    fn from(concluded: Result<Grant<D>, Refusal>) -> Self {
-        match concluded {
+impl<D> From<Admitted<D>> for Admission<D> {
+    fn from(admitted: Admitted<D>) -> Self {
+        match admitted {
             Ok(grant) => Self::Pass(grant),
             Err(refusal) => Self::Refuse(refusal),
         }

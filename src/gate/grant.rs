@@ -4,7 +4,7 @@ use std::task::{Context, Poll};
 use super::Gate;
 use super::shadows::Shadows;
 use crate::in_flight::Lease;
-use crate::limit::Decision;
+use crate::limit::{Decision, Key};
 use crate::settle::{Charge, Reserved, Settled, Settlement};
 use crate::store::{Store, StoreError};
 
@@ -22,30 +22,28 @@ pub(crate) struct Grant<D> {
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// What a request holds that passes by this decision.
+    /// What a request holds that passes by this decision, or uncounted. What rejects nothing is asked for the `key`.
     pub(super) fn grant(
         &self,
+        request: &R,
+        key: Option<Key>,
         decision: Option<Decision>,
         reserved: Option<Reserved>,
         lease: Option<Lease>,
     ) -> Grant<S::Future> {
-        let lease = lease.map(Lease::passed);
-        if !self.settles() {
-            return Grant { decision, _lease: lease, ..Grant::default() };
-        }
-        // In case nobody else has come since a runtime ended.
-        self.refunds.wake();
-        let charge = Charge::new(Arc::clone(&self.refunds), reserved, lease);
-        Grant { decision, charge: Some(charge), ..Grant::default() }
+        let (charge, lease) = if self.settles() {
+            // In case nobody else has come since a runtime ended.
+            self.refunds.wake();
+            (Some(Charge::new(Arc::clone(&self.refunds), reserved, lease)), None)
+        } else {
+            (None, lease)
+        };
+        let shadows = key.and_then(|key| self.shadows(request, key, charge.as_ref()));
+        Grant { decision, charge, _lease: lease, shadows }
     }
 }
 
 impl<D> Grant<D> {
-    /// Holds what checks that reject nothing have charged, too.
-    pub(super) fn with_shadows(self, ask: impl FnOnce(Option<&Charge>) -> Option<Box<Shadows<D>>>) -> Self {
-        Self { shadows: ask(self.charge.as_ref()), ..self }
-    }
-
     pub(crate) fn decision(&self) -> Option<&Decision> {
         self.decision.as_ref()
     }

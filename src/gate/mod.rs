@@ -29,7 +29,7 @@ pub use missing::MissingKey;
 pub use select::{PolicySelector, policies_fn};
 pub use wait::Wait;
 
-pub(crate) use admit::{Admission, Refusal};
+pub(crate) use admit::{Admission, Admitted, Refusal};
 pub(crate) use grant::Grant;
 pub(crate) use notifier::Notifier;
 pub(crate) use pending::Pending;

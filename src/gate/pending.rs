@@ -5,7 +5,7 @@ use pin_project_lite::pin_project;
 use tower_service::Service;
 
 use super::wait::QueuedRequest;
-use super::{Admission, Gate, Grant, Question, Refusal};
+use super::{Admission, Admitted, Gate, Question};
 use crate::limit::Decision;
 use crate::store::{Store, StoreError, polled_after_completion};
 use crate::wait_queues::WaitRequest;
@@ -67,7 +67,7 @@ impl<D> Pending<D> {
         gate: &Gate<S, R>,
         request: &R,
         inner: &mut T,
-    ) -> Poll<Result<Result<Grant<D>, Refusal>, T::Error>>
+    ) -> Poll<Result<Admitted<D>, T::Error>>
     where
         D: Future<Output = Result<Decision, StoreError>>,
         S: Store<Future = D>,

@@ -13,7 +13,7 @@ use tower_service::Service;
 use super::config::Config;
 use super::settle::Rule;
 use super::{AsIs, DryRun, Ending, Headers, HttpReject, Reject};
-use crate::gate::{Grant, Pending, Refusal};
+use crate::gate::{Admitted, Grant, Pending};
 use crate::store::{Store, polled_after_completion};
 
 pin_project! {
@@ -128,7 +128,7 @@ where
     R: Reject<ResBody>,
 {
     /// What follows for the request.
-    fn go_on<D>(mut self, admitted: Result<Grant<D>, Refusal>) -> State<T::Future, T::Response, D, Self> {
+    fn go_on<D>(mut self, admitted: Admitted<D>) -> State<T::Future, T::Response, D, Self> {
         match admitted {
             Ok(grant) => State::calling(&self.config, &mut self.inner, self.parts, self.body, grant),
             Err(refusal) => State::answered(self.config.respond(&self.parts, refusal)),

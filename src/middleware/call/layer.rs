@@ -60,7 +60,8 @@ use crate::store::{Observer, Store};
 ///   pass.
 /// - What the inner service fails with, in a box as well.
 ///
-/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped.
+/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped. What a call costs
+/// may depend on the answer: see [`settle`](Self::settle).
 ///
 /// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not made.
 pub struct CallLimitLayer<S, K, R, E = AsIs> {

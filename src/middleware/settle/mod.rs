@@ -26,7 +26,7 @@ mod sealed {
     pub trait Ending: 'static {}
 }
 
-/// What a request has taken is charged, and that is all: the response is the inner service's.
+/// What a request has taken is charged, and nothing is settled: the response is the inner service's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AsIs;
 
