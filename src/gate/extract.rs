@@ -9,9 +9,9 @@ use crate::limit::Key;
 
 /// Finds who a request is from.
 ///
-/// [`PeerIp`], [`ClientIp`], [`HeaderKey`] and [`Global`] do, with the feature `axum` also `MatchedRoute` and
-/// `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each combination by itself:
-/// `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
+/// [`PeerIp`](crate::PeerIp), [`ClientIp`](crate::ClientIp), [`HeaderKey`](crate::HeaderKey) and [`Global`] do, with the
+/// feature `axum` also `MatchedRoute` and `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each
+/// combination by itself: `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
 ///
 /// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
 /// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).

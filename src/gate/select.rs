@@ -11,9 +11,10 @@ use crate::limit::{Key, Policies, Policy};
 
 /// Finds the policies that a request is decided under.
 ///
-/// A [`Policy`] and [`Policies`] are the same ones for every request. [`Tiers`] go by the caller's plan, [`Routes`] by method
-/// and path, closures given to [`policies_fn`] by whatever they like. [`Live`] and a [`watch::Receiver`] hold one of
-/// these, which is replaced while the service runs. An `Option` of one that is `None` limits nothing.
+/// A [`Policy`] and [`Policies`] are the same ones for every request. [`Tiers`](crate::Tiers) go by the caller's plan,
+/// [`Routes`](crate::Routes) by method and path, closures given to [`policies_fn`] by whatever they like. [`Live`](crate::Live)
+/// and a [`watch::Receiver`] hold one of these, which is replaced while the service runs. An `Option` of one that is `None`
+/// limits nothing.
 ///
 /// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
 /// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for

@@ -3,22 +3,22 @@ use std::sync::Arc;
 use super::copies::Copies;
 
 /// The settings of a layer and of its services: its extractor, and all others, which the future of a request shares.
-pub(super) struct Settings<K, C>(Copies<Copy<K, C>>);
+pub(super) struct Settings<K, C>(Copies<OneCopy<K, C>>);
 
 /// One processor's.
-struct Copy<K, C> {
+struct OneCopy<K, C> {
     extractor: Arc<K>,
     config: Arc<C>,
 }
 
 impl<K, C: Clone> Settings<K, C> {
     pub(super) fn new(extractor: Arc<K>, config: C) -> Self {
-        Self(Copies::new(&Copy { extractor, config: Arc::new(config) }))
+        Self(Copies::new(&OneCopy { extractor, config: Arc::new(config) }))
     }
 
     /// The same after a change.
     pub(super) fn change<C2: Clone>(&self, change: impl FnOnce(C) -> C2) -> Settings<K, C2> {
-        let Copy { extractor, config } = self.0.current();
+        let OneCopy { extractor, config } = self.0.current();
         Settings::new(Arc::clone(extractor), change(C::clone(config)))
     }
 }
@@ -26,7 +26,7 @@ impl<K, C: Clone> Settings<K, C> {
 impl<K, C> Settings<K, C> {
     /// Those of the current thread.
     pub(super) fn current(&self) -> (&K, &Arc<C>) {
-        let Copy { extractor, config } = self.0.current();
+        let OneCopy { extractor, config } = self.0.current();
         (extractor, config)
     }
 
@@ -42,7 +42,7 @@ impl<K, C> Clone for Settings<K, C> {
     }
 }
 
-impl<K, C: Clone> Clone for Copy<K, C> {
+impl<K, C: Clone> Clone for OneCopy<K, C> {
     fn clone(&self) -> Self {
         Self { extractor: Arc::clone(&self.extractor), config: Arc::new(C::clone(&self.config)) }
     }
