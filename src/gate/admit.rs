@@ -21,6 +21,13 @@ pub(crate) enum Admission<D> {
 /// Whether a request passes.
 pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
 
+/// What follows when the store has answered.
+pub(super) enum Next<D> {
+    Admitted(Admitted<D>),
+    /// It waits for its turn.
+    Wait(Box<QueuedRequest>),
+}
+
 /// Why a request does not pass.
 pub(crate) enum Refusal {
     Denied(Decision),
@@ -52,18 +59,19 @@ impl<S: Store, R: 'static> Gate<S, R> {
         };
         let Some(policies) = self.countable(policies) else { return self.exempt(request, Ok(key)) };
         let check = self.check(key, &policies, request);
-        let question = self.question(&check);
+        let mut question = self.question(&check);
         let mut wanted = None;
         if let Some(wait) = &self.wait {
             let wants = wait.wanted(&check);
-            if let Some(turn) = wait.queues().join_others(&wants) {
-                return self.wait_for(request, question, wants, turn);
+            if let Some(place) = wait.queues().join_others(&wants) {
+                let next = self.wait_for(request, &mut question, wants, place);
+                return next.admission(question);
             }
             wanted = Some(Box::new(wants));
         }
-        let question = question.hold(self.hold(key, &policies));
+        question.hold(self.hold(key, &policies));
         match self.store.check(check) {
-            Answer::Ready { answer } => self.answered(request, question, answer, wanted),
+            Answer::Ready { answer } => self.answered(request, &mut question, answer, wanted).admission(question),
             Answer::Pending { future } => Admission::Undecided(Pending::asked(future, question, wanted)),
         }
     }
@@ -96,20 +104,21 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 
     /// What becomes of a request by the store's answer.
+    #[inline]
     pub(super) fn answered(
         &self,
         request: &R,
-        mut question: Question,
+        question: &mut Question,
         answer: Result<Decision, StoreError>,
         wanted: Option<Box<WaitRequest>>,
-    ) -> Admission<S::Future> {
+    ) -> Next<S::Future> {
         question.answered(&answer);
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                let turn = wait.queues().join(WaitRequest::clone(&wanted), Some(denied));
-                self.wait_for(request, question, *wanted, turn)
+                let place = wait.queues().join(WaitRequest::clone(&wanted), Some(denied));
+                self.wait_for(request, question, *wanted, place)
             }
-            (answer, ..) => self.conclude(request, question, answer).into(),
+            (answer, ..) => Next::Admitted(self.conclude(request, question, answer)),
         }
     }
 
@@ -117,13 +126,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
     fn wait_for(
         &self,
         request: &R,
-        question: Question,
+        question: &mut Question,
         wanted: WaitRequest,
         place: Result<Acquire, wait_queues::Refusal>,
-    ) -> Admission<S::Future> {
+    ) -> Next<S::Future> {
         match place {
-            Ok(turn) => Admission::Undecided(Pending::queued(QueuedRequest::new(turn, wanted), question)),
-            Err(refusal) => self.conclude_turn(request, question, &wanted, Err(refusal)).into(),
+            Ok(turn) => Next::Wait(Box::new(QueuedRequest::new(turn, wanted))),
+            Err(refusal) => Next::Admitted(self.conclude_turn(request, question, &wanted, Err(refusal))),
         }
     }
 
@@ -131,29 +140,35 @@ impl<S: Store, R: 'static> Gate<S, R> {
     pub(super) fn conclude_turn(
         &self,
         request: &R,
-        question: Question,
+        question: &mut Question,
         wanted: &WaitRequest,
         turn: Result<Permit, wait_queues::Refusal>,
     ) -> Admitted<S::Future> {
-        let refusal = match turn {
+        let answer = match turn {
             Ok(permit) => {
                 let Spent { decision, taken, lease } = permit.spend();
-                return self.conclude(request, question.with_permit(taken, lease), Ok(decision));
+                question.spend(taken, lease);
+                Ok(decision)
             }
-            Err(refusal) => refusal,
+            Err(refusal) => refusal.into_answer(),
         };
-        let (mut question, answer) = (question, refusal.into_answer());
         if answer.is_err() {
             // It may pass though nobody has counted it.
-            question = question.hold(self.hold(wanted.key, &wanted.policies));
+            question.hold(self.hold(wanted.key, &wanted.policies));
             question.answered(&answer);
         }
         self.conclude(request, question, answer)
     }
 
     /// What becomes of a request that does not wait any more.
-    fn conclude(&self, request: &R, question: Question, answer: Result<Decision, StoreError>) -> Admitted<S::Future> {
-        self.notifier.answered(question.key(), &question, &answer, false);
+    #[inline]
+    fn conclude(
+        &self,
+        request: &R,
+        question: &mut Question,
+        answer: Result<Decision, StoreError>,
+    ) -> Admitted<S::Future> {
+        self.notifier.answered(question.key(), question, &answer, false);
         match answer {
             Ok(decision) if decision.is_allowed() => Ok(self.pass(request, question, Some(decision))),
             Ok(decision) => Err(Refusal::Denied(decision)),
@@ -164,7 +179,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    fn pass(&self, request: &R, mut question: Question, decision: Option<Decision>) -> Grant<S::Future> {
+    #[inline]
+    fn pass(&self, request: &R, question: &mut Question, decision: Option<Decision>) -> Grant<S::Future> {
         let reserved = decision.as_ref().filter(|_| self.settles()).and_then(|decision| question.reserved(decision));
         let lease = question.take_lease().map(Lease::passed);
         self.grant(request, Some(question.key()), decision, reserved, lease)
@@ -194,11 +210,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
     }
 }
 
-impl<D> From<Admitted<D>> for Admission<D> {
-    fn from(admitted: Admitted<D>) -> Self {
-        match admitted {
-            Ok(grant) => Self::Pass(grant),
-            Err(refusal) => Self::Refuse(refusal),
+impl<D> Next<D> {
+    #[inline]
+    fn admission(self, question: Question) -> Admission<D> {
+        match self {
+            Self::Admitted(Ok(grant)) => Admission::Pass(grant),
+            Self::Admitted(Err(refusal)) => Admission::Refuse(refusal),
+            Self::Wait(request) => Admission::Undecided(Pending::queued(request, question)),
         }
     }
 }

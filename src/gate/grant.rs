@@ -16,13 +16,14 @@ pub(crate) struct Grant<D> {
     /// What it has reserved, and its place in flight. None in a layer that settles nothing.
     charge: Option<Charge>,
     /// Its place in flight, if there is no charge.
-    _lease: Option<Lease>,
+    lease: Option<Lease>,
     /// None if there are none, as with most layers.
     shadows: Option<Box<Shadows<D>>>,
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
     /// What a request holds that passes by this decision, or uncounted. What rejects nothing is asked for the `key`.
+    #[inline]
     pub(super) fn grant(
         &self,
         request: &R,
@@ -39,7 +40,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
             (None, lease)
         };
         let shadows = key.and_then(|key| self.shadows(request, key, charge.as_ref()));
-        Grant { decision, charge, _lease: lease, shadows }
+        Grant { decision, charge, lease, shadows }
     }
 }
 
@@ -76,13 +77,15 @@ impl<D> Grant<D> {
         self.shadows.take().map(|shadows| shadows.into_decisions())
     }
 
-    /// Ends it, but for the checks that are not decided yet.
-    pub(crate) fn into_shadows(self) -> Self {
-        Self { shadows: self.shadows, ..Self::default() }
+    /// What the body of the response holds from here on.
+    pub(crate) fn take_charge(&mut self) -> Option<Charge> {
+        self.charge.take()
     }
 
-    pub(crate) fn into_charge(self) -> Option<Charge> {
-        self.charge
+    /// Settles it, but for the checks that are not decided yet.
+    pub(crate) fn end(&mut self) {
+        self.charge = None;
+        self.lease = None;
     }
 }
 
@@ -96,6 +99,6 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
 /// Of a request that nobody counts.
 impl<D> Default for Grant<D> {
     fn default() -> Self {
-        Self { decision: None, charge: None, _lease: None, shadows: None }
+        Self { decision: None, charge: None, lease: None, shadows: None }
     }
 }

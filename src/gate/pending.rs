@@ -4,19 +4,20 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
+use super::admit::Next;
 use super::wait::QueuedRequest;
-use super::{Admission, Admitted, Gate, Question};
+use super::{Admitted, Gate, Question};
 use crate::limit::Decision;
-use crate::store::{Store, StoreError, polled_after_completion};
+use crate::store::{Store, StoreError};
 use crate::wait_queues::WaitRequest;
 
 pin_project! {
+    #[project = Projected]
     /// A request of which it is not known yet whether it passes.
     pub(crate) struct Pending<D> {
         #[pin]
         stage: Stage<D>,
-        // None once it is known.
-        question: Option<Question>,
+        question: Question,
     }
 }
 
@@ -39,11 +40,11 @@ pin_project! {
 
 impl<D> Pending<D> {
     pub(super) fn asked(answer: D, question: Question, wanted: Option<Box<WaitRequest>>) -> Self {
-        Self { stage: Stage::Asked { answer, wanted }, question: Some(question) }
+        Self { stage: Stage::Asked { answer, wanted }, question }
     }
 
-    pub(super) fn queued(request: QueuedRequest, question: Question) -> Self {
-        Self { stage: Stage::Queued { request: Box::new(request) }, question: Some(question) }
+    pub(super) fn queued(request: Box<QueuedRequest>, question: Question) -> Self {
+        Self { stage: Stage::Queued { request }, question }
     }
 
     /// Whether it waits for its turn, with a service that is not ready.
@@ -58,11 +59,9 @@ impl<D> Pending<D> {
     ///
     /// That of a service that does not become ready.
     ///
-    /// # Panics
-    ///
-    /// If it is polled after it was ready.
+    /// It must not be polled again when it is known.
     pub(crate) fn poll<S, R, T, Q>(
-        mut self: Pin<&mut Self>,
+        self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         gate: &Gate<S, R>,
         request: &R,
@@ -74,27 +73,24 @@ impl<D> Pending<D> {
         R: 'static,
         T: Service<Q> + Clone,
     {
+        let Projected { mut stage, question } = self.project();
         loop {
-            let this = self.as_mut().project();
-            let next = match this.stage.project() {
+            let next = match stage.as_mut().project() {
                 StageProj::Asked { answer, wanted } => {
                     let answer = ready!(answer.poll(cx));
-                    let Some(question) = this.question.take() else { polled_after_completion("Pending") };
                     gate.answered(request, question, answer, wanted.take())
                 }
                 StageProj::Queued { request: queued } => {
                     let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
-                    let Some(question) = this.question.take() else { polled_after_completion("Pending") };
-                    gate.conclude_turn(request, question, queued.wanted(), turn).into()
+                    Next::Admitted(gate.conclude_turn(request, question, queued.wanted(), turn))
                 }
             };
             match next {
-                Admission::Pass(grant) => return Poll::Ready(Ok(Ok(grant))),
-                Admission::Refuse(refusal) => return Poll::Ready(Ok(Err(refusal))),
-                Admission::Undecided(pending) => {
+                Next::Admitted(admitted) => return Poll::Ready(Ok(admitted)),
+                Next::Wait(request) => {
                     // The ready one may hold a permit that others wait for.
                     *inner = inner.clone();
-                    self.set(pending);
+                    stage.set(Stage::Queued { request });
                 }
             }
         }

@@ -28,13 +28,14 @@ impl Question {
     }
 
     /// Holds this while the request is in flight. To be called before the store is asked.
-    pub(super) fn hold(self, lease: Option<Lease>) -> Self {
-        Self { lease, ..self }
+    #[inline]
+    pub(super) fn hold(&mut self, lease: Option<Lease>) {
+        self.lease = lease;
     }
 
-    /// The same after the request has waited for a permit.
-    pub(super) fn with_permit(self, permit: Option<(Instant, i64)>, lease: Option<Lease>) -> Self {
-        Self { permit, lease, ..self }
+    /// The request has waited for this permit.
+    pub(super) fn spend(&mut self, permit: Option<(Instant, i64)>, lease: Option<Lease>) {
+        (self.permit, self.lease) = (permit, lease);
     }
 
     /// The store has answered.

@@ -32,7 +32,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
             if let Some(charge) = charge.filter(|_| counted_by == key) {
                 charge.account().reserves(check.cost());
             }
-            let mut question = self.question(&check).hold(self.hold(counted_by, &policies));
+            let mut question = self.question(&check);
+            question.hold(self.hold(counted_by, &policies));
             Some(match self.store.check(check) {
                 Answer::Ready { answer } => Shadow::Told(told.tell(&mut question, answer)),
                 Answer::Pending { future } => Shadow::Asked(Box::pin(future), question),

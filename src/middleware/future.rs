@@ -178,12 +178,11 @@ where
                 StateProj::Calling { response, grant, headers, rule } => {
                     let _ = grant.poll_shadows(cx);
                     let response = ready!(response.poll(cx))?;
-                    let mut grant = mem::take(grant);
-                    let response = finish(response, &mut grant, *headers, rule.as_deref());
+                    let response = finish(response, grant, *headers, rule.as_deref());
                     if !grant.has_shadows() {
-                        return Poll::Ready(Ok(E::wrap(response, grant.into_charge())));
+                        return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                     }
-                    State::Answered { response: Some(response), grant }
+                    State::Answered { response: Some(response), grant: mem::take(grant) }
                 }
                 StateProj::Answered { response, grant } => {
                     ready!(grant.poll_shadows(cx));
@@ -191,7 +190,7 @@ where
                     if let Some(decisions) = grant.take_shadows() {
                         response.extensions_mut().get_or_insert_default::<DryRun>().extend(decisions);
                     }
-                    return Poll::Ready(Ok(E::wrap(response, mem::take(grant).into_charge())));
+                    return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                 }
             };
             state.set(next);

@@ -121,11 +121,11 @@ where
                     if let Some(settlement) = ending.settlement(&answer) {
                         grant.settle(settlement);
                     }
-                    let grant = mem::take(grant).into_shadows();
+                    grant.end();
                     if !grant.has_shadows() {
                         return Poll::Ready(answer);
                     }
-                    State::Answered { answer: Some(answer), grant }
+                    State::Answered { answer: Some(answer), grant: mem::take(grant) }
                 }
                 StateProj::Answered { answer, grant } => {
                     ready!(grant.poll_shadows(cx));
