@@ -9,6 +9,7 @@
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod gate;
 #[cfg(doc)]
 pub mod guide;
 mod in_flight;
@@ -22,16 +23,16 @@ mod store;
 mod strategies;
 mod wait_queues;
 
+pub use gate::{Global, KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector, Wait, key_fn, policies_fn};
 pub use limit::{
     Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, RateLimited, Refill, Source,
     Strategy, Verdict,
 };
 pub use limiter::Limiter;
 pub use middleware::{
-    AsIs, CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Ending, Global, HeaderKey, Headers,
-    HttpReject, KeyExtractor, LegacyHeaders, Live, MissingKey, OnError, OnMissingKey, PeerIp, PolicySelector,
-    RateLimit, RateLimitLayer, Reason, Reject, Rejection, ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers,
-    TrackedBody, UntilBodyEnd, Wait, key_fn, policies_fn,
+    AsIs, CallEnding, CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Ending, HeaderKey,
+    Headers, HttpReject, LegacyHeaders, Live, PeerIp, RateLimit, RateLimitLayer, Reason, Reject, Rejection,
+    ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers, TrackedBody, UntilAnswer, UntilBodyEnd,
 };
 #[cfg(feature = "tonic")]
 pub use middleware::{GrpcOr, GrpcReject};

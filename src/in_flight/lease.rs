@@ -13,7 +13,7 @@ use crate::store::StoreError;
 /// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then told how
 /// many are in flight.
 #[must_use]
-pub struct Lease {
+pub(crate) struct Lease {
     in_flight: InFlightTracker,
     key: Key,
     /// Those that count what is in flight.

@@ -38,7 +38,7 @@ use crate::store::{Observer, Store, StoreError, contain, instant, lock};
 
 /// What a layer has in flight, in the tracker that it shares with all that are over the same store. Clones have them too.
 #[derive(Clone)]
-pub struct InFlightTracker(Arc<Inner>);
+pub(crate) struct InFlightTracker(Arc<Inner>);
 
 struct Inner {
     /// Opened with the first request.

@@ -8,17 +8,19 @@ use std::thread;
 /// A request clones the `Arc`s of its thread's copy instead. (To clone all of the `Copies` still writes to one counter,
 /// which is shared.)
 #[derive(Debug)]
-pub(super) struct Copies<T>(Arc<[Arc<T>]>);
+pub(super) struct Copies<T>(Arc<[T]>);
+
+impl<T: Clone> Copies<T> {
+    /// A clone for each processor, which must have `Arc`s of its own where a request clones one.
+    pub(super) fn new(value: &T) -> Self {
+        static COPIES: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
+        Self(std::iter::repeat_with(|| value.clone()).take(*COPIES).collect())
+    }
+}
 
 impl<T> Copies<T> {
-    /// Calls `copy` once per processor.
-    pub(super) fn new(copy: impl FnMut() -> T) -> Self {
-        static COPIES: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
-        Self(std::iter::repeat_with(copy).map(Arc::new).take(*COPIES).collect())
-    }
-
     /// The copy of the current thread.
-    pub(super) fn current(&self) -> &Arc<T> {
+    pub(super) fn current(&self) -> &T {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         thread_local! {
             static THREAD: usize = NEXT.fetch_add(1, Relaxed);
@@ -37,16 +39,18 @@ impl<T> Clone for Copies<T> {
 
 #[cfg(test)]
 mod tests {
+    use std::ptr;
+
     use super::*;
 
     #[test]
     fn threads_have_copies_of_their_own() {
-        let copies = Copies::new(|| "settings");
-        let current = Arc::as_ptr(copies.current()) as usize;
-        assert_eq!(current, Arc::as_ptr(copies.clone().current()) as usize, "a thread keeps its copy");
+        let copies = Copies::new(&"settings");
+        let current = ptr::from_ref(copies.current()) as usize;
+        assert_eq!(current, ptr::from_ref(copies.clone().current()) as usize, "a thread keeps its copy");
         let others = || {
             let copies = copies.clone();
-            thread::spawn(move || Arc::as_ptr(copies.current()) as usize).join().unwrap()
+            thread::spawn(move || ptr::from_ref(copies.current()) as usize).join().unwrap()
         };
         // A thread of another test may be numbered between these two, so that they share a copy.
         assert!(copies.0.len() == 1 || (0..1_000).any(|_| others() != current), "all threads have the same copy");

@@ -10,163 +10,149 @@ use http::{Request, Response};
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::annotation::Annotation;
-use super::asked::Asked;
-use super::config::{Admission, Config};
-use super::shadow::Shadows;
-use super::wait::QueuedRequest;
-use super::{AsIs, Ending, KeyExtractor, Reject};
+use super::config::Config;
+use super::settle::Rule;
+use super::{AsIs, DryRun, Ending, Headers, HttpReject, Reject};
+use crate::gate::{Admitted, Grant, Pending};
 use crate::store::{Store, polled_after_completion};
-use crate::wait_queues::WaitRequest;
 
 pin_project! {
     /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
-    pub struct ResponseFuture<T, S, K, R, ReqBody, E = AsIs>
+    pub struct ResponseFuture<T, S, ReqBody, R = HttpReject, E = AsIs>
     where
         T: Service<Request<ReqBody>>,
         S: Store,
-        E: Ending,
     {
         #[pin]
-        state: State<T::Future, T::Response, S::Future, Call<T, S, K, R, ReqBody, E>, E::Account>,
+        state: State<T::Future, T::Response, S::Future, Call<T, S, R, ReqBody, E>>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<F, Res, D, C, A> {
-        Deciding {
+    enum State<F, Res, D, C> {
+        Undecided {
             #[pin]
-            decision: D,
-            // None once the decision is there.
-            call: Option<C>,
-        },
-        Waiting {
-            place: Box<QueuedRequest>,
-            // With a service that is not ready. None once the turn has come.
+            pending: Pending<D>,
+            // None once it is decided.
             call: Option<C>,
         },
         Calling {
             #[pin]
             response: F,
-            // None for a request that nobody counted.
-            annotation: Option<Annotation>,
-            account: A,
-            // None if there are none, as with most layers.
-            shadows: Option<Box<Shadows<D>>>,
+            grant: Grant<D>,
+            headers: Headers,
+            rule: Option<Arc<Rule>>,
         },
         // The inner future is gone: it may hold a permit, such as `ConcurrencyLimit`'s.
         Answered {
             // None once it has been given.
             response: Option<Res>,
-            account: A,
-            // None if the response waits for none.
-            shadows: Option<Box<Shadows<D>>>,
+            grant: Grant<D>,
         },
     }
 }
 
-/// What waits for the decision: the ready service, and the request.
-pub(super) struct Call<T, S, K, R, ReqBody, E: Ending> {
-    pub(super) config: Arc<Config<S, K, R, E>>,
-    pub(super) inner: T,
-    pub(super) parts: Parts,
-    pub(super) body: ReqBody,
-    /// If there is an observer.
-    pub(super) asked: Option<Asked>,
-    /// What it waits for if it is denied and may wait.
-    pub(super) wanted: Option<Box<WaitRequest>>,
-    /// What it holds while it runs, if it passes.
-    pub(super) lease: E::Lease,
+/// What waits for the decision: the service, and the request.
+struct Call<T, S, R, ReqBody, E> {
+    config: Arc<Config<S, R, E>>,
+    inner: T,
+    parts: Parts,
+    body: ReqBody,
 }
 
-impl<T, S, K, R, ReqBody, E> ResponseFuture<T, S, K, R, ReqBody, E>
+impl<T, S, R, ReqBody, E> ResponseFuture<T, S, ReqBody, R, E>
 where
     T: Service<Request<ReqBody>>,
     S: Store,
-    E: Ending,
 {
-    pub(super) fn deciding(decision: S::Future, call: Call<T, S, K, R, ReqBody, E>) -> Self {
-        Self { state: State::Deciding { decision, call: Some(call) } }
-    }
-
-    pub(super) fn waiting(place: Box<QueuedRequest>, call: Call<T, S, K, R, ReqBody, E>) -> Self {
-        Self { state: State::Waiting { place, call: Some(call) } }
+    pub(super) fn undecided(
+        pending: Pending<S::Future>,
+        config: Arc<Config<S, R, E>>,
+        inner: T,
+        parts: Parts,
+        body: ReqBody,
+    ) -> Self {
+        Self { state: State::Undecided { pending, call: Some(Call { config, inner, parts, body }) } }
     }
 
     pub(super) fn calling(
-        config: &Config<S, K, R, E>,
+        config: &Config<S, R, E>,
         inner: &mut T,
         parts: Parts,
         body: ReqBody,
-        annotation: Option<Annotation>,
-        account: E::Account,
-        shadows: Option<Box<Shadows<S::Future>>>,
+        grant: Grant<S::Future>,
     ) -> Self {
-        let response = call(config, inner, parts, body, annotation.as_ref());
-        Self { state: State::Calling { response, annotation, account, shadows } }
+        Self { state: State::calling(config, inner, parts, body, grant) }
     }
 
-    pub(super) fn rejected(response: T::Response) -> Self {
-        Self { state: State::Answered { response: Some(response), account: E::Account::default(), shadows: None } }
+    pub(super) fn answered(response: T::Response) -> Self {
+        Self { state: State::answered(response) }
     }
 }
 
-impl<T, S, K, R, E, ReqBody, ResBody> Call<T, S, K, R, ReqBody, E>
+impl<F, Res, D, C> State<F, Res, D, C> {
+    /// Calls the service, whose handler finds the decision and the [`Charge`](crate::Charge) in the request's extensions.
+    fn calling<T, S, R, E, B>(
+        config: &Config<S, R, E>,
+        inner: &mut T,
+        mut parts: Parts,
+        body: B,
+        grant: Grant<D>,
+    ) -> Self
+    where
+        T: Service<Request<B>, Future = F>,
+    {
+        if let Some(charge) = grant.charge()
+            && let Some(outer) = parts.extensions.insert(charge.clone())
+        {
+            charge.count_for(outer);
+        }
+        if let Some(decision) = grant.decision()
+            && let Some(outer) = parts.extensions.insert(decision.clone())
+        {
+            config.gate.notifier.counted_twice(&outer, decision);
+        }
+        let response = inner.call(Request::from_parts(parts, body));
+        Self::Calling { response, grant, headers: config.headers, rule: config.rule.clone() }
+    }
+
+    fn answered(response: Res) -> Self {
+        Self::Answered { response: Some(response), grant: Grant::default() }
+    }
+}
+
+impl<T, S, R, E, ReqBody, ResBody> Call<T, S, R, ReqBody, E>
 where
-    T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
-    S: Store,
-    K: KeyExtractor,
-    E: Ending,
+    T: Service<Request<ReqBody>, Response = Response<ResBody>>,
+    R: Reject<ResBody>,
 {
-    /// What follows from what becomes of the request.
-    fn go_on(
-        mut self,
-        admission: Admission<ResBody, E::By>,
-    ) -> State<T::Future, T::Response, S::Future, Self, E::Account> {
-        match admission {
-            Admission::Pass(annotation, by) => {
-                let account = self.config.ending.open(&mut self.parts, annotation.as_ref(), by);
-                let shadows = self.config.shadows(&self.parts, &account);
-                let response = call(&self.config, &mut self.inner, self.parts, self.body, annotation.as_ref());
-                State::Calling { response, annotation, account, shadows }
-            }
-            Admission::Wait(place, asked) => {
-                // The ready one may hold a permit that others wait for.
-                let inner = self.inner.clone();
-                State::Waiting { place, call: Some(Self { inner, asked, ..self }) }
-            }
-            Admission::Reject(response) => {
-                State::Answered { response: Some(response), account: E::Account::default(), shadows: None }
-            }
+    /// What follows for the request.
+    fn go_on<D>(mut self, admitted: Admitted<D>) -> State<T::Future, T::Response, D, Self> {
+        match admitted {
+            Ok(grant) => State::calling(&self.config, &mut self.inner, self.parts, self.body, grant),
+            Err(refusal) => State::answered(self.config.respond(&self.parts, refusal)),
         }
     }
 }
 
-/// Calls the service, which finds the decision in the request's extensions.
-fn call<T, S, K, R, E, B>(
-    config: &Config<S, K, R, E>,
-    inner: &mut T,
-    mut parts: Parts,
-    body: B,
-    annotation: Option<&Annotation>,
-) -> T::Future
-where
-    T: Service<Request<B>>,
-{
-    if let Some(annotation) = annotation
-        && let Some(outer) = annotation.annotate_request(&mut parts)
-    {
-        config.misconfiguration.tell_twice(&outer, &annotation.decision, config.observer.as_deref());
+/// Settles by the head of a response, and adds the decision to it.
+fn finish<D, B>(mut response: Response<B>, grant: &mut Grant<D>, headers: Headers, rule: Option<&Rule>) -> Response<B> {
+    if let Some(rule) = rule {
+        let (parts, body) = response.into_parts();
+        grant.settle(rule.settlement(&parts));
+        response = Response::from_parts(parts, body);
     }
-    inner.call(Request::from_parts(parts, body))
+    if let Some(decision) = grant.take_decision() {
+        headers.annotate(decision, &mut response);
+    }
+    response
 }
 
-impl<T, S, K, R, E, ReqBody, ResBody> Future for ResponseFuture<T, S, K, R, ReqBody, E>
+impl<T, S, R, E, ReqBody, ResBody> Future for ResponseFuture<T, S, ReqBody, R, E>
 where
     T: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     S: Store,
-    K: KeyExtractor,
     R: Reject<ResBody>,
     E: Ending,
 {
@@ -176,53 +162,35 @@ where
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
-                StateProj::Deciding { decision, call: waiting } => {
-                    let answer = ready!(decision.poll(cx));
-                    // It is there: only this arm takes it, and leaves this state at once.
-                    let Some(mut call) = waiting.take() else {
-                        polled_after_completion("ResponseFuture");
-                    };
-                    let (asked, wanted, lease) = (call.asked.take(), call.wanted.take(), mem::take(&mut call.lease));
-                    let admission = call.config.admit(&call.parts, answer, asked, wanted, lease);
-                    call.go_on(admission)
-                }
-                StateProj::Waiting { place, call: waiting } => {
-                    let answer = match waiting {
-                        Some(call) => ready!(place.poll(cx, |cx| call.inner.poll_ready(cx)))?,
+                StateProj::Undecided { pending, call: waiting } => {
+                    let admitted = match waiting {
+                        Some(Call { config, inner, parts, .. }) => {
+                            ready!(pending.poll(cx, &config.gate, parts, inner))?
+                        }
                         None => polled_after_completion("ResponseFuture"),
                     };
                     // It is there: only this arm takes it, and leaves this state at once.
-                    let Some(mut call) = waiting.take() else {
+                    let Some(call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");
                     };
-                    let asked = place.charged(call.asked.take());
-                    let admission = call.config.conclude_turn(&call.parts, answer, asked, place.lease());
-                    call.go_on(admission)
+                    call.go_on(admitted)
                 }
-                StateProj::Calling { response, annotation, account, shadows } => {
-                    if let Some(shadows) = shadows {
-                        let _ = shadows.poll(cx);
-                    }
+                StateProj::Calling { response, grant, headers, rule } => {
+                    let _ = grant.poll_shadows(cx);
                     let response = ready!(response.poll(cx))?;
-                    let account = mem::take(account);
-                    let (mut response, cost) = E::settle(&account, response);
-                    if let Some(annotation) = annotation.take() {
-                        annotation.settled(cost).annotate_response(&mut response);
+                    let response = finish(response, grant, *headers, rule.as_deref());
+                    if !grant.has_shadows() {
+                        return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                     }
-                    match shadows.take() {
-                        None => return Poll::Ready(Ok(E::wrap(response, account))),
-                        shadows => State::Answered { response: Some(response), account, shadows },
-                    }
+                    State::Answered { response: Some(response), grant: mem::take(grant) }
                 }
-                StateProj::Answered { response, account, shadows } => {
-                    if let Some(shadows) = shadows {
-                        ready!(shadows.poll(cx));
-                    }
+                StateProj::Answered { response, grant } => {
+                    ready!(grant.poll_shadows(cx));
                     let mut response = response.take().unwrap_or_else(|| polled_after_completion("ResponseFuture"));
-                    if let Some(shadows) = shadows.take() {
-                        shadows.annotate(&mut response);
+                    if let Some(decisions) = grant.take_shadows() {
+                        response.extensions_mut().get_or_insert_default::<DryRun>().extend(decisions);
                     }
-                    return Poll::Ready(Ok(E::wrap(response, mem::take(account))));
+                    return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                 }
             };
             state.set(next);
@@ -230,11 +198,10 @@ where
     }
 }
 
-impl<T, S, K, R, ReqBody, E> fmt::Debug for ResponseFuture<T, S, K, R, ReqBody, E>
+impl<T, S, R, ReqBody, E> fmt::Debug for ResponseFuture<T, S, ReqBody, R, E>
 where
     T: Service<Request<ReqBody>>,
     S: Store,
-    E: Ending,
 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()

@@ -1,16 +1,15 @@
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use http::Response;
 use http::request::Parts;
 use tower_layer::Layer;
 
-use super::config::{Config, OnError, OnMissingKey};
-use super::copies::Copies;
-use super::select::Selector;
-use super::wait::Waiting;
-use super::{AsIs, Ending, Headers, HttpReject, KeyExtractor, PolicySelector, RateLimit, Rejection, Wait};
-use crate::in_flight::InFlightTracker;
+use super::config::Config;
+use super::settings::Settings;
+use super::{AsIs, Headers, HttpReject, RateLimit, Rejection};
+use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
 use crate::limit::Policies;
 use crate::store::{Observer, Store};
 
@@ -38,7 +37,7 @@ use crate::store::{Observer, Store};
 /// A [`CallLimitLayer`](crate::CallLimitLayer) is for services whose requests are not HTTP's, and for clients that want an
 /// error instead of a response.
 pub struct RateLimitLayer<S, K, R = HttpReject, E = AsIs> {
-    pub(super) config: Copies<Config<S, K, R, E>>,
+    pub(super) settings: Settings<K, Config<S, R, E>>,
 }
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
@@ -46,34 +45,23 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
     /// [`Policy`](crate::Policy), several [`Policies`], [`Tiers`](crate::Tiers) of them, or another [`PolicySelector`].
     /// The store is cloned, once for each processor.
     pub fn new(store: S, extractor: K, policies: impl PolicySelector) -> Self {
-        let in_flight = InFlightTracker::new(&store, None);
-        Self::with(Config {
-            store,
-            extractor: Arc::new(extractor),
-            policies: Selector::new(policies),
-            shadows: Vec::new(),
-            dry_run: false,
-            skip: None,
+        let config = Config {
+            gate: Gate::new(store, policies, Holds::Nothing),
             reject: Arc::new(HttpReject::new()),
-            cost: None,
-            wait: None,
-            on_error: OnError::default(),
-            on_missing_key: OnMissingKey::default(),
             headers: Headers::default(),
-            observer: None,
-            ending: AsIs,
-            in_flight,
-            misconfiguration: Arc::default(),
-        })
+            rule: None,
+            ending: PhantomData,
+        };
+        Self { settings: Settings::new(Arc::new(extractor), config) }
     }
 }
 
-impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
+impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// Sets how a request is rejected: by a [`Reject`](crate::Reject). Defaults to [`HttpReject`]. For a closure, see
     /// [`reject_with`](Self::reject_with).
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2, E> {
-        RateLimitLayer::with(self.config.current().copy().with_reject(reject))
+        self.change_to(|config| config.with_reject(reject))
     }
 
     /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Like [`reject`](Self::reject), but
@@ -126,7 +114,7 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// ```
     #[must_use]
     pub fn cost_under(self, cost: impl Fn(&Parts, &Policies) -> u32 + Send + Sync + 'static) -> Self {
-        self.change(|config| config.cost = Some(Arc::new(cost)))
+        self.change(|config| config.gate.cost = Some(Arc::new(cost)))
     }
 
     /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
@@ -154,9 +142,7 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     where
         S: Store,
     {
-        self.change(|config| {
-            config.wait = Some(Waiting::new(config.store.clone(), config.in_flight.clone(), wait.into()))
-        })
+        self.change(|config| config.gate.wait(wait.into()))
     }
 
     /// Sets which requests pass at once, uncounted and without header fields, such as health checks. They need no key.
@@ -174,7 +160,7 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// ```
     #[must_use]
     pub fn skip(self, skip: impl Fn(&Parts) -> bool + Send + Sync + 'static) -> Self {
-        self.change(|config| config.skip = Some(Arc::new(skip)))
+        self.change(|config| config.gate.skip = Some(Arc::new(skip)))
     }
 
     /// Decides and charges as usual, and rejects nothing: to see what a limit would do before it does.
@@ -185,7 +171,7 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// later than the response keeps it waiting.
     #[must_use]
     pub fn dry_run(self) -> Self {
-        self.change(|config| config.dry_run = true)
+        self.change(|config| config.gate.dry_run = true)
     }
 
     /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for these
@@ -206,13 +192,13 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// ```
     #[must_use]
     pub fn shadow(self, policies: impl PolicySelector) -> Self {
-        self.change(|config| config.shadows.push(Selector::new(policies)))
+        self.change(|config| config.gate.shadows.push(Selector::new(policies)))
     }
 
     /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`].
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
-        self.change(|config| config.on_error = on_error)
+        self.change(|config| config.gate.on_error = on_error)
     }
 
     /// Sets what becomes of a request that has no key. One whose key is [malformed](crate::MissingKey::malformed), or can
@@ -220,7 +206,7 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// Defaults to [`OnMissingKey::Reject`].
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
-        self.change(|config| config.on_missing_key = on_missing_key)
+        self.change(|config| config.gate.on_missing_key = on_missing_key)
     }
 
     /// Sets which header fields tell clients of a decision. Defaults to [`Headers::DRAFT`]: `RateLimit` and
@@ -251,29 +237,30 @@ impl<S: Clone, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     where
         S: Store,
     {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.change(|config| {
-            config.store.observe(&observer);
-            config.in_flight = config.in_flight.observed(&config.store, Arc::clone(&observer));
-            config.ending.set_in_flight(&config.in_flight);
-            config.observer = Some(observer);
+        self.change(|config| config.gate.observe(observer))
+    }
+
+    fn change(self, change: impl FnOnce(&mut Config<S, R, E>)) -> Self {
+        self.change_to(|mut config| {
+            change(&mut config);
+            config
         })
     }
 
-    fn change(self, change: impl FnOnce(&mut Config<S, K, R, E>)) -> Self {
-        let mut config = self.config.current().copy();
-        change(&mut config);
-        Self::with(config)
-    }
-
-    pub(super) fn with(mut config: Config<S, K, R, E>) -> Self {
-        // Whatever the layer has told that this one is made from.
-        config.misconfiguration = Arc::default();
-        Self { config: Copies::new(|| config.copy()) }
+    pub(super) fn change_to<R2, E2>(
+        self,
+        change: impl FnOnce(Config<S, R, E>) -> Config<S, R2, E2>,
+    ) -> RateLimitLayer<S, K, R2, E2> {
+        let settings = self.settings.change(|config| {
+            let mut config = change(config);
+            config.gate.notifier = config.gate.notifier.anew();
+            config
+        });
+        RateLimitLayer { settings }
     }
 }
 
-impl<T, S, K, R, E: Ending> Layer<T> for RateLimitLayer<S, K, R, E> {
+impl<T, S, K, R, E> Layer<T> for RateLimitLayer<S, K, R, E> {
     type Service = RateLimit<T, S, K, R, E>;
 
     /// # Panics
@@ -283,20 +270,20 @@ impl<T, S, K, R, E: Ending> Layer<T> for RateLimitLayer<S, K, R, E> {
     /// for a request is left out instead, and the observer is told that the server is
     /// [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
-        self.config.current().assert_countable();
-        RateLimit { inner, config: self.config.clone() }
+        self.settings.config().gate.assert_countable();
+        RateLimit { inner, settings: self.settings.clone() }
     }
 }
 
 /// Shared, so that no part of it has to be `Clone`.
 impl<S, K, R, E> Clone for RateLimitLayer<S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { config: self.config.clone() }
+        Self { settings: self.settings.clone() }
     }
 }
 
 impl<S: fmt::Debug, K, R, E> fmt::Debug for RateLimitLayer<S, K, R, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.current().fmt("RateLimitLayer", f)
+        self.settings.config().gate.fmt("RateLimitLayer", f)
     }
 }

@@ -1,29 +1,26 @@
 //! The middleware: tower's and HTTP's side. [`RateLimitLayer`] tells the story, and [`CallLimitLayer`] that of requests
 //! that are not HTTP's.
 
-mod annotation;
-mod asked;
 mod call;
-mod choices;
 mod config;
 mod copies;
+mod dry_run;
 mod extract;
 mod future;
 mod headers;
 mod layer;
-mod misconfiguration;
-mod ready;
 mod reject;
 mod select;
 mod service;
+mod settings;
 mod settle;
-mod shadow;
 mod throttle;
-mod wait;
 
-pub use call::{CallFuture, CallLimit, CallLimitLayer};
-pub use config::{OnError, OnMissingKey};
-pub use extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp, key_fn};
+use std::mem;
+
+pub use call::{CallEnding, CallFuture, CallLimit, CallLimitLayer, UntilAnswer};
+pub use dry_run::DryRun;
+pub use extract::{ClientIp, ClientIpBuilder, HeaderKey, PeerIp};
 #[cfg(feature = "axum")]
 pub use extract::{MatchedEndpoint, MatchedRoute};
 pub use future::ResponseFuture;
@@ -32,9 +29,15 @@ pub use layer::RateLimitLayer;
 #[cfg(feature = "tonic")]
 pub use reject::{GrpcOr, GrpcReject};
 pub use reject::{HttpReject, Reason, Reject, Rejection};
-pub use select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
+pub use select::{Live, Routes, Tier, Tiers};
 pub use service::RateLimit;
 pub use settle::{AsIs, Ending, TrackedBody, UntilBodyEnd};
-pub use shadow::DryRun;
 pub use throttle::{Throttle, ThrottleLayer};
-pub use wait::Wait;
+
+/// Takes a service that has been polled ready, and leaves a clone, which has not.
+///
+/// Call it, or drop it at once: it may hold a permit that others wait for, such as `ConcurrencyLimit`'s.
+fn take_ready<T: Clone>(inner: &mut T) -> T {
+    let clone = inner.clone();
+    mem::replace(inner, clone)
+}

@@ -5,17 +5,16 @@ use std::task::{Context, Poll};
 use http::{Request, Response};
 use tower_service::Service;
 
-use super::config::{Admission, Config, Start};
-use super::copies::Copies;
-use super::future::Call;
-use super::ready::take_ready;
-use super::{AsIs, Ending, KeyExtractor, Reject, ResponseFuture};
+use super::config::Config;
+use super::settings::Settings;
+use super::{AsIs, Ending, HttpReject, Reject, ResponseFuture, take_ready};
+use crate::gate::{Admission, KeyExtractor};
 use crate::store::Store;
 
 /// The service that a [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, then calls the inner service.
-pub struct RateLimit<T, S, K, R, E = AsIs> {
+pub struct RateLimit<T, S, K, R = HttpReject, E = AsIs> {
     pub(super) inner: T,
-    pub(super) config: Copies<Config<S, K, R, E>>,
+    pub(super) settings: Settings<K, Config<S, R, E>>,
 }
 
 impl<T, S, K, R, E, ReqBody, ResBody> Service<Request<ReqBody>> for RateLimit<T, S, K, R, E>
@@ -28,43 +27,29 @@ where
 {
     type Response = Response<E::Body<ResBody>>;
     type Error = T::Error;
-    type Future = ResponseFuture<T, S, K, R, ReqBody, E>;
+    type Future = ResponseFuture<T, S, ReqBody, R, E>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         self.inner.poll_ready(cx)
     }
 
     fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
-        let config = self.config.current();
-        let (mut parts, body) = request.into_parts();
-        match config.start(&parts) {
-            Start::Decided(Admission::Pass(annotation, by)) => {
-                let account = config.ending.open(&mut parts, annotation.as_ref(), by);
-                let shadows = config.shadows(&parts, &account);
-                ResponseFuture::calling(config, &mut self.inner, parts, body, annotation, account, shadows)
-            }
-            Start::Decided(Admission::Reject(response)) => {
+        let (extractor, config) = self.settings.current();
+        let (parts, body) = request.into_parts();
+        match config.gate.admit(extractor, &parts) {
+            Admission::Pass(grant) => ResponseFuture::calling(config, &mut self.inner, parts, body, grant),
+            Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
-                ResponseFuture::rejected(response)
+                ResponseFuture::answered(config.respond(&parts, refusal))
             }
-            Start::Decided(Admission::Wait(place, asked)) => {
-                let config = Arc::clone(config);
-                drop(take_ready(&mut self.inner));
-                let inner = self.inner.clone();
-                ResponseFuture::waiting(
-                    place,
-                    Call { config, inner, parts, body, asked, wanted: None, lease: Default::default() },
-                )
-            }
-            Start::Deciding(future, asked, wanted, lease) => {
-                let config = Arc::clone(config);
-                let inner = take_ready(&mut self.inner);
-                ResponseFuture::deciding(future, Call { config, inner, parts, body, asked, wanted, lease })
+            Admission::Undecided(pending) => {
+                let ready = take_ready(&mut self.inner);
+                let inner = if pending.is_queued() { self.inner.clone() } else { ready };
+                ResponseFuture::undecided(pending, Arc::clone(config), inner, parts, body)
             }
         }
     }
 }
-
 impl<T, S, K, R, E> RateLimit<T, S, K, R, E> {
     /// The inner service.
     pub fn get_ref(&self) -> &T {
@@ -84,12 +69,12 @@ impl<T, S, K, R, E> RateLimit<T, S, K, R, E> {
 
 impl<T: Clone, S, K, R, E> Clone for RateLimit<T, S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), config: self.config.clone() }
+        Self { inner: self.inner.clone(), settings: self.settings.clone() }
     }
 }
 
 impl<T, S: fmt::Debug, K, R, E> fmt::Debug for RateLimit<T, S, K, R, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.current().fmt("RateLimit", f)
+        self.settings.config().gate.fmt("RateLimit", f)
     }
 }

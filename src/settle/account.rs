@@ -1,6 +1,6 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use smallvec::SmallVec;
 
@@ -10,7 +10,7 @@ use crate::in_flight::Lease;
 use crate::store::lock;
 
 /// What one request has reserved. The last one who drops it settles it.
-pub struct Account {
+pub(crate) struct Account {
     refunds: Arc<dyn RefundQueue>,
     /// How much is reserved under the layer's policies, also in a dry run.
     reserved: AtomicU32,
@@ -19,7 +19,7 @@ pub struct Account {
     bytes: AtomicU64,
     book: Mutex<Book>,
     /// That of a layer around this one, which counts the same.
-    outer: Option<Charge>,
+    outer: OnceLock<Charge>,
 }
 
 struct Book {
@@ -32,7 +32,7 @@ struct Book {
 
 /// What a request costs in the place of what it has reserved.
 #[derive(Debug, Clone, Copy)]
-pub struct Settled {
+pub(crate) struct Settled {
     pub(crate) reserved: u32,
     pub(crate) cost: u32,
 }
@@ -42,12 +42,7 @@ const UNUSED: u64 = u64::MAX;
 
 impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
-    pub(crate) fn new(
-        refunds: Arc<dyn RefundQueue>,
-        reserved: Option<Reserved>,
-        lease: Option<Lease>,
-        outer: Option<Charge>,
-    ) -> Self {
+    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, lease: Option<Lease>) -> Self {
         let in_flight = lease.into_iter().collect();
         let book = Book { open: reserved.into_iter().collect(), settlement: Settlement::AtEnd, in_flight };
         let reserved = AtomicU32::new(book.open.first().map_or(0, Reserved::cost));
@@ -57,8 +52,14 @@ impl Account {
             units: AtomicU64::new(UNUSED),
             bytes: AtomicU64::new(0),
             book: Mutex::new(book),
-            outer,
+            outer: OnceLock::new(),
         }
+    }
+
+    /// Counts for this one, too: that of a layer around.
+    pub(super) fn count_for(&self, outer: Charge) {
+        // A request is called with it once.
+        let _ = self.outer.set(outer);
     }
 
     /// A dry run is about to reserve so much, in the place of the layer.
@@ -110,7 +111,7 @@ impl Account {
         // The sum stays below what says that there is none.
         let next = |units| Some(count(if units == UNUSED { 0 } else { units }).min(UNUSED - 1));
         let _ = self.units.fetch_update(Relaxed, Relaxed, next);
-        if let Some(outer) = &self.outer {
+        if let Some(outer) = self.outer.get() {
             outer.account().count(count);
         }
     }

@@ -1,7 +1,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::Account;
+use super::{Account, RefundQueue, Reserved};
+use crate::in_flight::Lease;
 
 /// Counts what a request really costs: in the extensions of every request that passes a layer that
 /// [settles](crate::RateLimitLayer::settle), or holds what it has taken [until the body's
@@ -32,11 +33,17 @@ pub struct Charge {
 }
 
 impl Charge {
-    pub(crate) fn new(account: Arc<Account>) -> Self {
-        Self { account }
+    /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is settled.
+    pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, lease: Option<Lease>) -> Self {
+        Self { account: Arc::new(Account::new(refunds, reserved, lease)) }
     }
 
-    pub(super) fn account(&self) -> &Account {
+    /// Counts for a layer around this one, too.
+    pub(crate) fn count_for(&self, outer: Self) {
+        self.account.count_for(outer);
+    }
+
+    pub(crate) fn account(&self) -> &Account {
         &self.account
     }
 

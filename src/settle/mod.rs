@@ -18,7 +18,9 @@ pub use charge::Charge;
 pub use reservation::{Reservation, ReserveError};
 pub use settlement::Settlement;
 
-pub(crate) use account::{Account, Settled};
+pub(crate) use account::Settled;
+
+use account::Account;
 pub(crate) use pending_op::PendingOp;
 pub(crate) use refund_queue::{RefundQueue, StoreQueue};
 pub(crate) use reserved::Reserved;

@@ -1,7 +1,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{RefundQueue, Reserved};
+use super::{Account, RefundQueue, Reserved, Settlement};
 use crate::in_flight::Lease;
 use crate::limit::{Decision, RateLimited};
 use crate::store::StoreError;
@@ -34,11 +34,7 @@ use crate::store::StoreError;
 #[must_use = "to drop it refunds what was reserved"]
 pub struct Reservation {
     decision: Decision,
-    refunds: Arc<dyn RefundQueue>,
-    /// None once it is settled.
-    reserved: Option<Reserved>,
-    /// What it holds in flight.
-    lease: Option<Lease>,
+    account: Account,
 }
 
 /// There is no [`Reservation`].
@@ -53,7 +49,7 @@ pub enum ReserveError {
 
 impl Reservation {
     pub(crate) fn new(reserved: Reserved, lease: Option<Lease>, refunds: Arc<dyn RefundQueue>) -> Self {
-        Self { decision: reserved.decision.clone(), refunds, reserved: Some(reserved), lease }
+        Self { decision: reserved.decision.clone(), account: Account::new(refunds, Some(reserved), lease) }
     }
 
     /// The decision that granted it.
@@ -63,26 +59,20 @@ impl Reservation {
 
     /// Has the caller charged so much in the place of what was reserved: less is refunded, and more is
     /// [charged](crate::Check::charge) without asking.
-    pub fn settle(mut self, cost: u32) {
-        self.end(cost);
+    pub fn settle(self, cost: u32) {
+        self.account.settle(Settlement::Cost(cost));
     }
 
     /// Leaves the caller charged as much as was reserved.
-    pub fn keep(mut self) {
-        self.reserved = None;
-    }
-
-    fn end(&mut self, cost: u32) {
-        if let Some(reserved) = self.reserved.take() {
-            reserved.settle(cost, &*self.refunds);
-        }
-        self.lease = None;
+    pub fn keep(self) {
+        self.account.settle(Settlement::Keep);
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.end(0);
+        // Nothing, if it is settled.
+        self.account.settle(Settlement::Refund);
     }
 }
 

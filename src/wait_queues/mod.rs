@@ -47,7 +47,7 @@ pub(crate) use permit::{Permit, Spent};
 
 use self::dispatcher::Dispatcher;
 use self::queue::{WaitQueue, Waiter};
-use crate::in_flight::{InFlightTracker, Lease};
+use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Strategy, Verdict};
 use crate::store::{ErrorKind, Observer, Store, StoreError, instant, lock};
 
@@ -192,11 +192,6 @@ impl WaitQueues {
     /// The same queues, in which so many may wait.
     pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
         Self { shared: Arc::clone(&self.shared), bounds }
-    }
-
-    /// What a request holds in flight if it [passes](Lease::passed) though the store has failed to decide.
-    pub(crate) fn hold(&self, wanted: &WaitRequest) -> Option<Lease> {
-        self.shared.in_flight.hold(wanted.key, &wanted.policies)
     }
 
     /// Waits behind those who wait on this runtime already, if anybody does, and if a wait helps.

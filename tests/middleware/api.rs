@@ -40,14 +40,14 @@ impl<B> Service<Request<B>> for Hello {
 
 /// A service of one's own around ours, whose future is no box.
 #[derive(Debug, Clone)]
-struct Around(RateLimit<Hello, Local, HeaderKey, HttpReject>);
+struct Around(RateLimit<Hello, Local, HeaderKey>);
 
 type Local = Fallback<LocalStore, LocalStore>;
 
 impl Service<Request<String>> for Around {
     type Response = Response<String>;
     type Error = Infallible;
-    type Future = ResponseFuture<Hello, Local, HeaderKey, HttpReject, String>;
+    type Future = ResponseFuture<Hello, Local, String>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Service::<Request<String>>::poll_ready(&mut self.0, cx)
@@ -80,10 +80,10 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
 #[test]
 fn futures_can_be_spawned_and_shown() {
     fn spawnable<T: Send + Debug + 'static>() {}
-    spawnable::<ResponseFuture<Hello, LocalStore, HeaderKey, HttpReject, String>>();
-    spawnable::<ResponseFuture<Hello, RedisStore, Global, HttpReject, axum::body::Body>>();
-    spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, PeerIp, HttpReject, String>>();
-    spawnable::<ResponseFuture<Hello, RedisStore, Global, HttpReject, axum::body::Body, UntilBodyEnd>>();
+    spawnable::<ResponseFuture<Hello, LocalStore, String>>();
+    spawnable::<ResponseFuture<Hello, RedisStore, axum::body::Body, HttpReject>>();
+    spawnable::<ResponseFuture<Hello, Fallback<RedisStore, LocalStore>, String, HttpReject>>();
+    spawnable::<ResponseFuture<Hello, RedisStore, axum::body::Body, HttpReject, UntilBodyEnd>>();
     spawnable::<(Reservation, TrackedBody<axum::body::Body>)>();
     spawnable::<(RedisFuture, FallbackFuture<RedisStore, LocalStore>, AnyStoreFuture, RedisStoreBuilder)>();
 }
@@ -112,7 +112,7 @@ struct Settling(RateLimit<Hello, LocalStore, HeaderKey, HttpReject, UntilBodyEnd
 impl Service<Request<String>> for Settling {
     type Response = Response<TrackedBody<String>>;
     type Error = Infallible;
-    type Future = ResponseFuture<Hello, LocalStore, HeaderKey, HttpReject, String, UntilBodyEnd>;
+    type Future = ResponseFuture<Hello, LocalStore, String, HttpReject, UntilBodyEnd>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Service::<Request<String>>::poll_ready(&mut self.0, cx)

@@ -21,8 +21,8 @@ use tower::retry::{Policy as RetryPolicy, Retry};
 use tower::timeout::Timeout;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::{
-    Check, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, OnError, Policies, Policy, Share, Store,
-    StoreError, Strategy, ThrottleLayer, event,
+    Check, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, Policies, Policy, Share, Store, StoreError,
+    Strategy, ThrottleLayer, event,
 };
 use tower_test::mock;
 
@@ -415,7 +415,7 @@ async fn a_store_that_cannot_decide_is_asked_again() {
     assert_eq!(*log.0.lock().unwrap(), ["unreachable", "unreachable", "unreachable", "allowed after 0 ms"]);
 
     store.fail(StoreError::new(ErrorKind::Unreachable));
-    let mut lenient = layer.on_error(OnError::Allow).layer(service_fn(ok));
+    let mut lenient = layer.allow_on_error().layer(service_fn(ok));
     lenient.ready().await.unwrap().call("").await.unwrap();
 }
 

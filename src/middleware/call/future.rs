@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -7,107 +8,90 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
-use super::BoxError;
-use super::config::{Admission, Config};
-use crate::in_flight::Lease;
-use crate::middleware::asked::Asked;
-use crate::middleware::wait::QueuedRequest;
+use super::layer::Config;
+use super::{BoxError, CallEnding};
+use crate::gate::{Grant, Pending};
+use crate::middleware::AsIs;
 use crate::store::{Store, polled_after_completion};
-use crate::wait_queues::WaitRequest;
 
 pin_project! {
     /// Resolves to the response of a [`CallLimit`](crate::CallLimit).
-    pub struct CallFuture<T, S, K, R>
+    pub struct CallFuture<T, S, R, E = AsIs>
     where
         T: Service<R>,
         S: Store,
     {
         #[pin]
-        state: State<T::Future, S::Future, Call<T, S, K, R>>,
+        state: State<T::Future, T::Response, S::Future, Call<T, S, R, E>, E>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<F, D, C> {
-        Deciding {
+    enum State<F, Res, D, C, E> {
+        Undecided {
             #[pin]
-            decision: D,
-            // None once the decision is there.
-            call: Option<C>,
-        },
-        Waiting {
-            place: Box<QueuedRequest>,
-            // With a service that is not ready. None once the turn has come.
+            pending: Pending<D>,
+            // None once it is decided.
             call: Option<C>,
         },
         Calling {
             #[pin]
             response: F,
-            // Until the response.
-            lease: Option<Lease>,
+            grant: Grant<D>,
+            ending: E,
         },
-        Failed {
+        // The inner future is gone: it may hold a permit, such as `ConcurrencyLimit`'s.
+        Answered {
             // None once it has been given.
-            error: Option<BoxError>,
+            answer: Option<Result<Res, BoxError>>,
+            // With what rejects nothing and is not decided yet.
+            grant: Grant<D>,
         },
     }
 }
 
-/// What waits for the decision: the ready service, and the request.
-pub(super) struct Call<T, S, K, R> {
-    pub(super) config: Arc<Config<S, K, R>>,
-    pub(super) inner: T,
-    pub(super) request: R,
-    /// If there is an observer.
-    pub(super) asked: Option<Asked>,
-    /// What it waits for if it is denied and may wait.
-    pub(super) wanted: Option<Box<WaitRequest>>,
-    /// What it holds while it runs, if it passes.
-    pub(super) lease: Option<Lease>,
+/// What waits for the decision: the service, and the request.
+struct Call<T, S, R, E> {
+    config: Arc<Config<S, R, E>>,
+    inner: T,
+    request: R,
 }
 
-impl<T, S, K, R> CallFuture<T, S, K, R>
+impl<T, S, R, E> CallFuture<T, S, R, E>
 where
     T: Service<R>,
     S: Store,
+    E: Clone,
 {
-    pub(super) fn deciding(decision: S::Future, call: Call<T, S, K, R>) -> Self {
-        Self { state: State::Deciding { decision, call: Some(call) } }
+    pub(super) fn undecided(pending: Pending<S::Future>, config: Arc<Config<S, R, E>>, inner: T, request: R) -> Self {
+        Self { state: State::Undecided { pending, call: Some(Call { config, inner, request }) } }
     }
 
-    pub(super) fn waiting(place: Box<QueuedRequest>, call: Call<T, S, K, R>) -> Self {
-        Self { state: State::Waiting { place, call: Some(call) } }
+    pub(super) fn calling(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<S::Future>) -> Self {
+        Self { state: State::calling(config, inner, request, grant) }
     }
 
-    pub(super) fn calling(response: T::Future, lease: Option<Lease>) -> Self {
-        Self { state: State::Calling { response, lease } }
-    }
-
-    pub(super) fn failed(error: BoxError) -> Self {
-        Self { state: State::Failed { error: Some(error) } }
+    pub(super) fn answered(answer: Result<T::Response, BoxError>) -> Self {
+        Self { state: State::Answered { answer: Some(answer), grant: Grant::default() } }
     }
 }
 
-impl<T: Service<R> + Clone, S, K, R> Call<T, S, K, R> {
-    /// What follows from what becomes of the request.
-    fn go_on<D>(mut self, admission: Admission) -> State<T::Future, D, Self> {
-        match admission {
-            Admission::Pass(lease) => State::Calling { response: self.inner.call(self.request), lease },
-            Admission::Wait(place, asked) => {
-                // The ready one may hold a permit that others wait for.
-                let inner = self.inner.clone();
-                State::Waiting { place, call: Some(Self { inner, asked, ..self }) }
-            }
-            Admission::Fail(error) => State::Failed { error: Some(error) },
-        }
+impl<F, Res, D, C, E: Clone> State<F, Res, D, C, E> {
+    fn calling<T, S, R>(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<D>) -> Self
+    where
+        T: Service<R, Future = F>,
+    {
+        Self::Calling { response: inner.call(request), grant, ending: config.ending.clone() }
     }
 }
 
-impl<T, S, K, R> Future for CallFuture<T, S, K, R>
+impl<T, S, R, E> Future for CallFuture<T, S, R, E>
 where
     T: Service<R, Error: Into<BoxError>> + Clone,
     S: Store,
+    R: 'static,
+    E: CallEnding<T::Response>,
 {
     type Output = Result<T::Response, BoxError>;
 
@@ -115,35 +99,37 @@ where
         let mut state = self.project().state;
         loop {
             let next = match state.as_mut().project() {
-                StateProj::Deciding { decision, call } => {
-                    let answer = ready!(decision.poll(cx));
-                    // It is there: only this arm takes it, and leaves this state at once.
-                    let Some(mut call) = call.take() else {
-                        polled_after_completion("CallFuture");
-                    };
-                    let (asked, wanted, lease) = (call.asked.take(), call.wanted.take(), call.lease.take());
-                    let admission = call.config.admit(answer, asked, wanted, lease);
-                    call.go_on(admission)
-                }
-                StateProj::Waiting { place, call } => {
-                    let answer = match call {
-                        Some(call) => ready!(place.poll(cx, |cx| call.inner.poll_ready(cx))).map_err(Into::into)?,
+                StateProj::Undecided { pending, call: waiting } => {
+                    let admitted = match waiting {
+                        Some(Call { config, inner, request }) => {
+                            ready!(pending.poll(cx, &config.gate, request, inner)).map_err(Into::into)?
+                        }
                         None => polled_after_completion("CallFuture"),
                     };
                     // It is there: only this arm takes it, and leaves this state at once.
-                    let Some(mut call) = call.take() else {
+                    let Some(mut call) = waiting.take() else {
                         polled_after_completion("CallFuture");
                     };
-                    let admission = call.config.conclude(answer, call.asked.take(), place.lease());
-                    call.go_on(admission)
+                    match admitted {
+                        Ok(grant) => State::calling(&call.config, &mut call.inner, call.request, grant),
+                        Err(refusal) => return Poll::Ready(Err(refusal.into())),
+                    }
                 }
-                StateProj::Calling { response, lease } => {
-                    let response = ready!(response.poll(cx));
-                    *lease = None;
-                    return Poll::Ready(response.map_err(Into::into));
+                StateProj::Calling { response, grant, ending } => {
+                    let _ = grant.poll_shadows(cx);
+                    let answer = ready!(response.poll(cx)).map_err(Into::into);
+                    if let Some(settlement) = ending.settlement(&answer) {
+                        grant.settle(settlement);
+                    }
+                    grant.end();
+                    if !grant.has_shadows() {
+                        return Poll::Ready(answer);
+                    }
+                    State::Answered { answer: Some(answer), grant: mem::take(grant) }
                 }
-                StateProj::Failed { error } => {
-                    return Poll::Ready(Err(error.take().unwrap_or_else(|| polled_after_completion("CallFuture"))));
+                StateProj::Answered { answer, grant } => {
+                    ready!(grant.poll_shadows(cx));
+                    return Poll::Ready(answer.take().unwrap_or_else(|| polled_after_completion("CallFuture")));
                 }
             };
             state.set(next);
@@ -151,7 +137,7 @@ where
     }
 }
 
-impl<T, S, K, R> fmt::Debug for CallFuture<T, S, K, R>
+impl<T, S, R, E> fmt::Debug for CallFuture<T, S, R, E>
 where
     T: Service<R>,
     S: Store,

@@ -3,13 +3,12 @@ use std::sync::Arc;
 
 use tower_layer::Layer;
 
-use super::CallLimit;
-use super::config::Config;
-use crate::in_flight::InFlightTracker;
+use super::{BoxError, CallLimit, UntilAnswer};
+use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
 use crate::limit::Policies;
-use crate::middleware::select::Selector;
-use crate::middleware::wait::Waiting;
-use crate::middleware::{KeyExtractor, OnError, OnMissingKey, PolicySelector, Wait};
+use crate::middleware::AsIs;
+use crate::middleware::settings::Settings;
+use crate::settle::Settlement;
 use crate::store::{Observer, Store};
 
 /// Limits the rate of calls of any tower service, whatever its requests are: jobs of a queue, commands, requests of a
@@ -61,36 +60,36 @@ use crate::store::{Observer, Store};
 ///   pass.
 /// - What the inner service fails with, in a box as well.
 ///
-/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped.
+/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped. What a call costs
+/// may depend on the answer: see [`settle`](Self::settle).
 ///
 /// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not made.
-pub struct CallLimitLayer<S, K, R> {
-    config: Arc<Config<S, K, R>>,
+pub struct CallLimitLayer<S, K, R, E = AsIs> {
+    settings: Settings<K, Config<S, R, E>>,
+}
+
+/// The settings of a layer: those of its gate, and what settles its calls.
+pub(super) struct Config<S, R, E> {
+    pub(super) gate: Gate<S, R>,
+    pub(super) ending: E,
+}
+
+impl<S: Clone, R: 'static, E: Clone> Clone for Config<S, R, E> {
+    fn clone(&self) -> Self {
+        Self { gate: self.gate.clone(), ending: self.ending.clone() }
+    }
 }
 
 impl<S: Store, K: KeyExtractor<R>, R: 'static> CallLimitLayer<S, K, R> {
     /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
     /// [`Policy`](crate::Policy), several [`Policies`], or another [`PolicySelector`].
     pub fn new(store: S, extractor: K, policies: impl PolicySelector<R>) -> Self {
-        let in_flight = InFlightTracker::new(&store, None);
-        let config = Config {
-            store,
-            extractor: Arc::new(extractor),
-            policies: Selector::new(policies),
-            skip: None,
-            cost: None,
-            wait: None,
-            on_error: OnError::default(),
-            on_missing_key: OnMissingKey::default(),
-            observer: None,
-            in_flight,
-            misconfiguration: Arc::default(),
-        };
-        Self { config: Arc::new(config) }
+        let config = Config { gate: Gate::new(store, policies, Holds::InFlight), ending: AsIs };
+        Self { settings: Settings::new(Arc::new(extractor), config) }
     }
 }
 
-impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
+impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
     /// Sets what a request costs. A cost of 0 is decided but not charged. Defaults to 1.
     #[must_use]
     pub fn cost(self, cost: impl Fn(&R) -> u32 + Send + Sync + 'static) -> Self {
@@ -100,7 +99,7 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its place.
     #[must_use]
     pub fn cost_under(self, cost: impl Fn(&R, &Policies) -> u32 + Send + Sync + 'static) -> Self {
-        self.change(|config| config.cost = Some(Arc::new(cost)))
+        self.change(|gate| gate.cost = Some(Arc::new(cost)))
     }
 
     /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
@@ -110,22 +109,74 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     where
         S: Store,
     {
-        self.change(|config| {
-            config.wait = Some(Waiting::new(config.store.clone(), config.in_flight.clone(), wait.into()))
-        })
+        self.change(|gate| gate.wait(wait.into()))
     }
 
     /// Sets which requests pass at once, uncounted. They need no key. Defaults to none.
     #[must_use]
     pub fn skip(self, skip: impl Fn(&R) -> bool + Send + Sync + 'static) -> Self {
-        self.change(|config| config.skip = Some(Arc::new(skip)))
+        self.change(|gate| gate.skip = Some(Arc::new(skip)))
+    }
+
+    /// Decides and charges as usual, and rejects nothing: to see what a limit would do before it does.
+    ///
+    /// The observer is told each decision. A request without a key, or one that the store cannot decide, passes. The check is
+    /// made beside the inner call, and only an answer that is later than that of the call keeps it waiting.
+    #[must_use]
+    pub fn dry_run(self) -> Self {
+        self.change(|gate| gate.dry_run = true)
+    }
+
+    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for these
+    /// alone. May be called again for more. See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
+    #[must_use]
+    pub fn shadow(self, policies: impl PolicySelector<R>) -> Self {
+        self.change(|gate| gate.shadows.push(Selector::new(policies)))
+    }
+
+    /// Sets what becomes of what a call has taken when it is answered: the cost is then a reservation, which `rule` settles by
+    /// the response or the error. A call that is dropped before keeps what it has reserved. See
+    /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle).
+    ///
+    /// Only failures count:
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policy, Quota, Settlement, Strategy};
+    ///
+    /// struct Login {
+    ///     user: String,
+    /// }
+    ///
+    /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+    /// let policy = Policy::new("login", Strategy::SlidingLog, Quota::per_minute(5))?;
+    /// let layer = CallLimitLayer::new(LocalStore::default(), |login: &Login| Some(Key::new(&login.user)), policy)
+    ///     .settle(|answer: &Result<bool, _>| match answer {
+    ///         Ok(false) => Settlement::Keep,
+    ///         _ => Settlement::Refund,
+    ///     });
+    /// # let _ = layer;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// The closure needs the type of the response, as `bool` above. A call has no body and no [`Charge`](crate::Charge) that
+    /// counts later: [`Settlement::AtEnd`] keeps what was reserved, and [`Settlement::Bytes`] refunds it.
+    #[must_use]
+    pub fn settle<Res: 'static>(
+        self,
+        rule: impl Fn(&Result<Res, BoxError>) -> Settlement + Send + Sync + 'static,
+    ) -> CallLimitLayer<S, K, R, UntilAnswer<Res>> {
+        self.change_to(|Config { mut gate, .. }| {
+            gate.settle();
+            Config { gate, ending: UntilAnswer::new(rule) }
+        })
     }
 
     /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails with
     /// the store's [`StoreError`](crate::StoreError).
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
-        self.change(|config| config.on_error = on_error)
+        self.change(|gate| gate.on_error = on_error)
     }
 
     /// Sets what becomes of a request that has no key. One whose key is [malformed](crate::MissingKey::malformed), or can
@@ -133,7 +184,7 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     /// Defaults to [`OnMissingKey::Reject`]: the call fails with the [`MissingKey`](crate::MissingKey).
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
-        self.change(|config| config.on_missing_key = on_missing_key)
+        self.change(|gate| gate.on_missing_key = on_missing_key)
     }
 
     /// Sets who is told of every decision, of what no store could decide, and of a program that is misconfigured; and of
@@ -144,40 +195,46 @@ impl<S: Clone, K, R> CallLimitLayer<S, K, R> {
     where
         S: Store,
     {
-        let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.change(|config| {
-            config.store.observe(&observer);
-            config.in_flight = config.in_flight.observed(&config.store, Arc::clone(&observer));
-            config.observer = Some(observer);
+        self.change(|gate| gate.observe(observer))
+    }
+
+    fn change(self, change: impl FnOnce(&mut Gate<S, R>)) -> Self {
+        self.change_to(|mut config| {
+            change(&mut config.gate);
+            config
         })
     }
 
-    fn change(mut self, change: impl FnOnce(&mut Config<S, K, R>)) -> Self {
-        let config = Arc::make_mut(&mut self.config);
-        change(config);
-        // Whatever the layer has told that this one is made from.
-        config.misconfiguration = Arc::default();
-        self
+    fn change_to<E2: Clone>(
+        self,
+        change: impl FnOnce(Config<S, R, E>) -> Config<S, R, E2>,
+    ) -> CallLimitLayer<S, K, R, E2> {
+        let settings = self.settings.change(|config| {
+            let mut config = change(config);
+            config.gate.notifier = config.gate.notifier.anew();
+            config
+        });
+        CallLimitLayer { settings }
     }
 }
 
-impl<T, S, K, R> Layer<T> for CallLimitLayer<S, K, R> {
-    type Service = CallLimit<T, S, K, R>;
+impl<T, S, K, R, E> Layer<T> for CallLimitLayer<S, K, R, E> {
+    type Service = CallLimit<T, S, K, R, E>;
 
     fn layer(&self, inner: T) -> Self::Service {
-        CallLimit { inner, config: Arc::clone(&self.config) }
+        CallLimit { inner, settings: self.settings.clone() }
     }
 }
 
 /// Shared, so that no part of it has to be `Clone`.
-impl<S, K, R> Clone for CallLimitLayer<S, K, R> {
+impl<S, K, R, E> Clone for CallLimitLayer<S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { config: Arc::clone(&self.config) }
+        Self { settings: self.settings.clone() }
     }
 }
 
-impl<S: fmt::Debug, K, R> fmt::Debug for CallLimitLayer<S, K, R> {
+impl<S: fmt::Debug, K, R, E> fmt::Debug for CallLimitLayer<S, K, R, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.fmt("CallLimitLayer", f)
+        self.settings.config().gate.fmt("CallLimitLayer", f)
     }
 }

@@ -1,10 +1,11 @@
 //! Any other tower service, whose requests are not HTTP's. [`CallLimitLayer`] tells the story.
 
-mod config;
+mod ending;
 mod future;
 mod layer;
 mod service;
 
+pub use ending::{CallEnding, UntilAnswer};
 pub use future::CallFuture;
 pub use layer::CallLimitLayer;
 pub use service::CallLimit;

@@ -4,55 +4,53 @@ use std::task::{Context, Poll};
 
 use tower_service::Service;
 
-use super::config::{Admission, Config, Start};
-use super::future::Call;
-use super::{BoxError, CallFuture};
-use crate::middleware::KeyExtractor;
-use crate::middleware::ready::take_ready;
+use super::layer::Config;
+use super::{BoxError, CallEnding, CallFuture};
+use crate::gate::{Admission, KeyExtractor};
+use crate::middleware::settings::Settings;
+use crate::middleware::{AsIs, take_ready};
 use crate::store::Store;
 
 /// The service that a [`CallLimitLayer`](crate::CallLimitLayer) makes: it decides, then calls the inner service.
-pub struct CallLimit<T, S, K, R> {
+pub struct CallLimit<T, S, K, R, E = AsIs> {
     pub(super) inner: T,
-    pub(super) config: Arc<Config<S, K, R>>,
+    pub(super) settings: Settings<K, Config<S, R, E>>,
 }
 
-impl<T, S, K, R> Service<R> for CallLimit<T, S, K, R>
+impl<T, S, K, R, E> Service<R> for CallLimit<T, S, K, R, E>
 where
     T: Service<R, Error: Into<BoxError>> + Clone,
     S: Store,
     K: KeyExtractor<R>,
     R: 'static,
+    E: CallEnding<T::Response>,
 {
     type Response = T::Response;
     type Error = BoxError;
-    type Future = CallFuture<T, S, K, R>;
+    type Future = CallFuture<T, S, R, E>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         self.inner.poll_ready(cx).map_err(Into::into)
     }
 
     fn call(&mut self, request: R) -> Self::Future {
-        match self.config.start(&request) {
-            Start::Decided(Admission::Pass(lease)) => CallFuture::calling(self.inner.call(request), lease),
-            Start::Decided(Admission::Wait(place, asked)) => {
+        let (extractor, config) = self.settings.current();
+        match config.gate.admit(extractor, &request) {
+            Admission::Pass(grant) => CallFuture::calling(config, &mut self.inner, request, grant),
+            Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
-                let (config, inner) = (Arc::clone(&self.config), self.inner.clone());
-                CallFuture::waiting(place, Call { config, inner, request, asked, wanted: None, lease: None })
+                CallFuture::answered(Err(refusal.into()))
             }
-            Start::Decided(Admission::Fail(error)) => {
-                drop(take_ready(&mut self.inner));
-                CallFuture::failed(error)
-            }
-            Start::Deciding(decision, asked, wanted, lease) => {
-                let (config, inner) = (Arc::clone(&self.config), take_ready(&mut self.inner));
-                CallFuture::deciding(decision, Call { config, inner, request, asked, wanted, lease })
+            Admission::Undecided(pending) => {
+                let ready = take_ready(&mut self.inner);
+                let inner = if pending.is_queued() { self.inner.clone() } else { ready };
+                CallFuture::undecided(pending, Arc::clone(config), inner, request)
             }
         }
     }
 }
 
-impl<T, S, K, R> CallLimit<T, S, K, R> {
+impl<T, S, K, R, E> CallLimit<T, S, K, R, E> {
     /// The inner service.
     pub fn get_ref(&self) -> &T {
         &self.inner
@@ -69,14 +67,14 @@ impl<T, S, K, R> CallLimit<T, S, K, R> {
     }
 }
 
-impl<T: Clone, S, K, R> Clone for CallLimit<T, S, K, R> {
+impl<T: Clone, S, K, R, E> Clone for CallLimit<T, S, K, R, E> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), config: Arc::clone(&self.config) }
+        Self { inner: self.inner.clone(), settings: self.settings.clone() }
     }
 }
 
-impl<T, S: fmt::Debug, K, R> fmt::Debug for CallLimit<T, S, K, R> {
+impl<T, S: fmt::Debug, K, R, E> fmt::Debug for CallLimit<T, S, K, R, E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.config.fmt("CallLimit", f)
+        self.settings.config().gate.fmt("CallLimit", f)
     }
 }

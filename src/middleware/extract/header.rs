@@ -1,7 +1,7 @@
 use http::request::Parts;
 use http::{HeaderName, HeaderValue};
 
-use super::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::{ConfigError, Key};
 
 /// Counts by the value of a header, such as an API key.

@@ -1,7 +1,7 @@
 use http::request::Parts;
 
 use super::peer::{self, Peer};
-use super::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
 /// Counts by the address that the connection came from; IPv6 by its /64 network.

@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use http::request::Parts;
 
-use super::MissingKey;
+use crate::gate::MissingKey;
 
 /// Who is at the other end of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

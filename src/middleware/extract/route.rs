@@ -4,7 +4,7 @@ use axum::extract::MatchedPath;
 use http::Method;
 use http::request::Parts;
 
-use super::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
 /// Counts by the template of the route that axum has matched, such as `/users/{id}`, for all ids together.

@@ -5,8 +5,8 @@ mod draft;
 mod formats;
 mod legacy;
 
-use http::HeaderMap;
 use http::header::RETRY_AFTER;
+use http::{HeaderMap, Response};
 
 pub(super) use draft::{quota, retry_after};
 pub use legacy::LegacyHeaders;
@@ -77,7 +77,7 @@ impl Headers {
 
     /// The same. No legacy header is added to a denial by a layer within: it would tell how much of another policy remains.
     #[inline]
-    pub(super) fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
+    fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {
             draft::append(headers, decision);
         }
@@ -90,6 +90,16 @@ impl Headers {
             && let Some(wait) = decision.retry_after()
         {
             headers.entry(RETRY_AFTER).or_insert_with(|| draft::retry_after_field(wait));
+        }
+    }
+
+    /// Puts the decision into the response's extensions, and adds its header fields.
+    pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>) {
+        let within = response.extensions().get().map(Decision::is_allowed);
+        self.append_around(&decision, response.headers_mut(), within == Some(false));
+        // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
+        if within.is_none() {
+            response.extensions_mut().insert(decision);
         }
     }
 }

@@ -14,8 +14,8 @@ use ::http::{Response, StatusCode};
 pub use self::grpc::{GrpcOr, GrpcReject};
 pub use self::http::HttpReject;
 
-use super::MissingKey;
 use super::headers::{quota, retry_after};
+use crate::gate::MissingKey;
 use crate::limit::Decision;
 use crate::store::StoreError;
 

@@ -3,7 +3,7 @@ use std::sync::{Arc, OnceLock};
 
 use arc_swap::ArcSwap;
 
-use super::PolicySelector;
+use crate::gate::PolicySelector;
 use crate::limit::{Key, Policies};
 
 /// Policies that are replaced while the service runs.

@@ -7,7 +7,7 @@ use http::request::Parts;
 use http::uri::PathAndQuery;
 use matchit::Router;
 
-use super::{PolicySelector, Selector};
+use crate::gate::{PolicySelector, Selector};
 use crate::limit::{ConfigError, Key, Policies};
 
 /// Policies by method and path, for one layer around a whole service.
@@ -149,8 +149,9 @@ fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySel
 impl PolicySelector for Routes {
     fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
         let find = |path: &str| self.find(&request.method, path);
-        let under =
-            |found: Option<Found<'_>>| found.map_or(&self.default, |found| found.selector).policies(request, key);
+        let under = |found: Option<Found<'_>>| {
+            found.map_or(&self.default, |found| found.selector).find(request, key).map(Cow::into_owned)
+        };
         match target(request) {
             Target::Path(path) => match find(path) {
                 // It says that this very path is exempt, if it does.

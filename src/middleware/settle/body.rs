@@ -1,13 +1,12 @@
 use std::fmt;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Buf;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 
-use crate::settle::Account;
+use crate::settle::Charge;
 
 pin_project! {
     /// The body of a response, until whose end a request holds what it has taken: see [`UntilBodyEnd`](crate::UntilBodyEnd).
@@ -18,13 +17,13 @@ pin_project! {
         #[pin]
         inner: B,
         // None once it has ended, or if there is nothing to settle.
-        account: Option<Arc<Account>>,
+        charge: Option<Charge>,
     }
 }
 
 impl<B> TrackedBody<B> {
-    pub(super) fn new(inner: B, account: Option<Arc<Account>>) -> Self {
-        Self { inner, account }
+    pub(super) fn new(inner: B, charge: Option<Charge>) -> Self {
+        Self { inner, charge }
     }
 }
 
@@ -35,13 +34,13 @@ impl<B: Body> Body for TrackedBody<B> {
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
         let mut this = self.project();
         let frame = ready!(this.inner.as_mut().poll_frame(cx));
-        if let (Some(Ok(frame)), Some(account)) = (&frame, &this.account)
+        if let (Some(Ok(frame)), Some(charge)) = (&frame, &this.charge)
             && let Some(data) = frame.data_ref()
         {
-            account.sent(data.remaining());
+            charge.account().sent(data.remaining());
         }
         if !matches!(frame, Some(Ok(_))) || this.inner.is_end_stream() {
-            *this.account = None;
+            *this.charge = None;
         }
         Poll::Ready(frame)
     }

@@ -1,11 +1,11 @@
 use http::response::Parts;
 
-use super::{Ending, Rule, UntilBodyEnd};
+use super::{Rule, UntilBodyEnd};
 use crate::middleware::RateLimitLayer;
 use crate::settle::Settlement;
 use crate::store::Store;
 
-impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
+impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// Sets what becomes of what a request has taken when its response is there: the cost is then a reservation, which `rule`
     /// settles by the head of the response. The body of responses is a [`TrackedBody`](crate::TrackedBody) from then on.
     ///
@@ -64,7 +64,7 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
         self,
         rule: impl Fn(&Parts) -> Settlement + Send + Sync + 'static,
     ) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        self.until(Rule::new(rule))
+        self.change_to(|config| config.with_rule(Some(Rule::new(rule))))
     }
 
     /// Holds what a request has taken until the body of its response has ended or was dropped, and no clone of its
@@ -75,12 +75,6 @@ impl<S: Store, K, R, E: Ending> RateLimitLayer<S, K, R, E> {
     /// task has to keep a clone of the `Charge`, as a [recipe](crate::guide::recipes) shows.
     #[must_use]
     pub fn until_body_end(self) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        self.until(Rule::AT_END)
-    }
-
-    fn until(self, rule: Rule) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        let config = self.config.current().copy();
-        let ending = UntilBodyEnd::new(rule, &config.in_flight);
-        RateLimitLayer::with(config.with_ending(ending))
+        self.change_to(|config| config.with_rule(None))
     }
 }

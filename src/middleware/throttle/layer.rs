@@ -6,10 +6,9 @@ use tower_layer::Layer;
 
 use super::Throttle;
 use super::service::Settings;
+use crate::gate::{Notifier, PolicySelector, Selector};
 use crate::in_flight::InFlightTracker;
 use crate::limit::Key;
-use crate::middleware::select::Selector;
-use crate::middleware::{OnError, PolicySelector};
 use crate::store::{Observer, Store};
 use crate::wait_queues::{Bounds, WaitQueues};
 
@@ -65,7 +64,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// # Errors
 ///
 /// It adds none: the error is the inner service's. What the store cannot decide waits, and is asked again after a while; see
-/// [`on_error`](Self::on_error). One call that fails is one service's; if three in a row fail, it is that of all that wait, and
+/// [`allow_on_error`](Self::allow_on_error). One call that fails is one service's; if three in a row fail, it is that of all that wait, and
 /// the store is left alone for 250 ms. Put a [`Fallback`](crate::Fallback) into it, and it goes on at this instance's share.
 ///
 /// `poll_ready` has to be called within a tokio runtime.
@@ -83,16 +82,7 @@ impl ThrottleLayer {
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let wait_queues = WaitQueues::new(store.clone(), InFlightTracker::new(&store, None), Bounds::DEFAULT);
         let policies = Selector::new(policies);
-        Self {
-            settings: Settings {
-                wait_queues,
-                key,
-                policies,
-                on_error: OnError::default(),
-                observer: None,
-                misconfiguration: Arc::default(),
-            },
-        }
+        Self { settings: Settings { wait_queues, key, policies, allow_on_error: false, notifier: Notifier::default() } }
     }
 
     /// Sets how many of its services may wait in line; one more is not in the line, and comes again after 250 ms. Defaults to
@@ -103,11 +93,10 @@ impl ThrottleLayer {
         self
     }
 
-    /// Sets what becomes of a wait that the store cannot decide: to go on waiting and to ask again ([`OnError::Reject`],
-    /// the default), or to go on without a permit ([`OnError::Allow`]).
+    /// Lets a call go on without a permit if the store cannot decide. Defaults to waiting on, and asking again.
     #[must_use]
-    pub fn on_error(mut self, on_error: OnError) -> Self {
-        self.settings.on_error = on_error;
+    pub fn allow_on_error(mut self) -> Self {
+        self.settings.allow_on_error = true;
         self
     }
 
@@ -117,7 +106,7 @@ impl ThrottleLayer {
     pub fn observer(mut self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.settings.wait_queues.observe(&observer);
-        self.settings.observer = Some(observer);
+        self.settings.notifier = Notifier::new(observer);
         self
     }
 }
@@ -126,7 +115,7 @@ impl<T> Layer<T> for ThrottleLayer {
     type Service = Throttle<T>;
 
     fn layer(&self, inner: T) -> Throttle<T> {
-        Throttle::new(inner, self.settings.clone())
+        Throttle::new(inner, Arc::new(self.settings.clone()))
     }
 }
 

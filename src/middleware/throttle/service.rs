@@ -10,18 +10,14 @@ use tokio::runtime::{Handle, Id};
 use tokio::time::{Sleep, sleep};
 use tower_service::Service;
 
+use crate::gate::{Notifier, Question, Selector};
 use crate::limit::{Key, Policies};
-use crate::middleware::asked::Asked;
-use crate::middleware::misconfiguration::Misconfiguration;
-use crate::middleware::select::Selector;
-use crate::middleware::{MissingKey, OnError, PolicySelector};
-use crate::store::Observer;
 use crate::wait_queues::{Acquire, Permit, Refusal, WaitQueues, WaitRequest};
 
 /// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes: ready when it has a permit.
 pub struct Throttle<T> {
     inner: T,
-    settings: Settings,
+    settings: Arc<Settings>,
     state: State,
 }
 
@@ -30,14 +26,14 @@ pub(super) struct Settings {
     pub(super) wait_queues: WaitQueues,
     pub(super) key: Key,
     pub(super) policies: Selector<()>,
-    pub(super) on_error: OnError,
-    pub(super) observer: Option<Arc<dyn Observer>>,
-    pub(super) misconfiguration: Arc<Misconfiguration>,
+    /// Whether a call goes on without a permit if the store cannot decide.
+    pub(super) allow_on_error: bool,
+    pub(super) notifier: Notifier,
 }
 
 enum State {
     Idle,
-    Waiting(Acquire, Option<Asked>),
+    Waiting(Acquire, Question),
     /// The store could not decide, or too many wait: until it comes again, on this runtime.
     Pausing(Pin<Box<Sleep>>, Option<Id>),
     /// None if nothing limits it, or if the store could not decide and that is allowed.
@@ -53,20 +49,20 @@ const NEVER_ENDS: &str = "a policy counts requests in flight, which a `ThrottleL
 impl Settings {
     /// Those that count what begins. Nobody says when it ends.
     fn policies(&self) -> Option<Policies> {
-        let policies = self.policies.policies(&(), Some(&self.key))?;
+        let policies = self.policies.find(&(), Some(&self.key))?;
         if policies.in_flight().is_some() {
-            self.misconfiguration.tell(&MissingKey::misconfigured(NEVER_ENDS), self.observer.as_deref());
+            self.notifier.misconfigured(NEVER_ENDS);
         }
         policies.without_in_flight().cloned()
     }
 
     fn enqueue(&self) -> State {
         let Some(policies) = self.policies() else { return State::Ready(None) };
-        let asked = self.observer.as_ref().map(|_| Asked::now(self.key, 1));
+        let question = Question::new(self.key, 1, self.notifier.since());
         let wanted = WaitRequest { key: self.key, policies, cost: 1, deadline: None };
         match self.wait_queues.join(wanted, None) {
-            Ok(turn) => State::Waiting(turn, asked),
-            Err(refusal) => self.refused(refusal, asked),
+            Ok(turn) => State::Waiting(turn, question),
+            Err(refusal) => self.refused(refusal, &question),
         }
     }
 
@@ -77,22 +73,15 @@ impl Settings {
         }
     }
 
-    fn granted(&self, permit: Permit, asked: Option<Asked>) -> State {
-        if let (Some(observer), Some(asked)) = (&self.observer, asked) {
-            asked.tell(&**observer, &Ok(permit.decision()), false);
-        }
+    fn granted(&self, permit: Permit, question: &Question) -> State {
+        self.notifier.answered(self.key, question, &Ok(permit.decision()), false);
         State::Ready(Some(permit))
     }
 
-    fn refused(&self, refusal: Refusal, asked: Option<Asked>) -> State {
+    fn refused(&self, refusal: Refusal, question: &Question) -> State {
         let Refusal::Failed(error) = refusal else { return State::pausing() };
-        if let (Some(observer), Some(asked)) = (&self.observer, asked) {
-            asked.tell(&**observer, &Err(error), false);
-        }
-        match self.on_error {
-            OnError::Allow => State::Ready(None),
-            OnError::Reject => State::pausing(),
-        }
+        self.notifier.answered(self.key, question, &Err(error), false);
+        if self.allow_on_error { State::Ready(None) } else { State::pausing() }
     }
 }
 
@@ -116,7 +105,7 @@ fn runtime() -> Option<Id> {
 }
 
 impl<T> Throttle<T> {
-    pub(super) fn new(inner: T, settings: Settings) -> Self {
+    pub(super) fn new(inner: T, settings: Arc<Settings>) -> Self {
         Self { inner, settings, state: State::Idle }
     }
 
@@ -157,9 +146,9 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
         loop {
             self.state = match &mut self.state {
                 State::Idle => self.settings.enqueue(),
-                State::Waiting(turn, asked) => match ready!(Pin::new(turn).poll(cx)) {
-                    Ok(permit) => self.settings.granted(permit, *asked),
-                    Err(refusal) => self.settings.refused(refusal, *asked),
+                State::Waiting(turn, question) => match ready!(Pin::new(turn).poll(cx)) {
+                    Ok(permit) => self.settings.granted(permit, question),
+                    Err(refusal) => self.settings.refused(refusal, question),
                 },
                 State::Pausing(pause, _) => {
                     ready!(pause.as_mut().poll(cx));
@@ -182,7 +171,7 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
 /// Has no permit yet.
 impl<T: Clone> Clone for Throttle<T> {
     fn clone(&self) -> Self {
-        Self::new(self.inner.clone(), self.settings.clone())
+        Self::new(self.inner.clone(), Arc::clone(&self.settings))
     }
 }
 

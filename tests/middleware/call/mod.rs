@@ -1,6 +1,7 @@
 //! Services whose requests are not HTTP's.
 
 mod contract;
+mod outcome;
 mod stack;
 
 use std::convert::Infallible;
@@ -295,7 +296,7 @@ async fn all_types_can_be_named_sent_cloned_and_shown() {
     shared(&layer);
     let mut service: CallLimit<_, RedisStore, Rigid, Job> = layer.clone().layer(service_fn(print));
     shared(&service);
-    let future: CallFuture<_, RedisStore, Rigid, Job> = service.call(job("alice"));
+    let future: CallFuture<_, RedisStore, Job> = service.call(job("alice"));
     spawnable(&future);
     spawnable(&layer.layer(Inner::new(service_fn(print))).call(job("alice")));
     let shown = format!("{layer:?} {service:?} {future:?}");

@@ -15,7 +15,7 @@ use forwarded::Elements;
 use trust::Trust;
 
 use super::peer::{self, Peer};
-use super::{KeyExtractor, MissingKey};
+use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::{ConfigError, Key};
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.

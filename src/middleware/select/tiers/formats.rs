@@ -55,7 +55,7 @@ struct Written<'a> {
 
 impl Serialize for Tiers {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let Plans { default, named } = &**self.plans.current();
+        let Plans { default, named } = self.plans.current();
         let choice = |policies| Option::as_ref(policies).map_or(Choice::Exempt, Choice::Limited);
         let tiers = named.iter().map(|(name, policies)| (&**name, choice(policies))).collect();
         let callers = self.callers.iter().map(|(key, policies)| Ok((key.written()?, choice(policies))));

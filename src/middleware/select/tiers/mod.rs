@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use http::request::Parts;
 
-use super::PolicySelector;
+use crate::gate::PolicySelector;
 use crate::limit::{Key, Policies};
 use crate::middleware::copies::Copies;
 
@@ -104,7 +104,6 @@ impl Tier {
     }
 }
 
-#[derive(Clone)]
 struct Plans {
     /// Of whom no other plan is.
     default: Policies,
@@ -121,7 +120,7 @@ impl Tiers {
     fn of(plans: Plans, callers: HashMap<Key, Option<Policies>>) -> Self {
         Self {
             name: Arc::new(|request| request.extensions.get::<Tier>().map(|Tier(name)| &**name)),
-            plans: Copies::new(|| plans.copy()),
+            plans: Copies::new(&plans),
             callers: Arc::new(callers),
         }
     }
@@ -184,15 +183,15 @@ impl Tiers {
     }
 
     fn insert(self, name: Box<str>, policies: Option<Policies>) -> Self {
-        let mut plans = self.plans.current().copy();
+        let mut plans = self.plans.current().clone();
         plans.named.insert(name, policies);
-        Self { plans: Copies::new(|| plans.copy()), ..self }
+        Self { plans: Copies::new(&plans), ..self }
     }
 }
 
-impl Plans {
-    /// The same, with policies whose counts of references are their own.
-    fn copy(&self) -> Self {
+/// With policies whose counts of references are their own.
+impl Clone for Plans {
+    fn clone(&self) -> Self {
         let named = self.named.iter().map(|(name, policies)| (name.clone(), policies.as_ref().map(Policies::copy)));
         Self { default: self.default.copy(), named: named.collect() }
     }
@@ -215,7 +214,7 @@ impl PolicySelector for Tiers {
 
 impl fmt::Debug for Tiers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Plans { default, named } = &**self.plans.current();
+        let Plans { default, named } = self.plans.current();
         let mut tiers = f.debug_struct("Tiers");
         tiers.field("default", default).field("named", named).field("callers", &self.callers.len());
         tiers.finish_non_exhaustive()

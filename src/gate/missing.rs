@@ -1,8 +1,7 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use http::header::WWW_AUTHENTICATE;
-use http::{HeaderName, HeaderValue, Response, StatusCode};
+use http::{HeaderName, HeaderValue};
 
 /// A request has nothing that it could be counted by.
 ///
@@ -78,7 +77,7 @@ impl MissingKey {
     }
 
     /// The client left out this header. With a challenge, it is [unauthenticated](Self::unauthenticated).
-    pub(super) fn header(name: &HeaderName, challenge: Option<&HeaderValue>) -> Self {
+    pub(crate) fn header(name: &HeaderName, challenge: Option<&HeaderValue>) -> Self {
         let cause = challenge.cloned().map_or(Cause::Absent, Cause::Unauthenticated);
         Self { problem: Problem::NoHeader(name.clone()), cause }
     }
@@ -99,13 +98,6 @@ impl MissingKey {
         match &self.cause {
             Cause::Unauthenticated(challenge) => Some(challenge),
             Cause::Absent | Cause::Malformed | Cause::Misconfigured => None,
-        }
-    }
-
-    /// Adds the challenge to a 401 that has none.
-    pub(in crate::middleware) fn annotate<B>(&self, response: &mut Response<B>) {
-        if let (Some(challenge), StatusCode::UNAUTHORIZED) = (self.challenge(), response.status()) {
-            response.headers_mut().entry(WWW_AUTHENTICATE).or_insert_with(|| challenge.clone());
         }
     }
 }

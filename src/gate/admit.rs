@@ -1,0 +1,232 @@
+//! From a request to what becomes of it.
+
+use std::borrow::Cow;
+
+use super::wait::QueuedRequest;
+use super::{Gate, Grant, Holds, KeyExtractor, MissingKey, OnError, OnMissingKey, Pending, Question};
+use crate::in_flight::Lease;
+use crate::limit::{Check, Decision, Key, Policies, RateLimited};
+use crate::store::{Answer, Store, StoreError, instant};
+use crate::wait_queues::{self, Acquire, Permit, Spent, WaitRequest};
+
+/// What becomes of a request, as far as that is known.
+pub(crate) enum Admission<D> {
+    /// It passes: by a decision, or uncounted.
+    Pass(Grant<D>),
+    Refuse(Refusal),
+    /// The store has been asked, or it waits for its turn.
+    Undecided(Pending<D>),
+}
+
+/// Whether a request passes.
+pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
+
+/// What follows when the store has answered.
+pub(super) enum Next<D> {
+    Admitted(Admitted<D>),
+    /// It waits for its turn.
+    Wait(Box<QueuedRequest>),
+}
+
+/// Why a request does not pass.
+pub(crate) enum Refusal {
+    Denied(Decision),
+    /// No store could decide.
+    Unavailable(StoreError),
+    MissingKey(MissingKey),
+}
+
+/// What is wrong with a layer whose policies count requests in flight, and that does not know when one has ended.
+pub(super) const NEVER_ENDS: &str = "a policy that counts requests in flight cannot hold, since the layer does not know when they end: add `.until_body_end()` to it";
+
+impl<S: Store, R: 'static> Gate<S, R> {
+    /// Finds out who asks, and under which policies, and asks the store.
+    #[inline]
+    pub(crate) fn admit(&self, extractor: &impl KeyExtractor<R>, request: &R) -> Admission<S::Future> {
+        if self.skip.as_ref().is_some_and(|skip| skip(request)) {
+            return Admission::Pass(self.uncounted(request, None));
+        }
+        let key = extractor.extract(request);
+        if self.dry_run {
+            return self.exempt(request, key);
+        }
+        let Some(policies) = self.policies.find(request, key.as_ref().ok()) else {
+            return self.exempt(request, key);
+        };
+        let key = match key {
+            Ok(key) => key,
+            Err(missing) => return self.admit_without_key(request, missing),
+        };
+        let Some(policies) = self.countable(policies) else { return self.exempt(request, Ok(key)) };
+        let check = self.check(key, &policies, request);
+        let mut question = self.question(&check);
+        let mut wanted = None;
+        if let Some(wait) = &self.wait {
+            let wants = wait.wanted(&check);
+            if let Some(place) = wait.queues().join_others(&wants) {
+                let next = self.wait_for(request, &mut question, wants, place);
+                return next.admission(question);
+            }
+            wanted = Some(Box::new(wants));
+        }
+        question.hold(self.hold(key, &policies));
+        match self.store.check(check) {
+            Answer::Ready { answer } => self.answered(request, &mut question, answer, wanted).admission(question),
+            Answer::Pending { future } => Admission::Undecided(Pending::asked(future, question, wanted)),
+        }
+    }
+
+    /// Those of them that this layer can count: all, unless it does not know when a request has ended.
+    #[inline]
+    pub(super) fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
+        if self.holds != Holds::Nothing || policies.in_flight().is_none() {
+            return Some(policies);
+        }
+        self.notifier.misconfigured(NEVER_ENDS);
+        policies.without_in_flight().cloned().map(Cow::Owned)
+    }
+
+    pub(super) fn check(&self, key: Key, policies: &Policies, request: &R) -> Check {
+        let cost = self.cost.as_ref().map_or(1, |cost| cost(request, policies));
+        Check::take(key, policies, cost).reserving(self.settles())
+    }
+
+    /// Notes that it is asked now, if there is an observer to be told, or something to settle.
+    pub(super) fn question(&self, check: &Check) -> Question {
+        let since = if self.settles() { Some(instant()) } else { self.notifier.since() };
+        Question::new(*check.key(), check.cost(), since)
+    }
+
+    /// What a request holds in flight. To be called before the store is asked.
+    #[inline]
+    pub(super) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
+        if self.holds == Holds::Nothing { None } else { self.in_flight.hold(key, policies) }
+    }
+
+    /// What becomes of a request by the store's answer.
+    #[inline]
+    pub(super) fn answered(
+        &self,
+        request: &R,
+        question: &mut Question,
+        answer: Result<Decision, StoreError>,
+        wanted: Option<Box<WaitRequest>>,
+    ) -> Next<S::Future> {
+        question.answered(&answer);
+        match (answer, &self.wait, wanted) {
+            (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
+                let place = wait.queues().join(WaitRequest::clone(&wanted), Some(denied));
+                self.wait_for(request, question, *wanted, place)
+            }
+            (answer, ..) => Next::Admitted(self.conclude(request, question, answer)),
+        }
+    }
+
+    /// What becomes of a request that waits if it has a place in the queue.
+    fn wait_for(
+        &self,
+        request: &R,
+        question: &mut Question,
+        wanted: WaitRequest,
+        place: Result<Acquire, wait_queues::Refusal>,
+    ) -> Next<S::Future> {
+        match place {
+            Ok(turn) => Next::Wait(Box::new(QueuedRequest::new(turn, wanted))),
+            Err(refusal) => Next::Admitted(self.conclude_turn(request, question, &wanted, Err(refusal))),
+        }
+    }
+
+    /// What becomes of a request whose turn has come, or will not come in time.
+    pub(super) fn conclude_turn(
+        &self,
+        request: &R,
+        question: &mut Question,
+        wanted: &WaitRequest,
+        turn: Result<Permit, wait_queues::Refusal>,
+    ) -> Admitted<S::Future> {
+        let answer = match turn {
+            Ok(permit) => {
+                let Spent { decision, taken, lease } = permit.spend();
+                question.spend(taken, lease);
+                Ok(decision)
+            }
+            Err(refusal) => refusal.into_answer(),
+        };
+        if answer.is_err() {
+            // It may pass though nobody has counted it.
+            question.hold(self.hold(wanted.key, &wanted.policies));
+            question.answered(&answer);
+        }
+        self.conclude(request, question, answer)
+    }
+
+    /// What becomes of a request that does not wait any more.
+    #[inline]
+    fn conclude(
+        &self,
+        request: &R,
+        question: &mut Question,
+        answer: Result<Decision, StoreError>,
+    ) -> Admitted<S::Future> {
+        self.notifier.answered(question.key(), question, &answer, false);
+        match answer {
+            Ok(decision) if decision.is_allowed() => Ok(self.pass(request, question, Some(decision))),
+            Ok(decision) => Err(Refusal::Denied(decision)),
+            Err(error) => match self.on_error {
+                OnError::Allow => Ok(self.pass(request, question, None)),
+                OnError::Reject => Err(Refusal::Unavailable(error)),
+            },
+        }
+    }
+
+    #[inline]
+    fn pass(&self, request: &R, question: &mut Question, decision: Option<Decision>) -> Grant<S::Future> {
+        let reserved = decision.as_ref().filter(|_| self.settles()).and_then(|decision| question.reserved(decision));
+        let lease = question.take_lease().map(Lease::passed);
+        self.grant(request, Some(question.key()), decision, reserved, lease)
+    }
+
+    /// What becomes of a request that nobody limits.
+    fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
+        if let Err(missing) = &key
+            && self.has_shadows()
+        {
+            self.notifier.missing(missing);
+        }
+        Admission::Pass(self.uncounted(request, key.ok()))
+    }
+
+    /// What becomes of a request without a key.
+    fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
+        self.notifier.missing(&missing);
+        match self.on_missing_key {
+            OnMissingKey::Allow if missing.is_absent() => Admission::Pass(self.uncounted(request, None)),
+            _ => Admission::Refuse(Refusal::MissingKey(missing)),
+        }
+    }
+
+    fn uncounted(&self, request: &R, key: Option<Key>) -> Grant<S::Future> {
+        self.grant(request, key, None, None, None)
+    }
+}
+
+impl<D> Next<D> {
+    #[inline]
+    fn admission(self, question: Question) -> Admission<D> {
+        match self {
+            Self::Admitted(Ok(grant)) => Admission::Pass(grant),
+            Self::Admitted(Err(refusal)) => Admission::Refuse(refusal),
+            Self::Wait(request) => Admission::Undecided(Pending::queued(request, question)),
+        }
+    }
+}
+
+impl From<Refusal> for Box<dyn std::error::Error + Send + Sync> {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Denied(decision) => RateLimited::new(decision).into(),
+            Refusal::Unavailable(error) => error.into(),
+            Refusal::MissingKey(missing) => missing.into(),
+        }
+    }
+}

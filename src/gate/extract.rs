@@ -1,0 +1,145 @@
+//! From a request to the key that it is counted by.
+
+use std::sync::Arc;
+
+use http::request::Parts;
+
+use super::MissingKey;
+use crate::limit::Key;
+
+/// Finds who a request is from.
+///
+/// [`PeerIp`](crate::PeerIp), [`ClientIp`](crate::ClientIp), [`HeaderKey`](crate::HeaderKey) and [`Global`] do, with the
+/// feature `axum` also `MatchedRoute` and `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each
+/// combination by itself: `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
+///
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
+/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
+///
+/// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path and how that is
+/// spelled, and the host too; it does not choose what your authentication finds out:
+///
+/// ```
+/// use http::request::Parts;
+/// use tower_redis_ratelimit::{Key, KeyExtractor, MissingKey};
+///
+/// /// In the extensions of each request that is authenticated.
+/// #[derive(Clone)]
+/// struct Tenant(String);
+///
+/// struct ByTenant;
+///
+/// impl KeyExtractor for ByTenant {
+///     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+///         let tenant = request.extensions.get().map(|Tenant(name)| Key::new(name));
+///         tenant.ok_or(MissingKey::new("the request names no tenant"))
+///     }
+/// }
+///
+/// /// A request that is not HTTP's.
+/// struct Job {
+///     tenant: Tenant,
+/// }
+///
+/// impl KeyExtractor<Job> for ByTenant {
+///     fn extract(&self, job: &Job) -> Result<Key, MissingKey> {
+///         Ok(Key::new(&job.tenant.0))
+///     }
+/// }
+/// # fn is_extractor(_: impl KeyExtractor) {}
+/// # is_extractor(ByTenant);
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` finds no key in a request",
+    label = "not a `KeyExtractor` for `{R}`",
+    note = "extractors are `PeerIp`, `ClientIp`, `HeaderKey`, `Global`, with the feature `axum` `MatchedRoute` and \
+            `MatchedEndpoint`, and tuples of extractors",
+    note = "of `ClientIp`, say who is trusted: `ClientIp::x_forwarded_for().trust([\"private\"])?`",
+    note = "a closure: `key_fn(|request| ..)`, which is given `&http::request::Parts` and returns an `Option<Key>`",
+    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
+)]
+pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
+    /// The key that this request is counted by.
+    ///
+    /// # Errors
+    ///
+    /// [`MissingKey`] for a request that has none; the layer's [`OnMissingKey`](crate::OnMissingKey) says what becomes
+    /// of it.
+    fn extract(&self, request: &R) -> Result<Key, MissingKey>;
+}
+
+/// Counts by the key that a closure finds. A request for which it finds none is one
+/// [without a key](crate::OnMissingKey).
+///
+/// It gives the closure back: `key_fn` is there so that the compiler knows the type of its argument.
+///
+/// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and `/login/a%6cice` are one
+/// user and three keys, each with guesses of its own. Decode what the key is made of, best where the handler does, as with
+/// axum's `Path` in a layer in front, which leaves it in the extensions: the recipe "Only failures count" in the
+/// [recipes](crate::guide::recipes) does so.
+///
+/// ```
+/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy, key_fn};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// /// In the extensions of each request that is authenticated.
+/// #[derive(Clone)]
+/// struct User(String);
+///
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let by_user = key_fn(|request| request.extensions.get().map(|User(name)| Key::new(name)));
+/// let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy);
+/// # let _ = layer;
+/// # Ok(())
+/// # }
+/// ```
+pub fn key_fn<F>(find: F) -> F
+where
+    F: Fn(&Parts) -> Option<Key>,
+{
+    find
+}
+
+#[diagnostic::do_not_recommend]
+impl<R, F> KeyExtractor<R> for F
+where
+    F: Fn(&R) -> Option<Key> + Send + Sync + 'static,
+{
+    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
+        self(request).ok_or(MissingKey::new("the request has nothing that it could be counted by"))
+    }
+}
+
+/// For an extractor that is not `Clone`.
+impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
+    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
+        (**self).extract(request)
+    }
+}
+
+/// Counts all requests together.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Global;
+
+impl<R> KeyExtractor<R> for Global {
+    fn extract(&self, _: &R) -> Result<Key, MissingKey> {
+        Ok(Key::GLOBAL)
+    }
+}
+
+macro_rules! tuples {
+    ($(($($extractor:ident $part:ident),+);)+) => {$(
+        impl<R, $($extractor: KeyExtractor<R>),+> KeyExtractor<R> for ($($extractor,)+) {
+            fn extract(&self, request: &R) -> Result<Key, MissingKey> {
+                let ($($part,)+) = self;
+                Ok(Key::tuple(&[$($part.extract(request)?),+]))
+            }
+        }
+    )+};
+}
+
+tuples! {
+    (A a, B b);
+    (A a, B b, C c);
+    (A a, B b, C c, D d);
+}

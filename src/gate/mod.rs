@@ -1,0 +1,169 @@
+//! The gate of a layer: from a request of any type to whether it passes.
+//!
+//! A [`Gate`] has the settings of a layer. It finds who asks ([`KeyExtractor`]) and under which policies
+//! ([`PolicySelector`]), and asks the store ([`Gate::admit`]). A request that passes has a [`Grant`], whose drop settles what
+//! the request has taken. One that does not has a [`Refusal`], of which HTTP makes a response and a call an error. Until the
+//! store has answered, and while the request waits for its turn, it is [`Pending`].
+//!
+//! Checks that reject nothing, of a dry run and of shadows, are made when a request passes, and go with its grant
+//! ([`Shadows`]).
+
+mod admit;
+mod choices;
+mod extract;
+mod grant;
+mod missing;
+mod notifier;
+mod pending;
+mod question;
+mod select;
+mod shadows;
+mod wait;
+
+use std::fmt;
+use std::sync::Arc;
+
+pub use choices::{OnError, OnMissingKey};
+pub use extract::{Global, KeyExtractor, key_fn};
+pub use missing::MissingKey;
+pub use select::{PolicySelector, policies_fn};
+pub use wait::Wait;
+
+pub(crate) use admit::{Admission, Admitted, Refusal};
+pub(crate) use grant::Grant;
+pub(crate) use notifier::Notifier;
+pub(crate) use pending::Pending;
+pub(crate) use question::Question;
+pub(crate) use select::Selector;
+
+use self::admit::NEVER_ENDS;
+use self::wait::Waiting;
+use crate::in_flight::InFlightTracker;
+use crate::limit::Policies;
+use crate::settle::RefundQueue;
+use crate::store::{Observer, Store};
+
+/// The settings of a layer whose requests are of the type `R`, and what they decide.
+pub(crate) struct Gate<S, R> {
+    store: S,
+    policies: Selector<R>,
+    /// Policies that reject nothing, beside those that do.
+    pub(crate) shadows: Vec<Selector<R>>,
+    /// Whether `policies` reject nothing either.
+    pub(crate) dry_run: bool,
+    /// Which requests are let through at once.
+    pub(crate) skip: Option<Skip<R>>,
+    pub(crate) cost: Option<Cost<R>>,
+    /// For how long requests wait that would be denied, if they do.
+    wait: Option<Waiting>,
+    pub(crate) on_error: OnError,
+    pub(crate) on_missing_key: OnMissingKey,
+    pub(crate) notifier: Notifier,
+    holds: Holds,
+    /// What is in flight, of the requests that wait too.
+    in_flight: InFlightTracker,
+    refunds: Arc<dyn RefundQueue>,
+}
+
+/// Whether a request is let through at once.
+type Skip<R> = Arc<dyn Fn(&R) -> bool + Send + Sync>;
+
+/// What a request costs under its policies.
+type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
+
+/// What a request holds until it has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Holds {
+    /// Nothing: nobody knows when it ends.
+    Nothing,
+    /// Its place in flight.
+    InFlight,
+    /// That, and what it has reserved, which is settled in the end.
+    Charge,
+}
+
+impl<S: Store, R: 'static> Gate<S, R> {
+    pub(crate) fn new(store: S, policies: impl PolicySelector<R>, holds: Holds) -> Self {
+        let in_flight = InFlightTracker::new(&store, None);
+        Self {
+            store,
+            policies: Selector::new(policies),
+            shadows: Vec::new(),
+            dry_run: false,
+            skip: None,
+            cost: None,
+            wait: None,
+            on_error: OnError::default(),
+            on_missing_key: OnMissingKey::default(),
+            notifier: Notifier::default(),
+            holds,
+            refunds: Arc::clone(in_flight.refunds()),
+            in_flight,
+        }
+    }
+
+    /// Has requests wait that would be denied.
+    pub(crate) fn wait(&mut self, wait: Wait) {
+        self.wait = Some(Waiting::new(self.store.clone(), self.in_flight.clone(), wait));
+    }
+
+    pub(crate) fn observe(&mut self, observer: impl Observer) {
+        let observer: Arc<dyn Observer> = Arc::new(observer);
+        self.store.observe(&observer);
+        self.in_flight = self.in_flight.observed(&self.store, Arc::clone(&observer));
+        self.refunds = Arc::clone(self.in_flight.refunds());
+        self.notifier = Notifier::new(observer);
+    }
+}
+
+impl<S, R> Gate<S, R> {
+    /// Settles, from here on, what requests have reserved.
+    pub(crate) fn settle(&mut self) {
+        self.holds = Holds::Charge;
+    }
+
+    #[inline]
+    fn settles(&self) -> bool {
+        self.holds == Holds::Charge
+    }
+
+    /// Makes sure that it can count by the policies that it has from the start.
+    ///
+    /// # Panics
+    ///
+    /// If it cannot. A server that does not start is better than one that goes without a limit until somebody reads its log.
+    pub(crate) fn assert_countable(&self) {
+        for selector in self.shadows.iter().chain([&self.policies]) {
+            let in_flight = matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
+            assert!(self.holds != Holds::Nothing || !in_flight, "{NEVER_ENDS}");
+        }
+    }
+}
+
+/// With `Arc`s of its own where a request clones one.
+impl<S: Clone, R: 'static> Clone for Gate<S, R> {
+    fn clone(&self) -> Self {
+        Self {
+            store: self.store.clone(),
+            policies: self.policies.clone(),
+            shadows: self.shadows.clone(),
+            dry_run: self.dry_run,
+            skip: self.skip.clone(),
+            cost: self.cost.clone(),
+            wait: self.wait.clone(),
+            on_error: self.on_error,
+            on_missing_key: self.on_missing_key,
+            notifier: self.notifier.clone(),
+            holds: self.holds,
+            in_flight: self.in_flight.clone(),
+            refunds: self.refunds.copy(),
+        }
+    }
+}
+
+impl<S: fmt::Debug, R> Gate<S, R> {
+    /// Shows the layer or service of this name that has these settings.
+    pub(crate) fn fmt(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct(name).field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,114 @@
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::{MissingKey, Question};
+use crate::limit::{Decision, Key};
+use crate::store::{Observer, StoreError, event, instant, lock};
+
+/// Notifies a layer's observer, if it has one. Clones are of the same layer.
+#[derive(Clone, Default)]
+pub(crate) struct Notifier {
+    observer: Option<Arc<dyn Observer>>,
+    misconfiguration: Arc<Misconfiguration>,
+}
+
+/// What was reported of a misconfigured server: once a minute at most, since every request finds out.
+#[derive(Default)]
+struct Misconfiguration {
+    reported: Mutex<Option<Instant>>,
+    /// Whether it was reported that requests are counted twice: that is all that is ever said of it, for it may be meant.
+    reported_twice: AtomicBool,
+}
+
+const PAUSE: Duration = Duration::from_secs(60);
+
+impl Notifier {
+    pub(crate) fn new(observer: Arc<dyn Observer>) -> Self {
+        Self { observer: Some(observer), misconfiguration: Arc::default() }
+    }
+
+    /// That of another layer, which has reported nothing yet.
+    pub(crate) fn anew(&self) -> Self {
+        Self { observer: self.observer.clone(), misconfiguration: Arc::default() }
+    }
+
+    /// When a question is asked, if there is an observer to be told for how long it took.
+    #[inline]
+    pub(crate) fn since(&self) -> Option<Instant> {
+        self.observer.as_ref().map(|_| instant())
+    }
+
+    /// A question of this caller was answered.
+    #[inline]
+    pub(crate) fn answered(&self, key: Key, question: &Question, answer: &Result<Decision, StoreError>, dry_run: bool) {
+        let Some(observer) = &self.observer else { return };
+        match answer {
+            Ok(decision) => {
+                let mut event = event::Decided::new(&key, decision, question.waited());
+                event.dry_run = dry_run;
+                observer.decided(&event);
+            }
+            Err(error) => observer.failed(&event::Failed::new(Some(&key), error)),
+        }
+    }
+
+    /// A request has no key: reported if the server is at fault.
+    pub(crate) fn missing(&self, missing: &MissingKey) {
+        if missing.is_misconfigured() {
+            self.misconfigured(&missing.to_string());
+        }
+    }
+
+    /// Reports what is wrong with the server.
+    pub(crate) fn misconfigured(&self, problem: &str) {
+        if self.misconfiguration.is_due() {
+            self.report(problem);
+        }
+    }
+
+    /// Reports, once, a request that a layer around this one has counted by a policy of this one.
+    pub(crate) fn counted_twice(&self, outer: &Decision, inner: &Decision) {
+        let both = inner.policies().iter().find(|policy| outer.policies().as_slice().contains(policy));
+        if let Some(policy) = both
+            && !self.misconfiguration.reported_twice.swap(true, Relaxed)
+        {
+            let name = policy.name();
+            self.report(&format!(
+                "a request is counted twice by the policy {name:?}: a layer is there twice, or two layers share it; \
+                 add the layer once, or give each layer policies with names of its own"
+            ));
+        }
+    }
+
+    fn report(&self, problem: &str) {
+        let event = event::Misconfigured::new(problem);
+        match &self.observer {
+            Some(observer) => observer.misconfigured(&event),
+            #[cfg(feature = "tracing")]
+            None => crate::store::log_misconfigured(&event),
+            #[cfg(not(feature = "tracing"))]
+            None => {}
+        }
+    }
+}
+
+impl Misconfiguration {
+    fn is_due(&self) -> bool {
+        let (mut last, now) = (lock(&self.reported), instant());
+        let due = last.is_none_or(|last| now.saturating_duration_since(last) >= PAUSE);
+        if due {
+            *last = Some(now);
+        }
+        due
+    }
+}
+
+impl fmt::Debug for Notifier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notifier").finish_non_exhaustive()
+    }
+}

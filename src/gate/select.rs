@@ -1,0 +1,199 @@
+//! From a request to the policies that it is decided under.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::sync::Arc;
+
+use http::request::Parts;
+use tokio::sync::watch;
+
+use crate::limit::{Key, Policies, Policy};
+
+/// Finds the policies that a request is decided under.
+///
+/// A [`Policy`] and [`Policies`] are the same ones for every request. [`Tiers`](crate::Tiers) go by the caller's plan,
+/// [`Routes`](crate::Routes) by method and path, closures given to [`policies_fn`] by whatever they like. [`Live`](crate::Live)
+/// and a [`watch::Receiver`] hold one of these, which is replaced while the service runs. An `Option` of one that is `None`
+/// limits nothing.
+///
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
+/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for
+/// HTTP.
+///
+/// ```
+/// use http::request::Parts;
+/// use tower_redis_ratelimit::{Key, Policies, PolicySelector};
+///
+/// /// Reads have a quota of their own.
+/// struct ByMethod {
+///     reads: Policies,
+///     writes: Policies,
+/// }
+///
+/// impl PolicySelector for ByMethod {
+///     fn policies(&self, request: &Parts, _: Option<&Key>) -> Option<Policies> {
+///         Some(if request.method.is_safe() { self.reads.clone() } else { self.writes.clone() })
+///     }
+/// }
+/// # fn is_selector(_: impl PolicySelector) {}
+/// # let policy = tower_redis_ratelimit::Policy::new("p", Default::default(), "1/s".parse()?)?;
+/// # is_selector(ByMethod { reads: policy.clone().into(), writes: policy.into() });
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` gives no policies for a request",
+    label = "not a `PolicySelector` for `{R}`",
+    note = "give a `Policy`, `Policies`, `Tiers`, `Routes` or `Live`; a quota becomes a policy by `Policy::new(name, strategy, quota)?`",
+    note = "a closure: `policies_fn(|request| ..)`, which is given `&http::request::Parts` and returns `Policies`, or an `Option` of them",
+    note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
+)]
+pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
+    /// The policies of this request, which is counted by `key`. `None` exempts it: it passes uncounted, without header
+    /// fields, whether it has a key or not.
+    ///
+    /// `key` is `None` for a request that has no key. To find policies for it does not let it pass: the layer's
+    /// [`OnMissingKey`](crate::OnMissingKey) says what becomes of it.
+    ///
+    /// It is called for every request, and must not block.
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies>;
+
+    /// The policies of all requests, if they are the same whatever the request, and whatever its type: then nobody is
+    /// asked for each. Defaults to `None`.
+    fn fixed(&self) -> Option<Policies> {
+        None
+    }
+}
+
+/// Decides under the policies that a closure finds: [`Policies`], or an `Option` of them, which is `None` for a request that
+/// is exempt.
+///
+/// It gives the closure back: `policies_fn` is there so that the compiler knows the type of its argument.
+///
+/// ```
+/// use http::Method;
+/// use tower_redis_ratelimit::{Global, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy, policies_fn};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let reads: Policies = Policy::new("reads", Strategy::Gcra, Quota::per_second(50))?.into();
+/// let writes: Policies = Policy::new("writes", Strategy::Gcra, Quota::per_second(5))?.into();
+/// let policies = policies_fn(move |request| match request.method {
+///     Method::OPTIONS => None,
+///     Method::GET | Method::HEAD => Some(reads.clone()),
+///     _ => Some(writes.clone()),
+/// });
+/// let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
+/// # let _ = layer;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Make the policies beforehand, as here: what is made of them, such as the text of a header field, is kept with them.
+pub fn policies_fn<F, T>(find: F) -> F
+where
+    F: Fn(&Parts) -> T,
+    T: Into<Option<Policies>>,
+{
+    find
+}
+
+#[diagnostic::do_not_recommend]
+impl<R, F, T> PolicySelector<R> for F
+where
+    F: Fn(&R) -> T + Send + Sync + 'static,
+    T: Into<Option<Policies>>,
+{
+    fn policies(&self, request: &R, _: Option<&Key>) -> Option<Policies> {
+        self(request).into()
+    }
+}
+
+impl<R> PolicySelector<R> for Policies {
+    fn policies(&self, _: &R, _: Option<&Key>) -> Option<Policies> {
+        Some(self.clone())
+    }
+
+    fn fixed(&self) -> Option<Policies> {
+        Some(self.clone())
+    }
+}
+
+impl<R> PolicySelector<R> for Policy {
+    fn policies(&self, _: &R, _: Option<&Key>) -> Option<Policies> {
+        Some(self.clone().into())
+    }
+
+    fn fixed(&self) -> Option<Policies> {
+        Some(self.clone().into())
+    }
+}
+
+impl<R, P: PolicySelector<R>> PolicySelector<R> for Option<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
+        self.as_ref()?.policies(request, key)
+    }
+
+    fn fixed(&self) -> Option<Policies> {
+        self.as_ref()?.fixed()
+    }
+}
+
+impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
+        (**self).policies(request, key)
+    }
+
+    fn fixed(&self) -> Option<Policies> {
+        (**self).fixed()
+    }
+}
+
+/// What the channel holds when the request comes. The selector must not send to the channel, which is locked while it is
+/// asked.
+impl<R, P: PolicySelector<R>> PolicySelector<R> for watch::Receiver<P> {
+    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
+        self.borrow().policies(request, key)
+    }
+}
+
+/// A selector as a layer keeps it.
+pub(crate) enum Selector<R = Parts> {
+    Fixed(Policies),
+    ByRequest(Arc<dyn PolicySelector<R>>),
+}
+
+impl<R: 'static> Selector<R> {
+    pub(crate) fn new(selector: impl PolicySelector<R>) -> Self {
+        match selector.fixed() {
+            Some(policies) => Self::Fixed(policies),
+            None => Self::ByRequest(Arc::new(selector)),
+        }
+    }
+
+    /// The policies of this request, as [`PolicySelector::policies`].
+    #[inline]
+    pub(crate) fn find(&self, request: &R, key: Option<&Key>) -> Option<Cow<'_, Policies>> {
+        match self {
+            Self::Fixed(policies) => Some(Cow::Borrowed(policies)),
+            Self::ByRequest(selector) => selector.policies(request, key).map(Cow::Owned),
+        }
+    }
+}
+
+/// With an `Arc` of its own around fixed policies.
+impl<R> Clone for Selector<R> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Fixed(policies) => Self::Fixed(policies.copy()),
+            Self::ByRequest(selector) => Self::ByRequest(Arc::clone(selector)),
+        }
+    }
+}
+
+impl<R> fmt::Debug for Selector<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(policies) => policies.fmt(f),
+            Self::ByRequest(_) => f.write_str("by request"),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+use std::future::Future;
+use std::num::NonZeroUsize;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use crate::in_flight::InFlightTracker;
+use crate::limit::Check;
+use crate::store::{Store, instant, polled_after_completion};
+use crate::wait_queues::{Acquire, Bounds, Permit, Refusal, WaitQueues, WaitRequest};
+
+/// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
+/// with the default bounds.
+///
+/// ```
+/// use std::num::NonZeroUsize;
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::{LocalStore, PeerIp, Policy, Quota, RateLimitLayer, Strategy, Wait};
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// const FEW: NonZeroUsize = NonZeroUsize::new(20).unwrap();
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy)
+///     .wait(Wait::up_to(Duration::from_secs(2)).per_caller(FEW));
+/// # let _ = layer;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wait {
+    max: Duration,
+    bounds: Bounds,
+}
+
+impl Wait {
+    const PER_CALLER: usize = 100;
+    const IN_ALL: usize = 10_000;
+
+    /// Waits for at most so long.
+    pub const fn up_to(max: Duration) -> Self {
+        Self { max, bounds: Bounds { each: Self::PER_CALLER, all: Self::IN_ALL } }
+    }
+
+    /// Sets how many requests of one caller may wait in this process, under whatever policies; one more is denied at once.
+    /// Defaults to 100.
+    #[must_use]
+    pub const fn per_caller(mut self, requests: NonZeroUsize) -> Self {
+        self.bounds.each = requests.get();
+        self
+    }
+
+    /// Sets how many requests of all callers may wait in this process; one more is denied at once. Defaults to 10,000.
+    #[must_use]
+    pub const fn in_all(mut self, requests: NonZeroUsize) -> Self {
+        self.bounds.all = requests.get();
+        self
+    }
+}
+
+impl From<Duration> for Wait {
+    fn from(max: Duration) -> Self {
+        Self::up_to(max)
+    }
+}
+
+/// The requests of a layer that wait.
+#[derive(Debug, Clone)]
+pub(super) struct Waiting {
+    max: Duration,
+    queues: WaitQueues,
+}
+
+/// A request in its queue.
+#[derive(Debug)]
+pub(super) struct QueuedRequest {
+    turn: Acquire,
+    wanted: WaitRequest,
+    /// While the service is not ready.
+    permit: Option<Permit>,
+}
+
+impl Waiting {
+    pub(super) fn new(store: impl Store, in_flight: InFlightTracker, wait: Wait) -> Self {
+        Self { max: wait.max, queues: WaitQueues::new(store, in_flight, wait.bounds) }
+    }
+
+    pub(super) fn queues(&self) -> &WaitQueues {
+        &self.queues
+    }
+
+    /// What waits if this check is denied.
+    pub(super) fn wanted(&self, check: &Check) -> WaitRequest {
+        WaitRequest {
+            key: *check.key(),
+            policies: check.policies().clone(),
+            cost: check.cost(),
+            deadline: instant().checked_add(self.max),
+        }
+    }
+}
+
+impl QueuedRequest {
+    pub(super) fn new(turn: Acquire, wanted: WaitRequest) -> Self {
+        Self { turn, wanted, permit: None }
+    }
+
+    pub(super) fn wanted(&self) -> &WaitRequest {
+        &self.wanted
+    }
+
+    /// Waits for the turn, and then for the service to be ready: the permit, or why there is none; or the error of a service
+    /// that fails.
+    ///
+    /// # Panics
+    ///
+    /// If it is polled after it was ready.
+    pub(super) fn poll<E>(
+        &mut self,
+        cx: &mut Context<'_>,
+        poll_ready: impl FnOnce(&mut Context<'_>) -> Poll<Result<(), E>>,
+    ) -> Poll<Result<Result<Permit, Refusal>, E>> {
+        if self.permit.is_none() {
+            match ready!(Pin::new(&mut self.turn).poll(cx)) {
+                Ok(permit) => self.permit = Some(permit),
+                Err(refusal) => return Poll::Ready(Ok(Err(refusal))),
+            }
+        }
+        ready!(poll_ready(cx))?;
+        let permit = self.permit.take().unwrap_or_else(|| polled_after_completion("QueuedRequest"));
+        Poll::Ready(Ok(Ok(permit)))
+    }
+}

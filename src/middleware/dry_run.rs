@@ -1,0 +1,35 @@
+use std::fmt;
+
+use crate::limit::Decision;
+
+/// What policies that reject nothing have decided: in the extensions of a response.
+///
+/// It is there behind a layer in [dry run](crate::RateLimitLayer::dry_run), or with a
+/// [shadow](crate::RateLimitLayer::shadow).
+#[derive(Clone, Default)]
+pub struct DryRun {
+    decisions: Vec<Decision>,
+}
+
+impl DryRun {
+    /// The decisions, one for each such list of policies: of a layer's own policies first, then of its shadows in their
+    /// order. Those that no store could make are left out.
+    pub fn decisions(&self) -> &[Decision] {
+        &self.decisions
+    }
+
+    /// Whether all of them allow the request.
+    pub fn is_allowed(&self) -> bool {
+        self.decisions.iter().all(Decision::is_allowed)
+    }
+
+    pub(super) fn extend(&mut self, decisions: impl Iterator<Item = Decision>) {
+        self.decisions.extend(decisions);
+    }
+}
+
+impl fmt::Debug for DryRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(&self.decisions).finish()
+    }
+}
