@@ -1,9 +1,6 @@
 use std::time::Duration;
 
-use smallvec::SmallVec;
-
-use super::check::{Charged, LONGEST};
-use super::{Check, Key, Order, Policies, Policy, Strategy, Verdict, Verdicts};
+use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Strategy, Verdict, Verdicts};
 
 /// The verdict on one check.
 ///
@@ -229,11 +226,11 @@ impl Decision {
         let age = age.saturating_add(self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
         let over_time = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
-        let resets: SmallVec<[i64; 1]> = over_time.map(|(_, verdict)| verdict.reset).collect();
-        let charged = Charged { age, at: self.verdicts.at, cost: self.granted(), resets };
+        let charged = Charged { age, at: self.verdicts.at, cost: self.granted().into(), reset: 0 };
+        let charged: EachCharged = over_time.map(|(_, verdict)| Charged { reset: verdict.reset, ..charged }).collect();
         let policies = || self.policies.whole().without_in_flight().cloned();
         let check = |policies| Check::refund_of(key, &policies, cost, charged.clone());
-        (cost > 0 && charged.counts()).then(policies).flatten().map(check).into_iter()
+        (cost > 0 && charged.iter().any(|charged| charged.left() > 0)).then(policies).flatten().map(check).into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).

@@ -2,6 +2,7 @@
 //!
 //! `now` is always an argument. The stores call in here; nothing here calls out.
 
+mod charged;
 mod check;
 mod decided;
 mod decision;
@@ -33,7 +34,7 @@ pub use rate_limited::RateLimited;
 pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 
-pub(crate) use check::{Charged, LONGEST};
+pub(crate) use charged::{Charged, EachCharged, LONGEST};
 pub(crate) use policy::is_name;
 pub(crate) use strategy::{Snapshot, State};
 pub(crate) use verdict::{Order, Verdicts};

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::{Place, Shared};
 use crate::in_flight::Lease;
-use crate::limit::{Charged, Check, Decision, Key, LONGEST, Policies, Policy, Strategy};
+use crate::limit::{Charged, Check, Decision, EachCharged, Key, LONGEST, Policies, Policy, Strategy};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -172,35 +172,36 @@ impl Held {
                 // Of what is paid for last, nothing has come back of what is counted still.
                 () if strategy.has_burst() => {
                     let at = decision.at().min(0);
-                    Some(Charged { age: 0, at, cost, resets: [verdict.reset - age].into_iter().collect() })
+                    Some(Charged { age: 0, at, cost: cost.into(), reset: verdict.reset - age })
                 }
-                () => Some(Charged { age, at: decision.at(), cost, resets: [verdict.reset].into_iter().collect() }),
+                () => Some(Charged { age, at: decision.at(), cost: cost.into(), reset: verdict.reset }),
             };
             (policy, cost, charged)
         });
-        self.checks(counted, |key, policies, cost, charged| match charged {
-            Some(charged) => Check::refund_of(key, policies, cost, charged),
-            None => Check::refund(key, policies, cost),
-        })
+        self.checks(counted, Check::refund_of)
     }
 
     /// A check for each policy that has a cost; or one, if it is the same for all of them.
     fn checks<'a>(
         &self,
         costs: impl Iterator<Item = (&'a Policy, u32, Option<Charged>)>,
-        check: impl Fn(Key, &Policies, u32, Option<Charged>) -> Check,
+        check: impl Fn(Key, &Policies, u32, EachCharged) -> Check,
     ) -> Vec<Check> {
-        let (key, mut costs) = (self.place.key, costs.collect::<Vec<_>>());
-        let is_same = costs.iter().zip(costs.iter().skip(1)).all(|(one, next)| (one.1, &one.2) == (next.1, &next.2));
-        if is_same && let Some((_, cost, charged)) = costs.pop() {
-            let charged = charged.map(|one| Charged {
-                resets: one.resets.iter().copied().cycle().take(costs.len() + 1).collect(),
-                ..one
-            });
-            return [check(key, &self.policies, cost, charged)].into_iter().filter(|check| check.cost() > 0).collect();
-        }
-        let each = costs.into_iter().filter(|(_, cost, _)| *cost > 0);
-        each.map(|(policy, cost, charged)| check(key, &policy.clone().into(), cost, charged)).collect()
+        let (key, costs) = (self.place.key, costs.collect::<Vec<_>>());
+        let is_same = costs.windows(2).all(|pair| (pair[0].1, pair[0].2) == (pair[1].1, pair[1].2));
+        let checks: Vec<Check> = match costs.first() {
+            Some(&(_, cost, _)) if is_same => {
+                let charged = costs.iter().filter_map(|(.., charged)| *charged).collect();
+                vec![check(key, &self.policies, cost, charged)]
+            }
+            _ => {
+                let one = |(policy, cost, charged): (&Policy, _, Option<_>)| {
+                    check(key, &policy.clone().into(), cost, charged.into_iter().collect())
+                };
+                costs.into_iter().map(one).collect()
+            }
+        };
+        checks.into_iter().filter(|check| check.cost() > 0).collect()
     }
 }
 

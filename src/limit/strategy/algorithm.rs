@@ -1,4 +1,5 @@
-use super::{Params, PriorCharge};
+use super::Params;
+use crate::limit::Charged;
 
 /// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
 ///
@@ -23,14 +24,7 @@ pub(crate) trait Algorithm: Default {
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Refunds up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
     /// been charged. And at least how much that makes of what counts now; if it is 0, nothing has changed.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64);
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> (Registers, i64);
     /// How long until the state is as if nothing had been charged.
     fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;
     /// Stores a state in which `cost` was charged.

@@ -1,6 +1,6 @@
 use super::Params;
 use super::algorithm::{Algorithm, Registers};
-use crate::limit::check::LONGEST;
+use crate::limit::charged::Charged;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
 
@@ -12,31 +12,8 @@ pub(in crate::limit) struct Ask {
     /// Within how many microseconds a take ahead has to be due.
     pub(in crate::limit) within: i64,
     /// The charge of which a part is refunded.
-    pub(in crate::limit) of: PriorCharge,
+    pub(in crate::limit) of: Charged,
     pub(in crate::limit) now: i64,
-}
-
-/// A charge of which a part is refunded, as one policy knows it.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::limit) struct PriorCharge {
-    /// How many microseconds ago it was made.
-    pub(in crate::limit) age: i64,
-    /// How much it was.
-    pub(in crate::limit) cost: i64,
-    /// In how many microseconds nothing was to be charged any more, as told then.
-    pub(in crate::limit) reset: i64,
-}
-
-impl PriorCharge {
-    /// A charge of just now, of which all is refunded.
-    pub(in crate::limit) fn just_now(cost: i64) -> Self {
-        Self { age: 0, cost, reset: LONGEST }
-    }
-
-    /// In how many microseconds from now nothing was to be charged any more, as told then.
-    pub(super) fn left(&self) -> i64 {
-        self.reset - self.age
-    }
 }
 
 /// What a policy answers, if it is alone.

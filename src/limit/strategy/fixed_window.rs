@@ -21,7 +21,8 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::late;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Params, Snapshot};
+use crate::limit::Charged;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -71,14 +72,7 @@ impl Algorithm for State {
 
     /// Of a charge in the window that holds now: that ends when the window of the charge was to end. Any other ends at
     /// least a period later, and what lies in between is the time that a check is on its way.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> (Registers, i64) {
         let [start, count, _] = registers;
         if 2 * (window_end(params, start) - now - of.left()) >= params.period {
             return (registers, 0);

@@ -16,7 +16,8 @@
 //! compares it with its own limit.
 
 use super::algorithm::{Algorithm, Registers};
-use super::{Params, PriorCharge, Snapshot};
+use super::{Params, Snapshot};
+use crate::limit::Charged;
 
 /// A request may end at any time: who waits asks again after so many microseconds.
 const AGAIN: i64 = 100_000;
@@ -84,7 +85,7 @@ impl Algorithm for State {
         params: &Params,
         now: i64,
         cost: i64,
-        _of: &PriorCharge,
+        _of: &Charged,
         registers: Registers,
     ) -> (Registers, i64) {
         (self.charge(params, now, -cost, registers), cost.min(registers[0]))

@@ -5,7 +5,8 @@
 
 use super::algorithm::{Algorithm, Registers};
 use super::arithmetic::{div_ceil, drained, kept};
-use super::{Params, PriorCharge, Snapshot};
+use super::{Params, Snapshot};
+use crate::limit::Charged;
 
 /// A type for each of the two: functions that both call are not inlined, and a take then runs a twentieth more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -42,7 +43,7 @@ impl<const IS_GCRA: bool> Algorithm for Meter<IS_GCRA> {
         params: &Params,
         _now: i64,
         cost: i64,
-        of: &PriorCharge,
+        of: &Charged,
         [level, ..]: Registers,
     ) -> (Registers, i64) {
         let ticks = kept(params, cost, of);

@@ -44,7 +44,7 @@ use std::time::Duration;
 use crate::strategies::strategies;
 
 pub(crate) use algorithm::Snapshot;
-pub(super) use ask::{Ask, PriorCharge};
+pub(super) use ask::Ask;
 pub(super) use params::Params;
 pub(crate) use state::State;
 

@@ -21,7 +21,8 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::late;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Params, Snapshot};
+use crate::limit::Charged;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -84,14 +85,7 @@ impl Algorithm for State {
 
     /// From the window of the charge, which was to be gone with the end of the next one: this window, or the one before.
     /// No two such times are less than a period apart, and what lies in between is the time that a check is on its way.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> (Registers, i64) {
         let ([start, current, previous], period) = (registers, params.period);
         let ahead = 2 * (start + 2 * period - now - of.left());
         if ahead < period {

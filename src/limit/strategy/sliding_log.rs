@@ -18,7 +18,8 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::charges::Charges;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Params, Snapshot};
+use crate::limit::Charged;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -62,7 +63,7 @@ impl Algorithm for State {
         _params: &Params,
         now: i64,
         cost: i64,
-        of: &PriorCharge,
+        of: &Charged,
         registers: Registers,
     ) -> (Registers, i64) {
         let [sum, head, newest] = registers;

@@ -17,7 +17,8 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::charges::Charges;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Params, Snapshot};
+use crate::limit::Charged;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -63,14 +64,7 @@ impl Algorithm for State {
     }
 
     /// Of a charge that counts still, from its cell on: see the sliding log.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> (Registers, i64) {
         let [sum, head, mut newest] = registers;
         if of.left() <= 0 {
             return (registers, 0);

@@ -18,7 +18,8 @@
 
 use super::algorithm::{Algorithm, Registers, clean};
 use super::arithmetic::{div_ceil, drained, kept, kept_of};
-use super::{Params, PriorCharge, Snapshot};
+use super::{Params, Snapshot};
+use crate::limit::Charged;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -60,14 +61,7 @@ impl Algorithm for State {
         [tokens - cost * params.interval, refilled, 0]
     }
 
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> (Registers, i64) {
         let [tokens, refilled, _] = registers;
         let ticks = match params.batches {
             true => kept_of_periods(params, now, cost, of, refilled),
@@ -107,7 +101,7 @@ fn refill(params: &Params, now: i64, ticks: i64, refilled: i64) -> i64 {
 /// As [`kept`] where ticks come at once, by how many times they have come since the charge: as often as they were to come
 /// until the bucket is full, less how often they still are. Each time is a period after another, and what lies in between is
 /// the time that a check is on its way.
-fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &PriorCharge, refilled: i64) -> i64 {
+fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &Charged, refilled: i64) -> i64 {
     // No debt takes more times.
     let (period, most) = (params.period, params.furthest);
     let reset = of.reset.min(most * period);

@@ -80,10 +80,11 @@ impl Batch {
                 packed.u32(place);
             }
             if plan.mode == Mode::Refund {
-                let charged = Charged::or_just_now(plan.charged.as_ref(), plan.cost, plan.policies.iter().len());
-                packed.u32(charged.cost as usize).i56(charged.age).i56(charged.at.max(0));
-                for reset in charged.resets {
-                    packed.i56(reset);
+                let just_now = Charged::just_now(plan.cost.into());
+                let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
+                packed.u32(charged(0).cost as usize).i56(charged(0).age).i56(charged(0).at.max(0));
+                for policy in 0..plan.policies.iter().len() {
+                    packed.i56(charged(policy).reset);
                 }
             }
             packed.add_to(&mut cmd);

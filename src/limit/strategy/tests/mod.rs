@@ -9,14 +9,14 @@ use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::ask::{Ask, Preview, PriorCharge};
+use super::ask::{Ask, Preview};
 use super::{Align, Params, Snapshot, State, Strategy, params};
-use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
+use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota};
 use crate::strategies::strategies;
 
 /// A state at a moment.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
-    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: PriorCharge::just_now(0), now })
+    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: Charged::just_now(0), now })
 }
 
 /// All that was granted, and what the definition says of one more.

@@ -195,7 +195,7 @@ impl State {
             mode,
             cost,
             id,
-            of_older: check.charged().is_some(),
+            of_older: !check.charged().is_empty(),
             unasked: !asked || unsent,
             degraded: self.degraded[instance],
             reconciling: now <= self.turned[instance],
