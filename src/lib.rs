@@ -19,7 +19,6 @@ mod settle;
 #[cfg(test)]
 mod simulation;
 mod store;
-mod strategies;
 mod wait_queues;
 
 pub use limit::{

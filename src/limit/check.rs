@@ -2,8 +2,8 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::strategy::{Ask, State};
-use super::{Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, Source, Verdict, Verdicts};
+use super::strategy::Ask;
+use super::{Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
 ///
@@ -40,7 +40,7 @@ enum Extra {
 
 impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
-    /// [in flight](crate::Strategy::InFlight) counts one, whatever the cost.
+    /// [in flight](crate::Policy::in_flight) counts one, whatever the cost.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
@@ -54,7 +54,7 @@ impl Check {
     /// what is due later; under any other this is a [`take`](Self::take), also in a [`Store`](crate::Store) that knows no
     /// debt.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
-        let owes = policies.iter().all(|policy| policy.strategy().has_burst());
+        let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes { within.as_micros().min(LONGEST as u128) as i64 } else { 0 };
         let extra = Some(Box::new(Extra::Within(within)));
         Self { extra, ..Self::new(key, policies, Mode::TakeAhead, cost) }
@@ -72,7 +72,7 @@ impl Check {
 
     /// Charges `cost` without asking, for a cost that is known only afterwards. The debt that this makes is bounded:
     /// each policy counts at most twice its capacity, and [`Decision::granted`] tells how much was charged. A policy of requests
-    /// [in flight](crate::Strategy::InFlight) counts as many requests.
+    /// [in flight](crate::Policy::in_flight) counts as many requests.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
@@ -82,7 +82,7 @@ impl Check {
     ///
     /// Of a charge that is older, some may have flowed back already, and who gets it twice gets more than the policy
     /// allows: [`Decision::refund`] takes that into account. To a policy of requests
-    /// [in flight](crate::Strategy::InFlight) it refunds as many requests of this instance.
+    /// [in flight](crate::Policy::in_flight) it refunds as many requests of this instance.
     pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Refund, cost)
     }
@@ -98,7 +98,7 @@ impl Check {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
-    /// Renews the leases of so many requests that this instance has [in flight](crate::Strategy::InFlight): what it holds
+    /// Renews the leases of so many requests that this instance has [in flight](crate::Policy::in_flight): what it holds
     /// already is renewed, and if nothing is known of it any more, it holds `count` again. Says in
     /// [`Decision::granted`] how many it holds. Charges nothing under policies of other strategies.
     ///
@@ -107,7 +107,7 @@ impl Check {
         Self::new(key, policies, Mode::Renew, count)
     }
 
-    /// Tells that this instance has just so many requests [in flight](crate::Strategy::InFlight), whatever it held before; 0
+    /// Tells that this instance has just so many requests [in flight](crate::Policy::in_flight), whatever it held before; 0
     /// for none. Charges nothing under policies of other strategies.
     pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
         Self::new(key, policies, Mode::Hold, count)

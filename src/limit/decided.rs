@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Check, Decision, Mode, Policy, Source, Strategy, Verdict, Verdicts};
+use super::{Check, Decision, Mode, Policy, Source, Verdict, Verdicts};
 
 /// The longest time that a verdict tells, in microseconds: 142 years. A sum of some such times fits an `i64`.
 const LONGEST: i64 = 1 << 52;
@@ -78,10 +78,8 @@ impl Verdict {
     /// The same, as far as it can be true of a check that was granted so much.
     fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
         let capacity = i64::from(policy.quota().capacity());
-        let (cost, granted) = match policy.strategy() {
-            Strategy::InFlight if check.mode().takes() => (1, granted.min(1)),
-            _ => (i64::from(check.cost()), granted),
-        };
+        let cost = policy.kind().cost(check.mode(), check.cost().into());
+        let granted = if check.mode().takes() { granted.min(cost) } else { granted };
         let max = match check.mode() {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if self.is_allowed() => capacity - granted,
             Mode::Take | Mode::TakeAhead | Mode::Peek if !self.is_allowed() => capacity.min(cost - 1),

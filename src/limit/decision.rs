@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Strategy, Verdict, Verdicts};
+use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Verdict, Verdicts};
 
 /// The verdict on one check.
 ///
@@ -196,7 +196,7 @@ impl Decision {
     /// of 50 that were granted 0.2 s ago at most 30 are refunded, and after 0.5 s nothing. If the caller has asked for
     /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
     ///
-    /// A policy of requests [in flight](crate::Strategy::InFlight) gets nothing back: that counts a request until it ends.
+    /// A policy of requests [in flight](crate::Policy::in_flight) gets nothing back: that counts a request until it ends.
     ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and refund
     /// of a decision once; of those under one id, of one of them. What was charged after a reset, or after the store has lost
@@ -225,7 +225,7 @@ impl Decision {
         let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST);
         let age = age.saturating_add(self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
-        let over_time = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
+        let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
         let charged = Charged { age, at: self.verdicts.at, cost: self.granted().into(), reset: 0 };
         let charged: EachCharged = over_time.map(|(_, verdict)| Charged { reset: verdict.reset, ..charged }).collect();
         let policies = || self.policies.whole().without_in_flight().cloned();

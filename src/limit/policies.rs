@@ -7,8 +7,7 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use smallvec::{SmallVec, smallvec};
 
-use super::strategy::Params;
-use super::{ConfigError, Policy, Quota, Strategy};
+use super::{ConfigError, Kind, Policy, Quota, Strategy};
 
 /// The policies of one check: one or more, with names of their own, decided all or nothing.
 ///
@@ -127,7 +126,7 @@ impl Policies {
         }
     }
 
-    /// Those that count requests [in flight](Strategy::InFlight).
+    /// Those that count requests [in flight](Policy::in_flight).
     pub(crate) fn in_flight(&self) -> Option<&Self> {
         match &self.0.in_flight {
             InFlight::None => None,
@@ -149,7 +148,7 @@ impl Policies {
     pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
         match self.0.in_flight {
             InFlight::None | InFlight::All => true,
-            InFlight::Some { .. } => policy.strategy() != Strategy::InFlight,
+            InFlight::Some { .. } => !policy.is_in_flight(),
         }
     }
 
@@ -180,9 +179,9 @@ impl Policies {
     pub(crate) fn probe() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);
         static PROBE: LazyLock<Policies> = LazyLock::new(|| {
-            let params = Params::new(Strategy::Gcra, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
-            let policy = |name| Policy::with_params(name, Strategy::Gcra, QUOTA, params);
-            Policies::of(["one", "two"].into_iter().map(policy).collect())
+            Policies::of(
+                ["one", "two"].map(|name| Policy::known(name, Strategy::Gcra.into(), QUOTA)).into_iter().collect(),
+            )
         });
         PROBE.clone()
     }
@@ -191,11 +190,8 @@ impl Policies {
     /// flight as long.
     pub(crate) fn reconciling() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);
-        static RECONCILING: LazyLock<Policies> = LazyLock::new(|| {
-            let params =
-                Params::new(Strategy::InFlight, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
-            Policy::with_params("reconciling", Strategy::InFlight, QUOTA, params).into()
-        });
+        static RECONCILING: LazyLock<Policies> =
+            LazyLock::new(|| Policy::known("reconciling", Kind::InFlight, QUOTA).into());
         RECONCILING.clone()
     }
 
@@ -236,7 +232,7 @@ impl Policies {
 impl InFlight {
     fn of(policies: &[Policy]) -> Self {
         let (in_flight, others): (SmallVec<[Policy; 1]>, SmallVec<[Policy; 1]>) =
-            policies.iter().cloned().partition(|policy| policy.strategy() == Strategy::InFlight);
+            policies.iter().cloned().partition(Policy::is_in_flight);
         match (in_flight.is_empty(), others.is_empty()) {
             (true, _) => Self::None,
             (_, true) => Self::All,

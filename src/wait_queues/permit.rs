@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::{Place, Shared};
 use crate::in_flight::Lease;
-use crate::limit::{Charged, Check, Decision, EachCharged, Key, LONGEST, Policies, Policy, Strategy};
+use crate::limit::{Charged, Check, Decision, EachCharged, Frees, Key, LONGEST, Policies, Policy};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -134,7 +134,7 @@ impl Held {
 
     /// What it cost under a policy. For what is in flight it has a lease.
     fn cost(&self, policy: &Policy) -> u32 {
-        if policy.strategy() == Strategy::InFlight { 0 } else { self.cost }
+        if policy.is_in_flight() { 0 } else { self.cost }
     }
 
     /// How long ago it was asked for, in microseconds, rounded up.
@@ -149,13 +149,12 @@ impl Held {
         let age = self.asked_ago();
         self.policies.iter().zip(decision.verdicts()).map(move |(policy, (decided, verdict))| {
             let left = Duration::from_micros(u64::try_from(verdict.reset - age).unwrap_or_default());
-            let (strategy, quota) = (decided.strategy(), decided.quota());
-            let counted = match () {
-                () if left.is_zero() => 0,
-                () if strategy.is_steady() => quota.units_in(left),
+            let counted = match decided.frees() {
+                _ if left.is_zero() => 0,
+                Frees::Gradually => decided.quota().units_in(left),
                 // It is paid for last, by so many refills to come.
-                () if strategy.has_burst() => quota.units_in_periods(left),
-                () => self.cost,
+                Frees::InBatches => decided.quota().units_in_periods(left),
+                _ => self.cost,
             };
             (policy, counted.min(self.cost(policy)))
         })
@@ -166,15 +165,14 @@ impl Held {
     fn refund(&self, decision: &Decision) -> Vec<Check> {
         let age = self.asked_ago();
         let counted = self.counted(decision).zip(decision.verdicts()).map(|((policy, cost), (_, verdict))| {
-            let strategy = policy.strategy();
-            let charged = match () {
-                () if strategy.is_steady() => None,
+            let charged = match policy.frees() {
+                Frees::Gradually => None,
                 // Of what is paid for last, nothing has come back of what is counted still.
-                () if strategy.has_burst() => {
+                Frees::InBatches => {
                     let at = decision.at().min(0);
                     Some(Charged { age: 0, at, cost: cost.into(), reset: verdict.reset - age })
                 }
-                () => Some(Charged { age, at: decision.at(), cost: cost.into(), reset: verdict.reset }),
+                _ => Some(Charged { age, at: decision.at(), cost: cost.into(), reset: verdict.reset }),
             };
             (policy, cost, charged)
         });

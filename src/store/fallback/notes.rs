@@ -343,7 +343,7 @@ fn another() -> i64 {
 }
 
 fn fresh(policies: &Policies) -> SmallVec<[State; 1]> {
-    policies.iter().map(|policy| State::fresh(policy.strategy())).collect()
+    policies.iter().map(|policy| State::fresh(policy.kind())).collect()
 }
 
 /// Counts on one state for each policy. The most that a policy counted.

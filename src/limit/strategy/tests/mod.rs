@@ -4,15 +4,15 @@ mod back;
 mod clock;
 mod definition;
 mod quotas;
+mod two_quotas;
 
 use std::time::Duration;
 
 use fastrand::Rng;
 
 use super::ask::{Ask, Preview};
-use super::{Align, Params, Snapshot, State, Strategy, params};
-use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota};
-use crate::strategies::strategies;
+use super::{Align, Frees, Params, Snapshot, Strategy, sliding_log, strategies};
+use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, State};
 
 /// A state at a moment.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
@@ -49,7 +49,7 @@ impl Model {
 
 /// Whether a strategy would grant a cost now, by its definition.
 macro_rules! define {
-    ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {
+    ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
         impl Model {
             fn allows(&self, cost: i128, now: i128) -> bool {
                 match self.strategy { $(Strategy::$variant { .. } => super::$module::allows(self, cost, now),)* }
@@ -83,8 +83,8 @@ fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
         _ => Quota::per(rng.u32(1..100), Duration::from_micros(rng.u64(1..10_000_000))),
     };
     match strategy {
-        Strategy::SlidingLog => Quota::per(quota.limit().min(params::MAX_LOG), quota.period()),
-        _ if strategy.has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
+        Strategy::SlidingLog => Quota::per(quota.limit().min(sliding_log::MAX), quota.period()),
+        _ if strategy.frees().has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
         _ => quota,
     }
 }

@@ -1,13 +1,8 @@
 //! Two quotas under one name, as in a rolling deploy or on two routes: who is asked under both gets about what one of
 //! them gives.
 
-use std::time::Duration;
-
-use fastrand::Rng;
-
-use super::tests::vary;
-use super::{Align, Refill, State, Strategy};
-use crate::limit::{Check, Key, Policies, Policy, Quota};
+use super::*;
+use crate::limit::Refill;
 
 const S: i64 = 1_000_000;
 const NOW: i64 = 1_790_000_000 * S;
@@ -21,7 +16,7 @@ fn policies(strategy: Strategy, quota: Quota) -> Policies {
 
 /// What a caller is granted who polls so.
 fn granted(policies: &[Policies], polls: &[Poll]) -> i64 {
-    let mut state = [State::fresh(policies[0][0].strategy())];
+    let mut state = [State::fresh(policies[0][0].kind())];
     let take = |(now, which, cost): &Poll| {
         let policies: &Policies = &policies[*which];
         Check::take(Key::GLOBAL, policies, *cost).decide(&mut state, *now).granted
@@ -119,12 +114,12 @@ fn near_quotas_grant_together_what_one_of_them_does() {
             let limit = rng.u32(10..=40);
             let period = [1_000, 1_000_000, 60_000_000, rng.u64(1_000..1_000_000_000)][rng.usize(..4)];
             let mut quota = Quota::per(limit, Duration::from_micros(period));
-            if first.has_burst() && rng.bool() {
+            if first.frees().has_burst() && rng.bool() {
                 quota = quota.burst(rng.u32(1..=2 * limit));
             }
             let mut all = vec![(first, quota)];
             for _ in 0..rng.usize(1..=2) {
-                all.push((kin(&mut rng, first), near(&mut rng, quota, first.has_burst())));
+                all.push((kin(&mut rng, first), near(&mut rng, quota, first.frees().has_burst())));
             }
             let lists: Vec<Policies> = all.iter().map(|(strategy, quota)| policies(*strategy, *quota)).collect();
             // From a quarter of what the quota lets pass to ten times as much.
