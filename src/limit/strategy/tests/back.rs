@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::*;
-use crate::limit::{Decision, Refill, Source};
+use crate::limit::{Decision, Source};
 
 const START: i64 = 1_790_000_000_000_000;
 
@@ -28,12 +28,6 @@ fn counterfactual(policies: &Policies, granted: &Granted) -> Vec<State> {
         }
     }
     states
-}
-
-/// Whether a charge can never leave more room later: not where it begins a window or an interval that begins later without
-/// it. There the windows of the caller are as long as ever, but others.
-fn is_monotone(strategy: Strategy) -> bool {
-    !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
 }
 
 /// Whether what is refunded is just what was not needed, whoever else was charged meanwhile. What refills little by little

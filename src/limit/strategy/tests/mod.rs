@@ -12,7 +12,7 @@ use fastrand::Rng;
 
 use super::ask::{Ask, Preview};
 use super::{Align, Frees, Params, Snapshot, Strategy, sliding_log, strategies};
-use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, State};
+use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, Refill, State};
 
 /// A state at a moment.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
@@ -60,6 +60,8 @@ macro_rules! define {
 
 strategies!(define);
 
+// What differs between strategies for the tests. Of one that is not named, the last line of each holds.
+
 /// The same strategy, with other parameters.
 pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
     match strategy {
@@ -69,6 +71,30 @@ pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
         Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells: rng.u16(1..=20) },
         same => same,
     }
+}
+
+/// A strategy that has its state in common with this one.
+fn kin(rng: &mut Rng, strategy: Strategy) -> Strategy {
+    match strategy {
+        Strategy::FixedWindow(_) => {
+            let align = [Align::default(), Align::FirstHit][rng.usize(..2)];
+            vary(rng, Strategy::FixedWindow(align))
+        }
+        Strategy::TokenBucket(_) => Strategy::TokenBucket([Refill::Greedy, Refill::Interval][rng.usize(..2)]),
+        Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=cells.div_ceil(10)) },
+        same => same,
+    }
+}
+
+/// Whether a charge can never leave more room later: not where it begins a window or an interval that begins later without
+/// it. There the windows of the caller are as long as ever, but others.
+fn is_monotone(strategy: Strategy) -> bool {
+    !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
+}
+
+/// Whether windows have borders that a charge moves, or that another quota has elsewhere.
+fn has_borders(strategy: Strategy) -> bool {
+    matches!(strategy, Strategy::FixedWindow(_))
 }
 
 /// Quotas whose intervals are whole in ticks, which most are.

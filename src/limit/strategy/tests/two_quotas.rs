@@ -2,7 +2,6 @@
 //! them gives.
 
 use super::*;
-use crate::limit::Refill;
 
 const S: i64 = 1_000_000;
 const NOW: i64 = 1_790_000_000 * S;
@@ -62,19 +61,6 @@ fn neighbours_grant_together_what_one_of_them_does() {
         }
     }
     assert!(unfair.is_empty(), "alone the least, the most, and together: {unfair:#?}");
-}
-
-/// A strategy that has its state in common with this one.
-fn kin(rng: &mut Rng, strategy: Strategy) -> Strategy {
-    match strategy {
-        Strategy::FixedWindow(_) => {
-            let align = [Align::default(), Align::FirstHit][rng.usize(..2)];
-            vary(rng, Strategy::FixedWindow(align))
-        }
-        Strategy::TokenBucket(_) => Strategy::TokenBucket([Refill::Greedy, Refill::Interval][rng.usize(..2)]),
-        Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=cells.div_ceil(10)) },
-        same => same,
-    }
 }
 
 /// A quota whose limit, burst and period are no more than a tenth from these.
@@ -147,8 +133,7 @@ fn near_quotas_grant_together_what_one_of_them_does() {
             }
             least = least.min(seen.2 as f64 / seen.0 as f64);
             most = most.max(seen.2 as f64 / seen.1 as f64);
-            let clocks = matches!(first, Strategy::FixedWindow(_));
-            let fair = if clocks && manner == Manner::InRuns { is_nearly_fair } else { is_fair };
+            let fair = if has_borders(first) && manner == Manner::InRuns { is_nearly_fair } else { is_fair };
             if !fair(seen) {
                 let all: Vec<_> = all.iter().map(|(strategy, quota)| format!("{strategy:?} {quota}")).collect();
                 unfair.push(format!("{all:?} {manner:?}, demand {demand} of costs up to {cost}: {seen:?}"));
