@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Verdict, Verdicts};
+use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Verdict, Verdicts, duration};
 
 /// The verdict on one check.
 ///
@@ -171,11 +171,10 @@ impl Decision {
 
     /// The same as a denial for this time, so long after it was made.
     pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
-        let micros = |time: u128| i64::try_from(time).unwrap_or(i64::MAX);
-        let mut verdicts = self.verdicts.later(micros(age.as_micros()));
+        let mut verdicts = self.verdicts.later(i64::try_from(age.as_micros()).unwrap_or(LONGEST));
         verdicts.granted = 0;
         if let Some(decider) = verdicts.each.get_mut(self.decider).filter(|decider| decider.wait != Verdict::NEVER) {
-            decider.wait = micros(wait.as_nanos().div_ceil(1_000)).max(1);
+            decider.wait = duration::micros(wait).max(1);
             decider.reset = decider.reset.max(decider.wait);
         }
         Self::new(self.policies, verdicts, self.source)
@@ -222,8 +221,7 @@ impl Decision {
     /// # }
     /// ```
     pub fn refund(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
-        let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST);
-        let age = age.saturating_add(self.verdicts.age).min(LONGEST);
+        let age = (duration::micros(age) + self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
         let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
         let charged = Charged { age, at: self.verdicts.at, cost: self.granted().into(), reset: 0 };

@@ -2,10 +2,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::strategy::Frees;
-use super::{ConfigError, Mode, Strategy};
+use super::{ConfigError, Strategy};
 
 /// What a policy bounds. What differs between the two is asked here.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Kind {
     /// How much is charged over time.
     Rate(Strategy),
@@ -29,11 +29,6 @@ impl Kind {
             Self::InFlight => Frees::OnRelease,
         }
     }
-
-    /// What a check of this cost costs under it: a request that is taken is one, whatever it costs.
-    pub(super) fn cost(self, mode: Mode, cost: i64) -> i64 {
-        if self == Self::InFlight && mode.takes() { 1 } else { cost }
-    }
 }
 
 /// The strategy of a policy that names none.
@@ -46,15 +41,6 @@ impl Default for Kind {
 impl From<Strategy> for Kind {
     fn from(strategy: Strategy) -> Self {
         Self::Rate(strategy)
-    }
-}
-
-impl fmt::Debug for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Rate(strategy) => strategy.fmt(f),
-            Self::InFlight => f.write_str("InFlight"),
-        }
     }
 }
 

@@ -53,18 +53,12 @@ struct List {
     id: u64,
     /// Made of the addresses of the policies.
     identity: u64,
-    /// Those that count requests in flight, and the others.
-    in_flight: InFlight,
+    /// Those that count requests in flight, and the others, if there are both.
+    split: Option<(Policies, Policies)>,
     /// The part of an instance, for the number of instances that was last asked for.
     part: Mutex<Option<(NonZeroU32, Policies)>>,
     /// What was made of the list elsewhere.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
-}
-
-enum InFlight {
-    None,
-    All,
-    Some { in_flight: Policies, others: Policies },
 }
 
 impl Policies {
@@ -99,9 +93,10 @@ impl Policies {
             hasher.finish()
         };
         let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
-        let in_flight = InFlight::of(&policies);
+        let (in_flight, others): (SmallVec<_>, SmallVec<_>) = policies.iter().cloned().partition(Policy::is_in_flight);
+        let split = (!in_flight.is_empty() && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
         let (part, derived) = (Mutex::default(), OnceLock::new());
-        Self(Arc::new(List { policies, id, identity, in_flight, part, derived }))
+        Self(Arc::new(List { policies, id, identity, split, part, derived }))
     }
 
     /// All of them, in their order; there is at least one.
@@ -128,28 +123,23 @@ impl Policies {
 
     /// Those that count requests [in flight](Policy::in_flight).
     pub(crate) fn in_flight(&self) -> Option<&Self> {
-        match &self.0.in_flight {
-            InFlight::None => None,
-            InFlight::All => Some(self),
-            InFlight::Some { in_flight, .. } => Some(in_flight),
+        match &self.0.split {
+            Some((in_flight, _)) => Some(in_flight),
+            None => self.0.policies.first().is_some_and(Policy::is_in_flight).then_some(self),
         }
     }
 
     /// Those that count over time.
     pub(crate) fn without_in_flight(&self) -> Option<&Self> {
-        match &self.0.in_flight {
-            InFlight::None => Some(self),
-            InFlight::All => None,
-            InFlight::Some { others, .. } => Some(others),
+        match &self.0.split {
+            Some((_, others)) => Some(others),
+            None => (!self.0.policies.first().is_some_and(Policy::is_in_flight)).then_some(self),
         }
     }
 
     /// Whether what this one of them has granted is what the check was: a cost, and not a request in flight beside it.
     pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
-        match self.0.in_flight {
-            InFlight::None | InFlight::All => true,
-            InFlight::Some { .. } => !policy.is_in_flight(),
-        }
+        self.0.split.is_none() || !policy.is_in_flight()
     }
 
     /// One of them alone.
@@ -226,18 +216,6 @@ impl Policies {
     /// another type.
     pub(crate) fn derived<T: Send + Sync + 'static>(&self, make: impl FnOnce(&Self) -> T) -> Option<&T> {
         self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref()
-    }
-}
-
-impl InFlight {
-    fn of(policies: &[Policy]) -> Self {
-        let (in_flight, others): (SmallVec<[Policy; 1]>, SmallVec<[Policy; 1]>) =
-            policies.iter().cloned().partition(Policy::is_in_flight);
-        match (in_flight.is_empty(), others.is_empty()) {
-            (true, _) => Self::None,
-            (_, true) => Self::All,
-            _ => Self::Some { in_flight: Policies::of(in_flight), others: Policies::of(others) },
-        }
     }
 }
 

@@ -214,7 +214,11 @@ pub(crate) fn is_name(name: &str, others: &[u8]) -> bool {
 
 impl fmt::Debug for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Policy({} {:?} {})", self.name(), self.kind(), self.quota())
+        let kind: &dyn fmt::Debug = match &self.0.kind {
+            Kind::Rate(strategy) => strategy,
+            kind => kind,
+        };
+        write!(f, "Policy({} {kind:?} {})", self.name(), self.quota())
     }
 }
 

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::{Place, Shared};
 use crate::in_flight::Lease;
-use crate::limit::{Charged, Check, Decision, EachCharged, Frees, Key, LONGEST, Policies, Policy};
+use crate::limit::{Charged, Check, Decision, EachCharged, Frees, Key, Policies, Policy, micros};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -139,8 +139,7 @@ impl Held {
 
     /// How long ago it was asked for, in microseconds, rounded up.
     fn asked_ago(&self) -> i64 {
-        let age = instant().saturating_duration_since(self.times.asked).as_nanos().div_ceil(1_000);
-        i64::try_from(age).unwrap_or(LONGEST).min(LONGEST)
+        micros(instant().saturating_duration_since(self.times.asked))
     }
 
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is

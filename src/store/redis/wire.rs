@@ -2,30 +2,37 @@
 
 use crate::limit::{Frees, Kind, Mode, Policy, strategies};
 
-/// Gives a macro the numbers that both halves of the script know: of modes, of what went wrong in place of what was granted,
-/// and of what counts requests in flight, beside those of the strategies.
+/// Gives a macro the numbers that both halves of the script know, beside those of the strategies: of modes, of what went wrong
+/// in place of what was granted, and of what counts requests in flight.
 macro_rules! numbers {
     ($with:ident) => {
         $with! {
-            TAKE = 1, UP_TO = 2, PEEK = 3, CHARGE = 4, REFUND = 5, RESET = 6, TAKE_AHEAD = 7, RENEW = 8, HOLD = 9,
-            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5,
-            IN_FLIGHT = 0
+            Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
+            TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Hold HOLD = 9;
+            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5, IN_FLIGHT = 0
         }
     };
 }
 
-macro_rules! constants {
-    ($($name:ident = $number:literal),*) => {
+macro_rules! in_rust {
+    ($($mode:ident $_name:ident = $mode_number:literal),*; $($name:ident = $number:literal),*) => {
         $(pub(super) const $name: i64 = $number;)*
+
+        /// The number that stands for it in an argument.
+        pub(super) const fn mode_number(mode: Mode) -> u8 {
+            match mode { $(Mode::$mode => $mode_number,)* }
+        }
     };
 }
 
-numbers!(constants);
+numbers!(in_rust);
 
-/// The same as Lua.
-macro_rules! locals {
-    ($($name:ident = $number:literal),*) => {
-        concat!($("local ", stringify!($name), " = ", $number, "\n"),*)
+macro_rules! in_lua {
+    ($($mode:ident $mode_name:ident = $mode_number:literal),*; $($name:ident = $number:literal),*) => {
+        concat!(
+            $("local ", stringify!($mode_name), " = ", $mode_number, "\n",)*
+            $("local ", stringify!($name), " = ", $number, "\n",)*
+        )
     };
 }
 
@@ -56,7 +63,7 @@ macro_rules! script {
         pub(super) const SCRIPT: &str = concat!(
             lua!("call"),
             "\n",
-            numbers!(locals),
+            numbers!(in_lua),
             "\n",
             lua!("prelude"),
             "\n",
@@ -77,22 +84,6 @@ pub(super) const fn kind_number(kind: Kind) -> u8 {
         Kind::Rate(strategy) => strategy.number(),
         Kind::InFlight => IN_FLIGHT as u8,
     }
-}
-
-/// The number that stands for it in an argument.
-pub(super) const fn mode_number(mode: Mode) -> u8 {
-    let number = match mode {
-        Mode::Take => TAKE,
-        Mode::UpTo => UP_TO,
-        Mode::Peek => PEEK,
-        Mode::Charge => CHARGE,
-        Mode::Refund => REFUND,
-        Mode::Reset => RESET,
-        Mode::TakeAhead => TAKE_AHEAD,
-        Mode::Renew => RENEW,
-        Mode::Hold => HOLD,
-    };
-    number as u8
 }
 
 /// A policy as the `policy` function of its strategy in Lua takes it; `lua/prelude.lua` has their contract.
