@@ -14,8 +14,6 @@
 
 #[path = "../src/limit/mod.rs"]
 mod limit;
-#[path = "../src/strategies.rs"]
-mod strategies;
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -31,7 +29,7 @@ const DAY: u64 = 24 * 3_600;
 fn period(strategy: Strategy) -> Duration {
     match strategy {
         Strategy::SlidingLog => Duration::from_micros(CHARGES * STEP as u64),
-        bucket if bucket.has_burst() => Duration::from_secs(366 * DAY),
+        bucket if bucket.frees().has_burst() => Duration::from_secs(366 * DAY),
         _ => Duration::from_secs(1),
     }
 }

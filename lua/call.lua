@@ -38,7 +38,22 @@ local byte = string.byte
 
 local policy_count, plan_count, now, instance = decode(CALL, ARGV[1])
 
--- The strategies by their number; those that are asked for are made below.
+-- Redis expires keys by its own time; those of another are kept for a day longer than they need.
+local keep = 0
+do
+  local time = redis.pcall('TIME')
+  if time.err then
+    return time
+  end
+  local real = time[1] * 1000000 + time[2]
+  if now == 0 then
+    now = real
+  else
+    keep = real - now + 86400000000
+  end
+end
+
+-- The strategies by their number, and what counts requests in flight by its own; those that are asked for are made below.
 local strategies = {}
 for i = 2, 1 + policy_count do
   strategies[byte(ARGV[i])] = true

@@ -4,10 +4,10 @@
 -- Stored: when the meter was filled last, its level then in ticks, and how many ticks made a unit of cost.
 -- Registers: the level at now, in ticks.
 --
--- Uses decode and encode of call.lua; div_ceil, drained, kept, max, refilling and write of prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, max, refill_functions and write of prelude.lua.
 
-local meter
-if strategies[6] or strategies[7] then
+local function meter()
+  local refilling, drained, kept = refill_functions()
   local FORMAT, LENGTH = '<i7I7I7', 21
 
   local function load(policy, key, now, value)
@@ -44,7 +44,7 @@ if strategies[6] or strategies[7] then
     write(key, encode(FORMAT, now, level, policy.interval), at)
   end
 
-  meter = {
+  return {
     policy = refilling,
     load = load,
     room = room,

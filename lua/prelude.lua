@@ -9,9 +9,8 @@
 --                                             units of cost; how many ticks make a unit; how many ticks come at a time; and
 --                                             after how many microseconds they come: 0, in every one. A window is told the
 --                                             capacity; its period; when windows of the clock begin, -1 if a first charge
---                                             begins one; and the width of a cell; these three in microseconds. Requests in
---                                             flight are told the capacity, and the lease time as a period. A policy has its
---                                             `capacity`; `counts_requests` if a request is one whatever it costs
+--                                             begins one; and the width of a cell; these three in microseconds. A policy has
+--                                             its `capacity`
 --   load(policy, key, now, value)             a state as it is now: up to three values, then whether it must be saved even
 --                                             if nothing is charged, because it is of a time to come. `value` is the
 --                                             string under the key, or nothing
@@ -37,11 +36,10 @@ local function div_ceil(a, b)
   return -floor(-a / b)
 end
 
--- For the token bucket, the leaky bucket and GCRA, which refill little by little.
-local refilling, drained, kept, kept_of
-if strategies[5] or strategies[6] or strategies[7] then
+-- For what refills little by little: makes `refilling`, `drained`, `kept` and `kept_of`.
+local function refill_functions()
   -- A policy that refills little by little: `interval` ticks for each unit of cost, `ticks` in a microsecond.
-  function refilling(capacity, interval, ticks)
+  local function refilling(capacity, interval, ticks)
     local full = capacity * interval
     return {
       capacity = capacity,
@@ -56,7 +54,7 @@ if strategies[5] or strategies[6] or strategies[7] then
   -- What is still owed now, in ticks. At the time `at` so many ticks were owed, of which `interval` made a unit; since then
   -- they flow back at the rate of this policy. If another quota counted them, as many units are owed: 2.5 units of 100 ticks
   -- each are 2.5 units of 7 ticks, rounded up to 18. Returns as fourth whether `at` is after now: nothing has flowed back.
-  function drained(policy, now, at, ticks, interval)
+  local function drained(policy, now, at, ticks, interval)
     local elapsed = now - at
     if elapsed >= policy.furthest then
       return 0
@@ -79,43 +77,42 @@ if strategies[5] or strategies[6] or strategies[7] then
   end
 
   -- How much of a cost in ticks is left of a charge of which so much has flowed back.
-  function kept_of(policy, cost, of, flown)
+  local function kept_of(policy, cost, of, flown)
     local most = 2 * policy.capacity
     local charge = min(of.cost, most) * policy.interval
     return max(0, min(charge - flown, min(cost, most) * policy.interval))
   end
 
   -- How much of a cost in ticks is refunded of a charge; its Rust half explains it.
-  function kept(policy, cost, of)
+  local function kept(policy, cost, of)
     return kept_of(policy, cost, of, min(of.age, policy.furthest) * policy.ticks)
   end
+
+  return refilling, drained, kept, kept_of
 end
 
 -- For windows: how much of a count came at `border` or later. All of it came from `start` to `last`, and is taken to have
 -- come evenly: of 10 that came in 60 s, 5 came in the last 30 s. Rounded up; and all of it if `last` is a period after
 -- `border`.
-local late
-if strategies[1] or strategies[4] then
-  function late(policy, count, start, last, border)
-    if last - border >= policy.period then
-      return count
-    end
-    return ceil((last - border + 1) / (last - start + 1) * count)
+local function late(policy, count, start, last, border)
+  if last - border >= policy.period then
+    return count
   end
+  return ceil((last - border + 1) / (last - start + 1) * count)
 end
 
--- For the sliding log and the sliding window, which keep what they count in order, as cells: a header, of a time and of the
--- sum of all that was before; then for each cell, oldest first, a time and the sum of all up to it. Sums are kept without
--- their upper bytes, so only differences count.
-local search, cells_in, cell, sum_to, up_to, after, take_out
+-- For what is kept in order, as cells: a header, of a time and of the sum of all that was before; then for each cell, oldest
+-- first, a time and the sum of all up to it. Sums are kept without their upper bytes, so only differences count.
 local CELL, CELL_LENGTH = '<i7I5', 12
 -- Sums start again at this, which no two that are kept are apart.
 local WRAP = 2 ^ 40
-if strategies[2] or strategies[3] then
+
+-- Makes `search`, `cells_in`, `cell`, `sum_to`, `up_to`, `after` and `take_out`.
+local function cell_functions()
   -- Two neighbours between the places `near` and `far`, where `test` is true of the second, and of `far`, but neither of the
   -- first nor of `near`. Asks near `near` first, then by halves: how often grows with the logarithm of the distance.
   local abs = math.abs
-  function search(near, far, test)
+  local function search(near, far, test)
     local step = 1
     while abs(far - near) > 1 do
       local ahead = min(step, floor(abs(far - near) / 2))
@@ -130,35 +127,35 @@ if strategies[2] or strategies[3] then
   end
 
   -- How many cells a string has; 0 if it cannot be cells.
-  function cells_in(cells)
+  local function cells_in(cells)
     local count = cells and #cells / CELL_LENGTH - 1 or 0
     return count >= 1 and count % 1 == 0 and count or 0
   end
 
   -- The time of the cell at a place, the first being 1, and the sum up to it. At 0 is the header.
-  function cell(cells, place)
+  local function cell(cells, place)
     return decode(CELL, cells, 1 + CELL_LENGTH * place)
   end
 
   -- The sum of what is in the cells, up to a place.
-  function sum_to(cells, place)
+  local function sum_to(cells, place)
     local _, base = cell(cells, 0)
     local _, total = cell(cells, place)
     return (total - base) % WRAP
   end
 
   -- The cells up to a place, with their header.
-  function up_to(cells, place)
+  local function up_to(cells, place)
     return sub(cells, 1, CELL_LENGTH * (place + 1))
   end
 
   -- The cells after a place.
-  function after(cells, place)
+  local function after(cells, place)
     return sub(cells, 1 + CELL_LENGTH * (place + 1))
   end
 
   -- The cells without so many of their units: those after the first `start`. What has none left is dropped.
-  function take_out(cells, start, cost)
+  local function take_out(cells, start, cost)
     local count, _, base = #cells / CELL_LENGTH - 1, cell(cells, 0)
     local before = search(0, count + 1, function(place)
       return sum_to(cells, place) > start
@@ -173,6 +170,8 @@ if strategies[2] or strategies[3] then
     end
     return table.concat(kept)
   end
+
+  return search, cells_in, cell, sum_to, up_to, after, take_out
 end
 
 -- What has gone wrong with the check at hand: an error of Redis, or nothing.
@@ -220,4 +219,47 @@ local function write(key, value, at)
   if reply.err then
     good(reply)
   end
+end
+
+-- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
+local reply = {
+  nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+}
+local replied, key_at = 0, 0
+
+-- Why Redis refused to read or to write, as a number below 0. The words are those of the versions from 6.2 on.
+local function problem(err)
+  local function says(words)
+    return string.find(err, words, 1, true)
+  end
+  if says('OOM') then
+    return OUT_OF_MEMORY
+  elseif says('READONLY') then
+    return READ_ONLY
+  elseif says('NOPERM') or says('ermission') or says("can't run this command") then
+    return NO_PERMISSION
+  elseif says('MISCONF') or says('NOREPLICAS') then
+    -- It takes no writes at all: it cannot save to disk, or has too few replicas.
+    return NO_WRITES
+  end
+  return REFUSED
+end
+
+-- Replaces the answers between two places in the reply by what was the matter.
+local function fail(from, to)
+  for i = from + 1, to, 4 do
+    reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem(trouble), 0, 0, 0
+  end
+end
+
+-- Repeats the answer that ends at a place in the reply, of so many numbers: who was denied is denied until time goes on.
+-- Returns where the last one ends.
+local function repeat_last(to, numbers, times)
+  for i = to + 1, to + numbers * times do
+    reply[i] = reply[i - numbers]
+  end
+  return to + numbers * times
 end

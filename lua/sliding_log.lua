@@ -22,9 +22,10 @@
 --   log.new      a block that must be added
 --   log.foreign  whether something in a block's place is not ours
 --
--- Uses decode and encode of call.lua; after, cell, CELL, CELL_LENGTH, cells_in, expiry, good, max, min, redis_pcall, search,
--- sub, sum_to, take_out, trouble, try, up_to, WRAP and write of prelude.lua.
+-- Uses decode and encode of call.lua; CELL, CELL_LENGTH, cell_functions, expiry, good, max, min, redis_pcall, sub, trouble,
+-- try, WRAP and write of prelude.lua.
 
+local search, cells_in, cell, sum_to, up_to, after, take_out = cell_functions()
 local LOOSE, FRONT = 32, 16
 local HEAD, HEAD_LENGTH = '<I2I2I2', 6
 

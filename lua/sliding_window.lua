@@ -4,9 +4,9 @@
 -- Registers: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
 -- ends.
 --
--- Uses encode of call.lua; after, cell, CELL, cells_in, max, min, search, sum_to, take_out, try, up_to, WRAP and write of
--- prelude.lua.
+-- Uses encode of call.lua; CELL, cell_functions, max, min, try, WRAP and write of prelude.lua.
 
+local search, cells_in, cell, sum_to, up_to, after, take_out = cell_functions()
 local FRESH = encode(CELL, 0, 0)
 
 local function policy(capacity, period, _, width)

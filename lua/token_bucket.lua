@@ -3,9 +3,9 @@
 -- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token.
 -- Registers: the tokens at now, in ticks, and when they were refilled last.
 --
--- Uses decode and encode of call.lua; div_ceil, drained, floor, kept, kept_of, max, min, refilling and
--- write of prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, floor, max, min, refill_functions and write of prelude.lua.
 
+local refilling, drained, kept, kept_of = refill_functions()
 local FORMAT, LENGTH = '<i7I7I7', 21
 
 -- `ticks` flow in every microsecond if `period` is 0; else they come at once, after every period.

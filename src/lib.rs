@@ -20,7 +20,6 @@ mod settle;
 #[cfg(test)]
 mod simulation;
 mod store;
-mod strategies;
 mod wait_queues;
 
 pub use gate::{Global, KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector, Wait, key_fn, policies_fn};

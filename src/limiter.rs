@@ -69,7 +69,7 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is refunded if that is
-    /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Strategy::InFlight) it is
+    /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Policy::in_flight) it is
     /// one request, which ends when the reservation is dropped or settled, and is renewed until then:
     ///
     /// ```
@@ -133,7 +133,7 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Charges `cost` without asking. See [`Check::charge`]. Beside other policies, one of requests
-    /// [in flight](crate::Strategy::InFlight) is left out, also of the decision: it counts requests and no costs.
+    /// [in flight](crate::Policy::in_flight) is left out, also of the decision: it counts requests and no costs.
     pub fn charge(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::charge(key, self.of_costs(), cost))
     }

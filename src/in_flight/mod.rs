@@ -1,6 +1,6 @@
-//! What this instance has in flight.
+//! What this instance has in flight: the client side. How a store counts it is in `src/limit/in_flight.rs`.
 //!
-//! A request under a policy of [requests in flight](crate::Strategy::InFlight) has a [`Lease`] for as long as it runs. The store
+//! A request under a policy of [requests in flight](crate::Policy::in_flight) has a [`Lease`] for as long as it runs. The store
 //! counts how many this instance holds of each caller; [`InFlightTracker`] keeps a count of its own, renews what runs for
 //! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
 //!

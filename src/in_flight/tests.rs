@@ -10,7 +10,7 @@ use fastrand::Rng;
 use tokio::time::{sleep, timeout};
 
 use super::*;
-use crate::limit::{Mode, Policy, Quota, Source, Strategy, Verdict};
+use crate::limit::{Mode, Policy, Source, Verdict};
 use crate::limiter::Limiter;
 use crate::settle::Reservation;
 use crate::store::{Answer, ErrorKind, Fallback, LocalStore, MockStore, event};
@@ -115,9 +115,8 @@ impl Store for Wavering {
 }
 
 fn policies() -> Policies {
-    static POLICIES: std::sync::LazyLock<Policies> = std::sync::LazyLock::new(|| {
-        Policy::new("streams", Strategy::InFlight, Quota::per(LIMIT, LEASE)).unwrap().into()
-    });
+    static POLICIES: std::sync::LazyLock<Policies> =
+        std::sync::LazyLock::new(|| Policy::in_flight("streams", LIMIT).unwrap().lease_time(LEASE).unwrap().into());
     POLICIES.clone()
 }
 
@@ -472,7 +471,7 @@ fn nothing_is_lost_with_a_runtime() {
 async fn of_two_lease_times_the_shorter_is_kept_to() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
-    let short = Policy::new("streams", Strategy::InFlight, "10/2s".parse().unwrap()).unwrap().into();
+    let short = Policy::in_flight("streams", 10).unwrap().lease_time(Duration::from_secs(2)).unwrap().into();
     let _long = request(&store, &leases, ann).await.unwrap();
     let _short = request_under(&store, &leases, ann, &short).await.unwrap();
     let mut least = u32::MAX;

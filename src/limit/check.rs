@@ -2,8 +2,8 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::strategy::{Ask, PriorCharge, State};
-use super::{Decision, Key, Mode, Policies, Policy, Source, Verdict, Verdicts};
+use super::strategy::Ask;
+use super::{Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
 
 /// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
 ///
@@ -35,73 +35,12 @@ enum Extra {
     Id(Key),
     /// Within how many microseconds a take ahead has to be due.
     Within(i64),
-    Charged(Charged),
+    Charged(EachCharged),
 }
-
-/// What is known of a charge of which a part is refunded.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Charged {
-    /// How many microseconds ago it was made.
-    pub(crate) age: i64,
-    /// When it was made, by Redis's clock, if it was made there. Redis takes the greater age of both: what gives it back may
-    /// be long on its way, and another server may have another clock. If it was made elsewhere 0, or below that the number of
-    /// the [notes](Decision::noted_in) of it.
-    pub(crate) at: i64,
-    /// How much it was.
-    pub(crate) cost: u32,
-    /// In how many microseconds each policy was to have nothing charged any more, as told then.
-    pub(crate) resets: SmallVec<[i64; 1]>,
-}
-
-impl Charged {
-    /// The same, or a charge of just now, of which all is refunded.
-    pub(crate) fn or_just_now(this: Option<&Self>, cost: u32, policies: usize) -> Self {
-        this.cloned().unwrap_or_else(|| Self { age: 0, at: 0, cost, resets: smallvec![LONGEST; policies] })
-    }
-
-    /// The number of the notes of it, if it is not in Redis.
-    pub(crate) fn noted_in(&self) -> Option<i64> {
-        (self.at < 0).then_some(-self.at)
-    }
-
-    /// Whether any policy was to count anything still, as told then.
-    pub(crate) fn counts(&self) -> bool {
-        self.resets.iter().any(|reset| *reset > self.age)
-    }
-
-    /// The same so many microseconds later.
-    pub(crate) fn later(self, elapsed: i64) -> Self {
-        Self { age: self.age.saturating_add(elapsed.max(0)).min(LONGEST), ..self }
-    }
-
-    /// What is certain of both: the older, and the smaller.
-    pub(crate) fn or(self, other: &Self) -> Self {
-        let lefts = self.resets.iter().zip(&other.resets);
-        let lefts = lefts.map(|(ours, theirs)| (ours - self.age).min(theirs - other.age));
-        let (age, cost) = (self.age.max(other.age), self.cost.min(other.cost));
-        let at = [self.at, other.at].into_iter().filter(|at| *at > 0).min().unwrap_or(0);
-        Self { age, at, cost, resets: lefts.map(|left| left + age).collect() }
-    }
-
-    /// Refunds on the state of one policy, at this index. How much that was.
-    pub(crate) fn refund(&self, index: usize, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        let ask = Ask { mode: Mode::Refund, cost, within: 0, of: self.of(index), now };
-        state.decide(policy.params(), &ask, i64::MAX).1
-    }
-
-    /// As the policy at this index knows it.
-    fn of(&self, policy: usize) -> PriorCharge {
-        let reset = self.resets.get(policy).copied().unwrap_or(0);
-        PriorCharge { age: self.age, cost: self.cost.into(), reset }
-    }
-}
-
-/// The longest time within which a take ahead has to be due, and the greatest age of a charge, in microseconds: 142 years.
-pub(crate) const LONGEST: i64 = 1 << 52;
 
 impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
-    /// [in flight](crate::Strategy::InFlight) counts one, whatever the cost.
+    /// [in flight](crate::Policy::in_flight) counts one, whatever the cost.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
     }
@@ -115,7 +54,7 @@ impl Check {
     /// what is due later; under any other this is a [`take`](Self::take), also in a [`Store`](crate::Store) that knows no
     /// debt.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
-        let owes = policies.iter().all(|policy| policy.strategy().has_burst());
+        let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes { within.as_micros().min(LONGEST as u128) as i64 } else { 0 };
         let extra = Some(Box::new(Extra::Within(within)));
         Self { extra, ..Self::new(key, policies, Mode::TakeAhead, cost) }
@@ -133,7 +72,7 @@ impl Check {
 
     /// Charges `cost` without asking, for a cost that is known only afterwards. The debt that this makes is bounded:
     /// each policy counts at most twice its capacity, and [`Decision::granted`] tells how much was charged. A policy of requests
-    /// [in flight](crate::Strategy::InFlight) counts as many requests.
+    /// [in flight](crate::Policy::in_flight) counts as many requests.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
@@ -143,13 +82,13 @@ impl Check {
     ///
     /// Of a charge that is older, some may have flowed back already, and who gets it twice gets more than the policy
     /// allows: [`Decision::refund`] takes that into account. To a policy of requests
-    /// [in flight](crate::Strategy::InFlight) it refunds as many requests of this instance.
+    /// [in flight](crate::Policy::in_flight) it refunds as many requests of this instance.
     pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Refund, cost)
     }
 
-    /// Gives `cost` back of a charge that was made before.
-    pub(crate) fn refund_of(key: Key, policies: &Policies, cost: u32, charged: Charged) -> Self {
+    /// Gives `cost` back of a charge that was made before; of just now, if nothing is known of it.
+    pub(crate) fn refund_of(key: Key, policies: &Policies, cost: u32, charged: EachCharged) -> Self {
         let extra = Some(Box::new(Extra::Charged(charged)));
         Self { extra, ..Self::refund(key, policies, cost) }
     }
@@ -159,7 +98,7 @@ impl Check {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
-    /// Renews the leases of so many requests that this instance has [in flight](crate::Strategy::InFlight): what it holds
+    /// Renews the leases of so many requests that this instance has [in flight](crate::Policy::in_flight): what it holds
     /// already is renewed, and if nothing is known of it any more, it holds `count` again. Says in
     /// [`Decision::granted`] how many it holds. Charges nothing under policies of other strategies.
     ///
@@ -168,7 +107,7 @@ impl Check {
         Self::new(key, policies, Mode::Renew, count)
     }
 
-    /// Tells that this instance has just so many requests [in flight](crate::Strategy::InFlight), whatever it held before; 0
+    /// Tells that this instance has just so many requests [in flight](crate::Policy::in_flight), whatever it held before; 0
     /// for none. Charges nothing under policies of other strategies.
     pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
         Self::new(key, policies, Mode::Hold, count)
@@ -256,12 +195,17 @@ impl Check {
         Some(Self::new(self.key, policies, mode, cost))
     }
 
-    /// What is known of the charge of which it refunds a part, if it is not of just now.
-    pub(crate) fn charged(&self) -> Option<&Charged> {
+    /// What each policy knows of the charge of which it refunds a part; nothing of one of just now.
+    pub(crate) fn charged(&self) -> &[Charged] {
         match self.extra.as_deref() {
-            Some(Extra::Charged(charged)) => Some(charged),
-            _ => None,
+            Some(Extra::Charged(charged)) => charged,
+            _ => &[],
         }
+    }
+
+    /// The charge of which it refunds a part, as the policy at this index knows it.
+    pub(crate) fn charged_under(&self, policy: usize) -> Charged {
+        self.charged().get(policy).copied().unwrap_or(Charged::just_now(self.cost.into()))
     }
 
     /// The same check, of what is settled later if `reserves`: the others who ask so refund what they do not need.
@@ -277,10 +221,10 @@ impl Check {
     /// The same check as Redis reckons with it at this time.
     #[cfg(test)]
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
-        if let Some(Extra::Charged(charged)) = self.extra.as_deref_mut()
-            && charged.at > 0
-        {
-            charged.age = charged.age.max(now - charged.at);
+        if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
+            for charged in each.iter_mut().filter(|charged| charged.at > 0) {
+                charged.age = charged.age.max(now - charged.at);
+            }
         }
         self
     }
@@ -294,17 +238,13 @@ impl Check {
     ///
     /// A state changes only if something is charged, refunded or forgotten, or if the clock has gone back.
     pub(crate) fn decide(&self, states: &mut [State], now: i64) -> Verdicts {
-        let ask = Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.of(0), now };
+        let ask =
+            Ask { mode: self.mode, cost: i64::from(self.cost), within: self.within(), of: self.charged_under(0), now };
         if let ([state], [policy]) = (&mut *states, self.policies.as_slice()) {
             let (verdict, granted) = state.decide(policy.params(), &ask, i64::MAX);
             return Verdicts::new(granted, SmallVec::from_buf([verdict]));
         }
         self.decide_all(states, &ask)
-    }
-
-    /// The charge of which it refunds a part, as the policy at this index knows it.
-    fn of(&self, policy: usize) -> PriorCharge {
-        self.charged().map_or(PriorCharge::just_now(self.cost.into()), |charged| charged.of(policy))
     }
 
     /// The rarer case of several policies.
@@ -313,7 +253,7 @@ impl Check {
         let max = looks.map(|look| look.max).min().unwrap_or(0);
         let (mut granted, mut each) = (0, smallvec![Verdict::NONE; states.len()]);
         for (i, ((verdict, state), policy)) in each.iter_mut().zip(states).zip(self.policies.iter()).enumerate() {
-            let ask = Ask { of: self.of(i), ..*ask };
+            let ask = Ask { of: self.charged_under(i), ..*ask };
             let (answer, grants) = state.decide(policy.params(), &ask, max);
             *verdict = answer;
             if self.policies.tells_granted(policy) {
@@ -333,12 +273,7 @@ impl Check {
 impl Mode {
     /// Counts on the state of one policy, and tells how much was charged, refunded or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
-        state
-            .decide(
-                policy.params(),
-                &Ask { mode: self, cost, within: 0, of: PriorCharge::just_now(cost), now },
-                i64::MAX,
-            )
-            .1
+        let ask = Ask { mode: self, cost, within: 0, of: Charged::just_now(cost), now };
+        state.decide(policy.params(), &ask, i64::MAX).1
     }
 }

@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use super::{Check, Decision, Mode, Policy, Source, Strategy, Verdict, Verdicts};
-
-/// The longest time that a verdict tells, in microseconds: 142 years. A sum of some such times fits an `i64`.
-const LONGEST: i64 = 1 << 52;
+use super::duration::micros;
+use super::{Check, Decision, Mode, Policy, Source, Verdict, Verdicts};
 
 impl Check {
     /// The decision on this check, for a [`Store`](crate::Store) of one's own.
@@ -78,9 +76,9 @@ impl Verdict {
     /// The same, as far as it can be true of a check that was granted so much.
     fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
         let capacity = i64::from(policy.quota().capacity());
-        let (cost, granted) = match policy.strategy() {
-            Strategy::InFlight if check.mode().takes() => (1, granted.min(1)),
-            _ => (i64::from(check.cost()), granted),
+        let (cost, granted) = match check.mode().takes() && policy.is_in_flight() {
+            true => (1, granted.min(1)),
+            false => (i64::from(check.cost()), granted),
         };
         let max = match check.mode() {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge if self.is_allowed() => capacity - granted,
@@ -92,14 +90,10 @@ impl Verdict {
     }
 }
 
-fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::limit::{Key, Outcome, Policies, Quota, Strategy};
+    use crate::limit::{Key, LONGEST, Outcome, Policies, Quota, Strategy};
 
     const SOURCE: Source = Source::Other("test");
 

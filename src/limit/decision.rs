@@ -1,9 +1,6 @@
 use std::time::Duration;
 
-use smallvec::SmallVec;
-
-use super::check::{Charged, LONGEST};
-use super::{Check, Key, Order, Policies, Policy, Strategy, Verdict, Verdicts};
+use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Verdict, Verdicts, duration};
 
 /// The verdict on one check.
 ///
@@ -174,11 +171,10 @@ impl Decision {
 
     /// The same as a denial for this time, so long after it was made.
     pub(crate) fn denied_for(self, wait: Duration, age: Duration) -> Self {
-        let micros = |time: u128| i64::try_from(time).unwrap_or(i64::MAX);
-        let mut verdicts = self.verdicts.later(micros(age.as_micros()));
+        let mut verdicts = self.verdicts.later(i64::try_from(age.as_micros()).unwrap_or(LONGEST));
         verdicts.granted = 0;
         if let Some(decider) = verdicts.each.get_mut(self.decider).filter(|decider| decider.wait != Verdict::NEVER) {
-            decider.wait = micros(wait.as_nanos().div_ceil(1_000)).max(1);
+            decider.wait = duration::micros(wait).max(1);
             decider.reset = decider.reset.max(decider.wait);
         }
         Self::new(self.policies, verdicts, self.source)
@@ -199,7 +195,7 @@ impl Decision {
     /// of 50 that were granted 0.2 s ago at most 30 are refunded, and after 0.5 s nothing. If the caller has asked for
     /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
     ///
-    /// A policy of requests [in flight](crate::Strategy::InFlight) gets nothing back: that counts a request until it ends.
+    /// A policy of requests [in flight](crate::Policy::in_flight) gets nothing back: that counts a request until it ends.
     ///
     /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and refund
     /// of a decision once; of those under one id, of one of them. What was charged after a reset, or after the store has lost
@@ -225,15 +221,14 @@ impl Decision {
     /// # }
     /// ```
     pub fn refund(&self, key: Key, cost: u32, age: Duration) -> impl Iterator<Item = Check> + use<> {
-        let age = i64::try_from(age.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST);
-        let age = age.saturating_add(self.verdicts.age).min(LONGEST);
+        let age = (duration::micros(age) + self.verdicts.age).min(LONGEST);
         let cost = cost.min(self.granted());
-        let over_time = self.verdicts().filter(|(policy, _)| policy.strategy() != Strategy::InFlight);
-        let resets: SmallVec<[i64; 1]> = over_time.map(|(_, verdict)| verdict.reset).collect();
-        let charged = Charged { age, at: self.verdicts.at, cost: self.granted(), resets };
+        let over_time = self.verdicts().filter(|(policy, _)| !policy.is_in_flight());
+        let charged = Charged { age, at: self.verdicts.at, cost: self.granted().into(), reset: 0 };
+        let charged: EachCharged = over_time.map(|(_, verdict)| Charged { reset: verdict.reset, ..charged }).collect();
         let policies = || self.policies.whole().without_in_flight().cloned();
         let check = |policies| Check::refund_of(key, &policies, cost, charged.clone());
-        (cost > 0 && charged.counts()).then(policies).flatten().map(check).into_iter()
+        (cost > 0 && charged.iter().any(|charged| charged.left() > 0)).then(policies).flatten().map(check).into_iter()
     }
 
     /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).

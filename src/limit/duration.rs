@@ -1,7 +1,14 @@
-//! Durations as text: a whole number and one unit, such as `250ms` or `15 minutes`.
+//! Durations as text, a whole number and one unit such as `250ms` or `15 minutes`; and as microseconds.
 
 use std::fmt;
 use std::time::Duration;
+
+use super::LONGEST;
+
+/// In microseconds, rounded up.
+pub(crate) fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_nanos().div_ceil(1_000)).unwrap_or(LONGEST).min(LONGEST)
+}
 
 /// Longest first: the name that is written, the words that are read too, and the length in nanoseconds.
 const UNITS: [(&str, &[&str], u128); 7] = [

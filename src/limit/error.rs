@@ -3,7 +3,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::Quota;
+use super::{Quota, Strategy};
 
 /// A mistake in what the limiter was asked to be: a quota, a policy, a Redis URL.
 ///
@@ -198,12 +198,12 @@ impl fmt::Display for ConfigError {
             Self::QuotaSyntax { text, problem } => {
                 write!(f, "{text:?} is no quota: {problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`")
             }
-            Self::StrategySyntax { text, problem } => write!(
-                f,
-                "{text:?} is no strategy: {problem}; write `gcra`, `token-bucket`, `token-bucket(interval)`, \
-                 `leaky-bucket`, `fixed-window`, `fixed-window(clock+22h)`, `fixed-window(first-hit)`, `sliding-log`, \
-                 `sliding-window(10 cells)`, `sliding-counter` or `in-flight`"
-            ),
+            Self::StrategySyntax { text, problem } => {
+                write!(f, "{text:?} is no strategy: {problem}; write ")?;
+                Strategy::ALL.iter().try_for_each(|strategy| write!(f, "`{strategy}`, "))?;
+                f.write_str("or in a policy `in-flight`")
+            }
+
             Self::DurationSyntax { text, problem } => {
                 write!(f, "{text:?} is no duration: {problem}; write it like `250ms`, `2s` or `15m`")
             }

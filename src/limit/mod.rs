@@ -2,6 +2,7 @@
 //!
 //! `now` is always an argument. The stores call in here; nothing here calls out.
 
+mod charged;
 mod check;
 mod decided;
 mod decision;
@@ -11,12 +12,15 @@ mod error;
 pub(crate) mod formats;
 #[cfg(test)]
 mod golden;
+mod in_flight;
 mod key;
+mod kind;
 mod mode;
 mod policies;
 mod policy;
 mod quota;
 mod rate_limited;
+mod state;
 mod strategy;
 mod verdict;
 mod words;
@@ -33,8 +37,11 @@ pub use rate_limited::RateLimited;
 pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 
-pub(crate) use check::{Charged, LONGEST};
+pub(crate) use charged::{Charged, EachCharged, LONGEST};
+pub(crate) use duration::micros;
+pub(crate) use kind::Kind;
 pub(crate) use policy::is_name;
-pub(crate) use strategy::{Snapshot, State};
+pub(crate) use state::State;
+pub(crate) use strategy::{Frees, Snapshot, strategies};
 pub(crate) use verdict::{Order, Verdicts};
 pub(crate) use words::words;

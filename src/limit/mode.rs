@@ -16,15 +16,15 @@ pub enum Mode {
     Refund,
     /// Forgets the caller: everything it was charged is gone.
     Reset,
-    /// Renews what this instance holds of [requests in flight](crate::Strategy::InFlight), or holds so many if nothing is
+    /// Renews what this instance holds of [requests in flight](crate::Policy::in_flight), or holds so many if nothing is
     /// known of it any more.
     Renew,
-    /// Holds just so many [requests in flight](crate::Strategy::InFlight), whatever this instance held.
+    /// Holds just so many [requests in flight](crate::Policy::in_flight), whatever this instance held.
     Hold,
 }
 
 impl Mode {
-    /// Whether it takes what a request costs: a policy that counts [requests in flight](crate::Strategy::InFlight) then counts
+    /// Whether it takes what a request costs: a policy that counts [requests in flight](crate::Policy::in_flight) then counts
     /// one.
     pub(super) fn takes(self) -> bool {
         matches!(self, Self::Take | Self::TakeAhead | Self::UpTo | Self::Peek)
@@ -51,17 +51,6 @@ impl Mode {
             Self::Refund => cost.min(capacity - room),
             Self::Reset => capacity - room,
             Self::Renew | Self::Hold => 0,
-        }
-    }
-
-    /// The same of a policy that counts requests in flight, of which this instance holds `own`. What it holds afterwards, of
-    /// a renewal.
-    pub(super) fn grants_of_held(self, cost: i64, own: i64, room: i64, capacity: i64) -> i64 {
-        match self {
-            Self::Refund => cost.min(own),
-            Self::Renew if own > 0 => own,
-            Self::Renew | Self::Hold => cost,
-            _ => self.grants(cost, room, capacity),
         }
     }
 }

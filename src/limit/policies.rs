@@ -7,8 +7,7 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use smallvec::{SmallVec, smallvec};
 
-use super::strategy::Params;
-use super::{ConfigError, Policy, Quota, Strategy};
+use super::{ConfigError, Kind, Policy, Quota, Strategy};
 
 /// The policies of one check: one or more, with names of their own, decided all or nothing.
 ///
@@ -54,18 +53,12 @@ struct List {
     id: u64,
     /// Made of the addresses of the policies.
     identity: u64,
-    /// Those that count requests in flight, and the others.
-    in_flight: InFlight,
+    /// Those that count requests in flight, and the others, if there are both.
+    split: Option<(Policies, Policies)>,
     /// The part of an instance, for the number of instances that was last asked for.
     part: Mutex<Option<(NonZeroU32, Policies)>>,
     /// What was made of the list elsewhere.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
-}
-
-enum InFlight {
-    None,
-    All,
-    Some { in_flight: Policies, others: Policies },
 }
 
 impl Policies {
@@ -100,9 +93,10 @@ impl Policies {
             hasher.finish()
         };
         let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
-        let in_flight = InFlight::of(&policies);
+        let (in_flight, others): (SmallVec<_>, SmallVec<_>) = policies.iter().cloned().partition(Policy::is_in_flight);
+        let split = (!in_flight.is_empty() && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
         let (part, derived) = (Mutex::default(), OnceLock::new());
-        Self(Arc::new(List { policies, id, identity, in_flight, part, derived }))
+        Self(Arc::new(List { policies, id, identity, split, part, derived }))
     }
 
     /// All of them, in their order; there is at least one.
@@ -127,30 +121,25 @@ impl Policies {
         }
     }
 
-    /// Those that count requests [in flight](Strategy::InFlight).
+    /// Those that count requests [in flight](Policy::in_flight).
     pub(crate) fn in_flight(&self) -> Option<&Self> {
-        match &self.0.in_flight {
-            InFlight::None => None,
-            InFlight::All => Some(self),
-            InFlight::Some { in_flight, .. } => Some(in_flight),
+        match &self.0.split {
+            Some((in_flight, _)) => Some(in_flight),
+            None => self.0.policies.first().is_some_and(Policy::is_in_flight).then_some(self),
         }
     }
 
     /// Those that count over time.
     pub(crate) fn without_in_flight(&self) -> Option<&Self> {
-        match &self.0.in_flight {
-            InFlight::None => Some(self),
-            InFlight::All => None,
-            InFlight::Some { others, .. } => Some(others),
+        match &self.0.split {
+            Some((_, others)) => Some(others),
+            None => (!self.0.policies.first().is_some_and(Policy::is_in_flight)).then_some(self),
         }
     }
 
     /// Whether what this one of them has granted is what the check was: a cost, and not a request in flight beside it.
     pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
-        match self.0.in_flight {
-            InFlight::None | InFlight::All => true,
-            InFlight::Some { .. } => policy.strategy() != Strategy::InFlight,
-        }
+        self.0.split.is_none() || !policy.is_in_flight()
     }
 
     /// One of them alone.
@@ -180,9 +169,9 @@ impl Policies {
     pub(crate) fn probe() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);
         static PROBE: LazyLock<Policies> = LazyLock::new(|| {
-            let params = Params::new(Strategy::Gcra, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
-            let policy = |name| Policy::with_params(name, Strategy::Gcra, QUOTA, params);
-            Policies::of(["one", "two"].into_iter().map(policy).collect())
+            Policies::of(
+                ["one", "two"].map(|name| Policy::known(name, Strategy::Gcra.into(), QUOTA)).into_iter().collect(),
+            )
         });
         PROBE.clone()
     }
@@ -191,11 +180,8 @@ impl Policies {
     /// flight as long.
     pub(crate) fn reconciling() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);
-        static RECONCILING: LazyLock<Policies> = LazyLock::new(|| {
-            let params =
-                Params::new(Strategy::InFlight, QUOTA).unwrap_or_else(|_| unreachable!("the quota is a good one"));
-            Policy::with_params("reconciling", Strategy::InFlight, QUOTA, params).into()
-        });
+        static RECONCILING: LazyLock<Policies> =
+            LazyLock::new(|| Policy::known("reconciling", Kind::InFlight, QUOTA).into());
         RECONCILING.clone()
     }
 
@@ -230,18 +216,6 @@ impl Policies {
     /// another type.
     pub(crate) fn derived<T: Send + Sync + 'static>(&self, make: impl FnOnce(&Self) -> T) -> Option<&T> {
         self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref()
-    }
-}
-
-impl InFlight {
-    fn of(policies: &[Policy]) -> Self {
-        let (in_flight, others): (SmallVec<[Policy; 1]>, SmallVec<[Policy; 1]>) =
-            policies.iter().cloned().partition(|policy| policy.strategy() == Strategy::InFlight);
-        match (in_flight.is_empty(), others.is_empty()) {
-            (true, _) => Self::None,
-            (_, true) => Self::All,
-            _ => Self::Some { in_flight: Policies::of(in_flight), others: Policies::of(others) },
-        }
     }
 }
 

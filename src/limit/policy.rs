@@ -1,12 +1,11 @@
 use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::mem;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::strategy::Params;
-use super::{ConfigError, Quota, Strategy};
+use super::strategy::{Frees, Params};
+use super::{ConfigError, Kind, Quota, Strategy};
 
 /// One limit by name: what is counted how.
 ///
@@ -34,12 +33,12 @@ const LEASE_TIME: Duration = Duration::from_secs(30);
 
 struct Inner {
     name: Box<str>,
-    strategy: Strategy,
+    kind: Kind,
     quota: Quota,
     params: Params,
     /// Of which it is the part of an instance.
     whole: Option<Policy>,
-    /// Tells one count from another in a process, by the name and the variant of the strategy.
+    /// Tells one count from another in a process, by the name and what stands for the kind in keys.
     id: u64,
 }
 
@@ -51,43 +50,74 @@ impl Policy {
     /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than
     /// ASCII letters, digits, `-`, `_`, `.` and `/`. Of the quota: [`ConfigError::Zero`] for a limit or a burst of 0,
     /// [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], [`ConfigError::BurstOfWindow`] for a burst where the strategy
-    /// has none, [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`], and
-    /// [`ConfigError::InFlight`] for one that cannot be of [`Strategy::InFlight`]. Of the strategy: [`ConfigError::Cells`].
+    /// has none, and [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`]. Of the
+    /// strategy: [`ConfigError::Cells`].
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
+        Self::of_kind(name, strategy.into(), quota)
+    }
+
+    pub(crate) fn of_kind(name: &str, kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
         if !is_name(name, b"-_./") {
             return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
         }
         quota.check()?;
-        Ok(Self::with_params(name, strategy, quota, Params::new(strategy, quota)?))
+        Ok(Self::with_params(name, kind, quota, Params::new(kind, quota)?))
     }
 
-    /// At most `limit` requests of a caller at the same moment, over all instances: [`Strategy::InFlight`], with a lease time
-    /// of 30 seconds. For another one, give [`new`](Self::new) a quota whose period it is.
+    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each holds one until
+    /// it is released. A request is one whatever it costs, so that this can stand beside a policy that counts bytes or tokens.
+    ///
+    /// What an instance that has died held is free again after the [lease time](Self::lease_time), which the quota has as a
+    /// period. A layer renews what is held longer, a third of the lease time before it ends or sooner. Nothing flows back with
+    /// time but leases that were not renewed. So [`Decision::retry_after`](super::Decision::retry_after) is no promise, but
+    /// 100 ms: when to ask again.
+    ///
+    /// As semaphores with leases, such as Redisson's `RPermitExpirableSemaphore`. As text it is a policy with the strategy
+    /// `in-flight` and a quota of how many and the lease time, such as `10/30s`.
     ///
     /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or a rule to
     /// [`settle`](crate::RateLimitLayer::settle) by, or it does not know when a request ends.
     ///
     /// ```
     /// use std::time::Duration;
-    /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    /// use tower_redis_ratelimit::Policy;
     ///
     /// let uploads = Policy::in_flight("uploads", 10)?;
-    /// let calls = Policy::new("calls", Strategy::InFlight, Quota::per(10, Duration::from_secs(5)))?;
+    /// let calls = Policy::in_flight("calls", 10)?.lease_time(Duration::from_secs(5))?;
     /// assert_eq!((uploads.quota().limit(), calls.quota().to_string()), (10, "10/5s".to_owned()));
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
     ///
     /// # Errors
     ///
-    /// As [`new`](Self::new).
+    /// [`ConfigError::PolicyName`], [`ConfigError::Zero`], and [`ConfigError::InFlight`] for a limit that is too high.
     pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
-        Self::new(name, Strategy::InFlight, Quota::per(limit, LEASE_TIME))
+        Self::of_kind(name, Kind::InFlight, Quota::per(limit, LEASE_TIME))
     }
 
-    pub(super) fn with_params(name: &str, strategy: Strategy, quota: Quota, params: Params) -> Self {
+    /// The same policy of requests [in flight](Self::in_flight) with another lease time, from 1 second to 1 hour. Defaults to
+    /// 30 seconds. A policy of another kind has none, and stays as it is.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Period`], and [`ConfigError::InFlight`] for a lease time that is too short or too long.
+    pub fn lease_time(self, time: Duration) -> Result<Self, ConfigError> {
+        match self.is_in_flight() {
+            true => Self::of_kind(self.name(), Kind::InFlight, Quota::per(self.quota().limit(), time)),
+            false => Ok(self),
+        }
+    }
+
+    /// A policy of ours, of which is known that it can be.
+    pub(super) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
+        let params = Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is a good one"));
+        Self::with_params(name, kind, quota, params)
+    }
+
+    fn with_params(name: &str, kind: Kind, quota: Quota, params: Params) -> Self {
         let mut hasher = DefaultHasher::new();
-        (name, mem::discriminant(&strategy)).hash(&mut hasher);
-        Self(Arc::new(Inner { name: name.into(), strategy, quota, params, whole: None, id: hasher.finish() }))
+        (name, kind.letter()).hash(&mut hasher);
+        Self(Arc::new(Inner { name: name.into(), kind, quota, params, whole: None, id: hasher.finish() }))
     }
 
     /// The name.
@@ -95,9 +125,31 @@ impl Policy {
         &self.0.name
     }
 
-    /// How it is counted.
-    pub fn strategy(&self) -> Strategy {
-        self.0.strategy
+    /// How it is counted. `None` if it counts requests [in flight](Self::in_flight).
+    pub fn strategy(&self) -> Option<Strategy> {
+        match self.0.kind {
+            Kind::Rate(strategy) => Some(strategy),
+            Kind::InFlight => None,
+        }
+    }
+
+    pub(crate) fn kind(&self) -> Kind {
+        self.0.kind
+    }
+
+    /// Whether it counts requests in flight, and not what is charged over time.
+    pub(crate) fn is_in_flight(&self) -> bool {
+        self.0.kind == Kind::InFlight
+    }
+
+    /// How what it counts comes free again.
+    pub(crate) fn frees(&self) -> Frees {
+        self.0.params.frees
+    }
+
+    /// Whether a request of this cost never passes.
+    pub(crate) fn never_fits(&self, cost: u32) -> bool {
+        !self.is_in_flight() && self.quota().capacity() < cost
     }
 
     /// How much.
@@ -109,12 +161,12 @@ impl Policy {
     /// burst the whole part, at least 1. A rate of a strategy that refills little by little is divided exactly.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let part = |whole: u32| (whole / instances).max(1);
-        let Inner { name, strategy, quota, .. } = &*self.0;
+        let Inner { name, kind, quota, .. } = &*self.0;
         let burst = part(quota.capacity());
         let by_limit = Quota::per(part(quota.limit()), quota.period()).burst(burst);
         let by_period = Quota::per(quota.limit(), quota.period().saturating_mul(instances.get())).burst(burst);
-        let exact = if strategy.is_steady() { Self::new(name, *strategy, by_period).ok() } else { None };
-        let part = exact.or_else(|| Self::new(name, *strategy, by_limit).ok());
+        let by_period = Some(by_period).filter(|_| self.frees() == Frees::Gradually);
+        let part = by_period.into_iter().chain([by_limit]).find_map(|part| Self::of_kind(name, *kind, part).ok());
         part.map_or_else(|| self.clone(), |part| part.of(self.clone()))
     }
 
@@ -128,10 +180,10 @@ impl Policy {
 
     /// How long a charge counts at the longest, in microseconds: with a burst, until a full count has flowed back.
     pub(crate) fn counts_for(&self) -> i64 {
-        let periods = match self.strategy() {
-            Strategy::SlidingCounter => 2,
-            strategy if strategy.has_burst() => self.quota().capacity().div_ceil(self.quota().limit().max(1)),
-            _ => 1,
+        let periods = match self.frees() {
+            Frees::Gradually | Frees::InBatches => self.quota().capacity().div_ceil(self.quota().limit().max(1)),
+            Frees::Fading => 2,
+            Frees::WithWindow | Frees::OneByOne | Frees::OnRelease => 1,
         };
         self.params().period.saturating_mul(periods.into())
     }
@@ -162,7 +214,11 @@ pub(crate) fn is_name(name: &str, others: &[u8]) -> bool {
 
 impl fmt::Debug for Policy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Policy({} {:?} {})", self.name(), self.strategy(), self.quota())
+        let kind: &dyn fmt::Debug = match &self.0.kind {
+            Kind::Rate(strategy) => strategy,
+            kind => kind,
+        };
+        write!(f, "Policy({} {kind:?} {})", self.name(), self.quota())
     }
 }
 
@@ -170,7 +226,7 @@ impl PartialEq for Policy {
     #[inline]
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
-            || (self.name() == other.name() && self.strategy() == other.strategy() && self.quota() == other.quota())
+            || (self.name() == other.name() && self.kind() == other.kind() && self.quota() == other.quota())
     }
 }
 
@@ -218,7 +274,7 @@ mod tests {
 
     #[test]
     fn requests_in_flight_are_a_number_and_a_lease_time() {
-        let in_flight = |text: &str| Policy::new("p", Strategy::InFlight, text.parse().unwrap());
+        let in_flight = |text: &str| Policy::of_kind("p", Kind::InFlight, text.parse().unwrap());
         for (text, part) in [
             ("10/30s burst 20", "no burst"),
             ("1000001/30s", "more than 1000000"),
@@ -230,6 +286,10 @@ mod tests {
         }
         assert!(in_flight("1000000/1s").is_ok() && in_flight("1/1h").is_ok());
         assert_eq!(in_flight("4/30s"), Policy::in_flight("p", 4));
+        assert_eq!(in_flight("4/5s"), Policy::in_flight("p", 4).unwrap().lease_time(Duration::from_secs(5)));
+        assert!(Policy::in_flight("p", 4).unwrap().lease_time(Duration::from_millis(999)).is_err());
+        let rate = policy("p", Quota::per_second(1)).unwrap();
+        assert_eq!(rate.clone().lease_time(Duration::from_secs(5)), Ok(rate));
         assert_eq!(Policy::in_flight("p", 0), Err(ConfigError::Zero("a quota's limit")));
     }
 

@@ -1,6 +1,6 @@
 use smallvec::SmallVec;
 
-use super::{Policy, Strategy};
+use super::{Frees, Policy};
 
 /// What one policy says of a check. A [`Store`](crate::Store) outside of this crate makes a [`Decision`](super::Decision)
 /// of them, with [`Check::decided`](super::Check::decided).
@@ -24,7 +24,7 @@ impl Verdict {
     /// What the policy says after so much was refunded to it, or was charged if that is below zero; as far as is known
     /// without asking.
     pub(super) fn refund(&mut self, policy: &Policy, back: i64) {
-        if policy.strategy() == Strategy::InFlight {
+        if policy.is_in_flight() {
             // It is in flight still, and counts as one whatever it costs.
             return;
         }
@@ -33,7 +33,9 @@ impl Verdict {
         let time = i64::try_from(quota.time_for(back.unsigned_abs()).as_micros()).unwrap_or(i64::MAX);
         self.reset = match back {
             _ if self.remaining == capacity => 0,
-            _ if policy.strategy().is_steady() => self.reset.saturating_sub(time.saturating_mul(back.signum())).max(0),
+            _ if policy.frees() == Frees::Gradually => {
+                self.reset.saturating_sub(time.saturating_mul(back.signum())).max(0)
+            }
             // What begins to count is counted for a period.
             ..0 if self.reset == 0 => policy.params().period,
             _ => self.reset,

@@ -2,6 +2,7 @@ use std::fmt;
 
 use tokio::time::Instant;
 
+use super::Reserved;
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::{ErrorKind, StoreError, instant};
 
@@ -22,14 +23,7 @@ type Tell = dyn FnOnce(Result<Decision, StoreError>) + Send;
 enum What {
     Check(Check),
     /// What is still counted of it depends on how long ago it was charged: the check is made when it is sent.
-    Refund(Box<Refund>),
-}
-
-struct Refund {
-    decision: Decision,
-    key: Key,
-    cost: u32,
-    since: Instant,
+    Refund(Box<Reserved>),
 }
 
 impl PendingOp {
@@ -49,17 +43,16 @@ impl PendingOp {
         Self::of_check(Check::charge(key, policies, cost))
     }
 
-    /// Refunds `cost` of what this decision has granted to a caller, who asked at the time `since`.
-    pub(crate) fn refund(decision: Decision, key: Key, cost: u32, since: Instant) -> Self {
-        let what = What::Refund(Box::new(Refund { decision, key, cost, since }));
-        Self { what, then: Then(None), put_at: instant(), tries: 0 }
+    /// Refunds what a caller has reserved.
+    pub(crate) fn refund(reserved: Reserved) -> Self {
+        Self { what: What::Refund(Box::new(reserved)), then: Then(None), put_at: instant(), tries: 0 }
     }
 
     /// The caller whom it is about.
     pub(super) fn key(&self) -> &Key {
         match &self.what {
             What::Check(check) => check.key(),
-            What::Refund(back) => &back.key,
+            What::Refund(reserved) => &reserved.key,
         }
     }
 
@@ -67,7 +60,7 @@ impl PendingOp {
     pub(super) fn matters(&self, now: Instant) -> bool {
         let policies = match &self.what {
             What::Check(check) => check.policies(),
-            What::Refund(back) => back.decision.policies(),
+            What::Refund(reserved) => reserved.decision.policies(),
         };
         let age = now.saturating_duration_since(self.put_at);
         i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_count())
@@ -82,10 +75,7 @@ impl PendingOp {
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
         match &self.what {
             What::Check(check) => Some(check.clone()),
-            What::Refund(back) => {
-                let age = now.saturating_duration_since(back.since);
-                back.decision.refund(back.key, back.cost, age).next()
-            }
+            What::Refund(reserved) => reserved.refund(now),
         }
     }
 

@@ -4,13 +4,13 @@ use tokio::time::Instant;
 
 use super::RefundQueue;
 use super::pending_op::PendingOp;
-use crate::limit::{Decision, Key};
+use crate::limit::{Check, Decision, Key};
 
 /// What a decision has granted to a caller, until it is settled.
 #[derive(Debug)]
 pub(crate) struct Reserved {
     pub(super) decision: Decision,
-    key: Key,
+    pub(super) key: Key,
     cost: u32,
     /// When it was asked for, or before.
     since: Instant,
@@ -27,11 +27,16 @@ impl Reserved {
         self.cost
     }
 
+    /// What gives all of it back now. `None` if nothing of it counts any more.
+    pub(super) fn refund(&self, now: Instant) -> Option<Check> {
+        self.decision.refund(self.key, self.cost, now.saturating_duration_since(self.since)).next()
+    }
+
     /// Has the caller charged `cost` instead.
     pub(super) fn settle(self, cost: u32, refunds: &dyn RefundQueue) {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
-            Ordering::Less => refunds.put(PendingOp::refund(self.decision, self.key, reserved - cost, self.since)),
+            Ordering::Less => refunds.put(PendingOp::refund(Self { cost: reserved - cost, ..self })),
             Ordering::Equal => {}
             Ordering::Greater => {
                 // A request in flight counts as one, whatever it costs.

@@ -12,9 +12,7 @@ use super::clock::Clock;
 use super::digest::Digest;
 use super::shards::Shards;
 use super::{Answer, Store, StoreError, freed, lock};
-use crate::limit::{
-    Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Strategy, Verdict, Verdicts,
-};
+use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict, Verdicts};
 
 /// A store in this process: every instance has counts of its own.
 ///
@@ -127,15 +125,15 @@ impl Entry {
     /// The state to decide on. A counted one is moved out, until it is put back or replaced.
     fn take(&mut self, policy: &Policy, now: i64) -> State {
         match *self {
-            Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.strategy())),
-            Self::Warmed { until, .. } if until <= now => State::fresh(policy.strategy()),
+            Self::Counted(ref mut state) => mem::replace(state, State::fresh(policy.kind())),
+            Self::Warmed { until, .. } if until <= now => State::fresh(policy.kind()),
             Self::Warmed { remaining, capacity, until, .. } => {
                 let ours = policy.params().capacity;
                 // What is left, in proportion to our capacity. Rounded down, so that the parts of all instances are no
                 // more than the whole.
                 let left = i128::from(remaining) * i128::from(ours) / i128::from(capacity.max(1));
                 let used = ours - (left as i64).clamp(0, ours);
-                State::resume(policy.strategy(), policy.params(), now, Snapshot { used, until })
+                State::resume(policy.kind(), policy.params(), now, Snapshot { used, until })
             }
         }
     }
@@ -247,7 +245,7 @@ impl Shard {
             let place = self.states.find(caller.of_count(policy.id()));
             states.push(match place.and_then(|place| self.states.at(place)) {
                 Some(slot) => slot.value.take(policy, now),
-                None => State::fresh(policy.strategy()),
+                None => State::fresh(policy.kind()),
             });
             places.push(place);
         }
@@ -279,7 +277,7 @@ impl Shard {
 
     fn warm(&mut self, decision: &Decision, caller: Digest, now: i64) {
         // A fallback is told of requests in flight one by one.
-        let over_time = |(policy, _): &(&Policy, &Verdict)| policy.strategy() != Strategy::InFlight;
+        let over_time = |(policy, _): &(&Policy, &Verdict)| !policy.is_in_flight();
         for (policy, verdict) in decision.verdicts().filter(over_time) {
             let key = caller.of_count(policy.id());
             // A store outside of this crate may tell any time.

@@ -115,7 +115,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     }
 
     /// What tells this store and its clones from all others in this process, as the address of what they share does. All
-    /// layers over one store then know together what is [in flight](crate::Strategy::InFlight). Defaults to `None`: only one
+    /// layers over one store then know together what is [in flight](crate::Policy::in_flight). Defaults to `None`: only one
     /// layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the store.
     fn identity(&self) -> Option<usize> {
         None

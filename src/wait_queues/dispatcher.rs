@@ -14,7 +14,7 @@ use super::permit::Times;
 use super::queue::{Ask, Room, WaitQueue, Waiter};
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::in_flight::Lease;
-use crate::limit::{Check, Decision, Outcome, Policies, Policy, Refill, Strategy};
+use crate::limit::{Check, Decision, Frees, Outcome, Policies, Policy};
 use crate::store::{Listener, RandomState, StoreError, Wake, instant};
 
 /// The task that serves a queue until nobody waits in it.
@@ -131,7 +131,7 @@ impl Dispatcher {
     ) {
         let several = self.with_queue(|queue| queue.len() > 1).unwrap_or_default();
         // A request that has ended makes room for one: to wait would be to leave it empty.
-        let gap = if decision.policy().strategy() == Strategy::InFlight { Duration::ZERO } else { GAP };
+        let gap = if decision.policy().is_in_flight() { Duration::ZERO } else { GAP };
         let (wait, pause) = pace.retry_in(decision, wait, ask, several);
         if let Rested::Due = self.rest(at + wait, pause, ask, asked_at, gap).await {
             pace.denied(decision);
@@ -311,7 +311,7 @@ impl Drop for Dispatcher {
 
 /// Whether what is taken ahead may be owed under these policies.
 fn can_owe(policies: &Policies) -> bool {
-    policies.iter().all(|policy| policy.strategy().has_burst() && !is_windowed(policy))
+    policies.iter().all(|policy| policy.frees() == Frees::Gradually)
 }
 
 /// Tells those who were taken out of the queue.
@@ -366,10 +366,10 @@ impl Pace {
         (self.has_waited, self.losses) = (true, (self.losses + 1).min(4));
         // Whoever asks for one first may find the rest taken. A window may have room for all, and a log for as much as it
         // had: what is charged at once comes free at once.
-        let units = match decision.policy().strategy() {
-            Strategy::SlidingLog => self.found.unwrap_or(decision.capacity()),
-            _ if is_windowed(decision.policy()) => decision.capacity(),
-            _ => return,
+        let units = match decision.policy().frees() {
+            Frees::OneByOne => self.found.unwrap_or(decision.capacity()),
+            Frees::WithWindow | Frees::InBatches => decision.capacity(),
+            Frees::Gradually | Frees::Fading | Frees::OnRelease => return,
         };
         self.room = Room { units, ..Room::after(decision) };
     }
@@ -406,23 +406,15 @@ impl Pace {
         // those stand back who did, or the nearest would each time.
         let stand_back = (period / 20).min(STAND_BACK);
         let in_turn = (0.5 + 0.5 * random()) / f64::from(1 << self.losses);
-        let pause = match policy.strategy() {
+        let pause = match policy.frees() {
             _ if !several => Duration::ZERO,
-            Strategy::SlidingCounter => gathering.mul_f64(random()),
-            Strategy::SlidingLog => gathering.max(stand_back).mul_f64(in_turn),
-            _ if is_windowed(policy) => stand_back.mul_f64(in_turn),
-            _ => Duration::ZERO,
+            Frees::Fading => gathering.mul_f64(random()),
+            Frees::OneByOne => gathering.max(stand_back).mul_f64(in_turn),
+            Frees::WithWindow | Frees::InBatches => stand_back.mul_f64(in_turn),
+            Frees::Gradually | Frees::OnRelease => Duration::ZERO,
         };
         (retry_after + TICK, pause)
     }
-}
-
-/// Whether much comes free at once: when a window or a cell of it ends, or with a refill.
-fn is_windowed(policy: &Policy) -> bool {
-    matches!(
-        policy.strategy(),
-        Strategy::FixedWindow(_) | Strategy::SlidingWindow { .. } | Strategy::TokenBucket(Refill::Interval)
-    )
 }
 
 /// From 0 to 1.

@@ -48,7 +48,7 @@ pub(crate) use permit::{Permit, Spent};
 use self::dispatcher::Dispatcher;
 use self::queue::{WaitQueue, Waiter};
 use crate::in_flight::InFlightTracker;
-use crate::limit::{Check, Decision, Key, Policies, Source, Strategy, Verdict};
+use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::store::{ErrorKind, Observer, Store, StoreError, instant, lock};
 
 /// Who waits for a turn, of all callers. Clones share the queues.
@@ -155,8 +155,7 @@ impl Bounds {
 impl WaitRequest {
     /// Whether it costs more than ever fits: no wait helps.
     pub(crate) fn exceeds_capacity(&self) -> bool {
-        let mut of_costs = self.policies.iter().filter(|policy| policy.strategy() != Strategy::InFlight);
-        of_costs.any(|policy| policy.quota().capacity() < self.cost)
+        self.policies.iter().any(|policy| policy.never_fits(self.cost))
     }
 
     /// What is told to one of too many before the store has said anything: to come again when a unit has flowed back.
@@ -278,7 +277,7 @@ impl Place {
     fn of(runtime: &Handle, wanted: &WaitRequest) -> Self {
         let mut policies = DefaultHasher::new();
         for policy in &wanted.policies {
-            (policy.id(), policy.strategy(), policy.quota()).hash(&mut policies);
+            (policy.id(), policy.kind(), policy.quota()).hash(&mut policies);
         }
         Self { runtime: runtime.id(), key: wanted.key, policies: policies.finish() }
     }

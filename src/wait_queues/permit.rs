@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::{Place, Shared};
 use crate::in_flight::Lease;
-use crate::limit::{Charged, Check, Decision, Key, LONGEST, Policies, Policy, Strategy};
+use crate::limit::{Charged, Check, Decision, EachCharged, Frees, Key, Policies, Policy, micros};
 use crate::store::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -134,13 +134,12 @@ impl Held {
 
     /// What it cost under a policy. For what is in flight it has a lease.
     fn cost(&self, policy: &Policy) -> u32 {
-        if policy.strategy() == Strategy::InFlight { 0 } else { self.cost }
+        if policy.is_in_flight() { 0 } else { self.cost }
     }
 
     /// How long ago it was asked for, in microseconds, rounded up.
     fn asked_ago(&self) -> i64 {
-        let age = instant().saturating_duration_since(self.times.asked).as_nanos().div_ceil(1_000);
-        i64::try_from(age).unwrap_or(LONGEST).min(LONGEST)
+        micros(instant().saturating_duration_since(self.times.asked))
     }
 
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is
@@ -149,13 +148,12 @@ impl Held {
         let age = self.asked_ago();
         self.policies.iter().zip(decision.verdicts()).map(move |(policy, (decided, verdict))| {
             let left = Duration::from_micros(u64::try_from(verdict.reset - age).unwrap_or_default());
-            let (strategy, quota) = (decided.strategy(), decided.quota());
-            let counted = match () {
-                () if left.is_zero() => 0,
-                () if strategy.is_steady() => quota.units_in(left),
+            let counted = match decided.frees() {
+                _ if left.is_zero() => 0,
+                Frees::Gradually => decided.quota().units_in(left),
                 // It is paid for last, by so many refills to come.
-                () if strategy.has_burst() => quota.units_in_periods(left),
-                () => self.cost,
+                Frees::InBatches => decided.quota().units_in_periods(left),
+                _ => self.cost,
             };
             (policy, counted.min(self.cost(policy)))
         })
@@ -166,41 +164,41 @@ impl Held {
     fn refund(&self, decision: &Decision) -> Vec<Check> {
         let age = self.asked_ago();
         let counted = self.counted(decision).zip(decision.verdicts()).map(|((policy, cost), (_, verdict))| {
-            let strategy = policy.strategy();
-            let charged = match () {
-                () if strategy.is_steady() => None,
+            let charged = match policy.frees() {
+                Frees::Gradually => None,
                 // Of what is paid for last, nothing has come back of what is counted still.
-                () if strategy.has_burst() => {
+                Frees::InBatches => {
                     let at = decision.at().min(0);
-                    Some(Charged { age: 0, at, cost, resets: [verdict.reset - age].into_iter().collect() })
+                    Some(Charged { age: 0, at, cost: cost.into(), reset: verdict.reset - age })
                 }
-                () => Some(Charged { age, at: decision.at(), cost, resets: [verdict.reset].into_iter().collect() }),
+                _ => Some(Charged { age, at: decision.at(), cost: cost.into(), reset: verdict.reset }),
             };
             (policy, cost, charged)
         });
-        self.checks(counted, |key, policies, cost, charged| match charged {
-            Some(charged) => Check::refund_of(key, policies, cost, charged),
-            None => Check::refund(key, policies, cost),
-        })
+        self.checks(counted, Check::refund_of)
     }
 
     /// A check for each policy that has a cost; or one, if it is the same for all of them.
     fn checks<'a>(
         &self,
         costs: impl Iterator<Item = (&'a Policy, u32, Option<Charged>)>,
-        check: impl Fn(Key, &Policies, u32, Option<Charged>) -> Check,
+        check: impl Fn(Key, &Policies, u32, EachCharged) -> Check,
     ) -> Vec<Check> {
-        let (key, mut costs) = (self.place.key, costs.collect::<Vec<_>>());
-        let is_same = costs.iter().zip(costs.iter().skip(1)).all(|(one, next)| (one.1, &one.2) == (next.1, &next.2));
-        if is_same && let Some((_, cost, charged)) = costs.pop() {
-            let charged = charged.map(|one| Charged {
-                resets: one.resets.iter().copied().cycle().take(costs.len() + 1).collect(),
-                ..one
-            });
-            return [check(key, &self.policies, cost, charged)].into_iter().filter(|check| check.cost() > 0).collect();
-        }
-        let each = costs.into_iter().filter(|(_, cost, _)| *cost > 0);
-        each.map(|(policy, cost, charged)| check(key, &policy.clone().into(), cost, charged)).collect()
+        let (key, costs) = (self.place.key, costs.collect::<Vec<_>>());
+        let is_same = costs.windows(2).all(|pair| (pair[0].1, pair[0].2) == (pair[1].1, pair[1].2));
+        let checks: Vec<Check> = match costs.first() {
+            Some(&(_, cost, _)) if is_same => {
+                let charged = costs.iter().filter_map(|(.., charged)| *charged).collect();
+                vec![check(key, &self.policies, cost, charged)]
+            }
+            _ => {
+                let one = |(policy, cost, charged): (&Policy, _, Option<_>)| {
+                    check(key, &policy.clone().into(), cost, charged.into_iter().collect())
+                };
+                costs.into_iter().map(one).collect()
+            }
+        };
+        checks.into_iter().filter(|check| check.cost() > 0).collect()
     }
 }
 

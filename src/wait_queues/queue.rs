@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::{Permit, Refusal, TICK, WaitRequest};
-use crate::limit::{Decision, Policies, Policy, Strategy, Verdict};
+use crate::limit::{Decision, Frees, Policies, Policy, Verdict};
 use crate::store::{StoreError, Wake};
 
 /// Those of one runtime who wait for one caller under the same policies.
@@ -89,7 +89,7 @@ impl Room {
     pub(super) fn after(decision: &Decision) -> Self {
         let least = |in_flight: bool| {
             let verdicts = decision.verdicts();
-            let verdicts = verdicts.filter(|(policy, _)| (policy.strategy() == Strategy::InFlight) == in_flight);
+            let verdicts = verdicts.filter(|(policy, _)| policy.is_in_flight() == in_flight);
             let remaining = verdicts.map(|(_, verdict)| u32::try_from(verdict.remaining.max(0)).unwrap_or(u32::MAX));
             remaining.min().unwrap_or(u32::MAX)
         };
@@ -169,7 +169,7 @@ impl WaitQueue {
     fn earliest(&self, wanted: &WaitRequest) -> Option<Instant> {
         let (known, next_at) = (self.known.as_ref()?, self.next_at?);
         // What is counted by windows tells too little.
-        if !wanted.policies.iter().all(|policy| policy.strategy().is_steady()) {
+        if !wanted.policies.iter().all(|policy| policy.frees() == Frees::Gradually) {
             return Some(next_at);
         }
         let units = self.units_before() + u64::from(wanted.cost);

@@ -233,7 +233,7 @@ fn what_is_left_out_has_its_default() {
         quota = "10/s""#,
     )
     .unwrap();
-    assert_eq!(policy.strategy(), Strategy::Gcra);
+    assert_eq!(policy.strategy(), Some(Strategy::Gcra));
 }
 
 #[test]

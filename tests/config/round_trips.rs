@@ -219,6 +219,14 @@ fn choices_are_read_as_they_are_written() {
 
 /// A file that this crate writes is one that a person would.
 #[test]
+fn requests_in_flight_are_read_as_they_are_written() {
+    let policy = Policy::in_flight("streams", 4).unwrap();
+    let text = serde_json::to_string(&policy).unwrap();
+    assert_eq!(text, r#"{"name":"streams","strategy":"in-flight","quota":"4/30s"}"#);
+    assert_same(policy.lease_time(Duration::from_secs(5)).unwrap());
+}
+
+#[test]
 fn what_is_written_reads_well() {
     let policies = Policies::new([
         Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),

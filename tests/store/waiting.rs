@@ -138,7 +138,7 @@ async fn a_line_of_different_costs_ends_where_there_is_room() {
 /// while requests go on.
 #[tokio::test(start_paused = true)]
 async fn a_line_of_requests_in_flight_ends_where_there_is_room() {
-    let jobs = || Policy::new("jobs", Strategy::InFlight, "50/30s".parse().unwrap()).unwrap();
+    let jobs = || Policy::in_flight("jobs", 50).unwrap();
     let rate = Policy::new("rate", Strategy::Gcra, "1000000/s".parse().unwrap()).unwrap();
     for (policies, there, gap) in
         [(Policies::from(jobs()), 2, 2), (jobs().into(), 5, 5), (Policies::new([jobs(), rate]).unwrap(), 2, 2)]

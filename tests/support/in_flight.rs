@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use tokio::time::sleep;
 use tower_redis_ratelimit::{
-    Fallback, Key, Limiter, LocalStore, Policy, Quota, RedisStore, ReserveError, Share, Source, Store, Strategy, redis,
+    Fallback, Key, Limiter, LocalStore, Policy, RedisStore, ReserveError, Share, Source, Store, redis,
 };
 
 use crate::support::{RedisServer, until};
@@ -35,7 +35,7 @@ pub fn ann() -> Key {
 }
 
 pub fn limiter<S: Store>(store: S) -> Limiter<S> {
-    Limiter::new(store, Policy::new("streams", Strategy::InFlight, Quota::per(LIMIT, LEASE)).unwrap())
+    Limiter::new(store, Policy::in_flight("streams", LIMIT).unwrap().lease_time(LEASE).unwrap())
 }
 
 /// A store that is given time, however busy the machine is.

@@ -14,7 +14,7 @@ use serde::de::{
 };
 use serde::ser::Serializer;
 
-use crate::limit::{ConfigError, Quota, Strategy, duration};
+use crate::limit::{ConfigError, Kind, Quota, Strategy, duration};
 
 /// A value that is read from text, so that an environment variable can hold it.
 ///
@@ -126,6 +126,7 @@ pub(crate) use {deserialize, text};
 
 text!(Quota, "a quota such as `100/s burst 200`");
 text!(Strategy, "a strategy such as `gcra`");
+text!(Kind, "a strategy such as `gcra`");
 
 impl Setting for Duration {
     const EXPECTED: &'static str = "a duration such as `250ms`";

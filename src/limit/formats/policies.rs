@@ -2,7 +2,7 @@ use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
 use super::{Field, Setting, deserialize};
-use crate::limit::{ConfigError, Policies, Policy, Quota, Strategy};
+use crate::limit::{ConfigError, Kind, Policies, Policy, Quota};
 
 /// How a policy is written.
 #[derive(serde::Serialize, serde::Deserialize)]
@@ -11,20 +11,20 @@ use crate::limit::{ConfigError, Policies, Policy, Quota, Strategy};
 struct Table {
     name: String,
     #[serde(default)]
-    strategy: Strategy,
+    strategy: Kind,
     quota: Quota,
 }
 
 impl Serialize for Policy {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Table { name: self.name().to_owned(), strategy: self.strategy(), quota: self.quota() }.serialize(serializer)
+        Table { name: self.name().to_owned(), strategy: self.kind(), quota: self.quota() }.serialize(serializer)
     }
 }
 
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let Table { name, strategy, quota } = Table::deserialize(deserializer)?;
-        Self::new(&name, strategy, quota).map_err(|error| match error {
+        Self::of_kind(&name, strategy, quota).map_err(|error| match error {
             ConfigError::PolicyName(_) => D::Error::custom(error),
             // The place that a format tells may be that of the whole list.
             _ => D::Error::custom(format_args!("policy {name:?}: {error}")),

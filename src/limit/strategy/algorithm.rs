@@ -1,13 +1,33 @@
-use super::{Params, PriorCharge};
+use super::{Frees, Params, Strategy};
+use crate::limit::{Charged, ConfigError, Quota};
 
 /// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
 ///
 /// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
 /// state, reckons with what is registers, and saves it only if something was charged.
 pub(crate) trait Algorithm: Default {
-    /// Whether it counts requests: each that passes is one, whatever it costs. What this instance holds of them is registers
-    /// first.
-    const COUNTS_REQUESTS: bool = false;
+    /// How what was charged comes free again.
+    fn frees(strategy: Strategy) -> Frees;
+    /// Completes the numbers of a policy.
+    ///
+    /// # Errors
+    ///
+    /// That the strategy cannot have its parameter, or the quota.
+    fn adapt(_: Strategy, _: &mut Params, _: Quota) -> Result<(), ConfigError> {
+        Ok(())
+    }
+    /// The parameter of the strategy as text, unless it goes without saying.
+    fn parameter(_: Strategy) -> Option<String> {
+        None
+    }
+    /// The strategy with the parameter that the text says, in or out of bounds.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with the text.
+    fn with_parameter(_: &str) -> Result<Strategy, &'static str> {
+        Err("this strategy has no parameter")
+    }
 
     /// The state as it is at `now`: what has expired is gone, and what this policy could not have made is lowered to the
     /// most that it could.
@@ -23,14 +43,7 @@ pub(crate) trait Algorithm: Default {
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Refunds up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
     /// been charged. And at least how much that makes of what counts now; if it is 0, nothing has changed.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64);
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded;
     /// How long until the state is as if nothing had been charged.
     fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;
     /// Stores a state in which `cost` was charged.
@@ -50,6 +63,9 @@ pub(crate) struct Snapshot {
 
 /// A state while it is decided on: up to three numbers, as the Lua halves pass them.
 pub(crate) type Registers = [i64; 3];
+
+/// A state after a refund, and at least how much less that makes of what counts now.
+pub(crate) type Refunded = (Registers, i64);
 
 /// A state that need not be saved.
 pub(super) fn clean(registers: Registers) -> (Registers, bool) {

@@ -1,6 +1,7 @@
 //! What the strategies reckon with alike.
 
-use super::{Params, PriorCharge};
+use super::Params;
+use crate::limit::Charged;
 
 /// `a / b`, rounded up. `b` is above zero.
 pub(super) fn div_ceil(a: i64, b: i64) -> i64 {
@@ -28,13 +29,13 @@ pub(super) fn drained(params: &Params, now: i64, at: i64, ticks: i64, interval: 
 /// How much of a `cost` in ticks is refunded of a charge. The charge alone is certain to have been there all the time: what
 /// was charged before it may have been refunded, and what came after it counts by itself. So what could have flowed back
 /// since is not refunded again, but for what is left of the rest of the charge, which flows back first.
-pub(super) fn kept(params: &Params, cost: i64, of: &PriorCharge) -> i64 {
+pub(super) fn kept(params: &Params, cost: i64, of: &Charged) -> i64 {
     let flown = of.age.min(params.furthest) * params.ticks;
     kept_of(params, cost, of, flown)
 }
 
 /// How much of a `cost` in ticks is left of a charge of which so much has flowed back.
-pub(super) fn kept_of(params: &Params, cost: i64, of: &PriorCharge, flown: i64) -> i64 {
+pub(super) fn kept_of(params: &Params, cost: i64, of: &Charged, flown: i64) -> i64 {
     let [cost, charge] = [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
     (charge - flown).clamp(0, cost)
 }

@@ -1,6 +1,6 @@
 use super::Params;
 use super::algorithm::{Algorithm, Registers};
-use crate::limit::check::LONGEST;
+use crate::limit::charged::Charged;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
 
@@ -12,66 +12,37 @@ pub(in crate::limit) struct Ask {
     /// Within how many microseconds a take ahead has to be due.
     pub(in crate::limit) within: i64,
     /// The charge of which a part is refunded.
-    pub(in crate::limit) of: PriorCharge,
+    pub(in crate::limit) of: Charged,
     pub(in crate::limit) now: i64,
-}
-
-/// A charge of which a part is refunded, as one policy knows it.
-#[derive(Debug, Clone, Copy)]
-pub(in crate::limit) struct PriorCharge {
-    /// How many microseconds ago it was made.
-    pub(in crate::limit) age: i64,
-    /// How much it was.
-    pub(in crate::limit) cost: i64,
-    /// In how many microseconds nothing was to be charged any more, as told then.
-    pub(in crate::limit) reset: i64,
-}
-
-impl PriorCharge {
-    /// A charge of just now, of which all is refunded.
-    pub(in crate::limit) fn just_now(cost: i64) -> Self {
-        Self { age: 0, cost, reset: LONGEST }
-    }
-
-    /// In how many microseconds from now nothing was to be charged any more, as told then.
-    pub(super) fn left(&self) -> i64 {
-        self.reset - self.age
-    }
 }
 
 /// What a policy answers, if it is alone.
 pub(in crate::limit) struct Preview {
     /// The state as it is now.
-    pub(super) registers: Registers,
+    pub(in crate::limit) registers: Registers,
     /// Whether it must be saved even if nothing is charged.
-    dirty: bool,
+    pub(in crate::limit) dirty: bool,
     /// The largest cost that would pass.
-    pub(super) room: i64,
+    pub(in crate::limit) room: i64,
     /// The room that lets the check pass.
-    needs: i64,
+    pub(in crate::limit) needs: i64,
     /// What the policy would grant, if all others let the check pass.
-    grants: i64,
+    pub(in crate::limit) grants: i64,
     /// The most that the others may grant: below 0, if the policy does not let the check pass.
     pub(in crate::limit) max: i64,
 }
 
 impl Ask {
-    pub(super) fn preview<T: Algorithm>(&self, state: &T, params: &Params) -> Preview {
+    pub(in crate::limit) fn preview<T: Algorithm>(&self, state: &T, params: &Params) -> Preview {
         let &Self { mode, now, .. } = self;
-        let cost = if T::COUNTS_REQUESTS && mode.takes() { 1 } else { self.cost };
         let (registers, dirty) = state.load(params, now);
         let room = T::room(params, now, registers);
-        let needs = mode.needs(cost, params.capacity);
+        let needs = mode.needs(self.cost, params.capacity);
         if room < needs && !(mode == Mode::TakeAhead && self.is_due_in_time(state, params, room, registers)) {
             return Preview { registers, dirty, room, needs, grants: 0, max: -1 };
         }
-        let grants = match T::COUNTS_REQUESTS {
-            true => mode.grants_of_held(cost, registers[0], room, params.capacity),
-            false => mode.grants(cost, room, params.capacity),
-        };
-        // A request bounds no cost.
-        let max = if T::COUNTS_REQUESTS && mode.takes() && mode != Mode::Peek { i64::MAX } else { grants };
-        Preview { registers, dirty, room, needs, grants, max }
+        let grants = mode.grants(self.cost, room, params.capacity);
+        Preview { registers, dirty, room, needs, grants, max: grants }
     }
 
     /// Whether a cost that there is no room for is due in time, within the debt that the policy bears.
@@ -84,9 +55,9 @@ impl Ask {
     /// Decides, and charges the state: the verdict, and how much was charged.
     ///
     /// A check charges all its policies alike, so each at most `max`, the least that any of them grants: of an `up_to(5)`
-    /// under policies with room for 3 and for 9, both are charged 3. But each refunds, or forgets, what it has itself, and
-    /// a request is one. A `max` below 0 is of a check that another policy denies.
-    pub(super) fn decide<T: Algorithm>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
+    /// under policies with room for 3 and for 9, both are charged 3. But each refunds, or forgets, what it has itself. A
+    /// `max` below 0 is of a check that another policy denies.
+    pub(in crate::limit) fn decide<T: Algorithm>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
         let Preview { mut registers, dirty, mut room, needs, grants, .. } = self.preview(state, params);
         let wait = if room >= needs {
@@ -107,24 +78,14 @@ impl Ask {
                 (registers, granted) = state.refund(params, now, self.cost, &self.of, registers);
                 granted = granted.min(grants);
             }
-            Mode::Renew | Mode::Hold if T::COUNTS_REQUESTS => {
-                granted = grants;
-                registers = state.charge(params, now, granted - registers[0], registers);
-            }
-            // A request, unless another policy denies it.
-            _ if T::COUNTS_REQUESTS && mode.takes() && max >= 0 => {
-                granted = grants;
-                registers = state.charge(params, now, granted, registers);
-            }
             _ if granted > 0 => registers = state.charge(params, now, granted, registers),
             _ => granted = 0,
         }
-        let tells = T::COUNTS_REQUESTS && matches!(mode, Mode::Renew | Mode::Hold);
-        if granted > 0 || tells {
+        if granted > 0 {
             room = T::room(params, now, registers);
         }
         let reset = T::reset_after(params, now, registers);
-        if granted > 0 || dirty && mode != Mode::Peek || tells {
+        if granted > 0 || dirty && mode != Mode::Peek {
             state.save(params, now, if mode == Mode::Refund { -granted } else { granted }, registers);
         }
         (Verdict { remaining: room.max(0), wait, reset }, granted)

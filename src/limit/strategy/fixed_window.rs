@@ -19,9 +19,33 @@
 //! A window that another quota prolongs may go on where one of who asks has ended. Of what was granted in it, the part
 //! after that end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
-use super::algorithm::{Algorithm, Registers, clean};
+use std::time::Duration;
+
+use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::arithmetic::late;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Frees, Params, Snapshot, Strategy};
+use crate::limit::{Charged, ConfigError, Quota, duration};
+
+/// Where fixed windows begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Align {
+    /// On the clock: windows follow each other without a gap, and one of them begins at the Unix epoch plus
+    /// `offset`. `Quota::per_day` with an offset of 22 hours starts at midnight of UTC+2.
+    Clock {
+        /// How long after the Unix epoch a window begins; only its rest modulo the period matters.
+        offset: Duration,
+    },
+    /// At a caller's first charge, for one period; the next charge after that begins another.
+    FirstHit,
+}
+
+/// On the clock, with no offset.
+impl Default for Align {
+    fn default() -> Self {
+        Self::Clock { offset: Duration::ZERO }
+    }
+}
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -35,6 +59,37 @@ pub(crate) struct State {
 
 /// Registers: when the window began that holds now, and what was granted in it.
 impl Algorithm for State {
+    fn frees(_: Strategy) -> Frees {
+        Frees::WithWindow
+    }
+
+    fn adapt(strategy: Strategy, params: &mut Params, _: Quota) -> Result<(), ConfigError> {
+        if let Strategy::FixedWindow(Align::Clock { offset }) = strategy {
+            params.offset = Some((offset.as_micros() % params.period as u128) as i64);
+        }
+        Ok(())
+    }
+
+    fn parameter(strategy: Strategy) -> Option<String> {
+        match strategy {
+            Strategy::FixedWindow(Align::FirstHit) => Some("first-hit".to_owned()),
+            Strategy::FixedWindow(Align::Clock { offset }) if !offset.is_zero() => {
+                Some(format!("clock+{}", duration::Text(offset)))
+            }
+            _ => None,
+        }
+    }
+
+    fn with_parameter(text: &str) -> Result<Strategy, &'static str> {
+        let align = match text.split_once('+') {
+            None if text == "first-hit" => Align::FirstHit,
+            None if text == "clock" => Align::default(),
+            Some((clock, offset)) if clock.trim_end() == "clock" => Align::Clock { offset: duration::parse(offset)? },
+            _ => return Err("its alignment is none of `clock`, `clock+22h` and `first-hit`"),
+        };
+        Ok(Strategy::FixedWindow(align))
+    }
+
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let Self { start, last, count } = *self;
         let count = count.min(2 * params.capacity);
@@ -71,14 +126,7 @@ impl Algorithm for State {
 
     /// Of a charge in the window that holds now: that ends when the window of the charge was to end. Any other ends at
     /// least a period later, and what lies in between is the time that a check is on its way.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
         let [start, count, _] = registers;
         if 2 * (window_end(params, start) - now - of.left()) >= params.period {
             return (registers, 0);
@@ -121,8 +169,6 @@ fn window_end(params: &Params, start: i64) -> i64 {
 /// The definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    use super::{Align, Strategy};
-
     let period = model.period;
     match model.strategy {
         Strategy::FixedWindow(Align::Clock { offset }) => {

@@ -14,7 +14,7 @@
 //! **Two quotas under one name.** They share the level, in units, and it leaks at the rate of who asks since it was filled
 //! last.
 
-pub(super) type State = super::meter::Meter<false>;
+pub(crate) type State = super::meter::Meter<false>;
 
 /// The definition: see `tests`.
 #[cfg(test)]

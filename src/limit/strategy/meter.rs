@@ -3,9 +3,10 @@
 //! [`LeakyBucket`](super::Strategy::LeakyBucket) and [`Gcra`](super::Strategy::Gcra) are two ways to say this. The level of
 //! the bucket is the backlog of GCRA: how far its theoretical arrival time is ahead of now. Each has counts of its own.
 
-use super::algorithm::{Algorithm, Registers};
+use super::algorithm::{Algorithm, Refunded, Registers};
 use super::arithmetic::{div_ceil, drained, kept};
-use super::{Params, PriorCharge, Snapshot};
+use super::{Frees, Params, Snapshot, Strategy};
+use crate::limit::Charged;
 
 /// A type for each of the two: functions that both call are not inlined, and a take then runs a twentieth more instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -20,6 +21,10 @@ pub(crate) struct Meter<const IS_GCRA: bool> {
 
 /// Registers: the level at now, in ticks.
 impl<const IS_GCRA: bool> Algorithm for Meter<IS_GCRA> {
+    fn frees(_: Strategy) -> Frees {
+        Frees::Gradually
+    }
+
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let (level, future) = drained(params, now, self.filled, self.level, self.interval);
         ([level, 0, 0], future)
@@ -37,14 +42,7 @@ impl<const IS_GCRA: bool> Algorithm for Meter<IS_GCRA> {
         [level + cost * params.interval, 0, 0]
     }
 
-    fn refund(
-        &mut self,
-        params: &Params,
-        _now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        [level, ..]: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, _now: i64, cost: i64, of: &Charged, [level, ..]: Registers) -> Refunded {
         let ticks = kept(params, cost, of);
         ([(level - ticks).max(0), 0, 0], div_ceil(ticks, params.interval))
     }

@@ -1,52 +1,70 @@
-//! How a limit is counted: one enum, and behind each variant a pair of twins.
+//! The strategies: a pair of twins for each variant of [`Strategy`].
 //!
 //! A twin is one strategy written twice, in Lua for Redis (`lua/<strategy>.lua`) and in Rust (here). Both have the
 //! same functions with the same operations in the same order, on whole numbers below 2^53, so that they agree bit
 //! for bit. The Rust twin decides in the local store, is the reference for the Lua one in the tests, and is where
-//! a strategy is explained.
+//! a strategy is explained, with all that the rest of the crate asks of it: see [`Algorithm`](algorithm::Algorithm).
 //!
-//! | strategy | allowed iff (L limit, P period, B burst, c cost) |
-//! |---|---|
-//! | [`FixedWindow`](Strategy::FixedWindow) | granted in this window + c <= L |
-//! | [`SlidingLog`](Strategy::SlidingLog) | granted in (now-P, now] + c <= L |
-//! | [`SlidingWindow`](Strategy::SlidingWindow) | granted in cells not wholly older than P + c <= L |
-//! | [`SlidingCounter`](Strategy::SlidingCounter) | previous window * (1 - elapsed/P) + current window + c <= L |
-//! | [`TokenBucket`](Strategy::TokenBucket) | min(B, tokens + refill) >= c |
-//! | [`LeakyBucket`](Strategy::LeakyBucket) | max(0, level - leaked) + c <= B |
-//! | [`Gcra`](Strategy::Gcra) | max(TAT, now) + c*P/L - B*P/L <= now |
-//! | [`InFlight`](Strategy::InFlight) | held + 1 <= L |
-//!
-//! To add one: its Lua file, its Rust twin, its variant of [`Strategy`], and its line in `src/strategies.rs`.
+//! To add one: its Lua file, its Rust twin, and here its module, its variant and its entry in the list.
 
 mod algorithm;
 mod arithmetic;
 mod ask;
 mod charges;
 mod fixed_window;
+mod frees;
 mod gcra;
-mod in_flight;
 mod leaky_bucket;
 mod meter;
 mod params;
 mod sliding_counter;
 mod sliding_log;
 mod sliding_window;
-mod state;
 #[cfg(test)]
 mod tests;
 mod text;
 mod token_bucket;
-#[cfg(test)]
-mod two_quotas;
+
+pub use fixed_window::Align;
+pub use token_bucket::Refill;
+
+pub(crate) use algorithm::Snapshot;
+pub(super) use algorithm::{Algorithm, Registers};
+pub(super) use ask::{Ask, Preview};
+pub(crate) use frees::Frees;
+pub(super) use params::Params;
 
 use std::time::Duration;
 
-use crate::strategies::strategies;
+use super::{ConfigError, Quota};
 
-pub(crate) use algorithm::Snapshot;
-pub(super) use ask::{Ask, PriorCharge};
-pub(super) use params::Params;
-pub(crate) use state::State;
+/// Calls a macro with the list: one entry for each strategy, in the order of its variants. An entry has
+/// - the variant of `Strategy`,
+/// - the name of both halves: the module here, and the file in `lua`,
+/// - its name as text,
+/// - the letter in Redis keys, and the number in a script's arguments,
+/// - one of each of its kinds, for `Strategy::ALL`. The first is what its name alone says.
+macro_rules! strategies {
+    ($with:ident) => {
+        $with! {
+            FixedWindow: fixed_window, "fixed-window", "f", 1, [
+                Self::FixedWindow(Align::Clock { offset: Duration::ZERO }),
+                Self::FixedWindow(Align::FirstHit),
+            ];
+            SlidingLog: sliding_log, "sliding-log", "o", 2, [Self::SlidingLog];
+            SlidingWindow: sliding_window, "sliding-window", "w", 3, [Self::SlidingWindow { cells: 10 }];
+            SlidingCounter: sliding_counter, "sliding-counter", "c", 4, [Self::SlidingCounter];
+            TokenBucket: token_bucket, "token-bucket", "t", 5, [
+                Self::TokenBucket(Refill::Greedy),
+                Self::TokenBucket(Refill::Interval),
+            ];
+            LeakyBucket: leaky_bucket, "leaky-bucket", "b", 6, [Self::LeakyBucket];
+            Gcra: gcra, "gcra", "g", 7, [Self::Gcra];
+        }
+    };
+}
+
+pub(crate) use strategies;
 
 /// How a limit is counted. Take [`Gcra`](Self::Gcra) unless you have a reason.
 ///
@@ -65,7 +83,6 @@ pub(crate) use state::State;
 /// | `sliding-log` | [`SlidingLog`](Self::SlidingLog) |
 /// | `sliding-window(60 cells)` | [`SlidingWindow`](Self::SlidingWindow); 10 cells if it does not say |
 /// | `sliding-counter` | [`SlidingCounter`](Self::SlidingCounter) |
-/// | `in-flight` | [`InFlight`](Self::InFlight), with a quota such as `10/30s`: 10 at once, with a lease time of 30 s |
 ///
 /// `fixed-window(clock)` and `token-bucket(greedy)` name the default. A number alone, as in `sliding-window(60)`, is
 /// refused: it could as well be seconds. With the feature `serde` it is read and written so.
@@ -114,80 +131,16 @@ pub enum Strategy {
     /// As redis-cell's `CL.THROTTLE` and redis_rate since v9.
     #[default]
     Gcra,
-    /// How many requests of a caller run at the same moment, over all instances: each holds one until it is released. A
-    /// request is one whatever it costs, so that this can stand beside a policy that counts bytes or tokens.
-    ///
-    /// The quota's limit is how many, from 1 to 1,000,000, and its period the lease time, from 1 second to 1 hour: what an
-    /// instance that has died held is free again after that. [`Policy::in_flight`](super::Policy::in_flight) makes it 30
-    /// seconds. A layer renews what is held longer, a third of the lease time before it ends or sooner.
-    ///
-    /// Nothing flows back with time but leases that were not renewed. So [`Decision::retry_after`](super::Decision::retry_after)
-    /// is no promise, but 100 ms: when to ask again.
-    ///
-    /// As semaphores with leases, such as Redisson's `RPermitExpirableSemaphore`.
-    InFlight,
 }
 
-/// How tokens come into a bucket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-#[non_exhaustive]
-pub enum Refill {
-    /// One by one, each after `period / limit`.
-    #[default]
-    Greedy,
-    /// The whole limit at once, after each period; the period begins with the first charge of a full bucket.
-    Interval,
-}
+/// What is asked of a strategy, whichever it is.
+macro_rules! asked {
+    ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, [$($kind:expr),* $(,)?];)*) => {
+        $(pub(super) use $module::State as $variant;)*
 
-/// Where fixed windows begin.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Align {
-    /// On the clock: windows follow each other without a gap, and one of them begins at the Unix epoch plus
-    /// `offset`. `Quota::per_day` with an offset of 22 hours starts at midnight of UTC+2.
-    Clock {
-        /// How long after the Unix epoch a window begins; only its rest modulo the period matters.
-        offset: Duration,
-    },
-    /// At a caller's first charge, for one period; the next charge after that begins another.
-    FirstHit,
-}
-
-/// On the clock, with no offset.
-impl Default for Align {
-    fn default() -> Self {
-        Self::Clock { offset: Duration::ZERO }
-    }
-}
-
-impl Strategy {
-    /// Whether its quota may have a burst other than its limit: a window's burst is its limit.
-    pub(crate) fn has_burst(self) -> bool {
-        match self {
-            Self::FixedWindow(_) | Self::SlidingLog | Self::SlidingWindow { .. } | Self::SlidingCounter => false,
-            Self::InFlight => false,
-            Self::TokenBucket(_) | Self::LeakyBucket | Self::Gcra => true,
-        }
-    }
-
-    /// Whether it refills little by little, and not with the end of a window or an interval.
-    pub(crate) fn is_steady(self) -> bool {
-        match self {
-            Self::FixedWindow(_) | Self::SlidingLog | Self::SlidingWindow { .. } | Self::SlidingCounter => false,
-            Self::InFlight => false,
-            Self::TokenBucket(refill) => refill == Refill::Greedy,
-            Self::LeakyBucket | Self::Gcra => true,
-        }
-    }
-}
-
-/// Lists the strategies.
-macro_rules! list {
-    ($($variant:ident: $module:ident, $letter:literal, $number:literal, [$($kind:expr),* $(,)?];)*) => {
         impl Strategy {
-            /// One of each that counts over time: both alignments of a fixed window, both refills of a token bucket, and a
-            /// sliding window of 10 cells. For tests and comparisons of all of them; there may be more in a later version.
-            /// [`InFlight`](Self::InFlight) answers another question, and is not among them.
+            /// One of each: both alignments of a fixed window, both refills of a token bucket, and a sliding window of 10
+            /// cells. For tests and comparisons of all of them; there may be more in a later version.
             ///
             /// ```
             /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
@@ -197,8 +150,43 @@ macro_rules! list {
             /// }
             /// ```
             pub const ALL: &'static [Self] = &[$($($kind,)*)*];
+
+            /// Its name as text, without a parameter.
+            const fn name(self) -> &'static str {
+                match self { $(Self::$variant { .. } => $name,)* }
+            }
+
+            /// The letter that stands for it in a key.
+            pub(super) const fn letter(self) -> &'static str {
+                match self { $(Self::$variant { .. } => $letter,)* }
+            }
+
+            /// The number that stands for it in an argument of the script.
+            pub(crate) const fn number(self) -> u8 {
+                match self { $(Self::$variant { .. } => $number,)* }
+            }
+
+            /// See [`Algorithm::frees`].
+            pub(crate) fn frees(self) -> Frees {
+                match self { $(Self::$variant { .. } => $variant::frees(self),)* }
+            }
+
+            /// See [`Algorithm::adapt`].
+            fn adapt(self, params: &mut Params, quota: Quota) -> Result<(), ConfigError> {
+                match self { $(Self::$variant { .. } => $variant::adapt(self, params, quota),)* }
+            }
+
+            /// See [`Algorithm::parameter`].
+            fn parameter(self) -> Option<String> {
+                match self { $(Self::$variant { .. } => $variant::parameter(self),)* }
+            }
+
+            /// See [`Algorithm::with_parameter`].
+            fn with_parameter(self, text: &str) -> Result<Self, &'static str> {
+                match self { $(Self::$variant { .. } => $variant::with_parameter(text),)* }
+            }
         }
     };
 }
 
-strategies!(list);
+strategies!(asked);

@@ -1,13 +1,5 @@
-use std::ops::RangeInclusive;
-use std::time::Duration;
-
-use super::{Align, Refill, Strategy};
-use crate::limit::{ConfigError, Quota};
-
-/// How many requests may be in flight.
-const MAX_IN_FLIGHT: u32 = 1_000_000;
-/// A lease is renewed three times in its time, and a dead instance's is free again after it.
-const LEASE_TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3_600);
+use super::Frees;
+use crate::limit::{ConfigError, Kind, Quota, in_flight};
 
 /// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
@@ -28,12 +20,8 @@ pub(crate) struct Params {
     pub(crate) offset: Option<i64>,
     /// The width of a cell, in microseconds.
     pub(crate) width: i64,
-    /// Whether ticks come at once, after every period, and not in every microsecond.
-    pub(crate) batches: bool,
+    pub(crate) frees: Frees,
 }
-
-/// The highest limit of a sliding log: one key is then at most 1.3 MB in Redis and 1.5 MB here, twice that in full debt.
-pub(super) const MAX_LOG: u32 = 100_000;
 
 /// A full debt, twice the capacity, has at most as many ticks.
 const MAX_TICKS: i64 = 1 << 52;
@@ -43,58 +31,44 @@ const MAX_TICKS: i64 = 1 << 52;
 const MIN_TICKS: u128 = 1 << 16;
 
 impl Params {
-    pub(in crate::limit) fn new(strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
-        let capacity = quota.capacity();
-        if strategy == Strategy::InFlight {
-            check_in_flight(quota)?;
+    pub(in crate::limit) fn new(kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
+        let (capacity, frees) = (quota.capacity(), kind.frees());
+        if kind == Kind::InFlight {
+            in_flight::check(quota)?;
         }
-        if capacity != quota.limit() && !strategy.has_burst() {
+        if capacity != quota.limit() && !frees.has_burst() {
             return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
         }
-        if strategy == Strategy::SlidingLog && quota.limit() > MAX_LOG {
-            return Err(ConfigError::LogTooLong(quota.limit()));
-        }
         let period = quota.period().as_micros();
-        let batches = strategy == Strategy::TokenBucket(Refill::Interval);
-        let (ticks, interval) = match batches {
-            true => (u128::from(quota.limit()), 1),
-            false => rate(period, u128::from(quota.limit()), u128::from(capacity)),
+        let (ticks, interval) = match frees {
+            Frees::InBatches => (u128::from(quota.limit()), 1),
+            _ => rate(period, u128::from(quota.limit()), u128::from(capacity)),
         };
         let finer = MIN_TICKS.div_ceil(interval);
         let (ticks, interval) = (finer * ticks, finer * interval);
         let full = u128::from(capacity) * interval;
-        let offset = match strategy {
-            Strategy::FixedWindow(Align::Clock { offset }) => Some((offset.as_micros() % period) as i64),
-            _ => None,
-        };
-        let cells = match strategy {
-            Strategy::SlidingWindow { cells } if !(1..=1000).contains(&cells) => return Err(ConfigError::Cells(cells)),
-            Strategy::SlidingWindow { cells } => cells,
-            _ => 1,
-        };
         // The quota has been checked: no period is longer than 2^45 us, no refill than 2^49 us, no `full` than 2^51
         // ticks.
-        Ok(Self {
+        let mut params = Self {
             capacity: i64::from(capacity),
             period: period as i64,
             ticks: ticks as i64,
             interval: interval as i64,
             full: full as i64,
             furthest: (2 * full / ticks + 1) as i64,
-            offset,
-            width: period.div_ceil(u128::from(cells)) as i64,
-            batches,
-        })
+            offset: None,
+            width: period as i64,
+            frees,
+        };
+        if let Kind::Rate(strategy) = kind {
+            strategy.adapt(&mut params, quota)?;
+        }
+        Ok(params)
     }
-}
 
-fn check_in_flight(quota: Quota) -> Result<(), ConfigError> {
-    let wrong = |problem| Err(ConfigError::InFlight { quota, problem });
-    match quota {
-        _ if quota.capacity() != quota.limit() => wrong("they have no burst"),
-        _ if quota.limit() > MAX_IN_FLIGHT => wrong("more than 1000000 at once"),
-        _ if !LEASE_TIMES.contains(&quota.period()) => wrong("the lease time is not from 1 second to 1 hour"),
-        _ => Ok(()),
+    /// Whether ticks come at once, after every period, and not in every microsecond.
+    pub(super) fn in_batches(&self) -> bool {
+        self.frees == Frees::InBatches
     }
 }
 

@@ -19,9 +19,10 @@
 //! A window of a longer period may go on where one of who asks has ended. Of what was granted in it, the part after that
 //! end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
 
-use super::algorithm::{Algorithm, Registers, clean};
+use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::arithmetic::late;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Frees, Params, Snapshot, Strategy};
+use crate::limit::Charged;
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -37,6 +38,10 @@ pub(crate) struct State {
 
 /// Registers: when the window began that holds now, what was granted in it, and what in the window before.
 impl Algorithm for State {
+    fn frees(_: Strategy) -> Frees {
+        Frees::Fading
+    }
+
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let Self { start, last, current, previous } = *self;
         let (mut current, mut previous) = (current.min(2 * params.capacity), previous.min(2 * params.capacity));
@@ -84,14 +89,7 @@ impl Algorithm for State {
 
     /// From the window of the charge, which was to be gone with the end of the next one: this window, or the one before.
     /// No two such times are less than a period apart, and what lies in between is the time that a check is on its way.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
         let ([start, current, previous], period) = (registers, params.period);
         let ahead = 2 * (start + 2 * period - now - of.left());
         if ahead < period {

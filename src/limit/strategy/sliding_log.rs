@@ -16,14 +16,18 @@
 //! **Source.** The ZSET recipe (`ZREMRANGEBYSCORE key 0 now-P`, `ZCARD`, `ZADD`); Redisson's `RRateLimiter`, whose
 //! permits have weights. A list does it in constant time, since charges come in the order of time.
 
-use super::algorithm::{Algorithm, Registers, clean};
+use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::charges::Charges;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Frees, Params, Snapshot, Strategy};
+use crate::limit::{Charged, ConfigError, Quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
     charges: Charges,
 }
+
+/// The highest limit: one key is then at most 1.3 MB in Redis and 1.5 MB here, twice that in full debt.
+pub(super) const MAX: u32 = 100_000;
 
 /// The place of the base, where nothing counts.
 const NOTHING: i64 = -1;
@@ -31,6 +35,14 @@ const NOTHING: i64 = -1;
 /// Registers: the sum of the charges within the period; the place of the last that has left it, or [`NOTHING`]; the time of
 /// the newest charge.
 impl Algorithm for State {
+    fn frees(_: Strategy) -> Frees {
+        Frees::OneByOne
+    }
+
+    fn adapt(_: Strategy, _: &mut Params, quota: Quota) -> Result<(), ConfigError> {
+        if quota.limit() > MAX { Err(ConfigError::LogTooLong(quota.limit())) } else { Ok(()) }
+    }
+
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         match self.charges.after(now - params.period) {
             // After now it is of a clock that has gone back: as if it had been charged now.
@@ -57,14 +69,7 @@ impl Algorithm for State {
 
     /// Of a charge within the period: from the first that was made at its time or later. From an older one it would free
     /// what is about to leave anyway, and from a newer one what would count for longer than the charge did.
-    fn refund(
-        &mut self,
-        _params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, _params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
         let [sum, head, newest] = registers;
         let left = (sum - cost).max(0);
         if of.left() <= 0 {

@@ -15,9 +15,10 @@
 //!
 //! **Source.** Hashes of timestamps to counts; Istio's redisquota `ROLLING_WINDOW` (bucketDuration).
 
-use super::algorithm::{Algorithm, Registers, clean};
+use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::charges::Charges;
-use super::{Params, PriorCharge, Snapshot};
+use super::{Frees, Params, Snapshot, Strategy};
+use crate::limit::{Charged, ConfigError, Quota, duration, quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -33,6 +34,35 @@ const NOTHING: i64 = -1;
 /// Registers: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the newest
 /// cell ends.
 impl Algorithm for State {
+    fn frees(_: Strategy) -> Frees {
+        Frees::WithWindow
+    }
+
+    fn adapt(strategy: Strategy, params: &mut Params, _: Quota) -> Result<(), ConfigError> {
+        match strategy {
+            Strategy::SlidingWindow { cells: cells @ 1..=1000 } => {
+                params.width = (params.period as u64).div_ceil(cells.into()) as i64;
+                Ok(())
+            }
+            Strategy::SlidingWindow { cells } => Err(ConfigError::Cells(cells)),
+            _ => Ok(()),
+        }
+    }
+
+    fn parameter(strategy: Strategy) -> Option<String> {
+        let Strategy::SlidingWindow { cells } = strategy else { return None };
+        Some(format!("{cells} cells"))
+    }
+
+    /// A number alone could as well be seconds.
+    fn with_parameter(text: &str) -> Result<Strategy, &'static str> {
+        let (digits, unit) = duration::split(text);
+        let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
+        let cells = cells.ok_or("its parameter is no number of cells, such as `10 cells`")?;
+        // One that does not fit is too large in any case.
+        Ok(Strategy::SlidingWindow { cells: u16::try_from(cells).unwrap_or(u16::MAX) })
+    }
+
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let start = now - params.period;
         let Some((head, sum, mut newest)) = self.cells.after(start) else { return clean([0, NOTHING, 0]) };
@@ -63,14 +93,7 @@ impl Algorithm for State {
     }
 
     /// Of a charge that counts still, from its cell on: see the sliding log.
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
         let [sum, head, mut newest] = registers;
         if of.left() <= 0 {
             return (registers, 0);
@@ -138,7 +161,7 @@ fn cell_end(params: &Params, time: i64) -> i64 {
 /// The definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    let super::Strategy::SlidingWindow { cells } = model.strategy else { unreachable!() };
+    let Strategy::SlidingWindow { cells } = model.strategy else { unreachable!() };
     let (limit, period) = (model.limit, model.period);
     let width = (period + i128::from(cells) - 1) / i128::from(cells);
     let cell_end = |time: i128| (time.div_euclid(width) + 1) * width;

@@ -2,30 +2,15 @@
 
 use std::fmt;
 use std::str::FromStr;
-use std::time::Duration;
 
-use super::{Align, Refill, Strategy};
-use crate::limit::{ConfigError, duration, quota};
-
-/// Into how many cells `sliding-window` cuts a period if it does not say.
-const CELLS: u16 = 10;
+use super::{Params, Strategy};
+use crate::limit::{ConfigError, Quota};
 
 impl fmt::Display for Strategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match *self {
-            Self::FixedWindow(Align::Clock { offset: Duration::ZERO }) => f.write_str("fixed-window"),
-            Self::FixedWindow(Align::Clock { offset }) => {
-                write!(f, "fixed-window(clock+{})", duration::Text(offset))
-            }
-            Self::FixedWindow(Align::FirstHit) => f.write_str("fixed-window(first-hit)"),
-            Self::SlidingLog => f.write_str("sliding-log"),
-            Self::SlidingWindow { cells } => write!(f, "sliding-window({cells} cells)"),
-            Self::SlidingCounter => f.write_str("sliding-counter"),
-            Self::TokenBucket(Refill::Greedy) => f.write_str("token-bucket"),
-            Self::TokenBucket(Refill::Interval) => f.write_str("token-bucket(interval)"),
-            Self::LeakyBucket => f.write_str("leaky-bucket"),
-            Self::Gcra => f.write_str("gcra"),
-            Self::InFlight => f.write_str("in-flight"),
+        match self.parameter() {
+            None => f.write_str(self.name()),
+            Some(parameter) => write!(f, "{}({parameter})", self.name()),
         }
     }
 }
@@ -46,55 +31,21 @@ impl FromStr for Strategy {
                 (name.trim_end(), Some(parameter.trim()))
             }
         };
-        match (name, parameter) {
-            ("fixed-window", None) => Ok(Self::FixedWindow(Align::default())),
-            ("fixed-window", Some(align)) => read_align(align).map(Self::FixedWindow).map_err(wrong),
-            ("sliding-window", None) => Ok(Self::SlidingWindow { cells: CELLS }),
-            ("sliding-window", Some(cells)) => match read_cells(cells).map_err(wrong)? {
-                cells @ 1..=1000 => Ok(Self::SlidingWindow { cells }),
-                cells => Err(ConfigError::Cells(cells)),
-            },
-            ("token-bucket", None | Some("greedy")) => Ok(Self::TokenBucket(Refill::Greedy)),
-            ("token-bucket", Some("interval")) => Ok(Self::TokenBucket(Refill::Interval)),
-            ("token-bucket", Some(_)) => Err(wrong("its refill is neither `greedy` nor `interval`")),
-            ("sliding-log", None) => Ok(Self::SlidingLog),
-            ("sliding-counter", None) => Ok(Self::SlidingCounter),
-            ("leaky-bucket", None) => Ok(Self::LeakyBucket),
-            ("gcra", None) => Ok(Self::Gcra),
-            ("in-flight", None) => Ok(Self::InFlight),
-            ("sliding-log" | "sliding-counter" | "leaky-bucket" | "gcra" | "in-flight", Some(_)) => {
-                Err(wrong("this strategy has no parameter"))
-            }
-            _ => Err(wrong("there is none of this name")),
-        }
+        let mut all = Self::ALL.iter().copied();
+        let named = all.find(|strategy| strategy.name() == name).ok_or_else(|| wrong("there is none of this name"))?;
+        let strategy = parameter.map_or(Ok(named), |parameter| named.with_parameter(parameter)).map_err(wrong)?;
+        // Finds what is out of bounds.
+        Params::new(strategy.into(), Quota::per_second(1)).map(|_| strategy)
     }
-}
-
-fn read_align(text: &str) -> Result<Align, &'static str> {
-    match text.split_once('+') {
-        None if text == "first-hit" => Ok(Align::FirstHit),
-        None if text == "clock" => Ok(Align::default()),
-        Some((clock, offset)) if clock.trim_end() == "clock" => {
-            duration::parse(offset).map(|offset| Align::Clock { offset })
-        }
-        _ => Err("its alignment is none of `clock`, `clock+22h` and `first-hit`"),
-    }
-}
-
-/// A number alone could as well be seconds.
-fn read_cells(text: &str) -> Result<u16, &'static str> {
-    let (digits, unit) = duration::split(text);
-    let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
-    let cells = cells.ok_or("its parameter is no number of cells, such as `10 cells`")?;
-    // One that does not fit is too large in any case.
-    Ok(u16::try_from(cells).unwrap_or(u16::MAX))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limit::{Align, Refill};
     use proptest::prelude::{prop_assert_eq, proptest};
     use proptest::strategy::Strategy as Generate;
+    use std::time::Duration;
 
     fn any_strategy() -> impl Generate<Value = Strategy> {
         let offset = (0..u64::MAX, 0u32..1_000_000_000, 0u32..3);
@@ -127,7 +78,6 @@ mod tests {
             ("sliding-window(1 cell)", Strategy::SlidingWindow { cells: 1 }, "sliding-window(1 cells)"),
             ("token-bucket(greedy)", Strategy::TokenBucket(Refill::Greedy), "token-bucket"),
             ("token-bucket(interval)", Strategy::TokenBucket(Refill::Interval), "token-bucket(interval)"),
-            ("in-flight", Strategy::InFlight, "in-flight"),
         ] {
             assert_eq!(text.parse(), Ok(strategy), "{text}");
             assert_eq!(strategy.to_string(), canonical);
@@ -149,7 +99,7 @@ mod tests {
             ("fixed_window", "none of this name"),
             ("gcra(2)", "has no parameter"),
             ("gcra()", "has no parameter"),
-            ("in-flight(4)", "has no parameter"),
+            ("in-flight", "none of this name"),
             ("gcra(", "no `)`"),
             ("token-bucket(interval) x", "no `)`"),
             ("token-bucket(eager)", "neither `greedy` nor `interval`"),

@@ -16,9 +16,21 @@
 //! **Two quotas under one name.** They share what the bucket lacks, in tokens, and each refills at its own rate since it
 //! was refilled last.
 
-use super::algorithm::{Algorithm, Registers, clean};
+use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::arithmetic::{div_ceil, drained, kept, kept_of};
-use super::{Params, PriorCharge, Snapshot};
+use super::{Frees, Params, Snapshot, Strategy};
+use crate::limit::Charged;
+
+/// How tokens come into a bucket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum Refill {
+    /// One by one, each after `period / limit`.
+    #[default]
+    Greedy,
+    /// The whole limit at once, after each period; the period begins with the first charge of a full bucket.
+    Interval,
+}
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -32,9 +44,25 @@ pub(crate) struct State {
 
 /// Registers: the tokens at now, in ticks, and when they were refilled last.
 impl Algorithm for State {
+    fn frees(strategy: Strategy) -> Frees {
+        if strategy == Strategy::TokenBucket(Refill::Interval) { Frees::InBatches } else { Frees::Gradually }
+    }
+
+    fn parameter(strategy: Strategy) -> Option<String> {
+        (strategy == Strategy::TokenBucket(Refill::Interval)).then(|| "interval".to_owned())
+    }
+
+    fn with_parameter(text: &str) -> Result<Strategy, &'static str> {
+        match text {
+            "greedy" => Ok(Strategy::TokenBucket(Refill::Greedy)),
+            "interval" => Ok(Strategy::TokenBucket(Refill::Interval)),
+            _ => Err("its refill is neither `greedy` nor `interval`"),
+        }
+    }
+
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
         let Self { refilled, missing, interval } = *self;
-        if !params.batches {
+        if !params.in_batches() {
             let (missing, future) = drained(params, now, refilled, missing, interval);
             return ([params.full - missing, now, 0], future);
         }
@@ -60,16 +88,9 @@ impl Algorithm for State {
         [tokens - cost * params.interval, refilled, 0]
     }
 
-    fn refund(
-        &mut self,
-        params: &Params,
-        now: i64,
-        cost: i64,
-        of: &PriorCharge,
-        registers: Registers,
-    ) -> (Registers, i64) {
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded {
         let [tokens, refilled, _] = registers;
-        let ticks = match params.batches {
+        let ticks = match params.in_batches() {
             true => kept_of_periods(params, now, cost, of, refilled),
             false => kept(params, cost, of),
         };
@@ -85,7 +106,7 @@ impl Algorithm for State {
     }
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
-        if params.batches {
+        if params.in_batches() {
             // The bucket is full at `until`, after so many whole periods.
             let missing = used * params.interval;
             let periods = div_ceil(missing, params.ticks);
@@ -98,7 +119,7 @@ impl Algorithm for State {
 
 /// How long until so many ticks have come.
 fn refill(params: &Params, now: i64, ticks: i64, refilled: i64) -> i64 {
-    match params.batches {
+    match params.in_batches() {
         true => refilled + div_ceil(ticks, params.ticks) * params.period - now,
         false => div_ceil(ticks, params.ticks),
     }
@@ -107,7 +128,7 @@ fn refill(params: &Params, now: i64, ticks: i64, refilled: i64) -> i64 {
 /// As [`kept`] where ticks come at once, by how many times they have come since the charge: as often as they were to come
 /// until the bucket is full, less how often they still are. Each time is a period after another, and what lies in between is
 /// the time that a check is on its way.
-fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &PriorCharge, refilled: i64) -> i64 {
+fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &Charged, refilled: i64) -> i64 {
     // No debt takes more times.
     let (period, most) = (params.period, params.furthest);
     let reset = of.reset.min(most * period);
@@ -119,8 +140,6 @@ fn kept_of_periods(params: &Params, now: i64, cost: i64, of: &PriorCharge, refil
 /// The definition: see `tests`.
 #[cfg(test)]
 pub(super) fn allows(model: &super::tests::Model, cost: i128, now: i128) -> bool {
-    use super::{Refill, Strategy};
-
     let &super::tests::Model { limit, period, burst, .. } = model;
     if model.strategy == Strategy::TokenBucket(Refill::Greedy) {
         // Tokens by the period, so that a refill is whole.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::limit::{Decision, Policies, Policy, Strategy, Verdict};
+use crate::limit::{Decision, Frees, Policies, Policy, Verdict};
 
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -42,16 +42,16 @@ impl Texts {
         for policy in policies.iter() {
             let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.quota());
             let _ = write!(text, "{separator}\"{}\";q={};", policy.name(), quota.limit());
-            let _ = match policy.strategy() {
+            let _ = match policy.is_in_flight() {
                 // The draft's unit for requests in flight, which have no window.
-                Strategy::InFlight => text.write_str("qu=\"concurrent-requests\""),
+                true => text.write_str("qu=\"concurrent-requests\""),
                 // A window is a whole number of seconds above 0 in the draft.
-                _ => write!(text, "w={}", seconds(quota.period().as_micros() as u64)),
+                false => write!(text, "w={}", seconds(quota.period().as_micros() as u64)),
             };
         }
-        let quotas = policies.iter().map(|policy| match policy.strategy() {
-            Strategy::InFlight => format!("{} requests at once", policy.quota().limit()),
-            _ => policy.quota().to_string(),
+        let quotas = policies.iter().map(|policy| match policy.is_in_flight() {
+            true => format!("{} requests at once", policy.quota().limit()),
+            false => policy.quota().to_string(),
         });
         let quotas = quotas.collect();
         Self { policy_field: value(text.as_bytes()), quotas }
@@ -91,7 +91,7 @@ impl Item {
         item.push(policy.name().as_bytes());
         item.push(b"\";r=");
         item.push(itoa::Buffer::new().format(verdict.remaining).as_bytes());
-        if policy.strategy() != Strategy::InFlight {
+        if !policy.is_in_flight() {
             item.push(b";t=");
             item.push(itoa::Buffer::new().format(seconds(effective_window(policy, verdict))).as_bytes());
         }
@@ -121,9 +121,9 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
         return verdict.wait.unsigned_abs();
     }
     let (reset, remaining) = (verdict.reset.unsigned_abs(), verdict.remaining.unsigned_abs());
-    let next = match policy.strategy().is_steady() {
-        true => lasts(policy, 1).min(reset),
-        false => reset,
+    let next = match policy.frees() {
+        Frees::Gradually => lasts(policy, 1).min(reset),
+        _ => reset,
     };
     lasts(policy, remaining).max(next)
 }
@@ -165,7 +165,7 @@ mod tests {
 
     /// The field after each of `count` checks at one moment, under these policies.
     fn fields(policies: &Policies, count: usize) -> Vec<String> {
-        let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.strategy())).collect();
+        let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.kind())).collect();
         let check = || Check::take(Key::GLOBAL, policies, 1);
         (0..count)
             .map(|_| {
@@ -216,7 +216,7 @@ mod tests {
         .unwrap();
         assert_eq!(fields(&policies, 1), ["\"burst\";r=4;t=1, \"daily\";r=86399;t=86399"]);
         let mut headers = HeaderMap::new();
-        let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.strategy())).collect();
+        let mut states: Vec<_> = policies.iter().map(|p| crate::limit::State::fresh(p.kind())).collect();
         let check = Check::take(Key::GLOBAL, &policies, 1);
         let verdicts = check.decide(&mut states, 0);
         append(&mut headers, &check.answer(verdicts, Source::Local));

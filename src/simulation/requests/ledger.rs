@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::plan::{Habit, LONGEST, Plan};
 use super::world::TIMEOUT;
-use crate::limit::{Mode, Policy, Strategy};
+use crate::limit::{Frees, Mode, Policy};
 use crate::simulation::{self, Breaks};
 
 /// What must hold.
@@ -238,7 +238,7 @@ impl Ledger {
                     self.breaks(Rule::Lost, Some(caller), problem);
                 }
                 // Of what flows back all the time the store counts parts of a unit, and tells whole ones. A debt it tells not.
-                let steady = i64::from(who.policy().strategy().is_steady());
+                let steady = i64::from(who.policy().frees() == Frees::Gradually);
                 let capacity = who.policy().params().capacity;
                 let costs = (real - steady).min(capacity)..=(real + unknown + steady).min(capacity);
                 if told == 0 && !costs.contains(&used) {
@@ -297,9 +297,9 @@ impl Ledger {
 /// How much may have passed by then: what a policy holds, and what has flowed back.
 fn room(policy: &Policy, now: u64) -> i64 {
     let (capacity, period, elapsed) = (policy.params().capacity, policy.params().period, now as i64 * 1000);
-    match policy.strategy().is_steady() {
-        true => capacity + capacity * elapsed / period + 1,
-        false => capacity * (elapsed / period + 2),
+    match policy.frees() {
+        Frees::Gradually => capacity + capacity * elapsed / period + 1,
+        _ => capacity * (elapsed / period + 2),
     }
 }
 
@@ -307,9 +307,9 @@ fn room(policy: &Policy, now: u64) -> i64 {
 /// periods.
 fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
     let (capacity, period) = (policy.params().capacity as u64, policy.params().period as u64 / 1000);
-    match policy.strategy() {
-        Strategy::InFlight => LONGEST + 150,
-        strategy if strategy.is_steady() => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
+    match policy.frees() {
+        Frees::OnRelease => LONGEST + 150,
+        Frees::Gradually => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
         _ => 2 * period,
     }
 }

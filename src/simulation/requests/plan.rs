@@ -221,10 +221,12 @@ impl Caller {
                 Policy::new("reserve", *pick(rng, Strategy::ALL), quota)
             }
             Habit::InFlight => {
-                Policy::new("flight", Strategy::InFlight, Quota::per(*pick(rng, &[1, 2, 4]), *pick(rng, &LEASES)))
+                let (limit, lease) = (*pick(rng, &[1, 2, 4]), *pick(rng, &LEASES));
+                Policy::in_flight("flight", limit).and_then(|policy| policy.lease_time(lease))
             }
             Habit::Queueing => {
-                Policy::new("queue", Strategy::InFlight, Quota::per(*pick(rng, &[1, 4, AMPLE]), *pick(rng, &LEASES)))
+                let (limit, lease) = (*pick(rng, &[1, 4, AMPLE]), *pick(rng, &LEASES));
+                Policy::in_flight("queue", limit).and_then(|policy| policy.lease_time(lease))
             }
         };
         let policy = policy.unwrap();
@@ -241,8 +243,8 @@ impl Caller {
     }
 
     fn never_pauses(&mut self, rng: &mut Rng) {
-        let quota = Quota::per(*pick(rng, &[8, 16]), self.policy().quota().period());
-        self.policies = Policy::new("flight", Strategy::InFlight, quota).unwrap().into();
+        let (limit, lease) = (*pick(rng, &[8, 16]), self.policy().quota().period());
+        self.policies = Policy::in_flight("flight", limit).unwrap().lease_time(lease).unwrap().into();
         (self.clients, self.drops, self.is_steady) = (rng.usize(10..=20), true, true);
     }
 

@@ -237,7 +237,7 @@ impl State {
         let places: Vec<_> = check.policies().iter().map(|policy| (*check.key(), policy.id())).collect();
         let mut counts = Vec::new();
         for (place, policy) in places.iter().zip(check.policies().iter()) {
-            let mut count = self.counts.remove(place).unwrap_or_else(|| Count::fresh(policy.strategy()));
+            let mut count = self.counts.remove(place).unwrap_or_else(|| Count::fresh(policy.kind()));
             if let Count::InFlight(count) = &mut count {
                 count.ask_as(instance as u64 + 1);
             }

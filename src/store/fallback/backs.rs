@@ -1,8 +1,8 @@
 //! What a caller refunded, to be refunded in the primary store too.
 
-use smallvec::{SmallVec, smallvec};
+use smallvec::SmallVec;
 
-use crate::limit::{Charged, LONGEST, Policies, State};
+use crate::limit::{Charged, EachCharged, LONGEST, Policies, State};
 
 /// What was refunded without an id, oldest first; a reset is before all of it.
 #[derive(Debug, Default)]
@@ -17,7 +17,7 @@ pub(super) struct Backs {
 pub(super) struct Back {
     pub(super) cost: u64,
     /// Of which charge, as it was at a time in microseconds.
-    charged: Charged,
+    charged: EachCharged,
     at: i64,
 }
 
@@ -25,18 +25,23 @@ pub(super) struct Back {
 const MAX: usize = 128;
 
 impl Back {
-    pub(super) fn new(cost: u64, charged: Charged, at: i64) -> Self {
+    pub(super) fn new(cost: u64, charged: EachCharged, at: i64) -> Self {
         Self { cost, charged, at }
     }
 
     /// The charge as it is now.
-    pub(super) fn charged(&self, now: i64) -> Charged {
-        self.charged.clone().later(now - self.at)
+    pub(super) fn charged(&self, now: i64) -> EachCharged {
+        self.charged.iter().map(|charged| charged.later(now - self.at)).collect()
+    }
+
+    /// Whether any policy counts it still.
+    fn counts(&self, now: i64) -> bool {
+        self.charged(now).iter().any(|charged| charged.left() > 0)
     }
 
     /// The number of the notes of the charge, if it is not in the primary store.
     pub(super) fn noted_in(&self) -> Option<i64> {
-        self.charged.noted_in()
+        self.charged.first().and_then(Charged::noted_in)
     }
 
     /// Takes it out of what is noted. How much that was.
@@ -44,14 +49,14 @@ impl Back {
     /// When the charge was made tells how much of it is left, and not until when it was to count: that is of a window which
     /// may have begun before that of the notes.
     pub(super) fn take_out(&self, policies: &Policies, states: &mut [State], now: i64) -> u64 {
-        let charged = self.charged(now);
-        if !charged.counts() {
+        if !self.counts(now) {
             return 0;
         }
-        let charged = Charged { resets: smallvec![LONGEST; states.len()], ..charged };
         let cost = i64::from(u32::try_from(self.cost).unwrap_or(u32::MAX));
-        let states = policies.iter().zip(states).enumerate();
-        let given = states.map(|(i, (policy, state))| charged.refund(i, policy, state, cost, now));
+        let given =
+            self.charged(now).into_iter().zip(policies).zip(states).map(|((charged, policy), state)| {
+                Charged { reset: LONGEST, ..charged }.refund(policy, state, cost, now)
+            });
         given.max().unwrap_or(0).max(0) as u64
     }
 }
@@ -77,7 +82,8 @@ impl Backs {
         let alike = |other: &&mut Back| is_full && other.noted_in().is_some() == back.noted_in().is_some();
         match self.each.iter_mut().rfind(alike) {
             Some(last) => {
-                last.charged = last.charged(back.at).or(&back.charged);
+                let both = last.charged(back.at).into_iter().zip(&back.charged);
+                last.charged = both.map(|(last, back)| last.or(*back)).collect();
                 (last.cost, last.at) = (last.cost.saturating_add(back.cost), back.at);
             }
             None => self.each.push(back),
@@ -94,7 +100,7 @@ impl Backs {
 
     /// What is still to be refunded.
     pub(super) fn into_each(self, now: i64) -> impl Iterator<Item = Back> {
-        self.each.into_iter().filter(move |back| back.charged(now).counts())
+        self.each.into_iter().filter(move |back| back.counts(now))
     }
 }
 
@@ -107,11 +113,11 @@ mod tests {
     fn many_become_a_few_of_the_oldest_age() {
         let mut backs = Backs::default();
         for i in 0..MAX as i64 + 84 {
-            let charged = Charged { age: i, at: 0, cost: 9, resets: [1_000].into_iter().collect() };
-            backs.add(Back::new(2, charged, 0));
+            let charged = Charged { age: i, at: 0, cost: 9, reset: 1_000 };
+            backs.add(Back::new(2, [charged].into(), 0));
         }
         assert_eq!(backs.each.len(), MAX);
         let last = backs.into_each(5).last().unwrap();
-        assert_eq!((last.cost, last.charged(5).age, last.charged(5).cost), (2 * 85, MAX as i64 + 83 + 5, 9));
+        assert_eq!((last.cost, last.charged(5)[0].age, last.charged(5)[0].cost), (2 * 85, MAX as i64 + 83 + 5, 9));
     }
 }

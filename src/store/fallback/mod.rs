@@ -51,7 +51,7 @@ use crate::limit::{Check, Decision, Key, Source};
 ///   who have used most of their limits. With more than one instance in the [`Share`], each waits until all the others have
 ///   had the time to notice that the outage is over, and then for those that still reconcile, up to ten seconds: or the first
 ///   one back would be granted what they have granted already. Each says in the primary store that it reconciles, as a request
-///   [in flight](crate::Strategy::InFlight). With the breaker closed, as where a queue was full, it is within a second; what
+///   [in flight](crate::Policy::in_flight). With the breaker closed, as where a queue was full, it is within a second; what
 ///   such a caller refunds or resets meanwhile, the fallback does, so that the primary store is told of it afterwards. An id
 ///   is charged once, however often it was asked and by whom it was answered.
 ///

@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 use smallvec::SmallVec;
 
 use super::backs::{Back, Backs};
-use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, State};
+use crate::limit::{Charged, Check, Decision, EachCharged, Key, Mode, Policies, State};
 
 /// The notes of one caller under one list of policies.
 ///
@@ -140,7 +140,7 @@ impl Notes {
     /// Notes what was done now. What was charged counts for as long as the whole policies say, which may be less than an
     /// instance's part of them: its rate is lower. Under an id that was `sent` to the primary store, it counts for no longer
     /// than that knows the id. What was refunded is `of` a charge, if not of just now.
-    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, of: Option<&Charged>, now: i64, sent: bool) {
+    pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, of: &[Charged], now: i64, sent: bool) {
         let Some(id) = id else {
             return match mode {
                 Mode::Charge => drop(self.count(Mode::Charge, cost, now)),
@@ -213,15 +213,15 @@ impl Notes {
 
     /// Refunds of a charge: here if that is noted here, and else in the primary store. What is noted and counts no longer
     /// is not refunded there. If it is not said of which charge, as much as there is is refunded here, and the rest there.
-    fn refund(&mut self, cost: u64, of: Option<&Charged>, now: i64) {
-        let charged = of.cloned().unwrap_or_else(|| self.just_now(cost, now));
+    fn refund(&mut self, cost: u64, of: &[Charged], now: i64) {
+        let charged = if of.is_empty() { self.just_now(cost, now) } else { of.into() };
         let mut back = Back::new(cost, charged, now);
         if back.noted_in().is_some_and(|number| (self.first..=self.number).contains(&number)) {
             let given = back.take_out(&self.policies, &mut self.charge, now);
             if let Some(all) = &mut self.all {
                 back.take_out(&self.policies, all, now);
             }
-            back.cost -= if of.is_some() { cost } else { given.min(cost) };
+            back.cost -= if of.is_empty() { given.min(cost) } else { cost };
         }
         if back.cost > 0 {
             self.back.add(back);
@@ -230,11 +230,12 @@ impl Notes {
     }
 
     /// A charge of just now, as the first of a caller.
-    fn just_now(&self, cost: u64, now: i64) -> Charged {
+    fn just_now(&self, cost: u64, now: i64) -> EachCharged {
         let cost = u32::try_from(cost).unwrap_or(u32::MAX);
         let mut states = fresh(&self.policies);
         let verdicts = Check::charge(Key::GLOBAL, &self.policies, cost).decide(&mut states, now);
-        Charged { age: 0, at: -self.number, cost, resets: verdicts.each.iter().map(|verdict| verdict.reset).collect() }
+        let charged = Charged { age: 0, at: -self.number, cost: cost.into(), reset: 0 };
+        verdicts.each.iter().map(|verdict| Charged { reset: verdict.reset, ..charged }).collect()
     }
 
     /// Forgets what is still to be charged.
@@ -342,7 +343,7 @@ fn another() -> i64 {
 }
 
 fn fresh(policies: &Policies) -> SmallVec<[State; 1]> {
-    policies.iter().map(|policy| State::fresh(policy.strategy())).collect()
+    policies.iter().map(|policy| State::fresh(policy.kind())).collect()
 }
 
 /// Counts on one state for each policy. The most that a policy counted.
@@ -387,10 +388,10 @@ mod tests {
     fn an_id_is_noted_once_and_what_has_expired_not_at_all() {
         let mut notes = notes();
         let later = 2 * 86_400_000_000;
-        notes.add(Mode::Charge, Some(Key::new("c")), 5, None, 0, false);
-        notes.add(Mode::Refund, None, 5, None, 0, false);
+        notes.add(Mode::Charge, Some(Key::new("c")), 5, &[], 0, false);
+        notes.add(Mode::Refund, None, 5, &[], 0, false);
         for id in ["a", "b", "a"] {
-            notes.add(Mode::Charge, Some(Key::new(id)), 5, None, later, false);
+            notes.add(Mode::Charge, Some(Key::new(id)), 5, &[], later, false);
         }
         assert_eq!(notes.len(), 4);
         let steps = steps_at(notes, later);
@@ -403,12 +404,12 @@ mod tests {
     fn what_is_refunded_gets_older() {
         const S: i64 = 1_000_000;
         let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
-        let of = Charged { age: 20 * S, at: 0, cost: 5, resets: [60 * S].into_iter().collect() };
+        let of = Charged { age: 20 * S, at: 0, cost: 5, reset: 60 * S };
         let sent = |at: i64| {
             let mut notes = Notes::new(policies.clone());
-            notes.add(Mode::Refund, None, 3, Some(&of), 0, false);
+            notes.add(Mode::Refund, None, 3, &[of], 0, false);
             let steps = steps_at(notes, at);
-            steps.iter().map(|step| step.check(at).charged().unwrap().age).collect::<Vec<_>>()
+            steps.iter().map(|step| step.check(at).charged()[0].age).collect::<Vec<_>>()
         };
         assert_eq!(sent(30 * S), [50 * S]);
         assert_eq!(sent(40 * S - 1), [60 * S - 1]);
@@ -425,7 +426,7 @@ mod tests {
             let mut noted = 0;
             for now in (0..10).map(|i| i * 100_000) {
                 let steps = steps_at(std::mem::replace(&mut notes, Notes::new(policies.clone())), now);
-                notes.add(Mode::Charge, None, 10, None, now, false);
+                notes.add(Mode::Charge, None, 10, &[], now, false);
                 noted = steps.iter().map(|step| step.cost).sum();
                 steps.into_iter().rev().for_each(|step| notes.put_back(step, now));
             }
@@ -440,9 +441,9 @@ mod tests {
         const HOUR: i64 = 3_600_000_000;
         let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
         let mut notes = Notes::new(policies);
-        notes.add(Mode::Charge, None, 10, None, 0, false);
-        let of = Charged { age: 4 * HOUR, at: -notes.number(), cost: 10, resets: [10 * HOUR].into_iter().collect() };
-        notes.add(Mode::Refund, None, 10, Some(&of), 4 * HOUR, false);
+        notes.add(Mode::Charge, None, 10, &[], 0, false);
+        let of = Charged { age: 4 * HOUR, at: -notes.number(), cost: 10, reset: 10 * HOUR };
+        notes.add(Mode::Refund, None, 10, &[of], 4 * HOUR, false);
         assert!(steps_at(notes, 4 * HOUR).is_empty());
     }
 
@@ -459,7 +460,7 @@ mod tests {
                 if i == cut {
                     taken = steps(std::mem::replace(&mut notes, self::notes()));
                 }
-                notes.add(mode, None, cost, None, 0, false);
+                notes.add(mode, None, cost, &[], 0, false);
                 used = done(used, mode, cost);
             }
             for step in taken.into_iter().rev() {
@@ -473,12 +474,12 @@ mod tests {
         fn a_reset_is_between_what_was_before_and_after_it(before in 0u64..5, after in 0u64..5, again: bool) {
             let mut notes = notes();
             for id in 0..before {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, None, 0, false);
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
             }
             let taken = if again { steps(std::mem::replace(&mut notes, self::notes())) } else { vec![] };
-            notes.add(Mode::Reset, None, 0, None, 0, false);
+            notes.add(Mode::Reset, None, 0, &[], 0, false);
             for id in before..before + after {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, None, 0, false);
+                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
             }
             for step in taken.into_iter().rev() {
                 notes.put_back(step, 0);

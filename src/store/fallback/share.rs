@@ -58,8 +58,8 @@ pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> 
         let used = i128::from(part - verdict.remaining) * i128::from(whole) / i128::from(part);
         let followed = Snapshot { used: used as i64, until: now + verdict.reset };
         let mut state = match verdict.reset {
-            0 => State::fresh(policy.strategy()),
-            _ => State::resume(policy.strategy(), policy.params(), now, followed),
+            0 => State::fresh(policy.kind()),
+            _ => State::resume(policy.kind(), policy.params(), now, followed),
         };
         let peek = Check::peek(*check.key(), &policy.clone().into(), check.cost());
         match peek.decide(std::slice::from_mut(&mut state), now).first().wait {

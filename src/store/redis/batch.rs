@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use crate::limit::{Charged, Check, Key, Mode, Policies};
+use crate::limit::{Check, EachCharged, Key, Mode, Policies};
 
 /// What one script call asks. Its other half, in [`script`](super::script), writes the call and reads the reply.
 #[derive(Debug, Default)]
@@ -31,8 +31,8 @@ pub(super) struct Plan {
     pub(super) with_id: bool,
     /// Within how many microseconds a take ahead has to be due.
     pub(super) within: i64,
-    /// The charge of which a part is refunded.
-    pub(super) charged: Option<Charged>,
+    /// The charge of which a part is refunded, if it is not of just now.
+    pub(super) charged: EachCharged,
 }
 
 /// What a plan is found by, instead of a search through all of them. Two lists of policies could by chance share an
@@ -107,7 +107,7 @@ impl Batch {
             cost: check.cost(),
             with_id: check.id().is_some(),
             within: check.within(),
-            charged: check.charged().cloned(),
+            charged: check.charged().into(),
         });
         self.plan_of.insert(key, index);
         index
@@ -121,7 +121,7 @@ impl Plan {
             && self.cost == check.cost()
             && self.with_id == check.id().is_some()
             && self.within == check.within()
-            && self.charged.as_ref() == check.charged()
+            && self.charged[..] == *check.charged()
     }
 }
 
@@ -133,7 +133,7 @@ impl PlanKey {
             cost: check.cost(),
             with_id: check.id().is_some(),
             within: check.within(),
-            age: check.charged().map_or(0, |charged| charged.age),
+            age: check.charged_under(0).age,
         }
     }
 }

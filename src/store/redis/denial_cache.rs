@@ -13,7 +13,7 @@ use std::sync::{PoisonError, RwLock};
 
 use smallvec::{SmallVec, smallvec};
 
-use crate::limit::{Check, Key, Mode, Policies, Policy, Strategy, Verdict, Verdicts};
+use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
 use crate::store::clock::Clock;
 use crate::store::digest::Digest;
@@ -267,10 +267,7 @@ impl<'a> Question<'a> {
 
     /// How many of the policies never have the room that it needs.
     fn exceeds(&self) -> usize {
-        let never_has_room = |policy: &&Policy| {
-            policy.strategy() != Strategy::InFlight && i64::from(self.needs) > policy.params().capacity
-        };
-        self.policies.iter().filter(never_has_room).count()
+        self.policies.iter().filter(|policy| policy.never_fits(self.needs)).count()
     }
 }
 

@@ -47,7 +47,7 @@ impl Batch {
 
     /// What follows the caller: `:name:strategy`.
     fn push_count(&mut self, policy: &Policy) {
-        for part in [":", policy.name(), ":", wire::letter(policy.strategy())] {
+        for part in [":", policy.name(), ":", policy.kind().letter()] {
             self.keys.extend_from_slice(part.as_bytes());
         }
     }
@@ -66,7 +66,7 @@ impl Batch {
         let mut packed = Packed::default();
         packed.u32(policies().count()).u32(self.plans.len()).i56(now).u48(instance).add_to(&mut cmd);
         for policy in policies() {
-            packed.u8(wire::strategy_number(policy.strategy()));
+            packed.u8(wire::kind_number(policy.kind()));
             for argument in wire::arguments(policy) {
                 packed.i56(argument);
             }
@@ -80,10 +80,11 @@ impl Batch {
                 packed.u32(place);
             }
             if plan.mode == Mode::Refund {
-                let charged = Charged::or_just_now(plan.charged.as_ref(), plan.cost, plan.policies.iter().len());
-                packed.u32(charged.cost as usize).i56(charged.age).i56(charged.at.max(0));
-                for reset in charged.resets {
-                    packed.i56(reset);
+                let just_now = Charged::just_now(plan.cost.into());
+                let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
+                packed.u32(charged(0).cost as usize).i56(charged(0).age).i56(charged(0).at.max(0));
+                for policy in 0..plan.policies.iter().len() {
+                    packed.i56(charged(policy).reset);
                 }
             }
             packed.add_to(&mut cmd);
@@ -194,12 +195,12 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
     let each = each.collect::<Result<_, _>>()?;
     match problem {
         0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
-        REFUSED => Err(StoreError::new(ErrorKind::Refused).of_check()),
+        wire::REFUSED => Err(StoreError::new(ErrorKind::Refused).of_check()),
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
-        NO_WRITES => Err(StoreError::new(ErrorKind::Refused).unsent()),
-        OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
-        READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
-        NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),
+        wire::NO_WRITES => Err(StoreError::new(ErrorKind::Refused).unsent()),
+        wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
+        wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
+        wire::NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),
         _ => Err(protocol()),
     }
 }
@@ -207,15 +208,8 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
 /// Whether the server is a replica, and so refused a check that would write.
 pub(super) fn is_read_only(reply: &Value) -> bool {
     // Nothing else is told by this number.
-    matches!(reply, Value::Array(values) if values.contains(&Value::Int(READ_ONLY)))
+    matches!(reply, Value::Array(values) if values.contains(&Value::Int(wire::READ_ONLY)))
 }
-
-/// What stands for a refused write in place of what was granted; see `problem` in `lua/check.lua`.
-const REFUSED: i64 = -1;
-const OUT_OF_MEMORY: i64 = -2;
-const READ_ONLY: i64 = -3;
-const NO_PERMISSION: i64 = -4;
-const NO_WRITES: i64 = -5;
 
 #[cfg(test)]
 mod tests {

@@ -8,10 +8,11 @@ use std::time::Duration;
 use fastrand::Rng;
 use futures_util::future::join_all;
 
-use super::{RedisStore, wire};
-use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, State, Strategy};
+use super::RedisStore;
+use crate::limit::{
+    Align, Check, Decision, Key, Kind, Mode, Policies, Policy, Quota, Refill, Source, State, Strategy, strategies,
+};
 use crate::store::{LocalStore, Store};
-use crate::strategies::strategies;
 use crate::support::RedisServer;
 
 /// Steps per strategy. Every trace is of 64 callers, all of whom check at every moment.
@@ -20,12 +21,12 @@ const CALLERS: usize = 64;
 
 /// A test of each pair of twins.
 macro_rules! agree {
-    ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {$(
+    ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {$(
         #[tokio::test]
         async fn $module() {
-            let is_of_module = |strategy: &Strategy| matches!(strategy, Strategy::$variant { .. });
-            for strategy in all().filter(is_of_module) {
-                agree($number, strategy).await;
+            let is_of_module = |strategy: &&Strategy| matches!(strategy, Strategy::$variant { .. });
+            for strategy in Strategy::ALL.iter().filter(is_of_module) {
+                agree($number, (*strategy).into()).await;
             }
         }
     )*};
@@ -33,30 +34,30 @@ macro_rules! agree {
 
 strategies!(agree);
 
-/// All that count over time, and requests in flight.
-fn all() -> impl Iterator<Item = Strategy> {
-    Strategy::ALL.iter().copied().chain([Strategy::InFlight])
+#[tokio::test]
+async fn in_flight() {
+    agree(8, Kind::InFlight).await;
 }
 
 /// The strategy with other parameters.
-fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
-    match strategy {
-        Strategy::FixedWindow(Align::Clock { .. }) => {
-            Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) })
+fn vary(rng: &mut Rng, kind: Kind) -> Kind {
+    match kind {
+        Kind::Rate(Strategy::FixedWindow(Align::Clock { .. })) => {
+            Strategy::FixedWindow(Align::Clock { offset: Duration::from_micros(rng.u64(..10_000_000_000)) }).into()
         }
-        Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells: rng.u16(1..=20) },
+        Kind::Rate(Strategy::SlidingWindow { .. }) => Strategy::SlidingWindow { cells: rng.u16(1..=20) }.into(),
         same => same,
     }
 }
 
-/// Any of them.
-fn any(rng: &mut Rng) -> Strategy {
+/// Any of them, or requests in flight.
+fn any(rng: &mut Rng) -> Kind {
     nth(rng.usize(..=Strategy::ALL.len()))
 }
 
 /// Each of them in turn.
-fn nth(i: usize) -> Strategy {
-    *Strategy::ALL.get(i % (Strategy::ALL.len() + 1)).unwrap_or(&Strategy::InFlight)
+fn nth(i: usize) -> Kind {
+    Strategy::ALL.get(i % (Strategy::ALL.len() + 1)).map_or(Kind::InFlight, |strategy| (*strategy).into())
 }
 
 #[tokio::test]
@@ -92,7 +93,7 @@ async fn ids() {
     let server = RedisServer::start();
     let mut trace = Trace::new(12, &server);
     let local = LocalStore::default();
-    let of = |name: &str, strategy, quota: &str| Policy::new(name, strategy, quota.parse().unwrap()).unwrap();
+    let of = |name: &str, kind, quota: &str| Policy::of_kind(name, kind, quota.parse().unwrap()).unwrap();
     let (mut differ, mut repeated, mut given) = (vec![], 0, 0);
     for i in 0..3_000 {
         let key = Key::new(format!("caller-{i}"));
@@ -157,22 +158,24 @@ async fn near_quotas() {
 }
 
 /// Policies of one count whose quotas are less than a tenth from each other.
-fn near_policies(strategy: Strategy, rng: &mut Rng) -> [Policies; 3] {
-    let first = policy("near", strategy, rng).quota();
+fn near_policies(kind: Kind, rng: &mut Rng) -> [Policies; 3] {
+    let first = policy("near", kind, rng).quota();
     [0, 1, 2].map(|_| {
-        let strategy = match strategy {
-            Strategy::FixedWindow(_) if rng.bool() => Strategy::FixedWindow(Align::FirstHit),
-            Strategy::FixedWindow(_) => vary(rng, strategy),
-            Strategy::TokenBucket(_) if rng.bool() => Strategy::TokenBucket(Refill::Interval),
-            Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=1) },
+        let kind = match kind {
+            Kind::Rate(Strategy::FixedWindow(_)) if rng.bool() => Strategy::FixedWindow(Align::FirstHit).into(),
+            Kind::Rate(Strategy::FixedWindow(_)) => vary(rng, kind),
+            Kind::Rate(Strategy::TokenBucket(_)) if rng.bool() => Strategy::TokenBucket(Refill::Interval).into(),
+            Kind::Rate(Strategy::SlidingWindow { cells }) => {
+                Strategy::SlidingWindow { cells: cells + rng.u16(0..=1) }.into()
+            }
             same => same,
         };
         let limit = first.limit() - rng.u32(0..=first.limit() / 16);
         let period = first.period() - first.period() / rng.u32(16..1_000);
         let quota = Quota::per(limit, Duration::from_micros(period.as_micros() as u64));
         let burst = first.capacity() - rng.u32(0..=first.capacity() / 16);
-        let near = Policy::new("near", strategy, quota.burst(burst)).or_else(|_| Policy::new("near", strategy, quota));
-        near.unwrap_or_else(|_| Policy::new("near", strategy, first).unwrap()).into()
+        let near = |quota| Policy::of_kind("near", kind, quota);
+        near(quota.burst(burst)).or_else(|_| near(quota)).or_else(|_| near(first)).unwrap().into()
     })
 }
 
@@ -321,7 +324,7 @@ async fn what_charges_nothing_writes_nothing() {
         assert!(trace.redis.check(take(one, capacity)).await.unwrap().is_allowed());
         let period = one[0].quota().period().as_micros() as i64;
         trace.now.fetch_add(trace.rng.i64(0..=period / 4), Relaxed);
-        let dump = format!("DUMP rl:{{{key}}}:near:{}", wire::letter(one[0].strategy()));
+        let dump = format!("DUMP rl:{{{key}}}:near:{}", one[0].kind().letter());
         let before: Vec<u8> = server.command(&dump).await;
         for check in
             [take(other, other[0].quota().capacity()), Check::peek(Key::new(&key), other, 1), take(one, capacity)]
@@ -340,13 +343,13 @@ async fn what_charges_nothing_writes_nothing() {
     assert!(wrote.is_empty(), "{wrote:#?}");
 }
 
-async fn agree(seed: u64, strategy: Strategy) {
+async fn agree(seed: u64, kind: Kind) {
     let server = RedisServer::start();
     let mut trace = Trace::new(seed, &server);
     let policies: Vec<Policies> = (0..CALLERS)
         .map(|_| {
-            let strategy = vary(&mut trace.rng, strategy);
-            policy("p", strategy, &mut trace.rng).into()
+            let kind = vary(&mut trace.rng, kind);
+            policy("p", kind, &mut trace.rng).into()
         })
         .collect();
     trace.run(&policies, STEPS).await;
@@ -359,7 +362,7 @@ fn in_rust(check: &Check, states: &mut [State], now: i64) -> Decision {
 }
 
 /// Quotas of every size: those that people write, and some that no one would.
-fn policy(name: &str, strategy: Strategy, rng: &mut Rng) -> Policy {
+fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
     const DAY: u64 = 86_400_000_000;
     let (limit, period) = match rng.u8(..10) {
         0 => (3, 1_000_000),
@@ -374,10 +377,10 @@ fn policy(name: &str, strategy: Strategy, rng: &mut Rng) -> Policy {
         _ => (rng.u32(1..1_000_000), rng.u64(1..100 * DAY)),
     };
     // No log is longer.
-    let limit = if strategy == Strategy::SlidingLog { limit.min(100_000) } else { limit };
-    if strategy == Strategy::InFlight {
+    let limit = if kind == Strategy::SlidingLog.into() { limit.min(100_000) } else { limit };
+    if kind == Kind::InFlight {
         let lease = Duration::from_micros(period).clamp(Duration::from_secs(1), Duration::from_secs(3_600));
-        return Policy::new(name, strategy, Quota::per(limit.min(rng.u32(1..=100)), lease)).unwrap();
+        return Policy::of_kind(name, kind, Quota::per(limit.min(rng.u32(1..=100)), lease)).unwrap();
     }
     let quota = Quota::per(limit, Duration::from_micros(period));
     let burst = match rng.u8(..4) {
@@ -386,7 +389,7 @@ fn policy(name: &str, strategy: Strategy, rng: &mut Rng) -> Policy {
         2 => limit.saturating_mul(2),
         _ => limit,
     };
-    Policy::new(name, strategy, quota.burst(burst)).or_else(|_| Policy::new(name, strategy, quota)).unwrap()
+    Policy::of_kind(name, kind, quota.burst(burst)).or_else(|_| Policy::of_kind(name, kind, quota)).unwrap()
 }
 
 struct Trace {
@@ -424,7 +427,7 @@ impl Trace {
         self.states.resize(policies.len(), Vec::new());
         self.granted.resize(policies.len(), Vec::new());
         for (states, policies) in self.states.iter_mut().zip(policies) {
-            let fresh = policies.iter().map(|policy| State::fresh(policy.strategy()));
+            let fresh = policies.iter().map(|policy| State::fresh(policy.kind()));
             let same = |a: &State, b: &State| std::mem::discriminant(a) == std::mem::discriminant(b);
             if states.len() != policies.iter().len() || !states.iter().zip(fresh.clone()).all(|(a, b)| same(a, &b)) {
                 *states = fresh.collect();
@@ -498,7 +501,7 @@ impl Trace {
             4 => rng.u32(..=capacity) / 8,
             _ => 1,
         };
-        if policies.iter().any(|policy| policy.strategy() == Strategy::InFlight) {
+        if policies.iter().any(Policy::is_in_flight) {
             match rng.u8(..16) {
                 0 | 1 => return Check::renew(key, policies, cost),
                 2 => return Check::hold(key, policies, cost),

@@ -1,52 +1,88 @@
-//! What stands for a strategy and a mode in keys and in the script's arguments, and the text of the script.
+//! What stands for a mode and a problem in the script's arguments and reply, and the text of the script.
 
-use crate::limit::{Mode, Policy, Strategy};
-use crate::strategies::strategies;
+use crate::limit::{Frees, Kind, Mode, Policy, strategies};
 
-macro_rules! wire {
-    ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {
-        /// The letter that stands for it in a key.
-        pub(super) const fn letter(strategy: Strategy) -> &'static str {
-            match strategy { $(Strategy::$variant { .. } => $letter,)* }
+/// Gives a macro the numbers that both halves of the script know, beside those of the strategies: of modes, of what went wrong
+/// in place of what was granted, and of what counts requests in flight.
+macro_rules! numbers {
+    ($with:ident) => {
+        $with! {
+            Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
+            TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Hold HOLD = 9;
+            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5, IN_FLIGHT = 0
         }
+    };
+}
+
+macro_rules! in_rust {
+    ($($mode:ident $_name:ident = $mode_number:literal),*; $($name:ident = $number:literal),*) => {
+        $(pub(super) const $name: i64 = $number;)*
 
         /// The number that stands for it in an argument.
-        pub(super) const fn strategy_number(strategy: Strategy) -> u8 {
-            match strategy { $(Strategy::$variant { .. } => $number,)* }
+        pub(super) const fn mode_number(mode: Mode) -> u8 {
+            match mode { $(Mode::$mode => $mode_number,)* }
         }
+    };
+}
 
-        /// The script that decides: what the call asks, what the Lua halves share, each of them, the driver.
+numbers!(in_rust);
+
+macro_rules! in_lua {
+    ($($mode:ident $mode_name:ident = $mode_number:literal),*; $($name:ident = $number:literal),*) => {
+        concat!(
+            $("local ", stringify!($mode_name), " = ", $mode_number, "\n",)*
+            $("local ", stringify!($name), " = ", $number, "\n",)*
+        )
+    };
+}
+
+macro_rules! lua {
+    ($name:expr) => {
+        include_str!(concat!("../../../lua/", $name, ".lua"))
+    };
+}
+
+/// What is made only if it is asked for.
+macro_rules! strategy {
+    ($number:expr, $name:expr) => {
+        concat!(
+            "\nif strategies[",
+            $number,
+            "] then\nstrategies[",
+            $number,
+            "] = (function()\n",
+            lua!($name),
+            "end)()\nend\n"
+        )
+    };
+}
+
+macro_rules! script {
+    ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
+        /// The script that decides: what the call asks, what the strategies share, each of them, the driver.
         pub(super) const SCRIPT: &str = concat!(
-            include_str!("../../../lua/call.lua"),
+            lua!("call"),
             "\n",
-            include_str!("../../../lua/prelude.lua"),
+            numbers!(in_lua),
             "\n",
-            include_str!("../../../lua/meter.lua"),
-            $(
-                "\nif strategies[", $number, "] then\nstrategies[", $number, "] = (function()\n",
-                include_str!(concat!("../../../lua/", stringify!($module), ".lua")),
-                "end)()\nend\n",
-            )*
+            lua!("prelude"),
             "\n",
-            include_str!("../../../lua/check.lua"),
+            lua!("meter"),
+            $(strategy!($number, stringify!($module)),)*
+            strategy!("IN_FLIGHT", "in_flight"),
+            "\n",
+            lua!("check"),
         );
     };
 }
 
-strategies!(wire);
+strategies!(script);
 
-/// The number that stands for it in an argument.
-pub(super) const fn mode_number(mode: Mode) -> u8 {
-    match mode {
-        Mode::Take => 1,
-        Mode::UpTo => 2,
-        Mode::Peek => 3,
-        Mode::Charge => 4,
-        Mode::Refund => 5,
-        Mode::Reset => 6,
-        Mode::TakeAhead => 7,
-        Mode::Renew => 8,
-        Mode::Hold => 9,
+/// The number that stands for what a policy counts in an argument.
+pub(super) const fn kind_number(kind: Kind) -> u8 {
+    match kind {
+        Kind::Rate(strategy) => strategy.number(),
+        Kind::InFlight => IN_FLIGHT as u8,
     }
 }
 
@@ -63,8 +99,9 @@ pub(super) const fn mode_number(mode: Mode) -> u8 {
 /// - the width of a cell in microseconds.
 pub(super) fn arguments(policy: &Policy) -> [i64; 4] {
     let params = policy.params();
-    match policy.strategy().has_burst() {
-        true => [params.capacity, params.interval, params.ticks, if params.batches { params.period } else { 0 }],
-        false => [params.capacity, params.period, params.offset.unwrap_or(-1), params.width],
+    match params.frees {
+        Frees::Gradually => [params.capacity, params.interval, params.ticks, 0],
+        Frees::InBatches => [params.capacity, params.interval, params.ticks, params.period],
+        _ => [params.capacity, params.period, params.offset.unwrap_or(-1), params.width],
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::*;
-use crate::limit::{Decision, Refill, Source};
+use crate::limit::{Decision, Source};
 
 const START: i64 = 1_790_000_000_000_000;
 
@@ -21,7 +21,7 @@ type Granted = Vec<(i64, i64)>;
 
 /// The states of a caller who was charged only what was real, each at its time.
 fn counterfactual(policies: &Policies, granted: &Granted) -> Vec<State> {
-    let mut states: Vec<_> = policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
+    let mut states: Vec<_> = policies.iter().map(|policy| State::fresh(policy.kind())).collect();
     for (at, real) in granted.iter().filter(|(_, real)| *real > 0) {
         for (policy, state) in policies.iter().zip(&mut states) {
             Mode::Charge.count(policy, state, *real, *at);
@@ -30,16 +30,10 @@ fn counterfactual(policies: &Policies, granted: &Granted) -> Vec<State> {
     states
 }
 
-/// Whether a charge can never leave more room later: not where it begins a window or an interval that begins later without
-/// it. There the windows of the caller are as long as ever, but others.
-fn is_monotone(strategy: Strategy) -> bool {
-    !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
-}
-
 /// Whether what is refunded is just what was not needed, whoever else was charged meanwhile. What refills little by little
 /// cannot know that.
 fn is_exact(strategy: Strategy) -> bool {
-    is_monotone(strategy) && !strategy.has_burst()
+    is_monotone(strategy) && !strategy.frees().has_burst()
 }
 
 /// Reserves, refunds, and compares all the time what is left with what would be left if only the real cost had been
@@ -60,7 +54,7 @@ fn reserve_and_refund(
             };
             let policies = Policies::new([policy("one"), policy("two")]).unwrap();
             let policies = if rng.bool() { policies } else { Policies::from(policies[0].clone()) };
-            let mut states: Vec<_> = policies.iter().map(|policy| State::fresh(policy.strategy())).collect();
+            let mut states: Vec<_> = policies.iter().map(|policy| State::fresh(policy.kind())).collect();
             let (mut now, mut granted, mut open): (i64, Granted, Vec<Reservation>) = (START, vec![], vec![]);
             let capacity = policies.iter().map(|policy| policy.quota().capacity()).min().unwrap();
             let mut reset = 1;

@@ -7,7 +7,7 @@ fn a_clock_that_goes_back_locks_nobody_out() {
     for &strategy in Strategy::ALL {
         let policies: Policies = Policy::new("p", vary(&mut rng, strategy), Quota::per_second(10)).unwrap().into();
         let (policy, mut now) = (&policies[0], 1_790_000_000_000_000);
-        let mut state = [State::fresh(policy.strategy())];
+        let mut state = [State::fresh(policy.kind())];
         let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
         assert_eq!(take(10).decide(&mut state, now).granted, 10);
         // An hour back, as after a failover to another host.

@@ -4,19 +4,19 @@ mod back;
 mod clock;
 mod definition;
 mod quotas;
+mod two_quotas;
 
 use std::time::Duration;
 
 use fastrand::Rng;
 
-use super::ask::{Ask, Preview, PriorCharge};
-use super::{Align, Params, Snapshot, State, Strategy, params};
-use crate::limit::{Check, Key, Mode, Outcome, Policies, Policy, Quota};
-use crate::strategies::strategies;
+use super::ask::{Ask, Preview};
+use super::{Align, Frees, Params, Snapshot, Strategy, sliding_log, strategies};
+use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, Refill, State};
 
 /// A state at a moment.
 fn preview(state: &State, params: &Params, now: i64) -> Preview {
-    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: PriorCharge::just_now(0), now })
+    state.preview(params, &Ask { mode: Mode::Peek, cost: 0, within: 0, of: Charged::just_now(0), now })
 }
 
 /// All that was granted, and what the definition says of one more.
@@ -49,7 +49,7 @@ impl Model {
 
 /// Whether a strategy would grant a cost now, by its definition.
 macro_rules! define {
-    ($($variant:ident: $module:ident, $letter:literal, $number:literal, $kinds:tt;)*) => {
+    ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
         impl Model {
             fn allows(&self, cost: i128, now: i128) -> bool {
                 match self.strategy { $(Strategy::$variant { .. } => super::$module::allows(self, cost, now),)* }
@@ -60,6 +60,8 @@ macro_rules! define {
 
 strategies!(define);
 
+// What differs between strategies for the tests. Of one that is not named, the last line of each holds.
+
 /// The same strategy, with other parameters.
 pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
     match strategy {
@@ -69,6 +71,30 @@ pub(super) fn vary(rng: &mut Rng, strategy: Strategy) -> Strategy {
         Strategy::SlidingWindow { .. } => Strategy::SlidingWindow { cells: rng.u16(1..=20) },
         same => same,
     }
+}
+
+/// A strategy that has its state in common with this one.
+fn kin(rng: &mut Rng, strategy: Strategy) -> Strategy {
+    match strategy {
+        Strategy::FixedWindow(_) => {
+            let align = [Align::default(), Align::FirstHit][rng.usize(..2)];
+            vary(rng, Strategy::FixedWindow(align))
+        }
+        Strategy::TokenBucket(_) => Strategy::TokenBucket([Refill::Greedy, Refill::Interval][rng.usize(..2)]),
+        Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=cells.div_ceil(10)) },
+        same => same,
+    }
+}
+
+/// Whether a charge can never leave more room later: not where it begins a window or an interval that begins later without
+/// it. There the windows of the caller are as long as ever, but others.
+fn is_monotone(strategy: Strategy) -> bool {
+    !matches!(strategy, Strategy::FixedWindow(Align::FirstHit) | Strategy::TokenBucket(Refill::Interval))
+}
+
+/// Whether windows have borders that a charge moves, or that another quota has elsewhere.
+fn has_borders(strategy: Strategy) -> bool {
+    matches!(strategy, Strategy::FixedWindow(_))
 }
 
 /// Quotas whose intervals are whole in ticks, which most are.
@@ -83,8 +109,8 @@ fn quota(rng: &mut Rng, strategy: Strategy) -> Quota {
         _ => Quota::per(rng.u32(1..100), Duration::from_micros(rng.u64(1..10_000_000))),
     };
     match strategy {
-        Strategy::SlidingLog => Quota::per(quota.limit().min(params::MAX_LOG), quota.period()),
-        _ if strategy.has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
+        Strategy::SlidingLog => Quota::per(quota.limit().min(sliding_log::MAX), quota.period()),
+        _ if strategy.frees().has_burst() && rng.bool() => quota.burst(rng.u32(1..=2 * quota.limit())),
         _ => quota,
     }
 }

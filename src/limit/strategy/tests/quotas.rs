@@ -28,7 +28,7 @@ fn two_near_quotas_in_turn_count_as_one() {
         ] {
             let both = [&one, &other];
             let granted = |pattern: [usize; 4]| -> i64 {
-                let mut state = [State::fresh(one[0].strategy())];
+                let mut state = [State::fresh(one[0].kind())];
                 let take = |i: i64| {
                     let now = 1_790_000_000_000_000 + i * step;
                     let check = Check::take(Key::GLOBAL, both[pattern[i as usize % 4]], cost);
@@ -104,10 +104,10 @@ fn what_is_followed_is_no_fresh_start() {
                 let cost = rng.u32(1..=quota.capacity());
                 let verdict = *Check::up_to(Key::GLOBAL, &policies, cost).decide(&mut state, now).first();
                 let followed = Snapshot { used: params.capacity - verdict.remaining, until: now + verdict.reset };
-                let resumed = State::resume(strategy, params, now, followed);
+                let resumed = State::resume(strategy.into(), params, now, followed);
                 let room = |state: &State, at: i64| preview(state, params, at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
-                let flows = if strategy.is_steady() { 1 + params.ticks / params.interval } else { 0 };
+                let flows = if strategy.frees() == Frees::Gradually { 1 + params.ticks / params.interval } else { 0 };
                 let lost = verdict.remaining - room(&resumed, now);
                 assert!((0..=flows).contains(&lost), "{:?} {followed:?}: {lost} lost", policies[0]);
                 for _ in 0..5 {

@@ -19,7 +19,7 @@ use std::time::Duration;
 use tokio::time::{advance, sleep};
 
 use super::{Fallback, Share};
-use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
+use crate::limit::{Check, Decision, Frees, Key, Policies, Policy, Strategy};
 use crate::store::{Answer, ErrorKind, LocalStore, Observer, Store, StoreError, event, lock};
 
 /// Counts as any store does, and answers as it is told.

@@ -127,7 +127,7 @@ async fn what_is_refunded_does_not_overtake_its_charge() {
                 rest().await;
                 let used = primary.used(&policies).await;
                 assert!(
-                    used.abs_diff(before + 1) <= u32::from(strategy.is_steady()),
+                    used.abs_diff(before + 1) <= u32::from(strategy.frees() == Frees::Gradually),
                     "{strategy}: {used} are counted, of {before} and 1, after {later} s and {after} ms"
                 );
             }

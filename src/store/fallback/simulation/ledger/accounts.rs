@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::plan::{Caller, Habit, Plan, Sharing};
-use crate::limit::{Policy, Refill, Strategy, Verdict};
+use crate::limit::{Frees, Policy, Refill, Strategy, Verdict};
 
 /// What is known of one caller.
 #[derive(Debug, Default)]
@@ -112,9 +112,9 @@ impl Account {
 
     /// In how many windows of its own it may have granted something while the primary store decided the rest. They begin
     /// at other times than those of the primary store: when one does, the instance forgets what it has heard.
-    pub(super) fn windows(&self, strategy: Strategy, period: i64, now: u64) -> i64 {
+    pub(super) fn windows(&self, strategy: Option<Strategy>, period: i64, now: u64) -> i64 {
         match strategy {
-            Strategy::FixedWindow(_) | Strategy::TokenBucket(Refill::Interval) => {
+            Some(Strategy::FixedWindow(_) | Strategy::TokenBucket(Refill::Interval)) => {
                 self.alone.min(now as i64 * 1000 / period + 2)
             }
             _ => 0,
@@ -161,7 +161,7 @@ impl Left {
     /// next one. It may be as good as whole: what is refunded of an older charge is less what has flowed back of it.
     fn at(&self, policy: &Policy, now: u64) -> (i64, i64) {
         let capacity = policy.params().capacity;
-        if !policy.strategy().is_steady() {
+        if policy.frees() != Frees::Gradually {
             return (self.remaining.min(capacity), capacity);
         }
         let whole = policy.quota().time_for(capacity.unsigned_abs()).as_micros() as i64;
@@ -201,11 +201,11 @@ impl Parts {
 }
 
 /// What may flow back within so many milliseconds, in every store on its own.
-pub(super) fn flows(strategy: Strategy, period: i64, capacity: i64, now: u64) -> i64 {
+pub(super) fn flows(frees: Frees, period: i64, capacity: i64, now: u64) -> i64 {
     let elapsed = now as i64 * 1000;
-    match strategy.is_steady() {
-        true => capacity + capacity * elapsed / period + 1,
-        false => capacity * (elapsed / period + 2),
+    match frees {
+        Frees::Gradually => capacity + capacity * elapsed / period + 1,
+        _ => capacity * (elapsed / period + 2),
     }
 }
 
@@ -218,7 +218,7 @@ impl Caller {
     /// After how many milliseconds a charge counts nothing any more.
     pub(super) fn lifetime(&self) -> u64 {
         let lifetimes = self.policies.iter().map(|policy| match policy.strategy() {
-            Strategy::SlidingCounter | Strategy::SlidingWindow { .. } => 2 * policy.params().period,
+            Some(Strategy::SlidingCounter | Strategy::SlidingWindow { .. }) => 2 * policy.params().period,
             _ => policy.params().period,
         });
         lifetimes.max().unwrap_or(0).unsigned_abs() / 1000

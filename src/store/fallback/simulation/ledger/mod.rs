@@ -12,7 +12,7 @@ pub(super) use rules::Rule;
 use accounts::{Account, Left, Parts, Sums, flows};
 
 use super::plan::{Habit, Plan};
-use crate::limit::{Check, Decision, Mode, Source};
+use crate::limit::{Check, Decision, Frees, Mode, Source};
 use crate::simulation::Breaks;
 
 #[derive(Debug)]
@@ -253,7 +253,7 @@ impl Ledger {
                 let period = policy.params().period;
                 let windows =
                     self.accounts[caller].iter().map(|account| account.windows(policy.strategy(), period, now));
-                flows(policy.strategy(), period, capacity, now) + capacity * (self.opened + windows.sum::<i64>())
+                flows(policy.frees(), period, capacity, now) + capacity * (self.opened + windows.sum::<i64>())
             };
             (capacity * (1 + forgotten) + parts.beyond(capacity, plan.instances) + flows, capacity)
         }))
@@ -290,7 +290,7 @@ impl Ledger {
         if who.habit.reserves() {
             let Sums { told, reset_later, in_doubt, .. } = self.sums[caller];
             // Where the counts are in ticks, each of many is rounded up.
-            let off = i64::from(who.policies.iter().any(|policy| policy.strategy().is_steady()));
+            let off = i64::from(who.policies.iter().any(|policy| policy.frees() == Frees::Gradually));
             // What was granted before the primary store was told of a reset is forgotten there.
             let least = if reset_later || self.emptied > 0 { 0 } else { told - off };
             if !in_doubt && !(least..=told + off).contains(&used) {

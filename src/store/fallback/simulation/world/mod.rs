@@ -18,7 +18,7 @@ use shown::{answered, nonsense};
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use super::primary::{Fate, Reply};
-use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State as Count, Strategy, Verdicts};
+use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State as Count, Verdicts};
 use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::instant;
 use crate::store::{ErrorKind, LocalStore, Observer, Store, StoreError, event, lock};
@@ -87,7 +87,7 @@ impl World {
             doubts: (0..plan.instances).map(|_| Doubt::default()).collect(),
             calls: vec![None; plan.instances],
             counts,
-            held: Count::fresh(Strategy::InFlight),
+            held: Count::fresh(crate::limit::Kind::InFlight),
             current: None,
             asks: vec![],
             requests: vec![],
@@ -195,7 +195,7 @@ impl State {
             mode,
             cost,
             id,
-            of_older: check.charged().is_some(),
+            of_older: !check.charged().is_empty(),
             unasked: !asked || unsent,
             degraded: self.degraded[instance],
             reconciling: now <= self.turned[instance],
@@ -210,7 +210,7 @@ impl State {
     /// The primary store forgets everything.
     pub(super) fn empties(&mut self) {
         self.counts = LocalStore::default();
-        self.held = Count::fresh(Strategy::InFlight);
+        self.held = Count::fresh(crate::limit::Kind::InFlight);
         self.ledger.emptied += 1;
         self.say(None, || "Redis forgets everything".to_owned());
     }

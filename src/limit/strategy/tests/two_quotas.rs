@@ -1,13 +1,7 @@
 //! Two quotas under one name, as in a rolling deploy or on two routes: who is asked under both gets about what one of
 //! them gives.
 
-use std::time::Duration;
-
-use fastrand::Rng;
-
-use super::tests::vary;
-use super::{Align, Refill, State, Strategy};
-use crate::limit::{Check, Key, Policies, Policy, Quota};
+use super::*;
 
 const S: i64 = 1_000_000;
 const NOW: i64 = 1_790_000_000 * S;
@@ -21,7 +15,7 @@ fn policies(strategy: Strategy, quota: Quota) -> Policies {
 
 /// What a caller is granted who polls so.
 fn granted(policies: &[Policies], polls: &[Poll]) -> i64 {
-    let mut state = [State::fresh(policies[0][0].strategy())];
+    let mut state = [State::fresh(policies[0][0].kind())];
     let take = |(now, which, cost): &Poll| {
         let policies: &Policies = &policies[*which];
         Check::take(Key::GLOBAL, policies, *cost).decide(&mut state, *now).granted
@@ -69,19 +63,6 @@ fn neighbours_grant_together_what_one_of_them_does() {
     assert!(unfair.is_empty(), "alone the least, the most, and together: {unfair:#?}");
 }
 
-/// A strategy that has its state in common with this one.
-fn kin(rng: &mut Rng, strategy: Strategy) -> Strategy {
-    match strategy {
-        Strategy::FixedWindow(_) => {
-            let align = [Align::default(), Align::FirstHit][rng.usize(..2)];
-            vary(rng, Strategy::FixedWindow(align))
-        }
-        Strategy::TokenBucket(_) => Strategy::TokenBucket([Refill::Greedy, Refill::Interval][rng.usize(..2)]),
-        Strategy::SlidingWindow { cells } => Strategy::SlidingWindow { cells: cells + rng.u16(0..=cells.div_ceil(10)) },
-        same => same,
-    }
-}
-
 /// A quota whose limit, burst and period are no more than a tenth from these.
 fn near(rng: &mut Rng, quota: Quota, has_burst: bool) -> Quota {
     let for_limit = rng.u64(0..=100);
@@ -119,12 +100,12 @@ fn near_quotas_grant_together_what_one_of_them_does() {
             let limit = rng.u32(10..=40);
             let period = [1_000, 1_000_000, 60_000_000, rng.u64(1_000..1_000_000_000)][rng.usize(..4)];
             let mut quota = Quota::per(limit, Duration::from_micros(period));
-            if first.has_burst() && rng.bool() {
+            if first.frees().has_burst() && rng.bool() {
                 quota = quota.burst(rng.u32(1..=2 * limit));
             }
             let mut all = vec![(first, quota)];
             for _ in 0..rng.usize(1..=2) {
-                all.push((kin(&mut rng, first), near(&mut rng, quota, first.has_burst())));
+                all.push((kin(&mut rng, first), near(&mut rng, quota, first.frees().has_burst())));
             }
             let lists: Vec<Policies> = all.iter().map(|(strategy, quota)| policies(*strategy, *quota)).collect();
             // From a quarter of what the quota lets pass to ten times as much.
@@ -152,8 +133,7 @@ fn near_quotas_grant_together_what_one_of_them_does() {
             }
             least = least.min(seen.2 as f64 / seen.0 as f64);
             most = most.max(seen.2 as f64 / seen.1 as f64);
-            let clocks = matches!(first, Strategy::FixedWindow(_));
-            let fair = if clocks && manner == Manner::InRuns { is_nearly_fair } else { is_fair };
+            let fair = if has_borders(first) && manner == Manner::InRuns { is_nearly_fair } else { is_fair };
             if !fair(seen) {
                 let all: Vec<_> = all.iter().map(|(strategy, quota)| format!("{strategy:?} {quota}")).collect();
                 unfair.push(format!("{all:?} {manner:?}, demand {demand} of costs up to {cost}: {seen:?}"));

@@ -1,0 +1,51 @@
+use super::strategy::{self, Algorithm, Ask, Params, Preview, Snapshot, strategies};
+use super::{Kind, Strategy, Verdict, in_flight};
+
+macro_rules! states {
+    ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
+        /// What is remembered of one caller under one policy.
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        pub(crate) enum State {
+            $($variant(strategy::$variant),)*
+            InFlight(in_flight::State),
+        }
+
+        impl State {
+            /// The state of a caller that has not been seen.
+            pub(crate) fn fresh(kind: impl Into<Kind>) -> Self {
+                match kind.into() {
+                    $(Kind::Rate(Strategy::$variant { .. }) => Self::$variant(Default::default()),)*
+                    Kind::InFlight => Self::InFlight(Default::default()),
+                }
+            }
+
+            /// The state of a caller whom another store has counted so far.
+            pub(crate) fn resume(kind: Kind, params: &Params, now: i64, followed: Snapshot) -> Self {
+                match kind {
+                    $(Kind::Rate(Strategy::$variant { .. }) => {
+                        Self::$variant(Algorithm::resume(params, now, followed))
+                    })*
+                    Kind::InFlight => Self::InFlight(in_flight::State::resume(now, followed)),
+                }
+            }
+
+            /// What its policy sees.
+            pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
+                match self {
+                    $(Self::$variant(state) => ask.preview(state, params),)*
+                    Self::InFlight(state) => state.preview(params, ask),
+                }
+            }
+
+            /// Decides, and charges what is granted: the verdict, and how much that is.
+            pub(super) fn decide(&mut self, params: &Params, ask: &Ask, max: i64) -> (Verdict, i64) {
+                match self {
+                    $(Self::$variant(state) => ask.decide(state, params, max),)*
+                    Self::InFlight(state) => state.decide(params, ask, max),
+                }
+            }
+        }
+    };
+}
+
+strategies!(states);
