@@ -20,6 +20,7 @@ mod settle;
 mod simulation;
 mod store;
 mod strategies;
+mod util;
 mod wait_queues;
 
 pub use limit::{

@@ -8,7 +8,7 @@ use std::time::Duration;
 use fastrand::Rng;
 use futures_util::future::join_all;
 
-use super::{RedisStore, wire};
+use super::{RedisStore, script};
 use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, State, Strategy};
 use crate::store::{LocalStore, Store};
 use crate::strategies::strategies;
@@ -321,7 +321,7 @@ async fn what_charges_nothing_writes_nothing() {
         assert!(trace.redis.check(take(one, capacity)).await.unwrap().is_allowed());
         let period = one[0].quota().period().as_micros() as i64;
         trace.now.fetch_add(trace.rng.i64(0..=period / 4), Relaxed);
-        let dump = format!("DUMP rl:{{{key}}}:near:{}", wire::letter(one[0].strategy()));
+        let dump = format!("DUMP rl:{{{key}}}:near:{}", script::letter(one[0].strategy()));
         let before: Vec<u8> = server.command(&dump).await;
         for check in
             [take(other, other[0].quota().capacity()), Check::peek(Key::new(&key), other, 1), take(one, capacity)]
