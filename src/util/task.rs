@@ -4,64 +4,60 @@
 //! `block_on` now and then. So no task is begun once and for all: whoever needs the work asks the [`TaskOwner`], which says
 //! whether to begin a task here, or whether there is one to rely on. A task that ends because there is nothing to do drops its
 //! [`Task`] first and then looks once more, as what came up before has found it there.
-//!
-//! Times are in microseconds.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::runtime::Id;
+use tokio::time::Instant;
 
 /// Knows which tasks do some work: on each runtime one at most, and one that others rely on.
-#[derive(Debug, Default)]
-pub(crate) struct TaskOwner(Shared);
+#[derive(Debug, Clone, Default)]
+pub(crate) struct TaskOwner(Arc<Mutex<Tasks<Id>>>);
 
 /// The right of a task to do the work, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Task {
-    tasks: Shared,
+    owner: TaskOwner,
     number: u64,
 }
 
 /// When a task is to begin its work, and until when other runtimes rely on it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Span {
-    pub(crate) begins: i64,
-    pub(crate) until: i64,
+    pub(crate) begins: Instant,
+    pub(crate) until: Instant,
 }
 
 impl Span {
     /// Of a task that every runtime has of its own.
-    pub(crate) const EACH_RUNTIME: Self = Self { begins: 0, until: 0 };
-}
-
-#[derive(Debug, Clone, Default)]
-struct Shared(Arc<Mutex<Tasks<Id>>>);
-
-impl Shared {
-    fn step<T>(&self, step: impl FnOnce(&mut Tasks<Id>) -> T) -> T {
-        step(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    pub(crate) fn on_each_runtime(now: Instant) -> Self {
+        Self { begins: now, until: now }
     }
 }
 
 impl TaskOwner {
     /// The right to do the work on this runtime. `None` if a task that begins as soon has it there, or on another runtime that
     /// is still relied on. Tasks that would have begun later lose it.
-    pub(crate) fn begin(&self, runtime: Id, now: i64, span: Span) -> Option<Task> {
-        let number = self.0.step(|tasks| tasks.begin(runtime, now, span))?;
-        Some(Task { tasks: self.0.clone(), number })
+    pub(crate) fn begin(&self, runtime: Id, now: Instant, span: Span) -> Option<Task> {
+        let number = self.step(|tasks| tasks.begin(runtime, now, span))?;
+        Some(Task { owner: self.clone(), number })
+    }
+
+    fn step<T>(&self, step: impl FnOnce(&mut Tasks<Id>) -> T) -> T {
+        step(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
 impl Task {
     /// Has other runtimes rely on it until then. `false` if it has lost its right, or another one is relied on by now.
-    pub(crate) fn renew(&self, now: i64, until: i64) -> bool {
-        self.tasks.step(|tasks| tasks.renew(self.number, now, until))
+    pub(crate) fn renew(&self, now: Instant, until: Instant) -> bool {
+        self.owner.step(|tasks| tasks.renew(self.number, now, until))
     }
 }
 
 impl Drop for Task {
     fn drop(&mut self) {
-        self.tasks.step(|tasks| tasks.end(self.number));
+        self.owner.step(|tasks| tasks.end(self.number));
     }
 }
 
@@ -81,7 +77,7 @@ struct Claim<R> {
 }
 
 impl<R: PartialEq> Tasks<R> {
-    fn begin(&mut self, runtime: R, now: i64, span: Span) -> Option<u64> {
+    fn begin(&mut self, runtime: R, now: Instant, span: Span) -> Option<u64> {
         let is_relied_on = |task: &Claim<R>| task.runtime == runtime || now < task.span.until;
         if self.each.iter().any(|task| task.span.begins <= span.begins && is_relied_on(task)) {
             return None;
@@ -92,7 +88,7 @@ impl<R: PartialEq> Tasks<R> {
         Some(self.begun)
     }
 
-    fn renew(&mut self, number: u64, now: i64, until: i64) -> bool {
+    fn renew(&mut self, number: u64, now: Instant, until: Instant) -> bool {
         if self.each.iter().any(|task| task.number != number && now < task.span.until) {
             return false;
         }
@@ -113,17 +109,26 @@ impl<R> Default for Tasks<R> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::LazyLock;
     use std::sync::atomic::Ordering::SeqCst;
+    use std::time::Duration;
 
     use loom::sync::atomic::{AtomicBool, AtomicUsize};
     use loom::sync::{Arc, Mutex};
     use loom::thread;
 
     use super::*;
+    use crate::store::instant;
 
-    const SPAN: Span = Span { begins: 0, until: 10 };
-    /// When no task of before is relied on any more.
-    const LATER: Span = Span { begins: 10, until: 20 };
+    /// So many seconds after the start.
+    fn at(seconds: u64) -> Instant {
+        static START: LazyLock<Instant> = LazyLock::new(instant);
+        *START + Duration::from_secs(seconds)
+    }
+
+    fn span(begins: u64, until: u64) -> Span {
+        Span { begins: at(begins), until: at(until) }
+    }
 
     /// What becomes of the first task of a runtime.
     #[derive(Debug, Clone, Copy, PartialEq)]
@@ -149,7 +154,7 @@ mod tests {
         fn need(&self, runtime: usize, mut fate: Fate) {
             self.needed.store(true, SeqCst);
             while self.needed.load(SeqCst) {
-                let Some(number) = self.tasks.lock().unwrap().begin(runtime, 0, SPAN) else { return };
+                let Some(number) = self.tasks.lock().unwrap().begin(runtime, at(0), span(0, 10)) else { return };
                 match fate {
                     Fate::Ends => self.work(number),
                     Fate::IsDropped => {}
@@ -161,7 +166,7 @@ mod tests {
         }
 
         fn work(&self, number: u64) {
-            assert!(self.tasks.lock().unwrap().renew(number, 0, SPAN.until), "nobody else may have it");
+            assert!(self.tasks.lock().unwrap().renew(number, at(0), at(10)), "nobody else may have it");
             assert_eq!(self.working.fetch_add(1, SeqCst), 0, "one works at a time");
             self.needed.store(false, SeqCst);
             self.working.fetch_sub(1, SeqCst);
@@ -195,12 +200,12 @@ mod tests {
                 assert!(!model.needed.load(SeqCst) || !stuck.is_empty(), "work is left behind");
 
                 // Another runtime takes over from one that stands still, which finds out when it runs again.
-                let next = tasks.begin(3, LATER.begins, LATER).unwrap();
-                assert!(tasks.begin(4, LATER.begins, LATER).is_none());
-                assert!(tasks.renew(next, LATER.begins, LATER.until));
-                assert!(stuck.iter().all(|task| !tasks.renew(*task, LATER.begins, LATER.until)));
+                let next = tasks.begin(3, at(10), span(10, 20)).unwrap();
+                assert!(tasks.begin(4, at(10), span(10, 20)).is_none());
+                assert!(tasks.renew(next, at(10), at(20)));
+                assert!(stuck.iter().all(|task| !tasks.renew(*task, at(10), at(20))));
                 tasks.end(next);
-                assert!(stuck.iter().all(|task| tasks.renew(*task, LATER.begins, LATER.until)));
+                assert!(stuck.iter().all(|task| tasks.renew(*task, at(10), at(20))));
             });
         }
     }
@@ -208,21 +213,21 @@ mod tests {
     #[test]
     fn a_task_that_begins_sooner_replaces_others() {
         let mut tasks = Tasks::default();
-        let later = tasks.begin(1, 0, Span { begins: 60, until: 70 }).unwrap();
-        assert!(tasks.begin(1, 0, Span { begins: 80, until: 90 }).is_none());
-        let sooner = tasks.begin(2, 0, Span { begins: 5, until: 15 }).unwrap();
-        assert!(!tasks.renew(later, 5, 15) && tasks.renew(sooner, 5, 15));
+        let later = tasks.begin(1, at(0), span(60, 70)).unwrap();
+        assert!(tasks.begin(1, at(0), span(80, 90)).is_none());
+        let sooner = tasks.begin(2, at(0), span(5, 15)).unwrap();
+        assert!(!tasks.renew(later, at(5), at(15)) && tasks.renew(sooner, at(5), at(15)));
         tasks.end(later);
-        assert!(tasks.renew(sooner, 5, 15), "it was not that one");
+        assert!(tasks.renew(sooner, at(5), at(15)), "it was not that one");
     }
 
     #[test]
     fn a_runtime_has_one_task() {
         let mut tasks = Tasks::default();
-        let alone = Span::EACH_RUNTIME;
-        let each = [1, 2].map(|runtime| tasks.begin(runtime, 0, alone).unwrap());
-        assert!([1, 2].iter().all(|runtime| tasks.begin(*runtime, 0, alone).is_none()));
+        let alone = Span::on_each_runtime(at(0));
+        let each = [1, 2].map(|runtime| tasks.begin(runtime, at(0), alone).unwrap());
+        assert!([1, 2].iter().all(|runtime| tasks.begin(*runtime, at(0), alone).is_none()));
         tasks.end(each[0]);
-        assert!(tasks.begin(1, 0, alone).is_some() && tasks.begin(2, 0, alone).is_none());
+        assert!(tasks.begin(1, at(0), alone).is_some() && tasks.begin(2, at(0), alone).is_none());
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use redis::RedisError;
 use tokio::runtime::Handle;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::inner::Inner;
 use super::job::Job;
@@ -35,13 +35,13 @@ impl Inner {
     /// Has the slots asked for soon, on this runtime.
     pub(super) fn refresh(self: &Arc<Self>, why: Why) {
         let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else { return };
-        if let Some((delay, task)) = cluster.refresher.begin(why, runtime.id()) {
-            drop(runtime.spawn(Self::run_refresh(Arc::downgrade(self), why, delay, task)));
+        if let Some((at, task)) = cluster.refresher.begin(why, runtime.id()) {
+            drop(runtime.spawn(Self::run_refresh(Arc::downgrade(self), why, at, task)));
         }
     }
 
-    async fn run_refresh(this: Weak<Self>, why: Why, delay: Duration, task: Task) {
-        sleep(delay).await;
+    async fn run_refresh(this: Weak<Self>, why: Why, at: Instant, task: Task) {
+        sleep_until(at).await;
         let Some(this) = this.upgrade() else { return };
         let Some(cluster) = this.topology.cluster().filter(|cluster| cluster.refresher.is_current(&task)) else {
             return;
@@ -161,7 +161,7 @@ impl Inner {
             redirect.hops += 1;
             let to = match refusal {
                 Refusal::Other => {
-                    job.answer(|check| self.decided(check, Err(error_of(error)), 0));
+                    self.refuse(job, error_of(error));
                     continue;
                 }
                 Refusal::NotReady => None,

@@ -12,9 +12,9 @@ use redis::{Cmd, FromRedisValue, ToRedisArgs};
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use super::job::no_runtime;
+use super::job::{Job, no_runtime};
 use super::queues::{NodeQueue, Queues, Target, Work};
-use crate::limit::{Check, Decision, Source, Verdicts};
+use crate::limit::{Source, Verdicts};
 use crate::store::redis::batch::{DenialCache, Queue};
 use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Script;
@@ -154,19 +154,21 @@ impl Inner {
         within(self.limits.timeout, call).await
     }
 
-    /// The answer to a check by what Redis said to a call that was sent at this time.
-    pub(super) fn decided(
-        &self,
-        check: Check,
-        verdicts: Result<Verdicts, StoreError>,
-        sent_at: i64,
-    ) -> Result<Decision, StoreError> {
-        match &verdicts {
-            Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
-            Err(_) => self.denials.forget(&check),
-        }
-        freed::tell(&check);
-        verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
+    /// Answers a check by what Redis said to a call that was sent at this time.
+    pub(super) fn decide(&self, job: Job, verdicts: Result<Verdicts, StoreError>, sent_at: i64) {
+        job.answer(|check| {
+            match &verdicts {
+                Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
+                Err(_) => self.denials.forget(&check),
+            }
+            freed::tell(&check);
+            verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
+        });
+    }
+
+    /// Answers a check that may have been sent by an error.
+    pub(super) fn refuse(&self, job: Job, error: StoreError) {
+        self.decide(job, Err(error), 0);
     }
 
     /// Tells of a failure that no check was answered with.

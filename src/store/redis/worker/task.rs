@@ -280,12 +280,12 @@ impl Worker {
             match (reply.map(|reply| call.batch.call.read(reply)), inner.topology.cluster()) {
                 (Ok(Ok(verdicts)), _) => {
                     for (job, verdicts) in own.zip(verdicts) {
-                        job.answer(|check| inner.decided(check, verdicts, sent_at));
+                        inner.decide(job, verdicts, sent_at);
                     }
                 }
                 (Ok(Err(error)), _) => {
                     for job in own {
-                        job.answer(|check| inner.decided(check, Err(error.clone()), 0));
+                        inner.refuse(job, error.clone());
                     }
                 }
                 (Err(error), Some(cluster)) => inner.requeue(inner.redirect(cluster, own.collect(), &error, node)),
@@ -302,7 +302,7 @@ impl Worker {
         let of_connection = error.is_of_connection();
         if !(of_connection && error.is_unsent()) {
             for job in jobs.drain(..) {
-                job.answer(|check| self.inner.decided(check, Err(error.clone()), 0));
+                self.inner.refuse(job, error.clone());
             }
         }
         if of_connection {
@@ -312,7 +312,7 @@ impl Worker {
             let (elsewhere, left) = self.inner.lost(jobs.drain(..), node);
             self.inner.requeue(elsewhere);
             for job in left {
-                job.answer(|check| self.inner.decided(check, Err(error.clone().unsent()), 0));
+                self.inner.refuse(job, error.clone().unsent());
             }
         }
     }
@@ -327,7 +327,7 @@ impl Drop for Worker {
         let waiting = self.inner.queues().of(self.queue).map(|queue| queue.leave());
         for job in self.work.jobs.drain(..) {
             let error = if self.sent { no_runtime() } else { no_runtime().unsent() };
-            job.answer(|check| self.inner.decided(check, Err(error), 0));
+            self.inner.refuse(job, error);
         }
         for job in waiting.into_iter().flatten() {
             job.fail(no_runtime().unsent());

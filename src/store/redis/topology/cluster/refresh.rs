@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use tokio::runtime::Id;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
-use crate::store::clock::Clock;
+use crate::store::clock::instant;
 use crate::store::redis::topology::node::Node;
 use crate::store::{StoreError, lock};
 use crate::util::{Span, Task, TaskOwner, jittered};
@@ -20,18 +21,16 @@ pub(crate) struct Refresher {
     state: Mutex<State>,
     /// How the last one went.
     pub(crate) outcome: watch::Sender<Option<StoreError>>,
-    clock: Clock,
 }
 
-/// Times are in microseconds.
 #[derive(Debug, Default)]
 struct State {
     /// How often in a row nothing new was heard.
     idle: u32,
     /// When the last one ended.
-    last: Option<i64>,
+    last: Option<Instant>,
     /// When the marker is to be looked at again.
-    marked_until: Option<i64>,
+    marked_until: Option<Instant>,
 }
 
 /// Why the slots are asked for.
@@ -70,27 +69,26 @@ impl Refresher {
     const MARKER: Duration = Duration::from_secs(3_600);
 
     pub(super) fn new() -> Self {
-        let (outcome, clock) = (watch::Sender::new(None), Clock::new());
-        Self { tasks: TaskOwner::default(), state: Mutex::default(), outcome, clock }
+        Self { tasks: TaskOwner::default(), state: Mutex::default(), outcome: watch::Sender::new(None) }
     }
 
-    /// Plans a task on this runtime, unless there is one that is as soon. Returns how long it waits.
-    pub(crate) fn begin(&self, why: Why, runtime: Id) -> Option<(Duration, Task)> {
-        let now = self.clock.micros();
-        let after = |time: i64, duration: Duration| time + jittered(duration, 0.5..1.0).as_micros() as i64;
-        let state = lock(&self.state);
-        let gap = Self::GAP.saturating_mul(1 << state.idle.min(10)).min(Self::LONGEST_GAP);
-        let begins = after(now, why.delay()).max(state.last.map_or(now, |last| after(last, gap)));
-        drop(state);
-        let task =
-            self.tasks.begin(runtime, now, Span { begins, until: begins + Self::ELSEWHERE.as_micros() as i64 })?;
-        Some((Duration::from_micros((begins - now).unsigned_abs()), task))
+    /// Plans a task on this runtime, unless there is one that is as soon. Returns when it begins.
+    pub(crate) fn begin(&self, why: Why, runtime: Id) -> Option<(Instant, Task)> {
+        let now = instant();
+        let begins = {
+            let state = lock(&self.state);
+            let gap = Self::GAP.saturating_mul(1 << state.idle.min(10)).min(Self::LONGEST_GAP);
+            let earliest = state.last.map_or(now, |last| last + jittered(gap, 0.5..1.0));
+            earliest.max(now + jittered(why.delay(), 0.5..1.0))
+        };
+        let task = self.tasks.begin(runtime, now, Span { begins, until: begins + Self::ELSEWHERE })?;
+        Some((begins, task))
     }
 
     /// Whether no other task has taken the place of this one while it waited.
     pub(crate) fn is_current(&self, task: &Task) -> bool {
-        let now = self.clock.micros();
-        task.renew(now, now + Self::ELSEWHERE.as_micros() as i64)
+        let now = instant();
+        task.renew(now, now + Self::ELSEWHERE)
     }
 
     /// A task has asked. Was there news, and what went wrong?
@@ -98,7 +96,7 @@ impl Refresher {
         {
             let mut state = lock(&self.state);
             state.idle = if news { 0 } else { state.idle.saturating_add(1) };
-            state.last = Some(self.clock.micros());
+            state.last = Some(instant());
         }
         drop(task);
         self.outcome.send_replace(error);
@@ -106,18 +104,17 @@ impl Refresher {
 
     /// Whether it has failed only just now.
     pub(crate) fn has_just_failed(&self) -> Option<StoreError> {
-        let recent = self.clock.micros() - Self::LONGEST_GAP.as_micros() as i64;
-        let is_recent = lock(&self.state).last.is_some_and(|last| last > recent);
+        let is_recent = lock(&self.state).last.is_some_and(|last| last.elapsed() < Self::LONGEST_GAP);
         self.outcome.borrow().clone().filter(|_| is_recent)
     }
 
     /// Whether the marker is to be looked at.
     pub(crate) fn marker_is_due(&self) -> bool {
-        lock(&self.state).marked_until.is_none_or(|until| until <= self.clock.micros())
+        lock(&self.state).marked_until.is_none_or(|until| until <= instant())
     }
 
     pub(crate) fn marked(&self) {
-        lock(&self.state).marked_until = Some(self.clock.micros() + Self::MARKER.as_micros() as i64);
+        lock(&self.state).marked_until = Some(instant() + Self::MARKER);
     }
 
     /// The slots are those of another cluster.
@@ -137,14 +134,15 @@ mod tests {
     async fn one_task_is_enough_unless_another_is_more_urgent() {
         let refresher = Refresher::new();
         let begin = |why| refresher.begin(why, Handle::current().id());
+        let now = instant();
         let (later, first) = begin(Why::Marker).unwrap();
-        assert!(later > Duration::from_secs(29));
-        assert!(begin(Why::Marker).is_none_or(|(delay, _)| delay < later));
+        assert!(later > now + Duration::from_secs(29));
+        assert!(begin(Why::Marker).is_none_or(|(at, _)| at < later));
         let (soon, second) = begin(Why::Lost(Node::new(0))).unwrap();
-        assert!(soon <= Duration::from_millis(50));
+        assert!(soon <= now + Duration::from_millis(50));
         assert!(!refresher.is_current(&first) && refresher.is_current(&second));
         let (at_once, third) = begin(Why::Unknown).unwrap();
-        assert_eq!(at_once, Duration::ZERO);
+        assert_eq!(at_once, now);
         for why in [Why::Unknown, Why::Lost(Node::new(0)), Why::Moved] {
             assert!(begin(why).is_none(), "{why:?}");
         }
@@ -159,9 +157,9 @@ mod tests {
         let refresher = Refresher::new();
         let mut waits = vec![];
         for news in [true, false, false, false, false, true, true] {
-            let (delay, task) = refresher.begin(Why::Unknown, Handle::current().id()).unwrap();
-            waits.push(delay.as_millis());
-            advance(delay).await;
+            let (at, task) = refresher.begin(Why::Unknown, Handle::current().id()).unwrap();
+            waits.push((at - instant()).as_millis());
+            advance(at - instant()).await;
             refresher.end(task, news, None);
         }
         assert_eq!(waits[0], 0);

@@ -194,8 +194,8 @@ impl Sentinels {
 
     /// Starts the watch of this runtime, if it has none.
     fn watch(self: &Arc<Self>) {
-        let Ok(runtime) = Handle::try_current() else { return };
-        if let Some(task) = self.watches.begin(runtime.id(), 0, Span::EACH_RUNTIME) {
+        let (Ok(runtime), now) = (Handle::try_current(), instant()) else { return };
+        if let Some(task) = self.watches.begin(runtime.id(), now, Span::on_each_runtime(now)) {
             drop(runtime.spawn(Self::run_watch(Arc::downgrade(self), task)));
         }
     }
