@@ -9,7 +9,7 @@ use crate::store::{Answer, Instances, Observer, Store, StoreError};
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
 /// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about
-/// twice the store's [`timeout`](RedisStoreBuilder::timeout), if need be with a [`StoreError`]. A charge is never
+/// twice the store's [`timeout`](crate::RedisStoreBuilder::timeout), if need be with a [`StoreError`]. A charge is never
 /// sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
 /// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what they do to
@@ -22,7 +22,7 @@ use crate::store::{Answer, Instances, Observer, Store, StoreError};
 /// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster. All of the
 /// above holds there too, whatever becomes of nodes and slots:
 ///
-/// - Callers are put into [partitions](RedisStoreBuilder::partitions), each of which is in one slot. What is in flight for
+/// - Callers are put into [partitions](crate::RedisStoreBuilder::partitions), each of which is in one slot. What is in flight for
 ///   a partition is one script call, and the calls for one master are one round trip. The keys of a caller are as
 ///   `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key `rl:{rl}:partitions` has their
 ///   number.
@@ -44,7 +44,7 @@ use crate::store::{Answer, Instances, Observer, Store, StoreError};
 ///
 /// - Name all sentinels. They are asked at once whenever a connection is made, and what they tell must say itself that it is a
 ///   master. Where they do not agree, it is the word of most of them, and else that of the latest failover. One that is dead or slow
-///   delays a connection by a quarter of the [`timeout`](RedisStoreBuilder::timeout) at most, and by nothing where most of them
+///   delays a connection by a quarter of the [`timeout`](crate::RedisStoreBuilder::timeout) at most, and by nothing where most of them
 ///   agree. While none answers, the master is the one that was known last.
 /// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So one sentinel
 ///   is asked every quarter of a second, each in its turn, and the connections to the former master are given up.
