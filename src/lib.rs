@@ -20,6 +20,7 @@ mod settle;
 #[cfg(test)]
 mod simulation;
 mod store;
+mod util;
 mod wait_queues;
 
 pub use gate::{Global, KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector, Wait, key_fn, policies_fn};

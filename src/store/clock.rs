@@ -16,7 +16,7 @@ impl Clock {
     pub(super) fn new() -> Self {
         let wall = unix_time();
         #[cfg(test)]
-        let wall = super::seed::Seed::wall().unwrap_or(wall);
+        let wall = crate::util::Seed::wall().unwrap_or(wall);
         Self { wall: micros(wall), start: instant() }
     }
 

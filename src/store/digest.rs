@@ -5,8 +5,8 @@ use std::hash::{BuildHasher, Hash, Hasher};
 
 use siphasher::sip128::{Hash128, SipHasher13};
 
-use super::seed::RandomState;
 use crate::limit::Key;
+use crate::util::RandomState;
 
 /// A key's hash of 128 bits. It takes less memory than the key, and a check hashes its key once for all its look-ups.
 ///

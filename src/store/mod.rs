@@ -17,7 +17,6 @@ mod local;
 mod mock;
 mod observer;
 mod redis;
-mod seed;
 mod shards;
 
 use std::future::Future;
@@ -44,9 +43,6 @@ pub use observer::{Observer, event};
 
 pub(crate) use clock::{instant, unix_time};
 pub(crate) use freed::{Listener, Wake};
-pub(crate) use seed::RandomState;
-#[cfg(test)]
-pub(crate) use seed::Seed;
 
 use crate::limit::{Check, Decision, Key};
 

@@ -1,5 +1,4 @@
 use std::future::poll_fn;
-use std::hash::BuildHasher;
 use std::mem;
 use std::sync::Arc;
 use std::task::{Poll, Waker};
@@ -15,7 +14,8 @@ use super::queue::{Ask, Room, WaitQueue, Waiter};
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::in_flight::Lease;
 use crate::limit::{Check, Decision, Frees, Outcome, Policies, Policy};
-use crate::store::{Listener, RandomState, StoreError, Wake, instant};
+use crate::store::{Listener, StoreError, Wake, instant};
+use crate::util::random;
 
 /// The task that serves a queue until nobody waits in it.
 pub(super) struct Dispatcher {
@@ -415,11 +415,6 @@ impl Pace {
         };
         (retry_after + TICK, pause)
     }
-}
-
-/// From 0 to 1.
-fn random() -> f64 {
-    RandomState::new().hash_one(0) as f64 / u64::MAX as f64
 }
 
 /// When a full count less is owed, if others have taken ahead as much as may be owed. A denial for less than that is of a

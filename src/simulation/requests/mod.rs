@@ -24,7 +24,7 @@ use self::world::{Far, Notes, State, TIMEOUT, World};
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::in_flight::InFlightTracker;
-use crate::store::Seed;
+use crate::util::Seed;
 use crate::wait_queues::{Bounds, WaitQueues};
 
 const REQUESTS: Simulation<Rule> = Simulation { name: "requests", run };

@@ -7,8 +7,8 @@ use smallvec::SmallVec;
 use super::notes::{Notes, Step};
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
-use crate::store::seed::RandomState;
 use crate::store::shards::Shards;
+use crate::util::RandomState;
 
 const SHARDS: usize = 16;
 

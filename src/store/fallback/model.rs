@@ -18,8 +18,8 @@ use self::lease::Lease;
 use self::sync::{Arc, AtomicUsize, Mutex, Ordering::SeqCst, lock};
 use super::notes;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
-use crate::store::seed::Seed;
 use crate::store::{Answer, LocalStore, Store};
+use crate::util::Seed;
 
 #[allow(dead_code, reason = "not all of it is tried")]
 #[path = "breaker.rs"]

@@ -17,8 +17,8 @@ use super::breaker::{Breaker, Pass};
 use super::shared::Shared;
 use crate::limit::{Check, Decision};
 use crate::store::clock::instant;
-use crate::store::seed::RandomState;
 use crate::store::{Answer, ErrorKind, Store, StoreError, event};
+use crate::util::RandomState;
 
 /// For how long others that reconcile are waited for, and how often an instance looks whether any still does.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);

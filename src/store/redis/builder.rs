@@ -1,19 +1,99 @@
-//! The settings of a store.
+//! How a store is made.
 
-use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroUsize;
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use super::cluster::Cluster;
-use super::denial_cache::DenialCache;
-use super::inner::{Inner, Limits};
-use super::tls::Tls;
-use super::transport::Transport;
-use super::{RedisStore, Servers};
+use redis::IntoConnectionInfo;
+
+use super::link::Tls;
+use super::servers::Servers;
+use super::store::RedisStore;
+use super::topology::Topology;
+use super::topology::cluster::Cluster;
+use super::worker::{Inner, Limits};
+
 use crate::limit::{ConfigError, is_name};
 use crate::store::{Observer, StoreError};
+
+impl RedisStore {
+    /// Connects, and makes sure that Redis can run the script.
+    ///
+    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`, `redis+cluster://host:6379,host:6380`,
+    /// `redis+sentinel://host:26379,host:26380/mymaster`, each with `rediss` and the feature `tls`, `redis+unix:///path`; or a
+    /// [`redis::ConnectionInfo`]. See [`Servers`].
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis
+    /// from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
+    /// cluster.
+    pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
+        Self::builder(servers).connect().await
+    }
+
+    /// Does not connect before the first check, so that a service starts while Redis is down.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::RedisUrl`] for a wrong URL, [`ConfigError::NoTls`] for `rediss://` without the feature `tls`.
+    pub fn connect_lazy(servers: impl Into<Servers>) -> Result<Self, ConfigError> {
+        Self::builder(servers).connect_lazy()
+    }
+
+    /// A store in a Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. It does not connect
+    /// before the first check, as [`connect_lazy`](Self::connect_lazy).
+    ///
+    /// To connect at once, or to set more, give [`Servers::cluster`] to [`connect`](Self::connect) or
+    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for what is particular to a cluster.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::cluster(["redis://10.0.0.1:6379", "redis://10.0.0.2:6379"])?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or one has a database but 0.
+    pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Result<Self, ConfigError> {
+        Self::connect_lazy(Servers::cluster(nodes))
+    }
+
+    /// A store on the master that Redis Sentinel has elected, by the master's name and the URLs of all sentinels. It does not
+    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
+    ///
+    /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its name as a
+    /// URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
+    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for what is particular to Sentinel.
+    ///
+    /// ```
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// let store = RedisStore::sentinel("mymaster", ["redis://10.0.0.1:26379", "redis://10.0.0.2:26379"])?;
+    ///
+    /// let sentinels = ["redis://:secret@10.0.0.1:26379", "redis://:secret@10.0.0.2:26379"];
+    /// let store = RedisStore::sentinel("redis://limiter:password@mymaster/0", sentinels)?;
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is none.
+    pub fn sentinel<U: IntoConnectionInfo>(
+        master: &str,
+        sentinels: impl IntoIterator<Item = U>,
+    ) -> Result<Self, ConfigError> {
+        Self::connect_lazy(Servers::sentinel(master, sentinels))
+    }
+
+    /// Sets more than the URL.
+    pub fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
+        RedisStoreBuilder::new(servers.into())
+    }
+}
 
 /// Settings of a [`RedisStore`].
 ///
@@ -209,23 +289,9 @@ impl RedisStoreBuilder {
             return Err(ConfigError::TooManyPartitions(self.partitions));
         }
         let servers = self.servers.into_kind()?;
-        let transport = Transport::new(servers, &self.prefix, self.partitions, self.timeout, &self.tls)?;
-        Ok(RedisStore {
-            inner: Arc::new(Inner {
-                transport,
-                prefix: self.prefix.into_boxed_str(),
-                instance: RandomState::new().hash_one(0) >> 16,
-                limits: Limits {
-                    workers: self.connections,
-                    queue: self.queue,
-                    batch: self.batch,
-                    timeout: self.timeout,
-                },
-                denials: DenialCache::new(self.denials),
-                observer: self.observer,
-                now: self.now,
-                queues: Default::default(),
-            }),
-        })
+        let topology = Topology::new(servers, &self.prefix, self.partitions, self.timeout, &self.tls)?;
+        let limits = Limits { workers: self.connections, queue: self.queue, batch: self.batch, timeout: self.timeout };
+        let inner = Inner::new(topology, self.prefix, limits, self.denials, self.observer, self.now);
+        Ok(RedisStore { inner: Arc::new(inner) })
     }
 }

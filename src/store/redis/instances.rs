@@ -1,5 +1,6 @@
 //! Counts the instances of a service: each announces itself in Redis, under one key prefix.
 
+use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
@@ -9,17 +10,15 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
-use super::inner::Inner;
+use super::script::ANNOUNCE;
+use super::worker::Inner;
 use crate::store::{ErrorKind, Instances, StoreError};
 
 /// How often each announces itself. It is no longer counted after three times as long.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// Announces this instance until it is dropped.
-struct Announcer {
-    alive: Arc<AtomicU32>,
-    task: JoinHandle<()>,
-}
+/// Ends the task when it is dropped.
+struct Announcer(JoinHandle<()>);
 
 /// Announces this instance until the last clone of what it returns is dropped.
 ///
@@ -29,24 +28,20 @@ struct Announcer {
 pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, StoreError> {
     let runtime = Handle::try_current().map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
     let alive = Arc::new(AtomicU32::new(1));
-    let task = runtime.spawn(run(Arc::downgrade(inner), Arc::clone(&alive)));
-    let announcer = Announcer { alive, task };
-    Ok(Instances::new(move || announcer.alive()))
-}
-
-impl Announcer {
-    fn alive(&self) -> NonZeroU32 {
-        NonZeroU32::new(self.alive.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN)
-    }
+    let announcer = Announcer(runtime.spawn(run(Arc::downgrade(inner), Arc::clone(&alive))));
+    Ok(Instances::new(move || {
+        let _announcer = &announcer;
+        NonZeroU32::new(alive.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN)
+    }))
 }
 
 async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
-    let name = format!("{:016x}", std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), 0));
+    let name = format!("{:016x}", RandomState::new().hash_one(0));
     // After an outage the first to come back finds only itself: a lower number counts from the second time on.
     let mut before = 1;
     loop {
         let Some(inner) = inner.upgrade() else { return };
-        match inner.announce(&name, 3 * EVERY).await {
+        match announced(&inner, &name).await {
             Ok(count) => {
                 alive.store(count.max(before), Ordering::Relaxed);
                 before = count;
@@ -58,8 +53,14 @@ async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
     }
 }
 
+/// Says that the instance of this name is alive. Returns how many are.
+async fn announced(inner: &Arc<Inner>, name: &str) -> Result<u32, StoreError> {
+    let node = inner.shared_node().await?;
+    inner.run_shared(node, &ANNOUNCE, "instances", name, 3 * EVERY).await
+}
+
 impl Drop for Announcer {
     fn drop(&mut self) {
-        self.task.abort();
+        self.0.abort();
     }
 }

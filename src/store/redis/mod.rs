@@ -1,227 +1,23 @@
 //! [`RedisStore`]: one count in Redis for all instances.
+//!
+//! It is made of rooms, each of which knows only those before it: the [script] and its letters; the [batch] of checks that ask
+//! it together; the [link] to one server; the [topology], which says where that is; the [worker], which joins them.
 
-mod announce;
 mod batch;
 mod builder;
-mod calls;
-mod cluster;
-mod denial_cache;
-mod dial;
-mod errors;
-mod future;
-mod inner;
 mod instances;
-mod lua;
-mod names;
-mod pool;
-mod queue;
-mod runtimes;
+mod link;
 mod script;
-mod sentinel;
 mod servers;
+mod store;
 #[cfg(test)]
 mod tests;
-mod tls;
-mod transport;
-mod wire;
+mod topology;
 mod worker;
 
-use std::pin::Pin;
-use std::sync::Arc;
-
-use redis::IntoConnectionInfo;
-
 pub use builder::RedisStoreBuilder;
-pub use future::RedisFuture;
-pub use servers::Servers;
 #[cfg(feature = "tls")]
-pub(super) use tls::{CLIENT_KEY, ROOT_CERTIFICATE};
-
-use self::inner::Inner;
-use super::{Answer, Instances, Observer, Store, StoreError};
-use crate::limit::{Check, ConfigError, Key};
-
-/// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
-///
-/// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about
-/// twice the store's [`timeout`](RedisStoreBuilder::timeout), if need be with a [`StoreError`]. A charge is never
-/// sent twice: only a script that Redis does not know, and so did not run, is sent again.
-///
-/// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what they do to
-/// the counts. The Redis user needs
-/// `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
-/// `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
-///
-/// # Redis Cluster
-///
-/// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster. All of the
-/// above holds there too, whatever becomes of nodes and slots:
-///
-/// - Callers are put into [partitions](RedisStoreBuilder::partitions), each of which is in one slot. What is in flight for
-///   a partition is one script call, and the calls for one master are one round trip. The keys of a caller are as
-///   `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key `rl:{rl}:partitions` has their
-///   number.
-/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each partition:
-///   a master that is down degrades its callers only, until its replica has taken over. Replicas are not asked.
-/// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a slot has
-///   moved. A call that was refused for that is sent to the right node; no other call is sent twice.
-/// - An address that another cluster has by now is left alone: a node must know of one that the store knows, by its id. If none of
-///   those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the start.
-/// - While a slot is moved, its callers are asked one by one. One with several policies, whose keys are for a moment on two nodes,
-///   may get an error of [`ErrorKind::NotReady`](crate::ErrorKind::NotReady): a fallback decides then, and settles it.
-/// - The Redis user needs `+asking +cluster|slots` besides (`+cluster` before Redis 7). With TLS, the certificates must be of
-///   what the nodes call themselves: see `tls-cluster`, `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
-///
-/// # Redis Sentinel
-///
-/// By `redis+sentinel://`, or by [`sentinel`](Self::sentinel), it is a store on the master that the sentinels have elected. All of
-/// the above holds there too:
-///
-/// - Name all sentinels. They are asked at once whenever a connection is made, and what they tell must say itself that it is a
-///   master. Where they do not agree, it is the word of most of them, and else that of the latest failover. One that is dead or slow
-///   delays a connection by a quarter of the [`timeout`](RedisStoreBuilder::timeout) at most, and by nothing where most of them
-///   agree. While none answers, the master is the one that was known last.
-/// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So one sentinel
-///   is asked every quarter of a second, each in its turn, and the connections to the former master are given up.
-/// - Redis replicates asynchronously: what was charged just before a failover, and with `SENTINEL FAILOVER` what was charged during
-///   it, may be lost.
-/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7); the one of the master needs `+role` besides.
-///   Without it, a replica that is taken for the master is found out by the first script, and not before.
-///
-/// # Runtimes
-///
-/// Clones share the connections and the queue. Each tokio runtime that uses a store has connections and a queue of its
-/// own there, until it ends: a store may be a `static`, used by several runtimes in turn or at once.
-///
-/// ```no_run
-/// use tower_redis_ratelimit::RedisStore;
-///
-/// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
-/// let store = RedisStore::connect("redis://127.0.0.1/").await?;
-/// # Ok(())
-/// # }
-/// ```
-#[derive(Clone, Debug)]
-pub struct RedisStore {
-    inner: Arc<Inner>,
-}
-
-impl RedisStore {
-    /// Connects, and makes sure that Redis can run the script.
-    ///
-    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`, `redis+cluster://host:6379,host:6380`,
-    /// `redis+sentinel://host:26379,host:26380/mymaster`, each with `rediss` and the feature `tls`, `redis+unix:///path`; or a
-    /// [`redis::ConnectionInfo`]. See [`Servers`].
-    ///
-    /// # Errors
-    ///
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis
-    /// from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
-    /// cluster.
-    pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
-        Self::builder(servers).connect().await
-    }
-
-    /// Does not connect before the first check, so that a service starts while Redis is down.
-    ///
-    /// # Errors
-    ///
-    /// [`ConfigError::RedisUrl`] for a wrong URL, [`ConfigError::NoTls`] for `rediss://` without the feature `tls`.
-    pub fn connect_lazy(servers: impl Into<Servers>) -> Result<Self, ConfigError> {
-        Self::builder(servers).connect_lazy()
-    }
-
-    /// A store in a Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. It does not connect
-    /// before the first check, as [`connect_lazy`](Self::connect_lazy).
-    ///
-    /// To connect at once, or to set more, give [`Servers::cluster`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for what is particular to a cluster.
-    ///
-    /// ```
-    /// use tower_redis_ratelimit::RedisStore;
-    ///
-    /// let store = RedisStore::cluster(["redis://10.0.0.1:6379", "redis://10.0.0.2:6379"])?;
-    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or one has a database but 0.
-    pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Result<Self, ConfigError> {
-        Self::connect_lazy(Servers::cluster(nodes))
-    }
-
-    /// A store on the master that Redis Sentinel has elected, by the master's name and the URLs of all sentinels. It does not
-    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
-    ///
-    /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its name as a
-    /// URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for what is particular to Sentinel.
-    ///
-    /// ```
-    /// use tower_redis_ratelimit::RedisStore;
-    ///
-    /// let store = RedisStore::sentinel("mymaster", ["redis://10.0.0.1:26379", "redis://10.0.0.2:26379"])?;
-    ///
-    /// let sentinels = ["redis://:secret@10.0.0.1:26379", "redis://:secret@10.0.0.2:26379"];
-    /// let store = RedisStore::sentinel("redis://limiter:password@mymaster/0", sentinels)?;
-    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is none.
-    pub fn sentinel<U: IntoConnectionInfo>(
-        master: &str,
-        sentinels: impl IntoIterator<Item = U>,
-    ) -> Result<Self, ConfigError> {
-        Self::connect_lazy(Servers::sentinel(master, sentinels))
-    }
-
-    /// Announces this instance in Redis, and counts those that do so under the same key prefix: for
-    /// [`Share::Alive`](crate::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for it.
-    ///
-    /// Each announces itself every 2 seconds, off the request path, and no longer counts 6 seconds after the last time. This
-    /// one does so until the last clone of the result is dropped, or this tokio runtime ends. While Redis is away, the
-    /// number stays what it was.
-    ///
-    /// # Errors
-    ///
-    /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) outside of a tokio runtime.
-    pub fn announce(&self) -> Result<Instances, StoreError> {
-        instances::announce(&self.inner)
-    }
-
-    /// Sets more than the URL.
-    pub fn builder(servers: impl Into<Servers>) -> RedisStoreBuilder {
-        RedisStoreBuilder::new(servers.into())
-    }
-}
-
-impl Store for RedisStore {
-    type Future = RedisFuture;
-
-    fn check(&self, check: Check) -> Answer<RedisFuture> {
-        self.inner.check(check)
-    }
-
-    fn partitions(&self) -> usize {
-        self.inner.transport.partitions()
-    }
-
-    fn partition(&self, key: &Key) -> usize {
-        self.inner.transport.partition(key).into()
-    }
-
-    fn identity(&self) -> Option<usize> {
-        Some(Arc::as_ptr(&self.inner) as usize)
-    }
-
-    fn observe(&self, observer: &Arc<dyn Observer>) {
-        self.inner.observer.get_or_init(|| Arc::clone(observer));
-    }
-
-    fn withdraw(&self, future: Pin<&mut RedisFuture>) -> bool {
-        self.inner.withdraw(future.get_mut())
-    }
-}
+pub(super) use link::{CLIENT_KEY, ROOT_CERTIFICATE};
+pub use servers::Servers;
+pub use store::RedisStore;
+pub use worker::RedisFuture;

@@ -4,7 +4,7 @@ use std::fmt;
 
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError};
 
-use super::transport::with_address;
+use super::topology::Kind;
 use crate::limit::ConfigError;
 
 /// Where Redis is: a single server, the master that sentinels tell, or a cluster. It is made of a URL.
@@ -32,35 +32,11 @@ use crate::limit::ConfigError;
 #[derive(Clone)]
 pub struct Servers(Result<Kind, ConfigError>);
 
-#[derive(Clone)]
-pub(super) enum Kind {
-    Server(Box<ConnectionInfo>),
-    Sentinel {
-        /// Its host is its name.
-        master: Box<ConnectionInfo>,
-        /// At least one.
-        sentinels: Vec<ConnectionInfo>,
-    },
-    /// At least one.
-    Cluster(Vec<ConnectionInfo>),
-}
-
-impl Kind {
-    /// All servers that are named.
-    pub(super) fn all(&mut self) -> Vec<&mut ConnectionInfo> {
-        match self {
-            Self::Server(server) => vec![server],
-            Self::Sentinel { master, sentinels } => std::iter::once(&mut **master).chain(sentinels).collect(),
-            Self::Cluster(nodes) => nodes.iter_mut().collect(),
-        }
-    }
-}
-
 impl Servers {
     /// A Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. User, password and TLS are
     /// those of the first URL, for all nodes.
     pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Self {
-        Self(cluster(nodes.into_iter().map(|node| node.into_connection_info().map_err(url_error))))
+        Self(cluster(nodes.into_iter().map(read)))
     }
 
     /// The master of Redis Sentinel that has this name, by the URLs of all sentinels.
@@ -76,7 +52,7 @@ impl Servers {
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
     pub fn sentinel<U: IntoConnectionInfo>(master: &str, sentinels: impl IntoIterator<Item = U>) -> Self {
-        Self(sentinel(master, sentinels.into_iter().map(|sentinel| sentinel.into_connection_info().map_err(url_error))))
+        Self(sentinel(master, sentinels.into_iter().map(read)))
     }
 
     pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
@@ -89,25 +65,21 @@ impl Servers {
     }
 
     fn of_text(text: &str) -> Self {
-        let of_many = |scheme, what, rest| match what {
-            "cluster" => nodes(scheme, rest).and_then(|nodes| cluster(read(nodes))),
-            _ => sentinel_of_url(scheme, rest),
-        };
         let scheme = text.split_once("://").and_then(|(scheme, rest)| Some((scheme.split_once('+')?, rest)));
-        let (kind, parameters) = match scheme {
-            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), what @ ("cluster" | "sentinel")), rest)) => {
-                let parameters: &[_] = match what {
-                    "cluster" => &["protocol"],
-                    _ => &["protocol", "sentinel_user", "sentinel_password"],
-                };
-                (of_many(scheme, what, rest), parameters)
+        let (kind, parameters): (_, &[&str]) = match scheme {
+            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster"), rest)) => {
+                let kind = nodes(scheme, rest).and_then(|nodes| cluster(nodes.into_iter().map(read)));
+                (kind, &["protocol"])
             }
-            _ => {
-                let server = text.into_connection_info().map_err(url_error);
-                let is_socket = server.as_ref().is_ok_and(|server| matches!(server.addr(), ConnectionAddr::Unix(_)));
-                let parameters: &[_] = if is_socket { &["db", "user", "pass", "protocol"] } else { &["protocol"] };
-                (server.map(|server| Kind::Server(Box::new(server))), parameters)
+            Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel"), rest)) => {
+                (sentinel_of_url(scheme, rest), &["protocol", "sentinel_user", "sentinel_password"])
             }
+            _ => match read(text) {
+                Ok(server) if matches!(server.addr(), ConnectionAddr::Unix(_)) => {
+                    (Ok(Kind::Server(Box::new(server))), &["db", "user", "pass", "protocol"])
+                }
+                server => (server.map(|server| Kind::Server(Box::new(server))), &["protocol"]),
+            },
         };
         Self(kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind)))
     }
@@ -166,9 +138,8 @@ fn nodes(scheme: &str, rest: &str) -> Result<Vec<String>, ConfigError> {
     Ok(hosts.split(',').map(|host| format!("{scheme}://{user}{at}{host}{query}")).collect())
 }
 
-/// The servers at these URLs.
-fn read(urls: Vec<String>) -> impl Iterator<Item = Result<ConnectionInfo, ConfigError>> {
-    urls.into_iter().map(|url| url.into_connection_info().map_err(url_error))
+fn read(server: impl IntoConnectionInfo) -> Result<ConnectionInfo, ConfigError> {
+    server.into_connection_info().map_err(url_error)
 }
 
 /// The master and its sentinels in `user:password@host:port,host:port/name/database?query`.
@@ -199,7 +170,7 @@ fn sentinel_of_url(scheme: &str, rest: &str) -> Result<Kind, ConfigError> {
     let hosts: Vec<String> = hosts.split(',').map(host).collect();
     let sentinels = nodes(scheme, &format!("{}{}{query}", at(&login), hosts.join(",")))?;
     let master = format!("{scheme}://{}{name}/{database}{}", at(user), query.trim_start_matches('/'));
-    sentinel(if name.is_empty() { "" } else { &master }, read(sentinels))
+    sentinel(if name.is_empty() { "" } else { &master }, sentinels.into_iter().map(read))
 }
 
 fn sentinel(
@@ -221,7 +192,7 @@ fn sentinel(
     }
     let is_url = master.contains("://");
     let master = if is_url { master.to_owned() } else { format!("redis://{master}") };
-    let master = master.into_connection_info().map_err(url_error)?;
+    let master = read(master)?;
     let name = match master.addr() {
         ConnectionAddr::Tcp(name, _) | ConnectionAddr::TcpTls { host: name, .. } => name.clone(),
         _ => String::new(),
@@ -231,8 +202,8 @@ fn sentinel(
     if name.is_empty() || !name.bytes().all(is_name) {
         return wrong("a master's name is needed, of letters, digits, `.`, `-` and `_`");
     }
-    let master = if is_url { master } else { with_address(&master.set_addr(first.addr().clone()), &name, 0) };
-    Ok(Kind::Sentinel { master: Box::new(master), sentinels })
+    let master = if is_url { master } else { master.set_addr(first.addr().clone()) };
+    Ok(Kind::Sentinel { name, master: Box::new(master), sentinels })
 }
 
 fn cluster(nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>) -> Result<Kind, ConfigError> {

@@ -32,8 +32,8 @@ use self::primary::{Local, Primary};
 use self::world::{Notes, State, World};
 use super::{Fallback, Share};
 use crate::simulation::{Outcome, Simulation};
-use crate::store::seed::Seed;
 use crate::store::{Instances, LocalStore};
+use crate::util::Seed;
 
 const FALLBACK: Simulation<Rule> = Simulation { name: "fallback", run };
 

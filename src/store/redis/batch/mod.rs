@@ -1,0 +1,283 @@
+//! Checks that wait to be asked together: the [queue](Queue) of those that came, the [batch](Batch) of those that share a
+//! script call, and the [denials](DenialCache) by which some need not be asked at all. It knows no network.
+
+mod denial_cache;
+mod queue;
+
+use std::collections::HashMap;
+
+pub(super) use denial_cache::DenialCache;
+pub(super) use queue::{Full, Queue};
+
+use super::script::{Asked, Plan, ScriptCall};
+use crate::limit::{Check, Key, Mode};
+
+/// Checks pushed one by one into a script call, those that ask the same put together.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    pub(super) call: ScriptCall,
+    /// The index of the plan that asks this, instead of a search through all of them.
+    plan_of: HashMap<Asked, usize>,
+    /// For every caller the plan and the index of its last entry, which the next check joins if it asks the same.
+    open: HashMap<Key, (usize, usize)>,
+}
+
+impl Batch {
+    pub(super) fn clear(&mut self) {
+        let Self { call, plan_of, open } = self;
+        call.clear();
+        plan_of.clear();
+        open.clear();
+    }
+
+    pub(super) fn push(&mut self, prefix: &str, check: &Check) {
+        let plan = self.plan(check);
+        let entry = self.call.entries.len();
+        let joins = matches!(check.mode(), Mode::Take | Mode::Refund | Mode::Renew | Mode::Hold);
+        if joins && check.id().is_none() {
+            let open = self.open.entry(*check.key()).or_insert((plan, entry));
+            if open.0 != plan {
+                *open = (plan, entry);
+            }
+            if open.1 != entry {
+                return self.call.repeat(open.1);
+            }
+        } else {
+            self.open.remove(check.key());
+        }
+        self.call.push(plan, prefix, check);
+    }
+
+    /// The index of the plan that asks what the check does; made if there is none.
+    fn plan(&mut self, check: &Check) -> usize {
+        let (asked, plans) = (Asked::of(check), &mut self.call.plans);
+        // Mostly all checks ask the same.
+        if plans.last().is_some_and(|plan| plan.asks(asked, check)) {
+            return plans.len() - 1;
+        }
+        if let Some(&index) = self.plan_of.get(&asked)
+            && plans[index].asks(asked, check)
+        {
+            return index;
+        }
+        plans.push(Plan::new(asked, check));
+        self.plan_of.insert(asked, plans.len() - 1);
+        plans.len() - 1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use redis::{Cmd, Value};
+
+    use super::*;
+    use crate::limit::{Order, Policies, Policy, Quota, Strategy};
+    use crate::store::ErrorKind;
+
+    fn policies(limit: u32) -> Policies {
+        Policy::new("api", Strategy::Gcra, Quota::per_second(limit)).unwrap().into()
+    }
+
+    #[test]
+    fn a_list_has_one_plan_among_a_thousand() {
+        let lists: Vec<Policies> = (1..=1_000).map(policies).collect();
+        let mut batch = Batch::default();
+        for _ in 0..2 {
+            batch.clear();
+            for round in 0..3 {
+                for (i, list) in lists.iter().enumerate() {
+                    // A copy is of the same policies in memory.
+                    let list = if round == 0 { list.clone() } else { list.copy() };
+                    batch.push("rl", &Check::take(Key::new(format!("{round}-{i}")), &list, 1));
+                }
+            }
+            assert_eq!(batch.call.plans.len(), lists.len());
+            assert!(batch.call.plans.iter().zip(&lists).all(|(plan, list)| plan.policies.is(list)));
+            let plans = batch.call.entries.iter().map(|entry| entry.plan);
+            assert!(plans.eq((0..3).flat_map(|_| 0..lists.len())));
+        }
+    }
+
+    #[test]
+    fn modes_costs_and_ids_have_plans_of_their_own() {
+        let list = policies(10);
+        let take = |cost| Check::take(Key::GLOBAL, &list, cost);
+        let mut batch = Batch::default();
+        for check in [take(1), take(2), take(1).with_id("a"), Check::peek(Key::GLOBAL, &list, 1), take(1)] {
+            batch.push("rl", &check);
+        }
+        let plans: Vec<usize> = batch.call.entries.iter().map(|entry| entry.plan).collect();
+        assert_eq!(plans, [0, 1, 2, 3, 0]);
+    }
+
+    #[test]
+    fn lists_of_one_identity_stay_apart() {
+        let (one, two, three) = (policies(1), policies(2), policies(3));
+        let take = |list| Check::take(Key::GLOBAL, list, 1);
+        let mut batch = Batch::default();
+        batch.push("rl", &take(&one));
+        batch.push("rl", &take(&two));
+        // As if the third had the identity of the first.
+        batch.plan_of.insert(Asked::of(&take(&three)), 0);
+        for list in [&three, &one, &two, &three] {
+            batch.push("rl", &take(list));
+            let entry = batch.call.entries[batch.call.checks[batch.call.checks.len() - 1]];
+            assert!(batch.call.plans[entry.plan].policies.is(list));
+        }
+    }
+
+    fn named(names: &[&str]) -> Policies {
+        let policy = |name: &&str| Policy::new(name, Strategy::Gcra, Quota::per_second(10).burst(20)).unwrap();
+        Policies::new(names.iter().map(policy)).unwrap()
+    }
+
+    /// The keys, and the numbers of each packed argument.
+    fn arguments(cmd: &Cmd) -> (Vec<String>, Vec<Vec<i64>>) {
+        let args = cmd.args_iter().map(|arg| match arg {
+            redis::Arg::Simple(bytes) => bytes,
+            _ => unreachable!(),
+        });
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let mut args = args.skip(2);
+        let keys: Vec<String> = {
+            let count = text(args.next().unwrap()).parse().unwrap();
+            args.by_ref().take(count).map(text).collect()
+        };
+        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7, 6])];
+        let (policies, plans) = (packed[0][0] as usize, packed[0][1] as usize);
+        packed.extend(args.by_ref().take(policies).map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])));
+        packed.extend(args.by_ref().take(plans).map(|bytes| numbers(bytes, &[1, 4, 7])));
+        packed.extend(args.map(|bytes| numbers(bytes, &[4, 4, 4])));
+        (keys, packed)
+    }
+
+    /// Numbers of these widths in bytes; what follows them is of 4.
+    fn numbers(mut bytes: &[u8], widths: &[usize]) -> Vec<i64> {
+        let mut numbers = vec![];
+        for &width in widths.iter().chain(std::iter::repeat(&4)) {
+            let Some((number, rest)) = bytes.split_at_checked(width) else { break };
+            numbers.push(number.iter().rev().fold(0, |sum, byte| sum << 8 | i64::from(*byte)));
+            bytes = rest;
+        }
+        assert!(bytes.is_empty(), "{bytes:?} is left");
+        numbers
+    }
+
+    #[test]
+    fn checks_in_a_row_that_ask_the_same_share_a_plan() {
+        let (one, two) = (named(&["api"]), named(&["burst", "daily"]));
+        let mut batch = Batch::default();
+        batch.push("rl", &Check::take(Key::new("ann"), &one, 1));
+        batch.push("rl", &Check::take(Key::new("bob"), &one, 1));
+        batch.push("rl", &Check::peek(Key::new("cid"), &two, 3));
+        batch.push("rl", &Check::take(Key::new("dan"), &one, 1));
+        let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
+        let policy = vec![7, 20, 100_000, 1, 0];
+        let expected = vec![
+            vec![3, 2, 0, 9],
+            policy.clone(),
+            policy.clone(),
+            policy.clone(),
+            vec![1, 1, 0, 1],
+            vec![3, 3, 0, 2, 3],
+            vec![1, 2, 1],
+            vec![2, 1, 1],
+            vec![1, 1, 1],
+        ];
+        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 0, 9)), (keys.map(str::to_owned).to_vec(), expected));
+
+        batch.clear();
+        batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
+        let expected = vec![vec![1, 1, 7, 9], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
+        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 7, 9)), (vec!["rl:{eve}:api:g".to_owned()], expected));
+    }
+
+    #[test]
+    fn checks_of_one_caller_that_ask_the_same_share_an_entry() {
+        let one = named(&["api"]);
+        let mut batch = Batch::default();
+        let take = |caller: &str, cost| Check::take(Key::new(caller), &one, cost);
+        for check in [take("ann", 1), take("bob", 1), take("ann", 1), take("ann", 2), take("ann", 1)] {
+            batch.push("rl", &check);
+        }
+        batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
+        batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
+        let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0, 9));
+        let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
+        assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
+        // Two of ann's first, bob's, and then in the order in which they came.
+        let runs = [[1, 1, 2], [1, 1, 1], [2, 1, 1], [1, 1, 1], [3, 2, 1]];
+        assert_eq!(packed[packed.len() - 5..], runs.map(Vec::from));
+
+        // The answers of an entry follow each other, and go to its checks in their order.
+        let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
+        let reply = Value::Array(answers.chain([1_790]).map(Value::Int).collect());
+        let read = batch.call.read(reply).unwrap().map(Result::unwrap);
+        let (left, order): (Vec<i64>, Vec<Order>) =
+            read.map(|verdicts| (verdicts.first().remaining, (verdicts.at, verdicts.place))).unzip();
+        assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
+        // In which they were decided.
+        assert_eq!(order, [0, 8, 4, 12, 16, 20, 24].map(|place| (1_790, place)));
+    }
+
+    #[test]
+    fn an_id_has_a_key_of_its_own() {
+        let mut batch = Batch::default();
+        batch.push("rl", &Check::take(Key::new("ann"), &named(&["burst", "daily"]), 1).with_id("17"));
+        let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0, 9));
+        assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
+        assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
+
+        // Its answer ends with when it was charged.
+        let read = |charged_at| {
+            let reply = [1, 9, 0, 100, 1, 19, 0, 100, charged_at, 1_790].map(Value::Int);
+            batch.call.read(Value::Array(reply.into())).and_then(|mut all| all.next().unwrap())
+        };
+        let verdicts = read(1_000).unwrap();
+        assert_eq!((verdicts.granted, verdicts.at, verdicts.age), (1, 1_000, 790));
+        assert_eq!(read(-1).unwrap_err().kind(), ErrorKind::Protocol);
+    }
+
+    #[test]
+    fn any_reply_is_verdicts_or_an_error() {
+        let mut batch = Batch::default();
+        batch.push("rl", &Check::take(Key::new("ann"), &named(&["api"]), 1));
+        let ints = |ints: &[i64]| Value::Array(ints.iter().map(|i| Value::Int(*i)).collect());
+        let read = |value| batch.call.read(value).and_then(|mut all| all.next().unwrap());
+
+        let verdicts = read(ints(&[1, 9, 0, 100, 1_790])).unwrap();
+        assert_eq!((verdicts.granted, verdicts.at), (1, 1_790));
+        for (code, kind) in [
+            (-1, ErrorKind::Refused),
+            (-2, ErrorKind::OutOfMemory),
+            (-3, ErrorKind::ReadOnly),
+            (-4, ErrorKind::Permission),
+            (-5, ErrorKind::Refused),
+            (-6, ErrorKind::Protocol),
+            (i64::MIN, ErrorKind::Protocol),
+        ] {
+            assert_eq!(read(ints(&[code, 0, 0, 0, 1])).unwrap_err().kind(), kind);
+        }
+        for wrong in [
+            Value::Nil,
+            Value::Int(1),
+            Value::SimpleString("OK".to_owned()),
+            ints(&[]),
+            ints(&[1, 9, 0]),
+            ints(&[1, 9, 0, 100]),
+            ints(&[1, 9, 0, 100, 1, 1]),
+            ints(&[1, 9, 0, 100, -1]),
+            ints(&[1, 9, 0, 100, i64::MAX]),
+            ints(&[1, -1, 0, 100, 1]),
+            ints(&[1, 9, -2, 100, 1]),
+            ints(&[1, 9, 0, -1, 1]),
+            ints(&[1, 9, 0, i64::MAX, 1]),
+            ints(&[1, i64::MAX, 0, 1, 1]),
+            ints(&[1, 9, i64::MAX, 1, 1]),
+            Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0), Value::Int(1)]),
+            Value::Array(vec![Value::Int(1), Value::Int(9), Value::Int(0), Value::Int(100), Value::Nil]),
+        ] {
+            assert_eq!(read(wrong.clone()).unwrap_err().kind(), ErrorKind::Protocol, "{wrong:?}");
+        }
+    }
+}

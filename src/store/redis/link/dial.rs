@@ -1,0 +1,162 @@
+//! Makes a connection to one server, and says why it cannot be made: of two ends of which only one speaks TLS, neither tells
+//! the other so.
+
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::Duration;
+
+use redis::aio::MultiplexedConnection;
+use redis::io::tcp::TcpSettings;
+use redis::io::tcp::socket2::TcpKeepalive;
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::errors::{error_of_greeting, explained};
+use super::names::{self, Host};
+use crate::store::{ErrorKind, StoreError};
+
+#[derive(Debug)]
+pub(crate) struct Dialer {
+    timeout: Duration,
+    /// The name that a server's certificate must have, if it is not the host's.
+    server_name: Option<String>,
+    /// Whether it has ever made a connection: then both ends agree on TLS.
+    connected: AtomicBool,
+}
+
+/// After so long without traffic the system sends a probe: sooner than NATs and load balancers forget a connection.
+const KEEP_ALIVE: Duration = Duration::from_secs(60);
+/// A server that has said nothing for so long is asked whether it speaks TLS.
+const LONGEST_DOUBT: Duration = Duration::from_millis(500);
+
+impl Dialer {
+    /// A dialer whose callers wait for so long.
+    pub(crate) fn new(timeout: Duration, server_name: Option<String>) -> Self {
+        Self { timeout, server_name, connected: AtomicBool::new(false) }
+    }
+
+    /// A new connection to a server.
+    pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
+        let connection = match self.connected.load(Relaxed) {
+            true => self.open(server).await.map_err(|error| error_of_greeting(&error, server)),
+            false => self.open_first(server).await,
+        };
+        self.connected.fetch_or(connection.is_ok(), Relaxed);
+        connection
+    }
+
+    async fn open(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, RedisError> {
+        // Redis-rs has times of its own.
+        let mut config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.timeout))
+            .set_response_timeout(Some(self.timeout.saturating_mul(2)));
+        if let ConnectionAddr::Tcp(host, _) | ConnectionAddr::TcpTls { host, .. } = server.addr() {
+            config = config.set_dns_resolver(Host(host.clone()));
+        }
+        // Redis-rs takes the host for the name. Its addresses are found apart.
+        let named = match (&self.server_name, server.addr()) {
+            (Some(name), ConnectionAddr::TcpTls { port, .. }) => with_address(server, name, *port),
+            _ => server.clone(),
+        };
+        Client::open(named)?.get_multiplexed_async_connection_with_config(&config).await
+    }
+
+    /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
+    /// connection without it.
+    async fn open_first(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
+        let mut opening = pin!(self.open(server));
+        let opened = match server.addr() {
+            ConnectionAddr::TcpTls { host, port, .. } => {
+                match timeout((self.timeout / 2).min(LONGEST_DOUBT), opening.as_mut()).await {
+                    Ok(opened) => opened,
+                    Err(_) if self.hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply)).await => {
+                        let reason = "the server answers without TLS: write `redis://`, or its port for TLS";
+                        return Err(explained(ErrorKind::Tls, reason));
+                    }
+                    Err(_) => opening.await,
+                }
+            }
+            ConnectionAddr::Tcp(host, port) => match opening.await {
+                // A greeting that says nothing, which only TLS answers: by an alert.
+                Err(error)
+                    if error.is_io_error()
+                        && !error.is_connection_refusal()
+                        && self.hears(host, *port, b"\x16\x03\x01\0\x04\x01\0\0\0", |reply| reply == 0x15).await =>
+                {
+                    return Err(StoreError::new(ErrorKind::TlsWanted));
+                }
+                opened => opened,
+            },
+            _ => opening.await,
+        };
+        opened.map_err(|error| error_of_greeting(&error, server))
+    }
+
+    /// Whether a server answers these bytes by one that begins so.
+    async fn hears(&self, host: &str, port: u16, said: &[u8], expected: impl Fn(u8) -> bool) -> bool {
+        let asking = async {
+            let stream = TcpStream::connect(&*names::addresses(host, port).await.ok()?).await.ok()?;
+            stream.writable().await.ok()?;
+            stream.try_write(said).ok()?;
+            let mut reply = [0];
+            loop {
+                stream.readable().await.ok()?;
+                match stream.try_read(&mut reply) {
+                    Ok(1) => return Some(reply[0]),
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+                    _ => return None,
+                }
+            }
+        };
+        matches!(timeout(self.timeout / 4, asking).await, Ok(Some(reply)) if expected(reply))
+    }
+}
+
+/// How to reach a server as another one, but at this address.
+pub(crate) fn with_address(other: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
+    let host = host.to_owned();
+    let addr = match other.addr() {
+        ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
+            ConnectionAddr::TcpTls { host, port, insecure: *insecure, tls_params: tls_params.clone() }
+        }
+        _ => ConnectionAddr::Tcp(host, port),
+    };
+    other.clone().set_addr(addr)
+}
+
+/// The same server, over connections that have our settings.
+pub(crate) fn kept_alive(server: ConnectionInfo) -> ConnectionInfo {
+    let tcp = tcp_settings(server.tcp_settings());
+    server.set_tcp_settings(tcp)
+}
+
+/// What we set on connections, with what the application has set.
+fn tcp_settings(given: &TcpSettings) -> TcpSettings {
+    // A batch is written whole. Without this, the end of a long one waits until the server has acknowledged its beginning.
+    let settings = given.clone().set_nodelay(true);
+    if settings.keepalive().is_some() {
+        return settings;
+    }
+    settings.set_keepalive(TcpKeepalive::new().with_time(KEEP_ALIVE))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_are_sent_at_once_and_connections_kept_alive() {
+        let ours = tcp_settings(&TcpSettings::default());
+        assert!(ours.nodelay());
+        let default = TcpKeepalive::new().with_time(KEEP_ALIVE);
+        assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(default)));
+    }
+
+    #[test]
+    fn what_the_application_has_set_stays() {
+        let keepalive = TcpKeepalive::new().with_time(Duration::from_secs(7));
+        let ours = tcp_settings(&TcpSettings::default().set_keepalive(keepalive.clone()));
+        assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(keepalive)));
+    }
+}

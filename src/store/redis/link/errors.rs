@@ -1,0 +1,128 @@
+//! What redis-rs and Redis say is wrong, as errors of a store.
+
+use std::fmt;
+use std::future::Future;
+use std::time::Duration;
+
+use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
+use tokio::time::timeout;
+
+use super::tls;
+use crate::store::{ErrorKind, StoreError};
+
+/// A failure of redis-rs by what to do about it.
+pub(crate) fn error_of(error: &RedisError) -> StoreError {
+    let kind = match error.kind() {
+        Kind::AuthenticationFailed => ErrorKind::Authentication,
+        Kind::Parse | Kind::UnexpectedReturnType | Kind::RESP3NotSupported => ErrorKind::Protocol,
+        Kind::InvalidClientConfig => ErrorKind::Configuration,
+        Kind::Server(ServerErrorKind::NoPerm) => ErrorKind::Permission,
+        Kind::Server(ServerErrorKind::ReadOnly) => ErrorKind::ReadOnly,
+        Kind::Server(ServerErrorKind::BusyLoading | ServerErrorKind::MasterDown) => ErrorKind::NotReady,
+        Kind::Server(
+            ServerErrorKind::Moved
+            | ServerErrorKind::Ask
+            | ServerErrorKind::TryAgain
+            | ServerErrorKind::ClusterDown
+            | ServerErrorKind::CrossSlot,
+        ) => ErrorKind::Cluster,
+        _ if error.is_timeout() => ErrorKind::Timeout,
+        Kind::Io => tls::problem(error).unwrap_or(ErrorKind::Unreachable),
+        _ => match error.code() {
+            Some("OOM") => ErrorKind::OutOfMemory,
+            Some("NOAUTH" | "WRONGPASS") => ErrorKind::Authentication,
+            Some("NOPERM") => ErrorKind::Permission,
+            _ => match error.detail().unwrap_or_default() {
+                // Redis takes no command of many arguments from whom it does not know.
+                detail if detail.contains("unauthenticated") => ErrorKind::Authentication,
+                // In a script: from Redis 7.2 on, and before.
+                detail if detail.contains("ACL failure in script") => ErrorKind::Permission,
+                detail if detail.contains("can't run this command") => ErrorKind::Permission,
+                _ => ErrorKind::Refused,
+            },
+        },
+    };
+    let told = StoreError::with_source(kind, Cause::new(error));
+    if was_not_run(kind, error) { told.unsent() } else { told }
+}
+
+/// A failure to log in or to agree on the protocol.
+pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> StoreError {
+    let greeting = server.redis_settings();
+    let told = error_of(error);
+    // `HELLO` has the password in it, and its refusal is handed on as the server words it.
+    if error.is_io_error() || greeting.password().is_none() || greeting.protocol() == ProtocolVersion::RESP2 {
+        return told;
+    }
+    explained(told.kind(), format!("the server refused the greeting: {}", error.category()))
+}
+
+/// What comes of this in time, or [`ErrorKind::Timeout`].
+pub(crate) async fn within<T>(
+    time: Duration,
+    attempt: impl Future<Output = Result<T, StoreError>>,
+) -> Result<T, StoreError> {
+    timeout(time, attempt).await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout)))
+}
+
+/// A failure of this kind, for a reason that no server has told.
+pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> StoreError {
+    StoreError::with_source(kind, Cause(reason.into()))
+}
+
+/// A call that was not run has failed like this, which is a failure of this kind.
+pub(crate) fn not_run(kind: ErrorKind, error: &RedisError) -> StoreError {
+    StoreError::with_source(kind, Cause::new(error)).unsent()
+}
+
+/// Whether a script call of a check that failed like this was not run, so that nothing was charged.
+///
+/// Redis refuses a call with these errors before it runs the script. The commands inside the script may meet some of them
+/// too, but it catches those; all but that of `TIME`, which comes before anything is written. Any other error, such as
+/// `ERR`, may have stopped the script half-way.
+fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
+    match kind {
+        ErrorKind::Authentication
+        | ErrorKind::Permission
+        | ErrorKind::ReadOnly
+        | ErrorKind::OutOfMemory
+        | ErrorKind::NotReady
+        | ErrorKind::Cluster => true,
+        // Another script runs already; or no writes are taken, without a disk or replicas to write to.
+        _ => matches!(error.code(), Some("BUSY" | "MISCONF" | "NOREPLICAS")),
+    }
+}
+
+/// The same error, with the server that it is of.
+pub(crate) fn error_at(server: &impl fmt::Display, error: &RedisError) -> StoreError {
+    let told = error_of(error);
+    let at = explained(told.kind(), format!("{server}: {}", Cause::new(error)));
+    if told.is_unsent() { at.unsent() } else { at }
+}
+
+/// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.
+#[derive(Debug)]
+struct Cause(String);
+
+impl Cause {
+    fn new(error: &RedisError) -> Self {
+        let mut text = error.to_string();
+        // A server may repeat the arguments of a command that it refuses, such as Redis:
+        // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
+        // A password is an argument too, and before each caller stands a brace.
+        if !error.is_io_error()
+            && let Some(end) = [", with args", "{"].iter().filter_map(|mark| text.find(mark)).min()
+        {
+            text.truncate(end);
+        }
+        Self(text)
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Cause {}

@@ -1,0 +1,17 @@
+//! Connections to one server: how it is [dialed](Dialer), what goes over a [connection], which of a [pool](Pool) still work, and
+//! when not even to try. Which server that is, is for others to know.
+
+mod connection;
+mod dial;
+mod errors;
+mod names;
+mod pool;
+mod tls;
+
+pub(super) use connection::{Epoch, Link, Replies};
+pub(super) use dial::{Dialer, kept_alive, with_address};
+pub(super) use errors::{error_at, error_of, explained, not_run, within};
+pub(super) use pool::{Connect, Failures, Pool};
+pub(super) use tls::Tls;
+#[cfg(feature = "tls")]
+pub(in crate::store) use tls::{CLIENT_KEY, ROOT_CERTIFICATE};

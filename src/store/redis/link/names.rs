@@ -1,0 +1,151 @@
+//! Addresses of host names.
+//!
+//! The operating system's look-up keeps a thread busy for as long as it takes, which is many seconds where no name server
+//! answers, and nothing can end it. So each host is looked up by one thread at a time, and whoever needs its addresses meanwhile
+//! waits for the same answer. It is a thread of no runtime: those who wait may be on several, and one that ends need not wait.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use futures_util::FutureExt;
+use futures_util::future::Shared;
+use redis::RedisFuture;
+use redis::io::AsyncDNSResolver;
+use tokio::sync::oneshot;
+
+use crate::store::lock;
+
+static LOOK_UPS: LookUps = LookUps { under_way: Mutex::new(BTreeMap::new()), look_up: system };
+
+struct LookUps {
+    under_way: Mutex<BTreeMap<Box<str>, Answer>>,
+    look_up: fn(&str) -> io::Result<Vec<SocketAddr>>,
+}
+
+type Answer = Shared<oneshot::Receiver<Result<Vec<SocketAddr>, Arc<io::Error>>>>;
+
+/// The addresses of a host, which is perhaps an address itself.
+///
+/// # Errors
+///
+/// That of the operating system, or that there are none.
+pub(crate) async fn addresses(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    let mut addresses = match host.parse::<IpAddr>() {
+        Ok(address) => vec![SocketAddr::new(address, port)],
+        Err(_) => LOOK_UPS.find(host).await?,
+    };
+    addresses.iter_mut().for_each(|address| address.set_port(port));
+    Ok(addresses)
+}
+
+fn system(host: &str) -> io::Result<Vec<SocketAddr>> {
+    let addresses: Vec<_> = (host, 0).to_socket_addrs()?.collect();
+    // Redis-rs would panic.
+    if addresses.is_empty() {
+        Err(io::Error::new(io::ErrorKind::NotFound, "the host has no address"))
+    } else {
+        Ok(addresses)
+    }
+}
+
+impl LookUps {
+    async fn find(&'static self, host: &str) -> io::Result<Vec<SocketAddr>> {
+        let found = self.begin(host)?.await.map_err(io::Error::other)?;
+        found.map_err(|error| io::Error::new(error.kind(), error))
+    }
+
+    /// Joins the look-up that is under way, or begins one.
+    fn begin(&'static self, host: &str) -> io::Result<Answer> {
+        let mut under_way = lock(&self.under_way);
+        if let Some(answer) = under_way.get(host) {
+            return Ok(answer.clone());
+        }
+        let (tell, answer) = oneshot::channel();
+        let answer = answer.shared();
+        let name: Box<str> = host.into();
+        thread::Builder::new().name("redis-host".to_owned()).spawn(move || {
+            let found = (self.look_up)(&name).map_err(Arc::new);
+            lock(&self.under_way).remove(&name);
+            // Perhaps nobody waits any longer.
+            let _ = tell.send(found);
+        })?;
+        under_way.insert(host.into(), answer.clone());
+        Ok(answer)
+    }
+}
+
+/// Finds the addresses of this host, whatever it is asked for.
+pub(crate) struct Host(pub(crate) String);
+
+impl AsyncDNSResolver for Host {
+    fn resolve<'a, 'b: 'a>(
+        &'a self,
+        _name: &'b str,
+        port: u16,
+    ) -> RedisFuture<'a, Box<dyn Iterator<Item = SocketAddr> + Send + 'a>> {
+        Box::pin(async move {
+            let found = addresses(&self.0, port).await?;
+            Ok(Box::new(found.into_iter()) as Box<dyn Iterator<Item = _> + Send>)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::pin::pin;
+    use std::sync::Condvar;
+    use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use std::time::Duration;
+
+    use futures_util::FutureExt;
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::support::until;
+
+    /// As where no name server answers: those who give up leave nothing behind that those after them would add to.
+    #[tokio::test]
+    async fn a_host_is_looked_up_once_at_a_time() {
+        static HANGS: Mutex<bool> = Mutex::new(true);
+        static ANSWERED: Condvar = Condvar::new();
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        static LOOK_UPS: LookUps = LookUps {
+            under_way: Mutex::new(BTreeMap::new()),
+            look_up: |host| {
+                COUNT.fetch_add(1, SeqCst);
+                drop(ANSWERED.wait_while(lock(&HANGS), |hangs| *hangs));
+                match host {
+                    "none" => Err(io::Error::new(io::ErrorKind::NotFound, "no such host")),
+                    _ => Ok(vec![SocketAddr::from(([127, 0, 0, 1], 0))]),
+                }
+            },
+        };
+        for _ in 0..100 {
+            for host in ["some", "none"] {
+                assert!(timeout(Duration::from_millis(1), LOOK_UPS.find(host)).await.is_err());
+            }
+        }
+        let mut waiting = pin!(LOOK_UPS.find("none"));
+        assert!(waiting.as_mut().now_or_never().is_none());
+        *lock(&HANGS) = false;
+        ANSWERED.notify_all();
+        let error = waiting.await.unwrap_err();
+        assert!(error.kind() == io::ErrorKind::NotFound && error.to_string() == "no such host", "{error:?}");
+        until("both have ended", async || lock(&LOOK_UPS.under_way).is_empty()).await;
+        assert_eq!(COUNT.load(SeqCst), 2, "look-ups of two hosts");
+        // Nothing of it is kept.
+        assert_eq!(LOOK_UPS.find("some").await.unwrap().len(), 1);
+        assert_eq!(COUNT.load(SeqCst), 3);
+    }
+
+    #[tokio::test]
+    async fn an_address_is_not_looked_up() {
+        for address in ["127.0.0.1", "::1"] {
+            assert_eq!(addresses(address, 7).await.unwrap(), [SocketAddr::new(address.parse().unwrap(), 7)]);
+        }
+        assert!(addresses("localhost", 7).await.unwrap().iter().all(|address| address.port() == 7));
+    }
+}

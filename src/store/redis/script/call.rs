@@ -1,0 +1,288 @@
+//! How checks become the arguments of one script call, and its reply their verdicts.
+
+use redis::{Cmd, Value};
+
+use super::wire;
+use crate::limit::{Charged, Check, EachCharged, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
+use crate::store::{ErrorKind, StoreError};
+
+/// What one script call asks.
+#[derive(Debug, Default)]
+pub(crate) struct ScriptCall {
+    /// For every entry its keys: `prefix:{caller}` and each policy's `:name:strategy`; before them, for a check with
+    /// an id, `prefix:{caller}`, all of those, and `:id`.
+    keys: Vec<u8>,
+    /// Where each key ends.
+    ends: Vec<usize>,
+    pub(crate) plans: Vec<Plan>,
+    pub(crate) entries: Vec<Entry>,
+    /// For every check its entry.
+    pub(crate) checks: Vec<usize>,
+}
+
+/// What is asked, of whoever asks it.
+#[derive(Debug)]
+pub(crate) struct Plan {
+    pub(crate) asked: Asked,
+    pub(crate) policies: Policies,
+    /// The charge of which a part is refunded, if it is not of just now.
+    charged: EachCharged,
+}
+
+/// All of a plan that is cheap to compare. Two lists of policies could by chance share an identity: so [`Plan::asks`] has
+/// the last word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Asked {
+    identity: u64,
+    mode: Mode,
+    cost: u32,
+    with_id: bool,
+    /// Within how many microseconds a take ahead has to be due.
+    within: i64,
+    age: i64,
+}
+
+/// Checks of one caller that ask the same.
+#[derive(Debug, PartialEq, Eq, Clone, Copy)]
+pub(crate) struct Entry {
+    pub(crate) plan: usize,
+    times: i64,
+}
+
+impl Asked {
+    pub(crate) fn of(check: &Check) -> Self {
+        Self {
+            identity: check.policies().identity(),
+            mode: check.mode(),
+            cost: check.cost(),
+            with_id: check.id().is_some(),
+            within: check.within(),
+            age: check.charged_under(0).age,
+        }
+    }
+}
+
+impl Plan {
+    pub(crate) fn new(asked: Asked, check: &Check) -> Self {
+        Self { asked, policies: check.policies().clone(), charged: check.charged().into() }
+    }
+
+    pub(crate) fn asks(&self, asked: Asked, check: &Check) -> bool {
+        self.asked == asked && self.policies.is(check.policies()) && self.charged[..] == *check.charged()
+    }
+}
+
+impl ScriptCall {
+    pub(crate) fn clear(&mut self) {
+        let Self { keys, ends, plans, entries, checks } = self;
+        keys.clear();
+        ends.clear();
+        plans.clear();
+        entries.clear();
+        checks.clear();
+    }
+
+    /// Adds a check that asks the same as this entry.
+    pub(crate) fn repeat(&mut self, entry: usize) {
+        self.entries[entry].times += 1;
+        self.checks.push(entry);
+    }
+
+    /// Adds a check as an entry of this plan.
+    pub(crate) fn push(&mut self, plan: usize, prefix: &str, check: &Check) {
+        self.checks.push(self.entries.len());
+        self.entries.push(Entry { plan, times: 1 });
+        if let Some(id) = check.id() {
+            self.push_caller(prefix, check.key());
+            for policy in check.policies().iter() {
+                self.push_count(policy);
+            }
+            self.keys.push(b':');
+            self.keys.extend_from_slice(id.as_bytes());
+            self.ends.push(self.keys.len());
+        }
+        for policy in check.policies().iter() {
+            self.push_caller(prefix, check.key());
+            self.push_count(policy);
+            self.ends.push(self.keys.len());
+        }
+    }
+
+    fn push_caller(&mut self, prefix: &str, caller: &Key) {
+        self.keys.extend_from_slice(prefix.as_bytes());
+        if *caller == Key::PROBE {
+            // Without the braces each key of the probe is in a slot of its own, so that a cluster refuses it.
+            self.keys.push(b':');
+            self.keys.extend_from_slice(caller.as_bytes());
+        } else {
+            self.keys.extend_from_slice(b":{");
+            self.keys.extend_from_slice(caller.as_bytes());
+            self.keys.push(b'}');
+        }
+    }
+
+    /// What follows the caller: `:name:strategy`.
+    fn push_count(&mut self, policy: &Policy) {
+        for part in [":", policy.name(), ":", policy.kind().letter()] {
+            self.keys.extend_from_slice(part.as_bytes());
+        }
+    }
+
+    /// The command of this call, by an instance of this number. `now` is 0 for Redis's own time.
+    pub(crate) fn command(&self, name: &str, script: &str, now: i64, instance: u64) -> Cmd {
+        let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
+        cmd.arg(name).arg(script).arg(self.ends.len());
+        let mut start = 0;
+        for &end in &self.ends {
+            cmd.arg(&self.keys[start..end]);
+            start = end;
+        }
+
+        let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
+        let mut packed = Packed::default();
+        packed.u32(policies().count()).u32(self.plans.len()).i56(now).u48(instance).add_to(&mut cmd);
+        for policy in policies() {
+            packed.u8(wire::kind_number(policy.kind()));
+            for argument in wire::arguments(policy) {
+                packed.i56(argument);
+            }
+            packed.add_to(&mut cmd);
+        }
+        let mut first = 1;
+        for plan in &self.plans {
+            let time = if plan.asked.with_id { plan.policies.longest_period() } else { plan.asked.within };
+            packed.u8(wire::mode_number(plan.asked.mode)).u32(plan.asked.cost as usize).i56(time);
+            for place in first..first + plan.policies.iter().len() {
+                packed.u32(place);
+            }
+            if plan.asked.mode == Mode::Refund {
+                let just_now = Charged::just_now(plan.asked.cost.into());
+                let charged = |policy| plan.charged.get(policy).unwrap_or(&just_now);
+                packed.u32(charged(0).cost as usize).i56(charged(0).age).i56(charged(0).at.max(0));
+                for policy in 0..plan.policies.iter().len() {
+                    packed.i56(charged(policy).reset);
+                }
+            }
+            packed.add_to(&mut cmd);
+            first += plan.policies.iter().len();
+        }
+        for run in self.entries.chunk_by(|a, b| a == b) {
+            packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize).add_to(&mut cmd);
+        }
+        cmd
+    }
+
+    /// The verdicts on the checks, in the order in which they were pushed.
+    ///
+    /// # Errors
+    ///
+    /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this call makes it, or does not end with a time.
+    pub(crate) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
+        // Of an answer: four for each policy; and when it was charged, if it may have been before.
+        let numbers = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.asked.with_id);
+        // Where the next answer of each entry begins.
+        let mut end = 0;
+        let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
+        for entry in &self.entries {
+            next.push(end);
+            end += numbers(&self.plans[entry.plan]) * entry.times as usize;
+        }
+        let Value::Array(values) = reply else { return Err(StoreError::new(ErrorKind::Protocol)) };
+        match values.get(end) {
+            Some(&Value::Int(at)) if values.len() == end + 1 && WHOLE.contains(&at) => {
+                Ok(self.checks.iter().map(move |entry| {
+                    let plan = &self.plans[self.entries[*entry].plan];
+                    let (from, length) = (next[*entry], numbers(plan));
+                    next[*entry] += length;
+                    let place = u32::try_from(from).unwrap_or(u32::MAX);
+                    verdicts(&values[from..from + length], &plan.policies, (at, place))
+                }))
+            }
+            _ => Err(StoreError::new(ErrorKind::Protocol)),
+        }
+    }
+}
+
+/// An argument of packed numbers, lowest byte first.
+#[derive(Default)]
+struct Packed(Vec<u8>);
+
+impl Packed {
+    fn u8(&mut self, number: u8) -> &mut Self {
+        self.0.push(number);
+        self
+    }
+
+    /// A count, or a cost.
+    fn u32(&mut self, number: usize) -> &mut Self {
+        self.0.extend_from_slice(&(number as u32).to_le_bytes());
+        self
+    }
+
+    /// A number that a double holds exactly.
+    fn i56(&mut self, number: i64) -> &mut Self {
+        self.0.extend_from_slice(&number.to_le_bytes()[..7]);
+        self
+    }
+
+    fn u48(&mut self, number: u64) -> &mut Self {
+        self.0.extend_from_slice(&number.to_le_bytes()[..6]);
+        self
+    }
+
+    /// Ends the argument, and begins the next.
+    fn add_to(&mut self, cmd: &mut Cmd) {
+        cmd.arg(self.0.as_slice());
+        self.0.clear();
+    }
+}
+
+/// What the script tells of rooms and times, which a double holds exactly.
+const WHOLE: std::ops::Range<i64> = 0..1 << 53;
+
+/// One answer of this time and place: four numbers for each policy. If it has an id, then when it was charged.
+///
+/// # Errors
+///
+/// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
+fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result<Verdicts, StoreError> {
+    let protocol = || StoreError::new(ErrorKind::Protocol);
+    let (mut granted, mut problem) = (0, 0);
+    let answer = answer.chunks_exact(4);
+    let charged_at = match *answer.remainder() {
+        [] => at,
+        [Value::Int(charged_at)] if WHOLE.contains(&charged_at) => charged_at,
+        _ => return Err(protocol()),
+    };
+    let each = answer.zip(policies).map(|(answer, policy)| {
+        let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *answer else {
+            return Err(protocol());
+        };
+        if policies.tells_granted(policy) {
+            granted = granted.max(grants);
+        }
+        problem = problem.min(grants);
+        if !(WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset))
+        {
+            problem = i64::MIN;
+        }
+        Ok(Verdict { remaining, wait, reset })
+    });
+    let each = each.collect::<Result<_, _>>()?;
+    match problem {
+        0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
+        wire::REFUSED => Err(StoreError::new(ErrorKind::Refused).of_check()),
+        // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
+        wire::NO_WRITES => Err(StoreError::new(ErrorKind::Refused).unsent()),
+        wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
+        wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
+        wire::NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),
+        _ => Err(protocol()),
+    }
+}
+
+/// Whether the server is a replica, and so refused a check that would write.
+pub(crate) fn is_read_only(reply: &Value) -> bool {
+    // Nothing else is told by this number.
+    matches!(reply, Value::Array(values) if values.contains(&Value::Int(wire::READ_ONLY)))
+}

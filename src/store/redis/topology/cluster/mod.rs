@@ -1,0 +1,207 @@
+//! Redis Cluster: many masters, each of which has some of the 16,384 slots.
+//!
+//! All keys of a script call must be in one slot, so that checks of callers who are in slots of their own could not share a
+//! call. Therefore callers are put into a fixed number of *partitions*. The keys of a partition have its hash tag, as in
+//! `rl:{17}:{ann}:api:g`, so a partition is in one slot. What is in flight for a partition is one script call, and the
+//! calls for all partitions of one master are one pipeline.
+//!
+//! The map of [`slots`] is asked of any of the [`nodes`] at the start, and again when a connection is lost or a slot has moved:
+//! [`refresh`] says when. A call that a node [refuses](Refusal) because it does not serve the slot is sent to the one that does;
+//! the server has said that it did not run it. No other call is sent twice.
+//!
+//! Two instances with other numbers of partitions would count the same callers under other keys. A marker in the cluster tells
+//! the number.
+
+mod nodes;
+mod refresh;
+mod slots;
+
+use std::fmt;
+use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use redis::aio::MultiplexedConnection;
+use redis::{ConnectionInfo, RedisError};
+use siphasher::sip::SipHasher13;
+
+pub(crate) use nodes::Refusal;
+pub(crate) use refresh::{Refresher, Why};
+pub(crate) use slots::{SHARED, SlotMap};
+
+use self::nodes::Nodes;
+use super::node::Node;
+use crate::limit::Key;
+use crate::store::StoreError;
+use crate::store::clock::Clock;
+use crate::store::redis::link::Dialer;
+
+pub(crate) struct Cluster {
+    nodes: Nodes,
+    partitions: Box<[Partition]>,
+    map: ArcSwap<SlotMap>,
+    pub(crate) refresher: Refresher,
+    /// Why no check may be sent: another number of partitions.
+    pub(crate) refused: OnceLock<StoreError>,
+    clock: Clock,
+}
+
+struct Partition {
+    slot: u16,
+    /// What its keys begin with: `rl:{17}`.
+    prefix: Box<str>,
+    /// Until when its slot is taken for one that is being moved, in microseconds.
+    moves_until: AtomicI64,
+}
+
+impl Cluster {
+    pub(crate) const MAX_PARTITIONS: usize = 1_024;
+    /// A slot that a node has said to be moving is taken for one for so long.
+    const MOVES: Duration = Duration::from_secs(1);
+
+    pub(crate) fn new(seeds: Vec<ConnectionInfo>, dialer: Dialer, prefix: &str, partitions: usize) -> Self {
+        let partition = |tag: u32| Partition {
+            slot: slots::slot(tag.to_string().as_bytes()),
+            prefix: format!("{prefix}:{{{tag}}}").into(),
+            moves_until: AtomicI64::new(i64::MIN),
+        };
+        Self {
+            nodes: Nodes::new(seeds, dialer),
+            partitions: slots::tags(partitions).into_iter().map(partition).collect(),
+            map: ArcSwap::from_pointee(SlotMap::empty()),
+            refresher: Refresher::new(),
+            refused: OnceLock::new(),
+            clock: Clock::new(),
+        }
+    }
+
+    pub(crate) fn partitions(&self) -> usize {
+        self.partitions.len()
+    }
+
+    /// The partition of a caller. It stands in the caller's keys, so all versions of this crate must agree on it.
+    pub(crate) fn partition(&self, key: &Key) -> u16 {
+        (SipHasher13::new().hash(key.as_bytes()) % self.partitions.len() as u64) as u16
+    }
+
+    /// What the keys of a partition begin with.
+    pub(crate) fn prefix(&self, partition: u16) -> &str {
+        &self.partitions[usize::from(partition)].prefix
+    }
+
+    /// The master of a partition. None while nobody has told it.
+    pub(crate) fn node(&self, partition: u16) -> Option<Node> {
+        self.map.load().owner(self.partitions[usize::from(partition)].slot)
+    }
+
+    /// The master of the keys that are of no partition.
+    pub(crate) fn shared_node(&self) -> Option<Node> {
+        self.map.load().shared_owner()
+    }
+
+    /// A partition of each master that has one.
+    pub(crate) fn partition_of_each(&self) -> Vec<u16> {
+        let mut partitions: Vec<u16> = (0..self.partitions.len() as u16).collect();
+        partitions.sort_by_key(|partition| self.node(*partition));
+        partitions.dedup_by_key(|partition| self.node(*partition));
+        partitions
+    }
+
+    /// Whether a partition's slot is being moved. Then some of its keys are here and some are there, and a call that has both
+    /// is refused: its callers are asked one by one.
+    pub(crate) fn moves(&self, partition: u16) -> bool {
+        let until = self.partitions[usize::from(partition)].moves_until.load(Relaxed);
+        until > i64::MIN && self.clock.micros() < until
+    }
+
+    pub(crate) fn notice_move(&self, partition: u16) {
+        let until = self.clock.micros() + Self::MOVES.as_micros() as i64;
+        self.partitions[usize::from(partition)].moves_until.store(until, Relaxed);
+    }
+
+    /// A new connection to a node of this cluster.
+    pub(crate) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, StoreError> {
+        self.nodes.connect(node, |slots| self.map.load().is_of_cluster(slots)).await
+    }
+
+    /// What a node that was asked means by an error.
+    pub(crate) fn refusal(&self, error: &RedisError, asked: Node) -> Refusal {
+        self.nodes.refusal(error, asked)
+    }
+
+    /// Another node serves this slot.
+    pub(crate) fn learn(&self, slot: u16, node: Node) {
+        self.map.rcu(|map| if map.owner(slot) == Some(node) { Arc::clone(map) } else { map.with(slot, node).into() });
+    }
+
+    /// Asks the nodes for the map of slots, each for so long at most. Returns it, and whether it is another than before.
+    pub(crate) async fn ask_any(&self, why: Why, patience: Duration) -> Result<(Arc<SlotMap>, bool), StoreError> {
+        let present = self.map.load_full();
+        let lost = if let Why::Lost(node) = why { Some(node) } else { None };
+        let (map, is_other) = self.nodes.ask_any(&present, lost, patience).await?;
+        if is_other {
+            self.refresher.forget_marker();
+        }
+        let changed = !map.is_like(&present);
+        Ok((map.into(), changed))
+    }
+
+    pub(crate) fn adopt(&self, map: Arc<SlotMap>) {
+        self.map.store(map);
+    }
+
+    /// Whether the nodes have told their slots.
+    pub(crate) fn is_known(&self) -> bool {
+        !self.map.load().is_empty()
+    }
+}
+
+impl fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cluster").field("partitions", &self.partitions.len()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use redis::{IntoConnectionInfo, parse_redis_value};
+
+    use super::slots::Address;
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_understood_or_none() {
+        let seed = "redis://seed:1".into_connection_info().unwrap();
+        let cluster = Cluster::new(vec![seed], Dialer::new(Duration::from_secs(1), None), "rl", 1);
+        let asked = cluster.nodes.number(Address::new("seed", 1));
+        let refusal = |line: &str| {
+            let error = parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err();
+            cluster.refusal(&error, asked)
+        };
+        let node = |host, port| cluster.nodes.number(Address::new(host, port));
+        for (line, expected) in [
+            ("-MOVED 3999 b:6381\r\n", Refusal::Moved { slot: 3999, node: node("b", 6381) }),
+            ("-MOVED 0 :6381\r\n", Refusal::Moved { slot: 0, node: node("seed", 6381) }),
+            ("-MOVED 0 ::1:6381\r\n", Refusal::Moved { slot: 0, node: node("::1", 6381) }),
+            ("-ASK 3999 [::1]:6381\r\n", Refusal::Ask(node("::1", 6381))),
+            ("-MOVED 3999 ?:6381\r\n", Refusal::NotReady),
+            ("-MOVED 3999 b:0\r\n", Refusal::NotReady),
+            ("-MOVED 3999 b:port\r\n", Refusal::NotReady),
+            ("-MOVED 3999\r\n", Refusal::NotReady),
+            ("-MOVED\r\n", Refusal::NotReady),
+            ("-MOVED 99999 b:1\r\n", Refusal::NotReady),
+            ("-ASK all of it\r\n", Refusal::NotReady),
+            ("-TRYAGAIN Multiple keys request during rehashing of slot\r\n", Refusal::TryAgain),
+            ("-CLUSTERDOWN The cluster is down\r\n", Refusal::NotReady),
+            ("-LOADING Redis is loading the dataset in memory\r\n", Refusal::NotReady),
+            ("-CROSSSLOT Keys in request don't hash to the same slot\r\n", Refusal::Other),
+            ("-ERR no\r\n", Refusal::Other),
+        ] {
+            assert_eq!(refusal(line), expected, "{line}");
+        }
+        // A slot that there is not, of a node that lies.
+        cluster.learn(60_000, node("b", 1));
+        assert_eq!(cluster.node(0), None);
+    }
+}

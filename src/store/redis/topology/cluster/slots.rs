@@ -1,0 +1,359 @@
+//! Slots: which one a hash tag is in, and which node serves each.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::sync::Arc;
+
+use redis::{ConnectionAddr, ConnectionInfo, Value};
+
+use crate::store::redis::topology::node::Node;
+
+/// How many there are in every cluster.
+pub(super) const SLOTS: u16 = 16_384;
+
+/// The tag of keys that are of no partition.
+pub(crate) const SHARED: &str = "rl";
+
+/// The slot of a hash tag: CRC-16/XMODEM, as Redis counts it.
+pub(super) fn slot(tag: &[u8]) -> u16 {
+    let crc = tag.iter().fold(0u16, |crc, byte| {
+        (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| if crc & 0x8000 == 0 { crc << 1 } else { crc << 1 ^ 0x1021 })
+    });
+    crc % SLOTS
+}
+
+/// The tags of so many partitions: the n-th is the smallest number whose slot is in the n-th part of all slots. Masters mostly
+/// have ranges of slots that are about equally long, so each of them has about as many partitions.
+pub(super) fn tags(partitions: usize) -> Vec<u32> {
+    let mut tags = vec![None; partitions];
+    let (mut number, mut left) = (0, tags.len());
+    while left > 0 {
+        let slot = slot(number.to_string().as_bytes());
+        let partition = usize::from(slot) * tags.len() / usize::from(SLOTS);
+        if tags[partition].is_none() {
+            tags[partition] = Some(number);
+            left -= 1;
+        }
+        number += 1;
+    }
+    tags.into_iter().flatten().collect()
+}
+
+/// Which node serves each slot.
+#[derive(Debug)]
+pub(crate) struct SlotMap {
+    owners: Box<[Option<Node>]>,
+    /// All that the cluster named, replicas too: any of them may be asked for the slots. In their order, but for those that
+    /// were learned since.
+    pub(super) nodes: Vec<Node>,
+    ids: Arc<Ids>,
+}
+
+/// What a node calls all nodes of its cluster, wherever they are. A node keeps its id for as long as it is of that cluster.
+type Ids = HashSet<Box<str>>;
+
+/// What a node says of the slots.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Slots {
+    pub(super) ranges: Vec<Range>,
+    ids: Ids,
+}
+
+/// Slots and who serves them: first the master, then its replicas.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Range {
+    first: u16,
+    last: u16,
+    nodes: Vec<Address>,
+}
+
+/// Where a node is.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Address {
+    pub(super) host: Box<str>,
+    pub(super) port: u16,
+}
+
+impl Address {
+    pub(super) fn new(host: &str, port: u16) -> Self {
+        Self { host: host.into(), port }
+    }
+
+    /// Of a server that the application named.
+    pub(super) fn of(server: &ConnectionInfo) -> Option<Self> {
+        match server.addr() {
+            ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => Some(Self::new(host, *port)),
+            _ => None,
+        }
+    }
+
+    /// What a node at this address calls so. Without a host it means itself.
+    pub(super) fn sibling(&self, host: &str, port: u16) -> Self {
+        Self::new(if host.is_empty() { &self.host } else { host }, port)
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
+    }
+}
+
+impl SlotMap {
+    /// Before the cluster was asked.
+    pub(super) fn empty() -> Self {
+        Self { owners: Box::default(), nodes: vec![], ids: Arc::default() }
+    }
+
+    pub(super) fn new(slots: Slots, mut node: impl FnMut(Address) -> Node) -> Self {
+        let owners = vec![None; usize::from(SLOTS)].into();
+        let mut map = Self { owners, nodes: vec![], ids: Arc::new(slots.ids) };
+        for range in slots.ranges {
+            let nodes: Vec<Node> = range.nodes.into_iter().map(&mut node).collect();
+            map.owners[usize::from(range.first)..=usize::from(range.last)].fill(Some(nodes[0]));
+            map.nodes.extend(nodes);
+        }
+        map.nodes.sort_unstable();
+        map.nodes.dedup();
+        map
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.owners.is_empty()
+    }
+
+    /// The master of a slot. None if nobody serves it, or nobody has told it yet.
+    pub(super) fn owner(&self, slot: u16) -> Option<Node> {
+        self.owners.get(usize::from(slot)).copied().flatten()
+    }
+
+    /// The master of the keys that are of no partition.
+    pub(crate) fn shared_owner(&self) -> Option<Node> {
+        self.owner(slot(SHARED.as_bytes()))
+    }
+
+    /// Whether this node is of the cluster, unless it was learned since.
+    pub(crate) fn names(&self, node: Node) -> bool {
+        self.nodes.binary_search(&node).is_ok()
+    }
+
+    /// Whether each slot has the same master in both.
+    pub(super) fn is_like(&self, other: &Self) -> bool {
+        self.owners == other.owners
+    }
+
+    /// Whether this is told of the same cluster: it has a node in common with this map, or one of both has no ids.
+    pub(super) fn is_of_cluster(&self, slots: &Slots) -> bool {
+        self.ids.is_empty() || slots.ids.is_empty() || !self.ids.is_disjoint(&slots.ids)
+    }
+
+    /// The same map, but for one slot.
+    pub(super) fn with(&self, slot: u16, owner: Node) -> Self {
+        let (mut owners, mut nodes) = (self.owners.clone(), self.nodes.clone());
+        if let Some(place) = owners.get_mut(usize::from(slot)) {
+            *place = Some(owner);
+        }
+        if !nodes.contains(&owner) {
+            nodes.push(owner);
+        }
+        Self { owners, nodes, ids: Arc::clone(&self.ids) }
+    }
+}
+
+/// Reads the reply to `CLUSTER SLOTS`, that a node at this address gave. `None` if it is another.
+///
+/// A node without a name, or of the name `""`, is the one that was asked. One of the name `?` has one that the cluster does not
+/// know: it is left out, as is a range whose master is.
+pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
+    let Value::Array(ranges) = reply else { return None };
+    let (mut read, mut ids) = (vec![], HashSet::new());
+    for range in ranges {
+        let Value::Array(parts) = range else { return None };
+        let [Value::Int(first), Value::Int(last), master, replicas @ ..] = parts.as_slice() else { return None };
+        let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
+        if first > last || last >= SLOTS {
+            return None;
+        }
+        let master = node(master, asked, &mut ids)?;
+        let mut nodes: Vec<Address> = master.into_iter().collect();
+        for replica in replicas {
+            nodes.extend(node(replica, asked, &mut ids)?.filter(|_| !nodes.is_empty()));
+        }
+        if !nodes.is_empty() {
+            read.push(Range { first, last, nodes });
+        }
+    }
+    Some(Slots { ranges: read, ids })
+}
+
+/// The address of a node: `[host, port, id, ...]`. The inner `None` if the cluster does not know its host.
+fn node(node: &Value, asked: &Address, ids: &mut Ids) -> Option<Option<Address>> {
+    let Value::Array(parts) = node else { return None };
+    let [host, Value::Int(port), rest @ ..] = parts.as_slice() else { return None };
+    if let Some(Value::BulkString(id)) = rest.first() {
+        let id = str::from_utf8(id).ok()?;
+        if !ids.contains(id) {
+            ids.insert(id.into());
+        }
+    }
+    let host = match host {
+        Value::BulkString(host) => str::from_utf8(host).ok()?,
+        Value::SimpleString(host) => host,
+        Value::Nil => "",
+        _ => return None,
+    };
+    let port = u16::try_from(*port).ok().filter(|port| *port > 0)?;
+    Some((host != "?").then(|| asked.sibling(host, port)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::nodes::Known;
+    use super::*;
+
+    fn asked() -> Address {
+        Address::new("asked", 1)
+    }
+
+    fn text(text: &str) -> Value {
+        Value::BulkString(text.into())
+    }
+
+    fn host(host: Value, port: i64) -> Value {
+        Value::Array(vec![host, Value::Int(port), text("id")])
+    }
+
+    fn range(first: i64, last: i64, nodes: &[Value]) -> Value {
+        Value::Array([&[Value::Int(first), Value::Int(last)], nodes].concat())
+    }
+
+    #[test]
+    fn a_slot_is_that_of_redis() {
+        // Of the cluster's specification, and of `CLUSTER KEYSLOT`.
+        for (tag, expected) in [("", 0), ("123456789", 0x31c3), ("foo", 12_182), ("user1000", 3_443), ("1", 9_842)] {
+            assert_eq!(slot(tag.as_bytes()), expected, "{tag}");
+        }
+    }
+
+    #[test]
+    fn partitions_are_spread_over_the_slots() {
+        for partitions in [1, 2, 3, 32, 1_000] {
+            let tags = tags(partitions);
+            assert_eq!(tags.len(), partitions);
+            for (i, tag) in tags.iter().enumerate() {
+                let part = usize::from(slot(tag.to_string().as_bytes())) * tags.len() / usize::from(SLOTS);
+                assert_eq!(part, i, "{partitions}: {tag}");
+            }
+        }
+        // They stand in keys: another tag would be another count.
+        assert_eq!(tags(4), [3, 2, 1, 0]);
+    }
+
+    /// What `docs/running.md` says of the numbers to choose. The masters have the ranges that `redis-cli --cluster create` gives.
+    #[test]
+    fn partitions_are_spread_over_the_masters() {
+        let slots = |partitions: usize| -> Vec<usize> {
+            tags(partitions).into_iter().map(|tag| slot(tag.to_string().as_bytes()).into()).collect()
+        };
+        let each = |slots: &[usize], masters: usize| {
+            let range = f64::from(SLOTS) / masters as f64;
+            let mut each = vec![0; masters];
+            let mut master = 0;
+            for slot in slots {
+                while master + 1 < masters && *slot > (range * (master + 1) as f64 - 1.0).round() as usize {
+                    master += 1;
+                }
+                each[master] += 1;
+            }
+            each
+        };
+        for (partitions, masters) in [(12, 3), (16, 4), (64, 16)] {
+            assert_eq!(each(&slots(partitions), masters), vec![4; masters]);
+        }
+        for masters in [1, 2, 3, 4, 6, 12] {
+            assert_eq!(each(&slots(12), masters), vec![12 / masters; masters]);
+        }
+        assert_eq!(each(&slots(12), 5).into_iter().max(), Some(3));
+        assert_eq!(each(&slots(16), 3), [5, 6, 5]);
+        assert_eq!(each(&slots(400), 100).into_iter().max(), Some(5));
+        for partitions in [16, 50, 100, 128, 400, 1_024] {
+            let slots = slots(partitions);
+            for masters in 1..=partitions / 4 {
+                let busiest = each(&slots, masters).into_iter().max().unwrap_or(0);
+                assert!(2 * busiest * masters <= 3 * partitions, "{partitions} on {masters}: {busiest}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_map_is_read_as_it_is_told() {
+        let reply = Value::Array(vec![
+            range(0, 5_460, &[host(text("a"), 7000), host(text("b"), 7001)]),
+            range(5_461, 5_461, &[host(text(""), 7002), host(Value::Nil, 7003)]),
+            range(5_462, 5_470, &[host(text("?"), 7004), host(text("c"), 7005)]),
+            range(5_471, 16_383, &[host(Value::SimpleString("d".to_owned()), 7006), host(text("?"), 7007)]),
+        ]);
+        let slots = read(&reply, &asked()).unwrap();
+        let mut known = Known::new();
+        let mut intern = |address| known.number(address);
+        let map = SlotMap::new(slots, &mut intern);
+        let owner = |slot, host, port| assert_eq!(map.owner(slot), Some(intern(Address::new(host, port))), "{slot}");
+        let mut owner = owner;
+        owner(0, "a", 7000);
+        owner(5_460, "a", 7000);
+        owner(5_461, "asked", 7002);
+        owner(16_383, "d", 7006);
+        assert_eq!(map.owner(5_462), None);
+        assert_eq!(map.nodes.len(), 5);
+        let moved = map.with(5_462, Node::new(9));
+        assert_eq!((moved.owner(5_462), moved.owner(0)), (Some(Node::new(9)), map.owner(0)));
+        assert_eq!(SlotMap::empty().owner(7), None);
+    }
+
+    #[test]
+    fn any_other_reply_is_none() {
+        for reply in [
+            Value::Nil,
+            Value::Okay,
+            text("1 2 3"),
+            Value::Array(vec![Value::Int(1)]),
+            Value::Array(vec![range(0, 1, &[])]),
+            Value::Array(vec![range(1, 0, &[host(text("a"), 1)])]),
+            Value::Array(vec![range(-1, 0, &[host(text("a"), 1)])]),
+            Value::Array(vec![range(0, 16_384, &[host(text("a"), 1)])]),
+            Value::Array(vec![range(0, i64::MAX, &[host(text("a"), 1)])]),
+            Value::Array(vec![range(0, 1, &[host(text("a"), 0)])]),
+            Value::Array(vec![range(0, 1, &[host(text("a"), 65_536)])]),
+            Value::Array(vec![range(0, 1, &[host(Value::Int(7), 1)])]),
+            Value::Array(vec![range(0, 1, &[host(Value::BulkString(vec![0xff]), 1)])]),
+            Value::Array(vec![range(0, 1, &[text("a:1")])]),
+            Value::Array(vec![range(0, 1, &[host(text("a"), 1), Value::Array(vec![])])]),
+        ] {
+            assert_eq!(read(&reply, &asked()), None, "{reply:?}");
+        }
+        assert_eq!(read(&Value::Array(vec![]), &asked()).unwrap().ranges, vec![]);
+    }
+
+    #[test]
+    fn a_cluster_is_told_by_its_nodes() {
+        let slots = |ids: &[&str]| {
+            let node = |id: &&str| Value::Array(vec![text("a"), Value::Int(1), text(id)]);
+            let nodes: Vec<Value> = ids.iter().map(node).collect();
+            read(&Value::Array(vec![range(0, 16_383, &nodes)]), &asked()).unwrap()
+        };
+        let map = |ids: &[&str]| SlotMap::new(slots(ids), |_| Node::new(0));
+        let ours = map(&["a", "b", "c"]);
+        for ids in [&["a", "b", "c"][..], &["c"], &["x", "y", "a"]] {
+            assert!(
+                ours.is_of_cluster(&slots(ids)) && ours.with(7, Node::new(1)).is_of_cluster(&slots(ids)),
+                "{ids:?}"
+            );
+        }
+        assert!(!ours.is_of_cluster(&slots(&["x", "y", "z"])));
+        assert!(!ours.with(7, Node::new(1)).is_of_cluster(&slots(&["x"])));
+        // Before the first answer, and of a server that gives no ids.
+        assert!(SlotMap::empty().is_of_cluster(&slots(&["x"])));
+        let nameless = Value::Array(vec![range(0, 1, &[Value::Array(vec![text("a"), Value::Int(1)])])]);
+        assert!(ours.is_of_cluster(&read(&nameless, &asked()).unwrap()));
+    }
+}

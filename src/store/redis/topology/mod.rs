@@ -1,0 +1,140 @@
+//! Which server has a caller's keys, and how it is reached: what is above asks for the [`Node`] of a partition and for a
+//! [`Pool`] of connections to it.
+//!
+//! A single server is one node, and so is the master that sentinels tell. A cluster has a node for each master.
+
+pub(super) mod cluster;
+mod node;
+mod sentinel;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::ConnectionInfo;
+
+pub(super) use node::Node;
+
+use self::cluster::Cluster;
+use self::sentinel::Sentinels;
+use super::link::{self, Connect, Dialer, Link, Tls, kept_alive};
+use crate::limit::{ConfigError, Key};
+use crate::store::StoreError;
+
+/// The servers that the application has named.
+#[derive(Clone)]
+pub(super) enum Kind {
+    Server(Box<ConnectionInfo>),
+    Sentinel {
+        name: String,
+        /// How to reach the master, but for its address.
+        master: Box<ConnectionInfo>,
+        /// At least one.
+        sentinels: Vec<ConnectionInfo>,
+    },
+    /// At least one.
+    Cluster(Vec<ConnectionInfo>),
+}
+
+impl Kind {
+    /// All servers that are named.
+    pub(super) fn all(&mut self) -> Vec<&mut ConnectionInfo> {
+        match self {
+            Self::Server(server) => vec![server],
+            Self::Sentinel { master, sentinels, .. } => std::iter::once(&mut **master).chain(sentinels).collect(),
+            Self::Cluster(nodes) => nodes.iter_mut().collect(),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Topology {
+    /// One server, at one address.
+    Server(Arc<(ConnectionInfo, Dialer)>),
+    /// One server at a time, at the address that its sentinels tell.
+    Sentinel(Arc<Sentinels>),
+    /// Many masters.
+    Cluster(Arc<Cluster>),
+}
+
+/// Connections to a node.
+pub(super) type Pool = link::Pool<Route>;
+
+/// Leads to a node.
+#[derive(Debug)]
+pub(super) struct Route {
+    topology: Topology,
+    node: Node,
+}
+
+impl Topology {
+    pub(super) fn new(
+        mut servers: Kind,
+        prefix: &str,
+        partitions: usize,
+        timeout: Duration,
+        tls: &Tls,
+    ) -> Result<Self, ConfigError> {
+        for server in servers.all() {
+            *server = kept_alive(server.clone());
+        }
+        tls.apply(servers.all())?;
+        let dialer = || Dialer::new(timeout, tls.server_name());
+        Ok(match servers {
+            Kind::Server(server) => Self::Server(Arc::new((*server, dialer()))),
+            Kind::Sentinel { name, master, sentinels } => {
+                Self::Sentinel(Arc::new(Sentinels::new(name, *master, dialer(), sentinels, dialer(), timeout)))
+            }
+            Kind::Cluster(seeds) => Self::Cluster(Arc::new(Cluster::new(seeds, dialer(), prefix, partitions))),
+        })
+    }
+
+    pub(super) fn cluster(&self) -> Option<&Arc<Cluster>> {
+        match self {
+            Self::Server(_) | Self::Sentinel(_) => None,
+            Self::Cluster(cluster) => Some(cluster),
+        }
+    }
+
+    /// Which of the partitions a caller is in: only those of one partition share a script call.
+    pub(super) fn partition(&self, key: &Key) -> u16 {
+        self.cluster().map_or(0, |cluster| cluster.partition(key))
+    }
+
+    pub(super) fn partitions(&self) -> usize {
+        self.cluster().map_or(1, |cluster| cluster.partitions())
+    }
+
+    /// The node that has the keys of this partition. None while nobody has told it.
+    pub(super) fn node(&self, partition: u16) -> Option<Node> {
+        self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
+    }
+
+    /// The node that has the keys of no partition.
+    pub(super) fn shared_node(&self) -> Option<Node> {
+        self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
+    }
+
+    /// A key of no partition, of a store whose keys begin with this.
+    pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
+        match self.cluster() {
+            None => format!("{prefix}:{name}"),
+            Some(_) => format!("{prefix}:{{{}}}:{name}", cluster::SHARED),
+        }
+    }
+
+    /// At most so many connections to a node.
+    pub(super) fn pool(&self, node: Node, max: usize, timeout: Duration) -> Pool {
+        Pool::new(Route { topology: self.clone(), node }, max, timeout)
+    }
+}
+
+impl Connect for Route {
+    async fn connect(&self) -> Result<Link, StoreError> {
+        let inner = match &self.topology {
+            Topology::Server(server) => server.1.dial(&server.0).await?,
+            Topology::Sentinel(sentinels) => return sentinels.connect().await,
+            Topology::Cluster(cluster) => cluster.connect(self.node).await?,
+        };
+        Ok(Link { inner, epoch: None })
+    }
+}

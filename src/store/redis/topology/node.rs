@@ -1,0 +1,18 @@
+use std::num::NonZeroU32;
+
+/// A server that has a part of the keys, by its number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Node(NonZeroU32);
+
+impl Node {
+    /// The only one, where there is no cluster.
+    pub(super) const ONLY: Self = Self(NonZeroU32::MIN);
+
+    pub(crate) fn new(index: u32) -> Self {
+        Self(NonZeroU32::MIN.saturating_add(index))
+    }
+
+    pub(super) fn index(self) -> usize {
+        self.0.get() as usize - 1
+    }
+}

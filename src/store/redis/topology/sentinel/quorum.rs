@@ -1,0 +1,141 @@
+//! What several sentinels say, some of whom may be cut off from the others.
+
+use crate::store::{ErrorKind, StoreError};
+
+/// Where a sentinel says that the master is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Master {
+    pub(super) host: Box<str>,
+    pub(super) port: u16,
+    /// Of the failover that made it the master: each has a higher one.
+    pub(super) epoch: u64,
+}
+
+impl Master {
+    pub(super) fn is_at(&self, other: &Self) -> bool {
+        (&self.host, self.port) == (&other.host, other.port)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Quorum {
+    sentinels: usize,
+    /// Each server that was told, and by how many.
+    told: Vec<(Master, usize)>,
+    failure: StoreError,
+}
+
+impl Quorum {
+    /// Of so many sentinels.
+    pub(super) fn new(sentinels: usize) -> Self {
+        Self { sentinels, told: vec![], failure: StoreError::new(ErrorKind::Unreachable) }
+    }
+
+    pub(super) fn add(&mut self, answer: Result<Master, StoreError>) {
+        match answer {
+            Ok(master) => match self.told.iter_mut().find(|(told, _)| told.is_at(&master)) {
+                Some((told, votes)) => {
+                    told.epoch = told.epoch.max(master.epoch);
+                    *votes += 1;
+                }
+                None => self.told.push((master, 1)),
+            },
+            Err(error) => {
+                self.failure = self.failure.clone().or_telling(error);
+            }
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.told.is_empty()
+    }
+
+    fn is_majority(&self, votes: usize) -> bool {
+        votes > self.sentinels / 2
+    }
+
+    /// Whether most of them agree.
+    pub(super) fn is_decided(&self) -> bool {
+        self.told.iter().any(|(_, votes)| self.is_majority(*votes))
+    }
+
+    /// The servers to try, the likeliest first: the word of most, and then by epoch. The one that was `known` before comes first
+    /// while what is told is of an earlier epoch, unless all agree: in a failover most sentinels tell of the former master for
+    /// a second longer than the first. And why there may be none.
+    pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, StoreError) {
+        let known_epoch = known.as_ref().map_or(0, |known| known.epoch);
+        let all = self.sentinels;
+        let is_unanimous = |votes: usize| votes == all;
+        if !self.told.iter().any(|(_, votes)| is_unanimous(*votes))
+            && let Some(known) = known
+        {
+            match self.told.iter_mut().find(|(told, _)| told.is_at(&known)) {
+                Some((told, _)) => told.epoch = told.epoch.max(known.epoch),
+                None => self.told.push((known, 0)),
+            }
+        }
+        let mut told = std::mem::take(&mut self.told);
+        told.sort_by_key(|(master, votes)| {
+            let is_of_now = is_unanimous(*votes) || master.epoch >= known_epoch;
+            std::cmp::Reverse((is_of_now, self.is_majority(*votes), master.epoch, *votes))
+        });
+        (told.into_iter().map(|(master, _)| master).collect(), self.failure)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn master(host: &str, epoch: u64) -> Master {
+        Master { host: host.into(), port: 6379, epoch }
+    }
+
+    fn quorum(sentinels: usize, told: &[(&str, u64)]) -> Quorum {
+        let mut quorum = Quorum::new(sentinels);
+        told.iter().for_each(|(host, epoch)| quorum.add(Ok(master(host, *epoch))));
+        quorum
+    }
+
+    #[test]
+    fn most_decide_and_else_the_latest() {
+        for (sentinels, told, known, expected, decided) in [
+            (1, &[("a", 1)][..], None, &["a"][..], true),
+            (3, &[("a", 1)], None, &["a"], false),
+            (3, &[("a", 1), ("a", 1)], None, &["a"], true),
+            // One is cut off from the others.
+            (3, &[("old", 1), ("a", 2), ("a", 2)], None, &["a", "old"], true),
+            (3, &[("old", 9), ("a", 2), ("a", 2)], None, &["a", "old"], true),
+            // One is cut off, one is dead, or one has just led a failover.
+            (3, &[("old", 1), ("a", 2)], None, &["a", "old"], false),
+            (4, &[("old", 1), ("old", 1), ("a", 2)], None, &["a", "old"], false),
+            // Without most of them, what was known before is as good as what one says.
+            (3, &[("old", 1)], Some(("a", 2)), &["a", "old"], false),
+            (3, &[("a", 3)], Some(("old", 2)), &["a", "old"], false),
+            (3, &[], Some(("a", 2)), &["a"], false),
+            (3, &[("a", 2)], Some(("a", 2)), &["a"], false),
+            // In a failover, most have not heard of it yet.
+            (3, &[("old", 1), ("old", 1)], Some(("a", 2)), &["a", "old"], true),
+            (3, &[("old", 1), ("a", 2), ("old", 1)], Some(("a", 2)), &["a", "old"], true),
+            (3, &[("a", 3), ("a", 3)], Some(("old", 2)), &["a", "old"], true),
+            // The sentinels were set up anew, and count failovers from 0.
+            (3, &[("a", 0), ("a", 0)], Some(("old", 9)), &["old", "a"], true),
+            (3, &[("a", 0), ("a", 0), ("a", 0)], Some(("old", 9)), &["a"], true),
+            (3, &[], None, &[], false),
+        ] {
+            let quorum = quorum(sentinels, told);
+            assert_eq!(quorum.is_decided(), decided, "{told:?}");
+            let (tried, _) = quorum.end(known.map(|(host, epoch)| master(host, epoch)));
+            assert!(tried.iter().map(|master| &*master.host).eq(expected.iter().copied()), "{told:?}: {tried:?}");
+        }
+    }
+
+    #[test]
+    fn the_error_says_what_can_be_put_right() {
+        let mut quorum = Quorum::new(3);
+        for kind in [ErrorKind::Unreachable, ErrorKind::Authentication, ErrorKind::Timeout] {
+            quorum.add(Err(StoreError::new(kind)));
+        }
+        assert_eq!(quorum.end(None).1.kind(), ErrorKind::Authentication);
+    }
+}

@@ -1,0 +1,296 @@
+//! What a cluster asks of the workers: to look for its slots again, and to send on what a node has refused because of how they are
+//! spread. The node did not run it.
+
+use std::io;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use redis::RedisError;
+use tokio::runtime::Handle;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::inner::Inner;
+use super::job::Job;
+use crate::limit::ConfigError;
+use crate::store::clock::instant;
+use crate::store::redis::link::{error_of, not_run, within};
+use crate::store::redis::script::MARKER;
+use crate::store::redis::topology::Node;
+use crate::store::redis::topology::cluster::{Cluster, Refresher, Refusal, SlotMap, Why};
+use crate::store::{ErrorKind, StoreError};
+use crate::util::Task;
+
+/// How long the marker stays after the last instance has looked at it, which each does every hour.
+const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
+/// After so many nodes that all send us elsewhere.
+const MAX_HOPS: u8 = 8;
+/// How long a check waits for its own keys to be on one node: less than the deadline of a fallback, which should not take it
+/// for an outage.
+const PATIENCE: Duration = Duration::from_millis(30);
+
+/// Checks, and the nodes that decide them now. None where that has to be waited for.
+pub(super) type Placed = Vec<(Option<Node>, Job)>;
+
+impl Inner {
+    /// Has the slots asked for soon, on this runtime.
+    pub(super) fn refresh(self: &Arc<Self>, why: Why) {
+        let (Some(cluster), Ok(runtime)) = (self.topology.cluster(), Handle::try_current()) else { return };
+        if let Some((at, task)) = cluster.refresher.begin(why, runtime.id()) {
+            drop(runtime.spawn(Self::run_refresh(Arc::downgrade(self), why, at, task)));
+        }
+    }
+
+    async fn run_refresh(this: Weak<Self>, why: Why, at: Instant, task: Task) {
+        sleep_until(at).await;
+        let Some(this) = this.upgrade() else { return };
+        let Some(cluster) = this.topology.cluster().filter(|cluster| cluster.refresher.is_current(&task)) else {
+            return;
+        };
+        let (news, outcome) = match cluster.ask_any(why, this.limits.timeout).await {
+            Ok((map, changed)) => (changed, this.adopt(cluster, map).await),
+            Err(error) => (false, Err(error)),
+        };
+        cluster.refresher.end(task, news, outcome.err());
+    }
+
+    /// Takes up a map of slots, once the marker allows it.
+    async fn adopt(self: &Arc<Self>, cluster: &Cluster, map: Arc<SlotMap>) -> Result<(), StoreError> {
+        if cluster.refresher.marker_is_due() {
+            match self.mark(cluster, &map).await {
+                Ok(()) => cluster.refresher.marked(),
+                Err(error) if error.kind() == ErrorKind::Configuration => {
+                    let _ = cluster.refused.set(error.clone());
+                    return Err(error);
+                }
+                // That master is away: it must not keep the others from deciding.
+                Err(error) => self.failed(&error),
+            }
+        }
+        cluster.adopt(Arc::clone(&map));
+        self.queues().retain(|node| map.names(node));
+        Ok(())
+    }
+
+    /// Sets the marker, or makes sure that it has the same number.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Partitions`] if it has another one, and whatever keeps its node from telling.
+    async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<(), StoreError> {
+        let (ours, node) = (cluster.partitions(), map.shared_owner().ok_or_else(no_node)?);
+        match self.run_shared(node, &MARKER, "partitions", ours, MARKER_KEPT).await? {
+            theirs if theirs == ours => Ok(()),
+            theirs => Err(ConfigError::Partitions { ours, theirs, prefix: self.prefix.to_string() }.into()),
+        }
+    }
+
+    /// Looks after the marker once in a while.
+    pub(super) fn keep_marker(self: &Arc<Self>) {
+        if self.topology.cluster().is_some_and(|cluster| cluster.refresher.marker_is_due()) {
+            self.refresh(Why::Marker);
+        }
+    }
+
+    /// Waits until the slots have been asked for. Where that has just failed, and it is not yet time to try again, it is that
+    /// error at once.
+    ///
+    /// # Errors
+    ///
+    /// Why they are not known.
+    pub(super) async fn refreshed(self: &Arc<Self>, cluster: &Cluster) -> Result<(), StoreError> {
+        let mut outcome = cluster.refresher.outcome.subscribe();
+        let failed = cluster.refresher.has_just_failed();
+        self.refresh(Why::Unknown);
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        let told = async {
+            // The task may be of a runtime that stands still.
+            while timeout(Refresher::ELSEWHERE, outcome.changed()).await.is_err() {
+                self.refresh(Why::Unknown);
+            }
+            outcome.borrow().clone().map_or(Ok(()), Err)
+        };
+        within(self.limits.timeout, told).await
+    }
+
+    /// The node that has the keys of no caller.
+    ///
+    /// # Errors
+    ///
+    /// Why it is not known.
+    pub(crate) async fn shared_node(self: &Arc<Self>) -> Result<Node, StoreError> {
+        if let Some(cluster) = self.topology.cluster()
+            && cluster.shared_node().is_none()
+        {
+            self.refreshed(cluster).await?;
+        }
+        self.topology.shared_node().ok_or_else(no_node)
+    }
+
+    /// Where a check is decided now.
+    pub(super) fn node_of(&self, job: &Job) -> Option<Node> {
+        let asks = job.redirect.as_ref().and_then(|redirect| redirect.ask);
+        asks.or_else(|| self.topology.node(job.partition))
+    }
+
+    /// A node has refused the call of these checks. Returns those that can be decided elsewhere or later, and answers the others.
+    pub(super) fn redirect(
+        self: &Arc<Self>,
+        cluster: &Cluster,
+        jobs: Vec<Job>,
+        error: &RedisError,
+        from: Node,
+    ) -> Placed {
+        let refusal = cluster.refusal(error, from);
+        match refusal {
+            Refusal::Moved { slot, node } => {
+                cluster.learn(slot, node);
+                self.refresh(Why::Moved);
+            }
+            Refusal::Ask(_) | Refusal::TryAgain => jobs.iter().for_each(|job| cluster.notice_move(job.partition)),
+            Refusal::NotReady => self.refresh(Why::Lost(from)),
+            Refusal::Other => {}
+        }
+        // Whether it was of one caller alone.
+        let alone = jobs.len() == 1 || jobs.iter().all(|job| job.alone);
+        let mut again = vec![];
+        for mut job in jobs {
+            let redirect = job.redirect.get_or_insert_default();
+            redirect.ask = None;
+            redirect.hops += 1;
+            let to = match refusal {
+                Refusal::Other => {
+                    self.refuse(job, error_of(error));
+                    continue;
+                }
+                Refusal::NotReady => None,
+                _ if redirect.hops > MAX_HOPS && refusal != Refusal::TryAgain => None,
+                Refusal::Moved { node, .. } => Some(Some(node)),
+                // Each caller by itself is mostly on one node. Redis 6.2 says ASK too where only some of the keys are gone:
+                // there, a caller who is still here would be counted anew.
+                Refusal::Ask(_) | Refusal::TryAgain if !alone => Some(Some(from)),
+                Refusal::Ask(node) => {
+                    redirect.ask = Some(node);
+                    Some(Some(node))
+                }
+                Refusal::TryAgain => {
+                    redirect.hops = 0;
+                    let since = *redirect.waits.get_or_insert_with(instant);
+                    (since.elapsed() < PATIENCE).then_some(None)
+                }
+            };
+            match to {
+                Some(node) => again.push((node, job)),
+                None => {
+                    let error = not_run(ErrorKind::NotReady, error);
+                    job.fail(if refusal == Refusal::TryAgain { error.of_check() } else { error });
+                }
+            }
+        }
+        again
+    }
+
+    /// A connection to a node has failed: another node may take over. Returns those of these checks that one has taken over
+    /// already, and the others.
+    pub(super) fn lost(self: &Arc<Self>, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
+        if self.topology.cluster().is_none() {
+            return (vec![], jobs.collect());
+        }
+        self.refresh(Why::Lost(node));
+        let placed = jobs.map(|job| (self.node_of(&job), job));
+        let (elsewhere, left): (Vec<_>, Vec<_>) = placed.partition(|(to, _)| to.is_some_and(|to| to != node));
+        (elsewhere, left.into_iter().map(|(_, job)| job).collect())
+    }
+}
+
+fn no_node() -> StoreError {
+    let cause = io::Error::new(io::ErrorKind::NotFound, "no node of the cluster serves the slot");
+    StoreError::with_source(ErrorKind::Unreachable, cause)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::sync::Mutex;
+
+    use redis::parse_redis_value;
+    use tokio::time::advance;
+
+    use super::*;
+    use crate::store::{RedisStore, Servers, lock};
+
+    #[test]
+    fn an_error_of_the_store_is_not_lost() {
+        let error = parse_redis_value(b"-CLUSTERDOWN Hash slot not served\r\n").unwrap().extract_error().unwrap_err();
+        let told = not_run(ErrorKind::NotReady, &error);
+        assert!(told.kind() == ErrorKind::NotReady && told.is_unsent());
+    }
+
+    /// A node that is of the cluster of this id. Another one may take its address.
+    fn node(id: &'static str) -> (u16, Arc<Mutex<&'static str>>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let id = Arc::new(Mutex::new(id));
+        let told = Arc::clone(&id);
+        std::thread::spawn(move || {
+            while let Ok((mut stream, _)) = listener.accept() {
+                let told = Arc::clone(&told);
+                std::thread::spawn(move || {
+                    let mut buffer = [0; 4096];
+                    while let Ok(length @ 1..) = stream.read(&mut buffer) {
+                        let asked = &buffer[..length];
+                        let reply = if asked.windows(5).any(|part| part == b"SLOTS") {
+                            let id = *lock(&told);
+                            format!("*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n$9\r\n127.0.0.1\r\n:{port}\r\n$1\r\n{id}\r\n")
+                        } else {
+                            "+OK\r\n".repeat(asked.iter().filter(|byte| **byte == b'*').count())
+                        };
+                        stream.write_all(reply.as_bytes()).unwrap();
+                    }
+                });
+            }
+        });
+        (port, id)
+    }
+
+    /// Nobody can tell whether it was set up anew, or its addresses are another's. The application has named them.
+    #[tokio::test]
+    async fn another_cluster_is_taken_when_ours_is_gone_for_long() {
+        let (port, id) = node("a");
+        let store = RedisStore::builder(Servers::cluster([format!("redis://127.0.0.1:{port}")]));
+        let store = store.timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+        let cluster = store.inner.topology.cluster().unwrap();
+        let ask =
+            async || cluster.ask_any(Why::Moved, Duration::from_secs(20)).await.map(|(map, _)| cluster.adopt(map));
+        let rest = async |seconds| {
+            tokio::time::pause();
+            advance(Duration::from_secs(seconds)).await;
+            tokio::time::resume();
+        };
+        ask().await.unwrap();
+        for _ in 0..2 {
+            assert!(cluster.connect(cluster.shared_node().unwrap()).await.is_ok());
+            *lock(&id) = "b";
+            for error in [ask().await.unwrap_err(), cluster.connect(cluster.shared_node().unwrap()).await.unwrap_err()]
+            {
+                assert_eq!(error.kind(), ErrorKind::NotReady);
+                let cause = std::error::Error::source(&error).unwrap().to_string();
+                assert!(cause.contains(&format!("127.0.0.1:{port} is not of this cluster")), "{cause}");
+            }
+            rest(25).await;
+            assert!(ask().await.is_err());
+            // It was not gone for long.
+            *lock(&id) = "a";
+            ask().await.unwrap();
+        }
+        *lock(&id) = "b";
+        assert!(ask().await.is_err());
+        rest(30).await;
+        ask().await.unwrap();
+        assert!(cluster.connect(cluster.shared_node().unwrap()).await.is_ok());
+        *lock(&id) = "a";
+        assert!(ask().await.is_err(), "it is not taken back at once");
+    }
+}

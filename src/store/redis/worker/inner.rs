@@ -1,0 +1,246 @@
+//! What the clones of a store share.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::future::pending;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::AtomicI64;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
+use std::time::Duration;
+
+use redis::{Cmd, FromRedisValue, ToRedisArgs};
+use tokio::runtime::Handle;
+use tokio::sync::oneshot;
+
+use super::job::{Job, no_runtime};
+use super::queues::{NodeQueue, Queues, Target, Work};
+use crate::limit::{Source, Verdicts};
+use crate::store::redis::batch::{DenialCache, Queue};
+use crate::store::redis::link::{error_of, within};
+use crate::store::redis::script::Script;
+use crate::store::redis::topology::cluster::Refusal;
+use crate::store::redis::topology::{Node, Topology};
+use crate::store::{ErrorKind, Observer, StoreError, contain, event, freed, lock};
+
+pub(crate) struct Inner {
+    pub(crate) topology: Topology,
+    pub(super) prefix: Box<str>,
+    /// Tells what this instance has in flight from what others have: random, and of 48 bits.
+    pub(super) instance: u64,
+    pub(super) limits: Limits,
+    pub(super) denials: DenialCache,
+    pub(crate) observer: OnceLock<Arc<dyn Observer>>,
+    /// A test's own time; 0 for Redis's.
+    pub(super) now: Arc<AtomicI64>,
+    queues: Mutex<Queues>,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    pub(crate) workers: usize,
+    pub(crate) queue: usize,
+    pub(crate) batch: usize,
+    pub(crate) timeout: Duration,
+}
+
+/// How many nodes may send a script elsewhere.
+const MAX_HOPS: usize = 4;
+
+impl Inner {
+    pub(crate) fn new(
+        topology: Topology,
+        prefix: String,
+        limits: Limits,
+        denials: usize,
+        observer: OnceLock<Arc<dyn Observer>>,
+        now: Arc<AtomicI64>,
+    ) -> Self {
+        Self {
+            topology,
+            prefix: prefix.into(),
+            instance: RandomState::new().hash_one(0) >> 16,
+            limits,
+            denials: DenialCache::new(denials),
+            observer,
+            now,
+            queues: Mutex::default(),
+        }
+    }
+
+    pub(super) fn queues(&self) -> MutexGuard<'_, Queues> {
+        lock(&self.queues)
+    }
+
+    /// Calls `act` with the queue of a node on this runtime, under the lock; also with what ended workers have left.
+    pub(super) fn with_queue<T>(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        node: Option<Node>,
+        act: impl FnOnce(&mut NodeQueue, &mut Vec<Work>) -> T,
+    ) -> T {
+        let (result, watch) = {
+            let mut queues = self.queues();
+            let Queues { each, made, spare } = &mut *queues;
+            let mut watch = None;
+            let found = each.iter().position(|queue| queue.is_of(runtime.id(), node));
+            let index = found.unwrap_or_else(|| {
+                *made += 1;
+                let (queue, its_watch) = self.make_queue(*made, runtime, node);
+                watch = Some(its_watch);
+                each.push(queue);
+                each.len() - 1
+            });
+            (act(&mut each[index], spare), watch)
+        };
+        if let Some(watch) = watch {
+            // A runtime that has ended drops it at once: that answers what waits.
+            runtime.spawn(watch.run());
+        }
+        result
+    }
+
+    fn make_queue(self: &Arc<Self>, number: u64, runtime: &Handle, node: Option<Node>) -> (NodeQueue, Watch) {
+        let (_store, store) = oneshot::channel();
+        let Limits { workers, queue, batch, timeout } = self.limits;
+        // A second call for a partition is worth its cost only once there is enough for it.
+        let backlog = if self.topology.cluster().is_some() { batch } else { 0 };
+        let target = node.map(|node| Target { node, pool: self.topology.pool(node, workers, timeout).into() });
+        let jobs = Queue::new(queue, if target.is_some() { workers } else { 1 }, backlog);
+        let watch = Watch { inner: Arc::downgrade(self), queue: number, store };
+        (NodeQueue { number, runtime: runtime.id(), target, jobs, _store }, watch)
+    }
+
+    /// Calls a script with the key of this name, which is of no caller, and two arguments, on a node or wherever that sends us. It
+    /// may be run again.
+    pub(crate) async fn run_shared<T: FromRedisValue>(
+        self: &Arc<Self>,
+        mut node: Node,
+        script: &Script,
+        name: &str,
+        arg: impl ToRedisArgs,
+        expires: Duration,
+    ) -> Result<T, StoreError> {
+        let (runtime, key) = (runtime()?, self.topology.shared_key(&self.prefix, name));
+        let command = |_, command: &str, script: &str| {
+            let mut cmd = Cmd::new();
+            cmd.arg(command).arg(script).arg(1).arg(&key).arg(&arg).arg(expires.as_millis() as u64);
+            cmd
+        };
+        let call = async {
+            let mut asks = false;
+            for _ in 0..MAX_HOPS {
+                let target = self.with_queue(&runtime, Some(node), |queue, _| queue.target.clone());
+                let Some(Target { pool, .. }) = target else { break };
+                let mut failures = pool.failures();
+                let mut connection = pool.checkout(&mut failures).await?;
+                let replies = connection.run(script, &[asks], command).await.map_err(|error| error_of(&error))?;
+                let error = match replies.into_iter().next() {
+                    Some(Ok(reply)) => return redis::from_redis_value(reply).map_err(|error| error_of(&error.into())),
+                    Some(Err(error)) => error,
+                    None => break,
+                };
+                let refusal = self.topology.cluster().map(|cluster| (cluster, cluster.refusal(&error, node)));
+                (node, asks) = match refusal {
+                    Some((cluster, Refusal::Moved { slot, node })) => {
+                        cluster.learn(slot, node);
+                        (node, false)
+                    }
+                    Some((_, Refusal::Ask(node))) => (node, true),
+                    _ => return Err(error_of(&error)),
+                };
+            }
+            Err(StoreError::new(ErrorKind::NotReady))
+        };
+        within(self.limits.timeout, call).await
+    }
+
+    /// Answers a check by what Redis said to a call that was sent at this time.
+    pub(super) fn decide(&self, job: Job, verdicts: Result<Verdicts, StoreError>, sent_at: i64) {
+        job.answer(|check| {
+            match &verdicts {
+                Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
+                Err(_) => self.denials.forget(&check),
+            }
+            freed::tell(&check);
+            verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
+        });
+    }
+
+    /// Answers a check that may have been sent by an error.
+    pub(super) fn refuse(&self, job: Job, error: StoreError) {
+        self.decide(job, Err(error), 0);
+    }
+
+    /// Tells of a failure that no check was answered with.
+    pub(crate) fn failed(&self, error: &StoreError) {
+        if let Some(observer) = self.observer.get() {
+            contain(|| observer.failed(&event::Failed::new(None, error)));
+        }
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisStore").field("prefix", &self.prefix).field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+/// A task on a queue's runtime, dropped when that ends: it takes the queue away.
+struct Watch {
+    inner: Weak<Inner>,
+    queue: u64,
+    store: oneshot::Receiver<Infallible>,
+}
+
+impl Watch {
+    async fn run(mut self) {
+        let _ = (&mut self.store).await;
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        let Some(inner) = self.inner.upgrade() else { return };
+        let queue = inner.queues().remove(self.queue);
+        for job in queue.into_iter().flat_map(|queue| queue.jobs.into_jobs()) {
+            job.fail(no_runtime().unsent());
+        }
+    }
+}
+
+/// The runtime of this call.
+///
+/// # Errors
+///
+/// [`ErrorKind::NoRuntime`].
+pub(super) fn runtime() -> Result<Handle, StoreError> {
+    Handle::try_current().map_err(|_| no_runtime())
+}
+
+/// Whether the runtime of this task is being shut down: from before it drops its first task, it takes no more of them.
+pub(super) fn runtime_is_ending() -> bool {
+    let task = tokio::spawn(pending::<()>());
+    let is_dropped = task.is_finished();
+    task.abort();
+    is_dropped
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::store::{ErrorKind, Observer, RedisStore, StoreError, event};
+
+    struct Panics;
+
+    impl Observer for Panics {
+        fn failed(&self, _: &event::Failed<'_>) {
+            panic!("the observer's own mistake");
+        }
+    }
+
+    /// Or the announcement of an instance would end with it, or what asks a cluster for its slots.
+    #[test]
+    fn an_observer_that_panics_ends_no_task() {
+        let store = RedisStore::builder("redis://127.0.0.1:1").observer(Panics).connect_lazy().unwrap();
+        store.inner.failed(&StoreError::new(ErrorKind::Unreachable));
+    }
+}

@@ -1,0 +1,549 @@
+//! How checks come into a queue, and the task that sends what waits there and answers it.
+
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+use tokio::runtime::Handle;
+use tokio::task::yield_now;
+use tokio::time::sleep;
+
+use super::cluster::Placed;
+use super::inner::{Inner, runtime, runtime_is_ending};
+use super::job::{Job, RedisFuture, no_runtime};
+use super::queues::{NodeQueue, Target, Work};
+use crate::limit::{Check, Key, Source};
+use crate::store::clock::instant;
+use crate::store::redis::batch::Full;
+use crate::store::redis::link::{Failures, Replies, error_of, within};
+use crate::store::redis::script::{CHECK, is_read_only};
+use crate::store::redis::topology::cluster::Why;
+use crate::store::redis::topology::{Node, Pool};
+use crate::store::{Answer, ErrorKind, StoreError, contain, event};
+
+/// For how many turns of the runtime a worker waits for more to send.
+const GATHER: u32 = 4;
+/// Before a check that has no node is tried again.
+const PAUSE: Duration = Duration::from_millis(3);
+
+impl Inner {
+    /// Answers what is known, and puts any other check into the queue.
+    pub(crate) fn check(self: &Arc<Self>, check: Check) -> Answer<RedisFuture> {
+        if let Some(verdicts) = self.denials.verdicts(&check) {
+            return Answer::ready(Ok(check.answer(verdicts, Source::Cached)));
+        }
+        let partition = self.topology.partition(check.key());
+        match self.enqueue(check, partition) {
+            Ok(future) => Answer::pending(future),
+            Err(error) => Answer::ready(Err(error.unsent())),
+        }
+    }
+
+    /// Puts a check into the queue of its partition's node.
+    fn enqueue(self: &Arc<Self>, check: Check, partition: u16) -> Result<RedisFuture, StoreError> {
+        let runtime = runtime()?;
+        if let Some(error) = self.topology.cluster().and_then(|cluster| cluster.refused.get()) {
+            return Err(error.clone());
+        }
+        let (mut job, mut future) = Job::new(check, partition);
+        let pushed = self.put(&runtime, self.topology.node(partition), |queue| {
+            job.place = queue.next_place();
+            future.place = job.place;
+            queue.jobs.push(job)
+        });
+        pushed.map(|()| future).map_err(|Full| StoreError::new(ErrorKind::QueueFull))
+    }
+
+    /// Puts checks that were not decided into the queues of these nodes, on this runtime.
+    fn requeue(self: &Arc<Self>, jobs: Placed) {
+        let Ok(runtime) = Handle::try_current() else { return };
+        for (node, job) in jobs {
+            let _ = self.put(&runtime, node, |queue| Ok(queue.jobs.put(job)));
+        }
+    }
+
+    /// Puts something into the queue of a node, and starts a worker if another may run.
+    fn put(
+        self: &Arc<Self>,
+        runtime: &Handle,
+        node: Option<Node>,
+        put: impl FnOnce(&mut NodeQueue) -> Result<bool, Full>,
+    ) -> Result<(), Full> {
+        let worker = self.with_queue(runtime, node, |queue, spare| {
+            let start = put(queue)?;
+            Ok(start.then(|| (queue.number, queue.target.clone(), spare.pop().unwrap_or_default())))
+        });
+        if let Some((queue, target, work)) = worker? {
+            // A runtime that has ended drops it at once: that answers the check.
+            runtime.spawn(Worker::new(self, queue, work).run(target));
+        }
+        Ok(())
+    }
+
+    /// Takes back a check that still waits in its queue. `false` if it does not.
+    pub(crate) fn withdraw(&self, future: &mut RedisFuture) -> bool {
+        // Under the lock, so that no worker takes it between these two.
+        let queues = self.queues();
+        let waits =
+            queues.have(future.place) || (self.topology.cluster().is_some() && queues.have_redirected(future.place));
+        if waits {
+            future.abandon();
+        }
+        waits
+    }
+
+    /// Decides a check that reads and writes as any other; in a cluster, one on each master.
+    pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
+        let Some(cluster) = self.topology.cluster() else {
+            return self.check(Check::probe(Key::PROBE)).await.map(drop);
+        };
+        self.refreshed(cluster).await?;
+        let partitions = cluster.partition_of_each().into_iter();
+        let probes: Vec<_> = partitions.map(|partition| self.enqueue(Check::probe(Key::PROBE), partition)).collect();
+        for probe in probes {
+            drop(probe?.await?);
+        }
+        Ok(())
+    }
+}
+
+struct Worker {
+    inner: Arc<Inner>,
+    /// The number of its queue.
+    queue: u64,
+    work: Work,
+    /// Whether the batch may have reached Redis.
+    sent: bool,
+    /// Whether the queue still counts it.
+    counted: bool,
+}
+
+impl Worker {
+    /// A worker that its queue has counted already.
+    fn new(inner: &Arc<Inner>, queue: u64, work: Work) -> Self {
+        Self { inner: Arc::clone(inner), queue, work, sent: false, counted: true }
+    }
+
+    async fn run(self, target: Option<Target>) {
+        match target {
+            Some(Target { node, pool }) => self.send(node, &pool).await,
+            None => self.place().await,
+        }
+    }
+
+    /// Sends what waits to this node, until there is nothing.
+    async fn send(mut self, node: Node, pool: &Pool) {
+        let mut failures = pool.failures();
+        while self.take() {
+            if self.work.jobs.is_empty() {
+                continue;
+            }
+            let sent_at = self.inner.denials.now();
+            match self.call(pool, &mut failures).await {
+                Ok(replies) => self.answer(replies, sent_at, node),
+                Err(error) => self.fail(&error, node),
+            }
+            if self.inner.topology.cluster().is_some() {
+                self.gather().await;
+            }
+        }
+    }
+
+    /// Hands on what waits without a node: the slots are not known yet, or its keys are on two nodes for a moment.
+    async fn place(mut self) {
+        loop {
+            // Meanwhile the checks are in the queue, where their callers may take them back.
+            let found = match self.inner.topology.cluster() {
+                Some(cluster) if !cluster.is_known() => self.inner.refreshed(cluster).await,
+                _ => {
+                    sleep(PAUSE).await;
+                    Ok(())
+                }
+            };
+            if self.take_jobs(usize::MAX).is_none() {
+                return;
+            }
+            let unplaced = found.err().unwrap_or_else(|| StoreError::new(ErrorKind::NotReady)).unsent();
+            let (mut placed, mut left_over) = (vec![], false);
+            for job in self.work.jobs.drain(..) {
+                match self.inner.node_of(&job) {
+                    None => {
+                        left_over = true;
+                        job.fail(unplaced.clone());
+                    }
+                    node => placed.push((node, job)),
+                }
+            }
+            if left_over {
+                self.inner.refresh(Why::Unknown);
+            }
+            self.inner.requeue(placed);
+        }
+    }
+
+    /// Lets those who were answered ask again, so that more of each partition is there: as long as each turn of the runtime
+    /// brings more, and a few turns at most. Where nobody asks, that is one turn.
+    async fn gather(&self) {
+        let pushed = || self.inner.queues().of(self.queue).map(|queue| queue.next_number());
+        let mut before = pushed();
+        for _ in 0..GATHER {
+            yield_now().await;
+            let now = pushed();
+            if now == before {
+                break;
+            }
+            before = now;
+        }
+    }
+
+    /// Takes what waits, up to the bound of a batch, and makes the calls that ask it. `false` if nothing waits: the worker
+    /// must end.
+    fn take(&mut self) -> bool {
+        self.work.clear_calls();
+        let Some(waiting) = self.take_jobs(self.inner.limits.batch) else { return false };
+        self.work.make_calls(&self.inner.topology, &self.inner.prefix);
+        self.inner.keep_marker();
+        let jobs = &self.work.jobs;
+        if let Some(observer) = self.inner.observer.get()
+            && !jobs.is_empty()
+        {
+            contain(|| observer.sends(&event::Sends::new(jobs.len(), waiting)));
+        }
+        true
+    }
+
+    /// Takes what waits, and drops what need not be sent. Returns how many still wait, or `None` if the worker must end.
+    fn take_jobs(&mut self, max: usize) -> Option<usize> {
+        let jobs = &mut self.work.jobs;
+        let waiting = {
+            let mut queues = self.inner.queues();
+            let queue = queues.of(self.queue)?;
+            let Some(waiting) = queue.take(max, jobs) else {
+                // `fail` may have moved the whole queue into it.
+                jobs.shrink_to(self.inner.limits.batch);
+                self.counted = false;
+                queues.spare.push(mem::take(&mut self.work));
+                return None;
+            };
+            waiting
+        };
+        let now = instant();
+        jobs.retain(|job| !job.is_abandoned());
+        for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.inner.limits.timeout) {
+            job.fail(StoreError::new(ErrorKind::Timeout).unsent());
+        }
+        Some(waiting)
+    }
+
+    /// What Redis has said to each call.
+    ///
+    /// # Errors
+    ///
+    /// What befalls all of them.
+    async fn call(&mut self, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
+        self.sent = false;
+        within(self.inner.limits.timeout, self.attempt(pool, failures)).await.map_err(|error| {
+            // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
+            let error = if error.is_of_connection() && runtime_is_ending() { no_runtime() } else { error };
+            if self.sent { error } else { error.unsent() }
+        })
+    }
+
+    async fn attempt(&mut self, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
+        let Self { inner, work, sent, .. } = self;
+        let (calls, now) = (work.calls(), inner.now.load(Ordering::Relaxed));
+        let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
+        let mut connection = pool.checkout(failures).await?;
+        *sent = true;
+        let command =
+            |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now, inner.instance);
+        let replies = connection.run(&CHECK, &asks, command).await.map_err(|error| error_of(&error))?;
+        if replies.iter().flatten().any(is_read_only) {
+            connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
+        }
+        match (inner.topology.cluster(), replies.first()) {
+            // Where there is one call for all, what it met is what all would meet.
+            (None, Some(Err(error))) => Err(error_of(error)),
+            _ => Ok(replies),
+        }
+    }
+
+    /// Answers the checks of each call by the reply to it, which was sent at this time.
+    fn answer(&mut self, replies: Replies, sent_at: i64, node: Node) {
+        let inner = &self.inner;
+        let (jobs, calls) = self.work.parts();
+        let mut jobs = jobs.drain(..);
+        for (call, reply) in calls.iter().zip(replies) {
+            let own = jobs.by_ref().take(call.jobs);
+            match (reply.map(|reply| call.batch.call.read(reply)), inner.topology.cluster()) {
+                (Ok(Ok(verdicts)), _) => {
+                    for (job, verdicts) in own.zip(verdicts) {
+                        inner.decide(job, verdicts, sent_at);
+                    }
+                }
+                (Ok(Err(error)), _) => {
+                    for job in own {
+                        inner.refuse(job, error.clone());
+                    }
+                }
+                (Err(error), Some(cluster)) => inner.requeue(inner.redirect(cluster, own.collect(), &error, node)),
+                // `attempt` has taken it for one of all.
+                (Err(_), None) => {}
+            }
+        }
+    }
+
+    /// Answers the batch by an error; and if the connection is at fault, also all that waits, which would otherwise meet
+    /// the same, one time-out after the other.
+    fn fail(&mut self, error: &StoreError, node: Node) {
+        let jobs = &mut self.work.jobs;
+        let of_connection = error.is_of_connection();
+        if !(of_connection && error.is_unsent()) {
+            for job in jobs.drain(..) {
+                self.inner.refuse(job, error.clone());
+            }
+        }
+        if of_connection {
+            if let Some(queue) = self.inner.queues().of(self.queue) {
+                queue.take_all(jobs);
+            }
+            let (elsewhere, left) = self.inner.lost(jobs.drain(..), node);
+            self.inner.requeue(elsewhere);
+            for job in left {
+                self.inner.refuse(job, error.clone().unsent());
+            }
+        }
+    }
+}
+
+/// When the task is dropped with its runtime, those who wait for an answer elsewhere get one.
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if !self.counted {
+            return;
+        }
+        let waiting = self.inner.queues().of(self.queue).map(|queue| queue.leave());
+        for job in self.work.jobs.drain(..) {
+            let error = if self.sent { no_runtime() } else { no_runtime().unsent() };
+            self.inner.refuse(job, error);
+        }
+        for job in waiting.into_iter().flatten() {
+            job.fail(no_runtime().unsent());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::num::NonZeroUsize;
+    use std::pin::Pin;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use futures_util::FutureExt;
+    use futures_util::future::join_all;
+    use tokio::runtime::{Builder, Handle, Runtime};
+
+    use super::*;
+    use crate::store::{RedisStore, Store};
+    use crate::support::{RedisServer, check, free_port, until};
+
+    fn store(url: String, timeout: Duration) -> RedisStore {
+        let one = NonZeroUsize::MIN;
+        RedisStore::builder(url).connections(one).batch(one).timeout(timeout).connect_lazy().unwrap()
+    }
+
+    /// Answers until it is sent the word, tells of that, and says no more.
+    fn falls_silent_at(word: &'static str) -> (String, mpsc::Receiver<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("redis://{}/", listener.local_addr().unwrap());
+        let (tell, told) = mpsc::channel();
+        std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut buffer = [0; 4096];
+            while let Ok(length @ 1..) = stream.read(&mut buffer) {
+                let asked = &buffer[..length];
+                if asked.windows(word.len()).any(|part| part == word.as_bytes()) {
+                    let _ = tell.send(());
+                } else {
+                    let commands = asked.iter().filter(|byte| **byte == b'*').count();
+                    stream.write_all(&b"+OK\r\n".repeat(commands)).unwrap();
+                }
+            }
+        });
+        (url, told)
+    }
+
+    /// Only what was written to a connection may have been charged.
+    #[tokio::test]
+    async fn a_check_that_got_no_connection_was_not_sent() {
+        let (silent, _told) = falls_silent_at("CLIENT");
+        let short = Duration::from_millis(50);
+        for (url, kind) in
+            [(format!("redis://127.0.0.1:{}/", free_port()), ErrorKind::Unreachable), (silent, ErrorKind::Timeout)]
+        {
+            let store = store(url, short);
+            // The first ones are of a call, and the others wait for it.
+            for answer in join_all((0..4).map(|_| store.check(check("ann", "10/s")))).await {
+                let error = answer.unwrap_err();
+                assert!(error.kind() == kind && error.is_unsent(), "{error:?}");
+            }
+        }
+        let (hears, _told) = falls_silent_at("EVALSHA");
+        let store = store(hears, Duration::from_millis(500));
+        let answers = join_all((0..2).map(|_| store.check(check("ann", "10/s")))).await;
+        let errors = answers.into_iter().map(Result::unwrap_err).map(|error| (error.kind(), error.is_unsent()));
+        assert!(errors.eq([(ErrorKind::Timeout, false), (ErrorKind::Timeout, true)]));
+    }
+
+    /// Answers every command but the greeting with these bytes. Counts its connections.
+    fn answers(reply: &'static str) -> (String, Arc<AtomicUsize>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("redis://{}/", listener.local_addr().unwrap());
+        let connections = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&connections);
+        std::thread::spawn(move || {
+            while let Ok((mut stream, _)) = listener.accept() {
+                counted.fetch_add(1, Ordering::SeqCst);
+                std::thread::spawn(move || {
+                    let mut buffer = [0; 65_536];
+                    while let Ok(length @ 1..) = stream.read(&mut buffer) {
+                        let asked = &buffer[..length];
+                        let greets = asked.windows(6).any(|part| part == b"CLIENT");
+                        let commands = if greets { asked.iter().filter(|byte| **byte == b'*').count() } else { 1 };
+                        let reply = if greets { "+OK\r\n" } else { reply };
+                        stream.write_all(&reply.as_bytes().repeat(commands)).unwrap();
+                    }
+                });
+            }
+        });
+        (url, connections)
+    }
+
+    /// What Redis refuses before it runs the script is not charged, and may be asked again. What stopped the script may
+    /// have come after a charge.
+    #[tokio::test]
+    async fn a_check_whose_call_was_not_run_is_known_not_to_be_charged() {
+        for (reply, kind, unsent) in [
+            ("-LOADING Redis is loading the dataset in memory\r\n", ErrorKind::NotReady, true),
+            ("-MASTERDOWN Link with MASTER is down\r\n", ErrorKind::NotReady, true),
+            ("-NOAUTH Authentication required.\r\n", ErrorKind::Authentication, true),
+            ("-NOPERM User a has no permissions to run the 'evalsha' command\r\n", ErrorKind::Permission, true),
+            ("-ERR ACL failure in script: User a has no permissions\r\n", ErrorKind::Permission, true),
+            ("-CLUSTERDOWN Hash slot not served\r\n", ErrorKind::Cluster, true),
+            ("-MOVED 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),
+            ("-ASK 3999 127.0.0.1:6381\r\n", ErrorKind::Cluster, true),
+            ("-TRYAGAIN Multiple keys request during rehashing of slot\r\n", ErrorKind::Cluster, true),
+            ("-CROSSSLOT Keys in request don't hash to the same slot\r\n", ErrorKind::Cluster, true),
+            ("-READONLY You can't write against a read only replica.\r\n", ErrorKind::ReadOnly, true),
+            ("-OOM command not allowed when used memory > 'maxmemory'.\r\n", ErrorKind::OutOfMemory, true),
+            ("-BUSY Redis is busy running a script.\r\n", ErrorKind::Refused, true),
+            ("-MISCONF Redis is configured to save RDB snapshots\r\n", ErrorKind::Refused, true),
+            ("-NOREPLICAS Not enough good replicas to write.\r\n", ErrorKind::Refused, true),
+            ("-ERR user_script:7: attempt to index a nil value\r\n", ErrorKind::Refused, false),
+            ("-ERR Error running script: Script killed by user with SCRIPT KILL\r\n", ErrorKind::Refused, false),
+            ("-EXECABORT Transaction discarded\r\n", ErrorKind::Refused, false),
+            ("-UNKNOWN to us\r\n", ErrorKind::Refused, false),
+            ("+OK\r\n", ErrorKind::Protocol, false),
+        ] {
+            let (url, _) = answers(reply);
+            let store = store(url, Duration::from_secs(20));
+            let error = store.check(check("ann", "10/s")).await.unwrap_err();
+            assert_eq!((error.kind(), error.is_unsent()), (kind, unsent), "{reply}");
+        }
+    }
+
+    /// Any reply to a ping shows that the server is there.
+    #[tokio::test]
+    async fn a_connection_whose_ping_is_refused_is_alive() {
+        let (url, connections) = answers("-LOADING Redis is loading the dataset in memory\r\n");
+        let store = store(url, Duration::from_secs(20));
+        let topology = &store.inner.topology;
+        let pool = topology.pool(topology.node(0).unwrap(), 1, Duration::from_secs(20));
+        for _ in 0..3 {
+            drop(pool.checkout(&mut pool.failures()).await.unwrap());
+            tokio::time::pause();
+            tokio::time::advance(Duration::from_secs(1)).await;
+            tokio::time::resume();
+        }
+        assert_eq!(connections.load(Ordering::SeqCst), 1);
+    }
+
+    /// A runtime that is ending may be asked once more, and so get a queue anew, while workers of the former still end.
+    #[tokio::test]
+    async fn a_lane_leaves_the_queue_of_another_alone() {
+        let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
+        let (inner, runtime) = (&store.inner, Handle::current());
+        let queue = || inner.with_queue(&runtime, inner.topology.node(0), |queue, _| queue.number);
+        let former = queue();
+        assert_eq!(queue(), former);
+        let worker = Worker::new(inner, former, Work::default());
+        drop(mem::take(&mut inner.queues().each));
+        let newer = queue();
+        drop(worker);
+        let mut queues = inner.queues();
+        assert!(queues.of(former).is_none() && queues.of(newer).is_some());
+    }
+
+    #[test]
+    fn a_check_whose_runtime_ended_knows_whether_it_was_sent() {
+        let runtime = || -> Runtime { Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap() };
+        for (word, sent) in [("CLIENT", false), ("EVALSHA", true)] {
+            let (url, told) = falls_silent_at(word);
+            let store = store(url, Duration::from_secs(60));
+            let ends = runtime();
+            let guard = ends.enter();
+            let checks = [store.check(check("ann", "10/s")), store.check(check("bob", "10/s"))];
+            drop(guard);
+            told.recv().unwrap();
+            drop(ends);
+            let errors = checks.map(|check| check.now_or_never().expect("an answer at once").unwrap_err());
+            assert!(errors.iter().all(|error| error.kind() == ErrorKind::NoRuntime && error.is_of_check()));
+            assert_eq!(errors.map(|error| error.is_unsent()), [!sent, true]);
+            assert!(store.inner.queues().each.is_empty(), "the runtime's connections are gone");
+        }
+    }
+
+    /// What is not asked on a runtime is an error of that check alone.
+    #[test]
+    fn a_check_outside_of_a_runtime_was_not_sent() {
+        let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
+        let error = store.check(check("ann", "10/s")).now_or_never().unwrap().unwrap_err();
+        assert!(error.kind() == ErrorKind::NoRuntime && error.is_of_check() && error.is_unsent(), "{error:?}");
+    }
+
+    #[tokio::test]
+    #[should_panic = "`RedisFuture` polled after completion"]
+    async fn an_answer_is_told_once() {
+        let server = RedisServer::start();
+        let mut answer = store(server.url(), Duration::from_secs(20)).check(check("ann", "10/s"));
+        let _ = (&mut answer).await.unwrap();
+        let _ = (&mut answer).await;
+    }
+
+    #[test]
+    fn an_answer_that_was_there_at_once_stays() {
+        let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
+        let mut answer = store.check(check("ann", "10/s"));
+        for _ in 0..2 {
+            assert_eq!((&mut answer).now_or_never().unwrap().unwrap_err().kind(), ErrorKind::NoRuntime);
+        }
+    }
+
+    /// As one that waits where it was put first: so a fallback may settle what it grants instead.
+    #[tokio::test]
+    async fn a_check_that_was_sent_elsewhere_can_be_taken_back() {
+        let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
+        let (job, mut future) = Job::new(check("ann", "10/s"), 0);
+        store.inner.requeue(vec![(None, job)]);
+        assert!(store.withdraw(Pin::new(&mut future)));
+        let another = Job::new(check("ann", "10/s"), 0).1;
+        assert!(store.inner.queues().have_redirected(another.place));
+        until("a worker has dropped it", async || !store.inner.queues().have_redirected(another.place)).await;
+    }
+}
