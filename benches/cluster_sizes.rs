@@ -1,10 +1,11 @@
 //! `cargo bench --bench cluster_sizes`
 //!
-//! A Redis Cluster as large as one likes, on paper: instances and masters are simulated, without a network, and each run
-//! gives the same figures. Prints the tables of `docs/running.md`: what is sent, and how often the map of slots is asked for.
+//! A Redis Cluster as large as one likes, on paper: instances and masters are simulated, without a network, and each
+//! run gives the same figures. Prints the tables of `docs/running.md`: what is sent, and how often the map of slots is
+//! asked for.
 //!
-//! It has the rules of `src/store/redis` (workers, batches, denials that are remembered, when the map is asked for) and of the
-//! breaker's probes. What Redis takes for them is measured: see [`READ`].
+//! It has the rules of
+//! `src/store/redis` (workers, batches, denials that are remembered, when the map is asked for) and of the breaker's probes. What Redis takes for them is measured: see [`READ`].
 
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
 
@@ -275,8 +276,8 @@ fn jitter(rng: &mut Rng, delay: f64) -> f64 {
     delay * (1.0 + rng.f64()) / 2.0
 }
 
-/// When an instance asks for the slots, as `Refresher` plans it: one at a time, and the less there is to hear the longer it
-/// waits.
+/// When an instance asks for the slots, as `Refresher` plans it: one at a time, and the less there is to hear the
+/// longer it waits.
 #[derive(Default)]
 struct Refresher {
     last: Option<f64>,
@@ -313,8 +314,8 @@ fn reshard(size: Size, moves: &[f64]) -> Vec<f64> {
     asks
 }
 
-/// A master is gone until its replica takes over. Each of its partitions is tried again and again, and each failure asks for the
-/// slots. Returns when these are asked for, and when the heir is tried, from then on.
+/// A master is gone until its replica takes over. Each of its partitions is tried again and again, and each failure
+/// asks for the slots. Returns when these are asked for, and when the heir is tried, from then on.
 fn failover(size: Size, until: f64) -> (Vec<f64>, Vec<f64>) {
     /// A connection that nobody answers is given up after this.
     const TIMEOUT: f64 = 250_000.0;

@@ -1,8 +1,8 @@
 //! `cargo bench --bench faults`
 //!
-//! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints them as
-//! tables. `-- server` has only the first of them, and `-- cluster` only the second. `-- reconcile` tells how long it takes to
-//! charge many callers after an outage.
+//! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints
+//! them as tables. `-- server` has only the first of them, and `-- cluster` only the second. `-- reconcile` tells how
+//! long it takes to charge many callers after an outage.
 
 #![allow(
     missing_docs,

@@ -16,10 +16,9 @@ use futures_util::FutureExt;
 use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, Service};
-use tower_redis_ratelimit::{
-    Global, Key, Live, LocalStore, Policies, Policy, PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier,
-    Tiers, policies_fn,
-};
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
+use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy};
 
 #[derive(Clone)]
 struct Hello;

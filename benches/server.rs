@@ -19,7 +19,9 @@ use std::num::NonZeroUsize;
 use futures_util::future::join_all;
 use redis::aio::MultiplexedConnection;
 use support::RedisServer;
-use tower_redis_ratelimit::{Check, Key, Policies, Policy, Quota, RedisStore, Store, Strategy, redis};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, RedisStore, Strategy, redis};
 
 const BATCH: usize = 32;
 const ROUNDS: usize = 300;

@@ -12,7 +12,10 @@ use std::error::Error;
 use std::net::SocketAddr;
 
 use axum::{Router, routing::get};
-use tower_redis_ratelimit::{AnyStore, Observer, PeerIp, Policy, Quota, RateLimitLayer, Strategy, event};
+use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::AnyStore;
+use tower_redis_ratelimit::{Policy, Quota, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {

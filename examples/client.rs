@@ -23,7 +23,8 @@ use http::{Request, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
 use tower::{Layer, Service, ServiceExt};
-use tower_redis_ratelimit::{AnyStore, Key, Policy, Quota, ShareConfig, StoreConfig, Strategy, ThrottleLayer};
+use tower_redis_ratelimit::store::{AnyStore, ShareConfig, StoreConfig};
+use tower_redis_ratelimit::{Key, Policy, Quota, Strategy, ThrottleLayer};
 
 const TASKS: usize = 50;
 

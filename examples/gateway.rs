@@ -1,8 +1,8 @@
 //! `cargo run --example gateway`
 //!
-//! A service with plans, limits of single callers, addresses behind proxies, a costly route, a limit that is only tried,
-//! a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example gateway -- FILE`.
-//! Limits that are changed there hold within a second. It needs no Redis, but the file may name one.
+//! A service with plans, limits of single callers, addresses behind proxies, a costly route, a limit that is only
+//! tried, a log and metrics. Its settings are in `examples/gateway.toml`, or in another file: `cargo run --example
+//! gateway -- FILE`. Limits that are changed there hold within a second. It needs no Redis, but the file may name one.
 
 use std::collections::HashMap;
 use std::error::Error;
@@ -17,10 +17,11 @@ use axum::{Router, response::Response, routing::get};
 use http::request::Parts;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
 use serde::Deserialize;
-use tower_redis_ratelimit::{
-    AnyStore, ClientIp, Key, KeyExtractor, Live, MetricsObserver, MissingKey, Policies, RateLimitLayer, StoreConfig,
-    Tier, Tiers, TracingObserver,
-};
+use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor, MissingKey};
+use tower_redis_ratelimit::observe::{MetricsObserver, TracingObserver};
+use tower_redis_ratelimit::select::{Live, Tier, Tiers};
+use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
+use tower_redis_ratelimit::{Key, Policies, RateLimitLayer};
 
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/gateway.toml");
 
@@ -92,7 +93,8 @@ async fn run(file: String) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Notes who has sent the API key, and under which plan. An unknown key is like none: who guesses is counted by address.
+/// Notes who has sent the API key, and under which plan. An unknown key is like none: who guesses is counted by
+/// address.
 async fn authenticate(State(users): State<Arc<HashMap<String, User>>>, mut request: Request, next: Next) -> Response {
     let api_key = request.headers().get("x-api-key").and_then(|value| value.to_str().ok());
     if let Some(user) = api_key.and_then(|api_key| users.get(api_key)) {

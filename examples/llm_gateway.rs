@@ -1,9 +1,9 @@
 //! `cargo run --example llm_gateway`
 //!
-//! A gateway to a language model. Each API key has 1,000 tokens a minute, and 4 answers at a time, over all instances. What an
-//! answer may cost at most is reserved when it begins (`x-max-tokens`, or 200); what it has cost is settled when it ends,
-//! also if the client hangs up before. Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`), `STREAMS` (4), and
-//! `REDIS_URL` to share the counts among instances.
+//! A gateway to a language model. Each API key has 1,000 tokens a minute, and 4 answers at a time, over all instances.
+//! What an answer may cost at most is reserved when it begins
+//! (`x-max-tokens`, or 200); what it has cost is settled when it ends, also if the client hangs up before. Settings by the environment: `PORT`
+//! (3000), `TOKENS` (`1000/min`), `STREAMS` (4), and `REDIS_URL` to share the counts among instances.
 
 use std::convert::Infallible;
 use std::env;
@@ -14,9 +14,10 @@ use axum::body::Body;
 use axum::{Extension, Router, routing::post};
 use futures_util::stream;
 use http::request::Parts;
-use tower_redis_ratelimit::{
-    AnyStore, Charge, HeaderKey, Policies, Policy, Quota, RateLimitLayer, Settlement, Strategy,
-};
+use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::settle::{Charge, Settlement};
+use tower_redis_ratelimit::store::AnyStore;
+use tower_redis_ratelimit::{Policies, Policy, Quota, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {

@@ -1,8 +1,9 @@
 //! `cargo run --example login`
 //!
-//! A login of which only failures count: 5 wrong passwords a minute for each user, over all instances. An attempt is taken
-//! before the password is looked at, and refunded if it was right: so many guesses at once are no way around. Settings by
-//! the environment: `PORT` (3000), `FAILURES` (`5/min`), and `REDIS_URL` to share the count among instances.
+//! A login of which only failures count: 5 wrong passwords a minute for each user, over all instances. An attempt is
+//! taken before the password is looked at, and refunded if it was right: so many guesses at once are no way around.
+//! Settings by the environment: `PORT` (3000), `FAILURES` (`5/min`), and `REDIS_URL` to share the count among
+//! instances.
 
 use std::env;
 use std::error::Error;
@@ -12,7 +13,10 @@ use axum::extract::{Path, Request};
 use axum::middleware::{Next, from_fn};
 use axum::{Router, response::Response, routing::post};
 use http::StatusCode;
-use tower_redis_ratelimit::{AnyStore, Key, Policy, Quota, RateLimitLayer, Settlement, Strategy, key_fn};
+use tower_redis_ratelimit::extract::key_fn;
+use tower_redis_ratelimit::settle::Settlement;
+use tower_redis_ratelimit::store::AnyStore;
+use tower_redis_ratelimit::{Key, Policy, Quota, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
@@ -40,7 +44,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
 #[derive(Clone)]
 struct User(String);
 
-/// Notes the user as `login` sees it, which is decoded: one user has many paths, such as `/login/alice` and `/login/%61lice`.
+/// Notes the user as `login` sees it, which is decoded: one user has many paths, such as `/login/alice` and
+/// `/login/%61lice`.
 async fn note_user(Path(user): Path<String>, mut request: Request, next: Next) -> Response {
     request.extensions_mut().insert(User(user));
     next.run(request).await

@@ -14,9 +14,11 @@ use std::time::Duration;
 
 use http::{Request, Response};
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Fallback, Global, LocalStore, Observer, Policy, Quota, RateLimitLayer, RedisStore, Share, Source, Strategy, event,
-};
+use tower_redis_ratelimit::check::Source;
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::Share;
+use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy};
 
 const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
 const QUOTA: Quota = Quota::per_second(200);

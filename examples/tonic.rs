@@ -1,8 +1,8 @@
 //! `cargo run --example tonic --features tonic`
 //!
-//! A tonic server behind a rate limit, 2 calls in 4 seconds for each client address, and a client that reads why it is denied
-//! and tries again when it is told to. Settings by the environment: `RATE_LIMIT` (`2/4s`), and `REDIS_URL` to share the count
-//! among instances:
+//! A tonic server behind a rate limit, 2 calls in 4 seconds for each client address, and a client that reads why it is
+//! denied and tries again when it is told to. Settings by the environment: `RATE_LIMIT` (`2/4s`), and `REDIS_URL` to
+//! share the count among instances:
 //!
 //! ```sh
 //! REDIS_URL=redis://127.0.0.1/ cargo run --example tonic --features tonic
@@ -19,7 +19,10 @@ use tonic::transport::{Endpoint, Server};
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 use tonic_types::StatusExt;
 use tower::{Service, ServiceBuilder, ServiceExt, retry};
-use tower_redis_ratelimit::{AnyStore, GrpcReject, PeerIp, Policy, Quota, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::reject::GrpcReject;
+use tower_redis_ratelimit::store::AnyStore;
+use tower_redis_ratelimit::{Policy, Quota, RateLimitLayer, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {

@@ -9,6 +9,8 @@
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+pub mod check;
+mod error;
 mod gate;
 #[cfg(doc)]
 pub mod guide;
@@ -16,38 +18,24 @@ mod in_flight;
 mod limit;
 mod limiter;
 mod middleware;
-mod settle;
+pub mod observe;
+pub mod settle;
 #[cfg(test)]
 mod simulation;
-mod store;
+pub mod store;
+pub mod strategy;
 mod util;
 mod wait_queues;
 
-pub use gate::{Global, KeyExtractor, MissingKey, OnError, OnMissingKey, PolicySelector, Wait, key_fn, policies_fn};
-pub use limit::{
-    Align, Check, ConfigError, Decision, Key, Mode, Outcome, Policies, Policy, Quota, RateLimited, Refill, Source,
-    Strategy, Verdict,
-};
+pub use gate::wait;
+#[doc(inline)]
+pub use limit::{ConfigError, Key, Policies, Policy, Quota, Strategy};
 pub use limiter::Limiter;
-pub use middleware::{
-    AsIs, CallEnding, CallFuture, CallLimit, CallLimitLayer, ClientIp, ClientIpBuilder, DryRun, Ending, HeaderKey,
-    Headers, HttpReject, LegacyHeaders, Live, PeerIp, RateLimit, RateLimitLayer, Reason, Reject, Rejection,
-    ResponseFuture, Routes, Throttle, ThrottleLayer, Tier, Tiers, TrackedBody, UntilAnswer, UntilBodyEnd,
-};
-#[cfg(feature = "tonic")]
-pub use middleware::{GrpcOr, GrpcReject};
-#[cfg(feature = "axum")]
-pub use middleware::{MatchedEndpoint, MatchedRoute};
-pub use settle::{Charge, Reservation, ReserveError, Settlement};
-#[cfg(feature = "metrics")]
-pub use store::MetricsObserver;
-#[cfg(feature = "tracing")]
-pub use store::TracingObserver;
-pub use store::{
-    Answer, AnyStore, AnyStoreFuture, ErrorKind, Fallback, FallbackFuture, Instances, LocalStore, MockStore, Observer,
-    RedisFuture, RedisStore, RedisStoreBuilder, Servers, Share, ShareConfig, Store, StoreConfig, StoreError, StoreKind,
-    WrapStore, event,
-};
+#[doc(inline)]
+pub use middleware::{CallLimitLayer, RateLimitLayer, ThrottleLayer};
+pub use middleware::{call_limit, extract, headers, rate_limit, reject, select, throttle};
+#[doc(inline)]
+pub use store::{Fallback, LocalStore, RedisStore};
 
 /// The Redis client, to turn on its features and to name what [`RedisStore::connect`] takes.
 pub use redis;

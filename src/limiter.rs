@@ -2,10 +2,13 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::error::StoreError;
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
+use crate::observe::Observer;
 use crate::settle::{Reservation, ReserveError, Reserved};
-use crate::store::{Answer, Observer, Store, StoreError, instant};
+use crate::store::{Answer, Store};
+use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 
 /// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
@@ -45,9 +48,9 @@ impl<S: Store> Limiter<S> {
         Self { store, policies: policies.into(), wait_queues, in_flight }
     }
 
-    /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if that has
-    /// no observer yet; and of a [`Reservation`] that could not be settled. Not of the decisions: whoever asks gets these.
-    /// Defaults to nobody.
+    /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if
+    /// that has no observer yet; and of a [`Reservation`] that could not be settled. Not of the decisions: whoever asks
+    /// gets these. Defaults to nobody.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
@@ -56,8 +59,8 @@ impl<S: Store> Limiter<S> {
         Self { in_flight, ..self }
     }
 
-    /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Clones that were
-    /// made before keep theirs.
+    /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Clones
+    /// that were made before keep theirs.
     #[must_use]
     pub fn max_waiting(self, max: NonZeroUsize) -> Self {
         Self { wait_queues: self.wait_queues.with_bounds(Bounds::of(max)), ..self }
@@ -69,8 +72,8 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is refunded if that is
-    /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Policy::in_flight) it is
-    /// one request, which ends when the reservation is dropped or settled, and is renewed until then:
+    /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Policy::in_flight)
+    /// it is one request, which ends when the reservation is dropped or settled, and is renewed until then:
     ///
     /// ```
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy};
@@ -91,13 +94,15 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     ///
-    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease time, or
-    /// before, if reservations or layers over the same store hold requests of this caller too, and tell how many these are.
+    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease
+    /// time, or before, if reservations or layers over the same store hold requests of this caller too, and tell how
+    /// many these are.
     ///
-    /// Outside of a tokio runtime, which only a [`LocalStore`](crate::LocalStore) does without, nothing renews by itself: the
-    /// next call of this does, before it asks.
+    /// Outside of a tokio runtime, which only a [`LocalStore`](crate::LocalStore) does without, nothing renews by
+    /// itself: the next call of this does, before it asks.
     ///
-    /// To drop the future is not to drop a reservation: what it has charged by then stays charged, but nothing is in flight.
+    /// To drop the future is not to drop a reservation: what it has charged by then stays charged, but nothing is in
+    /// flight.
     ///
     /// # Errors
     ///
@@ -138,7 +143,8 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::charge(key, self.of_costs(), cost))
     }
 
-    /// Gives `cost` back. See [`Check::refund`]. A policy of requests in flight is left out as of a [charge](Self::charge).
+    /// Gives `cost` back. See [`Check::refund`]. A policy of requests in flight is left out as of a
+    /// [charge](Self::charge).
     pub fn refund(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::refund(key, self.of_costs(), cost))
     }
@@ -156,9 +162,9 @@ impl<S: Store> Limiter<S> {
     /// Takes `cost`, and waits for it up to `max` if it must.
     ///
     /// Those of this process who wait for one key take turns in the order in which they came, whatever their costs. The
-    /// decision is a denial if it would take longer than `max`; this is told as soon as it is known. So it is if
-    /// [too many](Self::max_waiting) wait. The calls of the store are no part of `max`: where there is room nobody is denied for
-    /// what these take, and a denial may come two or three of them later.
+    /// decision is a denial if it would take longer than
+    /// `max`; this is told as soon as it is known. So it is if [too many](Self::max_waiting) wait. The calls of the store are no part of `max`:
+    /// where there is room nobody is denied for what these take, and a denial may come two or three of them later.
     ///
     /// To drop the future gives up the wait, and takes nothing: what was granted just then is refunded, on a task of
     /// its own.

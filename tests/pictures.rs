@@ -10,7 +10,10 @@ use std::time::Duration;
 
 use tokio::runtime;
 use tokio::time::advance;
-use tower_redis_ratelimit::{Align, Check, Key, LocalStore, Policies, Policy, Quota, Refill, Store, Strategy};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::strategy::{Align, Refill};
+use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, Quota, Strategy};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 

@@ -20,9 +20,10 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_governor::GovernorLayer;
 use tower_governor::governor::GovernorConfigBuilder;
 use tower_governor::key_extractor::PeerIpKeyExtractor;
-use tower_redis_ratelimit::{
-    LocalStore, PeerIp, Policy, Quota, RateLimitLayer, RedisStore, Settlement, Store, Strategy, redis,
-};
+use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::settle::Settlement;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis};
 
 use crate::cluster::{Side, Sites};
 use crate::meter::{Amount, Measure, load};
@@ -32,7 +33,8 @@ use crate::support::{self, RedisServer};
 const MANY: u32 = 100_000;
 pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
 
-/// Between the requests of a connection, where the machine is to have time left: 64 of them ask some 7,000 times a second.
+/// Between the requests of a connection, where the machine is to have time left: 64 of them ask some 7,000 times a
+/// second.
 const PAUSE: Duration = Duration::from_millis(8);
 
 /// A case: what, and with how many requests at a time.
@@ -49,8 +51,8 @@ pub enum What {
     Pool(Load),
     /// `RedisStore` through the layer.
     Redis(Load),
-    /// `RedisStore` through a layer that holds each request until its body has ended, of 100,000 callers: a request is a take,
-    /// and what it refunds.
+    /// `RedisStore` through a layer that holds each request until its body has ended, of 100,000 callers: a request is
+    /// a take, and what it refunds.
     InFlight,
     /// `LocalStore` through the layer.
     Local(Load),

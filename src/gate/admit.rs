@@ -4,9 +4,11 @@ use std::borrow::Cow;
 
 use super::wait::QueuedRequest;
 use super::{Gate, Grant, Holds, KeyExtractor, MissingKey, OnError, OnMissingKey, Pending, Question};
+use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
-use crate::store::{Answer, Store, StoreError, instant};
+use crate::store::{Answer, Store};
+use crate::util::instant;
 use crate::wait_queues::{self, Acquire, Permit, Spent, WaitRequest};
 
 /// What becomes of a request, as far as that is known.

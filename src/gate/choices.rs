@@ -17,7 +17,8 @@ pub enum OnError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnMissingKey {
-    /// It is rejected: over HTTP with 400, or 401 if the extractor has a [challenge](crate::MissingKey::unauthenticated).
+    /// It is rejected: over HTTP with 400, or 401 if the extractor has a
+    /// [challenge](crate::extract::MissingKey::unauthenticated).
     #[default]
     Reject,
     /// It passes, uncounted.

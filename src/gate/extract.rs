@@ -9,19 +9,21 @@ use crate::limit::Key;
 
 /// Finds who a request is from.
 ///
-/// [`PeerIp`](crate::PeerIp), [`ClientIp`](crate::ClientIp), [`HeaderKey`](crate::HeaderKey) and [`Global`] do, with the
-/// feature `axum` also `MatchedRoute` and `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each
-/// combination by itself: `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
+/// [`PeerIp`](crate::extract::PeerIp), [`ClientIp`](crate::extract::ClientIp), [`HeaderKey`](crate::extract::HeaderKey)
+/// and [`Global`] do, with the feature `axum` also `MatchedRoute` and
+/// `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each combination by itself:
+/// `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
 ///
-/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
-/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are
+/// not HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
 ///
-/// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path and how that is
-/// spelled, and the host too; it does not choose what your authentication finds out:
+/// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path and how that
+/// is spelled, and the host too; it does not choose what your authentication finds out:
 ///
 /// ```
 /// use http::request::Parts;
-/// use tower_redis_ratelimit::{Key, KeyExtractor, MissingKey};
+/// use tower_redis_ratelimit::extract::{KeyExtractor, MissingKey};
+/// use tower_redis_ratelimit::Key;
 ///
 /// /// In the extensions of each request that is authenticated.
 /// #[derive(Clone)]
@@ -63,23 +65,24 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`MissingKey`] for a request that has none; the layer's [`OnMissingKey`](crate::OnMissingKey) says what becomes
-    /// of it.
+    /// [`MissingKey`] for a request that has none; the layer's [`OnMissingKey`](crate::reject::OnMissingKey) says what
+    /// becomes of it.
     fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 }
 
 /// Counts by the key that a closure finds. A request for which it finds none is one
-/// [without a key](crate::OnMissingKey).
+/// [without a key](crate::reject::OnMissingKey).
 ///
 /// It gives the closure back: `key_fn` is there so that the compiler knows the type of its argument.
 ///
-/// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and `/login/a%6cice` are one
-/// user and three keys, each with guesses of its own. Decode what the key is made of, best where the handler does, as with
-/// axum's `Path` in a layer in front, which leaves it in the extensions: the recipe "Only failures count" in the
+/// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and
+/// `/login/a%6cice` are one user and three keys, each with guesses of its own. Decode what the key is made of, best where the handler does, as with axum's `Path`
+/// in a layer in front, which leaves it in the extensions: the recipe "Only failures count" in the
 /// [recipes](crate::guide::recipes) does so.
 ///
 /// ```
-/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy, key_fn};
+/// use tower_redis_ratelimit::extract::key_fn;
+/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// /// In the extensions of each request that is authenticated.

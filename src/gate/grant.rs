@@ -3,13 +3,14 @@ use std::task::{Context, Poll};
 
 use super::Gate;
 use super::shadows::Shadows;
+use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Decision, Key};
 use crate::settle::{Charge, Reserved, Settled, Settlement};
-use crate::store::{Store, StoreError};
+use crate::store::Store;
 
-/// What a request holds that passes. Its drop settles what was reserved, unless the body of the response or the handler still
-/// has the [`Charge`], and ends what is in flight.
+/// What a request holds that passes. Its drop settles what was reserved, unless the body of the response or the handler
+/// still has the [`Charge`], and ends what is in flight.
 pub(crate) struct Grant<D> {
     /// None for a request that nobody counted.
     decision: Option<Decision>,

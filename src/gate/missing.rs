@@ -6,7 +6,7 @@ use http::{HeaderName, HeaderValue};
 /// A request has nothing that it could be counted by.
 ///
 /// ```
-/// use tower_redis_ratelimit::MissingKey;
+/// use tower_redis_ratelimit::extract::MissingKey;
 ///
 /// let missing = MissingKey::new("no API key");
 /// assert_eq!(missing.to_string(), "no API key");
@@ -37,21 +37,22 @@ enum Cause {
 }
 
 impl MissingKey {
-    /// The client left it out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to it, and says what is
-    /// missing, such as "no API key".
+    /// The client left it out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to it, and says what
+    /// is missing, such as "no API key".
     pub fn new(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Absent }
     }
 
-    /// The client left out what says who it is, such as an API key: over HTTP a 401, over gRPC `UNAUTHENTICATED`. `problem`
-    /// is shown to it. Else it is as [`new`](Self::new): [`OnMissingKey`](crate::OnMissingKey) may let the request pass.
+    /// The client left out what says who it is, such as an API key: over HTTP a 401, over gRPC
+    /// `UNAUTHENTICATED`. `problem` is shown to it. Else it is as [`new`](Self::new):
+    /// [`OnMissingKey`](crate::reject::OnMissingKey) may let the request pass.
     ///
-    /// `challenge` tells the client how to authenticate, such as `Bearer` or `Basic realm="books"`. A 401 must have one (RFC
-    /// 9110), so the layer adds it as `WWW-Authenticate` to each that has none.
+    /// `challenge` tells the client how to authenticate, such as `Bearer` or `Basic realm="books"`. A 401 must have one
+    /// (RFC 9110), so the layer adds it as `WWW-Authenticate` to each that has none.
     ///
     /// ```
     /// use http::HeaderValue;
-    /// use tower_redis_ratelimit::MissingKey;
+    /// use tower_redis_ratelimit::extract::MissingKey;
     ///
     /// let missing = MissingKey::unauthenticated("no access token", HeaderValue::from_static("Bearer"));
     /// assert_eq!(missing.challenge().unwrap(), "Bearer");
@@ -61,17 +62,17 @@ impl MissingKey {
     }
 
     /// The client sent something that must not become a key, such as a header twice: over HTTP a 400, over gRPC
-    /// `INVALID_ARGUMENT`, whatever [`OnMissingKey`](crate::OnMissingKey) says, or a client could pass uncounted by it.
-    /// `problem` is shown to it.
+    /// `INVALID_ARGUMENT`, whatever [`OnMissingKey`](crate::reject::OnMissingKey) says, or a client could pass
+    /// uncounted by it. `problem` is shown to it.
     pub fn malformed(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Malformed }
     }
 
     /// The server is set up so that no request can have it: over HTTP a 500, over gRPC `INTERNAL`, whatever
-    /// [`OnMissingKey`](crate::OnMissingKey) says.
+    /// [`OnMissingKey`](crate::reject::OnMissingKey) says.
     ///
     /// `problem` says how to set it up. It is not for clients: the layer's
-    /// [observer](crate::Observer::misconfigured) is told.
+    /// [observer](crate::observe::Observer::misconfigured) is told.
     pub fn misconfigured(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Misconfigured }
     }
@@ -87,8 +88,8 @@ impl MissingKey {
         matches!(self.cause, Cause::Misconfigured)
     }
 
-    /// Whether the request has nothing that could be one, so that [`OnMissingKey`](crate::OnMissingKey) says what becomes of
-    /// it.
+    /// Whether the request has nothing that could be one, so that [`OnMissingKey`](crate::reject::OnMissingKey) says
+    /// what becomes of it.
     pub const fn is_absent(&self) -> bool {
         matches!(self.cause, Cause::Absent | Cause::Unauthenticated(_))
     }
@@ -102,7 +103,8 @@ impl MissingKey {
     }
 }
 
-/// The problem. Of a server that is [misconfigured](MissingKey::is_misconfigured) it is for the log, not for the client.
+/// The problem. Of a server that is [misconfigured](MissingKey::is_misconfigured) it is for the log, not for the
+/// client.
 impl fmt::Display for MissingKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.problem {

@@ -1,9 +1,10 @@
 //! The gate of a layer: from a request of any type to whether it passes.
 //!
-//! A [`Gate`] has the settings of a layer. It finds who asks ([`KeyExtractor`]) and under which policies
-//! ([`PolicySelector`]), and asks the store ([`Gate::admit`]). A request that passes has a [`Grant`], whose drop settles what
-//! the request has taken. One that does not has a [`Refusal`], of which HTTP makes a response and a call an error. Until the
-//! store has answered, and while the request waits for its turn, it is [`Pending`].
+//! A [`Gate`] has the settings of a layer. It finds who asks
+//! ([`KeyExtractor`]) and under which policies ([`PolicySelector`]), and asks the store
+//! ([`Gate::admit`]). A request that passes has a [`Grant`], whose drop settles what the request has taken. One that
+//! does not has a [`Refusal`], of which HTTP makes a response and a call an error. Until the store has answered, and
+//! while the request waits for its turn, it is [`Pending`].
 //!
 //! Checks that reject nothing, of a dry run and of shadows, are made when a request passes, and go with its grant
 //! ([`Shadows`]).
@@ -18,7 +19,7 @@ mod pending;
 mod question;
 mod select;
 mod shadows;
-mod wait;
+pub mod wait;
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ pub use choices::{OnError, OnMissingKey};
 pub use extract::{Global, KeyExtractor, key_fn};
 pub use missing::MissingKey;
 pub use select::{PolicySelector, policies_fn};
-pub use wait::Wait;
+pub(crate) use wait::Wait;
 
 pub(crate) use admit::{Admission, Admitted, Refusal};
 pub(crate) use grant::Grant;
@@ -40,8 +41,9 @@ use self::admit::NEVER_ENDS;
 use self::wait::Waiting;
 use crate::in_flight::InFlightTracker;
 use crate::limit::Policies;
+use crate::observe::Observer;
 use crate::settle::RefundQueue;
-use crate::store::{Observer, Store};
+use crate::store::Store;
 
 /// The settings of a layer whose requests are of the type `R`, and what they decide.
 pub(crate) struct Gate<S, R> {
@@ -131,7 +133,8 @@ impl<S, R> Gate<S, R> {
     ///
     /// # Panics
     ///
-    /// If it cannot. A server that does not start is better than one that goes without a limit until somebody reads its log.
+    /// If it cannot. A server that does not start is better than one that goes without a limit until somebody reads its
+    /// log.
     pub(crate) fn assert_countable(&self) {
         for selector in self.shadows.iter().chain([&self.policies]) {
             let in_flight = matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());

@@ -6,8 +6,10 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::{MissingKey, Question};
+use crate::error::StoreError;
 use crate::limit::{Decision, Key};
-use crate::store::{Observer, StoreError, event, instant, lock};
+use crate::observe::{Observer, event};
+use crate::util::{instant, lock};
 
 /// Notifies a layer's observer, if it has one. Clones are of the same layer.
 #[derive(Clone, Default)]
@@ -89,7 +91,7 @@ impl Notifier {
         match &self.observer {
             Some(observer) => observer.misconfigured(&event),
             #[cfg(feature = "tracing")]
-            None => crate::store::log_misconfigured(&event),
+            None => crate::observe::log_misconfigured(&event),
             #[cfg(not(feature = "tracing"))]
             None => {}
         }

@@ -7,8 +7,9 @@ use tower_service::Service;
 use super::admit::Next;
 use super::wait::QueuedRequest;
 use super::{Admitted, Gate, Question};
+use crate::error::StoreError;
 use crate::limit::Decision;
-use crate::store::{Store, StoreError};
+use crate::store::Store;
 use crate::wait_queues::WaitRequest;
 
 pin_project! {

@@ -2,10 +2,11 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Decision, Key};
 use crate::settle::Reserved;
-use crate::store::{StoreError, instant};
+use crate::util::instant;
 
 /// What the store is asked about a request, and what the request holds from then on.
 #[derive(Debug)]

@@ -11,18 +11,19 @@ use crate::limit::{Key, Policies, Policy};
 
 /// Finds the policies that a request is decided under.
 ///
-/// A [`Policy`] and [`Policies`] are the same ones for every request. [`Tiers`](crate::Tiers) go by the caller's plan,
-/// [`Routes`](crate::Routes) by method and path, closures given to [`policies_fn`] by whatever they like. [`Live`](crate::Live)
-/// and a [`watch::Receiver`] hold one of these, which is replaced while the service runs. An `Option` of one that is `None`
-/// limits nothing.
+/// A [`Policy`] and [`Policies`] are the same ones for every request. [`Tiers`](crate::select::Tiers) go by the
+/// caller's plan, [`Routes`](crate::select::Routes) by method and path, closures given to [`policies_fn`] by whatever
+/// they like. [`Live`](crate::select::Live) and a [`watch::Receiver`] hold one of these, which is replaced while the
+/// service runs. An `Option` of one that is `None` limits nothing.
 ///
-/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are not
-/// HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for
-/// HTTP.
+/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are
+/// not HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are
+/// for HTTP.
 ///
 /// ```
 /// use http::request::Parts;
-/// use tower_redis_ratelimit::{Key, Policies, PolicySelector};
+/// use tower_redis_ratelimit::select::PolicySelector;
+/// use tower_redis_ratelimit::{Key, Policies};
 ///
 /// /// Reads have a quota of their own.
 /// struct ByMethod {
@@ -52,7 +53,7 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     /// fields, whether it has a key or not.
     ///
     /// `key` is `None` for a request that has no key. To find policies for it does not let it pass: the layer's
-    /// [`OnMissingKey`](crate::OnMissingKey) says what becomes of it.
+    /// [`OnMissingKey`](crate::reject::OnMissingKey) says what becomes of it.
     ///
     /// It is called for every request, and must not block.
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies>;
@@ -64,14 +65,16 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     }
 }
 
-/// Decides under the policies that a closure finds: [`Policies`], or an `Option` of them, which is `None` for a request that
-/// is exempt.
+/// Decides under the policies that a closure finds: [`Policies`], or an `Option` of them, which is `None` for a request
+/// that is exempt.
 ///
 /// It gives the closure back: `policies_fn` is there so that the compiler knows the type of its argument.
 ///
 /// ```
 /// use http::Method;
-/// use tower_redis_ratelimit::{Global, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy, policies_fn};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::select::policies_fn;
+/// use tower_redis_ratelimit::{LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let reads: Policies = Policy::new("reads", Strategy::Gcra, Quota::per_second(50))?.into();
@@ -147,8 +150,8 @@ impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
     }
 }
 
-/// What the channel holds when the request comes. The selector must not send to the channel, which is locked while it is
-/// asked.
+/// What the channel holds when the request comes. The selector must not send to the channel, which is locked while it
+/// is asked.
 impl<R, P: PolicySelector<R>> PolicySelector<R> for watch::Receiver<P> {
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
         self.borrow().policies(request, key)

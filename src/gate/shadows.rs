@@ -4,9 +4,10 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use super::{Gate, Notifier, Question, Selector};
+use crate::error::StoreError;
 use crate::limit::{Decision, Key};
 use crate::settle::Charge;
-use crate::store::{Answer, Store, StoreError};
+use crate::store::{Answer, Store};
 
 impl<S: Store, R: 'static> Gate<S, R> {
     pub(super) fn has_shadows(&self) -> bool {

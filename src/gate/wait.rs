@@ -1,3 +1,5 @@
+//! Requests that wait for their turn instead of being rejected: see [`Wait`].
+
 use std::future::Future;
 use std::num::NonZeroUsize;
 use std::pin::Pin;
@@ -6,7 +8,8 @@ use std::time::Duration;
 
 use crate::in_flight::InFlightTracker;
 use crate::limit::Check;
-use crate::store::{Store, instant, polled_after_completion};
+use crate::store::Store;
+use crate::util::{instant, polled_after_completion};
 use crate::wait_queues::{Acquire, Bounds, Permit, Refusal, WaitQueues, WaitRequest};
 
 /// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
@@ -15,7 +18,9 @@ use crate::wait_queues::{Acquire, Bounds, Permit, Refusal, WaitQueues, WaitReque
 /// ```
 /// use std::num::NonZeroUsize;
 /// use std::time::Duration;
-/// use tower_redis_ratelimit::{LocalStore, PeerIp, Policy, Quota, RateLimitLayer, Strategy, Wait};
+/// use tower_redis_ratelimit::extract::PeerIp;
+/// use tower_redis_ratelimit::wait::Wait;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// const FEW: NonZeroUsize = NonZeroUsize::new(20).unwrap();

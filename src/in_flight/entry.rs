@@ -28,14 +28,15 @@ pub(super) struct Entry {
     doubt: Option<Instant>,
     /// A look, until it is known whether what it has seen is right.
     look: Option<Box<Look>>,
-    /// By how much the store counted too many at the last one, or below 0 too few, if it has told right when it decided.
+    /// By how much the store counted too many at the last one, or below 0 too few, if it has told right when it
+    /// decided.
     surplus: i64,
     /// Whether it tells that.
     is_ordered: bool,
     /// Whether a correction is under way.
     correcting: bool,
-    /// When the store last said how many it counts. A take renews what is counted too, but tells nothing of that. `None`: it
-    /// is to be asked soon.
+    /// When the store last said how many it counts. A take renews what is counted too, but tells nothing of that.
+    /// `None`: it is to be asked soon.
     renewed: Option<Instant>,
     /// When the store may last have written what it counts.
     written: Instant,
@@ -72,8 +73,8 @@ const GAP: Duration = Duration::from_millis(25);
 const LATE: Duration = Duration::from_millis(250);
 /// How late it may come if the network lost and repeated it.
 const LATEST: Duration = Duration::from_millis(2250);
-/// How long a look waits for a moment in which nothing is released, and for those who may have come before it; and how late
-/// something may be released.
+/// How long a look waits for a moment in which nothing is released, and for those who may have come before it; and how
+/// late something may be released.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Origin {
@@ -124,8 +125,9 @@ impl Entry {
         self.routes.iter().map(|(route, _)| route)
     }
 
-    /// The store is about to be asked about a request, under policies that count the same, maybe by another quota. Who is
-    /// asked last says how long the store keeps what it counts: so of several lease times it is renewed by the shortest.
+    /// The store is about to be asked about a request, under policies that count the same, maybe by another quota. Who
+    /// is asked last says how long the store keeps what it counts: so of several lease times it is renewed by the
+    /// shortest.
     pub(super) fn ask(&mut self, policies: &Policies, route: &Arc<Route>) -> Side {
         let quota = policies[0].quota();
         if quota.period() < self.lease {
@@ -155,8 +157,8 @@ impl Entry {
         }
     }
 
-    /// The request is not in flight. What was answered elsewhere the store may have granted. Returns what no request came by
-    /// any more.
+    /// The request is not in flight. What was answered elsewhere the store may have granted. Returns what no request
+    /// came by any more.
     #[must_use]
     pub(super) fn denied(
         &mut self,
@@ -240,8 +242,8 @@ impl Entry {
         self.renewed = None;
     }
 
-    /// Whether it is time to look how many the store counts, which renews them: now and then, and if it may count otherwise.
-    /// If the store does not tell when it decides, a moment is best in which nothing is released.
+    /// Whether it is time to look how many the store counts, which renews them: now and then, and if it may count
+    /// otherwise. If the store does not tell when it decides, a moment is best in which nothing is released.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         let is_good = |doubt| self.is_ordered || self.leaving == [0; 2] || now >= doubt + PATIENCE;
         let is_doubtful = self.doubt.is_some_and(|doubt| now >= doubt && is_good(doubt));
@@ -283,8 +285,9 @@ impl Entry {
         }
     }
 
-    /// By how much the store counts otherwise, once that is known: only what is certain, whatever has come to the store before
-    /// the look and what after it. What follows only from the times that the store tells, two looks in a row have to say.
+    /// By how much the store counts otherwise, once that is known: only what is certain, whatever has come to the store
+    /// before the look and what after it. What follows only from the times that the store tells, two looks in a row
+    /// have to say.
     pub(super) fn wrong(&mut self, now: Instant) -> Option<Wrong> {
         let Seen { counted, at, is_split, .. } = self.look.as_ref()?.seen?;
         let before = |count: [u32; 2]| count[1 - self.side] + if is_split { 0 } else { count[self.side] };
@@ -346,7 +349,8 @@ impl Entry {
 mod tests {
     use super::*;
     use crate::limit::Policy;
-    use crate::store::{LocalStore, instant};
+    use crate::store::LocalStore;
+    use crate::util::instant;
 
     const THERE: Origin = Origin::Primary(None);
 

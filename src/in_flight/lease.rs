@@ -5,13 +5,13 @@ use smallvec::SmallVec;
 
 use super::entry::{Origin, Side};
 use super::{InFlightTracker, Place, Route, Tracker};
+use crate::error::StoreError;
 use crate::limit::{Decision, Key, Policies};
-use crate::store::StoreError;
 
 /// What a request holds while it is in flight: it is released when this is dropped.
 ///
-/// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then told how
-/// many are in flight.
+/// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then
+/// told how many are in flight.
 #[must_use]
 pub(crate) struct Lease {
     in_flight: InFlightTracker,
@@ -37,8 +37,8 @@ impl Lease {
         Self { in_flight, key, policies, sides, state: State::Asked, is_known: false }
     }
 
-    /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is held if the
-    /// request [passes](Self::pass) all the same.
+    /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is
+    /// held if the request [passes](Self::pass) all the same.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let answered = match answer {
             Ok(decision) => self.in_flight.route().answered(decision),

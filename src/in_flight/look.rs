@@ -6,8 +6,8 @@ use crate::limit::Order;
 
 /// A look at how many the store counts, and how many it has to count at that moment.
 ///
-/// Takes and releases that nobody had heard of when it was sent may have come to the store before it or after it. A store that
-/// tells when it decided tells of each which it was.
+/// Takes and releases that nobody had heard of when it was sent may have come to the store before it or after it. A
+/// store that tells when it decided tells of each which it was.
 #[derive(Debug)]
 pub(super) struct Look {
     /// How many were held when it was sent.

@@ -1,16 +1,18 @@
 //! What this instance has in flight: the client side. How a store counts it is in `src/limit/in_flight.rs`.
 //!
-//! A request under a policy of [requests in flight](crate::Policy::in_flight) has a [`Lease`] for as long as it runs. The store
-//! counts how many this instance holds of each caller; [`InFlightTracker`] keeps a count of its own, renews what runs for
-//! longer, and puts the store right where it may count otherwise: after an outage, or a check whose answer never came.
+//! A request under a policy of [requests in flight](crate::Policy::in_flight) has a [`Lease`] for as long as it runs.
+//! The store counts how many this instance holds of each caller; [`InFlightTracker`] keeps a count of its own, renews
+//! what runs for longer, and puts the store right where it may count otherwise: after an outage, or a check whose
+//! answer never came.
 //!
 //! - All layers over one store share its [tracker](registry), since the store counts what they hold as one.
 //! - A request is released by the store that its layer asks: a fallback, maybe, over the one that others ask.
 //! - What ends is released off the request path, once, whatever ends it.
-//! - Where the count is in doubt, the tracker looks how many the store counts. Takes and releases may come to it before the look
-//!   or after it, in any order, since they go by several connections. Redis tells when it decided each of them: so the count is
-//!   put right while requests come and end without a pause. Of a store that does not tell, only what is wrong whatever came
-//!   first is corrected. A correction gives so many back, or charges them, and may come in any order too.
+//! - Where the count is in doubt, the tracker looks how many the store counts. Takes and releases may come to it before
+//!   the look or after it, in any order, since they go by several connections. Redis tells when it decided each of
+//!   them: so the count is put right while requests come and end without a pause. Of a store that does not tell, only
+//!   what is wrong whatever came first is corrected. A correction gives so many back, or charges them, and may come in
+//!   any order too.
 
 mod entry;
 mod lease;
@@ -32,11 +34,15 @@ pub(crate) use self::lease::Lease;
 
 use self::entry::{Entry, Origin, Side, Wrong};
 use self::renewer::Heartbeat;
+use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy};
+use crate::observe::Observer;
 use crate::settle::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{Observer, Store, StoreError, contain, instant, lock};
+use crate::store::Store;
+use crate::util::{contain, instant, lock};
 
-/// What a layer has in flight, in the tracker that it shares with all that are over the same store. Clones have them too.
+/// What a layer has in flight, in the tracker that it shares with all that are over the same store. Clones have them
+/// too.
 #[derive(Clone)]
 pub(crate) struct InFlightTracker(Arc<Inner>);
 
@@ -85,7 +91,8 @@ enum Due {
 type Routes = SmallVec<[Arc<Route>; 1]>;
 
 const SHARDS: usize = 16;
-/// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the others.
+/// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the
+/// others.
 const MAX_IDLE: usize = 100_000;
 
 impl InFlightTracker {
@@ -118,8 +125,8 @@ impl InFlightTracker {
 
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
     ///
-    /// Tell the lease what the store has [answered](Lease::answered). From a grant on, it holds what was taken until it is
-    /// dropped.
+    /// Tell the lease what the store has [answered](Lease::answered). From a grant on, it holds what was taken until it
+    /// is dropped.
     pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
         let (tracker, now) = (self.tracker(), instant());

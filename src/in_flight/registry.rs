@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, Weak};
 
 use super::Tracker;
-use crate::store::lock;
+use crate::util::lock;
 
 static REGISTRY: LazyLock<Mutex<HashMap<usize, Weak<Tracker>>>> = LazyLock::new(Mutex::default);
 

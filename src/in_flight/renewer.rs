@@ -6,10 +6,10 @@ use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep};
 
 use super::Tracker;
-use crate::store::instant;
+use crate::util::instant;
 
-/// Who looks after the entries: one task at a time, on the runtime of whoever came first. If that ends or stands still, whoever
-/// comes next on another takes over.
+/// Who looks after the entries: one task at a time, on the runtime of whoever came first. If that ends or stands still,
+/// whoever comes next on another takes over.
 #[derive(Debug)]
 pub(super) struct Heartbeat {
     start: Instant,
@@ -96,8 +96,8 @@ impl Heartbeat {
 }
 
 impl Tracker {
-    /// Starts a renewer, if there is none. Outside of a runtime there can be none: whoever comes does its work, before the
-    /// store is asked.
+    /// Starts a renewer, if there is none. Outside of a runtime there can be none: whoever comes does its work, before
+    /// the store is asked.
     pub(super) fn attend(self: &Arc<Self>, now: Instant) {
         match Handle::try_current() {
             Ok(runtime) => {

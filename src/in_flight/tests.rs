@@ -10,10 +10,12 @@ use fastrand::Rng;
 use tokio::time::{sleep, timeout};
 
 use super::*;
+use crate::error::ErrorKind;
 use crate::limit::{Mode, Policy, Source, Verdict};
 use crate::limiter::Limiter;
+use crate::observe::event;
 use crate::settle::Reservation;
-use crate::store::{Answer, ErrorKind, Fallback, LocalStore, MockStore, event};
+use crate::store::{Answer, Fallback, LocalStore, MockStore};
 use crate::wait_queues::{Bounds, WaitQueues, WaitRequest};
 
 /// A store as a fallback over Redis is: while that is away, another store decides.
@@ -329,7 +331,8 @@ async fn nothing_stays_counted_whatever_happens() {
     }
 }
 
-/// While the store is there, and nothing is lost but answers that nobody waits for, no more than the limit is in flight.
+/// While the store is there, and nothing is lost but answers that nobody waits for, no more than the limit is in
+/// flight.
 #[tokio::test(start_paused = true)]
 async fn no_more_than_the_limit_is_in_flight_while_clients_go_away() {
     assert_eq!(most_in_flight(|| Duration::from_millis(2), 64, 1.0).await, LIMIT as usize);
@@ -343,7 +346,8 @@ async fn a_correction_never_undoes_a_take_that_overtakes_it() {
     assert_eq!(most_in_flight(way, 24, 0.1).await, LIMIT as usize);
 }
 
-/// The most that so many clients have in flight at once, of whose requests a part goes away before the answer may be there.
+/// The most that so many clients have in flight at once, of whose requests a part goes away before the answer may be
+/// there.
 async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usize {
     let (in_flight, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
     for seed in 0..10 {
@@ -409,7 +413,8 @@ async fn a_place_of_who_went_away_is_free_soon_in_a_flood() {
     }
 }
 
-/// From far away, so that some begin and some end whenever the store is looked at, and some of each may have come before the look.
+/// From far away, so that some begin and some end whenever the store is looked at, and some of each may have come
+/// before the look.
 #[tokio::test(start_paused = true)]
 async fn a_flood_from_far_away_gets_all_places_back() {
     let (store, ann) = (Wavering { way: || Duration::from_millis(10), ..Wavering::new() }, Key::new("ann"));

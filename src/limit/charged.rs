@@ -8,9 +8,9 @@ use super::{Mode, Policy, State};
 pub(crate) struct Charged {
     /// How many microseconds ago it was made.
     pub(crate) age: i64,
-    /// When it was made, by Redis's clock, if it was made there. Redis takes the greater age of both: what gives it back may
-    /// be long on its way, and another server may have another clock. If it was made elsewhere 0, or below that the number of
-    /// the [notes](Self::noted_in) of it.
+    /// When it was made, by Redis's clock, if it was made there. Redis takes the greater age of both: what gives it
+    /// back may be long on its way, and another server may have another clock. If it was made elsewhere 0, or below
+    /// that the number of the [notes](Self::noted_in) of it.
     pub(crate) at: i64,
     /// How much it was.
     pub(crate) cost: i64,
@@ -21,7 +21,8 @@ pub(crate) struct Charged {
 /// The same charge as each policy of a check knows it: they differ in the reset alone.
 pub(crate) type EachCharged = SmallVec<[Charged; 1]>;
 
-/// The longest time within which a take ahead has to be due, and the greatest age of a charge, in microseconds: 142 years.
+/// The longest time within which a take ahead has to be due, and the greatest age of a charge, in microseconds: 142
+/// years.
 pub(crate) const LONGEST: i64 = 1 << 52;
 
 impl Charged {

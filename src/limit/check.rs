@@ -5,12 +5,13 @@ use smallvec::{SmallVec, smallvec};
 use super::strategy::Ask;
 use super::{Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
 
-/// One question to a [`Store`](crate::Store): may this caller have so much, under these policies?
+/// One question to a [`Store`](crate::store::Store): may this caller have so much, under these policies?
 ///
 /// With several policies it is all or nothing: either each of them is charged or none.
 ///
 /// ```
-/// use tower_redis_ratelimit::{Check, Key, Policy, Quota, Strategy};
+/// use tower_redis_ratelimit::check::Check;
+/// use tower_redis_ratelimit::{Key, Policy, Quota, Strategy};
 ///
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?.into();
 /// let check = Check::take(Key::new("user-42"), &policy, 3);
@@ -45,14 +46,15 @@ impl Check {
         Self::new(key, policies, Mode::Take, cost)
     }
 
-    /// Takes `cost` all or nothing, ahead of time if it must: what does not pass now is charged as a debt that is due as
-    /// soon as it would have passed. If that is at most `within` from now, the outcome is
-    /// [`Later`](crate::Outcome::Later); whoever asked waits so long, and then goes on. Others are denied meanwhile as if
-    /// it had been taken, so that each who asks like this has a turn of its own, over all instances.
+    /// Takes
+    /// `cost` all or nothing, ahead of time if it must: what does not pass now is charged as a debt that is due as soon as it would have passed. If that is at most `within`
+    /// from now, the outcome is [`Later`](crate::check::Outcome::Later); whoever asked waits so long, and then goes on.
+    /// Others are denied meanwhile as if it had been taken, so that each who asks like this has a turn of its own, over
+    /// all instances.
     ///
-    /// The debt is bounded as that of a [`charge`](Self::charge). Only the strategies that refill little by little can owe
-    /// what is due later; under any other this is a [`take`](Self::take), also in a [`Store`](crate::Store) that knows no
-    /// debt.
+    /// The debt is bounded as that of a [`charge`](Self::charge). Only the strategies that refill little by little can
+    /// owe what is due later; under any other this is a [`take`](Self::take), also in a [`Store`](crate::store::Store)
+    /// that knows no debt.
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes { within.as_micros().min(LONGEST as u128) as i64 } else { 0 };
@@ -70,14 +72,15 @@ impl Check {
         Self::new(key, policies, Mode::Peek, cost)
     }
 
-    /// Charges `cost` without asking, for a cost that is known only afterwards. The debt that this makes is bounded:
-    /// each policy counts at most twice its capacity, and [`Decision::granted`] tells how much was charged. A policy of requests
-    /// [in flight](crate::Policy::in_flight) counts as many requests.
+    /// Charges
+    /// `cost` without asking, for a cost that is known only afterwards. The debt that this makes is bounded: each policy counts at most twice its capacity, and [`Decision::granted`]
+    /// tells how much was charged. A policy of requests [in flight](crate::Policy::in_flight) counts as many requests.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Gives `cost` back, of what was charged just now; to each policy at most what it has charged. [`Decision::granted`]
+    /// Gives
+    /// `cost` back, of what was charged just now; to each policy at most what it has charged. [`Decision::granted`]
     /// tells how much that was: of several policies, the most that one of them refunded.
     ///
     /// Of a charge that is older, some may have flowed back already, and who gets it twice gets more than the policy
@@ -98,23 +101,24 @@ impl Check {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
-    /// Renews the leases of so many requests that this instance has [in flight](crate::Policy::in_flight): what it holds
-    /// already is renewed, and if nothing is known of it any more, it holds `count` again. Says in
-    /// [`Decision::granted`] how many it holds. Charges nothing under policies of other strategies.
+    /// Renews the leases of so many requests that this instance has [in flight](crate::Policy::in_flight): what it
+    /// holds already is renewed, and if nothing is known of it any more, it holds
+    /// `count` again. Says in [`Decision::granted`] how many it holds. Charges nothing under policies of other
+    /// strategies.
     ///
     /// A [`RateLimitLayer`](crate::RateLimitLayer) does so for what it holds.
     pub fn renew(key: Key, policies: &Policies, count: u32) -> Self {
         Self::new(key, policies, Mode::Renew, count)
     }
 
-    /// Tells that this instance has just so many requests [in flight](crate::Policy::in_flight), whatever it held before; 0
-    /// for none. Charges nothing under policies of other strategies.
+    /// Tells that this instance has just so many requests [in flight](crate::Policy::in_flight), whatever it held
+    /// before; 0 for none. Charges nothing under policies of other strategies.
     pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
         Self::new(key, policies, Mode::Hold, count)
     }
 
-    /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request can
-    /// name: [`Key::PROBE`] or a [`Key::probe`]. It is always granted, so that it always writes.
+    /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request
+    /// can name: [`Key::PROBE`] or a [`Key::probe`]. It is always granted, so that it always writes.
     pub(crate) fn probe(key: Key) -> Self {
         Self::new(key, &Policies::probe(), Mode::Take, 1)
     }
@@ -123,14 +127,14 @@ impl Check {
         Self { key, policies: policies.clone(), mode, cost, reserves: false, extra: None }
     }
 
-    /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this id
-    /// was granted under these policies, this one gets the same decision and is not charged. A denial is not remembered:
-    /// the same request may try again, and passes if its time has come.
+    /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this
+    /// id was granted under these policies, this one gets the same decision and is not charged. A denial is not
+    /// remembered: the same request may try again, and passes if its time has come.
     ///
-    /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one who sends the
-    /// same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys, and beyond
-    /// that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a [decision refunds](Decision::refund)
-    /// have no id, and this leaves them as they are.
+    /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one who sends
+    /// the same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys,
+    /// and beyond that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a
+    /// [decision refunds](Decision::refund) have no id, and this leaves them as they are.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
         self.with_id_key(Some(Key::new(id)))
@@ -180,8 +184,8 @@ impl Check {
         }
     }
 
-    /// What another store has to count of the requests in flight, if this is what one has decided: what it does under the
-    /// policies that count these.
+    /// What another store has to count of the requests in flight, if this is what one has decided: what it does under
+    /// the policies that count these.
     pub(crate) fn in_flight(&self, decision: &Decision) -> Option<Self> {
         let policies = self.policies.in_flight()?;
         let (mode, cost) = match self.mode {

@@ -6,7 +6,7 @@ use super::duration::micros;
 use super::{Check, Decision, Mode, Policy, Source, Verdict, Verdicts};
 
 impl Check {
-    /// The decision on this check, for a [`Store`](crate::Store) of one's own.
+    /// The decision on this check, for a [`Store`](crate::store::Store) of one's own.
     ///
     /// `verdict` is called for each policy, in their order. The check passes if all of them allow it. `granted` is what
     /// was then charged, refunded or forgotten. It counts for a check that may get a part of its cost; a take that
@@ -18,7 +18,8 @@ impl Check {
     ///
     /// ```
     /// use std::time::Duration;
-    /// use tower_redis_ratelimit::{Check, Key, Policy, Quota, Source, Strategy, Verdict};
+    /// use tower_redis_ratelimit::check::{Check, Source, Verdict};
+    /// use tower_redis_ratelimit::{Key, Policy, Quota, Strategy};
     ///
     /// let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(10))?.into();
     /// let check = Check::take(Key::new("user-42"), &policies, 4);

@@ -7,7 +7,7 @@ use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, 
 /// With several policies it speaks for the one that decided: when denied, the one that asks for the longest wait; when
 /// allowed, the one with the least left. [`each`](Self::each) tells them all.
 ///
-/// A store that could not decide gives a [`StoreError`](crate::StoreError), never a decision.
+/// A store that could not decide gives a [`StoreError`](crate::store::StoreError), never a decision.
 #[must_use = "it may be a denial"]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
@@ -24,7 +24,7 @@ pub struct Decision {
 pub enum Outcome {
     /// It passed, and was charged.
     Allowed,
-    /// It was charged, and passes later: [taken ahead](crate::Check::take_ahead).
+    /// It was charged, and passes later: [taken ahead](crate::check::Check::take_ahead).
     Later {
         /// How long to wait before going on; to the microsecond, rounded up.
         due_in: Duration,
@@ -57,15 +57,15 @@ pub enum Source {
     /// In Redis, on the count that all instances share.
     Redis,
     /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
-    /// make it untrue before its `retry_after`. What another instance refunds or resets stays unseen for that
-    /// long, but for a second at most where costs are settled later; and so does a window that began earlier by another quota of the same name. A check of a larger cost than was
-    /// denied is told the wait of the smaller one. What is told beside a cost that never fits, such as what remains, is up
-    /// to a minute old.
+    /// make it untrue before its `retry_after`. What another instance refunds or resets stays unseen for that long, but
+    /// for a second at most where costs are settled later; and so does a window that began earlier by another quota of
+    /// the same name. A check of a larger cost than was denied is told the wait of the smaller one. What is told beside
+    /// a cost that never fits, such as what remains, is up to a minute old.
     Cached,
     /// In this process, on a count of its own.
     Local,
-    /// In a [`Store`](crate::Store) outside of this crate, by its name, such as `"postgres"`. The name is a label of
-    /// metrics.
+    /// In a [`Store`](crate::store::Store) outside of this crate, by its name, such as `"postgres"`. The name is a
+    /// label of metrics.
     Other(&'static str),
 }
 
@@ -109,7 +109,7 @@ impl Decision {
         self.verdict().is_allowed()
     }
 
-    /// How much was charged, or refunded: the whole cost for a [`take`](crate::Check::take) that passed.
+    /// How much was charged, or refunded: the whole cost for a [`take`](crate::check::Check::take) that passed.
     pub fn granted(&self) -> u32 {
         clamp(self.verdicts.granted)
     }
@@ -182,29 +182,33 @@ impl Decision {
 
     /// What refunds `cost` of what this decision granted `age` ago, such as the part of an estimate that was too much.
     ///
-    /// Nobody gets more by it than if the rest alone had been charged at the time: what has flowed back meanwhile, or was
-    /// counted in a window that has ended, is not refunded again. So `age` counts from before the check was asked, and
-    /// up to when this one is. Greater than it is, it is safe: less is refunded. Under windows and logs nobody gets less
-    /// either: it is taken out of the charge that was made. A window that this one began stays as it is.
+    /// Nobody gets more by it than if the rest alone had been charged at the time: what has flowed back meanwhile, or
+    /// was counted in a window that has ended, is not refunded again. So `age` counts from before the check was asked,
+    /// and up to when this one is. Greater than it is, it is safe: less is refunded. Under windows and logs nobody gets
+    /// less either: it is taken out of the charge that was made. A window that this one began stays as it is.
     ///
-    /// What Redis granted is as old as Redis's clock says, also where what gives it back is long on its way. If another server
-    /// has taken over whose clock differs, the greater age counts. An answer that was told again under an
-    /// [id](crate::Check::with_id) is as old as the charge.
+    /// What Redis granted is as old as Redis's clock says, also where what gives it back is long on its way. If another
+    /// server has taken over whose clock differs, the greater age counts. An answer that was told again under an
+    /// [id](crate::check::Check::with_id) is as old as the charge.
     ///
-    /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per second,
-    /// of 50 that were granted 0.2 s ago at most 30 are refunded, and after 0.5 s nothing. If the caller has asked for
-    /// nothing else, it has these by then. If others share what it may use, the rest stays charged as it was reserved.
+    /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per
+    /// second, of 50 that were granted 0.2 s ago at most 30 are refunded, and after 0.5 s nothing. If the caller has
+    /// asked for nothing else, it has these by then. If others share what it may use, the rest stays charged as it was
+    /// reserved.
     ///
-    /// A policy of requests [in flight](crate::Policy::in_flight) gets nothing back: that counts a request until it ends.
+    /// A policy of requests [in flight](crate::Policy::in_flight) gets nothing back: that counts a request until it
+    /// ends.
     ///
-    /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and refund
-    /// of a decision once; of those under one id, of one of them. What was charged after a reset, or after the store has lost
-    /// its data, cannot be told from what this decision granted before: then that is refunded. All in all no more is used
-    /// than a reset lets pass anyway: the capacity once more.
+    /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and
+    /// refund of a decision once; of those under one id, of one of them. What was charged after a reset, or after the
+    /// store has lost its data, cannot be told from what this decision granted before: then that is refunded. All in
+    /// all no more is used than a reset lets pass anyway: the capacity once more.
     ///
     /// ```
     /// use std::time::Instant;
-    /// use tower_redis_ratelimit::{Check, Key, LocalStore, Policy, Quota, Store, Strategy};
+    /// use tower_redis_ratelimit::check::Check;
+    /// use tower_redis_ratelimit::store::Store;
+    /// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, Strategy};
     ///
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -231,7 +235,7 @@ impl Decision {
         (cost > 0 && charged.iter().any(|charged| charged.left() > 0)).then(policies).flatten().map(check).into_iter()
     }
 
-    /// How long to wait before going on, if it was charged [ahead of time](crate::Check::take_ahead).
+    /// How long to wait before going on, if it was charged [ahead of time](crate::check::Check::take_ahead).
     pub fn due_in(&self) -> Option<Duration> {
         match self.outcome() {
             Outcome::Later { due_in } => Some(due_in),

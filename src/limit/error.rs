@@ -80,14 +80,14 @@ pub enum ConfigError {
     TooManyPolicies(usize),
     /// Two policies of one check with the same name.
     DuplicatePolicy(String),
-    /// A pattern of [`Routes`](crate::Routes) that is none, or that another one is like.
+    /// A pattern of [`Routes`](crate::select::Routes) that is none, or that another one is like.
     Route {
         /// The pattern as it was given.
         pattern: String,
         /// What is wrong with it.
         problem: String,
     },
-    /// Text that names no proxies to [trust](crate::ClientIpBuilder::trust), or all addresses.
+    /// Text that names no proxies to [trust](crate::extract::ClientIpBuilder::trust), or all addresses.
     TrustedNetwork {
         /// The text as it was given.
         text: String,

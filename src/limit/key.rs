@@ -30,8 +30,8 @@ const BETWEEN: u8 = b',';
 /// Opens the key of an address: it has a character that a readable key cannot have.
 const ADDRESS: &[u8] = b"ip:";
 
-/// Octets as they stand in an address, each with a point behind it: an address is made of them in half the time that `itoa`
-/// takes, and for every request.
+/// Octets as they stand in an address, each with a point behind it: an address is made of them in half the time that
+/// `itoa` takes, and for every request.
 const OCTETS: [[u8; 4]; 256] = {
     let mut octets = [[0; 4]; 256];
     let mut octet = 0;
@@ -60,8 +60,8 @@ impl Key {
     #[cfg(any(feature = "axum", feature = "serde"))]
     pub(crate) const NO_ROUTE: Self = Self::reserved(b"route:none");
 
-    /// In a tuple with a caller's key, the key of policies that are tried on the caller. So short that the tuple of a hashed
-    /// key needs no hash of its own.
+    /// In a tuple with a caller's key, the key of policies that are tried on the caller. So short that the tuple of a
+    /// hashed key needs no hash of its own.
     pub(crate) const SHADOW: Self = Self::reserved(b"~try");
 
     /// The key by which a store tries whether another store decides again.
@@ -101,11 +101,12 @@ impl Key {
 
     /// As [`ip`](Self::ip), but the first so many bits of an IPv6 address, up to 128. Another length is another key.
     ///
-    /// It is the key that a [`ClientIp`](crate::ClientIp) of that [`ipv6_prefix`](crate::ClientIp::ipv6_prefix) makes, for
-    /// [policies of single callers](crate::Tiers::caller) and for a [`Limiter`](crate::Limiter).
+    /// It is the key that a [`ClientIp`](crate::extract::ClientIp) of that
+    /// [`ipv6_prefix`](crate::extract::ClientIp::ipv6_prefix) makes, for
+    /// [policies of single callers](crate::select::Tiers::caller) and for a [`Limiter`](crate::Limiter).
     ///
-    /// A network of more than 64 bits stands in Redis as `ip:20010db8000100020000000000000001/128`: with colons it would not
-    /// fit.
+    /// A network of more than 64 bits stands in Redis as `ip:20010db8000100020000000000000001/128`: with colons it
+    /// would not fit.
     pub fn network(address: IpAddr, ipv6_prefix: u8) -> Self {
         let mut key = Self::reserved(ADDRESS);
         match unwrapped(address) {
@@ -163,9 +164,10 @@ impl Key {
 
     /// The key in clear, for a log that may name callers; `Debug` redacts it.
     ///
-    /// It reads as it stands in Redis: `user-42`, `ip:192.0.2.7`, the parts of a tuple with commas between. What is hashed
-    /// there is a `~` and 32 hexadecimal digits: every [`secret`](Self::secret), and a key that is too long or not
-    /// printable. Nobody can read these back, but whoever has the secret or the long key can make the same digits of it.
+    /// It reads as it stands in Redis: `user-42`, `ip:192.0.2.7`, the parts of a tuple with commas between. What is
+    /// hashed there is a `~` and 32 hexadecimal digits: every [`secret`](Self::secret), and a key that is too long or
+    /// not printable. Nobody can read these back, but whoever has the secret or the long key can make the same digits
+    /// of it.
     ///
     /// ```
     /// use tower_redis_ratelimit::Key;

@@ -16,21 +16,22 @@ pub enum Mode {
     Refund,
     /// Forgets the caller: everything it was charged is gone.
     Reset,
-    /// Renews what this instance holds of [requests in flight](crate::Policy::in_flight), or holds so many if nothing is
-    /// known of it any more.
+    /// Renews what this instance holds of [requests in flight](crate::Policy::in_flight), or holds so many if nothing
+    /// is known of it any more.
     Renew,
     /// Holds just so many [requests in flight](crate::Policy::in_flight), whatever this instance held.
     Hold,
 }
 
 impl Mode {
-    /// Whether it takes what a request costs: a policy that counts [requests in flight](crate::Policy::in_flight) then counts
-    /// one.
+    /// Whether it takes what a request costs: a policy that counts [requests in flight](crate::Policy::in_flight) then
+    /// counts one.
     pub(super) fn takes(self) -> bool {
         matches!(self, Self::Take | Self::TakeAhead | Self::UpTo | Self::Peek)
     }
 
-    /// The room that a policy must have to let the check pass, or for [`TakeAhead`](Self::TakeAhead) to let it pass now.
+    /// The room that a policy must have to let the check pass, or for [`TakeAhead`](Self::TakeAhead) to let it pass
+    /// now.
     pub(super) fn needs(self, cost: i64, capacity: i64) -> i64 {
         match self {
             Self::Take | Self::TakeAhead | Self::Peek => cost,

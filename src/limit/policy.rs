@@ -9,14 +9,14 @@ use super::{ConfigError, Kind, Quota, Strategy};
 
 /// One limit by name: what is counted how.
 ///
-/// The name stands in Redis keys and in headers, so that two policies with one name, strategy and key prefix
-/// share their counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a
-/// rolling deploy: while both are asked, a caller gets about what one of them gives. Limits that are meant to be beside each
-/// other, such as one per minute and one per hour, need names of their own: a charge by the shorter forgets what only the
-/// longer would still count, and one by the longer counts in the shorter. A clone is the same policy.
+/// The name stands in Redis keys and in headers, so that two policies with one name, strategy and key prefix share
+/// their counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a
+/// rolling deploy: while both are asked, a caller gets about what one of them gives. Limits that are meant to be beside
+/// each other, such as one per minute and one per hour, need names of their own: a charge by the shorter forgets what
+/// only the longer would still count, and one by the longer counts in the shorter. A clone is the same policy.
 ///
-/// With the feature `serde` it is a table of text: `{ name = "api", strategy = "gcra", quota = "100/s burst 200" }`. Without
-/// a strategy it is [`Strategy::Gcra`]. [`Policies`](super::Policies) are a list of these, or one.
+/// With the feature `serde` it is a table of text: `{ name = "api", strategy = "gcra", quota = "100/s burst 200"
+/// }`. Without a strategy it is [`Strategy::Gcra`]. [`Policies`](super::Policies) are a list of these, or one.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
@@ -47,11 +47,11 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than
-    /// ASCII letters, digits, `-`, `_`, `.` and `/`. Of the quota: [`ConfigError::Zero`] for a limit or a burst of 0,
-    /// [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], [`ConfigError::BurstOfWindow`] for a burst where the strategy
-    /// has none, and [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`]. Of the
-    /// strategy: [`ConfigError::Cells`].
+    /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than ASCII
+    /// letters, digits, `-`, `_`, `.` and `/`. Of the quota: [`ConfigError::Zero`] for a limit or a burst of 0,
+    /// [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], [`ConfigError::BurstOfWindow`] for a burst where the
+    /// strategy has none, and [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`].
+    /// Of the strategy: [`ConfigError::Cells`].
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         Self::of_kind(name, strategy.into(), quota)
     }
@@ -64,19 +64,21 @@ impl Policy {
         Ok(Self::with_params(name, kind, quota, Params::new(kind, quota)?))
     }
 
-    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each holds one until
-    /// it is released. A request is one whatever it costs, so that this can stand beside a policy that counts bytes or tokens.
+    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each holds one
+    /// until it is released. A request is one whatever it costs, so that this can stand beside a policy that counts
+    /// bytes or tokens.
     ///
-    /// What an instance that has died held is free again after the [lease time](Self::lease_time), which the quota has as a
-    /// period. A layer renews what is held longer, a third of the lease time before it ends or sooner. Nothing flows back with
-    /// time but leases that were not renewed. So [`Decision::retry_after`](super::Decision::retry_after) is no promise, but
-    /// 100 ms: when to ask again.
+    /// What an instance that has died held is free again after the [lease time](Self::lease_time), which the quota has
+    /// as a period. A layer renews what is held longer, a third of the lease time before it ends or sooner. Nothing
+    /// flows back with time but leases that were not renewed. So
+    /// [`Decision::retry_after`](super::Decision::retry_after) is no promise, but 100 ms: when to ask again.
     ///
-    /// As semaphores with leases, such as Redisson's `RPermitExpirableSemaphore`. As text it is a policy with the strategy
-    /// `in-flight` and a quota of how many and the lease time, such as `10/30s`.
+    /// As semaphores with leases, such as Redisson's
+    /// `RPermitExpirableSemaphore`. As text it is a policy with the strategy `in-flight` and a quota of how many and
+    /// the lease time, such as `10/30s`.
     ///
-    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or a rule to
-    /// [`settle`](crate::RateLimitLayer::settle) by, or it does not know when a request ends.
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or a
+    /// rule to [`settle`](crate::RateLimitLayer::settle) by, or it does not know when a request ends.
     ///
     /// ```
     /// use std::time::Duration;
@@ -95,8 +97,8 @@ impl Policy {
         Self::of_kind(name, Kind::InFlight, Quota::per(limit, LEASE_TIME))
     }
 
-    /// The same policy of requests [in flight](Self::in_flight) with another lease time, from 1 second to 1 hour. Defaults to
-    /// 30 seconds. A policy of another kind has none, and stays as it is.
+    /// The same policy of requests [in flight](Self::in_flight) with another lease time, from 1 second to 1 hour.
+    /// Defaults to 30 seconds. A policy of another kind has none, and stays as it is.
     ///
     /// # Errors
     ///

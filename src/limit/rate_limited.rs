@@ -5,11 +5,12 @@ use super::Decision;
 
 /// A call or a reservation was denied: nothing was charged, and no inner service was called.
 ///
-/// A [`CallLimit`](crate::CallLimit) fails with it in a box, and other layers hand that on. Whoever made the call finds it there:
+/// A [`CallLimit`](crate::call_limit::CallLimit) fails with it in a box, and other layers hand that on. Whoever made
+/// the call finds it there:
 ///
 /// ```
 /// use std::time::Duration;
-/// use tower_redis_ratelimit::RateLimited;
+/// use tower_redis_ratelimit::check::RateLimited;
 ///
 /// /// When to call again, if that is all it takes.
 /// fn retry_after(error: &(dyn std::error::Error + 'static)) -> Option<Duration> {
@@ -26,7 +27,8 @@ impl RateLimited {
         Self { decision }
     }
 
-    /// How long to wait before the same call can pass. `None` if no wait helps, since it costs more than ever passes at once.
+    /// How long to wait before the same call can pass. `None` if no wait helps, since it costs more than ever passes at
+    /// once.
     pub fn retry_after(&self) -> Option<Duration> {
         self.decision.retry_after()
     }

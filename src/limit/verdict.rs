@@ -2,8 +2,8 @@ use smallvec::SmallVec;
 
 use super::{Frees, Policy};
 
-/// What one policy says of a check. A [`Store`](crate::Store) outside of this crate makes a [`Decision`](super::Decision)
-/// of them, with [`Check::decided`](super::Check::decided).
+/// What one policy says of a check. A [`Store`](crate::store::Store) outside of this crate makes a
+/// [`Decision`](super::Decision) of them, with [`Check::decided`](super::Check::decided).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub struct Verdict {
@@ -53,8 +53,8 @@ impl Verdict {
 pub(crate) struct Verdicts {
     /// What was charged, or refunded.
     pub(crate) granted: i64,
-    /// When Redis decided, by its own clock in microseconds; 0 if another did. Below 0 it is the number of the notes of a
-    /// [`Fallback`](crate::Fallback) that say what was charged, until Redis is told.
+    /// When Redis decided, by its own clock in microseconds; 0 if another did. Below 0 it is the number of the notes of
+    /// a [`Fallback`](crate::Fallback) that say what was charged, until Redis is told.
     pub(crate) at: i64,
     /// Where it stands among all that Redis decided in the same call.
     pub(crate) place: u32,
@@ -64,7 +64,8 @@ pub(crate) struct Verdicts {
     pub(crate) each: SmallVec<[Verdict; 1]>,
 }
 
-/// Where a decision stands among those of Redis: when it was made, and at which place of the call. A later one is greater.
+/// Where a decision stands among those of Redis: when it was made, and at which place of the call. A later one is
+/// greater.
 pub(crate) type Order = (i64, u32);
 
 impl Verdicts {

@@ -1,38 +1,23 @@
 //! The middleware: tower's and HTTP's side. [`RateLimitLayer`] tells the story, and [`CallLimitLayer`] that of requests
 //! that are not HTTP's.
 
-mod call;
-mod config;
+pub mod call_limit;
 mod copies;
 mod dry_run;
-mod extract;
-mod future;
-mod headers;
-mod layer;
-mod reject;
-mod select;
-mod service;
+pub mod extract;
+pub mod headers;
+pub mod rate_limit;
+pub mod reject;
+pub mod select;
 mod settings;
-mod settle;
-mod throttle;
+pub mod throttle;
 
 use std::mem;
 
-pub use call::{CallEnding, CallFuture, CallLimit, CallLimitLayer, UntilAnswer};
+pub use call_limit::CallLimitLayer;
 pub use dry_run::DryRun;
-pub use extract::{ClientIp, ClientIpBuilder, HeaderKey, PeerIp};
-#[cfg(feature = "axum")]
-pub use extract::{MatchedEndpoint, MatchedRoute};
-pub use future::ResponseFuture;
-pub use headers::{Headers, LegacyHeaders};
-pub use layer::RateLimitLayer;
-#[cfg(feature = "tonic")]
-pub use reject::{GrpcOr, GrpcReject};
-pub use reject::{HttpReject, Reason, Reject, Rejection};
-pub use select::{Live, Routes, Tier, Tiers};
-pub use service::RateLimit;
-pub use settle::{AsIs, Ending, TrackedBody, UntilBodyEnd};
-pub use throttle::{Throttle, ThrottleLayer};
+pub use rate_limit::RateLimitLayer;
+pub use throttle::ThrottleLayer;
 
 /// Takes a service that has been polled ready, and leaves a clone, which has not.
 ///

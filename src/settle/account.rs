@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::settlement::Counted;
 use super::{Charge, RefundQueue, Reserved, Settlement};
 use crate::in_flight::Lease;
-use crate::store::lock;
+use crate::util::lock;
 
 /// What one request has reserved. The last one who drops it settles it.
 pub(crate) struct Account {

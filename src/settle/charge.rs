@@ -9,16 +9,16 @@ use crate::in_flight::Lease;
 /// end](crate::RateLimitLayer::until_body_end).
 ///
 /// What it counts is charged in the end, in the place of what was reserved, if the layer's rule says
-/// [`Settlement::AtEnd`](crate::Settlement::AtEnd), and if the request has ended without a response. The end is when the body of
-/// the response has ended or was dropped, and no clone of the `Charge` is left: who goes on working for the request, such as a
-/// WebSocket's task or a job in the background, keeps one. The response of a connection that is upgraded ends before the
-/// connection begins.
+/// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), and if the request has ended without a response. The end is
+/// when the body of the response has ended or was dropped, and no clone of the `Charge` is left: who goes on working
+/// for the request, such as a WebSocket's task or a job in the background, keeps one. The response of a connection that
+/// is upgraded ends before the connection begins.
 ///
 /// ```
 /// use axum::Extension;
 /// use axum::body::Body;
 /// use futures_util::{StreamExt, stream};
-/// use tower_redis_ratelimit::Charge;
+/// use tower_redis_ratelimit::settle::Charge;
 ///
 /// async fn chat(Extension(charge): Extension<Charge>) -> Body {
 ///     let tokens = stream::iter(["to", "ken", "s"]).inspect(move |_| charge.add(1));
@@ -33,7 +33,8 @@ pub struct Charge {
 }
 
 impl Charge {
-    /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is settled.
+    /// Counts for a request that has reserved this, or nothing, and that holds its place in flight until all is
+    /// settled.
     pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, lease: Option<Lease>) -> Self {
         Self { account: Arc::new(Account::new(refunds, reserved, lease)) }
     }

@@ -4,7 +4,7 @@
 //! holds it, and every clone of the [`Charge`] that the handler finds; the last one of them that is dropped settles it. So
 //! whatever ends the request does so, once: the end of its body, an error, a panic, a time-out, a client that goes away.
 //!
-//! **Nobody waits.** What is to be charged or refunded is left to a [`StoreQueue`], which sends it off the request path.
+//! **Nobody waits.** What is to be charged or refunded is left to a queue, which sends it off the request path.
 
 mod account;
 mod charge;

@@ -3,8 +3,9 @@ use std::fmt;
 use tokio::time::Instant;
 
 use super::Reserved;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
-use crate::store::{ErrorKind, StoreError, instant};
+use crate::util::instant;
 
 /// What is to be done in a store, and who is told of it.
 pub(crate) struct PendingOp {
@@ -32,8 +33,8 @@ impl PendingOp {
         Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0 }
     }
 
-    /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without a lock.
-    /// If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
+    /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without
+    /// a lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
     pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
         Self { then: Then(Some(Box::new(then))), ..Self::of_check(check) }
     }

@@ -2,14 +2,15 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::{Account, RefundQueue, Reserved, Settlement};
+use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Decision, RateLimited};
-use crate::store::StoreError;
 
 /// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. To drop it gives all of it back.
 ///
 /// ```
-/// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, ReserveError, Strategy};
+/// use tower_redis_ratelimit::settle::ReserveError;
+/// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -58,7 +59,7 @@ impl Reservation {
     }
 
     /// Has the caller charged so much in the place of what was reserved: less is refunded, and more is
-    /// [charged](crate::Check::charge) without asking.
+    /// [charged](crate::check::Check::charge) without asking.
     pub fn settle(self, cost: u32) {
         self.account.settle(Settlement::Cost(cost));
     }

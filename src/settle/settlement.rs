@@ -1,7 +1,7 @@
 use std::num::NonZeroU32;
 
-/// What becomes of what a request has reserved: a rule of [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) says so
-/// when it sees the head of the response.
+/// What becomes of what a request has reserved: a rule of [`RateLimitLayer::settle`](crate::RateLimitLayer::settle)
+/// says so when it sees the head of the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Settlement {
@@ -10,13 +10,14 @@ pub enum Settlement {
     /// It is refunded: the request costs nothing.
     Refund,
     /// The request costs so much. What was reserved beyond that is refunded; what it costs beyond what was reserved is
-    /// [charged](crate::Check::charge) without asking.
+    /// [charged](crate::check::Check::charge) without asking.
     Cost(u32),
-    /// The request costs what its [`Charge`](crate::Charge) has counted when the body of the response has ended or was dropped,
-    /// and no clone of the `Charge` is left. If none has counted anything, what was reserved is kept.
+    /// The request costs what its [`Charge`](crate::settle::Charge) has counted when the body of the response has ended
+    /// or was dropped, and no clone of the `Charge` is left. If none has counted anything, what was reserved is kept.
     AtEnd,
-    /// The request costs one for each `per` bytes of the body that were sent, rounded up, when the body has ended or was
-    /// dropped, and no clone of the [`Charge`](crate::Charge) is left. The response to a `HEAD` has no body, and costs nothing.
+    /// The request costs one for each
+    /// `per` bytes of the body that were sent, rounded up, when the body has ended or was dropped, and no clone of the [`Charge`](crate::settle::Charge)
+    /// is left. The response to a `HEAD` has no body, and costs nothing.
     Bytes {
         /// How many bytes cost one.
         per: NonZeroU32,

@@ -110,8 +110,8 @@ pub(crate) struct Simulation<R> {
 }
 
 impl<R: Rule> Simulation<R> {
-    /// Runs some seeds. `SIMULATE_SEED` replays one seed instead. `SIMULATE_SEEDS` sets how many are run, `SIMULATE_FROM` the
-    /// first of them.
+    /// Runs some seeds. `SIMULATE_SEED` replays one seed instead. `SIMULATE_SEEDS` sets how many are run,
+    /// `SIMULATE_FROM` the first of them.
     pub(crate) fn explore(&self) {
         if let Some(seed) = number("SIMULATE_SEED") {
             println!("{}", self.story(seed));

@@ -4,17 +4,19 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::StoreError;
+use crate::error::StoreError;
 use crate::limit::Decision;
 
 pin_project! {
-    /// What a [`Store`](crate::Store) says to a check: the answer, or a future of it.
+    /// What a [`Store`](crate::store::Store) says to a check: the answer, or a future of it.
     ///
     /// It is a future itself, so `store.check(check).await` is all that most callers need. A caller that must keep
     /// something while it waits, such as a request, can look first:
     ///
     /// ```
-    /// use tower_redis_ratelimit::{Answer, Check, Key, LocalStore, Policy, Quota, Store, Strategy};
+    /// use tower_redis_ratelimit::check::Check;
+    /// use tower_redis_ratelimit::store::{Answer, Store};
+    /// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, Strategy};
     ///
     /// # #[tokio::main(flavor = "current_thread")]
     /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -6,28 +6,29 @@ use std::task::{Context, Poll};
 
 use pin_project_lite::pin_project;
 
-use super::{
-    Answer, Fallback, FallbackFuture, LocalStore, Observer, RedisFuture, RedisStore, Store, StoreConfig, StoreError,
-};
+use super::{Answer, Fallback, FallbackFuture, LocalStore, RedisFuture, RedisStore, Store, StoreConfig};
+use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key};
+use crate::observe::Observer;
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
 ///
 /// Redis where there is a `REDIS_URL`, as in production, and this process elsewhere:
 ///
 /// ```
-/// use tower_redis_ratelimit::AnyStore;
+/// use tower_redis_ratelimit::store::AnyStore;
 ///
 /// let store = AnyStore::from_env("REDIS_URL")?;
 /// # let _ = store;
-/// # Ok::<(), tower_redis_ratelimit::StoreError>(())
+/// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
 /// ```
 ///
 /// By all of its settings, which a file may hold: see [`StoreConfig`]. And from a store:
 ///
 /// ```
 /// use std::time::Duration;
-/// use tower_redis_ratelimit::{AnyStore, Fallback, LocalStore, RedisStore};
+/// use tower_redis_ratelimit::store::AnyStore;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
 /// let store: AnyStore = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_millis(50)).into();
@@ -53,11 +54,11 @@ impl AnyStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for settings that
-    /// [`RedisStoreBuilder::connect_lazy`](crate::RedisStoreBuilder::connect_lazy) refuses, that need a URL and have none, that
-    /// name files of certificates which cannot be read, or that give a fallback a deadline of 0;
-    /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) for [`ShareConfig::Alive`](crate::ShareConfig::Alive) outside of a
-    /// tokio runtime.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for settings that
+    /// [`RedisStoreBuilder::connect_lazy`](crate::store::RedisStoreBuilder::connect_lazy) refuses, that need a URL and
+    /// have none, that name files of certificates which cannot be read, or that give a fallback a deadline of 0;
+    /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
+    /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside of a tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
         config.store()
     }
@@ -67,8 +68,8 @@ impl AnyStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL. A variable that is empty is a wrong URL:
-    /// a secret that got lost must not split the counts of the instances.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL. A variable that is empty
+    /// is a wrong URL: a secret that got lost must not split the counts of the instances.
     pub fn from_env(variable: &str) -> Result<Self, StoreError> {
         Self::from_config(&StoreConfig::from_env(variable)?)
     }

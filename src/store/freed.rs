@@ -6,8 +6,8 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use tokio::sync::Notify;
 
-use super::lock;
 use crate::limit::{Check, Key, Mode, Policies};
+use crate::util::lock;
 
 /// Wakes one who waits, and says whether that is since a caller may have more room.
 #[derive(Debug, Default)]
@@ -22,8 +22,8 @@ impl Wake {
         self.freed.load(Ordering::Acquire) > 0
     }
 
-    /// How many requests in flight have ended since this was called last, where more than one has. At least 1 if anything was
-    /// freed.
+    /// How many requests in flight have ended since this was called last, where more than one has. At least 1 if
+    /// anything was freed.
     pub(crate) fn take_freed(&self) -> u32 {
         self.freed.swap(0, Ordering::AcqRel)
     }

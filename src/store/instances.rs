@@ -2,7 +2,7 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-/// How many instances of a service are alive, for [`Share::Alive`](crate::Share::Alive).
+/// How many instances of a service are alive, for [`Share::Alive`](crate::store::Share::Alive).
 ///
 /// [`RedisStore::announce`](crate::RedisStore::announce) has them count each other in Redis. Whoever knows it from
 /// elsewhere, such as from a service registry, makes one of that:
@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// use std::num::NonZeroU32;
 /// use std::sync::Arc;
 /// use std::sync::atomic::{AtomicU32, Ordering};
-/// use tower_redis_ratelimit::Instances;
+/// use tower_redis_ratelimit::store::Instances;
 ///
 /// let count = Arc::new(AtomicU32::new(3));
 /// let seen = Arc::clone(&count);

@@ -8,11 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::bounded_map::{BoundedMap, Hold, Ranked, Slot};
-use super::clock::Clock;
 use super::digest::Digest;
 use super::shards::Shards;
-use super::{Answer, Store, StoreError, freed, lock};
+use super::{Answer, Store, freed};
+use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict, Verdicts};
+use crate::util::Clock;
+use crate::util::lock;
 
 /// A store in this process: every instance has counts of its own.
 ///
@@ -21,7 +23,9 @@ use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Snapshot, Sourc
 ///
 /// ```
 /// use std::num::NonZeroUsize;
-/// use tower_redis_ratelimit::{Check, Key, LocalStore, Policy, Quota, Store, Strategy};
+/// use tower_redis_ratelimit::check::Check;
+/// use tower_redis_ratelimit::store::Store;
+/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, Strategy};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -4,8 +4,10 @@ use std::mem;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::{Answer, Store, StoreError, lock};
+use super::{Answer, Store};
+use crate::error::StoreError;
 use crate::limit::{Check, Decision, Source, Verdict};
+use crate::util::lock;
 
 /// A store for tests, which answers as it is told.
 ///
@@ -16,7 +18,9 @@ use crate::limit::{Check, Decision, Source, Verdict};
 /// use std::time::Duration;
 /// use axum::{Router, body::Body, http::Request, routing::get};
 /// use tower::ServiceExt;
-/// use tower_redis_ratelimit::{ErrorKind, Global, MockStore, Policy, Quota, RateLimitLayer, StoreError, Strategy};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::store::{ErrorKind, MockStore, StoreError};
+/// use tower_redis_ratelimit::{Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # #[tokio::main(flavor = "current_thread")]
 /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {

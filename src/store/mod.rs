@@ -6,45 +6,34 @@
 mod answer;
 mod any;
 mod bounded_map;
-mod clock;
 mod config;
 mod digest;
-mod error;
 mod fallback;
 mod freed;
 mod instances;
 mod local;
 mod mock;
-mod observer;
 mod redis;
 mod shards;
 
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder, Servers};
+pub use crate::error::{ErrorKind, StoreError};
 pub use answer::Answer;
 pub use any::{AnyStore, AnyStoreFuture};
 pub use config::{ShareConfig, StoreConfig, StoreKind};
-pub use error::{ErrorKind, StoreError};
 pub use fallback::{Fallback, FallbackFuture, Share};
 pub use instances::Instances;
 pub use local::LocalStore;
 pub use mock::MockStore;
-#[cfg(feature = "metrics")]
-pub use observer::MetricsObserver;
-#[cfg(feature = "tracing")]
-pub use observer::TracingObserver;
-#[cfg(feature = "tracing")]
-pub(crate) use observer::log_misconfigured;
-pub use observer::{Observer, event};
 
-pub(crate) use clock::{instant, unix_time};
 pub(crate) use freed::{Listener, Wake};
 
 use crate::limit::{Check, Decision, Key};
+use crate::observe::Observer;
 
 /// Decides checks, and remembers what was charged.
 ///
@@ -52,14 +41,15 @@ use crate::limit::{Check, Decision, Key};
 /// - A check is atomic: no other check of the same caller is decided between its reading and its charging.
 /// - It is all or nothing over its policies, and a denied one charges nothing.
 /// - A clone shares the counts.
-/// - Every check is answered in bounded time, with a [`Decision`] on its own policies or a [`StoreError`]; an error is no
-///   verdict.
+/// - Every check is answered in bounded time, with a [`Decision`] on its own policies or a [`StoreError`]; an error is
+///   no verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
 /// [`check`](Self::check) is all that a store must have. The other methods are hooks, which say what a
-/// [`Fallback`](crate::Fallback) and the layers may know of it. A store around another one implements [`WrapStore`], and has all
-/// hooks of that. In a store of one's own [`Check::decided`] makes the decisions, [`Source::Other`](crate::Source::Other)
-/// names it, and a [`StoreError`] says whether a check was [sent](StoreError::unsent).
+/// [`Fallback`] and the layers may know of it. A store around another one implements [`WrapStore`],
+/// and has all hooks of that. In a store of one's own [`Check::decided`] makes the decisions,
+/// [`Source::Other`](crate::check::Source::Other) names it, and a [`StoreError`] says whether a check was
+/// [sent](StoreError::unsent).
 ///
 /// One that counts by itself is `tests/store/outside.rs`, and a [`MockStore`] is for tests. Outside of tower, a
 /// [`Limiter`](crate::Limiter) asks a store with the same policies each time.
@@ -75,9 +65,9 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Decides one check.
     fn check(&self, check: Check) -> Answer<Self::Future>;
 
-    /// Takes a check back whose answer nobody waits for any longer: a [`Fallback`](crate::Fallback) does so at its deadline.
-    /// Returns whether it is certain that the check was not sent, and will not be. The fallback then charges later what it
-    /// granted instead, as after an error that is [unsent](StoreError::unsent).
+    /// Takes a check back whose answer nobody waits for any longer: a [`Fallback`] does so at its
+    /// deadline. Returns whether it is certain that the check was not sent, and will not be. The fallback then charges
+    /// later what it granted instead, as after an error that is [unsent](StoreError::unsent).
     ///
     /// The future is then dropped, and not polled again. Defaults to `false`: not known.
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
@@ -86,39 +76,42 @@ pub trait Store: Clone + Send + Sync + 'static {
     }
 
     /// Learns what another store decided on this caller, so as to go on from there if that store fails: a
-    /// [`Fallback`](crate::Fallback) tells its second store what the first one decides. Defaults to doing nothing.
+    /// [`Fallback`] tells its second store what the first one decides. Defaults to doing nothing.
     fn warm(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
     }
 
-    /// How many partitions it has that may fail each by itself, such as a Redis Cluster. A [`Fallback`](crate::Fallback)
-    /// has a breaker for each. Defaults to 1; must not change.
+    /// How many partitions it has that may fail each by itself, such as a Redis Cluster. A
+    /// [`Fallback`] has a breaker for each. Defaults to 1; must not change.
     fn partitions(&self) -> usize {
         1
     }
 
-    /// Which of its [partitions](Self::partitions) decides a caller's checks, from 0 on; for one caller always the same.
+    /// Which of its [partitions](Self::partitions) decides a caller's checks, from 0 on; for one caller always the
+    /// same.
     fn partition(&self, key: &Key) -> usize {
         let _ = key;
         0
     }
 
-    /// Whether a decision was made where the count is kept. One that a [`Fallback`] made in place of its primary store was not:
-    /// that knows nothing of it. Defaults to `true`.
+    /// Whether a decision was made where the count is kept. One that a [`Fallback`] made in place of its primary store
+    /// was not: that knows nothing of it. Defaults to `true`.
     fn is_authoritative(&self, decision: &Decision) -> bool {
         let _ = decision;
         true
     }
 
-    /// What tells this store and its clones from all others in this process, as the address of what they share does. All
-    /// layers over one store then know together what is [in flight](crate::Policy::in_flight). Defaults to `None`: only one
-    /// layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the store.
+    /// What tells this store and its clones from all others in this process, as the address of what they share does.
+    /// All layers over one store then know together what is [in flight](crate::Policy::in_flight). Defaults to
+    /// `None`: only one layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the
+    /// store.
     fn identity(&self) -> Option<usize> {
         None
     }
 
-    /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the store.
-    /// One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing nothing.
+    /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the
+    /// store. One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing
+    /// nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {
         let _ = observer;
     }
@@ -127,7 +120,9 @@ pub trait Store: Clone + Send + Sync + 'static {
 /// A store around another one, which decides some checks otherwise. It is a [`Store`] with all hooks of the inner one.
 ///
 /// ```
-/// use tower_redis_ratelimit::{Answer, Check, Key, Source, Store, Verdict, WrapStore};
+/// use tower_redis_ratelimit::check::{Check, Source, Verdict};
+/// use tower_redis_ratelimit::store::{Answer, Store, WrapStore};
+/// use tower_redis_ratelimit::Key;
 ///
 /// /// Never denies these callers.
 /// #[derive(Clone)]
@@ -149,7 +144,7 @@ pub trait Store: Clone + Send + Sync + 'static {
 ///     }
 /// }
 /// # fn is_store(_: impl Store) {}
-/// # is_store(Exempt(tower_redis_ratelimit::MockStore::new(), &[Key::GLOBAL]));
+/// # is_store(Exempt(tower_redis_ratelimit::store::MockStore::new(), &[Key::GLOBAL]));
 /// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not implement `Store`",
@@ -201,24 +196,4 @@ impl<W: WrapStore> Store for W {
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner().observe(observer);
     }
-}
-
-/// Panics, as std's futures do when they are polled after they have answered. To hang or to answer again would hide the
-/// caller's mistake.
-#[track_caller]
-#[allow(clippy::panic, reason = "only code that breaks the contract of `Future` gets here")]
-pub(crate) fn polled_after_completion(future: &str) -> ! {
-    panic!("`{future}` polled after completion")
-}
-
-/// Runs code of a user, such as an observer's, that must not end what goes on around it: `None` if it panics, which the panic
-/// hook has shown by then.
-pub(crate) fn contain<T>(user: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(user)).ok()
-}
-
-/// Locks, whether or not the lock is poisoned: nothing panics under our locks, and if it did, what they hold would still
-/// be consistent.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,9 +1,9 @@
 //! Work in the background that is not bound to one tokio runtime.
 //!
 //! A task is dropped with its runtime. And a runtime may be alive and run nothing, such as one that is only inside of
-//! `block_on` now and then. So no task is begun once and for all: whoever needs the work asks the [`TaskOwner`], which says
-//! whether to begin a task here, or whether there is one to rely on. A task that ends because there is nothing to do drops its
-//! [`Task`] first and then looks once more, as what came up before has found it there.
+//! `block_on` now and then. So no task is begun once and for all: whoever needs the work asks the [`TaskOwner`], which
+//! says whether to begin a task here, or whether there is one to rely on. A task that ends because there is nothing to
+//! do drops its [`Task`] first and then looks once more, as what came up before has found it there.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -36,8 +36,8 @@ impl Span {
 }
 
 impl TaskOwner {
-    /// The right to do the work on this runtime. `None` if a task that begins as soon has it there, or on another runtime that
-    /// is still relied on. Tasks that would have begun later lose it.
+    /// The right to do the work on this runtime. `None` if a task that begins as soon has it there, or on another
+    /// runtime that is still relied on. Tasks that would have begun later lose it.
     pub(crate) fn begin(&self, runtime: Id, now: Instant, span: Span) -> Option<Task> {
         let number = self.step(|tasks| tasks.begin(runtime, now, span))?;
         Some(Task { owner: self.clone(), number })
@@ -118,7 +118,7 @@ mod tests {
     use loom::thread;
 
     use super::*;
-    use crate::store::instant;
+    use crate::util::instant;
 
     /// So many seconds after the start.
     fn at(seconds: u64) -> Instant {

@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 
 use super::queue::Answer;
 use super::{Permit, Place, Refusal, Shared};
-use crate::store::{ErrorKind, StoreError};
+use crate::error::{ErrorKind, StoreError};
 
 /// Resolves to a permit when its turn has come. Dropped, it leaves the queue.
 pub(crate) struct Acquire {

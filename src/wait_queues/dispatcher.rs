@@ -12,9 +12,11 @@ use tokio::time::{Instant, timeout_at};
 use super::permit::Times;
 use super::queue::{Ask, Room, WaitQueue, Waiter};
 use super::{Permit, Place, Refusal, Shared, TICK};
+use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Check, Decision, Frees, Outcome, Policies, Policy};
-use crate::store::{Listener, StoreError, Wake, instant};
+use crate::store::{Listener, Wake};
+use crate::util::instant;
 use crate::util::random;
 
 /// The task that serves a queue until nobody waits in it.

@@ -1,24 +1,24 @@
 //! The order of those who wait for their turn: a queue for each caller, first come, first served.
 //!
-//! A [`WaitQueue`](queue::WaitQueue) is who waits, a [`Dispatcher`](dispatcher::Dispatcher) is the task that asks the store
-//! for all of them, a [`Acquire`] is the future of one of them, and a [`Permit`] is what it gets.
+//! A [`WaitQueue`](queue::WaitQueue) is who waits, a [`Dispatcher`](dispatcher::Dispatcher) is the task that asks the
+//! store for all of them, a [`Acquire`] is the future of one of them, and a [`Permit`] is what it gets.
 //!
-//! **Few calls.** Only the dispatcher asks, for whoever is first, and so takes one permit ahead of time: charged at once, due
-//! later. So each process has at most one permit ahead, those of several processes are due one after another, and a call
-//! makes a grant. If the last answer tells that there is room for more, the next call takes for as many as wait, but only
-//! what is there now: another process may have been faster. Of requests in flight each takes its own, so that these are as
-//! many calls at once, and fewer after some of them were denied. Where a strategy cannot owe, the dispatcher asks again when the
-//! denial says so. A queue that begins takes nothing ahead that is due later than [soon](dispatcher::SOON): whoever wants it may
-//! be gone by then.
+//! **Few calls.** Only the dispatcher asks, for whoever is first, and so takes one permit ahead of time: charged at
+//! once, due later. So each process has at most one permit ahead, those of several processes are due one after another,
+//! and a call makes a grant. If the last answer tells that there is room for more, the next call takes for as many as
+//! wait, but only what is there now: another process may have been faster. Of requests in flight each takes its own, so
+//! that these are as many calls at once, and fewer after some of them were denied. Where a strategy cannot owe, the
+//! dispatcher asks again when the denial says so. A queue that begins takes nothing ahead that is due later than
+//! [soon](dispatcher::SOON): whoever wants it may be gone by then.
 //!
-//! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: whoever gives up leaves what he would have
-//! had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same way.
-//! Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher refunds what it
-//! took, and asks again. Only a runtime that ends keeps what it has taken.
+//! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: whoever gives up leaves what he would
+//! have had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same
+//! way. Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher
+//! refunds what it took, and asks again. Only a runtime that ends keeps what it has taken.
 //!
-//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for them.
-//! What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what others refund it looks again
-//! now and then.
+//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for
+//! them. What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what others refund it
+//! looks again now and then.
 //!
 //! **A store that fails.** A call that fails is told to whoever is first. The others wait on, until [several in a
 //! row](dispatcher::MAX_FAILURES) have failed; whoever comes then is told the same for a while, without a call.
@@ -47,9 +47,12 @@ pub(crate) use permit::{Permit, Spent};
 
 use self::dispatcher::Dispatcher;
 use self::queue::{WaitQueue, Waiter};
+use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
-use crate::store::{ErrorKind, Observer, Store, StoreError, instant, lock};
+use crate::observe::Observer;
+use crate::store::Store;
+use crate::util::{instant, lock};
 
 /// Who waits for a turn, of all callers. Clones share the queues.
 #[derive(Clone)]
@@ -105,7 +108,8 @@ pub(crate) struct Bounds {
     pub(crate) all: usize,
 }
 
-/// Where one waits. Each runtime has queues of its own, so that nobody depends on a runtime that has ended or stands still.
+/// Where one waits. Each runtime has queues of its own, so that nobody depends on a runtime that has ended or stands
+/// still.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Place {
     runtime: Id,

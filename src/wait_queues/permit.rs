@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::{Place, Shared};
 use crate::in_flight::Lease;
 use crate::limit::{Charged, Check, Decision, EachCharged, Frees, Key, Policies, Policy, micros};
-use crate::store::instant;
+use crate::util::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
 const PATIENCE: Duration = Duration::from_secs(1);

@@ -7,8 +7,9 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::{Permit, Refusal, TICK, WaitRequest};
+use crate::error::StoreError;
 use crate::limit::{Decision, Frees, Policies, Policy, Verdict};
-use crate::store::{StoreError, Wake};
+use crate::store::Wake;
 
 /// Those of one runtime who wait for one caller under the same policies.
 pub(super) struct WaitQueue {
@@ -239,8 +240,8 @@ impl WaitQueue {
         }
     }
 
-    /// Notes that the store could not decide, and is not asked again before then. Takes out who is told: the one of this
-    /// number, or all.
+    /// Notes that the store could not decide, and is not asked again before then. Takes out who is told: the one of
+    /// this number, or all.
     pub(super) fn fail(&mut self, error: &StoreError, only: Option<u64>, until: Instant) -> Vec<Waiter> {
         self.trouble = Some(error.clone());
         self.next_at = Some(until);
@@ -288,8 +289,8 @@ impl WaitQueue {
         late.into_iter().filter_map(|number| Some((self.remove(number)?, refusal.clone()))).collect()
     }
 
-    /// When a dispatcher that rests until then has to look again. None if it has to ask again now: the first does not want what
-    /// was asked for, or somebody's time is up after the time for which the answer was.
+    /// When a dispatcher that rests until then has to look again. None if it has to ask again now: the first does not
+    /// want what was asked for, or somebody's time is up after the time for which the answer was.
     pub(super) fn rest(&mut self, until: Instant, ask: Option<&Ask>, now: Instant) -> Option<Instant> {
         if ask.is_some_and(|ask| !self.first_wants(ask.cost())) {
             self.next_at = None;
@@ -309,8 +310,8 @@ impl WaitQueue {
         self.served = 0;
     }
 
-    /// What to ask for next, if the store has room for so much: nothing if nobody waits. A check takes one for a request in
-    /// flight, so that each of these has a check of its own.
+    /// What to ask for next, if the store has room for so much: nothing if nobody waits. A check takes one for a
+    /// request in flight, so that each of these has a check of its own.
     pub(super) fn ask(&self, room: Room) -> Vec<Ask> {
         let mut asks: Vec<Ask> = vec![];
         let mut units = room.units.max(self.waiting.values().next().map_or(0, |first| first.wanted.cost)).max(1);

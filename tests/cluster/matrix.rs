@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
 use redis::aio::MultiplexedConnection;
-use tower_redis_ratelimit::{RedisStore, Source, Store, redis};
+use tower_redis_ratelimit::check::Source;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{RedisStore, redis};
 
 use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, Sums, TASKS, peek};
 use crate::nodes::{Cluster, MASTERS};

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
-use tower_redis_ratelimit::{Check, Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::nodes::{Cluster, slot_of};
 use crate::support::{policy, until};

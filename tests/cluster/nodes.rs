@@ -2,7 +2,8 @@
 
 use futures_util::future::join_all;
 use redis::{Value, cmd};
-use tower_redis_ratelimit::{RedisStore, RedisStoreBuilder, Servers, redis};
+use tower_redis_ratelimit::store::{RedisStoreBuilder, Servers};
+use tower_redis_ratelimit::{RedisStore, redis};
 
 use crate::support::{RedisServer, until};
 

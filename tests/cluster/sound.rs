@@ -6,9 +6,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{
-    AnyStore, Check, ConfigError, ErrorKind, Key, RedisStore, Source, Store, StoreConfig, redis,
-};
+use tower_redis_ratelimit::check::{Check, Source};
+use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig};
+use tower_redis_ratelimit::{ConfigError, Key, RedisStore, redis};
 
 use crate::nodes::{Cluster, MASTERS, slot_of};
 use crate::support::{RedisServer, STRATEGIES, check, policy};
@@ -22,8 +22,8 @@ const LIMIT: usize = 512;
 const WORKER: &str = "CLUSTER_WORKER_URL";
 const PATIENT: Duration = Duration::from_secs(20);
 
-/// By every strategy, the tasks of several processes are granted just the limit, and callers are all over the cluster. The test
-/// starts itself as the processes.
+/// By every strategy, the tasks of several processes are granted just the limit, and callers are all over the cluster.
+/// The test starts itself as the processes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn exactly_the_limit_is_granted() {
     if let Ok(url) = env::var(WORKER) {

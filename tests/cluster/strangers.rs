@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{RedisStore, Store};
+use tower_redis_ratelimit::RedisStore;
+use tower_redis_ratelimit::store::Store;
 
 use crate::nodes::Cluster;
 use crate::support::{check, until};

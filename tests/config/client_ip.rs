@@ -1,7 +1,8 @@
 //! Where the address of the client is read, from a file.
 
 use serde_json::{Value, json};
-use tower_redis_ratelimit::{ClientIp, ConfigError};
+use tower_redis_ratelimit::ConfigError;
+use tower_redis_ratelimit::extract::ClientIp;
 
 fn read(value: &Value) -> Result<ClientIp, String> {
     serde_json::from_value(value.clone()).map_err(|error| error.to_string())

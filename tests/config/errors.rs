@@ -3,7 +3,10 @@
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tower_redis_ratelimit::{Headers, OnError, OnMissingKey, Policies, Policy, StoreConfig, Strategy};
+use tower_redis_ratelimit::headers::Headers;
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
+use tower_redis_ratelimit::store::StoreConfig;
+use tower_redis_ratelimit::{Policies, Policy, Strategy};
 
 fn error<T: DeserializeOwned>(value: &Value) -> String {
     match serde_json::from_value::<T>(value.clone()) {

@@ -7,10 +7,12 @@ use std::time::Duration;
 use config::{Config, Environment};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use tower_redis_ratelimit::{
-    Align, ClientIp, Headers, LegacyHeaders, OnError, OnMissingKey, Policies, Policy, Quota, ShareConfig, StoreConfig,
-    StoreKind, Strategy,
-};
+use tower_redis_ratelimit::extract::ClientIp;
+use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
+use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
 
 /// What a service might have.
 #[derive(Debug, PartialEq, Deserialize)]

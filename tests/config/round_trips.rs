@@ -12,10 +12,13 @@ use proptest::sample::select;
 use proptest::strategy::Strategy as Generate;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tower_redis_ratelimit::{
-    Align, ClientIp, Headers, Key, KeyExtractor, LegacyHeaders, OnError, OnMissingKey, Policies, Policy,
-    PolicySelector, Quota, ShareConfig, StoreConfig, StoreKind, Strategy, Tier, Tiers,
-};
+use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor};
+use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
+use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
+use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy};
 
 /// TOML has tables only at its top.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]

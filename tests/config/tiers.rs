@@ -4,7 +4,8 @@ use http::Request;
 use http::request::Parts;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
-use tower_redis_ratelimit::{Key, Policies, Policy, PolicySelector, Quota, Tier, Tiers};
+use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota};
 
 fn request(tier: &'static str) -> Parts {
     Request::builder().extension(Tier::new(tier)).body(()).unwrap().into_parts().0

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tower_redis_ratelimit::{
-    Check, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, RedisStore, Share, Source, Store, Strategy, event,
-};
+use tower_redis_ratelimit::check::{Check, Source};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::{ErrorKind, Share, Store};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, RedisStore, Strategy};
 
 use crate::support::policy;
 

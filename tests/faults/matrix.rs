@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use redis::aio::MultiplexedConnection;
 use tokio::task::block_in_place;
 use tokio::time::sleep;
-use tower_redis_ratelimit::{ErrorKind, Fallback, LocalStore, RedisStore, Source, Store, redis};
+use tower_redis_ratelimit::check::Source;
+use tower_redis_ratelimit::store::{ErrorKind, Store};
+use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, redis};
 
 use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
 use crate::proxy::{Mode, Proxy};

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
-use tower_redis_ratelimit::{Check, Fallback, Key, LocalStore, Policies, RedisStore, Share, Store, Strategy};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, RedisStore, Strategy};
 
 use crate::proxy::{Mode, Proxy};
 use crate::support::{RedisServer, policy};

@@ -20,9 +20,10 @@ use http::Request;
 use tokio::runtime;
 use tokio::task::yield_now;
 use tokio::time::timeout;
-use tower_redis_ratelimit::{
-    Answer, Check, ClientIp, ErrorKind, Key, KeyExtractor, LocalStore, RedisFuture, RedisStore, Source, Store, Strategy,
-};
+use tower_redis_ratelimit::check::{Check, Source};
+use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, RedisFuture, Store};
+use tower_redis_ratelimit::{Key, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy};
 
@@ -45,7 +46,8 @@ fn a_client_behind_proxies_is_found_without_the_allocator() {
 #[cfg(feature = "tracing")]
 #[test]
 fn a_log_of_denied_callers_costs_at_most_400_bytes_for_each_that_is_named() {
-    use tower_redis_ratelimit::{Decision, Observer, TracingObserver, event};
+    use tower_redis_ratelimit::check::Decision;
+    use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
 
     let policies = policy(Strategy::Gcra, "1/h");
     let store = LocalStore::default();

@@ -9,13 +9,19 @@ use axum::{Router, routing::get};
 use http::request::Parts;
 use http::{Request, Response};
 use tower::{Layer, Service};
+use tower_redis_ratelimit::check::{Check, Decision, DryRun};
+use tower_redis_ratelimit::extract::{ClientIp, ClientIpBuilder, Global, HeaderKey, KeyExtractor, MissingKey, PeerIp};
+use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::rate_limit::{AsIs, Ending, RateLimit, ResponseFuture, TrackedBody, UntilBodyEnd};
+use tower_redis_ratelimit::reject::{HttpReject, OnError, OnMissingKey, Reason, Reject, Rejection};
+use tower_redis_ratelimit::select::{Live, Tier, Tiers};
+use tower_redis_ratelimit::settle::{Charge, Reservation, ReserveError, Settlement};
+use tower_redis_ratelimit::store::{
+    AnyStore, AnyStoreFuture, ErrorKind, FallbackFuture, RedisFuture, RedisStoreBuilder, ShareConfig, Store,
+    StoreConfig, StoreError, StoreKind,
+};
 use tower_redis_ratelimit::{
-    AnyStore, AnyStoreFuture, AsIs, Charge, Check, ClientIp, ClientIpBuilder, ConfigError, Decision, DryRun, Ending,
-    ErrorKind, Fallback, FallbackFuture, Global, HeaderKey, Headers, HttpReject, Key, KeyExtractor, LegacyHeaders,
-    Limiter, Live, LocalStore, MissingKey, OnError, OnMissingKey, PeerIp, Policies, Policy, Quota, RateLimit,
-    RateLimitLayer, Reason, RedisFuture, RedisStore, RedisStoreBuilder, Reject, Rejection, Reservation, ReserveError,
-    ResponseFuture, Settlement, ShareConfig, Store, StoreConfig, StoreError, StoreKind, Strategy, Tier, Tiers,
-    TrackedBody, UntilBodyEnd,
+    ConfigError, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RateLimitLayer, RedisStore, Strategy,
 };
 
 use crate::support::*;
@@ -74,7 +80,7 @@ fn what_is_shared_can_be_sent_cloned_and_shown() {
     shared::<(ClientIp, ClientIpBuilder, DryRun, Tier, Tiers, Live<Tiers>, Live<Policy>, Live<Policies>)>();
     shared::<(Global, HeaderKey, PeerIp, HttpReject, OnError, OnMissingKey, Headers, LegacyHeaders)>();
     #[cfg(feature = "tonic")]
-    shared::<(tower_redis_ratelimit::GrpcReject, tower_redis_ratelimit::GrpcOr<HttpReject>)>();
+    shared::<(tower_redis_ratelimit::reject::GrpcReject, tower_redis_ratelimit::reject::GrpcOr<HttpReject>)>();
 }
 
 #[test]

@@ -8,9 +8,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::select;
 use tower::{Layer, service_fn};
-use tower_redis_ratelimit::{
-    ClientIp, ClientIpBuilder, ConfigError, Key, KeyExtractor, LocalStore, PeerIp, RateLimitLayer,
-};
+use tower_redis_ratelimit::extract::{ClientIp, ClientIpBuilder, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::{ConfigError, Key, LocalStore, RateLimitLayer};
 
 use crate::support::*;
 

@@ -6,7 +6,11 @@ use axum::routing::get;
 use axum::{Extension, Router};
 use http::{Request, Response};
 use tower::{Layer, Service, ServiceBuilder, service_fn};
-use tower_redis_ratelimit::{Decision, Global, Headers, LocalStore, OnMissingKey, RateLimitLayer};
+use tower_redis_ratelimit::check::Decision;
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::headers::Headers;
+use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::{LocalStore, RateLimitLayer};
 
 use crate::support::*;
 
@@ -115,7 +119,7 @@ async fn with_axum_the_peer_is_found_in_its_connect_info() {
     use std::net::SocketAddr;
 
     use axum::extract::ConnectInfo;
-    use tower_redis_ratelimit::PeerIp;
+    use tower_redis_ratelimit::extract::PeerIp;
 
     let app: Router = Router::new().route("/", get(remaining)).layer(RateLimitLayer::new(
         LocalStore::default(),

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use tokio::time::advance;
-use tower_redis_ratelimit::{Align, Global, LocalStore, Outcome, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::check::Outcome;
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{LocalStore, Policy, RateLimitLayer, Strategy};
 
 use crate::support::*;
 

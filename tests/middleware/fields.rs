@@ -6,10 +6,12 @@ use futures_util::FutureExt;
 use http::{HeaderMap, Response, StatusCode};
 use tokio::time::advance;
 use tower::Layer;
-use tower_redis_ratelimit::{
-    Align, Decision, Global, Headers, Key, LegacyHeaders, Limiter, LocalStore, OnError, OnMissingKey, Outcome,
-    Policies, Policy, RateLimitLayer, Rejection, Source, Strategy,
-};
+use tower_redis_ratelimit::check::{Decision, Outcome, Source};
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey, Rejection};
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, RateLimitLayer, Strategy};
 
 use crate::support::*;
 

@@ -7,7 +7,9 @@ use axum::{Router, body::Body};
 use http::{Method, Request, Response, Uri};
 use tower::Layer;
 use tower::util::MapRequest;
-use tower_redis_ratelimit::{ConfigError, Global, LocalStore, Policies, RateLimitLayer, Routes};
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::select::Routes;
+use tower_redis_ratelimit::{ConfigError, LocalStore, Policies, RateLimitLayer};
 
 use crate::support::*;
 

@@ -1,7 +1,8 @@
 //! Several policies on one request.
 
 use serde_json::json;
-use tower_redis_ratelimit::{HeaderKey, LocalStore, Policies, RateLimitLayer};
+use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::{LocalStore, Policies, RateLimitLayer};
 
 use crate::support::*;
 

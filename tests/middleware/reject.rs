@@ -10,10 +10,10 @@ use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
 use serde_json::{Value, json};
 use tower::{Layer, service_fn};
-use tower_redis_ratelimit::{
-    HeaderKey, HttpReject, Key, KeyExtractor, LocalStore, MissingKey, OnMissingKey, PeerIp, RateLimitLayer, Reason,
-    Reject, Rejection, Store,
-};
+use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, MissingKey, PeerIp};
+use tower_redis_ratelimit::reject::{HttpReject, OnMissingKey, Reason, Reject, Rejection};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 
 use crate::support::*;
 

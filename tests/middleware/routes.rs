@@ -9,9 +9,8 @@ use axum::routing::{any, get, post};
 use http::Request;
 use http::request::Parts;
 use tower::Layer;
-use tower_redis_ratelimit::{
-    Key, KeyExtractor, LocalStore, MatchedEndpoint, MatchedRoute, PeerIp, RateLimitLayer, key_fn,
-};
+use tower_redis_ratelimit::extract::{KeyExtractor, MatchedEndpoint, MatchedRoute, PeerIp, key_fn};
+use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 
 use crate::support::*;
 

@@ -8,10 +8,11 @@ use axum::{Router, routing::get};
 use http::request::Parts;
 use http::{HeaderName, Method, Request, Response};
 use tokio::sync::watch;
-use tower_redis_ratelimit::{
-    ClientIp, ConfigError, DryRun, Global, HeaderKey, Key, KeyExtractor, Live, LocalStore, MissingKey, OnMissingKey,
-    Policies, Policy, PolicySelector, Quota, RateLimitLayer, Routes, Strategy, Tier, Tiers, policies_fn,
-};
+use tower_redis_ratelimit::check::DryRun;
+use tower_redis_ratelimit::extract::{ClientIp, Global, HeaderKey, KeyExtractor, MissingKey};
+use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::select::{Live, PolicySelector, Routes, Tier, Tiers, policies_fn};
+use tower_redis_ratelimit::{ConfigError, Key, LocalStore, Policies, Policy, Quota, RateLimitLayer, Strategy};
 
 use crate::support::*;
 

@@ -13,7 +13,11 @@ use tower::buffer::Buffer;
 use tower::limit::ConcurrencyLimit;
 use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{Decision, HeaderKey, HttpReject, Key, LocalStore, Mode, OnError, OnMissingKey, RateLimit};
+use tower_redis_ratelimit::check::{Decision, Mode};
+use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::rate_limit::RateLimit;
+use tower_redis_ratelimit::reject::{HttpReject, OnError, OnMissingKey};
+use tower_redis_ratelimit::{Key, LocalStore};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use crate::support::*;

@@ -8,9 +8,12 @@ use http::{Request, Response};
 use tokio::sync::oneshot;
 use tower::limit::ConcurrencyLimit;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    DryRun, Global, HeaderKey, LocalStore, Observer, OnError, Policies, RateLimitLayer, Tier, Tiers, event, policies_fn,
-};
+use tower_redis_ratelimit::check::DryRun;
+use tower_redis_ratelimit::extract::{Global, HeaderKey};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::reject::OnError;
+use tower_redis_ratelimit::select::{Tier, Tiers, policies_fn};
+use tower_redis_ratelimit::{LocalStore, Policies, RateLimitLayer};
 
 use crate::support::*;
 

@@ -15,10 +15,12 @@ use http_body_util::BodyExt;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Answer, Check, ConfigError, Decision, HeaderKey, KeyExtractor, LocalStore, Observer, Policy, RateLimitLayer,
-    Reject, Store, StoreError, Strategy, event,
-};
+use tower_redis_ratelimit::check::{Check, Decision};
+use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::reject::Reject;
+use tower_redis_ratelimit::store::{Answer, Store, StoreError};
+use tower_redis_ratelimit::{ConfigError, LocalStore, Policy, RateLimitLayer, Strategy};
 
 /// What requests are counted by.
 pub(crate) const USER: HeaderName = HeaderName::from_static("x-user");

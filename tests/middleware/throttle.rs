@@ -20,10 +20,10 @@ use tower::load::Constant;
 use tower::retry::{Policy as RetryPolicy, Retry};
 use tower::timeout::Timeout;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Check, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, Policies, Policy, Share, Store, StoreError,
-    Strategy, ThrottleLayer, event,
-};
+use tower_redis_ratelimit::check::{Check, Mode};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Share, Store, StoreError};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
 use tower_test::mock;
 
 use crate::support::Problems;

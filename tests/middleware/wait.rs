@@ -13,10 +13,12 @@ use http::{Request, Response, StatusCode};
 use tokio::time::Instant;
 use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Check, Decision, ErrorKind, Key, KeyExtractor, LocalStore, MockStore, Mode, OnError, Policies, Policy,
-    RateLimitLayer, Store, StoreError, Strategy, Wait, key_fn,
-};
+use tower_redis_ratelimit::check::{Check, Decision, Mode};
+use tower_redis_ratelimit::extract::{KeyExtractor, key_fn};
+use tower_redis_ratelimit::reject::OnError;
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::wait::Wait;
+use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, RateLimitLayer, Strategy};
 
 fn policy(strategy: Strategy, quota: &str) -> Policy {
     Policy::new("test", strategy, quota.parse().unwrap()).unwrap()

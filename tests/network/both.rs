@@ -5,7 +5,10 @@ use axum::{Router, routing::get};
 use http::{Request, Response};
 use tonic::Code;
 use tower::{Layer, ServiceExt};
-use tower_redis_ratelimit::{GrpcOr, GrpcReject, HeaderKey, HttpReject, RateLimitLayer, Store};
+use tower_redis_ratelimit::RateLimitLayer;
+use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::reject::{GrpcOr, GrpcReject, HttpReject};
+use tower_redis_ratelimit::store::Store;
 
 use crate::support::*;
 

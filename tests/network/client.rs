@@ -12,7 +12,10 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use tonic_types::StatusExt;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, retry};
-use tower_redis_ratelimit::{Global, GrpcReject, KeyExtractor, LocalStore, RateLimitLayer, Reject, Store};
+use tower_redis_ratelimit::extract::{Global, KeyExtractor};
+use tower_redis_ratelimit::reject::{GrpcReject, Reject};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{LocalStore, RateLimitLayer};
 
 use crate::support::*;
 

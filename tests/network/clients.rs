@@ -17,7 +17,9 @@ use tonic::transport::server::TcpIncoming;
 use tonic::{Code, Status};
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
 use tower::{BoxError, Service, ServiceBuilder, ServiceExt};
-use tower_redis_ratelimit::{CallLimitLayer, Decision, Global, Key, LocalStore, RateLimitLayer, RateLimited, key_fn};
+use tower_redis_ratelimit::check::{Decision, RateLimited};
+use tower_redis_ratelimit::extract::{Global, key_fn};
+use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, RateLimitLayer};
 
 use crate::support::policy;
 

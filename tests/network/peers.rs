@@ -10,9 +10,9 @@ use tonic::Code;
 use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity, Server, ServerTlsConfig};
 use tower::service_fn;
-use tower_redis_ratelimit::{
-    ClientIp, GrpcReject, Key, KeyExtractor, LocalStore, PeerIp, RateLimitLayer, Reason, Rejection,
-};
+use tower_redis_ratelimit::extract::{ClientIp, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::reject::{GrpcReject, Reason, Rejection};
+use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 
 use crate::support::*;
 
@@ -44,7 +44,7 @@ enum Either {
 }
 
 impl KeyExtractor for Either {
-    fn extract(&self, request: &http::request::Parts) -> Result<Key, tower_redis_ratelimit::MissingKey> {
+    fn extract(&self, request: &http::request::Parts) -> Result<Key, tower_redis_ratelimit::extract::MissingKey> {
         let key = match self {
             Self::Peer(peer) => peer.extract(request),
             Self::Client(client) => client.extract(request),

@@ -6,9 +6,10 @@ use tokio::time::advance;
 use tonic::{Code, Request, Status};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_types::{QuotaViolation, StatusExt};
-use tower_redis_ratelimit::{
-    Global, GrpcReject, HeaderKey, Headers, LocalStore, OnMissingKey, PeerIp, Policies, RateLimitLayer,
-};
+use tower_redis_ratelimit::extract::{Global, HeaderKey, PeerIp};
+use tower_redis_ratelimit::headers::Headers;
+use tower_redis_ratelimit::reject::{GrpcReject, OnMissingKey};
+use tower_redis_ratelimit::{LocalStore, Policies, RateLimitLayer};
 
 use crate::support::*;
 
@@ -126,12 +127,12 @@ async fn a_rejection_never_tells_the_callers_key() {
 async fn every_sentence_reaches_the_client() {
     struct Odd(&'static str);
 
-    impl tower_redis_ratelimit::KeyExtractor for Odd {
+    impl tower_redis_ratelimit::extract::KeyExtractor for Odd {
         fn extract(
             &self,
             _: &http::request::Parts,
-        ) -> Result<tower_redis_ratelimit::Key, tower_redis_ratelimit::MissingKey> {
-            Err(tower_redis_ratelimit::MissingKey::new(self.0))
+        ) -> Result<tower_redis_ratelimit::Key, tower_redis_ratelimit::extract::MissingKey> {
+            Err(tower_redis_ratelimit::extract::MissingKey::new(self.0))
         }
     }
 

@@ -1,5 +1,5 @@
-//! What a request costs in the end, over real connections: answers without a body, upgrades, clients that go away, streams of
-//! gRPC.
+//! What a request costs in the end, over real connections: answers without a body, upgrades, clients that go away,
+//! streams of gRPC.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -21,9 +21,13 @@ use tonic::transport::{Channel, Server};
 use tonic::{Code, Status, Streaming, client, server};
 use tonic_prost::ProstCodec;
 use tower::service_fn;
-use tower_redis_ratelimit::{
-    Align, Charge, Check, GrpcReject, Key, LocalStore, Policy, RateLimitLayer, Settlement, Store, Strategy, key_fn,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::extract::key_fn;
+use tower_redis_ratelimit::reject::GrpcReject;
+use tower_redis_ratelimit::settle::{Charge, Settlement};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Key, LocalStore, Policy, RateLimitLayer, Strategy};
 
 use crate::support::in_memory;
 

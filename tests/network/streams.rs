@@ -11,7 +11,9 @@ use tonic::{Code, Request, Response, Status, Streaming, client, server};
 use tonic_prost::ProstCodec;
 use tonic_types::StatusExt;
 use tower::service_fn;
-use tower_redis_ratelimit::{Key, Limiter, Reason, Store};
+use tower_redis_ratelimit::reject::Reason;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, Limiter};
 
 use crate::support::*;
 

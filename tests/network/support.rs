@@ -16,10 +16,11 @@ use tonic::{Request, Status};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use tower::service_fn;
-use tower_redis_ratelimit::{
-    Answer, Check, ConfigError, Decision, GrpcReject, HeaderKey, KeyExtractor, LocalStore, Policies, Policy,
-    RateLimitLayer, Reject, Store, StoreError, Strategy,
-};
+use tower_redis_ratelimit::check::{Check, Decision};
+use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor};
+use tower_redis_ratelimit::reject::{GrpcReject, Reject};
+use tower_redis_ratelimit::store::{Answer, Store, StoreError};
+use tower_redis_ratelimit::{ConfigError, LocalStore, Policies, Policy, RateLimitLayer, Strategy};
 
 pub(crate) const PUSHBACK: &str = "grpc-retry-pushback-ms";
 

@@ -3,7 +3,8 @@
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on has failed")]
 
-use tower_redis_ratelimit::{AnyStore, ConfigError, ErrorKind, RedisStore, StoreConfig};
+use tower_redis_ratelimit::store::{AnyStore, ErrorKind, StoreConfig};
+use tower_redis_ratelimit::{ConfigError, RedisStore};
 
 #[tokio::test]
 async fn tls_without_its_feature_is_refused() {

@@ -5,7 +5,8 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{ErrorKind, RedisStore, Store};
+use tower_redis_ratelimit::RedisStore;
+use tower_redis_ratelimit::store::{ErrorKind, Store};
 
 use crate::proxy::Path;
 use crate::support::{RedisServer, check, until};

@@ -4,7 +4,9 @@ use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{Check, ErrorKind, Key, Mode, Policies, RedisStore, Store, Strategy, redis};
+use tower_redis_ratelimit::check::{Check, Mode};
+use tower_redis_ratelimit::store::{ErrorKind, Store};
+use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy, redis};
 
 use crate::support::{RedisServer, STRATEGIES, check, policy, until};
 

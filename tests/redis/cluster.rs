@@ -1,12 +1,13 @@
-//! A node of a Redis Cluster is no single Redis: it says so, instead of deciding a part of the checks. And what a cluster of one
-//! node is enough for.
+//! A node of a Redis Cluster is no single Redis: it says so, instead of deciding a part of the checks. And what a
+//! cluster of one node is enough for.
 
 use std::net::TcpListener;
 use std::ops::Range;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tower_redis_ratelimit::{ErrorKind, Fallback, LocalStore, RedisStore, Store};
+use tower_redis_ratelimit::store::{ErrorKind, Store};
+use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 
 use crate::support::{RedisServer, check, until};
 

@@ -5,9 +5,10 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
-use tower_redis_ratelimit::{
-    Check, ConfigError, ErrorKind, Key, Observer, RedisStore, Store, StoreError, Strategy, event,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::{ConfigError, Key, RedisStore, Strategy};
 
 use crate::forbidden::ask_of_a_long_log;
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};

@@ -9,10 +9,12 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 use http::{Request, Response, StatusCode};
 use tower::{Layer, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Align, Check, Decision, Global, Key, Limiter, Outcome, Policies, Policy, Quota, RateLimitLayer, RedisStore,
-    ReserveError, Settlement, Source, Store, Strategy,
-};
+use tower_redis_ratelimit::check::{Check, Decision, Outcome, Source};
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::settle::{ReserveError, Settlement};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Key, Limiter, Policies, Policy, Quota, RateLimitLayer, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 

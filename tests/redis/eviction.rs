@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{Check, ErrorKind, Key, Policies, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::{ErrorKind, Store};
+use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy};
 
 use crate::support::{RedisServer, policy};
 

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{Check, Key, RedisStore, Store};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, RedisStore};
 
 use crate::support::{RedisServer, STRATEGIES, policy};
 

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{
-    Check, ErrorKind, Fallback, Key, LocalStore, Observer, Policies, Policy, RedisStore, Share, Source, Store,
-    StoreError, Strategy, event,
-};
+use tower_redis_ratelimit::check::{Check, Source};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::{ErrorKind, Share, Store, StoreError};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
@@ -246,7 +246,7 @@ async fn instances_that_are_alive_are_counted() {
 
     let store = Fallback::new(stores[0].clone(), LocalStore::default()).share(Share::Alive(announced[0].clone()));
     server.kill();
-    let policies = policy(Strategy::FixedWindow(tower_redis_ratelimit::Align::FirstHit), "10/100d");
+    let policies = policy(Strategy::FixedWindow(tower_redis_ratelimit::strategy::Align::FirstHit), "10/100d");
     let mut granted = 0;
     for _ in 0..20 {
         granted += store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap().granted();

@@ -3,7 +3,9 @@
 use std::error::Error as _;
 use std::time::{Duration, Instant};
 
-use tower_redis_ratelimit::{Check, ErrorKind, Key, RedisStore, Store, StoreError, Strategy};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::{Key, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy, until};
 

@@ -9,9 +9,10 @@ use http::{Request, Response, StatusCode};
 use http_body_util::BodyExt;
 use hyper_util::client::legacy::{Client, connect::HttpConnector};
 use hyper_util::rt::TokioExecutor;
-use tower_redis_ratelimit::{
-    Decision, Fallback, LocalStore, PeerIp, Policy, RateLimitLayer, RedisStore, Source, Store, Strategy, redis,
-};
+use tower_redis_ratelimit::check::{Decision, Source};
+use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Fallback, LocalStore, Policy, RateLimitLayer, RedisStore, Strategy, redis};
 
 use crate::support::{RedisServer, until};
 

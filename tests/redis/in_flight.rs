@@ -11,7 +11,9 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
 use tower::{Layer, ServiceExt, service_fn};
-use tower_redis_ratelimit::{CallLimitLayer, Limiter, Policy, RedisStore, Reservation, Wait};
+use tower_redis_ratelimit::settle::Reservation;
+use tower_redis_ratelimit::wait::Wait;
+use tower_redis_ratelimit::{CallLimitLayer, Limiter, Policy, RedisStore};
 
 use crate::in_flight_load::{LEASE, LIMIT, an_outage, ann, is_worker, limiter, patient, processes_are_killed, work};
 use crate::proxy::far;
@@ -72,7 +74,8 @@ async fn left(limiter: &Limiter<RedisStore>) -> u32 {
     limiter.peek(ann(), 1).await.unwrap().remaining()
 }
 
-/// What it holds is another's after the lease time. When it goes on, it is counted again: nobody is let in until there is room.
+/// What it holds is another's after the lease time. When it goes on, it is counted again: nobody is let in until there
+/// is room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_instance_that_stood_still_is_counted_again() {
     let server = RedisServer::start();
@@ -144,11 +147,13 @@ async fn what_ends_together_is_told_together() {
     assert!(calls < CALLERS as u64 / 20 && deletes <= calls, "{calls} calls, {deletes} deletes");
 }
 
-/// A flood of requests that are denied costs next to nothing, and a request that ends here lets the next one in at once. What
-/// costs more than there may be at once is a request like any other.
+/// A flood of requests that are denied costs next to nothing, and a request that ends here lets the next one in at
+/// once. What costs more than there may be at once is a request like any other.
 #[tokio::test]
 async fn a_denial_is_remembered_until_a_request_ends() {
-    use tower_redis_ratelimit::{Check, Outcome, Policy, Source, Store};
+    use tower_redis_ratelimit::Policy;
+    use tower_redis_ratelimit::check::{Check, Outcome, Source};
+    use tower_redis_ratelimit::store::Store;
 
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
@@ -182,7 +187,9 @@ async fn a_denial_is_remembered_until_a_request_ends() {
 #[tokio::test]
 async fn an_outage_is_no_second_helping() {
     use std::num::NonZeroU32;
-    use tower_redis_ratelimit::{Fallback, LocalStore, Share, Source};
+    use tower_redis_ratelimit::check::Source;
+    use tower_redis_ratelimit::store::Share;
+    use tower_redis_ratelimit::{Fallback, LocalStore};
 
     let mut server = RedisServer::start();
     let share = Share::Fixed(NonZeroU32::new(2).unwrap());
@@ -212,7 +219,8 @@ async fn an_outage_is_no_second_helping() {
 /// There is one tracker, since Redis counts what this process holds as one; but what a fallback grants it is released.
 #[tokio::test]
 async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
-    use tower_redis_ratelimit::{Fallback, LocalStore, Source};
+    use tower_redis_ratelimit::check::Source;
+    use tower_redis_ratelimit::{Fallback, LocalStore};
 
     let mut server = RedisServer::start();
     let redis = RedisStore::connect_lazy(server.url()).unwrap();
@@ -264,8 +272,8 @@ async fn a_line_far_away_ends_where_there_is_room() {
     until("all is free", async || left(&here).await == 50).await;
 }
 
-/// Some begin and some end whenever Redis is looked at, and some of each may have come before the look: for as long as the requests
-/// never pause. `SECONDS=5` for longer; it tells how many began.
+/// Some begin and some end whenever Redis is looked at, and some of each may have come before the look: for as long as
+/// the requests never pause. `SECONDS=5` for longer; it tells how many began.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_flood_from_far_away_gets_all_places_back() {
     const PLACES: u32 = 20;

@@ -1,6 +1,8 @@
 //! What stands in Redis: short keys that expire, and callers who cannot reach each other's.
 
-use tower_redis_ratelimit::{Check, Key, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy};
 

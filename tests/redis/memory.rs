@@ -5,7 +5,9 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{Check, Key, Policies, Policy, RedisStore, Store, Strategy, redis};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
 
 use crate::support::{RedisServer, STRATEGIES, until};
 

@@ -5,8 +5,10 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::redis::IntoConnectionInfo;
-use tower_redis_ratelimit::{Check, ErrorKind, Key, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::store::{ErrorKind, Store};
+use tower_redis_ratelimit::{Key, RedisStore, Strategy};
 
 use crate::proxy::{Path, pooling, shard};
 use crate::support::{RedisServer, check, policy, until};

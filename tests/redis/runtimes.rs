@@ -8,7 +8,9 @@ use std::thread;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
-use tower_redis_ratelimit::{ErrorKind, Observer, RedisStore, Store, event};
+use tower_redis_ratelimit::RedisStore;
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::{ErrorKind, Store};
 
 use crate::support::{RedisServer, check, until};
 

@@ -9,10 +9,13 @@ use std::time::{Duration, Instant};
 use futures_util::future::join_all;
 use http::{Request, Response, StatusCode};
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Align, Charge, Check, Fallback, Global, Key, Limiter, LocalStore, Observer, Policies, RateLimitLayer, RedisStore,
-    Reservation, Settlement, Store, Strategy, event,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::settle::{Charge, Reservation, Settlement};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policies, RateLimitLayer, RedisStore, Strategy};
 
 use crate::proxy::holding;
 use crate::support::{RedisServer, policy, until};

@@ -5,9 +5,10 @@ use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tower_redis_ratelimit::{
-    Check, ErrorKind, Key, Observer, RedisStore, Store, StoreError, Strategy, TracingObserver, event,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
+use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::{Key, RedisStore, Strategy};
 
 use crate::forbidden::ask_of_a_long_log;
 use crate::support::{RedisServer, policy, until};

@@ -9,9 +9,9 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio::time::{Instant, sleep, timeout};
 use tower::{Layer, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Check, Fallback, Key, LocalStore, Policies, RedisStore, Share, Store, Strategy, ThrottleLayer,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, RedisStore, Strategy, ThrottleLayer};
 use tower_service::Service;
 
 use crate::support::{RedisServer, policy, until};

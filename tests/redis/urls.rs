@@ -1,7 +1,8 @@
 //! What a URL may say: a socket, a user, a database, the protocol.
 
 use tower_redis_ratelimit::redis::IntoConnectionInfo;
-use tower_redis_ratelimit::{ConfigError, RedisStore, Servers, Store};
+use tower_redis_ratelimit::store::{Servers, Store};
+use tower_redis_ratelimit::{ConfigError, RedisStore};
 
 use crate::support::{RedisServer, check};
 

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use fastrand::Rng;
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{Check, Key, Policies, RedisStore, Store, Strategy};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, policy};
 

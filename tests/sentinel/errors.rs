@@ -4,7 +4,8 @@ use std::error::Error as _;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use tower_redis_ratelimit::{ConfigError, ErrorKind, RedisStore, Servers, Store, StoreError};
+use tower_redis_ratelimit::store::{ErrorKind, Servers, Store, StoreError};
+use tower_redis_ratelimit::{ConfigError, RedisStore};
 
 use crate::nodes::{Fake, NAME, Sentinel, url};
 use crate::support::{RedisServer, check, free_port};

@@ -3,7 +3,9 @@
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use tower_redis_ratelimit::{RedisStore, Source, Store, redis};
+use tower_redis_ratelimit::check::Source;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{RedisStore, redis};
 
 use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
 use crate::nodes::{Group, NAME};

@@ -16,8 +16,8 @@ use crate::support::{RedisServer, free_port, until};
 
 pub const NAME: &str = "mymaster";
 
-/// In milliseconds. A sentinel that has lost a server tries to reach it once a second, and the one that takes over not sooner
-/// than that: with less than this it takes the new master for dead too, and fails over again.
+/// In milliseconds. A sentinel that has lost a server tries to reach it once a second, and the one that takes over not
+/// sooner than that: with less than this it takes the new master for dead too, and fails over again.
 const DOWN_AFTER: u32 = 2_000;
 
 /// A real sentinel.

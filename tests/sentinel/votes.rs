@@ -3,7 +3,8 @@
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use tower_redis_ratelimit::{RedisStore, Servers, Store};
+use tower_redis_ratelimit::RedisStore;
+use tower_redis_ratelimit::store::{Servers, Store};
 
 use crate::nodes::{Fake, NAME, Sentinel, url};
 use crate::support::{RedisServer, check, free_port, until};

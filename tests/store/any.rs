@@ -8,10 +8,10 @@ use std::time::Duration;
 use allocation_counter::measure;
 use futures_util::FutureExt;
 use tokio::runtime;
-use tower_redis_ratelimit::{
-    Answer, AnyStore, Check, ErrorKind, Fallback, Key, LocalStore, Observer, RedisStore, Source, Store, StoreConfig,
-    StoreKind, Strategy, event,
-};
+use tower_redis_ratelimit::check::{Check, Source};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::store::{Answer, AnyStore, ErrorKind, Store, StoreConfig, StoreKind};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
 use crate::support::{RedisServer, policy, until};
 

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use tower_redis_ratelimit::{
-    AnyStore, Check, Decision, Fallback, Key, LocalStore, Outcome, Policies, Policy, RedisStore, Refill, Source, Store,
-    StoreConfig, StoreKind, Strategy,
-};
+use tower_redis_ratelimit::check::{Check, Decision, Outcome, Source};
+use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig, StoreKind};
+use tower_redis_ratelimit::strategy::Refill;
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisStore, Strategy};
 
 use crate::outside::{WINDOWS, Windows};
 use crate::support::{RedisServer, STRATEGIES, policy};

@@ -5,10 +5,9 @@
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
-use tower_redis_ratelimit::{
-    AnyStore, Check, Decision, Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Store,
-    StoreConfig, StoreKind, Strategy,
-};
+use tower_redis_ratelimit::check::{Check, Decision};
+use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig, StoreKind};
+use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::support::RedisServer;
 

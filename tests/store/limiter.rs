@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tokio::time::Instant;
-use tower_redis_ratelimit::{
-    Key, Limiter, LocalStore, Outcome, Policies, Policy, Quota, RedisStore, ReserveError, Source, Strategy,
-};
+use tower_redis_ratelimit::check::{Outcome, Source};
+use tower_redis_ratelimit::settle::ReserveError;
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, free_port, policy, until};
 

@@ -6,9 +6,10 @@ use fastrand::Rng;
 use futures_util::FutureExt;
 use futures_util::future::join_all;
 use tokio::time::{Instant, sleep};
-use tower_redis_ratelimit::{
-    Align, Check, Key, Limiter, LocalStore, MockStore, Mode, Policies, Policy, Refill, Store, Strategy,
-};
+use tower_redis_ratelimit::check::{Check, Mode};
+use tower_redis_ratelimit::store::{MockStore, Store};
+use tower_redis_ratelimit::strategy::{Align, Refill};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Strategy};
 
 use crate::support::policy;
 

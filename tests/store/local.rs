@@ -5,7 +5,10 @@ use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use tower_redis_ratelimit::{Align, Check, Decision, Key, LocalStore, Store, Strategy};
+use tower_redis_ratelimit::check::{Check, Decision};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Key, LocalStore, Strategy};
 
 use crate::support::{STRATEGIES, check, policy};
 
@@ -13,7 +16,8 @@ fn ask(store: &LocalStore, check: Check) -> Decision {
     store.check(check).now_or_never().expect("it never waits").unwrap()
 }
 
-/// Of answers that come at about the same time the one with the least remaining is the newest, but not if its window has ended.
+/// Of answers that come at about the same time the one with the least remaining is the newest, but not if its window
+/// has ended.
 #[tokio::test(start_paused = true)]
 async fn goes_on_from_an_answer_of_a_new_window() {
     let (there, here) = (LocalStore::default(), LocalStore::default());

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::time::{Instant, advance};
-use tower_redis_ratelimit::{
-    Answer, Check, Decision, ErrorKind, Fallback, Key, LocalStore, MockStore, Mode, Observer, Outcome, Policy, Source,
-    Store, StoreError, Verdict, WrapStore,
-};
+use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, Source, Verdict};
+use tower_redis_ratelimit::observe::Observer;
+use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError, WrapStore};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policy};
 
 use crate::support::{STRATEGIES, check, policy, until};
 

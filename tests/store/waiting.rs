@@ -1,4 +1,5 @@
-//! Waiting for one's turn at a store that answers later, that fails, that gets something back, and by quotas that change.
+//! Waiting for one's turn at a store that answers later, that fails, that gets something back, and by quotas that
+//! change.
 
 use std::convert::Infallible;
 use std::num::NonZeroUsize;
@@ -13,11 +14,13 @@ use tokio::runtime::Builder;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Align, Answer, CallLimitLayer, Check, Decision, ErrorKind, Key, Limiter, Live, LocalStore, MockStore, Mode,
-    OnError, Outcome, Policies, Policy, PolicySelector, RateLimited, Refill, Store, StoreError, Strategy,
-    ThrottleLayer, Wait,
-};
+use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, RateLimited};
+use tower_redis_ratelimit::reject::OnError;
+use tower_redis_ratelimit::select::{Live, PolicySelector};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::strategy::{Align, Refill};
+use tower_redis_ratelimit::wait::Wait;
+use tower_redis_ratelimit::{CallLimitLayer, Key, Limiter, LocalStore, Policies, Policy, Strategy, ThrottleLayer};
 
 use crate::late::Late;
 use crate::support::policy;
@@ -30,8 +33,8 @@ async fn ok<R>(_: R) -> Result<(), Infallible> {
     Ok(())
 }
 
-/// Three instances, each so far from the store, with fifty tasks each that call again and again: when each passed, by the
-/// instance, and how many calls the store got for a grant.
+/// Three instances, each so far from the store, with fifty tasks each that call again and again: when each passed, by
+/// the instance, and how many calls the store got for a grant.
 async fn three_instances(
     local: &LocalStore,
     policies: &Policies,
@@ -134,8 +137,8 @@ async fn a_line_of_different_costs_ends_where_there_is_room() {
     }
 }
 
-/// A check takes one place for a request in flight. Those who wait are asked for at once all the same, or a line would not end
-/// while requests go on.
+/// A check takes one place for a request in flight. Those who wait are asked for at once all the same, or a line would
+/// not end while requests go on.
 #[tokio::test(start_paused = true)]
 async fn a_line_of_requests_in_flight_ends_where_there_is_room() {
     let jobs = || Policy::in_flight("jobs", 50).unwrap();

@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use tokio::time::sleep;
-use tower_redis_ratelimit::{
-    Fallback, Key, Limiter, LocalStore, Policy, RedisStore, ReserveError, Share, Source, Store, redis,
-};
+use tower_redis_ratelimit::check::Source;
+use tower_redis_ratelimit::settle::ReserveError;
+use tower_redis_ratelimit::store::{Share, Store};
+use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, Policy, RedisStore, redis};
 
 use crate::support::{RedisServer, until};
 
@@ -43,8 +44,8 @@ pub fn patient(url: &str) -> RedisStore {
     RedisStore::builder(url).timeout(PATIENCE).connect_lazy().unwrap()
 }
 
-/// What is in flight in each process, noted after it was granted and before it is released: so it is never more than what
-/// is. It is kept by a Redis of its own.
+/// What is in flight in each process, noted after it was granted and before it is released: so it is never more than
+/// what is. It is kept by a Redis of its own.
 pub struct Log {
     server: RedisServer,
     connection: redis::aio::MultiplexedConnection,
@@ -81,8 +82,8 @@ impl Log {
         self.number(&["GETDEL", "most"]).await
     }
 
-    /// The most that was in flight in a second, and how many were granted locally in it and just before: what a busy machine
-    /// makes late, a process with a fallback grants beside Redis.
+    /// The most that was in flight in a second, and how many were granted locally in it and just before: what a busy
+    /// machine makes late, a process with a fallback grants beside Redis.
     async fn most_in_a_second(&self) -> (u64, u64) {
         let before = self.granted_locally().await;
         // What was granted locally until now has ended by then.
@@ -229,8 +230,8 @@ async fn note_longest(name: &str, took: Duration, longest: &mut Duration, log: &
     }
 }
 
-/// Has processes work, and kills and starts one after the other, for a time. Never are more in flight than may be; what the dead
-/// held is free again after the lease time.
+/// Has processes work, and kills and starts one after the other, for a time. Never are more in flight than may be; what
+/// the dead held is free again after the lease time.
 pub async fn processes_are_killed(test: &str, url: &str) {
     let seconds = env::var("SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(5);
     let log = Log::start().await;
@@ -260,8 +261,8 @@ pub async fn processes_are_killed(test: &str, url: &str) {
     assert!(freed < LEASE + Duration::from_millis(500), "free after {freed:?}");
 }
 
-/// Has processes work through an outage: `change` is called to begin it, and to end it. No request fails or waits: each process
-/// goes on with its part, and what they have in flight is counted again once Redis is back.
+/// Has processes work through an outage: `change` is called to begin it, and to end it. No request fails or waits: each
+/// process goes on with its part, and what they have in flight is counted again once Redis is back.
 pub async fn an_outage(test: &str, url: &str, mut change: impl AsyncFnMut(bool)) {
     let log = Log::start().await;
     let _workers: Vec<Worker> = (0..PROCESSES).map(|_| Worker::start(test, url, &log, true)).collect();

@@ -9,7 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::sleep;
-use tower_redis_ratelimit::{Answer, Check, Decision, ErrorKind, Key, LocalStore, Mode, Store, StoreError};
+use tower_redis_ratelimit::check::{Check, Decision, Mode};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::{Key, LocalStore};
 
 /// Asks a local store: a check takes `there` to come to it, and its answer as long to come back.
 #[derive(Clone)]

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use redis::AsyncConnectionConfig;
 use redis::aio::MultiplexedConnection;
 use tempfile::TempDir;
-use tower_redis_ratelimit::{Check, Key, Policies, Policy, Strategy, redis};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::{Key, Policies, Policy, Strategy, redis};
 
 pub struct RedisServer {
     child: Child,

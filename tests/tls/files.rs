@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tempfile::TempDir;
-use tower_redis_ratelimit::{AnyStore, ErrorKind, Store, StoreConfig, StoreKind};
+use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig, StoreKind};
 
 use crate::support::check;
 use crate::with_tls::{Authority, TlsServer};

@@ -1,4 +1,5 @@
-//! TLS: it works with what an organization has of its own, wherever Redis is, and each thing that is wrong has its own advice.
+//! TLS: it works with what an organization has of its own, wherever Redis is, and each thing that is wrong has its own
+//! advice.
 
 #![cfg(feature = "tls")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]

@@ -1,10 +1,11 @@
 //! What cannot work is refused when the store is built, by its name.
 
-use tower_redis_ratelimit::{ConfigError, RedisStore, Servers};
+use tower_redis_ratelimit::store::Servers;
+use tower_redis_ratelimit::{ConfigError, RedisStore};
 
 use crate::with_tls::Authority;
 
-fn builder() -> tower_redis_ratelimit::RedisStoreBuilder {
+fn builder() -> tower_redis_ratelimit::store::RedisStoreBuilder {
     RedisStore::builder("rediss://127.0.0.1/")
 }
 

@@ -4,7 +4,8 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use tower_redis_ratelimit::{ErrorKind, RedisStore, RedisStoreBuilder, Servers, Store};
+use tower_redis_ratelimit::RedisStore;
+use tower_redis_ratelimit::store::{ErrorKind, RedisStoreBuilder, Servers, Store};
 
 use crate::support::{check, free_port, until};
 use crate::with_tls::{Authority, Certificate, Files, TlsServer};

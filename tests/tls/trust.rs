@@ -6,8 +6,9 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use rcgen::date_time_ymd;
+use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::redis::{Client, TlsCertificates};
-use tower_redis_ratelimit::{ErrorKind, RedisStore, RedisStoreBuilder, Servers, Store, StoreError};
+use tower_redis_ratelimit::store::{ErrorKind, RedisStoreBuilder, Servers, Store, StoreError};
 
 use crate::support::{RedisServer, check, until};
 use crate::with_tls::{Authority, TlsServer};

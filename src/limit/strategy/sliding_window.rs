@@ -5,11 +5,12 @@
 //! window, so that this never admits more than the log would; a caller waits up to one cell longer.
 //!
 //! **Cost.** One key, one read, one write; in Redis 12 bytes for each cell that something was granted in, and as many
-//! here. Each cell is kept with the sum of all up to it, so that a denial finds those that must leave by a binary search.
+//! here. Each cell is kept with the sum of all up to it, so that a denial finds those that must leave by a binary
+//! search.
 //!
-//! **Two quotas under one name**, of other cells or periods, share the cells of both: a charge goes to the newest cell, or
-//! into one after it if that ends before the one of now. A cell of a much longer period may end long after all that is in
-//! it was granted: one that ends more than a period after the last charge counts as if it were the cell of that.
+//! **Two quotas under one name**, of other cells or periods, share the cells of both: a charge goes to the newest cell,
+//! or into one after it if that ends before the one of now. A cell of a much longer period may end long after all that
+//! is in it was granted: one that ends more than a period after the last charge counts as if it were the cell of that.
 //!
 //! **When not.** Where the wait of one cell matters, or one cell would do.
 //!
@@ -31,8 +32,8 @@ pub(crate) struct State {
 /// The place of the base, where nothing counts.
 const NOTHING: i64 = -1;
 
-/// Registers: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the newest
-/// cell ends.
+/// Registers: the sum of the cells within the period; the place of the last that has left it, or [`NOTHING`]; when the
+/// newest cell ends.
 impl Algorithm for State {
     fn frees(_: Strategy) -> Frees {
         Frees::WithWindow
@@ -135,8 +136,9 @@ impl State {
         self.last.min(now) + params.period
     }
 
-    /// The first cell that ends later than any of this period, where there is one: it is of a longer period, or of a clock
-    /// that has gone back. And when all such cells end, as if what is in them had been granted at the last charge.
+    /// The first cell that ends later than any of this period, where there is one: it is of a longer period, or of a
+    /// clock that has gone back. And when all such cells end, as if what is in them had been granted at the last
+    /// charge.
     #[cold]
     fn late(&self, params: &Params, now: i64, head: usize) -> (usize, i64) {
         let first = self.cells.first_after(head, self.latest(params, now));

@@ -9,24 +9,26 @@ use crate::limit::{ConfigError, Key};
 /// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
 ///
 /// Blanks around a value are none of it, whatever HTTP's version. A request without the header, or with a blank one, is
-/// one [without a key](crate::OnMissingKey), which is told the name of the header: "the
-/// header x-api-key is missing". With a [`challenge`](Self::challenge) it is asked to authenticate. One that has the header more
-/// than once is rejected, whatever [`OnMissingKey`](crate::OnMissingKey) says. One of the values may be of the client's choice,
-/// beside one that a proxy has added: to count by it, or by all of them, would give the client a new key whenever it likes.
+/// one [without a key](crate::reject::OnMissingKey), which is told the name of the header: "the header x-api-key is
+/// missing". With a [`challenge`](Self::challenge) it is asked to authenticate. One that has the header more than once
+/// is rejected, whatever [`OnMissingKey`](crate::reject::OnMissingKey) says. One of the values may be of the client's
+/// choice, beside one that a proxy has added: to count by it, or by all of them, would give the client a new key
+/// whenever it likes.
 ///
-/// The header must be one that something in front has verified: a client that may send any value has a new count for each.
+/// The header must be one that something in front has verified: a client that may send any value has a new count for
+/// each.
 ///
 /// What a client can spell in many ways is no good key, for each spelling is counted by itself:
-/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer  x` are one credential and three values. Count by the user whom
+/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer x` are one credential and three values. Count by the user whom
 ///   your authentication has found.
-/// - `X-Forwarded-For` and `Forwarded`, **never**: proxies append to what the client has sent, so the client chooses the value
-///   as a whole, and can have a new key for every request. [`ClientIp`](crate::ClientIp) reads the part that your proxies wrote.
-///   It is for headers with one address too, such as `X-Real-IP`: here, a client that gets around the proxy chooses its key, and
-///   each address of an IPv6 network has a count of its own.
+/// - `X-Forwarded-For` and `Forwarded`, **never**: proxies append to what the client has sent, so the client chooses
+///   the value as a whole, and can have a new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the
+///   part that your proxies wrote. It is for headers with one address too, such as `X-Real-IP`: here, a client that
+///   gets around the proxy chooses its key, and each address of an IPv6 network has a count of its own.
 /// - `Cookie`: clients may send it in several lines, and it holds more than the session.
 ///
 /// ```
-/// use tower_redis_ratelimit::HeaderKey;
+/// use tower_redis_ratelimit::extract::HeaderKey;
 ///
 /// let by_api_key = HeaderKey::new("x-api-key")?;
 /// let by_tenant = HeaderKey::new("x-tenant")?.readable();
@@ -58,15 +60,16 @@ impl HeaderKey {
         self
     }
 
-    /// Tells a client that sends no value to authenticate: over HTTP a 401 with this `WWW-Authenticate` in place of a 400, over
-    /// gRPC `UNAUTHENTICATED` in place of `INVALID_ARGUMENT`. Defaults to none.
+    /// Tells a client that sends no value to authenticate: over HTTP a 401 with this
+    /// `WWW-Authenticate` in place of a 400, over gRPC `UNAUTHENTICATED` in place of `INVALID_ARGUMENT`. Defaults to
+    /// none.
     ///
     /// It is a scheme, with parameters if that has any: `Bearer` for tokens. No registered scheme is for API keys in a
     /// header of their own; many services write `ApiKey`.
     ///
     /// ```
     /// use http::HeaderValue;
-    /// use tower_redis_ratelimit::HeaderKey;
+    /// use tower_redis_ratelimit::extract::HeaderKey;
     ///
     /// let by_api_key = HeaderKey::new("x-api-key")?.challenge(HeaderValue::from_static("ApiKey"));
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())

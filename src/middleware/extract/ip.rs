@@ -7,8 +7,8 @@ use crate::limit::Key;
 /// Counts by the address that the connection came from; IPv6 by its /64 network.
 ///
 /// The address is that of the nearest peer: behind a load balancer it is the balancer's, and everybody is counted
-/// together. No header is trusted: [`ClientIp`](crate::ClientIp) reads the header that your proxies write. Its
-/// [`peer()`](crate::ClientIp::peer) counts as this does, by an IPv6 prefix that can be set.
+/// together. No header is trusted: [`ClientIp`](crate::extract::ClientIp) reads the header that your proxies write. Its
+/// [`peer()`](crate::extract::ClientIp::peer) counts as this does, by an IPv6 prefix that can be set.
 ///
 /// The address is read from the request's extensions, from the first of these that is there:
 /// 1. an [`IpAddr`](std::net::IpAddr), which your application puts there if it knows better,

@@ -7,6 +7,7 @@ mod peer;
 #[cfg(feature = "axum")]
 mod route;
 
+pub use crate::gate::{Global, KeyExtractor, MissingKey, key_fn};
 pub use client_ip::{ClientIp, ClientIpBuilder};
 pub use header::HeaderKey;
 pub use ip::PeerIp;

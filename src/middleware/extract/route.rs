@@ -11,7 +11,8 @@ use crate::limit::Key;
 ///
 /// ```
 /// use axum::{Router, routing::get};
-/// use tower_redis_ratelimit::{LocalStore, MatchedRoute, PeerIp, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::extract::{MatchedRoute, PeerIp};
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// // Each address has 100 requests a minute to each route.
@@ -28,13 +29,13 @@ use crate::limit::Key;
 ///
 /// Requests that match no route share one key, whatever their path: clients cannot make keys. Those are
 /// - what a `fallback` answers, also that of a nested router,
-/// - what a service answers that stands there by `nest_service` or `fallback_service`, for axum tells no route of it; give each
-///   of these a layer of its own,
-/// - all requests, if the layer is not on the `Router` (or on one nested in it, or on a route), but around it: there, routes
-///   are matched only after the layer has decided.
+/// - what a service answers that stands there by `nest_service` or `fallback_service`, for axum tells no route of it;
+///   give each of these a layer of its own,
+/// - all requests, if the layer is not on the `Router` (or on one nested in it, or on a route), but around it: there,
+///   routes are matched only after the layer has decided.
 ///
-/// A route of a nested router is the whole one, such as `/api/users/{id}`. A method that a route does not have (405) counts
-/// for that route. Templates with parameters stand hashed in Redis.
+/// A route of a nested router is the whole one, such as `/api/users/{id}`. A method that a route does not have (405)
+/// counts for that route. Templates with parameters stand hashed in Redis.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedRoute;
 
@@ -46,8 +47,9 @@ impl KeyExtractor for MatchedRoute {
 
 /// Counts by method and [`MatchedRoute`], such as `POST /users/{id}`.
 ///
-/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended `CONNECT`, by which a WebSocket begins over
-/// HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count as one, and requests that match no route share one key for all methods: clients cannot make keys by either.
+/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended
+/// `CONNECT`, by which a WebSocket begins over HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count
+/// as one, and requests that match no route share one key for all methods: clients cannot make keys by either.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedEndpoint;
 

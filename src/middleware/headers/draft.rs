@@ -63,8 +63,8 @@ fn value(text: &[u8]) -> HeaderValue {
     HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must do (`t`). A request in flight may
-/// end at any time.
+/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must do (`t`). A request in
+/// flight may end at any time.
 fn rate_limit(decision: &Decision) -> HeaderValue {
     let mut items = decision.verdicts().map(|(policy, verdict)| Item::new(policy, verdict));
     let Some(first) = items.next() else { return value(b"") };
@@ -114,8 +114,8 @@ impl Item {
 /// The time within which a client can use no more than what remains, in microseconds.
 ///
 /// That is until a window ends, or until a strategy that refills has the next unit. But it is never less than what
-/// remains lasts at the quota's rate, so that clients spread their requests. With `3/m` and 2 left that is 40 s, though the
-/// next unit is there after 20 s.
+/// remains lasts at the quota's rate, so that clients spread their requests. With `3/m` and 2 left that is 40 s, though
+/// the next unit is there after 20 s.
 fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
     if verdict.wait > 0 {
         return verdict.wait.unsigned_abs();

@@ -2,10 +2,10 @@ use http::{HeaderMap, HeaderName};
 
 use super::draft::number;
 use crate::limit::Decision;
-use crate::store::unix_time;
+use crate::util::unix_time;
 
-/// Three header fields of one policy, for clients that are older than the `RateLimit` field: its limit, what remains of that,
-/// and when all of it will be there again.
+/// Three header fields of one policy, for clients that are older than the `RateLimit` field: its limit, what remains of
+/// that, and when all of it will be there again.
 ///
 /// They look alike and mean different times. Choose the form that your clients read:
 ///
@@ -15,18 +15,19 @@ use crate::store::unix_time;
 /// | [`XSeconds`](Self::XSeconds) | the same names | in so many seconds: `60` |
 /// | [`Draft6`](Self::Draft6) | `RateLimit-Limit`, `RateLimit-Remaining`, `RateLimit-Reset` | in so many seconds: `60` |
 ///
-/// A client that reads seconds as a Unix time never waits, and one that reads a Unix time as seconds waits for decades. `Reset`
-/// is rounded up. A Unix time is that of this server's clock: clients whose clocks differ wait for too long, or too short a
-/// time.
+/// A client that reads seconds as a Unix time never waits, and one that reads a Unix time as seconds waits for decades.
+/// `Reset` is rounded up. A Unix time is that of this server's clock: clients whose clocks differ wait for too long, or
+/// too short a time.
 ///
-/// - `Limit` is the [capacity](Decision::capacity) of the policy, so that no more remains than that: `50/s burst 100` has 100.
+/// - `Limit` is the [capacity](Decision::capacity) of the policy, so that no more remains than that: `50/s burst 100`
+///   has 100.
 /// - `Remaining` is [what would pass now](Decision::remaining).
-/// - `Reset` is [when nothing is charged any more](Decision::reset_after). For a quota that refills little by little, part of
-///   it is there before: `Retry-After` tells a denied client when.
+/// - `Reset` is [when nothing is charged any more](Decision::reset_after). For a quota that refills little by little, part of it is there before: `Retry-After`
+///   tells a denied client when.
 ///
-/// The tightest policy tells: of several, the one that [decided](Decision::policy). Where layers wrap each other, the layer that
-/// denied, so that there is no legacy header if that one adds none; else the layer with the least remaining, and of two
-/// with as much, the one whose reset is later.
+/// The tightest policy tells: of several, the one that [decided](Decision::policy). Where layers wrap each other, the
+/// layer that denied, so that there is no legacy header if that one adds none; else the layer with the least remaining,
+/// and of two with as much, the one whose reset is later.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LegacyHeaders {
@@ -34,8 +35,8 @@ pub enum LegacyHeaders {
     GitHub,
     /// `X-` and seconds to go, as many gateways have it.
     XSeconds,
-    /// As the IETF's draft had it up to draft-ietf-httpapi-ratelimit-headers-06: seconds to go. (GitLab has these names with
-    /// a Unix time.)
+    /// As the IETF's draft had it up to draft-ietf-httpapi-ratelimit-headers-06: seconds to go. (GitLab has these names
+    /// with a Unix time.)
     Draft6,
 }
 

@@ -13,8 +13,8 @@ pub use legacy::LegacyHeaders;
 
 use crate::limit::Decision;
 
-/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`] for old
-/// clients, both or none.
+/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`] for
+/// old clients, both or none.
 ///
 /// | setting | fields |
 /// |---|---|
@@ -25,11 +25,11 @@ use crate::limit::Decision;
 ///
 /// A denial has `Retry-After` with any of them. What the fields say is explained in [the guide](crate::guide::answers).
 ///
-/// With the feature `serde` it is a list, such as `["draft", "github"]`, of `draft` and one of `github`, `x-seconds` and
-/// `draft-6`. In an environment variable it is one text: `draft, github`. What is empty is none.
+/// With the feature `serde` it is a list, such as `["draft", "github"]`, of `draft` and one of `github`, `x-seconds`
+/// and `draft-6`. In an environment variable it is one text: `draft, github`. What is empty is none.
 ///
-/// A [layer](crate::RateLimitLayer::headers) adds the fields to every response of its own accord. To a response that no layer
-/// has counted, [`append`](Self::append) adds them.
+/// A [layer](crate::RateLimitLayer::headers) adds the fields to every response of its own accord. To a response that no
+/// layer has counted, [`append`](Self::append) adds them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Headers {
     draft: bool,
@@ -56,7 +56,9 @@ impl Headers {
     /// ```
     /// use axum::http::StatusCode;
     /// use axum::response::{IntoResponse, Response};
-    /// use tower_redis_ratelimit::{Headers, Key, LegacyHeaders, Limiter, LocalStore, StoreError};
+    /// use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
+    /// use tower_redis_ratelimit::store::StoreError;
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore};
     ///
     /// async fn search(limiter: &Limiter<LocalStore>, user: Key, words: u32) -> Result<Response, StoreError> {
     ///     let decision = limiter.take(user, words).await?;
@@ -69,13 +71,14 @@ impl Headers {
     /// }
     /// ```
     ///
-    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. Of two legacy styles the
-    /// [tighter](LegacyHeaders) one stays, and so does a `Retry-After` that is there.
+    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. Of two legacy
+    /// styles the [tighter](LegacyHeaders) one stays, and so does a `Retry-After` that is there.
     pub fn append(self, decision: &Decision, headers: &mut HeaderMap) {
         self.append_around(decision, headers, false);
     }
 
-    /// The same. No legacy header is added to a denial by a layer within: it would tell how much of another policy remains.
+    /// The same. No legacy header is added to a denial by a layer within: it would tell how much of another policy
+    /// remains.
     #[inline]
     fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {

@@ -11,8 +11,8 @@ use tonic_types::{ErrorDetails, StatusExt};
 
 use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 
-/// Rejects over gRPC: HTTP 200 with headers only ("trailers-only"), and a status that clients of every language read. Feature
-/// `tonic`.
+/// Rejects over gRPC: HTTP 200 with headers only ("trailers-only"), and a status that clients of every language read.
+/// Feature `tonic`.
 ///
 /// | request | status | details | `grpc-retry-pushback-ms` |
 /// |---|---|---|---|
@@ -20,30 +20,34 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// | denied for ever: it costs too much | `RESOURCE_EXHAUSTED` | `QuotaFailure` | -1 |
 /// | no store could decide | `UNAVAILABLE` | `RetryInfo`: 1 s | 1000 |
 /// | no key | `INVALID_ARGUMENT`, which says what is missing | | -1 |
-/// | no key, and [unauthenticated](crate::MissingKey::unauthenticated) | `UNAUTHENTICATED`, which says what is missing | | -1 |
-/// | the server is [misconfigured](crate::MissingKey::misconfigured) | `INTERNAL`, which does not say why | | -1 |
+/// | no key, and [unauthenticated](crate::extract::MissingKey::unauthenticated) | `UNAUTHENTICATED`, which says what is missing | | -1 |
+/// | the server is [misconfigured](crate::extract::MissingKey::misconfigured) | `INTERNAL`, which does not say why | | -1 |
 ///
-/// - `RetryInfo` has the wait to the microsecond, the pushback in milliseconds, rounded up. It is -1, which tells clients not to
-///   retry, if no wait helps or it is above 24 days, the most that clients can read there.
-/// - `QuotaFailure` has a violation for each policy that denied: the policy's name as `subject`, and as `description` its quota
-///   and wait. It never tells the caller's key.
+/// - `RetryInfo` has the wait to the microsecond, the pushback in milliseconds, rounded up. It is -1, which tells
+///   clients not to retry, if no wait helps or it is above 24 days, the most that clients can read there.
+/// - `QuotaFailure` has a violation for each policy that denied: the policy's name as `subject`, and as `description`
+///   its quota and wait. It never tells the caller's key.
 /// - The message is a sentence, such as "The quota of 50/s is used up. Try again in 1 s."
 ///
-/// A client that retries by a [retry policy](https://github.com/grpc/proposal/blob/master/A6-client-retries.md) waits as the
-/// pushback says, if the policy names the status. tonic's clients have no such policy: see [the recipes](crate::guide::recipes).
+/// A client that retries by a [retry policy](https://github.com/grpc/proposal/blob/master/A6-client-retries.md) waits
+/// as the pushback says, if the policy names the status. tonic's clients have no such policy: see
+/// [the recipes](crate::guide::recipes).
 ///
-/// As always the layer adds `RateLimit`, `RateLimit-Policy` and, to a denial, `Retry-After`: gRPC clients find them in the
-/// metadata, of calls that pass too. [`Headers::NONE`](crate::Headers::NONE) leaves the first two out.
+/// As always the layer adds `RateLimit`, `RateLimit-Policy` and, to a denial,
+/// `Retry-After`: gRPC clients find them in the metadata, of calls that pass too. [`Headers::NONE`](crate::headers::Headers::NONE)
+/// leaves the first two out.
 ///
 /// Each call counts once, also one with streams. For a limit on the messages of a stream, ask a
 /// [`Limiter`](crate::Limiter) in the method: see [the recipes](crate::guide::recipes).
 ///
-/// It makes every body that is `Default`, where that is an empty one, as tonic's, axum's and hyper's are. So it is for servers
-/// and for clients:
+/// It makes every body that is `Default`, where that is an empty one, as tonic's, axum's and hyper's are. So it is for
+/// servers and for clients:
 ///
 /// ```
 /// use tonic::transport::Server;
-/// use tower_redis_ratelimit::{GrpcReject, LocalStore, PeerIp, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::extract::PeerIp;
+/// use tower_redis_ratelimit::reject::GrpcReject;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("rpc", Strategy::Gcra, Quota::per_second(50))?;
@@ -58,7 +62,9 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 ///
 /// ```
 /// use axum::Router;
-/// use tower_redis_ratelimit::{Global, GrpcReject, HttpReject, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::reject::{GrpcReject, HttpReject};
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
@@ -69,12 +75,13 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// # }
 /// ```
 ///
-/// In a method of a service, or in a closure for [`reject_with`](crate::RateLimitLayer::reject_with), a [`Reason`] becomes the
-/// same status:
+/// In a method of a service, or in a closure for [`reject_with`](crate::RateLimitLayer::reject_with), a [`Reason`]
+/// becomes the same status:
 ///
 /// ```
 /// use tonic::Status;
-/// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Reason};
+/// use tower_redis_ratelimit::reject::Reason;
+/// use tower_redis_ratelimit::{Key, Limiter, LocalStore};
 ///
 /// async fn charge(limiter: &Limiter<LocalStore>, user: Key, bytes: u32) -> Result<(), Status> {
 ///     let decision = limiter.take(user, bytes).await.map_err(|error| Status::from(Reason::Unavailable(&error)))?;
@@ -91,11 +98,12 @@ impl GrpcReject {
         Self(())
     }
 
-    /// Answers gRPC requests by gRPC, and the others by another [`Reject`], such as [`HttpReject`](crate::HttpReject).
+    /// Answers gRPC requests by gRPC, and the others by another [`Reject`], such as
+    /// [`HttpReject`](crate::reject::HttpReject).
     ///
-    /// A gRPC request is a `POST` with the content type `application/grpc`, or `application/grpc+proto` and such. `application/grpc-web`
-    /// is another protocol: put the layer within tonic-web's, which makes gRPC of its requests and translates the answers. In
-    /// front of that, the other `Reject` answers.
+    /// A gRPC request is a `POST` with the content type `application/grpc`, or
+    /// `application/grpc+proto` and such. `application/grpc-web` is another protocol: put the layer within tonic-web's,
+    /// which makes gRPC of its requests and translates the answers. In front of that, the other `Reject` answers.
     pub const fn or<R>(self, other: R) -> GrpcOr<R> {
         GrpcOr { other }
     }

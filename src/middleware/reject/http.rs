@@ -11,15 +11,17 @@ use crate::limit::Decision;
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
 /// - No key: 400, which says what is missing, or 401 with `WWW-Authenticate` if the client is
-///   [unauthenticated](crate::MissingKey::unauthenticated). 500 if the server is set up so that there can be none, which does not
-///   say why: that is [for the log](crate::Observer::misconfigured).
+///   [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is set up so that there can be
+///   none, which does not say why: that is [for the log](crate::observe::Observer::misconfigured).
 /// - Nothing could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`. What was the
 ///   matter is not told.
 ///
 /// What a denied client reads can be set; everything else stays as it is:
 ///
 /// ```
-/// use tower_redis_ratelimit::{Global, HttpReject, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::reject::HttpReject;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
@@ -30,15 +32,18 @@ use crate::limit::Decision;
 /// # }
 /// ```
 ///
-/// For a body that depends on the request or on the decision, [`reject_with`](crate::RateLimitLayer::reject_with) takes a
-/// closure from a [`Rejection`].
+/// For a body that depends on the request or on the decision, [`reject_with`](crate::RateLimitLayer::reject_with) takes
+/// a closure from a [`Rejection`].
 ///
-/// It makes every body that is `From<String>`, as axum's and hyper's are. A tonic server wants a `GrpcReject` (feature `tonic`):
-/// gRPC clients take a bare 429 for a server that is away, and may retry at once. For any other body, make it from the text:
+/// It makes every body that is `From<String>`, as axum's and hyper's are. A tonic server wants a `GrpcReject` (feature
+/// `tonic`): gRPC clients take a bare 429 for a server that is away, and may retry at once. For any other body, make it
+/// from the text:
 ///
 /// ```
 /// use http_body_util::BodyExt;
-/// use tower_redis_ratelimit::{Global, HttpReject, LocalStore, Policy, Quota, RateLimitLayer, Reject, Strategy};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::reject::{HttpReject, Reject};
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
@@ -72,8 +77,8 @@ impl HttpReject {
         Self { denied: Denied::Problem }
     }
 
-    /// Sets the `detail` of the problem of a denial. Defaults to the quota and the wait, such as "The quota of 50/s is used
-    /// up. Try again in 1 s."
+    /// Sets the `detail` of the problem of a denial. Defaults to the quota and the wait, such as "The quota of 50/s is
+    /// used up. Try again in 1 s."
     #[must_use]
     pub fn detail(self, detail: &str) -> Self {
         let mut escaped = String::new();
@@ -82,15 +87,15 @@ impl HttpReject {
         Self { denied: Denied::Detail(escaped) }
     }
 
-    /// Sets the whole body of a denial to a JSON text, with `Content-Type: application/json`. It is sent as it is, and takes
-    /// the place of the [`detail`](Self::detail).
+    /// Sets the whole body of a denial to a JSON text, with `Content-Type: application/json`. It is sent as it is, and
+    /// takes the place of the [`detail`](Self::detail).
     #[must_use]
     pub fn json(self, json: impl Into<String>) -> Self {
         self.body(HeaderValue::from_static("application/json"), json)
     }
 
-    /// Sets the whole body of a denial, and its type, such as `text/html`. It is sent as it is, and takes the place of the
-    /// [`detail`](Self::detail).
+    /// Sets the whole body of a denial, and its type, such as
+    /// `text/html`. It is sent as it is, and takes the place of the [`detail`](Self::detail).
     #[must_use]
     pub fn body(self, content_type: HeaderValue, body: impl Into<String>) -> Self {
         Self { denied: Denied::Body(content_type, body.into()) }

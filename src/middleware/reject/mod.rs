@@ -13,22 +13,24 @@ use ::http::{Response, StatusCode};
 #[cfg(feature = "tonic")]
 pub use self::grpc::{GrpcOr, GrpcReject};
 pub use self::http::HttpReject;
+pub use crate::gate::{OnError, OnMissingKey};
 
 use super::headers::{quota, retry_after};
+use crate::error::StoreError;
 use crate::gate::MissingKey;
 use crate::limit::Decision;
-use crate::store::StoreError;
 
 /// A request that does not pass, and why.
 ///
-/// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It tells nothing of what
-/// went wrong in the server.
+/// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It tells nothing
+/// of what went wrong in the server.
 ///
 /// ```
 /// use axum::Json;
 /// use axum::response::IntoResponse;
 /// use serde_json::json;
-/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
@@ -51,8 +53,8 @@ pub struct Rejection<'a> {
 pub enum Reason<'a> {
     /// It was denied, for now or for ever.
     Denied(&'a Decision),
-    /// It has nothing that it could be counted by. What a [misconfigured](MissingKey::is_misconfigured) server says of this
-    /// is for the log: a client is not to know how it is set up.
+    /// It has nothing that it could be counted by. What a [misconfigured](MissingKey::is_misconfigured) server says of
+    /// this is for the log: a client is not to know how it is set up.
     MissingKey(&'a MissingKey),
     /// No store could decide. The error is for the log: it may name what a client is not to know.
     Unavailable(&'a StoreError),
@@ -73,8 +75,8 @@ impl<'a> Rejection<'a> {
         self.request
     }
 
-    /// What tells the reason over HTTP: 429 for a denial, 503 if no store could decide, 400 for a request without a key, 401
-    /// if it is [unauthenticated](MissingKey::unauthenticated), or 500 if it is the
+    /// What tells the reason over HTTP: 429 for a denial, 503 if no store could decide, 400 for a request without a
+    /// key, 401 if it is [unauthenticated](MissingKey::unauthenticated), or 500 if it is the
     /// [server's fault](MissingKey::is_misconfigured).
     pub fn status(&self) -> StatusCode {
         match self.reason {
@@ -91,8 +93,8 @@ impl<'a> Rejection<'a> {
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
 impl Reason<'_> {
-    /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: a flood of
-    /// denials is when time is short.
+    /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: a
+    /// flood of denials is when time is short.
     fn tell(&self, to: &mut impl fmt::Write) -> fmt::Result {
         match self {
             Reason::Denied(decision) => match decision.retry_after() {
@@ -135,8 +137,8 @@ impl fmt::Debug for Rejection<'_> {
 /// Makes the response to a rejected request, of a service whose responses have the body `B`.
 ///
 /// [`HttpReject`] is the default. With the feature `tonic`, `GrpcReject` answers gRPC, and
-/// `GrpcReject::new().or(HttpReject::new())` every client in its own protocol. Closures from a [`Rejection`] to a response are
-/// `Reject` too; give them to [`reject_with`](crate::RateLimitLayer::reject_with).
+/// `GrpcReject::new().or(HttpReject::new())` every client in its own protocol. Closures from a [`Rejection`] to a
+/// response are `Reject` too; give them to [`reject_with`](crate::RateLimitLayer::reject_with).
 ///
 /// To a denial the layer adds its header fields, `Retry-After` if it is not there, and the decision as an extension,
 /// whatever the response is. To a 401 it adds the [challenge](MissingKey::unauthenticated), if there is none.
@@ -145,7 +147,7 @@ impl fmt::Debug for Rejection<'_> {
 ///
 /// ```
 /// use http::{HeaderValue, Response, header::ACCEPT};
-/// use tower_redis_ratelimit::{HttpReject, Reject, Rejection};
+/// use tower_redis_ratelimit::reject::{HttpReject, Reject, Rejection};
 ///
 /// /// Shows browsers a page, and tells other clients what they need to know.
 /// struct ByAccept;

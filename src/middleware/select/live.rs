@@ -13,7 +13,9 @@ use crate::limit::{Key, Policies};
 /// and strategy, whatever its quota.
 ///
 /// ```
-/// use tower_redis_ratelimit::{Global, Live, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::select::Live;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// let policy = |limit| Policy::new("api", Strategy::Gcra, Quota::per_second(limit));
 /// let live = Live::new(policy(50)?);

@@ -4,6 +4,7 @@ mod live;
 mod routes;
 mod tiers;
 
+pub use crate::gate::{PolicySelector, policies_fn};
 pub use live::Live;
 pub use routes::Routes;
 pub use tiers::{Tier, Tiers};

@@ -13,13 +13,16 @@ use crate::limit::{ConfigError, Key, Policies};
 /// Policies by method and path, for one layer around a whole service.
 ///
 /// Patterns are axum's: `/users/{id}`, and `/files/{*path}` for all below. Of several that fit, the most exact one
-/// counts; one for the request's method goes before one for all methods. A pattern for `GET` stands for `HEAD` too, as in
-/// axum, and for an extended `CONNECT`, by which a WebSocket begins over HTTP/2, unless these have their own. What fits none is
-/// under what `new` was given.
+/// counts; one for the request's method goes before one for all methods. A pattern for `GET` stands for `HEAD` too, as
+/// in axum, and for an extended
+/// `CONNECT`, by which a WebSocket begins over HTTP/2, unless these have their own. What fits none is under what `new`
+/// was given.
 ///
 /// ```
 /// use http::Method;
-/// use tower_redis_ratelimit::{LocalStore, PeerIp, Policy, Quota, RateLimitLayer, Routes, Strategy};
+/// use tower_redis_ratelimit::extract::PeerIp;
+/// use tower_redis_ratelimit::select::Routes;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_minute(limit));
 /// let routes = Routes::new(policy("api", 600)?)
@@ -33,18 +36,19 @@ use crate::limit::{ConfigError, Key, Policies};
 ///
 /// # Which pattern counts
 ///
-/// A request is under the most exact pattern that its path fits, not decoded, as axum matches its routes; if the path was
-/// rewritten after axum had matched it (with the feature `axum`), the route's template counts in its place. It is exempt only
-/// if it also is as a more lenient server reads its path: decoded as often as it can be, `\` as `/`, without parameters
-/// (`;v=1`), `.` and empty segments, with or without a slash at its end. A path with a `..`, however it is written, is exempt
-/// by no pattern with parameters, since servers do not agree where it leads.
+/// A request is under the most exact pattern that its path fits, not decoded, as axum matches its routes; if the path
+/// was rewritten after axum had matched it (with the feature
+/// `axum`), the route's template counts in its place. It is exempt only if it also is as a more lenient server reads its path: decoded as often as it can be, `\`
+/// as `/`, without parameters (`;v=1`), `.` and empty segments, with or without a slash at its end. A path with a `..`,
+/// however it is written, is exempt by no pattern with parameters, since servers do not agree where it leads.
 ///
-/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. Had that a limit, it would be under that one, and not
-/// under that of `/login`: what rewrites paths, such as tower-http's `NormalizePath`, belongs around the layer, not within.
+/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. Had that a limit, it would be under that one,
+/// and not under that of `/login`: what rewrites paths, such as tower-http's `NormalizePath`, belongs around the layer,
+/// not within.
 ///
 /// Put the layer on the outermost router, around it, or on one that is nested in it. Of a router that stands in a
-/// `route_service`, or in the fallback of a nested router, axum does not tell whole templates, and patterns for whole paths do
-/// not fit them.
+/// `route_service`, or in the fallback of a nested router, axum does not tell whole templates, and patterns for whole
+/// paths do not fit them.
 ///
 /// To count each route by itself under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
@@ -63,8 +67,8 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Route`] for a pattern that is none, that no path fits, such as `/users/:id`, or that is like another:
-    /// `/users/{id}` and `/users/{name}`.
+    /// [`ConfigError::Route`] for a pattern that is none, that no path fits, such as
+    /// `/users/:id`, or that is like another: `/users/{id}` and `/users/{name}`.
     pub fn route(mut self, pattern: &str, policies: impl PolicySelector) -> Result<Self, ConfigError> {
         insert(&mut self.all, pattern, policies)?;
         Ok(self)
@@ -84,8 +88,8 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// As [`route`](Self::route), and for a pattern with parameters that a lenient server would read as another one, such as
-    /// `/caf%C3%A9/{id}`: it would exempt nothing.
+    /// As [`route`](Self::route), and for a pattern with parameters that a lenient server would read as another one,
+    /// such as `/caf%C3%A9/{id}`: it would exempt nothing.
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
         if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
             let problem =

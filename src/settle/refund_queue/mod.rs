@@ -18,20 +18,23 @@ use tokio::time::Instant;
 
 use self::sender::Sender;
 use super::pending_op::PendingOp;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::Decision;
-use crate::store::{Answer, ErrorKind, Observer, Store, StoreError, contain, event, instant, lock};
+use crate::observe::{Observer, event};
+use crate::store::{Answer, Store};
+use crate::util::{contain, instant, lock};
 
 /// Sends checks that nobody waits for, each once, and tells of those that it could not send. Clones share it.
 ///
 /// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
-/// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more. But
-///   not a renewal: whoever asks for it does so again, with what is in flight then.
-/// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of it,
-///   and of what finds the queue full.
-/// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever seen. If that
-///   ends, what is left waits for the next one that [sends](RefundQueue::put) or [wakes](RefundQueue::wake) it on another.
-///   A runtime that stands still is not waited for.
+/// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more.
+///   But not a renewal: whoever asks for it does so again, with what is in flight then.
+/// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of
+///   it, and of what finds the queue full.
+/// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever
+///   seen. If that ends, what is left waits for the next one that [sends](RefundQueue::put) or
+///   [wakes](RefundQueue::wake) it on another. A runtime that stands still is not waited for.
 pub(crate) struct StoreQueue<S: Store> {
     shared: Arc<Shared<S>>,
 }

@@ -6,7 +6,8 @@ use std::task::Poll;
 use tokio::time::{Instant, sleep_until};
 
 use super::{Flight, Next, Shared, panicked};
-use crate::store::{Store, contain, instant};
+use crate::store::Store;
+use crate::util::{contain, instant};
 
 /// The task that sends what waits in a [`StoreQueue`](super::StoreQueue), until there is nothing.
 pub(super) struct Sender<S: Store> {

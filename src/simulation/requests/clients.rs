@@ -9,11 +9,14 @@ use tokio::time::{sleep, timeout};
 use super::ledger::Rule;
 use super::plan::{Caller, Habit, LONGEST};
 use super::world::{Far, State, World};
+use crate::Limiter;
+use crate::error::StoreError;
 use crate::in_flight::Lease;
+use crate::limit::Decision;
+use crate::settle::{Reservation, ReserveError};
 use crate::simulation::{pick, verdict};
-use crate::store::instant;
+use crate::util::instant;
 use crate::wait_queues::{Spent, WaitQueues, WaitRequest};
-use crate::{Decision, Limiter, Reservation, ReserveError, StoreError};
 
 /// One client of a caller on a runtime, until the last fault is over; a steady one for some time more.
 pub(super) struct Client {

@@ -1,8 +1,8 @@
-//! A simulation of requests that wait for their turn, are settled by their real cost afterwards, or are in flight: over a store
-//! that answers later and out of order, loses requests and answers, and is away at times.
+//! A simulation of requests that wait for their turn, are settled by their real cost afterwards, or are in flight: over
+//! a store that answers later and out of order, loses requests and answers, and is away at times.
 //!
-//! Each instance has runtimes of its own, and each runtime a clock of its own, which this moves: so one may end, or stand still while
-//! the others go on. What is written of a time is correct to a step, as on a busy machine.
+//! Each instance has runtimes of its own, and each runtime a clock of its own, which this moves: so one may end, or
+//! stand still while the others go on. What is written of a time is correct to a step, as on a busy machine.
 
 mod clients;
 mod ledger;

@@ -160,8 +160,8 @@ impl Plan {
         self.faults.is_empty() && self.runtimes.iter().all(|it| it.ends_at.is_none() && it.still.is_none())
     }
 
-    /// When the callers of steady clients have all places back: what was sent may be heard of, or come to the store, long after
-    /// the last fault.
+    /// When the callers of steady clients have all places back: what was sent may be heard of, or come to the store,
+    /// long after the last fault.
     pub(super) fn heals_at(&self) -> u64 {
         self.end + if self.is_well() { 1000 } else { 4500 }
     }

@@ -11,9 +11,12 @@ use tokio::sync::oneshot;
 
 use super::ledger::{Ledger, Rule};
 use super::plan::{Caller, Fault, Kind, Plan};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, State as Count};
+use crate::observe::{Observer, event};
 use crate::simulation::{Log, shown, verdict};
-use crate::store::{Answer, ErrorKind, Observer, Store, StoreError, event, lock};
+use crate::store::{Answer, Store};
+use crate::util::lock;
 
 #[derive(Debug, Clone)]
 pub(super) struct World(Arc<Mutex<State>>);

@@ -2,10 +2,11 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::str::FromStr;
 
+use crate::error::StoreError;
 use crate::limit::{ConfigError, words};
-use crate::store::{RedisStore, Share, StoreError};
+use crate::store::{RedisStore, Share};
 
-/// Which store an [`AnyStore`](crate::AnyStore) is.
+/// Which store an [`AnyStore`](crate::store::AnyStore) is.
 ///
 /// As text: `auto`, `fallback`, `redis`, `local`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -25,7 +26,7 @@ pub enum StoreKind {
 words!(StoreKind, "kind of store", "`auto`, `fallback`, `redis` or `local`":
     Auto = "auto", Fallback = "fallback", Redis = "redis", Local = "local");
 
-/// Which [`Share`] the fallback of an [`AnyStore`](crate::AnyStore) has.
+/// Which [`Share`] the fallback of an [`AnyStore`](crate::store::AnyStore) has.
 ///
 /// As text: a number such as `4`, or `alive`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

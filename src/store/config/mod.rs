@@ -22,14 +22,15 @@ use crate::limit::ConfigError;
 /// They are those of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same defaults. Those that the
 /// [`kind`](Self::kind) has no use for are ignored.
 ///
-/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. One that is left
-/// out has its default, and a name that is none of a setting is an error. Durations are a whole number and a unit (`us`, `ms`, `s`,
-/// `m`, `h` or `d`):
+/// With the feature
+/// `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. One that is left out has its default, and a name that is none of a setting is an error. Durations are a whole number and a unit (`us`,
+/// `ms`, `s`, `m`, `h` or `d`):
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
 /// use std::time::Duration;
-/// use tower_redis_ratelimit::{AnyStore, Policies, StoreConfig};
+/// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
+/// use tower_redis_ratelimit::Policies;
 ///
 /// #[derive(serde::Deserialize)]
 /// struct Settings {
@@ -62,21 +63,21 @@ use crate::limit::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// `Debug` shows the server's address and no password. What is serialized has the URL as it is. Where the URL has a password,
-/// mind what the format shows: an error of `toml` shows the line that is wrong, and its `Debug` the whole file, as a `main` does
-/// that returns it. A URL from the environment stays out of both: see [`from_env`](Self::from_env).
+/// `Debug` shows the server's address and no password. What is serialized has the URL as it is. Where the URL has a password, mind what the format shows: an error of `toml`
+/// shows the line that is wrong, and its `Debug` the whole file, as a `main` does that returns it. A URL from the
+/// environment stays out of both: see [`from_env`](Self::from_env).
 ///
 /// In code, change what is to differ from the default:
 ///
 /// ```
-/// use tower_redis_ratelimit::{AnyStore, StoreConfig};
+/// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
 ///
 /// let mut config = StoreConfig::default();
 /// config.url = Some("redis://127.0.0.1/".to_owned());
 /// config.prefix = "shop".to_owned();
 /// let store = AnyStore::from_config(&config)?;
 /// # let _ = store;
-/// # Ok::<(), tower_redis_ratelimit::StoreError>(())
+/// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
 /// ```
 #[derive(Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize), serde(default, deny_unknown_fields))]
@@ -89,20 +90,22 @@ pub struct StoreConfig {
     /// The URL of Redis, as [`RedisStore::connect`] takes it. Defaults to none.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub url: Option<String>,
-    /// A file with the certificates of the authorities to trust, and no others, in PEM. Defaults to none: those that this
-    /// machine trusts, or with the feature `tls-webpki-roots` Mozilla's.
+    /// A file with the certificates of the authorities to trust, and no others, in PEM. Defaults to none: those that
+    /// this machine trusts, or with the feature `tls-webpki-roots` Mozilla's.
     ///
-    /// This and the three below need the feature `tls` and a URL that asks for TLS. Files are paths from the working directory,
-    /// and are read when the store is made.
+    /// This and the three below need the feature `tls` and a URL that asks for TLS. Files are paths from the working
+    /// directory, and are read when the store is made.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub root_certificates: Option<PathBuf>,
-    /// A file with the certificate that shows who we are, and those between it and its authority, in PEM. Defaults to none.
+    /// A file with the certificate that shows who we are, and those between it and its authority, in PEM. Defaults to
+    /// none.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub client_certificate: Option<PathBuf>,
     /// A file with the key of that certificate, in PEM. Defaults to none.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub client_key: Option<PathBuf>,
-    /// For which name the servers' certificates must be, if not for the hosts in the URL. Defaults to each server's host.
+    /// For which name the servers' certificates must be, if not for the hosts in the URL. Defaults to each server's
+    /// host.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub server_name: Option<String>,
     /// See [`RedisStoreBuilder::prefix`]. Defaults to `rl`.

@@ -151,7 +151,7 @@ fn what_cannot_work_is_refused() {
     assert!(url.to_string().contains("write it like `redis://"), "{url}");
     assert!(!format!("{url} {url:?}").contains("hunter2"), "{url:?}");
     let alone = refused(StoreConfig { share: ShareConfig::Alive, ..other() });
-    assert_eq!(alone.kind(), crate::store::ErrorKind::NoRuntime, "{alone}");
+    assert_eq!(alone.kind(), crate::error::ErrorKind::NoRuntime, "{alone}");
 }
 
 #[tokio::test]

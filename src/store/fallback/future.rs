@@ -8,8 +8,10 @@ use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::shared::{Asked, Shared};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
-use crate::store::{Answer, ErrorKind, Store, StoreError, polled_after_completion};
+use crate::store::{Answer, Store};
+use crate::util::polled_after_completion;
 
 pin_project! {
     /// Resolves to the answer of a [`Fallback`](crate::Fallback).

@@ -22,13 +22,13 @@ pub(super) struct Grants {
     callers: AtomicUsize,
     /// How many reconciliations have begun.
     reconciliations: AtomicU64,
-    /// Ends when the breaker opens, and with every reconciliation. An answer to a check of an earlier epoch does not know of
-    /// what was reconciled since.
+    /// Ends when the breaker opens, and with every reconciliation. An answer to a check of an earlier epoch does not
+    /// know of what was reconciled since.
     epoch: AtomicU64,
 }
 
-/// How many callers and ids may be held, by all partitions of a primary store together: about, as threads that note something
-/// at the same moment may exceed it by one each.
+/// How many callers and ids may be held, by all partitions of a primary store together: about, as threads that note
+/// something at the same moment may exceed it by one each.
 #[derive(Debug, Clone)]
 pub(super) struct Budget {
     held: Arc<AtomicUsize>,
@@ -39,7 +39,8 @@ pub(super) struct Budget {
 struct Shard {
     /// By the caller, for each list of policies.
     notes: HashMap<Key, Lists, RandomState>,
-    /// Whose notes a reconciliation has taken out, for each that is under way: one, unless a task's runtime stands still.
+    /// Whose notes a reconciliation has taken out, for each that is under way: one, unless a task's runtime stands
+    /// still.
     reconciling: SmallVec<[(u64, HashSet<Key, RandomState>); 1]>,
     /// About whom a fallback is deciding outside of the lock.
     deciding: SmallVec<[Key; 1]>,
@@ -117,8 +118,8 @@ impl Grants {
     ///
     /// The fallback decides and notes under the same lock. So what it granted before this is one of these:
     /// - noted, or taken out to be reconciled: then `is_held` says so;
-    /// - reconciled: then the epoch ended before it was `reconciled`, and an answer that is of the present epoch was asked for
-    ///   after that, so that it knows of it.
+    /// - reconciled: then the epoch ended before it was `reconciled`, and an answer that is of the present epoch was
+    ///   asked for after that, so that it knows of it.
     pub(super) fn warm(&self, key: &Key, asked: u64, update: impl FnOnce()) {
         let caller = self.caller(key);
         if caller.is_known(asked) {
@@ -174,8 +175,8 @@ impl Grants {
         std::mem::take(&mut shard.dropped)
     }
 
-    /// Takes out all that is to be done about a caller. It is being reconciled from then on, until the reconciliation of this
-    /// number is [`reconciled`](Self::reconciled).
+    /// Takes out all that is to be done about a caller. It is being reconciled from then on, until the reconciliation
+    /// of this number is [`reconciled`](Self::reconciled).
     pub(super) fn take(&self, number: u64, key: &Key) -> Lists {
         let mut shard = self.shard(key);
         let Some(lists) = shard.notes.remove(key) else { return Lists::new() };
@@ -236,8 +237,8 @@ impl Caller<'_> {
         })
     }
 
-    /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. `None` if there is
-    /// nothing to reconcile, or else the number of the notes of what is charged.
+    /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. `None` if there
+    /// is nothing to reconcile, or else the number of the notes of what is charged.
     pub(super) fn note(
         mut self,
         check: &Check,

@@ -34,40 +34,42 @@ use crate::limit::{Check, Decision, Key, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
-/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that was sent to the primary
-///   store and not answered is never sent again, unless it has an [id](Check::with_id), by which it is charged once. One
-///   that still waits to be sent is [withdrawn](Store::withdraw).
+/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that was sent to the
+///   primary store and not answered is never sent again, unless it has an [id](Check::with_id), by which it is charged
+///   once. One that still waits to be sent is [withdrawn](Store::withdraw).
 /// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
-///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again.
-///   Where the primary store has [partitions](Store::partitions), as a Redis Cluster has, there is a breaker for each: a
-///   master that is down degrades its callers only.
+///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again. Where the
+///   primary store has [partitions](Store::partitions), as a Redis Cluster has, there is a breaker for each: a master
+///   that is down degrades its callers only.
 /// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
 ///   outage is no second burst. It does not follow an answer that does not know of what the fallback has granted: one
 ///   that was asked for before the breaker opened, or before that was reconciled.
-/// - **Share.** While the fallback decides, each instance grants its share of a policy: see [`share`](Self::share). A cost
-///   that the whole policy has room for but no share is [denied](crate::Outcome::Denied) for as long as the whole would.
-/// - **Settle.** What the fallback granted in place of the primary store, and still counts, is charged to that; what was
-///   refunded or reset, is there too. After an outage that is before the primary store decides again, those callers first
-///   who have used most of their limits. With more than one instance in the [`Share`], each waits until all the others have
-///   had the time to notice that the outage is over, and then for those that still reconcile, up to ten seconds: or the first
-///   one back would be granted what they have granted already. Each says in the primary store that it reconciles, as a request
-///   [in flight](crate::Policy::in_flight). With the breaker closed, as where a queue was full, it is within a second; what
-///   such a caller refunds or resets meanwhile, the fallback does, so that the primary store is told of it afterwards. An id
-///   is charged once, however often it was asked and by whom it was answered.
+/// - **Share.** While the fallback decides, each instance grants its share of a policy: see [`share`](Self::share). A
+///   cost that the whole policy has room for but no share is [denied](crate::check::Outcome::Denied) for as long as the
+///   whole would.
+/// - **Settle.** What the fallback granted in place of the primary store, and still counts, is charged to that; what
+///   was refunded or reset, is there too. After an outage that is before the primary store decides again, those callers
+///   first who have used most of their limits. With more than one instance in the [`Share`], each waits until all the
+///   others have had the time to notice that the outage is over, and then for those that still reconcile, up to ten
+///   seconds: or the first one back would be granted what they have granted already. Each says in the primary store
+///   that it reconciles, as a request [in flight](crate::Policy::in_flight). With the breaker closed, as where a queue
+///   was full, it is within a second; what such a caller refunds or resets meanwhile, the fallback does, so that the
+///   primary store is told of it afterwards. An id is charged once, however often it was asked and by whom it was
+///   answered.
 ///
-/// [`Decision::source`](crate::Decision::source) tells for each decision where it was made, and an [`Observer`] is told
-/// of every change.
+/// [`Decision::source`](crate::check::Decision::source) tells for each decision where it was made, and an [`Observer`]
+/// is told of every change.
 ///
 /// Clones share the breaker and both stores.
 ///
 /// # Runtimes
 ///
-/// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. If that runtime ends,
-/// or runs nothing for more than half a second and two deadlines, the next check on another one starts a task there. So at
-/// least one runtime that uses the store must run between its checks too, as any multi-threaded one does, and
-/// `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: where each check has a
-/// `block_on` of its own, and there is no other runtime, nothing would end an outage. Keep one thread in `block_on` there,
-/// or take a multi-threaded runtime.
+/// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. If that runtime
+/// ends, or runs nothing for more than half a second and two deadlines, the next check on another one starts a task
+/// there. So at least one runtime that uses the store must run between its checks too, as any multi-threaded one does,
+/// and `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: where each check has a
+/// `block_on` of its own, and there is no other runtime, nothing would end an outage. Keep one thread in `block_on`
+/// there, or take a multi-threaded runtime.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
@@ -115,13 +117,13 @@ impl<P: Store, F: Store> Fallback<P, F> {
     /// Sets how many failures in a row open the breaker. Defaults to 3.
     ///
     /// Calls count, not checks: the checks that fail with the first one are one failure, such as all that were on a
-    /// connection that broke, and from then on those count that are sent one at a time. An error of one check alone is none,
-    /// such as a permission that Redis lacks for its strategy, and a full queue is none. That the server is a
-    /// [node of a cluster](crate::ErrorKind::Cluster) opens the breaker at once.
+    /// connection that broke, and from then on those count that are sent one at a time. An error of one check alone is
+    /// none, such as a permission that Redis lacks for its strategy, and a full queue is none. That the server is a
+    /// [node of a cluster](crate::store::ErrorKind::Cluster) opens the breaker at once.
     ///
     /// From the first failure until one of them is answered, one check at a time is sent to the primary store, and the
-    /// fallback answers the others. So if it has fallen silent, only those that were under way then wait for the deadline, and as
-    /// many as this number after them.
+    /// fallback answers the others. So if it has fallen silent, only those that were under way then wait for the
+    /// deadline, and as many as this number after them.
     #[must_use]
     pub fn failures(self, failures: NonZeroU32) -> Self {
         self.with(|settings| settings.failures = failures)
@@ -134,8 +136,8 @@ impl<P: Store, F: Store> Fallback<P, F> {
         self.with(|settings| settings.share = share)
     }
 
-    /// Sets who is told of failures and changes, here and in both stores as far as they have no observer yet. Defaults to
-    /// the [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to nobody.
+    /// Sets who is told of failures and changes, here and in both stores as far as they have no observer yet. Defaults
+    /// to the [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to nobody.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let store = self.with(|settings| settings.observer = OnceLock::new());

@@ -1,8 +1,8 @@
 //! The reconciliation: what was done in place of the primary store is done there too, once.
 //!
-//! Callers are taken out of the notes one by one, those first who have used most of a limit: what another instance might
-//! grant them once more is too much. What is still to be done about a caller is reckoned then, so that nothing is sent that
-//! no longer counts.
+//! Callers are taken out of the notes one by one, those first who have used most of a limit: what another instance
+//! might grant them once more is too much. What is still to be done about a caller is reckoned then, so that nothing is
+//! sent that no longer counts.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,11 +16,15 @@ use tokio::time::sleep;
 use super::grants::Lists;
 use super::notes::{Notes, Step};
 use super::shared::Shared;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Mode};
-use crate::store::clock::instant;
-use crate::store::{ErrorKind, Store, StoreError, event, lock};
+use crate::observe::event;
+use crate::store::Store;
+use crate::util::instant;
+use crate::util::lock;
 
-/// How many steps are under way at once: as many as the primary store answers in time, so that live traffic is not held up.
+/// How many steps are under way at once: as many as the primary store answers in time, so that live traffic is not held
+/// up.
 #[derive(Debug)]
 struct Window {
     now: usize,
@@ -55,8 +59,8 @@ impl Window {
         Self { now: least, least, most }
     }
 
-    /// One more if a step took less than a quarter of the deadline, and else one less. What is sent before that is noticed may
-    /// double what is under way, and is answered in time all the same.
+    /// One more if a step took less than a quarter of the deadline, and else one less. What is sent before that is
+    /// noticed may double what is under way, and is answered in time all the same.
     fn learn(&mut self, took: Duration, deadline: Duration) {
         self.now = if took < deadline / 4 { self.now + 1 } else { self.now - 1 }.clamp(self.least, self.most);
     }
@@ -105,8 +109,8 @@ impl<P: Store, F: Store> Shared<P, F> {
         !round.failed
     }
 
-    /// Does one step, unless it has been taken back. How much was granted. That a queue is full tells nothing of the primary
-    /// store: this waits for its place there.
+    /// Does one step, unless it has been taken back. How much was granted. That a queue is full tells nothing of the
+    /// primary store: this waits for its place there.
     async fn send(&self, check: Check, asked: &AtomicBool) -> Option<Result<u64, StoreError>> {
         let since = instant();
         loop {

@@ -15,10 +15,12 @@ use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Pass};
 use super::shared::Shared;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
-use crate::store::clock::instant;
-use crate::store::{Answer, ErrorKind, Store, StoreError, event};
+use crate::observe::event;
+use crate::store::{Answer, Store};
 use crate::util::RandomState;
+use crate::util::instant;
 
 /// For how long others that reconcile are waited for, and how often an instance looks whether any still does.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
@@ -71,16 +73,16 @@ impl<P: Store, F: Store> Shared<P, F> {
         self.asked_in_time(Check::probe(self.probe)).await.map(drop)
     }
 
-    /// How long it takes all other instances to find out that the primary store is back, and to say that they reconcile.
-    /// `None` if there are no others.
+    /// How long it takes all other instances to find out that the primary store is back, and to say that they
+    /// reconcile. `None` if there are no others.
     fn others(&self) -> Option<Duration> {
         let others = self.settings.share.instances() > NonZeroU32::MIN;
         // The longest wait until a probe, a deadline for the probe, and one for what they say.
         others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
     }
 
-    /// With the breaker closed: sends a probe if a failure has left a doubt, and reconciles what the fallback has granted.
-    /// `false` if the primary store fails again.
+    /// With the breaker closed: sends a probe if a failure has left a doubt, and reconciles what the fallback has
+    /// granted. `false` if the primary store fails again.
     async fn tend(self: &Arc<Self>, runtime: Id) -> bool {
         if !self.breaker.is_sound() {
             if let Err(error) = self.ping().await {
@@ -156,8 +158,8 @@ impl<P: Store, F: Store> Recovery<P, F> {
         self.shared.upgrade().filter(|shared| shared.renew(self.runtime))
     }
 
-    /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled too: or
-    /// they would be granted, and so would this one, what the others have granted already.
+    /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
+    /// too: or they would be granted, and so would this one, what the others have granted already.
     async fn recover(&self, mut shared: Arc<Shared<P, F>>) -> bool {
         if shared.ping().await.is_err() || !shared.renew(self.runtime) {
             return false;

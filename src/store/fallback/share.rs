@@ -7,12 +7,13 @@ use crate::store::Instances;
 /// How many instances share a policy while each decides by itself.
 ///
 /// Each grants its part of the limit and of the burst, rounded down, but at least 1. For example, each of 4 instances
-/// grants 2 of a limit of 10, and each of 20 instances grants 1, so that all together grant 20. The rate of a strategy that
-/// refills little by little is divided exactly.
+/// grants 2 of a limit of 10, and each of 20 instances grants 1, so that all together grant 20. The rate of a strategy
+/// that refills little by little is divided exactly.
 ///
 /// ```
 /// use std::num::NonZeroU32;
-/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, Share};
+/// use tower_redis_ratelimit::store::Share;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
 /// let redis = RedisStore::connect_lazy("redis://127.0.0.1/")?;
@@ -39,9 +40,9 @@ impl Share {
 
 /// What a client is told of a decision by this instance's part of the policies.
 ///
-/// It differs where a cost is more than the part, but not more than the whole: that is denied, for as long as the whole would
-/// deny it if the same share of it were used up. For example, a cost of 50 never fits a part of 25. If 20 of these are
-/// used, the wait is that of a whole of 100 of which 80 are.
+/// It differs where a cost is more than the part, but not more than the whole: that is denied, for as long as the whole
+/// would deny it if the same share of it were used up. For example, a cost of 50 never fits a part of 25. If 20 of
+/// these are used, the wait is that of a whole of 100 of which 80 are.
 pub(super) fn of_whole(check: &Check, decision: Decision, now: impl FnOnce() -> i64) -> Decision {
     if decision.outcome() != Outcome::ExceedsCapacity {
         return decision;

@@ -14,9 +14,12 @@ use super::grants::{Budget, Caller, Grants};
 use super::lease::Lease;
 use super::reconciliation::Sums;
 use super::share;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source};
-use crate::store::clock::{Clock, instant};
-use crate::store::{Answer, ErrorKind, LocalStore, Observer, Store, StoreError, contain, event};
+use crate::observe::{Observer, event};
+use crate::store::{Answer, LocalStore, Store};
+use crate::util::contain;
+use crate::util::{Clock, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
@@ -113,8 +116,8 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
-    /// Whether the primary store may have yet to be told of what a check undoes. Then the fallback undoes it, and the primary
-    /// store is told of both in their order. Who holds requests in flight tells so itself.
+    /// Whether the primary store may have yet to be told of what a check undoes. Then the fallback undoes it, and the
+    /// primary store is told of both in their order. Who holds requests in flight tells so itself.
     fn overtakes(&self, check: &Check) -> bool {
         matches!(check.mode(), Mode::Refund | Mode::Reset)
             && check.policies().in_flight().is_none()
@@ -178,8 +181,8 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
-    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is told to
-    /// it again only if it has an id, by which it is charged once.
+    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is told
+    /// to it again only if it has an id, by which it is charged once.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         let share = self.share_of(check.clone());
         // So that no answer is followed between what is granted here and the note of it.
@@ -197,14 +200,15 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
-    /// Whether the fallback decides and follows under the lock of a caller: only ours does, which runs no code of a user's.
-    /// In front of another one, an answer may be followed that does not know of what is granted at the same moment.
+    /// Whether the fallback decides and follows under the lock of a caller: only ours does, which runs no code of a
+    /// user's. In front of another one, an answer may be followed that does not know of what is granted at the same
+    /// moment.
     fn locks_while_it_decides(&self) -> bool {
         TypeId::of::<F>() == TypeId::of::<LocalStore>()
     }
 
-    /// The fallback has answered later. Nothing held the answers of the primary store back meanwhile, so a fallback that
-    /// follows these should answer at once, as [`LocalStore`](crate::LocalStore) does.
+    /// The fallback has answered later. Nothing held the answers of the primary store back meanwhile, so a fallback
+    /// that follows these should answer at once, as [`LocalStore`](crate::LocalStore) does.
     pub(super) fn fell_back(
         self: &Arc<Self>,
         check: &Check,

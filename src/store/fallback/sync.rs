@@ -3,4 +3,4 @@
 pub(super) use std::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, AtomicUsize, Ordering, fence};
 pub(super) use std::sync::{Arc, Mutex, MutexGuard};
 
-pub(super) use crate::store::lock;
+pub(super) use crate::util::lock;

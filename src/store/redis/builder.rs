@@ -14,20 +14,21 @@ use super::topology::Topology;
 use super::topology::cluster::Cluster;
 use super::worker::{Inner, Limits};
 
+use crate::error::StoreError;
 use crate::limit::{ConfigError, is_name};
-use crate::store::{Observer, StoreError};
+use crate::observe::Observer;
 
 impl RedisStore {
     /// Connects, and makes sure that Redis can run the script.
     ///
-    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`, `redis+cluster://host:6379,host:6380`,
-    /// `redis+sentinel://host:26379,host:26380/mymaster`, each with `rediss` and the feature `tls`, `redis+unix:///path`; or a
-    /// [`redis::ConnectionInfo`]. See [`Servers`].
+    /// `servers` is mostly a URL: `redis://user:password@host:6379/0`,
+    /// `redis+cluster://host:6379,host:6380`, `redis+sentinel://host:26379,host:26380/mymaster`, each with
+    /// `rediss` and the feature `tls`, `redis+unix:///path`; or a [`redis::ConnectionInfo`]. See [`Servers`].
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps Redis
-    /// from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps
+    /// Redis from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
     /// cluster.
     pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
         Self::builder(servers).connect().await
@@ -42,8 +43,8 @@ impl RedisStore {
         Self::builder(servers).connect_lazy()
     }
 
-    /// A store in a Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. It does not connect
-    /// before the first check, as [`connect_lazy`](Self::connect_lazy).
+    /// A store in a Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. It does not
+    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
     ///
     /// To connect at once, or to set more, give [`Servers::cluster`] to [`connect`](Self::connect) or
     /// [`builder`](Self::builder). See [above](Self#redis-cluster) for what is particular to a cluster.
@@ -62,11 +63,11 @@ impl RedisStore {
         Self::connect_lazy(Servers::cluster(nodes))
     }
 
-    /// A store on the master that Redis Sentinel has elected, by the master's name and the URLs of all sentinels. It does not
-    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
+    /// A store on the master that Redis Sentinel has elected, by the master's name and the URLs of all sentinels. It
+    /// does not connect before the first check, as [`connect_lazy`](Self::connect_lazy).
     ///
-    /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its name as a
-    /// URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
+    /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its
+    /// name as a URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
     /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for what is particular to Sentinel.
     ///
     /// ```
@@ -100,7 +101,8 @@ impl RedisStore {
 /// ```no_run
 /// use std::num::NonZeroUsize;
 /// use std::time::Duration;
-/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, Share};
+/// use tower_redis_ratelimit::store::Share;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
 ///
 /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
 /// let redis = RedisStore::builder("redis://127.0.0.1/")
@@ -156,11 +158,11 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Trusts the certificate authorities of these certificates, in PEM, and no others. Defaults to those that this machine
-    /// trusts, or with the feature `tls-webpki-roots` to Mozilla's.
+    /// Trusts the certificate authorities of these certificates, in PEM, and no others. Defaults to those that this
+    /// machine trusts, or with the feature `tls-webpki-roots` to Mozilla's.
     ///
-    /// This and the two below are for every connection that speaks TLS: to a single server, to the nodes of a cluster, to
-    /// sentinels and their master.
+    /// This and the two below are for every connection that speaks TLS: to a single server, to the nodes of a cluster,
+    /// to sentinels and their master.
     ///
     /// ```no_run
     /// use tower_redis_ratelimit::RedisStore;
@@ -180,16 +182,16 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// The certificate, with those between it and its authority, and the key that show who we are, in PEM: what a Redis with
-    /// `tls-auth-clients yes`, its default, wants. Defaults to none.
+    /// The certificate, with those between it and its authority, and the key that show who we are, in PEM: what a Redis
+    /// with `tls-auth-clients yes`, its default, wants. Defaults to none.
     #[cfg(feature = "tls")]
     pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
         self.tls.client_certificate = Some((certificate.into(), key.into()));
         self
     }
 
-    /// For which name the servers' certificates must be, if not for the hosts in the URL: where servers are reached by address,
-    /// as the nodes of a cluster mostly are. Defaults to each server's host.
+    /// For which name the servers' certificates must be, if not for the hosts in the URL: where servers are reached by
+    /// address, as the nodes of a cluster mostly are. Defaults to each server's host.
     #[cfg(feature = "tls")]
     pub fn server_name(mut self, name: impl Into<String>) -> Self {
         self.tls.server_name = Some(name.into());
@@ -197,8 +199,8 @@ impl RedisStoreBuilder {
     }
 
     /// How many connections a runtime has, each with one script call under way. Defaults to 2: while Redis decides one
-    /// batch, the next is made ready. In a Redis Cluster, so many to each master; but the first is used alone until more checks
-    /// wait than a [batch](Self::batch) has, so that checks of one partition share a call.
+    /// batch, the next is made ready. In a Redis Cluster, so many to each master; but the first is used alone until
+    /// more checks wait than a [batch](Self::batch) has, so that checks of one partition share a call.
     pub fn connections(mut self, connections: NonZeroUsize) -> Self {
         self.connections = connections.get();
         self
@@ -224,24 +226,27 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Into how many partitions callers are put in a Redis Cluster, where only the checks of one partition share a script call.
-    /// Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server has no use for it.
+    /// Into how many partitions callers are put in a Redis Cluster, where only the checks of one partition share a
+    /// script call. Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server has no
+    /// use for it.
     ///
-    /// Each partition is in one slot, and so on one master: take a multiple of the number of masters, and for more than 6 of
-    /// them at least 4 for each, or some have far more to do than others. Fewer partitions share more. With 256 checks in flight
-    /// on three masters, 6 partitions put about 21 checks into a call, 12 about 13, 16 about 9, 32 about 5.
+    /// Each partition is in one slot, and so on one master: take a multiple of the number of masters, and for more than
+    /// 6 of them at least 4 for each, or some have far more to do than others. Fewer partitions share more. With 256
+    /// checks in flight on three masters, 6 partitions put about 21 checks into a call, 12 about 13, 16 about 9, 32
+    /// about 5.
     ///
-    /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is kept
-    /// in the cluster, and another one is refused: it is a [`ConfigError::Partitions`]. To change it, choose a prefix for the new
-    /// number, as all counts begin anew.
+    /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is
+    /// kept in the cluster, and another one is refused: it is a [`ConfigError::Partitions`]. To change it, choose a
+    /// prefix for the new number, as all counts begin anew.
     pub fn partitions(mut self, partitions: NonZeroUsize) -> Self {
         self.partitions = partitions.get();
         self
     }
 
-    /// How many denials are remembered until their `retry_after`, so that a flood of denied checks does not reach
-    /// Redis; see [`Source::Cached`](crate::Source::Cached). Defaults to 10,000; 0 asks Redis each time. Layers that settle,
-    /// and [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have refunded.
+    /// How many denials are remembered until their
+    /// `retry_after`, so that a flood of denied checks does not reach Redis; see [`Source::Cached`](crate::check::Source::Cached).
+    /// Defaults to 10,000; 0 asks Redis each time. Layers that settle, and
+    /// [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have refunded.
     ///
     /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
     /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is
@@ -253,8 +258,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// Sets who is told of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the first
-    /// layer over the store, and otherwise to nobody.
+    /// Sets who is told of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the
+    /// first layer over the store, and otherwise to nobody.
     pub fn observer(mut self, observer: impl Observer) -> Self {
         self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
         self
@@ -276,8 +281,8 @@ impl RedisStoreBuilder {
     /// # Errors
     ///
     /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyPartitions`],
-    /// [`ConfigError::Certificate`], [`ConfigError::ServerName`], [`ConfigError::TlsUnused`], and [`ConfigError::Zero`] for a
-    /// time-out of zero.
+    /// [`ConfigError::Certificate`], [`ConfigError::ServerName`], [`ConfigError::TlsUnused`], and [`ConfigError::Zero`]
+    /// for a time-out of zero.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         if !is_name(&self.prefix, b"-_./:") {
             return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));

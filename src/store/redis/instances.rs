@@ -12,7 +12,8 @@ use tokio::time::sleep;
 
 use super::script::ANNOUNCE;
 use super::worker::Inner;
-use crate::store::{ErrorKind, Instances, StoreError};
+use crate::error::{ErrorKind, StoreError};
+use crate::store::Instances;
 
 /// How often each announces itself. It is no longer counted after three times as long.
 const EVERY: Duration = Duration::from_secs(2);

@@ -1,7 +1,8 @@
 //! [`RedisStore`]: one count in Redis for all instances.
 //!
-//! It is made of rooms, each of which knows only those before it: the [script] and its letters; the [batch] of checks that ask
-//! it together; the [link] to one server; the [topology], which says where that is; the [worker], which joins them.
+//! It is made of rooms, each of which knows only those before it: the [script] and its letters; the [batch] of checks
+//! that ask it together; the [link] to one server; the [topology], which says where that is; the [worker], which joins
+//! them.
 
 mod batch;
 mod builder;

@@ -15,11 +15,13 @@ use crate::limit::ConfigError;
 /// | `redis+cluster://user:password@host:6379,host:6380` | a cluster: any of its nodes, of which one must answer at the start |
 /// | `redis+sentinel://user:password@host:26379,host:26380/mymaster/0` | the master of this name, with its user, password and database: all of its sentinels |
 ///
-/// Where sentinels want a user and a password too, they follow: `?sentinel_user=user&sentinel_password=password`. With the
-/// feature `tls`, `rediss://`, `rediss+cluster://` and `rediss+sentinel://` speak TLS.
+/// Where sentinels want a user and a password too, they follow:
+/// `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`, `rediss+cluster://` and
+/// `rediss+sentinel://` speak TLS.
 ///
 /// ```
-/// use tower_redis_ratelimit::{RedisStore, Servers};
+/// use tower_redis_ratelimit::store::Servers;
+/// use tower_redis_ratelimit::RedisStore;
 ///
 /// let store = RedisStore::connect_lazy("redis+cluster://10.0.0.1:6379,10.0.0.2:6379")?;
 /// // The same, and what `RedisStore::cluster` does.
@@ -33,19 +35,21 @@ use crate::limit::ConfigError;
 pub struct Servers(Result<Kind, ConfigError>);
 
 impl Servers {
-    /// A Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. User, password and TLS are
-    /// those of the first URL, for all nodes.
+    /// A Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. User, password and TLS
+    /// are those of the first URL, for all nodes.
     pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Self {
         Self(cluster(nodes.into_iter().map(read)))
     }
 
     /// The master of Redis Sentinel that has this name, by the URLs of all sentinels.
     ///
-    /// For a user, a password or a database of the master, and for TLS with the master but not with the sentinels or the other
-    /// way round, write its name as a URL: `redis://user:password@mymaster/0`. Else it speaks TLS as the first sentinel does.
+    /// For a user, a password or a database of the master, and for TLS with the master but not with the sentinels or
+    /// the other way round, write its name as a URL: `redis://user:password@mymaster/0`. Else it speaks TLS as the
+    /// first sentinel does.
     ///
     /// ```
-    /// use tower_redis_ratelimit::{RedisStore, Servers};
+    /// use tower_redis_ratelimit::store::Servers;
+    /// use tower_redis_ratelimit::RedisStore;
     ///
     /// let servers = Servers::sentinel("mymaster", ["redis://10.0.0.1:26379", "redis://10.0.0.2:26379"]);
     /// let store = RedisStore::builder(servers).prefix("shop").connect_lazy()?;

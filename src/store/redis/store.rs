@@ -3,55 +3,61 @@ use std::sync::Arc;
 
 use super::instances;
 use super::worker::{Inner, RedisFuture};
+use crate::error::StoreError;
 use crate::limit::{Check, Key};
-use crate::store::{Answer, Instances, Observer, Store, StoreError};
+use crate::observe::Observer;
+use crate::store::{Answer, Instances, Store};
 
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
-/// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about
-/// twice the store's [`timeout`](crate::RedisStoreBuilder::timeout), if need be with a [`StoreError`]. A charge is never
-/// sent twice: only a script that Redis does not know, and so did not run, is sent again.
+/// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about twice
+/// the store's [`timeout`](crate::store::RedisStoreBuilder::timeout), if need be with a [`StoreError`]. A charge is
+/// never sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
-/// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what they do to
-/// the counts. The Redis user needs
-/// `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for [`SlidingLog`](crate::Strategy::SlidingLog)
-/// `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
+/// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what
+/// they do to the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for
+/// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
 ///
 /// # Redis Cluster
 ///
-/// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster. All of the
-/// above holds there too, whatever becomes of nodes and slots:
+/// By `redis+cluster://` in place of `redis://`, or by [`cluster`](Self::cluster), it is a store in a Redis Cluster.
+/// All of the above holds there too, whatever becomes of nodes and slots:
 ///
-/// - Callers are put into [partitions](crate::RedisStoreBuilder::partitions), each of which is in one slot. What is in flight for
-///   a partition is one script call, and the calls for one master are one round trip. The keys of a caller are as
-///   `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key `rl:{rl}:partitions` has their
-///   number.
-/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each partition:
-///   a master that is down degrades its callers only, until its replica has taken over. Replicas are not asked.
-/// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a slot has
-///   moved. A call that was refused for that is sent to the right node; no other call is sent twice.
-/// - An address that another cluster has by now is left alone: a node must know of one that the store knows, by its id. If none of
-///   those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the start.
-/// - While a slot is moved, its callers are asked one by one. One with several policies, whose keys are for a moment on two nodes,
-///   may get an error of [`ErrorKind::NotReady`](crate::ErrorKind::NotReady): a fallback decides then, and settles it.
-/// - The Redis user needs `+asking +cluster|slots` besides (`+cluster` before Redis 7). With TLS, the certificates must be of
-///   what the nodes call themselves: see `tls-cluster`, `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
+/// - Callers are put into [partitions](crate::store::RedisStoreBuilder::partitions), each of which is in one slot. What
+///   is in flight for a partition is one script call, and the calls for one master are one round trip. The keys of a
+///   caller are as `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key
+///   `rl:{rl}:partitions` has their number.
+/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each
+///   partition: a master that is down degrades its callers only, until its replica has taken over. Replicas are not
+///   asked.
+/// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a
+///   slot has moved. A call that was refused for that is sent to the right node; no other call is sent twice.
+/// - An address that another cluster has by now is left alone: a node must know of one that the store knows, by its id.
+///   If none of those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the
+///   start.
+/// - While a slot is moved, its callers are asked one by one. One with several policies, whose keys are for a moment on
+///   two nodes, may get an error of [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady): a fallback decides
+///   then, and settles it.
+/// - The Redis user needs `+asking +cluster|slots` besides
+///   (`+cluster` before Redis 7). With TLS, the certificates must be of what the nodes call themselves: see `tls-cluster`,
+///   `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.
 ///
 /// # Redis Sentinel
 ///
-/// By `redis+sentinel://`, or by [`sentinel`](Self::sentinel), it is a store on the master that the sentinels have elected. All of
-/// the above holds there too:
+/// By `redis+sentinel://`, or by [`sentinel`](Self::sentinel), it is a store on the master that the sentinels have
+/// elected. All of the above holds there too:
 ///
-/// - Name all sentinels. They are asked at once whenever a connection is made, and what they tell must say itself that it is a
-///   master. Where they do not agree, it is the word of most of them, and else that of the latest failover. One that is dead or slow
-///   delays a connection by a quarter of the [`timeout`](crate::RedisStoreBuilder::timeout) at most, and by nothing where most of them
-///   agree. While none answers, the master is the one that was known last.
-/// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So one sentinel
-///   is asked every quarter of a second, each in its turn, and the connections to the former master are given up.
-/// - Redis replicates asynchronously: what was charged just before a failover, and with `SENTINEL FAILOVER` what was charged during
-///   it, may be lost.
-/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7); the one of the master needs `+role` besides.
-///   Without it, a replica that is taken for the master is found out by the first script, and not before.
+/// - Name all sentinels. They are asked at once whenever a connection is made, and what they tell must say itself that
+///   it is a master. Where they do not agree, it is the word of most of them, and else that of the latest failover. One
+///   that is dead or slow delays a connection by a quarter of the [`timeout`](crate::store::RedisStoreBuilder::timeout)
+///   at most, and by nothing where most of them agree. While none answers, the master is the one that was known last.
+/// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So
+///   one sentinel is asked every quarter of a second, each in its turn, and the connections to the former master are
+///   given up.
+/// - Redis replicates asynchronously: what was charged just before a failover, and with `SENTINEL FAILOVER` what was
+///   charged during it, may be lost.
+/// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7); the one of the master needs `+role`
+///   besides. Without it, a replica that is taken for the master is found out by the first script, and not before.
 ///
 /// # Runtimes
 ///
@@ -73,15 +79,16 @@ pub struct RedisStore {
 
 impl RedisStore {
     /// Announces this instance in Redis, and counts those that do so under the same key prefix: for
-    /// [`Share::Alive`](crate::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for it.
+    /// [`Share::Alive`](crate::store::Share::Alive). The Redis user needs `+zremrangebyscore +zadd +zcard +pexpire` for
+    /// it.
     ///
-    /// Each announces itself every 2 seconds, off the request path, and no longer counts 6 seconds after the last time. This
-    /// one does so until the last clone of the result is dropped, or this tokio runtime ends. While Redis is away, the
-    /// number stays what it was.
+    /// Each announces itself every 2 seconds, off the request path, and no longer counts 6 seconds after the last time.
+    /// This one does so until the last clone of the result is dropped, or this tokio runtime ends. While Redis is away,
+    /// the number stays what it was.
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::NoRuntime`](crate::ErrorKind::NoRuntime) outside of a tokio runtime.
+    /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) outside of a tokio runtime.
     pub fn announce(&self) -> Result<Instances, StoreError> {
         instances::announce(&self.inner)
     }

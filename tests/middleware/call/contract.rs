@@ -11,9 +11,12 @@ use tower::buffer::Buffer;
 use tower::limit::ConcurrencyLimit;
 use tower::load_shed::LoadShed;
 use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    CallLimit, Key, LocalStore, MissingKey, Mode, OnError, OnMissingKey, RateLimited, StoreError,
-};
+use tower_redis_ratelimit::call_limit::CallLimit;
+use tower_redis_ratelimit::check::{Mode, RateLimited};
+use tower_redis_ratelimit::extract::MissingKey;
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
+use tower_redis_ratelimit::store::StoreError;
+use tower_redis_ratelimit::{Key, LocalStore};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use super::{ByTenant, Job, job, layer, layer_with, limited, print};

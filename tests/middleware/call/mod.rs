@@ -13,10 +13,14 @@ use futures_util::FutureExt;
 use tokio::sync::watch;
 use tokio::time::advance;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    CallFuture, CallLimit, CallLimitLayer, Global, Key, KeyExtractor, Live, LocalStore, MissingKey, Observer, OnError,
-    OnMissingKey, Policies, Policy, PolicySelector, RateLimited, RedisStore, Store, StoreError, event,
-};
+use tower_redis_ratelimit::call_limit::{CallFuture, CallLimit};
+use tower_redis_ratelimit::check::RateLimited;
+use tower_redis_ratelimit::extract::{Global, KeyExtractor, MissingKey};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
+use tower_redis_ratelimit::select::{Live, PolicySelector};
+use tower_redis_ratelimit::store::{Store, StoreError};
+use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policies, Policy, RedisStore};
 
 use crate::support::{Broken, SECRET, policy};
 

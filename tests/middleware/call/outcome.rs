@@ -3,7 +3,9 @@
 use std::future::pending;
 
 use tower::limit::ConcurrencyLimit;
-use tower_redis_ratelimit::{Limiter, Settlement, UntilAnswer};
+use tower_redis_ratelimit::Limiter;
+use tower_redis_ratelimit::call_limit::UntilAnswer;
+use tower_redis_ratelimit::settle::Settlement;
 
 use super::*;
 use crate::support::asking;

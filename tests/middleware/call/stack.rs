@@ -17,7 +17,9 @@ use tower::load_shed::error::Overloaded;
 use tower::retry::Policy;
 use tower::timeout::error::Elapsed;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
-use tower_redis_ratelimit::{CallLimitLayer, Global, LocalStore, RateLimited};
+use tower_redis_ratelimit::check::RateLimited;
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::{CallLimitLayer, LocalStore};
 
 use super::{job, layer, layer_with, limited, print};
 use crate::support::{asking, policy};

@@ -9,10 +9,11 @@ use http::Request;
 use tokio::time::advance;
 use tower::{Layer, ServiceExt};
 use tower_http::trace::TraceLayer;
-use tower_redis_ratelimit::{
-    Check, ErrorKind, Key, LocalStore, MockStore, Observer, PeerIp, RateLimitLayer, Store, StoreError, TracingObserver,
-    event,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 use tracing::subscriber::DefaultGuard;
 use tracing::{Level, field, info_span};
 

@@ -14,10 +14,11 @@ use futures_util::FutureExt;
 use tokio::time::advance;
 use tower::limit::ConcurrencyLimit;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::{
-    Fallback, Global, Key, Limiter, LocalStore, Observer, OnMissingKey, PeerIp, RateLimitLayer, RedisStore,
-    RedisStoreBuilder, event,
-};
+use tower_redis_ratelimit::extract::{Global, PeerIp};
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::store::RedisStoreBuilder;
+use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, RateLimitLayer, RedisStore};
 
 use crate::support::{Broken, anonymous, asking, hello, layer, layer_with, limited, policy, request, send};
 

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
-use tower_redis_ratelimit::{
-    Check, ErrorKind, Fallback, Key, LocalStore, MetricsObserver, MockStore, Observer, Store, StoreError, event,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::observe::{MetricsObserver, Observer, event};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore};
 
 use crate::support::{layer_with, limited, policy, request, send};
 

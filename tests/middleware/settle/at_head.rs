@@ -144,7 +144,7 @@ async fn what_nobody_counted_is_not_settled_and_has_a_handle_that_does_nothing()
     let layer = count.settling(Settlement::Refund).skip(|request| request.uri.path() == "/books");
     assert!(decision(&send(&layer.layer(inner.clone()), request("alice")).await).is_none());
     let broken = RateLimitLayer::new(Broken, Global, count.policy.clone())
-        .on_error(tower_redis_ratelimit::OnError::Allow)
+        .on_error(tower_redis_ratelimit::reject::OnError::Allow)
         .settle(|_| Settlement::Cost(3));
     send(&broken.layer(inner), request("alice")).await;
     assert_eq!((count.charged(), &**seen.lock().unwrap()), (0, &[0, 0][..]));

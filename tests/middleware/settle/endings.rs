@@ -12,7 +12,9 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 use tower::ServiceExt;
-use tower_redis_ratelimit::{Answer, Decision, Limiter, Mode, Policies, StoreError};
+use tower_redis_ratelimit::check::{Decision, Mode};
+use tower_redis_ratelimit::store::{Answer, StoreError};
+use tower_redis_ratelimit::{Limiter, Policies};
 
 use super::*;
 

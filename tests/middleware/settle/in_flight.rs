@@ -7,7 +7,11 @@ use std::time::Duration;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
 use tower::ServiceExt;
-use tower_redis_ratelimit::{CallLimitLayer, DryRun, Limiter, Live, OnError, Policies, RateLimited, ReserveError};
+use tower_redis_ratelimit::check::{DryRun, RateLimited};
+use tower_redis_ratelimit::reject::OnError;
+use tower_redis_ratelimit::select::Live;
+use tower_redis_ratelimit::settle::ReserveError;
+use tower_redis_ratelimit::{CallLimitLayer, Limiter, Policies};
 
 use super::*;
 

@@ -19,10 +19,14 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::StreamBody;
 use tokio::sync::mpsc;
 use tower::{Layer, Service, service_fn};
-use tower_redis_ratelimit::{
-    Align, Charge, Check, Global, HttpReject, Key, LocalStore, Policy, RateLimitLayer, Settlement, Store, Strategy,
-    TrackedBody, UntilBodyEnd,
-};
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::rate_limit::{TrackedBody, UntilBodyEnd};
+use tower_redis_ratelimit::reject::HttpReject;
+use tower_redis_ratelimit::settle::{Charge, Settlement};
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Key, LocalStore, Policy, RateLimitLayer, Strategy};
 
 use crate::support::*;
 

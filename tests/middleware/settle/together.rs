@@ -7,10 +7,13 @@ use futures_util::future::join;
 use tokio::task::yield_now;
 use tokio::time::sleep;
 use tower::ServiceExt;
-use tower_redis_ratelimit::{
-    DryRun, ErrorKind, HeaderKey, MockStore, Mode, Observer, Policies, Rejection, Source, StoreError, Tier, Tiers,
-    Verdict, event,
-};
+use tower_redis_ratelimit::Policies;
+use tower_redis_ratelimit::check::{DryRun, Mode, Source, Verdict};
+use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::observe::{Observer, event};
+use tower_redis_ratelimit::reject::Rejection;
+use tower_redis_ratelimit::select::{Tier, Tiers};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, StoreError};
 
 use super::*;
 

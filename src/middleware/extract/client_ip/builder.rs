@@ -23,16 +23,18 @@ impl ClientIpBuilder {
     /// - an address, such as `"203.0.113.7"`,
     /// - `"private"`: 10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16 (RFC 1918), fc00::/7 (RFC 4193) and `"loopback"`,
     /// - `"loopback"`: 127.0.0.0/8 and ::1,
-    /// - `"unix"`: a peer on a unix socket. A peer of whom the server noted nothing is taken for one too, since axum notes
-    ///   nothing of a unix socket by itself; so a server that listens on TCP as well has to note the addresses there.
+    /// - `"unix"`: a peer on a unix socket. A peer of whom the server noted nothing is taken for one too, since axum
+    ///   notes nothing of a unix socket by itself; so a server that listens on TCP as well has to note the addresses
+    ///   there.
     ///
     /// Name networks in which there are proxies only. From any of their addresses one may write any address into the
     /// header: with `"private"`, so may your office, if it reaches the service by private addresses.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::TrustedNetwork`] for another text, and for networks of all addresses, such as `0.0.0.0/0` or its halves;
-    /// [`ConfigError::Zero`] for no network; [`ConfigError::HeaderName`] if the header's name is none.
+    /// [`ConfigError::TrustedNetwork`] for another text, and for networks of all addresses, such as
+    /// `0.0.0.0/0` or its halves; [`ConfigError::Zero`] for no network; [`ConfigError::HeaderName`] if the header's
+    /// name is none.
     pub fn trust<T: AsRef<str>>(self, proxies: impl IntoIterator<Item = T>) -> Result<ClientIp, ConfigError> {
         let trusted = proxies.into_iter().map(|proxies| proxies.as_ref().parse()).collect::<Result<Vec<_>, _>>();
         self.trusting(trusted)
@@ -53,21 +55,21 @@ impl ClientIpBuilder {
         Ok(ClientIp::behind(header, Trust::Networks(trusted)))
     }
 
-    /// Trusts this many proxies in a row, wherever they are. The peer is the first of them, also on a unix socket or if the
-    /// server noted nothing of it.
+    /// Trusts this many proxies in a row, wherever they are. The peer is the first of them, also on a unix socket or if
+    /// the server noted nothing of it.
     ///
-    /// The client is then the entry so many from the right: `hops(1)` takes the last one, which the peer wrote. A header
-    /// of fewer entries gives its first one.
+    /// The client is then the entry so many from the right: `hops(1)` takes the last one, which the peer wrote. A
+    /// header of fewer entries gives its first one.
     ///
-    /// For proxies whose addresses change. Every request has to pass all of them: one that gets around a proxy, such as by a
-    /// load balancer's address behind a CDN, has an entry of the client's choice in the place that counts.
+    /// For proxies whose addresses change. Every request has to pass all of them: one that gets around a proxy, such as
+    /// by a load balancer's address behind a CDN, has an entry of the client's choice in the place that counts.
     ///
     /// Of a header with a [single value](ClientIp::header), only the peer is asked: any number is the same.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Zero`] for 0: [`ClientIp::peer`] is for services without a proxy. [`ConfigError::HeaderName`] if the
-    /// header's name is none.
+    /// [`ConfigError::Zero`] for 0: [`ClientIp::peer`] is for services without a proxy. [`ConfigError::HeaderName`] if
+    /// the header's name is none.
     pub fn hops(self, hops: u8) -> Result<ClientIp, ConfigError> {
         let header = self.header?;
         let hops = NonZeroU8::new(hops).ok_or(ConfigError::Zero("the number of trusted hops"))?;

@@ -20,11 +20,11 @@ use crate::limit::{ConfigError, Key};
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
 ///
-/// Proxies tell the client's address in a header, to which a client may write too. So there is one header that counts, and it
-/// counts as far as it was written by proxies that you name: by their networks or by their number.
+/// Proxies tell the client's address in a header, to which a client may write too. So there is one header that counts,
+/// and it counts as far as it was written by proxies that you name: by their networks or by their number.
 ///
 /// ```
-/// use tower_redis_ratelimit::ClientIp;
+/// use tower_redis_ratelimit::extract::ClientIp;
 ///
 /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
 /// // nginx or a load balancer in the same private network
@@ -44,10 +44,10 @@ use crate::limit::{ConfigError, Key};
 ///
 /// # How the client is found
 ///
-/// Every proxy appends the address that it was called from. So the walk starts at the peer, at the address of the connection. As
-/// long as the hop at hand is trusted, the walk goes on to what that hop has written: the next entry from the right,
-/// over all lines of the header, from the last line to the first. Whoever is not trusted is the client. No byte to the left of
-/// the client's entry is looked at.
+/// Every proxy appends the address that it was called from. So the walk starts at the peer, at the address of the
+/// connection. As long as the hop at hand is trusted, the walk goes on to what that hop has written: the next entry
+/// from the right, over all lines of the header, from the last line to the first. Whoever is not trusted is the client.
+/// No byte to the left of the client's entry is looked at.
 ///
 /// The walk ends before that, at **the nearest trusted hop**, if it meets
 /// - the header's end: a trusted proxy is itself the client, such as for its health checks,
@@ -70,11 +70,12 @@ use crate::limit::{ConfigError, Key};
 ///
 /// # Who the peer is
 ///
-/// The address of the connection is read where [`PeerIp`](crate::PeerIp) reads it. An [`IpAddr`] that your application has put
-/// into the request's extensions wins here too: then no header counts. Nor does one from a peer who is not trusted, or any but
-/// the one that you chose.
+/// The address of the connection is read where [`PeerIp`](crate::extract::PeerIp) reads it. An [`IpAddr`] that your
+/// application has put into the request's extensions wins here too: then no header counts. Nor does one from a peer who
+/// is not trusted, or any but the one that you chose.
 ///
-/// Peers on unix sockets have no address. One whose header does not tell another is counted together with all others of them.
+/// Peers on unix sockets have no address. One whose header does not tell another is counted together with all others of
+/// them.
 ///
 /// # From a file
 ///
@@ -84,7 +85,7 @@ use crate::limit::{ConfigError, Key};
 /// ```
 /// # #[cfg(feature = "serde")] {
 /// use std::collections::HashMap;
-/// use tower_redis_ratelimit::ClientIp;
+/// use tower_redis_ratelimit::extract::ClientIp;
 ///
 /// let clients: HashMap<String, ClientIp> = toml::from_str(
 ///     r#"
@@ -135,8 +136,9 @@ impl ClientIp {
         ClientIpBuilder::new("forwarded")
     }
 
-    /// Reads a header that holds one address, such as `CF-Connecting-IP`, `True-Client-IP` or `X-Real-IP`. Its address is the
-    /// client, be it trusted or not. A header with anything else, or that is there twice, is malformed: the peer is counted.
+    /// Reads a header that holds one address, such as `CF-Connecting-IP`, `True-Client-IP` or `X-Real-IP`. Its address
+    /// is the client, be it trusted or not. A header with anything else, or that is there twice, is malformed: the peer
+    /// is counted.
     ///
     /// The header has to be one that the trusted peer sets on every request, and never takes over from the client.
     ///
@@ -147,8 +149,8 @@ impl ClientIp {
         ClientIpBuilder::new(name)
     }
 
-    /// Reads no header: as [`PeerIp`](crate::PeerIp), for services that have a proxy in some places and none in others, and
-    /// with a prefix that can be set.
+    /// Reads no header: as [`PeerIp`](crate::extract::PeerIp), for services that have a proxy in some places and none
+    /// in others, and with a prefix that can be set.
     pub fn peer() -> Self {
         Self { forwarding: None, ipv6_prefix: 64 }
     }
@@ -162,7 +164,8 @@ impl ClientIp {
         Self { forwarding: Some(Forwarding { header, form, trust }), ..Self::peer() }
     }
 
-    /// Sets how many bits of an IPv6 address are counted by. Defaults to 64, since one host owns all addresses of a /64.
+    /// Sets how many bits of an IPv6 address are counted by. Defaults to 64, since one host owns all addresses of a
+    /// /64.
     ///
     /// # Errors
     ///
@@ -174,8 +177,8 @@ impl ClientIp {
         }
     }
 
-    /// The client's address, for a use of your own. `None` if it is a process on a unix socket, or if the server noted no
-    /// address.
+    /// The client's address, for a use of your own. `None` if it is a process on a unix socket, or if the server noted
+    /// no address.
     pub fn address(&self, request: &Parts) -> Option<IpAddr> {
         match self.client(request) {
             Peer::Address(address) => Some(address.to_canonical()),
@@ -223,8 +226,8 @@ impl Forwarding {
         }
     }
 
-    /// Walks from the peer along what trusted hops have written, and gives the first who is not trusted, or the last before an
-    /// entry that tells no address.
+    /// Walks from the peer along what trusted hops have written, and gives the first who is not trusted, or the last
+    /// before an entry that tells no address.
     fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<IpAddr>>) -> Peer {
         let mut hop = peer;
         for hops in 0..ClientIp::MAX_HOPS {

@@ -15,11 +15,13 @@ use crate::middleware::copies::Copies;
 /// Policies by the caller's plan: `free`, `pro`.
 ///
 /// The plan is named by a [`Tier`] in the request's extensions, which a layer in front puts there, such as that of the
-/// authentication; or by what a closure [finds](Self::named_by). A request that names none, or one that is not listed, is
-/// under the policies that `new` was given. Single callers may have [policies of their own](Self::caller).
+/// authentication; or by what a closure [finds](Self::named_by). A request that names none, or one that is not listed,
+/// is under the policies that `new` was given. Single callers may have [policies of their own](Self::caller).
 ///
 /// ```
-/// use tower_redis_ratelimit::{HeaderKey, Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy, Tiers};
+/// use tower_redis_ratelimit::extract::HeaderKey;
+/// use tower_redis_ratelimit::select::Tiers;
+/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_minute(limit));
 /// let tiers = Tiers::new(policy("free", 60)?)
@@ -31,8 +33,8 @@ use crate::middleware::copies::Copies;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// A count belongs to the name of its policy. Who changes from `free` to `pro` above starts anew, since the policies have
-/// two names; give them one name, and what was used in one plan counts in the other.
+/// A count belongs to the name of its policy. Who changes from `free` to `pro` above starts anew, since the policies
+/// have two names; give them one name, and what was used in one plan counts in the other.
 ///
 /// # From a file
 ///
@@ -40,7 +42,7 @@ use crate::middleware::copies::Copies;
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
-/// use tower_redis_ratelimit::Tiers;
+/// use tower_redis_ratelimit::select::Tiers;
 ///
 /// #[derive(serde::Deserialize)]
 /// struct Settings {
@@ -67,21 +69,21 @@ use crate::middleware::copies::Copies;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// A caller is written as it stands in Redis and in a log that [names callers](Key::reveal), so that it can be copied from
-/// there, or as what its key is made of:
+/// A caller is written as it stands in Redis and in a log that [names callers](Key::reveal), so that it can be copied
+/// from there, or as what its key is made of:
 ///
 /// | text | is the key |
 /// |---|---|
 /// | `tenant-7` | [`Key::new`] of that text |
-/// | `ip:192.0.2.7`, `ip:2001:db8::/64` | [`Key::ip`], or that of a [`ClientIp`](crate::ClientIp) with this prefix |
+/// | `ip:192.0.2.7`, `ip:2001:db8::/64` | [`Key::ip`], or that of a [`ClientIp`](crate::extract::ClientIp) with this prefix |
 /// | `secret:sk-live-1` | [`Key::secret`] of what follows the colon. It is written again as the next form |
 /// | `~` and 32 hexadecimal digits | one that is hashed: a secret, or a long key |
 /// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of what the commas part |
 /// | `*` | [`Key::GLOBAL`] |
 ///
-/// What only looks like one of these is refused, since nobody would be that caller: an address without `ip:`, `IP:`, blanks
-/// around a comma. Our errors leave out what follows `secret:`, but those of `toml` show the line that is wrong: write the
-/// digits, or show no more of the error than its `message()`.
+/// What only looks like one of these is refused, since nobody would be that caller: an address without `ip:`, `IP:`,
+/// blanks around a comma. Our errors leave out what follows `secret:`, but those of `toml` show the line that is wrong:
+/// write the digits, or show no more of the error than its `message()`.
 ///
 /// How [plans are named](Self::named_by) is code, and is not written: call `named_by` again on what is read.
 #[derive(Clone)]
@@ -139,9 +141,9 @@ impl Tiers {
 
     /// The policies of one caller, whatever its plan: an override.
     ///
-    /// `key` is what the layer's extractor makes: [`Key::secret`] for a [`HeaderKey`](crate::HeaderKey),
-    /// [`Key::new`] for one that is `readable`, [`Key::ip`] for an address. To find a caller's takes the same short time
-    /// however many there are.
+    /// `key` is what the layer's extractor makes: [`Key::secret`] for a [`HeaderKey`](crate::extract::HeaderKey),
+    /// [`Key::new`] for one that is `readable`, [`Key::ip`] for an address. To find a caller's takes the same short
+    /// time however many there are.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
         self.callers([(key, policies)])
@@ -166,7 +168,8 @@ impl Tiers {
     /// plan: find it in what the authentication has left with the request.
     ///
     /// ```
-    /// # use tower_redis_ratelimit::{Policy, Quota, Strategy, Tiers};
+    /// # use tower_redis_ratelimit::select::Tiers;
+    /// # use tower_redis_ratelimit::{Policy, Quota, Strategy};
     /// #[derive(Clone)]
     /// struct User {
     ///     plan: String,

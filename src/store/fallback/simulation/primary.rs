@@ -9,8 +9,9 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
 use super::world::World;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key};
-use crate::store::{Answer, ErrorKind, LocalStore, Store, StoreError};
+use crate::store::{Answer, LocalStore, Store};
 
 /// What becomes of a request, in milliseconds each.
 #[derive(Debug, Clone)]

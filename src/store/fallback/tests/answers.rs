@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::limit::Outcome;
-use crate::store::instant;
+use crate::util::instant;
 
 /// As much as ann is granted of this many checks, one after the other.
 async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {

@@ -1,7 +1,7 @@
 //! When the breaker opens.
 
 use super::*;
-use crate::store::lock;
+use crate::util::lock;
 
 fn take(store: &Tested) -> Answer<super::super::FallbackFuture<Primary, LocalStore>> {
     store.check(Check::take(ann(), &policies(Strategy::Gcra, "100000/s"), 1))

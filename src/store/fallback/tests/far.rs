@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use super::*;
 use crate::limit::{Mode, Source, Verdict};
-use crate::store::instant;
+use crate::util::instant;
 
 /// One count for several instances, each so far away.
 #[derive(Clone)]

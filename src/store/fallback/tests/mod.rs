@@ -19,8 +19,11 @@ use std::time::Duration;
 use tokio::time::{advance, sleep};
 
 use super::{Fallback, Share};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Frees, Key, Policies, Policy, Strategy};
-use crate::store::{Answer, ErrorKind, LocalStore, Observer, Store, StoreError, event, lock};
+use crate::observe::{Observer, event};
+use crate::store::{Answer, LocalStore, Store};
+use crate::util::lock;
 
 /// Counts as any store does, and answers as it is told.
 #[derive(Clone, Default)]

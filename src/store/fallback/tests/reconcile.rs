@@ -1,4 +1,5 @@
-//! A reconciliation that takes long: in which order, how much at once, who waits for it, and what it leaves to others meanwhile.
+//! A reconciliation that takes long: in which order, how much at once, who waits for it, and what it leaves to others
+//! meanwhile.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -9,11 +10,12 @@ use tokio::runtime::Handle;
 
 use super::far::{Far, caller, cut, recovery, take};
 use super::*;
-use crate::store::{RedisStore, instant};
+use crate::store::RedisStore;
 use crate::support::{RedisServer, until};
+use crate::util::instant;
 
-/// Two instances have granted most of some limits between them. One of them has to charge others before these, which takes
-/// about a second, and the other has hardly anything to charge.
+/// Two instances have granted most of some limits between them. One of them has to charge others before these, which
+/// takes about a second, and the other has hardly anything to charge.
 #[tokio::test(start_paused = true)]
 async fn an_instance_that_reconciles_for_long_is_waited_for() {
     const DELAY: Duration = Duration::from_millis(40);
@@ -107,7 +109,8 @@ async fn who_is_not_heard_waits_for_others_all_the_same() {
     reconciles.await.unwrap();
 }
 
-/// It was heard that an instance reconciles, and not that it no longer does: others would wait for it for the lease time.
+/// It was heard that an instance reconciles, and not that it no longer does: others would wait for it for the lease
+/// time.
 #[tokio::test(start_paused = true)]
 async fn who_is_back_keeps_nobody_waiting() {
     let far = Far::new(Duration::from_millis(2));

@@ -4,7 +4,7 @@ use super::super::grants::{Budget, Grants};
 use super::super::notes::Notes;
 use super::*;
 use crate::limit::Align;
-use crate::store::instant;
+use crate::util::instant;
 
 fn take(policies: &Policies, cost: u32) -> Check {
     Check::take(ann(), policies, cost)

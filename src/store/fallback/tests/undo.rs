@@ -1,7 +1,7 @@
 //! What is refunded or reset undoes what was charged before it, wherever that was, and nothing else.
 
 use super::*;
-use crate::store::instant;
+use crate::util::instant;
 
 async fn take(store: &Tested, policies: &Policies, cost: u32) -> (Decision, tokio::time::Instant) {
     let asked_at = instant();

@@ -15,10 +15,10 @@ use smallvec::{SmallVec, smallvec};
 
 use crate::limit::{Check, Key, Mode, Policies, Policy, Verdict, Verdicts};
 use crate::store::bounded_map::{BoundedMap, Hold, Ranked};
-use crate::store::clock::Clock;
 use crate::store::digest::Digest;
 use crate::store::freed::gives_room;
 use crate::store::shards::Shards;
+use crate::util::Clock;
 
 #[derive(Debug)]
 pub(crate) struct DenialCache {

@@ -71,8 +71,8 @@ mod tests {
     use redis::{Cmd, Value};
 
     use super::*;
+    use crate::error::ErrorKind;
     use crate::limit::{Order, Policies, Policy, Quota, Strategy};
-    use crate::store::ErrorKind;
 
     fn policies(limit: u32) -> Policies {
         Policy::new("api", Strategy::Gcra, Quota::per_second(limit)).unwrap().into()

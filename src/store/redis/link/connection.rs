@@ -8,9 +8,9 @@ use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, timeout};
 
 use super::errors::error_of;
-use crate::store::StoreError;
-use crate::store::clock::instant;
+use crate::error::StoreError;
 use crate::store::redis::script::Script;
+use crate::util::instant;
 
 /// A new connection.
 #[derive(Debug)]
@@ -86,17 +86,18 @@ impl Connection {
         self.broken = true;
     }
 
-    /// Runs a script once for each of these calls, in one round trip; those that are `true` are of a slot that is being moved
-    /// to this node. What the server has said to each is told in their order: one that it refused says nothing of the others.
+    /// Runs a script once for each of these calls, in one round trip; those that are `true` are of a slot that is being
+    /// moved to this node. What the server has said to each is told in their order: one that it refused says nothing of
+    /// the others.
     ///
     /// A call is sent by the script's hash, and again by its text if the server does not know the hash: then it has run
-    /// nothing, so that nothing is charged twice. `command` makes a call, by its number, the name of the command and what
-    /// stands for the script there.
+    /// nothing, so that nothing is charged twice. `command` makes a call, by its number, the name of the command and
+    /// what stands for the script there.
     ///
     /// # Errors
     ///
-    /// What befell the connection before all replies had come. The pool drops a connection whose next use would likely fail as
-    /// this one did, or if this future is dropped before.
+    /// What befell the connection before all replies had come. The pool drops a connection whose next use would likely
+    /// fail as this one did, or if this future is dropped before.
     pub(crate) async fn run(
         &mut self,
         script: &Script,

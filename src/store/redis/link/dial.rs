@@ -14,7 +14,7 @@ use tokio::time::timeout;
 
 use super::errors::{error_of_greeting, explained};
 use super::names::{self, Host};
-use crate::store::{ErrorKind, StoreError};
+use crate::error::{ErrorKind, StoreError};
 
 #[derive(Debug)]
 pub(crate) struct Dialer {

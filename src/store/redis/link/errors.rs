@@ -8,7 +8,7 @@ use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, Serv
 use tokio::time::timeout;
 
 use super::tls;
-use crate::store::{ErrorKind, StoreError};
+use crate::error::{ErrorKind, StoreError};
 
 /// A failure of redis-rs by what to do about it.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {

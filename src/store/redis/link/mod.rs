@@ -1,5 +1,5 @@
-//! Connections to one server: how it is [dialed](Dialer), what goes over a [connection], which of a [pool](Pool) still work, and
-//! when not even to try. Which server that is, is for others to know.
+//! Connections to one server: how it is [dialed](Dialer), what goes over a [connection], which of a [pool](Pool) still
+//! work, and when not even to try. Which server that is, is for others to know.
 
 mod connection;
 mod dial;

@@ -1,8 +1,9 @@
 //! Addresses of host names.
 //!
-//! The operating system's look-up keeps a thread busy for as long as it takes, which is many seconds where no name server
-//! answers, and nothing can end it. So each host is looked up by one thread at a time, and whoever needs its addresses meanwhile
-//! waits for the same answer. It is a thread of no runtime: those who wait may be on several, and one that ends need not wait.
+//! The operating system's look-up keeps a thread busy for as long as it takes, which is many seconds where no name
+//! server answers, and nothing can end it. So each host is looked up by one thread at a time, and whoever needs its
+//! addresses meanwhile waits for the same answer. It is a thread of no runtime: those who wait may be on several, and
+//! one that ends need not wait.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -16,7 +17,7 @@ use redis::RedisFuture;
 use redis::io::AsyncDNSResolver;
 use tokio::sync::oneshot;
 
-use crate::store::lock;
+use crate::util::lock;
 
 static LOOK_UPS: LookUps = LookUps { under_way: Mutex::new(BTreeMap::new()), look_up: system };
 

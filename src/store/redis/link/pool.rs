@@ -1,7 +1,7 @@
 //! Connections: a bb8 pool that knows which of them still work, and says why one cannot be made.
 //!
-//! A connection, and whatever bb8 does for it, is driven by the tokio runtime that it was made on. So each runtime has a
-//! pool of its own, which is gone with it.
+//! A connection, and whatever bb8 does for it, is driven by the tokio runtime that it was made on. So each runtime has
+//! a pool of its own, which is gone with it.
 
 use std::fmt;
 use std::future::Future;
@@ -17,9 +17,10 @@ use tokio::time::Instant;
 
 use super::connection::{Connection, Link};
 use super::errors::within;
-use crate::store::clock::instant;
-use crate::store::{ErrorKind, StoreError, lock};
+use crate::error::{ErrorKind, StoreError};
+use crate::util::instant;
 use crate::util::jittered;
+use crate::util::lock;
 
 /// Knows where a pool's connections lead.
 pub(crate) trait Connect: fmt::Debug + Send + Sync + 'static {
@@ -27,8 +28,8 @@ pub(crate) trait Connect: fmt::Debug + Send + Sync + 'static {
     fn connect(&self) -> impl Future<Output = Result<Link, StoreError>> + Send;
 }
 
-/// Makes the connections. Unlike bb8-redis's own manager it knows whether the last use of one failed, and so needs no ping at
-/// every checkout.
+/// Makes the connections. Unlike bb8-redis's own manager it knows whether the last use of one failed, and so needs no
+/// ping at every checkout.
 #[derive(Debug)]
 struct Manager<C> {
     to: C,
@@ -36,8 +37,8 @@ struct Manager<C> {
     backoff: Backoff,
 }
 
-/// Keeps those who ask on while a server is away from connecting each time. A few failures in a row are free: a single one may
-/// be chance.
+/// Keeps those who ask on while a server is away from connecting each time. A few failures in a row are free: a single
+/// one may be chance.
 #[derive(Debug, Default)]
 struct Backoff(Mutex<Streak>);
 
@@ -185,7 +186,8 @@ impl<C: Connect> Pool<C> {
     }
 }
 
-/// Hands on why a connection could not be made, which bb8 keeps from those who wait for one. By then the pool may make another.
+/// Hands on why a connection could not be made, which bb8 keeps from those who wait for one. By then the pool may make
+/// another.
 #[derive(Debug, Clone)]
 struct Sink(watch::Sender<Option<StoreError>>);
 

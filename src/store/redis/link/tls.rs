@@ -18,8 +18,8 @@ mod with {
     use rustls::sign::CertifiedKey;
     use rustls::{AlertDescription, CertificateError, RootCertStore};
 
+    use crate::error::ErrorKind;
     use crate::limit::ConfigError;
-    use crate::store::ErrorKind;
 
     /// What a [`ConfigError::Certificate`] is about, where that is one file.
     pub(crate) const ROOT_CERTIFICATE: &str = "root certificate";
@@ -42,8 +42,8 @@ mod with {
         ///
         /// # Errors
         ///
-        /// [`ConfigError::Certificate`] and [`ConfigError::ServerName`]; [`ConfigError::TlsUnused`] if none of the servers speaks
-        /// TLS, but something is set for it.
+        /// [`ConfigError::Certificate`] and [`ConfigError::ServerName`]; [`ConfigError::TlsUnused`] if none of the
+        /// servers speaks TLS, but something is set for it.
         pub(crate) fn apply(&self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
             let Self { root_certificates, client_certificate, server_name } = self;
             let is_set = root_certificates.is_some() || client_certificate.is_some() || server_name.is_some();
@@ -157,8 +157,8 @@ mod with {
 mod without {
     use redis::{ConnectionAddr, ConnectionInfo, RedisError};
 
+    use crate::error::ErrorKind;
     use crate::limit::ConfigError;
-    use crate::store::ErrorKind;
 
     #[derive(Debug, Clone, Copy, Default)]
     pub(crate) struct Tls {}
@@ -166,8 +166,8 @@ mod without {
     impl Tls {
         /// # Errors
         ///
-        /// [`ConfigError::NoTls`] if a server speaks TLS: somebody else may have built redis-rs with it, but perhaps without
-        /// cryptography.
+        /// [`ConfigError::NoTls`] if a server speaks TLS: somebody else may have built redis-rs with it, but perhaps
+        /// without cryptography.
         pub(crate) fn apply(self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
             let is_tls = |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
             if servers.into_iter().any(|server| is_tls(server)) { Err(ConfigError::NoTls) } else { Ok(()) }

@@ -3,8 +3,8 @@
 use redis::{Cmd, Value};
 
 use super::wire;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Charged, Check, EachCharged, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
-use crate::store::{ErrorKind, StoreError};
 
 /// What one script call asks.
 #[derive(Debug, Default)]
@@ -29,8 +29,8 @@ pub(crate) struct Plan {
     charged: EachCharged,
 }
 
-/// All of a plan that is cheap to compare. Two lists of policies could by chance share an identity: so [`Plan::asks`] has
-/// the last word.
+/// All of a plan that is cheap to compare. Two lists of policies could by chance share an identity: so [`Plan::asks`]
+/// has the last word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Asked {
     identity: u64,
@@ -176,7 +176,8 @@ impl ScriptCall {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this call makes it, or does not end with a time.
+    /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this call makes it, or does not end with
+    /// a time.
     pub(crate) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
         // Of an answer: four for each policy; and when it was charged, if it may have been before.
         let numbers = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.asked.with_id);

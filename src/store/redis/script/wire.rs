@@ -2,8 +2,8 @@
 
 use crate::limit::{Frees, Kind, Mode, Policy, strategies};
 
-/// Gives a macro the numbers that both halves of the script know, beside those of the strategies: of modes, of what went wrong
-/// in place of what was granted, and of what counts requests in flight.
+/// Gives a macro the numbers that both halves of the script know, beside those of the strategies: of modes, of what
+/// went wrong in place of what was granted, and of what counts requests in flight.
 macro_rules! numbers {
     ($with:ident) => {
         $with! {

@@ -1,5 +1,5 @@
-//! What a cluster asks of the workers: to look for its slots again, and to send on what a node has refused because of how they are
-//! spread. The node did not run it.
+//! What a cluster asks of the workers: to look for its slots again, and to send on what a node has refused because of
+//! how they are spread. The node did not run it.
 
 use std::io;
 use std::sync::{Arc, Weak};
@@ -11,21 +11,21 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::inner::Inner;
 use super::job::Job;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::ConfigError;
-use crate::store::clock::instant;
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::MARKER;
 use crate::store::redis::topology::Node;
 use crate::store::redis::topology::cluster::{Cluster, Refresher, Refusal, SlotMap, Why};
-use crate::store::{ErrorKind, StoreError};
 use crate::util::Task;
+use crate::util::instant;
 
 /// How long the marker stays after the last instance has looked at it, which each does every hour.
 const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);
 /// After so many nodes that all send us elsewhere.
 const MAX_HOPS: u8 = 8;
-/// How long a check waits for its own keys to be on one node: less than the deadline of a fallback, which should not take it
-/// for an outage.
+/// How long a check waits for its own keys to be on one node: less than the deadline of a fallback, which should not
+/// take it for an outage.
 const PATIENCE: Duration = Duration::from_millis(30);
 
 /// Checks, and the nodes that decide them now. None where that has to be waited for.
@@ -91,8 +91,8 @@ impl Inner {
         }
     }
 
-    /// Waits until the slots have been asked for. Where that has just failed, and it is not yet time to try again, it is that
-    /// error at once.
+    /// Waits until the slots have been asked for. Where that has just failed, and it is not yet time to try again, it
+    /// is that error at once.
     ///
     /// # Errors
     ///
@@ -134,7 +134,8 @@ impl Inner {
         asks.or_else(|| self.topology.node(job.partition))
     }
 
-    /// A node has refused the call of these checks. Returns those that can be decided elsewhere or later, and answers the others.
+    /// A node has refused the call of these checks. Returns those that can be decided elsewhere or later, and answers
+    /// the others.
     pub(super) fn redirect(
         self: &Arc<Self>,
         cluster: &Cluster,
@@ -191,8 +192,8 @@ impl Inner {
         again
     }
 
-    /// A connection to a node has failed: another node may take over. Returns those of these checks that one has taken over
-    /// already, and the others.
+    /// A connection to a node has failed: another node may take over. Returns those of these checks that one has taken
+    /// over already, and the others.
     pub(super) fn lost(self: &Arc<Self>, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
         if self.topology.cluster().is_none() {
             return (vec![], jobs.collect());
@@ -219,7 +220,8 @@ mod tests {
     use tokio::time::advance;
 
     use super::*;
-    use crate::store::{RedisStore, Servers, lock};
+    use crate::store::{RedisStore, Servers};
+    use crate::util::lock;
 
     #[test]
     fn an_error_of_the_store_is_not_lost() {

@@ -14,13 +14,16 @@ use tokio::sync::oneshot;
 
 use super::job::{Job, no_runtime};
 use super::queues::{NodeQueue, Queues, Target, Work};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Source, Verdicts};
+use crate::observe::{Observer, event};
+use crate::store::freed;
 use crate::store::redis::batch::{DenialCache, Queue};
 use crate::store::redis::link::{error_of, within};
 use crate::store::redis::script::Script;
 use crate::store::redis::topology::cluster::Refusal;
 use crate::store::redis::topology::{Node, Topology};
-use crate::store::{ErrorKind, Observer, StoreError, contain, event, freed, lock};
+use crate::util::{contain, lock};
 
 pub(crate) struct Inner {
     pub(crate) topology: Topology,
@@ -110,8 +113,8 @@ impl Inner {
         (NodeQueue { number, runtime: runtime.id(), target, jobs, _store }, watch)
     }
 
-    /// Calls a script with the key of this name, which is of no caller, and two arguments, on a node or wherever that sends us. It
-    /// may be run again.
+    /// Calls a script with the key of this name, which is of no caller, and two arguments, on a node or wherever that
+    /// sends us. It may be run again.
     pub(crate) async fn run_shared<T: FromRedisValue>(
         self: &Arc<Self>,
         mut node: Node,
@@ -227,7 +230,9 @@ pub(super) fn runtime_is_ending() -> bool {
 
 #[cfg(test)]
 mod tests {
-    use crate::store::{ErrorKind, Observer, RedisStore, StoreError, event};
+    use crate::error::{ErrorKind, StoreError};
+    use crate::observe::{Observer, event};
+    use crate::store::RedisStore;
 
     struct Panics;
 

@@ -7,10 +7,11 @@ use std::task::{Context, Poll, ready};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
-use crate::store::clock::instant;
 use crate::store::redis::topology::Node;
-use crate::store::{ErrorKind, StoreError, polled_after_completion};
+use crate::util::instant;
+use crate::util::polled_after_completion;
 
 /// A check that waits for its answer.
 #[derive(Debug)]

@@ -1,10 +1,10 @@
-//! What joins the rooms below: a [task](task) takes what waits, sends it as script calls over a connection, answers every check,
-//! and goes on until its queue is empty; then it ends. A check that comes while fewer workers run than may starts one, so that an
-//! idle store adds no delay.
+//! What joins the rooms below: a [task](task) takes what waits, sends it as script calls over a connection, answers
+//! every check, and goes on until its queue is empty; then it ends. A check that comes while fewer workers run than may
+//! starts one, so that an idle store adds no delay.
 //!
-//! Each tokio runtime that uses a store has [queues], workers and connections of its own, one set for each node: no check depends
-//! on a runtime but the one that it was made on. They are gone when that runtime ends. What has no node yet waits in a queue
-//! without connections until the [cluster] has told.
+//! Each tokio runtime that uses a store has [queues], workers and connections of its own, one set for each node: no
+//! check depends on a runtime but the one that it was made on. They are gone when that runtime ends. What has no node
+//! yet waits in a queue without connections until the [cluster] has told.
 
 mod cluster;
 mod inner;

@@ -77,8 +77,8 @@ impl Queues {
     }
 }
 
-/// What a worker works with: the checks that it has taken, and the script calls of one round trip that ask them. A single server
-/// decides all checks in one call, and a node of a cluster those of each partition in one.
+/// What a worker works with: the checks that it has taken, and the script calls of one round trip that ask them. A
+/// single server decides all checks in one call, and a node of a cluster those of each partition in one.
 #[derive(Debug, Default)]
 pub(super) struct Work {
     pub(super) jobs: Vec<Job>,

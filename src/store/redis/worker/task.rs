@@ -14,14 +14,17 @@ use super::cluster::Placed;
 use super::inner::{Inner, runtime, runtime_is_ending};
 use super::job::{Job, RedisFuture, no_runtime};
 use super::queues::{NodeQueue, Target, Work};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Source};
-use crate::store::clock::instant;
+use crate::observe::event;
+use crate::store::Answer;
 use crate::store::redis::batch::Full;
 use crate::store::redis::link::{Failures, Replies, error_of, within};
 use crate::store::redis::script::{CHECK, is_read_only};
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool};
-use crate::store::{Answer, ErrorKind, StoreError, contain, event};
+use crate::util::contain;
+use crate::util::instant;
 
 /// For how many turns of the runtime a worker waits for more to send.
 const GATHER: u32 = 4;

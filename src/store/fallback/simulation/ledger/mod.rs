@@ -1,7 +1,7 @@
 //! What must hold, and the accounts that tell whether it does.
 //!
-//! The ledger sees every request that reaches the primary store, whether it ran, and every decision of every instance. So
-//! it knows what each instance owes the primary store, which no instance can know.
+//! The ledger sees every request that reaches the primary store, whether it ran, and every decision of every instance.
+//! So it knows what each instance owes the primary store, which no instance can know.
 
 mod accounts;
 mod reconciliation;
@@ -22,8 +22,8 @@ pub(super) struct Ledger {
     accounts: Vec<Vec<Account>>,
     /// How often the primary store has forgotten everything.
     pub(super) emptied: i64,
-    /// How often a breaker has opened. The windows of an instance and of the primary store do not begin together, so that
-    /// a change from one to the other may be to a new window.
+    /// How often a breaker has opened. The windows of an instance and of the primary store do not begin together, so
+    /// that a change from one to the other may be to a new window.
     pub(super) opened: i64,
     /// How much the primary store has run.
     runs: u64,
@@ -95,8 +95,9 @@ impl Ledger {
 
     /// An instance has heard from the primary store, while that decides for it.
     ///
-    /// It goes on from there only if the answer knows of all that the instance has granted: nothing is owed, and what was
-    /// has been charged before the answer was made, or given up. If something else was reconciled since it asked, it need not.
+    /// It goes on from there only if the answer knows of all that the instance has granted: nothing is owed, and what
+    /// was has been charged before the answer was made, or given up. If something else was reconciled since it asked,
+    /// it need not.
     pub(super) fn hears(&mut self, plan: &Plan, now: u64, heard: &Heard, decision: &Decision) {
         let &Heard { caller, instance, ran: Ran { run, charged }, since, turned } = heard;
         let account = &mut self.accounts[caller][instance];
@@ -226,9 +227,9 @@ impl Ledger {
     /// Let C be what the primary store has charged of the limit L, and V what it would have if it knew what the
     /// instances have granted and not yet told. An instance grants its part of L - C, as it last heard of C. What C has
     /// grown since, by P, it does not know: V may grow beyond L by that, but no more than by what the instance grants.
-    /// The primary store does not know of V - C: V may grow beyond L by what it grants until it is told, but no more than
-    /// by V - C. Both are `min(granted, P)`, with P from when the instance last heard until it has told. On top comes what
-    /// was sent and never answered, and what the store forgot.
+    /// The primary store does not know of V - C: V may grow beyond L by what it grants until it is told, but no more
+    /// than by V - C. Both are `min(granted, P)`, with P from when the instance last heard until it has told. On top
+    /// comes what was sent and never answered, and what the store forgot.
     fn bound(&self, plan: &Plan, now: u64, caller: usize) -> (i64, String) {
         let (sums, who) = (&self.sums[caller], &plan.callers[caller]);
         let simple = who.takes_only();

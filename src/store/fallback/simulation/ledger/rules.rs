@@ -21,7 +21,8 @@ pub(in super::super) enum Rule {
     Exact,
     /// Whatever is asked with one id is charged once.
     Id,
-    /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the breaker.
+    /// A primary store that has fallen silent is sent no more requests, one after another, than it takes to open the
+    /// breaker.
     Silence,
     /// No request fails.
     Failed,

@@ -18,10 +18,13 @@ use shown::{answered, nonsense};
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use super::primary::{Fate, Reply};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State as Count, Verdicts};
+use crate::observe::{Observer, event};
 use crate::simulation::{Log, pick, shown, verdict};
-use crate::store::instant;
-use crate::store::{ErrorKind, LocalStore, Observer, Store, StoreError, event, lock};
+use crate::store::{LocalStore, Store};
+use crate::util::instant;
+use crate::util::lock;
 
 #[derive(Debug, Clone)]
 pub(super) struct World(Arc<Mutex<State>>);

@@ -1,16 +1,16 @@
 //! Redis Cluster: many masters, each of which has some of the 16,384 slots.
 //!
-//! All keys of a script call must be in one slot, so that checks of callers who are in slots of their own could not share a
-//! call. Therefore callers are put into a fixed number of *partitions*. The keys of a partition have its hash tag, as in
-//! `rl:{17}:{ann}:api:g`, so a partition is in one slot. What is in flight for a partition is one script call, and the
-//! calls for all partitions of one master are one pipeline.
+//! All keys of a script call must be in one slot, so that checks of callers who are in slots of their own could not
+//! share a call. Therefore callers are put into a fixed number of *partitions*. The keys of a partition have its hash
+//! tag, as in `rl:{17}:{ann}:api:g`, so a partition is in one slot. What is in flight for a partition is one script
+//! call, and the calls for all partitions of one master are one pipeline.
 //!
-//! The map of [`slots`] is asked of any of the [`nodes`] at the start, and again when a connection is lost or a slot has moved:
-//! [`refresh`] says when. A call that a node [refuses](Refusal) because it does not serve the slot is sent to the one that does;
-//! the server has said that it did not run it. No other call is sent twice.
+//! The map of [`slots`] is asked of any of the [`nodes`] at the start, and again when a connection is lost or a slot
+//! has moved: [`refresh`] says when. A call that a node [refuses](Refusal) because it does not serve the slot is sent
+//! to the one that does; the server has said that it did not run it. No other call is sent twice.
 //!
-//! Two instances with other numbers of partitions would count the same callers under other keys. A marker in the cluster tells
-//! the number.
+//! Two instances with other numbers of partitions would count the same callers under other keys. A marker in the
+//! cluster tells the number.
 
 mod nodes;
 mod refresh;
@@ -32,10 +32,10 @@ pub(crate) use slots::{SHARED, SlotMap};
 
 use self::nodes::Nodes;
 use super::node::Node;
+use crate::error::StoreError;
 use crate::limit::Key;
-use crate::store::StoreError;
-use crate::store::clock::Clock;
 use crate::store::redis::link::Dialer;
+use crate::util::Clock;
 
 pub(crate) struct Cluster {
     nodes: Nodes,
@@ -108,8 +108,8 @@ impl Cluster {
         partitions
     }
 
-    /// Whether a partition's slot is being moved. Then some of its keys are here and some are there, and a call that has both
-    /// is refused: its callers are asked one by one.
+    /// Whether a partition's slot is being moved. Then some of its keys are here and some are there, and a call that
+    /// has both is refused: its callers are asked one by one.
     pub(crate) fn moves(&self, partition: u16) -> bool {
         let until = self.partitions[usize::from(partition)].moves_until.load(Relaxed);
         until > i64::MIN && self.clock.micros() < until
@@ -135,7 +135,8 @@ impl Cluster {
         self.map.rcu(|map| if map.owner(slot) == Some(node) { Arc::clone(map) } else { map.with(slot, node).into() });
     }
 
-    /// Asks the nodes for the map of slots, each for so long at most. Returns it, and whether it is another than before.
+    /// Asks the nodes for the map of slots, each for so long at most. Returns it, and whether it is another than
+    /// before.
     pub(crate) async fn ask_any(&self, why: Why, patience: Duration) -> Result<(Arc<SlotMap>, bool), StoreError> {
         let present = self.map.load_full();
         let lost = if let Why::Lost(node) = why { Some(node) } else { None };

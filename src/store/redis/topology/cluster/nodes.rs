@@ -12,12 +12,13 @@ use redis::{ConnectionInfo, ErrorKind as Kind, RedisError, ServerErrorKind, Valu
 use tokio::time::{Instant, timeout};
 
 use super::slots::{self, Address, SlotMap, Slots};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::ConfigError;
-use crate::store::clock::instant;
 use crate::store::redis::link::{Dialer, error_of, explained, with_address, within};
 use crate::store::redis::topology::node::Node;
-use crate::store::{ErrorKind, StoreError, lock};
 use crate::util::RandomState;
+use crate::util::instant;
+use crate::util::lock;
 
 pub(super) struct Nodes {
     /// Those that the application named: at least one.
@@ -28,7 +29,8 @@ pub(super) struct Nodes {
     gone_since: Mutex<Option<Instant>>,
 }
 
-/// The addresses of nodes, by their numbers, and the other way round. It only grows: a cluster hardly ever gains a node.
+/// The addresses of nodes, by their numbers, and the other way round. It only grows: a cluster hardly ever gains a
+/// node.
 #[derive(Debug)]
 pub(super) struct Known<A = Address> {
     addresses: Vec<A>,
@@ -70,10 +72,11 @@ pub(crate) enum Refusal {
     Other,
 }
 
-/// After so long without any node of the cluster it may have been set up anew. It is longer than a failover takes with Redis's
-/// defaults.
+/// After so long without any node of the cluster it may have been set up anew. It is longer than a failover takes with
+/// Redis's defaults.
 const GONE: Duration = Duration::from_secs(30);
-/// How many nodes are asked, and into how many parts the time for one of them is cut: after each, the next is asked too.
+/// How many nodes are asked, and into how many parts the time for one of them is cut: after each, the next is asked
+/// too.
 const ASKED: usize = 6;
 const SIDE_BY_SIDE: u32 = 8;
 
@@ -91,7 +94,8 @@ impl Nodes {
         lock(&self.known).address(node).cloned()
     }
 
-    /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of another server.
+    /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of
+    /// another server.
     pub(super) async fn connect(
         &self,
         node: Node,
@@ -127,12 +131,13 @@ impl Nodes {
         }
     }
 
-    /// Asks nodes side by side, each a moment after the one before or as soon as that has failed: one that does not answer keeps
-    /// nobody waiting. The one that is `lost` is asked last. Returns the map, and whether it is of another cluster.
+    /// Asks nodes side by side, each a moment after the one before or as soon as that has failed: one that does not
+    /// answer keeps nobody waiting. The one that is `lost` is asked last. Returns the map, and whether it is of another
+    /// cluster.
     ///
-    /// The address of a node may have become that of another cluster, which is not believed: a map must have a node in common
-    /// with the present one. Only if none of those has answered for long is it as at the start, when what the application has
-    /// named is the cluster.
+    /// The address of a node may have become that of another cluster, which is not believed: a map must have a node in
+    /// common with the present one. Only if none of those has answered for long is it as at the start, when what the
+    /// application has named is the cluster.
     pub(super) async fn ask_any(
         &self,
         present: &SlotMap,

@@ -10,9 +10,10 @@ use tokio::runtime::Id;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::store::clock::instant;
+use crate::error::StoreError;
 use crate::store::redis::topology::node::Node;
-use crate::store::{StoreError, lock};
+use crate::util::instant;
+use crate::util::lock;
 use crate::util::{Span, Task, TaskOwner, jittered};
 
 #[derive(Debug)]

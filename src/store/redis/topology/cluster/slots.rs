@@ -22,8 +22,8 @@ pub(super) fn slot(tag: &[u8]) -> u16 {
     crc % SLOTS
 }
 
-/// The tags of so many partitions: the n-th is the smallest number whose slot is in the n-th part of all slots. Masters mostly
-/// have ranges of slots that are about equally long, so each of them has about as many partitions.
+/// The tags of so many partitions: the n-th is the smallest number whose slot is in the n-th part of all slots. Masters
+/// mostly have ranges of slots that are about equally long, so each of them has about as many partitions.
 pub(super) fn tags(partitions: usize) -> Vec<u32> {
     let mut tags = vec![None; partitions];
     let (mut number, mut left) = (0, tags.len());
@@ -43,13 +43,14 @@ pub(super) fn tags(partitions: usize) -> Vec<u32> {
 #[derive(Debug)]
 pub(crate) struct SlotMap {
     owners: Box<[Option<Node>]>,
-    /// All that the cluster named, replicas too: any of them may be asked for the slots. In their order, but for those that
-    /// were learned since.
+    /// All that the cluster named, replicas too: any of them may be asked for the slots. In their order, but for those
+    /// that were learned since.
     pub(super) nodes: Vec<Node>,
     ids: Arc<Ids>,
 }
 
-/// What a node calls all nodes of its cluster, wherever they are. A node keeps its id for as long as it is of that cluster.
+/// What a node calls all nodes of its cluster, wherever they are. A node keeps its id for as long as it is of that
+/// cluster.
 type Ids = HashSet<Box<str>>;
 
 /// What a node says of the slots.
@@ -162,8 +163,8 @@ impl SlotMap {
 
 /// Reads the reply to `CLUSTER SLOTS`, that a node at this address gave. `None` if it is another.
 ///
-/// A node without a name, or of the name `""`, is the one that was asked. One of the name `?` has one that the cluster does not
-/// know: it is left out, as is a range whose master is.
+/// A node without a name, or of the name `""`, is the one that was asked. One of the name `?` has one that the cluster
+/// does not know: it is left out, as is a range whose master is.
 pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     let Value::Array(ranges) = reply else { return None };
     let (mut read, mut ids) = (vec![], HashSet::new());
@@ -249,7 +250,8 @@ mod tests {
         assert_eq!(tags(4), [3, 2, 1, 0]);
     }
 
-    /// What `docs/running.md` says of the numbers to choose. The masters have the ranges that `redis-cli --cluster create` gives.
+    /// What `docs/running.md` says of the numbers to choose. The masters have the ranges that `redis-cli --cluster
+    /// create` gives.
     #[test]
     fn partitions_are_spread_over_the_masters() {
         let slots = |partitions: usize| -> Vec<usize> {

@@ -1,14 +1,15 @@
 //! Redis Sentinel: one master at a time, at the address that its sentinels tell.
 //!
-//! Whenever a connection is made all sentinels are asked at once, and the [`quorum`] says in which order to try what they
-//! tell: one of them may be cut off from the others, and know of a former master only. The server must say itself that it
-//! is a master. A former one may go on answering, and taking charges that it is going to lose, for many seconds: Sentinel makes
-//! it a replica late. So a watch asks after the master, and the connections to another one are given up. It asks one sentinel at
-//! a time, each in its turn: that is four small commands a second for an instance, and needs no permission more. A message that
-//! sentinels publish may be lost with its connection, so it would have to be asked all the same.
+//! Whenever a connection is made all sentinels are asked at once, and the [`quorum`] says in which order to try what
+//! they tell: one of them may be cut off from the others, and know of a former master only. The server must say itself
+//! that it is a master. A former one may go on answering, and taking charges that it is going to lose, for many
+//! seconds: Sentinel makes it a replica late. So a watch asks after the master, and the connections to another one are
+//! given up. It asks one sentinel at a time, each in its turn: that is four small commands a second for an instance,
+//! and needs no permission more. A message that sentinels publish may be lost with its connection, so it would have to
+//! be asked all the same.
 //!
-//! This is over plain connections. Redis-rs's client for sentinels asks them one after the other, so that a slow one delays
-//! all, and says nothing of a failover to those that are connected.
+//! This is over plain connections. Redis-rs's client for sentinels asks them one after the other, so that a slow one
+//! delays all, and says nothing of a failover to those that are connected.
 
 mod quorum;
 
@@ -27,10 +28,11 @@ use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::ConfigError;
-use crate::store::clock::instant;
 use crate::store::redis::link::{Dialer, Epoch, Link, error_at, error_of, explained, with_address, within};
-use crate::store::{ErrorKind, StoreError, lock};
+use crate::util::instant;
+use crate::util::lock;
 use crate::util::{RandomState, Span, Task, TaskOwner, jittered};
 
 /// How often a sentinel is asked after the master: so that a second is enough though one is slow.
@@ -175,7 +177,8 @@ impl Sentinels {
         }
     }
 
-    /// The epoch of a connection to a server that the sentinels, who were asked in the epoch of this number, took for the master.
+    /// The epoch of a connection to a server that the sentinels, who were asked in the epoch of this number, took for
+    /// the master.
     fn found(&self, master: Master, asked_in: u64) -> Epoch {
         let mut known = lock(&self.known);
         let mut number = self.epoch.load(Ordering::Acquire);
@@ -200,7 +203,8 @@ impl Sentinels {
         }
     }
 
-    /// Asks one sentinel after the other, for as long as there is the store. If it tells of another master, asks all of them.
+    /// Asks one sentinel after the other, for as long as there is the store. If it tells of another master, asks all of
+    /// them.
     async fn run_watch(this: Weak<Self>, _task: Task) {
         let mut connections: Vec<Option<MultiplexedConnection>> = vec![];
         let mut turn = RandomState::new().hash_one(0) as usize;

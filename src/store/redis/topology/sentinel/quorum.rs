@@ -1,6 +1,6 @@
 //! What several sentinels say, some of whom may be cut off from the others.
 
-use crate::store::{ErrorKind, StoreError};
+use crate::error::{ErrorKind, StoreError};
 
 /// Where a sentinel says that the master is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,9 +59,9 @@ impl Quorum {
         self.told.iter().any(|(_, votes)| self.is_majority(*votes))
     }
 
-    /// The servers to try, the likeliest first: the word of most, and then by epoch. The one that was `known` before comes first
-    /// while what is told is of an earlier epoch, unless all agree: in a failover most sentinels tell of the former master for
-    /// a second longer than the first. And why there may be none.
+    /// The servers to try, the likeliest first: the word of most, and then by epoch. The one that was `known` before
+    /// comes first while what is told is of an earlier epoch, unless all agree: in a failover most sentinels tell of
+    /// the former master for a second longer than the first. And why there may be none.
     pub(super) fn end(mut self, known: Option<Master>) -> (Vec<Master>, StoreError) {
         let known_epoch = known.as_ref().map_or(0, |known| known.epoch);
         let all = self.sentinels;

@@ -2,7 +2,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use super::BoxError;
-use crate::middleware::AsIs;
+use crate::middleware::rate_limit::AsIs;
 use crate::settle::Settlement;
 
 /// Until when a [`CallLimitLayer`](crate::CallLimitLayer) holds what a call has taken, whose responses are `Res`: [`AsIs`]

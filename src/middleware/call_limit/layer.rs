@@ -6,20 +6,22 @@ use tower_layer::Layer;
 use super::{BoxError, CallLimit, UntilAnswer};
 use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
 use crate::limit::Policies;
-use crate::middleware::AsIs;
+use crate::middleware::rate_limit::AsIs;
 use crate::middleware::settings::Settings;
+use crate::observe::Observer;
 use crate::settle::Settlement;
-use crate::store::{Observer, Store};
+use crate::store::Store;
 
 /// Limits the rate of calls of any tower service, whatever its requests are: jobs of a queue, commands, requests of a
 /// client. One check per request, and the inner service is called only after a yes.
 ///
-/// It is [`RateLimitLayer`](crate::RateLimitLayer) for what is not HTTP's: a closure says what a request is counted by, and a
-/// call that is denied fails.
+/// It is [`RateLimitLayer`](crate::RateLimitLayer) for what is not HTTP's: a closure says what a request is counted by,
+/// and a call that is denied fails.
 ///
 /// ```
 /// use tower::{ServiceBuilder, ServiceExt};
-/// use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policy, Quota, RateLimited, Strategy};
+/// use tower_redis_ratelimit::check::RateLimited;
+/// use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policy, Quota, Strategy};
 ///
 /// #[derive(Clone)]
 /// struct Job {
@@ -47,23 +49,25 @@ use crate::store::{Observer, Store};
 /// # }
 /// ```
 ///
-/// A closure needs the type of its argument, as `&Job` above. A [`KeyExtractor`] or a [`PolicySelector`] of one's own is an
-/// `impl KeyExtractor<Job> for ..`. [`Global`](crate::Global), tuples, and what gives the same policies for every request
-/// are for all types.
+/// A closure needs the type of its argument, as `&Job` above. A [`KeyExtractor`] or a [`PolicySelector`] of one's own
+/// is an `impl KeyExtractor<Job> for ..`. [`Global`](crate::extract::Global), tuples, and what gives the same policies
+/// for every request are for all types.
 ///
 /// # Errors of a call
 ///
 /// They are boxed, as those of tower's own layers:
-/// - [`RateLimited`](crate::RateLimited) for a call that is denied.
-/// - [`StoreError`](crate::StoreError) if the store could not decide, unless [`on_error`](Self::on_error) lets it pass.
-/// - [`MissingKey`](crate::MissingKey) for a request that has no key, unless [`on_missing_key`](Self::on_missing_key) lets it
-///   pass.
+/// - [`RateLimited`](crate::check::RateLimited) for a call that is denied.
+/// - [`StoreError`](crate::store::StoreError) if the store could not decide, unless [`on_error`](Self::on_error) lets
+///   it pass.
+/// - [`MissingKey`](crate::extract::MissingKey) for a request that has no key, unless
+///   [`on_missing_key`](Self::on_missing_key) lets it pass.
 /// - What the inner service fails with, in a box as well.
 ///
-/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped. What a call costs
-/// may depend on the answer: see [`settle`](Self::settle).
+/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped. What a
+/// call costs may depend on the answer: see [`settle`](Self::settle).
 ///
-/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not made.
+/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not
+/// made.
 pub struct CallLimitLayer<S, K, R, E = AsIs> {
     settings: Settings<K, Config<S, R, E>>,
 }
@@ -96,14 +100,15 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         self.cost_under(move |request, _| cost(request))
     }
 
-    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its place.
+    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its
+    /// place.
     #[must_use]
     pub fn cost_under(self, cost: impl Fn(&R, &Policies) -> u32 + Send + Sync + 'static) -> Self {
         self.change(|gate| gate.cost = Some(Arc::new(cost)))
     }
 
-    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
-    /// says. Defaults to no wait. See [`RateLimitLayer::wait`](crate::RateLimitLayer::wait).
+    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a
+    /// [`Wait`] says. Defaults to no wait. See [`RateLimitLayer::wait`](crate::RateLimitLayer::wait).
     #[must_use]
     pub fn wait(self, wait: impl Into<Wait>) -> Self
     where
@@ -120,28 +125,28 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
 
     /// Decides and charges as usual, and rejects nothing: to see what a limit would do before it does.
     ///
-    /// The observer is told each decision. A request without a key, or one that the store cannot decide, passes. The check is
-    /// made beside the inner call, and only an answer that is later than that of the call keeps it waiting.
+    /// The observer is told each decision. A request without a key, or one that the store cannot decide, passes. The
+    /// check is made beside the inner call, and only an answer that is later than that of the call keeps it waiting.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|gate| gate.dry_run = true)
     }
 
-    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for these
-    /// alone. May be called again for more. See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
+    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for
+    /// these alone. May be called again for more. See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
     #[must_use]
     pub fn shadow(self, policies: impl PolicySelector<R>) -> Self {
         self.change(|gate| gate.shadows.push(Selector::new(policies)))
     }
 
-    /// Sets what becomes of what a call has taken when it is answered: the cost is then a reservation, which `rule` settles by
-    /// the response or the error. A call that is dropped before keeps what it has reserved. See
-    /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle).
+    /// Sets what becomes of what a call has taken when it is answered: the cost is then a reservation, which
+    /// `rule` settles by the response or the error. A call that is dropped before keeps what it has reserved. See [`RateLimitLayer::settle`](crate::RateLimitLayer::settle).
     ///
     /// Only failures count:
     ///
     /// ```
-    /// use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policy, Quota, Settlement, Strategy};
+    /// use tower_redis_ratelimit::settle::Settlement;
+    /// use tower_redis_ratelimit::{CallLimitLayer, Key, LocalStore, Policy, Quota, Strategy};
     ///
     /// struct Login {
     ///     user: String,
@@ -159,8 +164,9 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     ///
-    /// The closure needs the type of the response, as `bool` above. A call has no body and no [`Charge`](crate::Charge) that
-    /// counts later: [`Settlement::AtEnd`] keeps what was reserved, and [`Settlement::Bytes`] refunds it.
+    /// The closure needs the type of the response, as
+    /// `bool` above. A call has no body and no [`Charge`](crate::settle::Charge) that counts later:
+    /// [`Settlement::AtEnd`] keeps what was reserved, and [`Settlement::Bytes`] refunds it.
     #[must_use]
     pub fn settle<Res: 'static>(
         self,
@@ -172,24 +178,25 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         })
     }
 
-    /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails with
-    /// the store's [`StoreError`](crate::StoreError).
+    /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails
+    /// with the store's [`StoreError`](crate::store::StoreError).
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
         self.change(|gate| gate.on_error = on_error)
     }
 
-    /// Sets what becomes of a request that has no key. One whose key is [malformed](crate::MissingKey::malformed), or can
-    /// never be found since the program is [misconfigured](crate::MissingKey::misconfigured), fails all the same.
-    /// Defaults to [`OnMissingKey::Reject`]: the call fails with the [`MissingKey`](crate::MissingKey).
+    /// Sets what becomes of a request that has no key. One whose key is
+    /// [malformed](crate::extract::MissingKey::malformed), or can never be found since the program is
+    /// [misconfigured](crate::extract::MissingKey::misconfigured), fails all the same. Defaults to
+    /// [`OnMissingKey::Reject`]: the call fails with the [`MissingKey`](crate::extract::MissingKey).
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|gate| gate.on_missing_key = on_missing_key)
     }
 
-    /// Sets who is told of every decision, of what no store could decide, and of a program that is misconfigured; and of
-    /// what happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a misconfigured
-    /// program the log is told, with the feature `tracing`.
+    /// Sets who is told of every decision, of what no store could decide, and of a program that is misconfigured; and
+    /// of what happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a
+    /// misconfigured program the log is told, with the feature `tracing`.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where

@@ -1,11 +1,11 @@
-//! What an [`Observer`](crate::Observer) is told: a struct for each of its methods, of the same name.
+//! What an [`Observer`](crate::observe::Observer) is told: a struct for each of its methods, of the same name.
 //!
 //! More fields may come. The `new` of each is for tests of an observer of one's own.
 
 use std::time::Duration;
 
+use crate::error::StoreError;
 use crate::limit::{Decision, Key};
-use crate::store::StoreError;
 
 /// A layer got a decision.
 #[derive(Debug, Clone, Copy)]

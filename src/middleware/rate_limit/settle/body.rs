@@ -9,7 +9,8 @@ use pin_project_lite::pin_project;
 use crate::settle::Charge;
 
 pin_project! {
-    /// The body of a response, until whose end a request holds what it has taken: see [`UntilBodyEnd`](crate::UntilBodyEnd).
+    /// The body of a response, until whose end a request holds what it has taken: see
+    /// [`UntilBodyEnd`](crate::rate_limit::UntilBodyEnd).
     ///
     /// It is the inner service's body, frame by frame. It has ended with its last frame, with an error, or when it is
     /// dropped.

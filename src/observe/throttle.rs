@@ -12,7 +12,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 use tokio::time::Instant;
 
-use crate::store::{instant, lock};
+use crate::util::{instant, lock};
 
 /// How long a subject is not told again.
 const WINDOW: Duration = Duration::from_secs(60);

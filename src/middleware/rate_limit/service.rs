@@ -6,9 +6,11 @@ use http::{Request, Response};
 use tower_service::Service;
 
 use super::config::Config;
-use super::settings::Settings;
-use super::{AsIs, Ending, HttpReject, Reject, ResponseFuture, take_ready};
+use super::{AsIs, Ending, ResponseFuture};
 use crate::gate::{Admission, KeyExtractor};
+use crate::middleware::reject::{HttpReject, Reject};
+use crate::middleware::settings::Settings;
+use crate::middleware::take_ready;
 use crate::store::Store;
 
 /// The service that a [`RateLimitLayer`](crate::RateLimitLayer) makes: it decides, then calls the inner service.

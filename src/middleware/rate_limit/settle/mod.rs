@@ -11,8 +11,8 @@ pub(super) use rule::Rule;
 
 use crate::settle::Charge;
 
-/// Until when a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and what follows for the body of the
-/// response: [`AsIs`] or [`UntilBodyEnd`].
+/// Until when a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and what follows for the body
+/// of the response: [`AsIs`] or [`UntilBodyEnd`].
 pub trait Ending: sealed::Ending {
     /// The body of the layer's responses, where `B` is that of the inner service's.
     type Body<B>;
@@ -30,8 +30,8 @@ mod sealed {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AsIs;
 
-/// What a request has taken is held until the body of the response has ended, and no [`Charge`] of it is left. Then it is
-/// settled. The response is a `Response<TrackedBody<B>>`.
+/// What a request has taken is held until the body of the response has ended, and no [`Charge`] of it is left. Then it
+/// is settled. The response is a `Response<TrackedBody<B>>`.
 ///
 /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) and
 /// [`RateLimitLayer::until_body_end`](crate::RateLimitLayer::until_body_end) make such layers.

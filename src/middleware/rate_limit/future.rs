@@ -12,12 +12,16 @@ use tower_service::Service;
 
 use super::config::Config;
 use super::settle::Rule;
-use super::{AsIs, DryRun, Ending, Headers, HttpReject, Reject};
+use super::{AsIs, Ending};
 use crate::gate::{Admitted, Grant, Pending};
-use crate::store::{Store, polled_after_completion};
+use crate::middleware::DryRun;
+use crate::middleware::headers::Headers;
+use crate::middleware::reject::{HttpReject, Reject};
+use crate::store::Store;
+use crate::util::polled_after_completion;
 
 pin_project! {
-    /// Resolves to the response of a [`RateLimit`](crate::RateLimit).
+    /// Resolves to the response of a [`RateLimit`](crate::rate_limit::RateLimit).
     pub struct ResponseFuture<T, S, ReqBody, R = HttpReject, E = AsIs>
     where
         T: Service<Request<ReqBody>>,
@@ -92,7 +96,8 @@ where
 }
 
 impl<F, Res, D, C> State<F, Res, D, C> {
-    /// Calls the service, whose handler finds the decision and the [`Charge`](crate::Charge) in the request's extensions.
+    /// Calls the service, whose handler finds the decision and the [`Charge`](crate::settle::Charge) in the request's
+    /// extensions.
     fn calling<T, S, R, E, B>(
         config: &Config<S, R, E>,
         inner: &mut T,

@@ -6,8 +6,9 @@ use http::request::Parts;
 use http::{Response, StatusCode};
 
 use super::settle::Rule;
-use super::{Headers, Reason, Reject, Rejection};
 use crate::gate::{Gate, Refusal};
+use crate::middleware::headers::Headers;
+use crate::middleware::reject::{Reason, Reject, Rejection};
 
 /// The settings of a layer: those of its gate, and of its responses.
 pub(super) struct Config<S, R, E> {
@@ -15,7 +16,7 @@ pub(super) struct Config<S, R, E> {
     pub(super) reject: Arc<R>,
     /// The header fields of responses.
     pub(super) headers: Headers,
-    /// What settles requests by their responses. None if their [`Charge`](crate::Charge) does, or nothing.
+    /// What settles requests by their responses. None if their [`Charge`](crate::settle::Charge) does, or nothing.
     pub(super) rule: Option<Arc<Rule>>,
     pub(super) ending: PhantomData<fn() -> E>,
 }

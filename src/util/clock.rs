@@ -6,21 +6,21 @@ use tokio::time::Instant;
 ///
 /// Read from the wall once and from then on from tokio's clock, which tests can pause.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Clock {
+pub(crate) struct Clock {
     /// Microseconds since the Unix epoch, at the start.
     wall: i64,
     start: Instant,
 }
 
 impl Clock {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let wall = unix_time();
         #[cfg(test)]
-        let wall = crate::util::Seed::wall().unwrap_or(wall);
+        let wall = super::Seed::wall().unwrap_or(wall);
         Self { wall: micros(wall), start: instant() }
     }
 
-    pub(super) fn micros(&self) -> i64 {
+    pub(crate) fn micros(&self) -> i64 {
         self.wall.saturating_add(micros(instant() - self.start))
     }
 }

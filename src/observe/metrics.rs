@@ -8,29 +8,31 @@ use super::{Observer, event};
 ///
 /// | metric | kind | labels besides `store` |
 /// |---|---|---|
-/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` ([`Outcome::as_str`](crate::Outcome::as_str)), `source` ([`Source::as_str`](crate::Source::as_str)), `dry_run` |
+/// | `ratelimit_decisions_total` | counter | `policy`, `outcome` ([`Outcome::as_str`](crate::check::Outcome::as_str)), `source` ([`Source::as_str`](crate::check::Source::as_str)), `dry_run` |
 /// | `ratelimit_check_seconds` | histogram | |
-/// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::ErrorKind::as_str)) |
+/// | `ratelimit_failures_total` | counter | `kind` ([`ErrorKind::as_str`](crate::store::ErrorKind::as_str)) |
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
 ///
-/// The label `store` is the name of the observer: [`named`](Self::named), one for each [`Fallback`](crate::Fallback). No label
-/// has a caller's key: there would be as many series as callers. There are as many as names of policies, so do not give each
-/// caller's policy a name of its own. Those of [`Tiers::callers`](crate::Tiers::callers) may all have one name, and are
-/// counted apart by their keys.
+/// The label `store` is the name of the observer: [`named`](Self::named), one for each [`Fallback`](crate::Fallback).
+/// No label has a caller's key: there would be as many series as callers. There are as many as names of policies, so do
+/// not give each caller's policy a name of its own. Those of [`Tiers::callers`](crate::select::Tiers::callers) may all
+/// have one name, and are counted apart by their keys.
 ///
-/// The names end as OpenMetrics wants it (`_total`, `_seconds`), so that an exporter that sees to that itself leaves them as
-/// they are.
+/// The names end as OpenMetrics wants it (`_total`, `_seconds`), so that an exporter that sees to that itself leaves
+/// them as they are.
 ///
 /// # Metrics for Prometheus
 ///
 /// ```
 /// use axum::{Router, routing::get};
 /// use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
-/// use tower_redis_ratelimit::{Fallback, Global, LocalStore, MetricsObserver, Policy, Quota, RateLimitLayer};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::observe::MetricsObserver;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer};
 /// use tower_redis_ratelimit::{RedisStore, Strategy};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -59,8 +61,9 @@ use super::{Observer, event};
 /// ratelimit_degraded{store="default"} 0
 /// ```
 ///
-/// Ask for denials a second with `rate(ratelimit_decisions_total{outcome!="allowed",dry_run="false"}[5m])`, and be woken by
-/// `ratelimit_degraded == 1`.
+/// Ask for denials a second with
+/// `rate(ratelimit_decisions_total{outcome!="allowed",dry_run="false"}[5m])`, and be woken by `ratelimit_degraded ==
+/// 1`.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct MetricsObserver {
@@ -75,7 +78,8 @@ impl MetricsObserver {
 
     /// One with this label `store`, for a process that has several stores. Stores of one name would share their gauges.
     ///
-    /// It describes the metrics to the recorder, and makes those that need no other label: so install the recorder first.
+    /// It describes the metrics to the recorder, and makes those that need no other label: so install the recorder
+    /// first.
     pub fn named(store: &str) -> Self {
         let store = SharedString::from(Arc::<str>::from(store));
         describe();

@@ -11,11 +11,12 @@ use tower_service::Service;
 use super::layer::Config;
 use super::{BoxError, CallEnding};
 use crate::gate::{Grant, Pending};
-use crate::middleware::AsIs;
-use crate::store::{Store, polled_after_completion};
+use crate::middleware::rate_limit::AsIs;
+use crate::store::Store;
+use crate::util::polled_after_completion;
 
 pin_project! {
-    /// Resolves to the response of a [`CallLimit`](crate::CallLimit).
+    /// Resolves to the response of a [`CallLimit`](crate::call_limit::CallLimit).
     pub struct CallFuture<T, S, R, E = AsIs>
     where
         T: Service<R>,

@@ -7,20 +7,24 @@ use http::request::Parts;
 use tower_layer::Layer;
 
 use super::config::Config;
-use super::settings::Settings;
-use super::{AsIs, Headers, HttpReject, RateLimit, Rejection};
+use super::{AsIs, RateLimit};
 use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
 use crate::limit::Policies;
-use crate::store::{Observer, Store};
+use crate::middleware::headers::Headers;
+use crate::middleware::reject::{HttpReject, Rejection};
+use crate::middleware::settings::Settings;
+use crate::observe::Observer;
+use crate::store::Store;
 
-/// Limits the rate of requests to the services that it wraps: one check per request, and the inner service is called only
-/// after a yes.
+/// Limits the rate of requests to the services that it wraps: one check per request, and the inner service is called
+/// only after a yes.
 ///
 /// It takes a [`Store`], a [`KeyExtractor`] and one or more policies.
 ///
 /// ```
 /// use axum::{Router, routing::get};
-/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50).burst(100))?;
 /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy);
@@ -28,22 +32,22 @@ use crate::store::{Observer, Store};
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// The [`Decision`](crate::Decision) is in the extensions of the response, and for the handler in those of the request. A
-/// request that nobody counted has none, so a handler takes an `Option<Extension<Decision>>`.
+/// The [`Decision`](crate::check::Decision) is in the extensions of the response, and for the handler in those of the
+/// request. A request that nobody counted has none, so a handler takes an `Option<Extension<Decision>>`.
 ///
-/// A denied request is answered by a [`Reject`](crate::Reject), not with an error, which would close the connection. Put
-/// the layer behind authentication if its key is a user, and before it if its key is an address.
+/// A denied request is answered by a [`Reject`](crate::reject::Reject), not with an error, which would close the
+/// connection. Put the layer behind authentication if its key is a user, and before it if its key is an address.
 ///
-/// A [`CallLimitLayer`](crate::CallLimitLayer) is for services whose requests are not HTTP's, and for clients that want an
-/// error instead of a response.
+/// A [`CallLimitLayer`](crate::CallLimitLayer) is for services whose requests are not HTTP's, and for clients that want
+/// an error instead of a response.
 pub struct RateLimitLayer<S, K, R = HttpReject, E = AsIs> {
     pub(super) settings: Settings<K, Config<S, R, E>>,
 }
 
 impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
-    /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that `policies` gives: a
-    /// [`Policy`](crate::Policy), several [`Policies`], [`Tiers`](crate::Tiers) of them, or another [`PolicySelector`].
-    /// The store is cloned, once for each processor.
+    /// Counts requests in `store`, by the keys that `extractor` finds, under the policies that
+    /// `policies` gives: a [`Policy`](crate::Policy), several [`Policies`], [`Tiers`](crate::select::Tiers) of them, or
+    /// another [`PolicySelector`]. The store is cloned, once for each processor.
     pub fn new(store: S, extractor: K, policies: impl PolicySelector) -> Self {
         let config = Config {
             gate: Gate::new(store, policies, Holds::Nothing),
@@ -57,18 +61,19 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
 }
 
 impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
-    /// Sets how a request is rejected: by a [`Reject`](crate::Reject). Defaults to [`HttpReject`]. For a closure, see
-    /// [`reject_with`](Self::reject_with).
+    /// Sets how a request is rejected: by a [`Reject`](crate::reject::Reject). Defaults to [`HttpReject`]. For a
+    /// closure, see [`reject_with`](Self::reject_with).
     #[must_use]
     pub fn reject<R2>(self, reject: R2) -> RateLimitLayer<S, K, R2, E> {
         self.change_to(|config| config.with_reject(reject))
     }
 
-    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Like [`reject`](Self::reject), but
-    /// the compiler knows the type of the closure's argument:
+    /// Sets how a request is rejected: by a closure from a [`Rejection`] to a response. Like [`reject`](Self::reject),
+    /// but the compiler knows the type of the closure's argument:
     ///
     /// ```
-    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
     /// use http::Response;
     ///
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
@@ -96,10 +101,13 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.cost_under(move |request, _| cost(request))
     }
 
-    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its place.
+    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its
+    /// place.
     ///
     /// ```
-    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy, Tiers};
+    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::select::Tiers;
+    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// # let tiers = Tiers::new(Policy::new("free", Strategy::Gcra, Quota::per_second(50))?);
     /// let layer = RateLimitLayer::new(LocalStore::default(), Global, tiers).cost_under(|request, policies| {
@@ -117,17 +125,18 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.gate.cost = Some(Arc::new(cost)))
     }
 
-    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a [`Wait`]
-    /// says. Defaults to no wait.
+    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a
+    /// [`Wait`] says. Defaults to no wait.
     ///
-    /// The requests of a caller take turns in the order in which they came to this process, and each instance takes at most
-    /// one permit ahead, so that the instances take turns too. A request is denied as soon as it is known that its turn
-    /// would come too late. One that is dropped leaves its turn to the next.
+    /// The requests of a caller take turns in the order in which they came to this process, and each instance takes at
+    /// most one permit ahead, so that the instances take turns too. A request is denied as soon as it is known that its
+    /// turn would come too late. One that is dropped leaves its turn to the next.
     ///
     /// The inner service is not kept ready meanwhile: it is polled ready when the turn has come.
     ///
     /// ```
-    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
     /// use std::time::Duration;
     ///
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
@@ -149,7 +158,8 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// Defaults to none.
     ///
     /// ```
-    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
     /// let layer =
@@ -165,24 +175,25 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
 
     /// Decides and charges as usual, and rejects nothing: to see what a limit would do before it does.
     ///
-    /// The observer is told each decision, and a [`DryRun`](crate::DryRun) in the response's extensions holds it. There
-    /// are no header fields and no [`Decision`](crate::Decision), since nothing is limited; and a request without a key,
-    /// or one that the store cannot decide, passes. The check is made beside the inner call, and only an answer that is
-    /// later than the response keeps it waiting.
+    /// The observer is told each decision, and a [`DryRun`](crate::check::DryRun) in the response's extensions holds
+    /// it. There are no header fields and no [`Decision`](crate::check::Decision), since nothing is limited; and a
+    /// request without a key, or one that the store cannot decide, passes. The check is made beside the inner call, and
+    /// only an answer that is later than the response keeps it waiting.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|config| config.gate.dry_run = true)
     }
 
-    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for these
-    /// alone. May be called again for more.
+    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for
+    /// these alone. May be called again for more.
     ///
     /// Only requests that pass are decided and charged under them, each list of policies by itself, at what the request
-    /// [costs](Self::cost). What they count is apart from all that is enforced, also from a policy of the same name. Policies
-    /// of several shadows need names that differ, or they are one count.
+    /// [costs](Self::cost). What they count is apart from all that is enforced, also from a policy of the same name.
+    /// Policies of several shadows need names that differ, or they are one count.
     ///
     /// ```
-    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_second(limit));
     /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", 50)?).shadow(policy("api", 20)?);
@@ -201,9 +212,10 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.gate.on_error = on_error)
     }
 
-    /// Sets what becomes of a request that has no key. One whose key is [malformed](crate::MissingKey::malformed), or can
-    /// never be found since the server is [misconfigured](crate::MissingKey::misconfigured), is rejected all the same.
-    /// Defaults to [`OnMissingKey::Reject`].
+    /// Sets what becomes of a request that has no key. One whose key is
+    /// [malformed](crate::extract::MissingKey::malformed), or can never be found since the server is
+    /// [misconfigured](crate::extract::MissingKey::misconfigured), is rejected all the same. Defaults to
+    /// [`OnMissingKey::Reject`].
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|config| config.gate.on_missing_key = on_missing_key)
@@ -213,8 +225,9 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// `RateLimit-Policy`.
     ///
     /// ```
-    /// # use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-    /// use tower_redis_ratelimit::{Headers, LegacyHeaders};
+    /// # use tower_redis_ratelimit::extract::Global;
+    /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    /// use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
     ///
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
@@ -229,9 +242,9 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.headers = headers)
     }
 
-    /// Sets who is told of every decision, of what no store could decide, and of a server that is misconfigured; and of what
-    /// happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a misconfigured server
-    /// the log is told, with the feature `tracing`.
+    /// Sets who is told of every decision, of what no store could decide, and of a server that is misconfigured; and of
+    /// what happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a
+    /// misconfigured server the log is told, with the feature `tracing`.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where
@@ -266,8 +279,8 @@ impl<T, S, K, R, E> Layer<T> for RateLimitLayer<S, K, R, E> {
     /// # Panics
     ///
     /// If it was given a policy of requests [in flight](crate::Policy::in_flight), and neither
-    /// [`until_body_end`](Self::until_body_end) nor a rule to [`settle`](Self::settle) by. One that a [`PolicySelector`] finds
-    /// for a request is left out instead, and the observer is told that the server is
+    /// [`until_body_end`](Self::until_body_end) nor a rule to [`settle`](Self::settle) by. One that a
+    /// [`PolicySelector`] finds for a request is left out instead, and the observer is told that the server is
     /// [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
         self.settings.config().gate.assert_countable();

@@ -7,8 +7,8 @@ use tracing::{Span, error, info, trace, warn};
 
 use super::throttle::{Throttle, Told};
 use super::{Observer, event};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
-use crate::store::{ErrorKind, StoreError};
 
 /// Tells `tracing` who was limited, and when the limits are no longer shared.
 ///
@@ -24,8 +24,10 @@ use crate::store::{ErrorKind, StoreError};
 /// # Who was limited, in the log
 ///
 /// ```
-/// use tower_redis_ratelimit::{Fallback, HeaderKey, LocalStore, Policy, Quota, RateLimitLayer, RedisStore};
-/// use tower_redis_ratelimit::{Strategy, TracingObserver};
+/// use tower_redis_ratelimit::extract::HeaderKey;
+/// use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore};
+/// use tower_redis_ratelimit::observe::TracingObserver;
+/// use tower_redis_ratelimit::Strategy;
 ///
 /// let store = Fallback::new(RedisStore::connect_lazy("redis://127.0.0.1/")?, LocalStore::default());
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
@@ -40,24 +42,26 @@ use crate::store::{ErrorKind, StoreError};
 /// INFO rate limit exceeded policy="api" caller="user-42" denied=5811 dry_run=false
 /// ```
 ///
-/// `denied` is how many of the caller's requests were denied since the line before. No task writes these lines: a count
-/// is told by the first decision after its minute, of whichever caller, or when the last clone of the observer is dropped.
-/// Without [`reveal_keys`](Self::reveal_keys) a caller is shown as a few digits of a hash, such as `Key(#a1b2c3)`, the same
-/// ones each time. The first line is in the span of its request, a count in none.
+/// `denied` is how many of the caller's requests were denied since the line before. No task writes these lines: a count is told by the first decision after its minute, of whichever caller, or when the last clone of the observer is dropped. Without [`reveal_keys`](Self::reveal_keys)
+/// a caller is shown as a few digits of a hash, such as `Key(#a1b2c3)`, the same ones each time. The first line is in
+/// the span of its request, a count in none.
 ///
 /// While more callers are denied within a minute than [may be named](Self::callers), all others have one line together:
 /// `more callers exceeded a rate limit than are named`.
 ///
 /// # In a request's span
 ///
-/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or `exceeds_capacity`;
-/// one that a [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a log of requests has it:
+/// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or
+/// `exceeds_capacity`; one that a [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a log of
+/// requests has it:
 ///
 /// ```
 /// use axum::{Router, body::Body, routing::get};
 /// use http::Request;
 /// use tower_http::trace::TraceLayer;
-/// use tower_redis_ratelimit::{Global, LocalStore, Policy, Quota, RateLimitLayer, Strategy, TracingObserver};
+/// use tower_redis_ratelimit::extract::Global;
+/// use tower_redis_ratelimit::observe::TracingObserver;
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 /// use tracing::{field, info_span};
 ///
 /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
@@ -99,14 +103,15 @@ impl TracingObserver {
         Self { log: Log::new(Self::DEFAULT_CALLERS), reveal_keys: false }
     }
 
-    /// Names callers by their [keys in clear](Key::reveal), which may be addresses or names of users. A secret stays hashed.
-    /// Defaults to no.
+    /// Names callers by their [keys in clear](Key::reveal), which may be addresses or names of users. A secret stays
+    /// hashed. Defaults to no.
     pub fn reveal_keys(self) -> Self {
         Self { reveal_keys: true, ..self }
     }
 
-    /// Sets how many callers may be named in a minute; one that is denied by two policies counts twice. It bounds the lines,
-    /// and the memory to about 400 bytes each. Defaults to [1,000](Self::DEFAULT_CALLERS). Clones from before keep their counts.
+    /// Sets how many callers may be named in a minute; one that is denied by two policies counts twice. It bounds the
+    /// lines, and the memory to about 400 bytes each. Defaults to [1,000](Self::DEFAULT_CALLERS). Clones from before
+    /// keep their counts.
     pub fn callers(self, max: NonZeroUsize) -> Self {
         Self { log: Log::new(max), ..self }
     }

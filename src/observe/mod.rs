@@ -22,17 +22,17 @@ pub(crate) use self::tracing::misconfigured as log_misconfigured;
 ///
 /// With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
 ///
-/// One call is enough: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) tells it of the layer's decisions, of
-/// the layer's [`Fallback`](crate::Fallback), and of both stores in that. A store that has an observer of its own keeps it:
-/// that of [its builder](crate::RedisStoreBuilder::observer), or of the first layer over it. So where several layers share
-/// a store, the first one's observer hears of the store. A pair of observers is one.
+/// One call is enough: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) tells it of the layer's decisions,
+/// of the layer's [`Fallback`](crate::Fallback), and of both stores in that. A store that has an observer of its own
+/// keeps it: that of [its builder](crate::store::RedisStoreBuilder::observer), or of the first layer over it. So where
+/// several layers share a store, the first one's observer hears of the store. A pair of observers is one.
 ///
-/// Every method does nothing unless it is written. They are called on the request path or a task of the store's:
-/// they must not block. One that panics fails the requests that a layer tells it of; of what a [`Fallback`](crate::Fallback)
+/// Every method does nothing unless it is written. They are called on the request path or a task of the store's: they
+/// must not block. One that panics fails the requests that a layer tells it of; of what a [`Fallback`](crate::Fallback)
 /// tells it, it misses that event.
 ///
 /// ```
-/// use tower_redis_ratelimit::{Observer, event};
+/// use tower_redis_ratelimit::observe::{Observer, event};
 ///
 /// struct Log;
 ///
@@ -59,9 +59,9 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// A layer finds that the server is set up so that it can count no request: over HTTP each gets a 500. Or that it cannot
-    /// count by a policy, which it leaves out, or that a request was counted twice. Told once a minute at most by each layer. A
-    /// layer without an observer tells the log, with the feature `tracing`.
+    /// A layer finds that the server is set up so that it can count no request: over HTTP each gets a 500. Or that it
+    /// cannot count by a policy, which it leaves out, or that a request was counted twice. Told once a minute at most
+    /// by each layer. A layer without an observer tells the log, with the feature `tracing`.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         let _ = event;
     }
@@ -76,8 +76,8 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// What the fallback granted in place of the primary store was charged to that, after an outage or a moment in which
-    /// it could not be asked.
+    /// What the fallback granted in place of the primary store was charged to that, after an outage or a moment in
+    /// which it could not be asked.
     fn reconciled(&self, event: &event::Reconciled) {
         let _ = event;
     }

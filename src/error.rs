@@ -6,12 +6,13 @@ use crate::limit::ConfigError;
 /// A store could not decide.
 ///
 /// It is no verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
-/// [`OnError`](crate::OnError). Its text tells what to do about it, and its [`source`](std::error::Error::source) why, if
-/// that is known. What a store of this crate tells has no caller's key and no password.
+/// [`OnError`](crate::reject::OnError). Its text tells what to do about it, and its
+/// [`source`](std::error::Error::source) why, if that is known. What a store of this crate tells has no caller's key
+/// and no password.
 ///
 /// ```
 /// use std::io;
-/// use tower_redis_ratelimit::{ErrorKind, StoreError};
+/// use tower_redis_ratelimit::store::{ErrorKind, StoreError};
 ///
 /// // What a store of one's own says when it could not connect.
 /// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
@@ -64,8 +65,8 @@ pub enum ErrorKind {
     /// The server is loading its data, or is waiting for its master; no node of a cluster decides a check just now; or
     /// what the sentinels tell of is not a master yet.
     NotReady,
-    /// Redis is a node of a Redis Cluster, which decides only a part of the checks, and the store is set up for a single
-    /// Redis.
+    /// Redis is a node of a Redis Cluster, which decides only a part of the checks, and the store is set up for a
+    /// single Redis.
     Cluster,
     /// The server refused for another reason.
     Refused,
@@ -76,7 +77,7 @@ pub enum ErrorKind {
 }
 
 impl StoreError {
-    /// An error of this kind, for a [`Store`](crate::Store) of one's own.
+    /// An error of this kind, for a [`Store`](crate::store::Store) of one's own.
     pub fn new(kind: ErrorKind) -> Self {
         Self { kind, cause: None, of_check: false, unsent: false }
     }
@@ -86,8 +87,8 @@ impl StoreError {
         Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
     }
 
-    /// The same error, of this check alone: it says nothing of other checks. A [`Fallback`](crate::Fallback) answers the
-    /// check, and its breaker does not count it as a failure.
+    /// The same error, of this check alone: it says nothing of other checks. A [`Fallback`](crate::Fallback) answers
+    /// the check, and its breaker does not count it as a failure.
     #[must_use]
     pub fn of_check(self) -> Self {
         Self { of_check: true, ..self }

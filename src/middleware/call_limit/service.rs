@@ -7,8 +7,9 @@ use tower_service::Service;
 use super::layer::Config;
 use super::{BoxError, CallEnding, CallFuture};
 use crate::gate::{Admission, KeyExtractor};
+use crate::middleware::rate_limit::AsIs;
 use crate::middleware::settings::Settings;
-use crate::middleware::{AsIs, take_ready};
+use crate::middleware::take_ready;
 use crate::store::Store;
 
 /// The service that a [`CallLimitLayer`](crate::CallLimitLayer) makes: it decides, then calls the inner service.

@@ -1,0 +1,12 @@
+//! The middleware for HTTP: [`RateLimitLayer`] tells the story.
+
+mod config;
+mod future;
+mod layer;
+mod service;
+mod settle;
+
+pub use future::ResponseFuture;
+pub use layer::RateLimitLayer;
+pub use service::RateLimit;
+pub use settle::{AsIs, Ending, TrackedBody, UntilBodyEnd};

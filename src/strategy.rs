@@ -1,0 +1,7 @@
+//! How requests are counted: the [`Strategy`] of a policy, and its parameters.
+//!
+//! [Choosing a strategy](crate::guide::choosing) compares them.
+
+#[doc(no_inline)]
+pub use crate::limit::Strategy;
+pub use crate::limit::{Align, Refill};
