@@ -24,6 +24,7 @@ pub(crate) enum Admission<D> {
 pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
 
 /// What follows when the store has answered.
+#[allow(clippy::large_enum_variant, reason = "it stays on the stack, and most requests do not wait")]
 pub(super) enum Next<D> {
     Admitted(Admitted<D>),
     /// It waits for its turn.
