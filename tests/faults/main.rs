@@ -39,7 +39,7 @@ async fn the_deadline_alone_bounds_the_wait() {
 
 /// What one instance has yet to charge is granted by no other again, however long that takes.
 #[tokio::test]
-async fn an_instance_that_reconciles_for_long_is_waited_for() {
+async fn others_wait_while_an_instance_reconciles() {
     let row = reconcile::run(Duration::from_millis(2), 20_000).await;
     println!("{row}");
     assert_eq!(row.beyond, 0, "{row}");

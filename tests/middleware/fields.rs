@@ -21,7 +21,7 @@ fn both<B>(response: &Response<B>) -> (Option<&str>, Option<&str>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_counted_response_tells_the_policy_and_what_remains() {
+async fn counted_responses_have_policy_and_remaining_fields() {
     let service = limited(layer("2/m"));
     for (status, expected) in
         [(200, "\"api\";r=1;t=30"), (200, "\"api\";r=0;t=30"), (429, "\"api\";r=0;t=30"), (429, "\"api\";r=0;t=30")]
@@ -33,7 +33,7 @@ async fn every_counted_response_tells_the_policy_and_what_remains() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_decision_is_with_the_request_and_with_the_response() {
+async fn request_and_response_carry_the_decision() {
     let service = limited(layer("2/m"));
     let response = send(&service, request("alice")).await;
     let left = decision(&response).unwrap();
@@ -56,7 +56,7 @@ async fn callers_are_counted_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_fields_can_be_switched_off_and_nothing_else_with_them() {
+async fn switching_fields_off_keeps_the_rest() {
     let service = limited(layer("1/h").headers(Headers::NONE));
     for status in [200, 429] {
         let response = send(&service, request("alice")).await;
@@ -70,7 +70,7 @@ async fn the_fields_can_be_switched_off_and_nothing_else_with_them() {
 }
 
 #[tokio::test]
-async fn an_uncounted_response_tells_nothing_of_a_count() {
+async fn uncounted_responses_have_no_fields() {
     let anybody = limited(layer("1/h").on_missing_key(OnMissingKey::Allow));
     let anyhow = limited(layer_with(Broken, "1/h").on_error(OnError::Allow));
     let nobody = limited(layer("1/h"));
@@ -91,7 +91,7 @@ async fn an_uncounted_response_tells_nothing_of_a_count() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_response_of_ones_own_gets_the_fields_and_the_decision_too() {
+async fn custom_responses_get_fields_and_decision() {
     let teapot = |_: Rejection<'_>| {
         let mut response = Response::new("no".to_owned());
         *response.status_mut() = StatusCode::IM_A_TEAPOT;
@@ -111,7 +111,7 @@ fn legacy<'a, B>(response: &'a Response<B>, prefix: &str) -> [Option<&'a str>; 3
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_trio_tells_the_limit_what_remains_and_when_all_of_it_is_back() {
+async fn legacy_headers_have_limit_remaining_and_reset() {
     for (form, told, other) in
         [(LegacyHeaders::XSeconds, "x-ratelimit", "ratelimit"), (LegacyHeaders::Draft6, "ratelimit", "x-ratelimit")]
     {
@@ -132,7 +132,7 @@ async fn a_trio_tells_the_limit_what_remains_and_when_all_of_it_is_back() {
 
 #[tokio::test]
 #[allow(clippy::disallowed_methods, reason = "the wall clock is what is told")]
-async fn github_tells_the_time_by_the_wall_clock() {
+async fn github_reset_is_wall_clock_time() {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let service = limited(layer("1/h").headers(Headers::NONE.and(LegacyHeaders::GitHub)));
     let before = now();
@@ -150,7 +150,7 @@ async fn github_tells_the_time_by_the_wall_clock() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_trio_may_stand_beside_the_drafts_fields_and_is_the_last_one_set() {
+async fn the_last_legacy_style_joins_draft_fields() {
     let headers = Headers::DRAFT.and(LegacyHeaders::GitHub).and(LegacyHeaders::Draft6);
     let response = send(&limited(layer("2/m").headers(headers)), request("alice")).await;
     assert_eq!(both(&response), (Some("\"api\";r=1;t=30"), Some("\"api\";q=2;w=60")));
@@ -162,7 +162,7 @@ async fn a_trio_may_stand_beside_the_drafts_fields_and_is_the_last_one_set() {
 
 /// The second request is denied by the minute, the first after that minute by the hour.
 #[tokio::test(start_paused = true)]
-async fn of_several_policies_the_one_that_decided_fills_the_trio() {
+async fn the_deciding_policy_fills_legacy_headers() {
     let policies = Policies::new([policy("hour", "3/h"), policy("minute", "2/m")]).unwrap();
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
     let service = limited(layer.headers(Headers::NONE.and(LegacyHeaders::XSeconds)));
@@ -181,7 +181,7 @@ async fn of_several_policies_the_one_that_decided_fills_the_trio() {
 
 /// Two layers, and what the legacy headers says after each of three requests.
 #[tokio::test(start_paused = true)]
-async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
+async fn the_tightest_layer_fills_legacy_headers() {
     for (outer, inner, expected) in [
         // The least remaining, wherever it is.
         ("2/m", "9/h", [(200, ["2", "1", "30"]), (200, ["2", "0", "60"]), (429, ["2", "0", "60"])]),
@@ -205,7 +205,7 @@ async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
 
 /// A cost of 3 is denied with 2 left, while the layer around has 0 left.
 #[tokio::test(start_paused = true)]
-async fn a_denial_within_fills_the_trio_though_more_remains() {
+async fn an_inner_denial_fills_legacy_headers() {
     let headers = Headers::NONE.and(LegacyHeaders::XSeconds);
     let inner = layer("2/m").cost(|_| 3).headers(headers);
     let service = layer("1/h").headers(headers).layer(limited(inner));
@@ -215,7 +215,7 @@ async fn a_denial_within_fills_the_trio_though_more_remains() {
 
 /// 99 remaining would be a lie on a denial.
 #[tokio::test]
-async fn a_denial_within_that_has_no_trio_gets_none_of_another_policy() {
+async fn denials_never_get_legacy_headers_of_others() {
     for within in [Headers::NONE, Headers::DRAFT, Headers::NONE.and(LegacyHeaders::Draft6)] {
         let outer = layer("100/h").headers(Headers::NONE.and(LegacyHeaders::XSeconds));
         let service = outer.layer(limited(layer("1/h").headers(within)));
@@ -226,7 +226,7 @@ async fn a_denial_within_that_has_no_trio_gets_none_of_another_policy() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn anybody_can_write_the_fields_of_a_decision() {
+async fn user_code_can_write_decision_fields() {
     let limiter = Limiter::new(LocalStore::default(), policy("words", "2/m"));
     let decide = || limiter.take(Key::new("alice"), 2).now_or_never().unwrap().unwrap();
     let (allowed, denied) = (decide(), decide());
@@ -283,7 +283,7 @@ fn line(second: usize, response: &Response<String>) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_picture_of_the_guide_is_true() {
+async fn the_guides_picture_is_accurate() {
     let mut picture = String::new();
     for (title, strategy, seconds) in [
         ("Gcra, 3/m", Strategy::Gcra, &[0, 0, 0, 10, 20, 60][..]),

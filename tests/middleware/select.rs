@@ -45,7 +45,7 @@ fn assert_exempt<B>(response: &Response<B>) {
 }
 
 #[tokio::test]
-async fn a_closure_gives_policies_or_none() {
+async fn a_closure_may_return_no_policies() {
     let [read, write] = ["read", "write"].map(|name| Policies::from(policy(name, "1/m")));
     let service = limited(by(policies_fn(move |request| match request.method {
         Method::OPTIONS => None,
@@ -67,7 +67,7 @@ async fn a_closure_gives_policies_or_none() {
 }
 
 #[tokio::test]
-async fn a_closure_may_always_give_policies() {
+async fn a_closure_may_always_return_policies() {
     let policies = Policies::from(policy("api", "1/m"));
     let service = limited(by(policies_fn(move |_| policies.clone())));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
@@ -105,7 +105,7 @@ async fn a_missing_key_does_not_exempt() {
 
 /// A key that can never be found, or must not be one, is not let in by `OnMissingKey::Allow`, by any selector.
 #[tokio::test]
-async fn a_misconfigured_server_is_told_of_unless_the_request_is_exempt() {
+async fn only_exempt_requests_hide_a_misconfiguration() {
     struct Nowhere;
     impl KeyExtractor for Nowhere {
         fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
@@ -174,7 +174,7 @@ async fn a_tier_is_named_by_a_closure() {
 }
 
 #[tokio::test]
-async fn a_caller_may_have_policies_of_its_own_whatever_its_tier() {
+async fn caller_overrides_win_over_tiers() {
     let many = (0..10_000).map(|i| (Key::new(format!("tenant-{i}")), policy("tenant", &format!("{}/m", i + 1))));
     let tiers = Tiers::new(policy("free", "1/m"))
         .tier("pro", policy("pro", "2/m"))
@@ -196,7 +196,7 @@ async fn a_caller_may_have_policies_of_its_own_whatever_its_tier() {
 
 /// The example of the docs: keys that are secrets in Redis.
 #[tokio::test]
-async fn an_override_is_found_by_the_secret_that_the_extractor_makes_of_it() {
+async fn overrides_match_secret_keys() {
     const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
     let tiers = Tiers::new(policy("free", "1/m")).caller(Key::secret("k-17"), policy("large", "9/m"));
     let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(API_KEY).unwrap(), tiers);
@@ -207,7 +207,7 @@ async fn an_override_is_found_by_the_secret_that_the_extractor_makes_of_it() {
 
 /// The docs of `Key::network`: whatever the length of the prefix that clients are counted by.
 #[tokio::test]
-async fn an_override_is_found_by_the_network_that_the_extractor_makes_of_it() {
+async fn overrides_match_network_keys() {
     let address = |text: &str| text.parse::<IpAddr>().unwrap();
     for (bits, named, same, other) in [
         (56, "2001:db8:1:200::", "2001:db8:1:2ff::7", "2001:db8:1:300::7"),
@@ -227,7 +227,7 @@ async fn an_override_is_found_by_the_network_that_the_extractor_makes_of_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_stored_decides_the_next_request_and_counts_go_on() {
+async fn stored_policies_apply_next_and_keep_counts() {
     let live = Live::new(policy("api", "2/m"));
     let service = limited(by(live.clone()));
     for (status, expected) in [(200, "\"api\";q=2"), (200, "\"api\";q=2"), (429, "\"api\";q=2")] {
@@ -261,7 +261,7 @@ async fn a_watch_channel_is_followed() {
 
 /// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what is told.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reload_under_load_mixes_nothing_and_forgets_nothing() {
+async fn a_reload_under_load_is_atomic() {
     const REQUESTS: u32 = 4_000;
     let edition = |limit: u32| {
         let policy = |name| Policy::new(name, Strategy::Gcra, Quota::per_day(limit)).unwrap();
@@ -360,7 +360,7 @@ async fn selectors_are_made_of_selectors() {
 /// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
 /// others hold.
 #[tokio::test]
-async fn what_a_reload_a_plan_or_a_route_brings_makes_no_request_fail() {
+async fn reloaded_in_flight_policies_fail_no_request() {
     let uploads = || Policy::in_flight("uploads", 1).unwrap();
     let (alone, both) = (Policies::from(uploads()), Policies::new([policy("api", "2/m"), uploads()]).unwrap());
     let live = Live::new(Policies::from(policy("api", "9/m")));
@@ -460,7 +460,7 @@ mod with_axum {
     ];
 
     #[tokio::test]
-    async fn a_layer_on_a_router_sees_templates_nested_ones_in_full() {
+    async fn router_layers_see_full_templates() {
         assert_told(&router().layer(by(routes())), &EXPECTED).await;
     }
 
@@ -472,7 +472,7 @@ mod with_axum {
     }
 
     #[tokio::test]
-    async fn a_layer_in_a_nested_router_sees_full_templates_and_paths() {
+    async fn nested_router_layers_see_full_paths() {
         let nested = nested().fallback(|| async { "nothing" }).layer(by(routes()));
         let app = Router::new().nest("/api", nested);
         assert_told(&app, &[("/api/items/7", "item"), ("/api/more", "api"), ("/api/nowhere", "api")]).await;
@@ -480,7 +480,7 @@ mod with_axum {
 
     /// In a pattern `{{` stands for a brace. A template is a pattern, and is looked up as if it were a path.
     #[tokio::test]
-    async fn a_template_with_braces_of_its_own_fits_the_same_pattern() {
+    async fn escaped_braces_match_in_templates() {
         let pattern = "/{{x}}/{id}";
         let routes = Routes::new(policy("default", "99/m")).route(pattern, policy("braces", "99/m")).unwrap();
         let app = Router::new().route(pattern, get(|| async { "braces" })).layer(by(routes));
@@ -489,7 +489,7 @@ mod with_axum {
 
     /// What axum tells there. If it tells more one day, the docs of `Routes` need not warn.
     #[tokio::test]
-    async fn a_layer_on_a_router_within_a_service_sees_no_whole_templates() {
+    async fn routers_within_services_see_partial_templates() {
         let limited = || nested().layer(by(routes()));
         let service = MapRequest::new(Router::new().nest("/api", limited()), |request: Request<_>| request);
         assert_told(&Router::new().route_service("/{*rest}", service), &[("/api/items/7", "default")]).await;
@@ -499,7 +499,7 @@ mod with_axum {
 
     /// What rewrites a path on its way to the router leads to the route's own policies.
     #[tokio::test]
-    async fn a_rewritten_path_is_counted_as_the_route_that_it_leads_to() {
+    async fn a_rewritten_path_counts_as_its_route() {
         let rewriting = MapRequest::new(router().layer(by(routes())), |mut request: Request<_>| {
             *request.uri_mut() = "/users/7".parse().unwrap();
             request
@@ -510,7 +510,7 @@ mod with_axum {
 
     /// One limit for all that is asked of a user's page, whichever user.
     #[tokio::test]
-    async fn the_values_of_a_template_are_of_one_count() {
+    async fn template_values_share_one_count() {
         let routes = Routes::new(policy("api", "9/m")).route("/users/{id}", policy("user", "2/m")).unwrap();
         let app = router().layer(by(routes));
         for (path, status) in [("/users/1", 200), ("/users/2", 200), ("/users/3", 429)] {

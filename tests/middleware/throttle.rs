@@ -162,7 +162,7 @@ async fn a_storm_of_cancels_loses_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_permit_is_used_once_and_goes_back_if_it_is_not() {
+async fn unused_permits_are_refunded() {
     let (local, _) = watched();
     let policies = policies(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
@@ -186,7 +186,7 @@ async fn a_permit_is_used_once_and_goes_back_if_it_is_not() {
 
 /// A permit goes to whoever waits next in this process, without a call of the store.
 #[tokio::test(start_paused = true)]
-async fn a_permit_that_is_not_used_goes_to_the_next() {
+async fn an_unused_permit_passes_on() {
     // What the second had been waiting for goes back, if its turn was so near that it was taken ahead.
     for (quota, back) in [("25/s burst 1", vec![(Mode::Refund, 1)]), ("1/h", vec![])] {
         let (_, store) = watched();
@@ -208,7 +208,7 @@ async fn a_permit_that_is_not_used_goes_to_the_next() {
 
 /// What a permit took has flowed back when it is used: that is charged again, or idle services could save up.
 #[tokio::test(start_paused = true)]
-async fn a_permit_that_the_count_has_forgotten_is_charged_again() {
+async fn expired_permits_are_charged_again() {
     let (_, store) = watched();
     let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s"));
     for (held, charges) in [(50, 0), (950, 0), (1_050, 1)] {
@@ -234,7 +234,7 @@ async fn a_permit_that_the_count_has_forgotten_is_charged_again() {
 
 /// Under a policy that has forgotten it a permit is charged again, or not refunded; under the others it is as it was.
 #[tokio::test(start_paused = true)]
-async fn each_policy_is_told_what_it_has_forgotten() {
+async fn permits_expire_under_each_policy_separately() {
     let (_, store) = watched();
     let named = |name, quota: &str| Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
     for least in ["7/s", "7000/s"] {
@@ -260,7 +260,7 @@ async fn each_policy_is_told_what_it_has_forgotten() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_permit_is_taken_for_a_service_that_is_not_ready() {
+async fn an_unready_service_takes_no_permit() {
     let (local, _) = watched();
     let policies = policies(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
@@ -283,7 +283,7 @@ async fn no_permit_is_taken_for_a_service_that_is_not_ready() {
 
 /// A service that fails while its permit is held, or waited for, takes none.
 #[tokio::test(start_paused = true)]
-async fn the_permit_of_a_service_that_fails_goes_back() {
+async fn a_failing_service_refunds_its_permit() {
     for quota in ["10/100d", "1/100d"] {
         let (local, _) = watched();
         let policies = policies(Strategy::Gcra, quota);
@@ -304,7 +304,7 @@ async fn the_permit_of_a_service_that_fails_goes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_waits_under_buffer_and_limit_and_timeout() {
+async fn waits_under_buffer_limit_and_timeout() {
     let (local, _) = watched();
     let policies = policies(Strategy::Gcra, "1/s burst 3");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
@@ -373,7 +373,7 @@ async fn balanced_services_share_one_count() {
 
 /// While a fallback decides by this instance's part, turns come at that rate.
 #[tokio::test(start_paused = true)]
-async fn turns_come_at_the_rate_of_this_instance_in_an_outage() {
+async fn an_outage_limits_waiters_by_share() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(5).unwrap());
@@ -387,7 +387,7 @@ async fn turns_come_at_the_rate_of_this_instance_in_an_outage() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_cannot_decide_is_asked_again() {
+async fn an_undecided_permit_is_requested_again() {
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -421,7 +421,7 @@ async fn a_store_that_cannot_decide_is_asked_again() {
 
 /// Polled by one task and then by another, it wakes the last one.
 #[tokio::test(start_paused = true)]
-async fn it_wakes_whoever_polled_last() {
+async fn wakes_the_task_that_polled_last() {
     let (_, store) = watched();
     let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "1/s"));
     layer.layer(service_fn(ok)).oneshot("").await.unwrap();
@@ -436,7 +436,7 @@ async fn it_wakes_whoever_polled_last() {
 
 /// A throttle does not know when a call has ended: it would never be free again.
 #[tokio::test(start_paused = true)]
-async fn what_counts_requests_in_flight_is_left_out_and_told() {
+async fn in_flight_policies_are_skipped_and_reported() {
     let rate = Policy::new("rate", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
     let in_flight = Policy::in_flight("calls", 1).unwrap();
     let both = Policies::new([rate, in_flight.clone()]).unwrap();

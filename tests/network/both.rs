@@ -36,7 +36,7 @@ fn told<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
 }
 
 #[tokio::test]
-async fn each_client_is_answered_in_its_own_protocol() {
+async fn clients_are_answered_in_their_protocol() {
     let limited = app(layer(policy("api", "1/h")));
     let broken = app(layer_with(Broken, policy("api", "1/h")));
     send(&limited, "text/plain", Some("alice")).await;
@@ -58,7 +58,7 @@ async fn each_client_is_answered_in_its_own_protocol() {
 }
 
 #[tokio::test]
-async fn both_protocols_are_counted_together_over_one_port() {
+async fn http_and_grpc_share_a_count() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
@@ -81,7 +81,7 @@ async fn both_protocols_are_counted_together_over_one_port() {
 
 /// HTTP/1.1 has no blanks around a value. HTTP/2 forbids them (RFC 9113), and lets them through.
 #[tokio::test]
-async fn blanks_around_a_value_make_no_other_caller_over_http2() {
+async fn http2_values_ignore_surrounding_blanks() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
@@ -98,7 +98,7 @@ async fn blanks_around_a_value_make_no_other_caller_over_http2() {
 
 /// RFC 9110: a 401 has a challenge. Whoever makes it.
 #[tokio::test]
-async fn http_clients_without_a_key_get_the_challenge() {
+async fn http_clients_without_key_are_challenged() {
     let key = HeaderKey::new("x-api-key").unwrap().challenge(API_KEY);
     let limits = RateLimitLayer::new(tower_redis_ratelimit::LocalStore::default(), key, policy("api", "1/h"));
     let app = Router::new().route("/page", get(|| async {}));
@@ -111,7 +111,7 @@ async fn http_clients_without_a_key_get_the_challenge() {
 
 /// tonic-web makes gRPC of gRPC-Web within itself, so that a layer there answers both.
 #[tokio::test(start_paused = true)]
-async fn grpc_web_is_answered_within_the_layer_that_translates() {
+async fn grpc_web_works_within_the_translating_layer() {
     let inner = app(layer(policy("api", "1/h")));
     let service = tonic_web::GrpcWebLayer::new().layer(inner);
     let call = || {

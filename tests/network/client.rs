@@ -89,7 +89,7 @@ where
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_with_a_retry_policy_waits_as_told_and_no_longer() {
+async fn retrying_clients_wait_exactly_the_pushback() {
     let (server, calls) = counted(layer(policy("api", "1/7s")));
     let client = patient(&server);
     let start = Instant::now();
@@ -103,7 +103,7 @@ async fn a_client_with_a_retry_policy_waits_as_told_and_no_longer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_with_a_retry_policy_does_not_retry_what_never_passes() {
+async fn retrying_clients_give_up_on_excessive_costs() {
     let start = Instant::now();
     let (server, calls) = counted(layer(policy("api", "1/s")).cost(|_| 2));
     let denied = patient(&server).oneshot(HealthCheckRequest::default()).await.unwrap_err();

@@ -31,7 +31,7 @@ async fn a_healthy_server_is_taken() {
 }
 
 #[tokio::test]
-async fn a_url_that_is_none() {
+async fn an_invalid_url() {
     for url in ["", "not a url", "http://127.0.0.1/", "redis://:hunter2@127.0.0.1:port/", "redis://127.0.0.1/one"] {
         let lazy = RedisStore::connect_lazy(url).unwrap_err();
         assert!(matches!(lazy, ConfigError::RedisUrl(_)), "{url}: {lazy:?}");
@@ -101,7 +101,7 @@ async fn the_user_may_not_read_or_write() {
 
 /// A log that cannot be written whole is not left without an expiry, and costs nobody else.
 #[tokio::test]
-async fn a_right_that_only_logs_need_is_missing() {
+async fn a_right_of_logs_is_missing() {
     let server = RedisServer::start();
     for right in ["-lrange", "-rpush", "-lset", "-ltrim", "-lrem", "-pexpireat"] {
         let _: String = server.command(&format!("ACL SETUSER logger reset on >hunter2 ~* +@all {right}")).await;
@@ -231,7 +231,7 @@ fn impostor(reply: &'static [u8]) -> String {
 }
 
 #[tokio::test]
-async fn the_server_is_no_redis() {
+async fn the_server_is_not_redis() {
     let web_server = impostor(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n");
     assert_helpful(
         &RedisStore::connect(web_server).await.unwrap_err(),
@@ -303,7 +303,7 @@ async fn any_time_out_will_do() {
 
 /// The time-out is for connecting too, however long it is.
 #[tokio::test]
-async fn a_server_that_is_late_to_greet_is_waited_for() {
+async fn a_late_greeting_is_waited_for() {
     let server = RedisServer::start();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
@@ -330,7 +330,7 @@ async fn a_server_that_is_late_to_greet_is_waited_for() {
 
 /// Checks of a runtime that wait behind a worker of another, which ends, are answered; and the store goes on.
 #[test]
-fn the_runtime_of_a_lane_ends() {
+fn the_runtime_of_a_worker_ends() {
     let server = RedisServer::start();
     let builder = RedisStore::builder(server.url()).connections(std::num::NonZeroUsize::MIN);
     let store = builder.timeout(Duration::from_millis(500)).connect_lazy().unwrap();

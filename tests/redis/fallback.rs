@@ -77,7 +77,7 @@ async fn it_degrades_and_recovers_with_redis() {
 /// Outside of a runtime the primary store answers at once that it cannot decide, and what it was asked was not sent.
 /// That says nothing of Redis, and is charged to it as soon as there is a runtime.
 #[test]
-fn checks_outside_of_a_runtime_do_not_degrade_the_others_and_are_settled() {
+fn checks_outside_runtimes_do_not_degrade_others() {
     let server = RedisServer::start();
     let notes = Notes::default();
     let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
@@ -140,7 +140,7 @@ async fn a_frozen_redis_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn nobody_probes_for_a_store_that_is_gone() {
+async fn a_dropped_store_stops_its_probes() {
     let notes = Notes::default();
     let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
     for _ in 0..3 {
@@ -175,7 +175,7 @@ fn it_recovers_on_another_runtime() {
 /// An outage is no second burst: each instance goes on with its part of what was left, and gives that back to the
 /// count.
 #[tokio::test]
-async fn instances_share_what_was_left_and_settle_it() {
+async fn instances_share_and_reconcile_the_rest() {
     let all = STRATEGIES.map(async |strategy| {
         let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
         let notes = Notes::default();
@@ -216,7 +216,7 @@ async fn instances_share_what_was_left_and_settle_it() {
 
 /// One check is sent, and the others wait behind it for longer than anybody does for them.
 #[tokio::test]
-async fn what_was_never_sent_by_the_deadline_is_settled() {
+async fn checks_unsent_by_the_deadline_are_reconciled() {
     let server = RedisServer::start();
     let notes = Notes::default();
     let one = NonZeroUsize::MIN;
@@ -238,7 +238,7 @@ async fn what_was_never_sent_by_the_deadline_is_settled() {
 
 /// With `Share::Alive` the parts follow how many instances there are.
 #[tokio::test]
-async fn instances_that_are_alive_are_counted() {
+async fn live_instances_are_counted() {
     let mut server = RedisServer::start();
     let stores: Vec<_> = (0..3).map(|_| RedisStore::connect_lazy(server.url()).unwrap()).collect();
     let announced: Vec<_> = stores.iter().map(|store| store.announce().unwrap()).collect();
@@ -262,7 +262,7 @@ async fn instances_that_are_alive_are_counted() {
 
 /// A flood on one key that is answered from memory does not hide that Redis hangs.
 #[tokio::test]
-async fn remembered_denials_do_not_keep_the_breaker_closed() {
+async fn cached_denials_do_not_hide_an_outage() {
     let server = RedisServer::start();
     let notes = Notes::default();
     let store = fallback(server.url(), &notes).deadline(Duration::from_millis(200));
@@ -281,7 +281,7 @@ async fn remembered_denials_do_not_keep_the_breaker_closed() {
 
 /// A policy that Redis refuses alone neither opens the breaker for the others nor keeps it open.
 #[tokio::test]
-async fn one_refused_policy_does_not_degrade_the_others() {
+async fn a_refused_policy_does_not_degrade_others() {
     let mut server = RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-lrange"]);
     let notes = Notes::default();
     let url = format!("redis://logless:word@127.0.0.1:{}/", server.port());
@@ -312,7 +312,7 @@ const REFUSALS: [(&str, ErrorKind, &str); 3] = [
 
 /// Also under several policies, with an id, and where a log takes several commands.
 #[tokio::test]
-async fn a_check_that_redis_may_not_write_is_known_not_to_be_charged() {
+async fn checks_redis_cannot_write_are_uncharged() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(5)).connect().await.unwrap();
     let named = |name, strategy| Policy::new(name, strategy, "100/100d".parse().unwrap()).unwrap();
@@ -364,7 +364,7 @@ async fn a_check_that_redis_may_not_write_is_known_not_to_be_charged() {
 }
 
 #[tokio::test]
-async fn what_is_granted_where_redis_may_not_write_is_settled() {
+async fn grants_redis_cannot_write_are_reconciled() {
     for (refuse, kind, mend) in REFUSALS {
         let server = RedisServer::start();
         let notes = Notes::default();

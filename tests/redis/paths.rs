@@ -47,7 +47,7 @@ async fn forgotten_connections_are_replaced() {
 /// One that was used just now is not asked: the check that finds out is answered by the time-out, and the next one is
 /// decided.
 #[tokio::test]
-async fn a_connection_that_is_forgotten_in_use_costs_one_check() {
+async fn a_silently_lost_connection_costs_one_check() {
     const TIMEOUT: Duration = Duration::from_millis(200);
     let server = RedisServer::start();
     let path = Path::to(&server).await;
@@ -67,7 +67,7 @@ async fn a_connection_that_is_forgotten_in_use_costs_one_check() {
 
 /// A check that writes nothing, such as a peek, is decided by a replica too. Another of its batch tells what the server is.
 #[tokio::test]
-async fn a_replica_is_left_whichever_check_it_refuses() {
+async fn a_replica_is_left_after_any_refusal() {
     let (former, server) = (RedisServer::start(), RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]));
     let path = Path::to(&former).await;
     let builder = RedisStore::builder(path.url()).connections(ONE).timeout(Duration::from_secs(20));

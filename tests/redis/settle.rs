@@ -89,7 +89,7 @@ where
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn to_settle_costs_few_script_calls() {
+async fn settling_takes_few_script_calls() {
     const REQUESTS: u32 = 64 * 200;
     let server = RedisServer::start();
     let policies: Policies = policy(WINDOW, "100000000/d");
@@ -144,7 +144,7 @@ async fn charged(server: &RedisServer) -> u32 {
 
 /// Redis hangs when the first settlements are sent, and for longer than these wait for an answer.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_fallback_nothing_is_settled_twice_by_a_server_that_hangs() {
+async fn a_hanging_server_settles_nothing_twice() {
     for cost in [3, 17] {
         let server = RedisServer::start();
         let failures = Failures::default();
@@ -170,7 +170,7 @@ async fn without_a_fallback_nothing_is_settled_twice_by_a_server_that_hangs() {
 
 /// Redis dies and comes back empty. What is charged beyond what was reserved is what comes after.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_fallback_nothing_is_charged_twice_to_a_server_that_was_killed() {
+async fn a_killed_server_charges_nothing_twice() {
     let mut server = RedisServer::start();
     let failures = Failures::default();
     // Of each connection it has to be found out that it is broken, and what that was tried with may have been done.
@@ -235,7 +235,7 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
 
 /// What is held back on its way is refunded as what is left of it by then: others have used what has flowed back.
 #[tokio::test]
-async fn what_is_held_back_on_its_way_gives_no_more_than_was_left() {
+async fn delayed_refunds_free_only_the_rest() {
     let server = RedisServer::start();
     let (url, holds) = holding(&server).await;
     let held_back = RedisStore::builder(url).timeout(Duration::from_secs(60)).connect().await.unwrap();

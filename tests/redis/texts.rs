@@ -136,7 +136,7 @@ async fn debug_says_what_to_do() {
 
 /// With RESP3 the password is in the greeting, which a server may refuse in its own words.
 #[tokio::test]
-async fn a_greeting_that_is_repeated_shows_no_secret() {
+async fn a_repeated_greeting_shows_no_secret() {
     for (words, kind) in [
         ("-ERR no `HELLO 3 AUTH telling-user hunter2` here", ErrorKind::Refused),
         ("-hunter2 is what you said", ErrorKind::Refused),

@@ -25,7 +25,7 @@ async fn assert_counts(server: &RedisServer, url: &str, database: u32, expected:
 }
 
 #[tokio::test]
-async fn all_that_a_url_says_is_heeded() {
+async fn every_part_of_a_url_applies() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("redis.sock").to_str().unwrap().to_owned();
     let server = RedisServer::start_with(&["--unixsocket", &socket]);

@@ -149,7 +149,7 @@ async fn a_demoted_master_is_left_at_once() {
 
 /// Sentinels that are all gone are no outage of Redis.
 #[tokio::test]
-async fn without_sentinels_the_known_master_is_asked() {
+async fn without_sentinels_the_known_master_stays() {
     let server = RedisServer::start();
     let mut sentinel = Sentinel::start(server.port(), 1, "");
     let store = RedisStore::builder(url(&[sentinel.port])).timeout(PATIENT).connect().await.unwrap();
@@ -160,7 +160,7 @@ async fn without_sentinels_the_known_master_is_asked() {
 
 /// The watch is a task of the store's: it ends with it.
 #[tokio::test]
-async fn nothing_asks_when_the_store_is_gone() {
+async fn a_dropped_store_stops_its_watch() {
     let server = RedisServer::start();
     let sentinel = Fake::start(server.port(), 1);
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();

@@ -129,7 +129,7 @@ fn ask<S: Store>(store: &S, check: Check) -> Result<Decision, StoreError> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn its_windows_end_in_their_time() {
+async fn outside_windows_end_on_time() {
     let (store, policies) = (Windows::default(), policy(STRATEGIES[0], "3/m"));
     let take = || ask(&store, Check::take(Key::GLOBAL, &policies, 2)).unwrap();
     assert!(take().is_allowed());
@@ -140,13 +140,13 @@ async fn its_windows_end_in_their_time() {
 }
 
 #[test]
-fn what_outside_stores_are_made_of_can_be_sent_and_shown() {
+fn types_for_outside_stores_are_send() {
     fn shared<T: Send + Sync + Clone + std::fmt::Debug + 'static>() {}
     shared::<(MockStore, Verdict, Source, Decision, StoreError)>();
 }
 
 #[test]
-fn a_mock_answers_as_it_is_told() {
+fn a_mock_answers_as_configured() {
     let store = MockStore::new();
     let (told, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
     let first = take().unwrap();
@@ -168,7 +168,7 @@ fn a_mock_answers_as_it_is_told() {
 
 /// What the fallback granted instead is charged to a store of another crate as well, unless that may have charged it.
 #[tokio::test(start_paused = true)]
-async fn what_an_outside_store_was_not_sent_is_charged_there() {
+async fn unsent_grants_are_charged_to_outside_stores() {
     for unsent in [true, false] {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
@@ -190,7 +190,7 @@ async fn what_an_outside_store_was_not_sent_is_charged_there() {
 
 /// An error of one check alone opens no breaker.
 #[tokio::test(start_paused = true)]
-async fn an_outside_store_may_fail_one_check_alone() {
+async fn outside_stores_may_fail_single_checks() {
     for of_check in [true, false] {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
@@ -206,7 +206,7 @@ async fn an_outside_store_may_fail_one_check_alone() {
 /// Whatever an outside store tells, the local store goes on from there, and locks nobody out for longer than a policy
 /// of its own could.
 #[tokio::test(start_paused = true)]
-async fn the_local_store_goes_on_from_whatever_an_outside_store_tells() {
+async fn local_counts_continue_from_any_outside_answer() {
     for strategy in STRATEGIES {
         for wait in [Duration::ZERO, Duration::from_secs(1), Duration::MAX] {
             let primary = MockStore::new();

@@ -34,7 +34,7 @@ async fn echo(number: u32) -> Result<u32, Infallible> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn under_a_buffer_the_error_can_be_found() {
+async fn the_error_is_found_under_a_buffer() {
     let service = ServiceBuilder::new().buffer(8).layer(layer("2/h")).service_fn(print);
     let mut denied = 0;
     for result in join_all((0..3).map(|_| service.clone().oneshot(job("acme")))).await {
@@ -63,7 +63,7 @@ impl Policy<u32, u32, BoxError> for WhenTold {
 }
 
 #[tokio::test(start_paused = true)]
-async fn under_a_retry_each_attempt_is_made_when_it_passes() {
+async fn each_retry_attempt_is_limited() {
     let (calls, told) = (AtomicU32::new(0), WhenTold::default());
     let service = ServiceBuilder::new().retry(told.clone()).layer(numbers()).service_fn(|number| {
         calls.fetch_add(1, Relaxed);
@@ -105,7 +105,7 @@ async fn under_a_retry_each_attempt_is_charged() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_timeout_around_it_withdraws_the_check_and_one_inside_is_an_error_of_the_call() {
+async fn timeouts_work_outside_and_inside() {
     let (store, mut questions) = asking();
     let service =
         ServiceBuilder::new().timeout(Duration::from_secs(1)).layer(layer_with(store, "100/s")).service_fn(print);
@@ -122,7 +122,7 @@ async fn a_timeout_around_it_withdraws_the_check_and_one_inside_is_an_error_of_t
 }
 
 #[tokio::test]
-async fn what_is_overloaded_is_shed_on_either_side() {
+async fn load_shed_works_outside_and_inside() {
     let (store, _questions) = asking();
     // Outside: the one place is held by a call that waits for the store.
     let service =
@@ -145,7 +145,7 @@ async fn what_is_overloaded_is_shed_on_either_side() {
 }
 
 #[tokio::test]
-async fn a_balance_goes_on_when_a_call_is_denied_inside_of_it_or_outside() {
+async fn balance_survives_denied_calls() {
     fn balance<S, E>(
         service: S,
     ) -> Balance<impl Discover<Key = usize, Service = PendingRequests<S>, Error = Infallible>, u32>
@@ -171,7 +171,7 @@ async fn a_balance_goes_on_when_a_call_is_denied_inside_of_it_or_outside() {
 }
 
 #[tokio::test]
-async fn one_limit_around_another_is_told_apart_by_its_policy() {
+async fn nested_limits_differ_by_policy() {
     let service = ServiceBuilder::new().layer(layer("1/h")).layer(layer("9/h")).service_fn(print);
     assert!(service.clone().oneshot(job("acme")).await.is_ok());
     let denied = limited(service.oneshot(job("acme")).await);
@@ -179,7 +179,7 @@ async fn one_limit_around_another_is_told_apart_by_its_policy() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_callers_at_once_get_exactly_what_the_quota_gives() {
+async fn parallel_callers_get_exactly_the_quota() {
     let service = ServiceBuilder::new().layer(layer("100/h")).service_fn(print);
     let calls = (0..250).map(|_| tokio::spawn(service.clone().oneshot(job("acme"))));
     let all = join_all(calls).await;

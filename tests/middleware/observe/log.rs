@@ -60,7 +60,7 @@ fn exceeded(caller: &str, denied: u64) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_log_names_who_was_limited_once_a_minute() {
+async fn limited_callers_are_logged_once_a_minute() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let service = limited(layer("1/h").observer(TracingObserver::new().reveal_keys()));
     for _ in 0..100 {
@@ -82,7 +82,7 @@ async fn the_log_names_who_was_limited_once_a_minute() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_policy_and_a_dry_run_have_lines_of_their_own() {
+async fn policies_and_dry_runs_log_separately() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new().reveal_keys();
     let key = Key::new("alice");
@@ -98,7 +98,7 @@ async fn each_policy_and_a_dry_run_have_lines_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn more_callers_than_may_be_named_have_one_line() {
+async fn further_callers_share_one_log_line() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let store = MockStore::new();
     store.deny(Duration::from_secs(1));
@@ -115,7 +115,7 @@ async fn more_callers_than_may_be_named_have_one_line() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
+async fn failures_are_throttled_but_breaker_changes_logged() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new();
     let (timeout, refused) = (StoreError::new(ErrorKind::Timeout), StoreError::new(ErrorKind::Refused));
@@ -150,7 +150,7 @@ async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
 }
 
 #[tokio::test]
-async fn nobody_is_named_unless_asked_for() {
+async fn callers_are_named_only_on_demand() {
     let (lines, _guard) = Lines::collect(Level::TRACE);
     let observer = TracingObserver::new();
     let service = limited(layer("1/h").observer(observer.clone()));
@@ -165,7 +165,7 @@ async fn nobody_is_named_unless_asked_for() {
 }
 
 #[tokio::test]
-async fn a_denial_is_in_the_span_of_its_request() {
+async fn denials_are_logged_within_the_span() {
     let (lines, _guard) = Lines::collect(Level::DEBUG);
     let (store, mut questions): (Asking, _) = asking();
     let service = TraceLayer::new_for_http()
@@ -186,7 +186,7 @@ async fn a_denial_is_in_the_span_of_its_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_count_is_in_no_span_of_another_caller() {
+async fn counts_are_logged_outside_foreign_spans() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new().reveal_keys();
     let alice = Key::new("alice");
@@ -207,7 +207,7 @@ async fn a_count_is_in_no_span_of_another_caller() {
 
 /// Also by a layer that has no observer.
 #[tokio::test]
-async fn a_misconfigured_server_is_an_error_in_the_log() {
+async fn a_misconfiguration_is_logged_as_error() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
     for layer in [layer.clone(), layer.observer(TracingObserver::new())] {
         let (lines, _guard) = Lines::collect(Level::INFO);

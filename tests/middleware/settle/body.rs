@@ -41,7 +41,7 @@ async fn data_trailers_and_errors_pass_through() {
 
 /// A server may keep a body that has told its end.
 #[tokio::test]
-async fn it_is_settled_with_the_last_frame_or_an_error() {
+async fn settles_with_last_frame_or_error() {
     for ends_well in [true, false] {
         let count = Count::new();
         let inner = service_fn(move |request: Request<String>| {
