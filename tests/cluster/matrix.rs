@@ -15,13 +15,10 @@ use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, Sums, TASKS, peek};
 use crate::nodes::{Cluster, MASTERS};
 use crate::proxy::{Mode, Proxy};
 use crate::support::until;
+use crate::table::{FAULT, Outcome, SLACK};
 
 /// The caller whose master is the victim: an ample one.
 const VICTIMS: usize = 2;
-/// What a busy machine may add to a wait, beside a stall.
-const SLACK: Duration = Duration::from_millis(900);
-/// The shortest that a fault lasts.
-const FAULT: Duration = Duration::from_millis(700);
 /// The promise is two seconds after the cluster's own recovery; this is for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(10);
 
@@ -108,35 +105,7 @@ macro_rules! rows {
     };
 }
 
-macro_rules! table {
-    ($($test:ident: $name:literal => $fault:expr;)*) => {
-        #[allow(dead_code, reason = "the tests have a function for each row")]
-        pub const ROWS: &[(&str, Fault)] = &[$(($name, $fault)),*];
-    };
-}
-
 rows!(table);
-
-/// What a row came to.
-#[derive(Debug)]
-#[allow(dead_code, reason = "the tests only show it")]
-pub struct Outcome {
-    pub requests: u64,
-    pub errors: u64,
-    pub worst: Duration,
-    /// Over the spent and the tight callers of all masters.
-    pub granted: u64,
-    pub allowed: u64,
-    /// Checks that were asked and not answered in time.
-    pub unanswered: u64,
-    pub reconciled: u64,
-    /// From the moment that the master, or its heir, could answer until all instances were back to it.
-    pub recovery: Duration,
-    pub healthy_p99: Option<Duration>,
-    pub open_p99: Option<Duration>,
-    /// What was granted to callers of other masters from the fault on: by Redis, and by the instances.
-    pub others: (u64, u64),
-}
 
 /// For each caller, the master that has its keys.
 async fn masters(cluster: &Cluster) -> Vec<usize> {
@@ -292,7 +261,7 @@ impl Scene {
 
         // Clients find what they were granted, once all of it is settled, and nothing twice.
         let store = RedisStore::connect(self.cluster.url()).await.unwrap();
-        let unknown = self.load.told(|told| &told.failed) + self.load.told(|told| &told.dropped);
+        let unknown = self.load.total(|events| &events.failed) + self.load.total(|events| &events.dropped);
         let (mut all_granted, mut allowed, mut tight) = (0, 0, 0);
         for (caller, (name, kind)) in CALLERS.into_iter().enumerate() {
             let granted = sum(&sums.redis, |other| other == caller) + sum(&sums.local, |other| other == caller);
@@ -327,12 +296,13 @@ impl Scene {
             worst,
             granted: all_granted,
             allowed,
-            unanswered: self.load.told(|told| &told.failed),
-            reconciled: self.load.told(|told| &told.charged),
-            recovery,
+            bound,
+            unanswered: self.load.total(|events| &events.failed),
+            reconciled: self.load.total(|events| &events.charged),
+            recovery: Some(recovery),
             healthy_p99,
             open_p99,
-            others: (others.0 - before.0, others.1 - before.1),
+            others: Some((others.0 - before.0, others.1 - before.1)),
         }
     }
 }

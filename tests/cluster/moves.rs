@@ -143,7 +143,7 @@ async fn moving_slots_charge_every_check_once() {
     assert_eq!(charged(&store, &callers, &policies).await, granted);
 }
 
-/// Where a caller's two keys are on two nodes, no node decides about it: the fallback does, and settles that.
+/// No node decides about a caller whose two keys are on two nodes: the fallback does, and reconciles that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn callers_split_across_nodes_are_decided() {
     let cluster = Cluster::start(false).await;

@@ -171,7 +171,7 @@ struct File {
     policies: Option<Policies>,
 }
 
-/// Formats that know lines tell the one that is wrong, and none beside it, such as that of the URL.
+/// Formats that know lines name the one that is wrong, and none beside it, such as that of the URL.
 #[test]
 fn errors_name_the_line() {
     let url = "url = \"redis://:hunter2@host/\"\n";

@@ -261,7 +261,7 @@ fn the_share_may_be_alive() {
     }
 }
 
-/// A struct may be flattened into another, where the names of its fields are not known before.
+/// The names of the fields are not known before.
 #[test]
 fn a_policy_may_be_flattened() {
     #[derive(Deserialize)]

@@ -236,7 +236,7 @@ fn unwritable_callers_are_an_error() {
     assert!(error.starts_with("\"192.0.2.7\" is no caller"), "{error}");
 }
 
-/// A format may allow it, and two texts may be one caller. A secret is not told.
+/// A format may allow it, and two texts may be one caller. A secret is not shown.
 #[test]
 fn duplicates_are_refused() {
     let secret = Key::secret("sk-live-1");

@@ -531,7 +531,7 @@ proptest! {
         prop_assert_eq!(found, Ok(Key::ip(client)), "{}: {:?}", trust, shown);
     }
 
-    /// Whoever calls from elsewhere is counted by that address, whatever the header says.
+    /// Whoever calls from elsewhere is counted by that address.
     #[test]
     fn headers_of_untrusted_peers_are_ignored(lines in vec(noise(), 0..4), peer in client_address()) {
         for header in ["x-forwarded-for", "forwarded", "x-real-ip"] {

@@ -179,7 +179,7 @@ async fn the_deciding_policy_fills_legacy_headers() {
     }
 }
 
-/// Two layers, and what the legacy headers says after each of three requests.
+/// Two layers, and the legacy headers after each of three requests.
 #[tokio::test(start_paused = true)]
 async fn the_tightest_layer_fills_legacy_headers() {
     for (outer, inner, expected) in [

@@ -149,7 +149,7 @@ async fn ambiguous_paths_are_not_exempt() {
     }
 }
 
-/// A path that is named letter by letter is exempt, however it could be read.
+/// However it could be read.
 #[tokio::test]
 async fn a_literally_named_path_is_exempt() {
     let paths = ["/caf%C3%A9", "/a;v=1", "/a//b", "/a/./b", "/100%25", "/.well-known/a"];

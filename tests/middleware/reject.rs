@@ -317,7 +317,7 @@ fn by_content_type<S: Store>(
 
 #[tokio::test]
 async fn one_layer_answers_in_each_protocol() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let at_once = limited(by_content_type(layer("1/h")));
     let later = limited(by_content_type(layer_with(store, "1/h")));
     let server_at_fault = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));

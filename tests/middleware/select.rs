@@ -259,7 +259,7 @@ async fn a_watch_channel_is_followed() {
     assert_eq!(told(&send(&service, of_tier("alice", "pro")).await), "\"pro\";q=5", "the last one stays");
 }
 
-/// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what is told.
+/// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what it returns.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reload_under_load_is_atomic() {
     const REQUESTS: u32 = 4_000;
@@ -403,7 +403,6 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     }
 }
 
-/// The inner layer exempts, the outer one counts.
 #[tokio::test]
 async fn what_one_layer_exempts_another_may_count() {
     let inner = by(None::<Policies>);
@@ -487,7 +486,7 @@ mod with_axum {
         assert_told(&app, &[("/{x}/7", "braces"), ("/x/7", "default")]).await;
     }
 
-    /// What axum tells there. If it tells more one day, the docs of `Routes` need not warn.
+    /// What axum sets there. If it sets more one day, the docs of `Routes` need not warn.
     #[tokio::test]
     async fn routers_within_services_see_partial_templates() {
         let limited = || nested().layer(by(routes()));
@@ -497,7 +496,6 @@ mod with_axum {
         assert_told(&app, &[("/api/items/7", "default")]).await;
     }
 
-    /// What rewrites a path on its way to the router leads to the route's own policies.
     #[tokio::test]
     async fn a_rewritten_path_counts_as_its_route() {
         let rewriting = MapRequest::new(router().layer(by(routes())), |mut request: Request<_>| {

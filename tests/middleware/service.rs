@@ -25,11 +25,11 @@ use crate::support::*;
 /// Panics when a clone is called that was not polled ready.
 type Inner = Mock<Request<String>, Response<String>>;
 type Handle = mock::Handle<Request<String>, Response<String>>;
-type Limited = RateLimit<Inner, Asking, HeaderKey, HttpReject>;
+type Limited = RateLimit<Inner, ManualStore, HeaderKey, HttpReject>;
 
 /// A limited mock, with the ends that the test holds of its inner service and of its store.
 fn mocked() -> (Spawn<Limited>, Handle, Questions) {
-    let (store, questions) = asking();
+    let (store, questions) = manual_store();
     let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
     (service, handle, questions)
 }
@@ -248,7 +248,7 @@ async fn the_service_polled_ready_is_called() {
 
 #[test]
 fn an_undecided_request_holds_the_inner_service() {
-    let (store, _questions) = asking();
+    let (store, _questions) = manual_store();
     let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
     let mut response = Box::pin(call(&mut service, request("alice")));
     assert!(waits(response.as_mut()));
@@ -263,7 +263,7 @@ async fn a_rejection_releases_the_inner_service() {
     where
         T: Service<Request<String>, Response = Response<String>, Error: Debug> + Clone,
     {
-        let (store, mut questions) = asking();
+        let (store, mut questions) = manual_store();
         let mut service = layer_with(store, "100/s").layer(inner);
         // The place is not to hang on the futures, which live as long as their owner likes.
         let mut rejected = Vec::new();
@@ -310,7 +310,7 @@ fn an_immediate_decision_calls_the_ready_service() {
 
 #[test]
 fn an_undecided_request_may_pass_once() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));

@@ -144,13 +144,13 @@ async fn layers_around_each_other_add_up() {
     assert_eq!(would(&send(&service, request("b")).await), [("api".to_owned(), true), ("outer".to_owned(), false)]);
 }
 
-/// What an observer was told: policy, caller, whether it was allowed, and whether it was a dry run.
+/// What an observer has seen: policy, caller, whether it was allowed, and whether it was a dry run.
 #[derive(Clone, Debug, Default)]
-struct Told(Arc<Mutex<Vec<Line>>>);
+struct Recorder(Arc<Mutex<Vec<Line>>>);
 
 type Line = (String, String, bool, bool);
 
-impl Observer for Told {
+impl Observer for Recorder {
     fn decided(&self, event: &event::Decided<'_>) {
         let (policy, key) = (event.decision.policy().name().to_owned(), event.key.reveal().to_owned());
         self.0.lock().unwrap().push((policy, key, event.decision.is_allowed(), event.dry_run));
@@ -159,20 +159,20 @@ impl Observer for Told {
 
 #[tokio::test]
 async fn observers_see_what_would_have_happened() {
-    let told = Told::default();
-    let service = limited(layer("5/h").shadow(policy("new", "1/h")).observer(told.clone()));
+    let recorder = Recorder::default();
+    let service = limited(layer("5/h").shadow(policy("new", "1/h")).observer(recorder.clone()));
     for _ in 0..2 {
         send(&service, request("alice")).await;
     }
     let expected = [("api", true, false), ("new", true, true), ("api", true, false), ("new", false, true)];
     let expected = expected.map(|(name, allowed, dry)| (name.to_owned(), "alice".to_owned(), allowed, dry));
-    assert_eq!(*told.0.lock().unwrap(), expected);
+    assert_eq!(*recorder.0.lock().unwrap(), expected);
 }
 
 /// The check goes beside the inner call, whichever ends first.
 #[tokio::test]
 async fn the_inner_call_precedes_the_shadow_answer() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let (calls, mut called) = tokio::sync::mpsc::unbounded_channel();
     let inner = service_fn(move |_: Request<String>| {
         let (answer, response) = oneshot::channel::<Response<String>>();
@@ -206,7 +206,7 @@ async fn the_inner_call_precedes_the_shadow_answer() {
 /// An inner call that is done holds nothing that others wait for, even if its response waits for a shadow.
 #[tokio::test]
 async fn inner_futures_drop_before_late_checks() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let mut service = layer_with(store, "1/h").dry_run().layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
     let mut response = Box::pin(service.ready().await.unwrap().call(request("alice")));
     assert!(response.as_mut().now_or_never().is_none(), "the check is not answered");
@@ -218,7 +218,7 @@ async fn inner_futures_drop_before_late_checks() {
 /// Where the enforced check has to be waited for, the shadow is asked when the request has passed.
 #[tokio::test]
 async fn shadows_follow_a_late_enforced_check() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let mut service = layer_with(store, "1/h").shadow(policy("new", "1/h")).layer(service_fn(hello::<String>));
     for allowed in [true, false] {
         let mut response = Box::pin(service.call(request("alice")));
@@ -246,7 +246,7 @@ async fn shadows_follow_a_late_enforced_check() {
 
 #[tokio::test]
 async fn inner_errors_do_not_await_shadows() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let inner = service_fn(|_: Request<String>| async { Err::<Response<String>, _>("broken") });
     let response = layer_with(store, "1/h").dry_run().layer(inner).call(request("alice")).now_or_never();
     assert_eq!(response.expect("an error").unwrap_err(), "broken");

@@ -184,7 +184,7 @@ async fn unused_permits_are_refunded() {
     assert_eq!(charged(&local, &policies).await, 2, "a call that was not ready is charged");
 }
 
-/// A permit goes to whoever waits next in this process, without a call of the store.
+/// It goes to the next waiter in this process, without a call of the store.
 #[tokio::test(start_paused = true)]
 async fn an_unused_permit_passes_on() {
     // What the second had been waiting for goes back, if its turn was so near that it was taken ahead.
@@ -281,7 +281,7 @@ async fn an_unready_service_takes_no_permit() {
     assert_eq!(charged(&local, &policies).await, 1);
 }
 
-/// A service that fails while its permit is held, or waited for, takes none.
+/// Whether it fails while its permit is held or waited for.
 #[tokio::test(start_paused = true)]
 async fn a_failing_service_refunds_its_permit() {
     for quota in ["10/100d", "1/100d"] {
@@ -322,7 +322,6 @@ async fn waits_under_buffer_limit_and_timeout() {
     assert!((4.0..4.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
 }
 
-/// Each attempt has a permit of its own.
 #[tokio::test(start_paused = true)]
 async fn every_retry_takes_a_permit() {
     #[derive(Clone)]
@@ -371,7 +370,7 @@ async fn balanced_services_share_one_count() {
     assert_eq!(charged(&local, &policies).await, 20);
 }
 
-/// While a fallback decides by this instance's part, turns come at that rate.
+/// While a fallback decides by this instance's share, permits come at that rate.
 #[tokio::test(start_paused = true)]
 async fn an_outage_limits_waiters_by_share() {
     let redis = MockStore::new();
@@ -419,7 +418,6 @@ async fn an_undecided_permit_is_requested_again() {
     lenient.ready().await.unwrap().call("").await.unwrap();
 }
 
-/// Polled by one task and then by another, it wakes the last one.
 #[tokio::test(start_paused = true)]
 async fn wakes_the_task_that_polled_last() {
     let (_, store) = watched();

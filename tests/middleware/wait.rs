@@ -101,7 +101,7 @@ async fn the_number_of_waiters_is_bounded() {
     assert_eq!(rejected(&send(&all, "/eve", 4).await), 0, "nobody waits any more");
 }
 
-/// One that comes while others wait gets in line: it does not take what they wait for.
+/// A request that comes while others wait joins the queue: it does not take what they wait for.
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "10/s"))
@@ -151,7 +151,7 @@ async fn a_dropped_waiter_passes_its_permit_on() {
     assert!(peek.retry_after().unwrap() < Duration::from_millis(910), "{peek:?}");
 }
 
-/// The handler and the client are told of a decision as of any request that passes.
+/// The handler and the client see a decision as of any request that passes.
 #[tokio::test(start_paused = true)]
 async fn waited_requests_are_annotated_as_allowed() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
@@ -171,7 +171,7 @@ async fn waited_requests_are_annotated_as_allowed() {
     }
 }
 
-/// A place of the inner service's is not taken up by those who wait.
+/// Waiters take up no capacity of the inner service.
 #[tokio::test(start_paused = true)]
 async fn waiting_does_not_hold_the_inner_service() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
@@ -188,7 +188,7 @@ async fn waiting_does_not_hold_the_inner_service() {
     assert!(waited.iter().all(|(status, _)| *status == 200), "{waited:?}");
 }
 
-/// If the inner service fails to become ready, its error is told and the permit goes to the next.
+/// If the inner service fails to become ready, its error is returned and the permit goes to the next.
 #[tokio::test(start_paused = true)]
 async fn a_failing_inner_service_passes_permits_on() {
     let store = LocalStore::default();

@@ -116,7 +116,6 @@ async fn retrying_clients_give_up_on_excessive_costs() {
     assert!((Duration::from_secs(3)..Duration::from_millis(3_010)).contains(&waited), "a second each: {waited:?}");
 }
 
-/// The layer is one for all clones of a client.
 #[tokio::test]
 async fn clones_of_a_client_share_the_limit() {
     let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "3/h")).reject(GrpcReject::new());

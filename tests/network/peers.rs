@@ -90,7 +90,6 @@ async fn unix_socket_clients_share_a_count() {
     }
 }
 
-/// A closure has the status too, and may change it.
 #[tokio::test]
 async fn a_closure_adds_to_the_status() {
     let reject = |rejection: Rejection<'_>| {

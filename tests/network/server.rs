@@ -162,7 +162,6 @@ async fn the_fields_of_the_layer_are_metadata() {
     assert_eq!((field(&denied, "ratelimit"), field(&denied, "retry-after")), (None, Some("90")));
 }
 
-/// A status of the service's own passes as it is.
 #[tokio::test]
 async fn answers_of_the_service_pass_unchanged() {
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "9/s")).reject(GrpcReject::new());

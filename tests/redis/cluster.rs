@@ -35,7 +35,7 @@ async fn a_node_is_not_taken() {
     }
 }
 
-/// Callers of a slot that another node serves are refused one by one.
+/// One by one.
 #[tokio::test]
 async fn callers_of_another_node_are_refused() {
     let (one, other) = (node(0..8192).await, node(8192..16384).await);

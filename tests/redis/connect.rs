@@ -126,7 +126,6 @@ async fn a_right_of_logs_is_missing() {
     }
 }
 
-/// The rights that the documentation asks for are all that it takes.
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
@@ -189,7 +188,7 @@ impl Observer for Failures {
     }
 }
 
-/// The rights that announcing asks for besides are all that it takes, and who lacks one is told.
+/// They are all that it takes, and a missing one is reported.
 #[tokio::test]
 async fn the_documented_rights_to_announce_are_enough() {
     let server = RedisServer::start();

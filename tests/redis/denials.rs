@@ -160,7 +160,7 @@ async fn refunds_of_other_instances_are_seen() {
     until("a request passes", async || status().await == StatusCode::OK).await;
 }
 
-/// Refunds and denials at once: nobody is denied by a memory of before the refund.
+/// Refunds and denials run at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_denial_outlives_a_refund() {
     let server = RedisServer::start();
@@ -272,7 +272,7 @@ async fn costs_above_capacity_take_one_call() {
     assert!(!take(&store, &lists[0], 10).await.retry_after().unwrap().is_zero(), "it may fit one day");
 }
 
-/// A denied id is denied until its time; one that was granted is told so, whatever else is denied.
+/// A denied id is denied until its time; a granted one stays granted, whatever else is denied.
 #[tokio::test]
 async fn ids_have_denials_of_their_own() {
     let server = RedisServer::start();
@@ -354,7 +354,7 @@ async fn mixed_floods_cost_one_call_per_question() {
     }
 }
 
-/// Callers that are each denied once do not push out one who is denied all the time.
+/// Callers that are each denied once do not push out one that is denied all the time.
 #[tokio::test]
 async fn frequent_denials_survive_a_flood() {
     let server = RedisServer::start();
@@ -380,7 +380,7 @@ async fn frequent_denials_survive_a_flood() {
     assert!(asked <= 3, "{asked} of {} checks were sent", asked + hits);
 }
 
-/// Denied callers in turn, twice as many as are remembered: a part of them is known each time.
+/// Denied callers in rotation, twice as many as are remembered: a part of them is known each time.
 #[tokio::test]
 async fn an_overfull_denial_cache_still_helps() {
     let server = RedisServer::start();

@@ -69,7 +69,7 @@ impl Full {
     }
 }
 
-/// Every check is decided. Whose key is evicted starts afresh, and nobody else.
+/// Every check is decided, and nobody else starts afresh.
 #[tokio::test]
 async fn evicted_callers_start_afresh() {
     for maxmemory_policy in EVICTING {
@@ -108,7 +108,7 @@ async fn volatile_ttl_keeps_the_most_exhausted_callers() {
     }
 }
 
-/// Who has used up a limit stays denied, and what is refused was not charged.
+/// An exhausted caller stays denied, and what is refused was not charged.
 #[tokio::test]
 async fn noeviction_refuses_charges_and_forgets_nothing() {
     let full = Full::start("noeviction").await;

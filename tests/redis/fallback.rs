@@ -172,8 +172,7 @@ fn it_recovers_on_another_runtime() {
     }));
 }
 
-/// An outage is no second burst: each instance goes on with its part of what was left, and gives that back to the
-/// count.
+/// An outage is no second burst: each instance goes on with its share of what was left, and reconciles that.
 #[tokio::test]
 async fn instances_share_and_reconcile_the_rest() {
     let all = STRATEGIES.map(async |strategy| {
@@ -214,7 +213,7 @@ async fn instances_share_and_reconcile_the_rest() {
     join_all(all).await;
 }
 
-/// One check is sent, and the others wait behind it for longer than anybody does for them.
+/// One check is sent, and the others wait behind it for longer than any caller waits.
 #[tokio::test]
 async fn checks_unsent_by_the_deadline_are_reconciled() {
     let server = RedisServer::start();
@@ -236,7 +235,7 @@ async fn checks_unsent_by_the_deadline_are_reconciled() {
     assert_eq!((left.source(), left.remaining()), (Source::Redis, 100 - 10), "the one that was sent is charged too");
 }
 
-/// With `Share::Alive` the parts follow how many instances there are.
+/// With `Share::Alive` the shares follow how many instances there are.
 #[tokio::test]
 async fn live_instances_are_counted() {
     let mut server = RedisServer::start();
@@ -260,7 +259,7 @@ async fn live_instances_are_counted() {
     until("it is no longer counted", async || first.alive().get() == 2 && second.alive().get() == 2).await;
 }
 
-/// A flood on one key that is answered from memory does not hide that Redis hangs.
+/// A flood on one key is answered from memory while Redis hangs.
 #[tokio::test]
 async fn cached_denials_do_not_hide_an_outage() {
     let server = RedisServer::start();
@@ -279,7 +278,7 @@ async fn cached_denials_do_not_hide_an_outage() {
     server.thaw();
 }
 
-/// A policy that Redis refuses alone neither opens the breaker for the others nor keeps it open.
+/// It neither opens the breaker for the others nor keeps it open.
 #[tokio::test]
 async fn a_refused_policy_does_not_degrade_others() {
     let mut server = RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-lrange"]);

@@ -129,7 +129,7 @@ async fn forgotten_requests_are_counted_again() {
     assert_eq!(server.command::<u64>("DBSIZE").await, 0);
 }
 
-/// What ends is told for many callers in one call, and where nothing is left, in one command.
+/// Those of many callers in one call, and where nothing is left, in one command.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_ending_together_are_released_together() {
     use tower_redis_ratelimit::Key;
@@ -246,7 +246,7 @@ async fn fallback_grants_are_released_beside_redis() {
     until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
 }
 
-/// A line of those who wait for a place ends, though requests come faster than one in a call to Redis.
+/// Though requests come faster than one in a call to Redis.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_distant_wait_queue_drains() {
     let server = RedisServer::start();
@@ -272,8 +272,8 @@ async fn a_distant_wait_queue_drains() {
     until("all is free", async || left(&here).await == 50).await;
 }
 
-/// Some begin and some end whenever Redis is looked at, and some of each may have come before the look: for as long as
-/// the requests never pause. `SECONDS=5` for longer; it tells how many began.
+/// Some begin and some end during every count in Redis, and some of each may precede it: for as long as the requests
+/// never pause. `SECONDS=5` for longer; it prints how many began.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_distant_flood_releases_all_capacity() {
     const PLACES: u32 = 20;

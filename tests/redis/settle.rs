@@ -192,7 +192,7 @@ async fn a_killed_server_charges_nothing_twice() {
     assert!(failures.0.load(Relaxed) <= 5, "{} lost", failures.0.load(Relaxed));
 }
 
-/// The fallback takes over what cannot be settled, and tells it to Redis when that is back.
+/// The fallback takes over what cannot be settled, and charges it to Redis when that is back.
 #[tokio::test(flavor = "multi_thread")]
 async fn behind_a_fallback_an_outage_doubles_nothing() {
     for (hangs, cost) in [(true, 3), (true, 17), (false, 17)] {

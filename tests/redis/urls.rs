@@ -47,7 +47,7 @@ async fn every_part_of_a_url_applies() {
     }
 }
 
-/// What nobody would read is refused, and what is wrong with it is said.
+/// What would not be read is refused.
 #[test]
 fn mistakes_in_a_url_are_named() {
     let info = "redis://a/-1".into_connection_info().unwrap();

@@ -96,7 +96,7 @@ async fn a_sentinel_is_not_a_server() {
     assert!(error.source().unwrap().to_string().contains("unknown command"), "{error:?}");
 }
 
-/// Those who ask on while there is no master do not each ask the sentinels.
+/// Not every check asks the sentinels while there is no master.
 #[tokio::test]
 async fn failing_checks_ask_sentinels_now_and_then() {
     let sentinel = Fake::start(free_port(), 1);

@@ -98,7 +98,7 @@ async fn unrenewed_requests_expire_after_the_lease() {
     assert!(take().await.is_allowed());
 }
 
-/// Each instance has an entry of its own, and a caller is as many keys in Redis as he has policies.
+/// Each instance has an entry of its own, and a caller has as many keys in Redis as policies.
 #[tokio::test]
 async fn instances_count_together_and_apart() {
     let server = RedisServer::start();
@@ -118,7 +118,7 @@ async fn instances_count_together_and_apart() {
     assert_eq!(server.command::<usize>("DBSIZE").await, 0);
 }
 
-/// Nobody renews there but whoever comes.
+/// Nothing renews them there but the next request.
 #[test]
 fn requests_outside_runtimes_stay_counted() {
     let streams = Policy::in_flight("streams", 2).unwrap().lease_time(Duration::from_secs(1)).unwrap();

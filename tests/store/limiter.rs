@@ -43,7 +43,6 @@ async fn too_long_waits_are_denied_immediately() {
     assert!(limiter.wait(ANN, 1, Duration::MAX).await.unwrap().is_allowed());
 }
 
-/// A large cost is not starved by small ones that come after it.
 #[tokio::test(start_paused = true)]
 async fn small_costs_do_not_starve_large() {
     let limiter = limiter(Strategy::Gcra, "10/s");
@@ -72,7 +71,7 @@ async fn deadlines_apply_in_the_queue() {
     assert!(start.elapsed() < Duration::from_millis(2_100), "{:?}", start.elapsed());
 }
 
-/// Who comes late and has little time takes nothing before those who came earlier.
+/// A late caller with little time takes nothing before those who came earlier.
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes() {
     let limiter = limiter(Strategy::Gcra, "10/s");
@@ -89,7 +88,7 @@ async fn nobody_overtakes() {
     assert!(patient.0.is_allowed() && patient.1 < Duration::from_millis(520), "{patient:?}");
 }
 
-/// A dropped wait gives up its turn, and nothing is lost whenever it is dropped.
+/// It leaves the queue, and nothing is lost whenever it is dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dropped_wait_takes_nothing() {
     let server = RedisServer::start();
@@ -106,7 +105,7 @@ async fn a_dropped_wait_takes_nothing() {
     assert!(shown.contains("WaitQueues { waiting: 0, .. }"), "somebody still waits: {shown}");
 }
 
-/// Nor is anything lost if it is dropped when the grant has been made and nobody has looked at it yet.
+/// Nor is anything lost if it is dropped after the grant and before it is polled.
 #[tokio::test]
 async fn waits_dropped_before_polling_take_nothing() {
     const WAITS: u32 = 10_000;

@@ -129,7 +129,7 @@ async fn a_full_store_keeps_exhausted_callers() {
     );
 }
 
-/// Under every strategy: who has used all it may is denied until its time, however many new keys come.
+/// Under every strategy, an exhausted caller is denied until its time, however many new keys come.
 #[tokio::test(start_paused = true)]
 async fn a_flood_of_new_keys_frees_nobody() {
     // A tenth of the default store, and ten new keys for each that it holds.
@@ -160,7 +160,7 @@ async fn a_flood_of_new_keys_frees_nobody() {
     assert!(freed.is_empty(), "freed, and after how many new keys: {freed:?}");
 }
 
-/// A store full of exhausted callers gives newcomers a few places, which they take in turn.
+/// A store full of exhausted callers has a few entries for newcomers, which replace each other.
 #[tokio::test(start_paused = true)]
 async fn newcomers_do_not_evict_all_exhausted_callers() {
     const KEYS: usize = 2_048;
@@ -241,7 +241,7 @@ async fn a_check_that_charges_nothing_forgets_nothing() {
     }
 }
 
-/// As in a rolling deploy: 10 and 11 per minute, polled in turn, twice a second for 20 minutes.
+/// As in a rolling deploy: 10 and 11 per minute, polled alternately, twice a second for 20 minutes.
 #[tokio::test(start_paused = true)]
 async fn two_quotas_per_name_do_not_add() {
     for strategy in STRATEGIES {

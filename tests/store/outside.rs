@@ -203,8 +203,7 @@ async fn outside_stores_may_fail_single_checks() {
     }
 }
 
-/// Whatever an outside store tells, the local store goes on from there, and locks nobody out for longer than a policy
-/// of its own could.
+/// Whatever an outside store returns, nobody is locked out for longer than by a policy of the local store's own.
 #[tokio::test(start_paused = true)]
 async fn local_counts_continue_from_any_outside_answer() {
     for strategy in STRATEGIES {

@@ -1,5 +1,4 @@
-//! Waiting for one's turn at a store that answers later, that fails, that gets something back, and by quotas that
-//! change.
+//! Waiting at a store that answers later, that fails or that gets refunds, and under quotas that change.
 
 use std::convert::Infallible;
 use std::num::NonZeroUsize;
@@ -68,7 +67,7 @@ async fn three_instances(
     (times, asked as f64 / grants as f64)
 }
 
-/// Whoever has asked for what another has taken meanwhile does not owe it all: turns come one by one.
+/// Who has asked for what another has taken meanwhile does not owe it all: permits come one by one.
 #[tokio::test(start_paused = true)]
 async fn permits_come_evenly_from_slow_stores() {
     for strategy in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Default::default())] {
@@ -90,7 +89,7 @@ async fn permits_come_evenly_from_slow_stores() {
     }
 }
 
-/// Where nothing can be taken ahead, whoever is nearest does not come first each time.
+/// Where nothing can be taken ahead, the nearest instance does not come first each time.
 #[tokio::test(start_paused = true)]
 async fn a_distant_instance_gets_permits_too() {
     for strategy in [
@@ -112,7 +111,7 @@ async fn a_distant_instance_gets_permits_too() {
     }
 }
 
-/// Who waits behind others of other costs is not asked for alone, or a line would not end while requests go on.
+/// A waiter behind others of other costs is not asked for alone, or a queue would not end while requests go on.
 #[tokio::test(start_paused = true)]
 async fn a_queue_of_mixed_costs_drains() {
     let policies = policy(Strategy::Gcra, "10000/s");
@@ -137,8 +136,8 @@ async fn a_queue_of_mixed_costs_drains() {
     }
 }
 
-/// A check takes one place for a request in flight. Those who wait are asked for at once all the same, or a line would
-/// not end while requests go on.
+/// A check takes one request in flight. Waiters are asked for at once all the same, or a queue would not end while
+/// requests go on.
 #[tokio::test(start_paused = true)]
 async fn a_queue_of_in_flight_requests_drains() {
     let jobs = || Policy::in_flight("jobs", 50).unwrap();
@@ -173,7 +172,7 @@ async fn a_queue_of_in_flight_requests_drains() {
     }
 }
 
-/// Each place that comes free is asked for about once, and is not left empty for long.
+/// It is requested about once, and does not stay unused for long.
 #[tokio::test(start_paused = true)]
 async fn freed_capacity_is_requested_once() {
     for (instances, limit, calls_a_grant) in [(1, 50, 1.1), (1, 4, 1.5), (3, 50, 1.6)] {
@@ -214,7 +213,7 @@ async fn freed_capacity_is_requested_once() {
     }
 }
 
-/// Also where places come free all the time, so that the store never denies one.
+/// Also where requests end all the time, so that the store never denies one.
 #[tokio::test(start_paused = true)]
 async fn no_wait_exceeds_its_maximum_by_much() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(10));
@@ -240,7 +239,7 @@ async fn no_wait_exceeds_its_maximum_by_much() {
     assert!(passed > 500 && passed < 1_500, "{passed}");
 }
 
-/// And nobody asks for each turn in vain where a log was charged evenly, so that a call gets little.
+/// And no permit is requested in vain where a log was charged evenly, so that a call gets little.
 #[tokio::test(start_paused = true)]
 async fn instances_share_permits_coming_one_by_one() {
     for (quota, time, gap, most) in [("50/s", 60, 2, 2.0), ("60/m", 1_200, 20, 4.0)] {
@@ -259,7 +258,7 @@ async fn instances_share_permits_coming_one_by_one() {
     }
 }
 
-/// The calls of the store are no part of the time for which one waits.
+/// The calls of the store are no part of the time for which a request waits.
 #[tokio::test(start_paused = true)]
 async fn store_latency_denies_no_waiter_with_room() {
     const THERE: Duration = Duration::from_millis(20);
@@ -274,7 +273,7 @@ async fn store_latency_denies_no_waiter_with_room() {
     }
 }
 
-/// The old quota is of those who began to wait under it.
+/// The old quota is that of those who began to wait under it.
 #[tokio::test(start_paused = true)]
 async fn a_new_quota_applies_to_later_waiters() {
     for &strategy in Strategy::ALL {
@@ -338,7 +337,7 @@ async fn a_refund_wakes_waiters() {
     }
 }
 
-/// One who has taken a turn ahead has it sooner.
+/// A permit that was taken ahead comes sooner.
 #[tokio::test(start_paused = true)]
 async fn a_refund_brings_permits_forward() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/m"));
@@ -359,7 +358,7 @@ async fn a_refund_brings_permits_forward() {
     assert!(next > Duration::from_secs(58), "{next:?}");
 }
 
-/// A reservation that is not used is settled, off the path of who used it.
+/// An unused reservation is settled off the path of its owner.
 #[tokio::test(start_paused = true)]
 async fn a_settlement_wakes_waiters() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
@@ -376,7 +375,7 @@ async fn a_settlement_wakes_waiters() {
     assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
 }
 
-/// What others refund nobody here is told.
+/// What others refund is not reported here.
 #[tokio::test(start_paused = true)]
 async fn long_waits_check_again() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Default::default())] {
@@ -437,7 +436,7 @@ fn a_throttle_survives_a_stalled_runtime() {
     on_two_runtimes(false, |store| store.deny(Duration::from_secs(60)));
 }
 
-/// What is there is taken in the first poll: a layer that does not wait for readiness has it.
+/// What is there is taken in the first poll, for a layer that does not wait for readiness.
 #[tokio::test(start_paused = true)]
 async fn load_shed_sheds_nothing_below_the_quota() {
     for &strategy in Strategy::ALL {
@@ -450,7 +449,7 @@ async fn load_shed_sheds_nothing_below_the_quota() {
     }
 }
 
-/// No wait helps it, whether or not others wait; and nobody waits for its cost.
+/// Waiting does not help them, whether or not others wait; and nobody waits for their cost.
 #[tokio::test(start_paused = true)]
 async fn queued_costs_above_capacity_are_refused() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s"));
@@ -525,7 +524,7 @@ async fn the_number_of_waiters_is_bounded() {
     assert!(took > Duration::from_millis(1_890) && took < Duration::from_secs(4), "{took:?}");
 }
 
-/// Nothing is taken ahead for a turn that is far away, so that who goes costs no call.
+/// Nothing is taken ahead for a permit that is far away, so that a cancellation costs no call.
 #[tokio::test(start_paused = true)]
 async fn dropped_requests_cost_a_call_each() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
@@ -541,7 +540,6 @@ async fn dropped_requests_cost_a_call_each() {
     assert!(asked <= 210, "{asked} calls for 200 requests");
 }
 
-/// One call that fails is one request that the store could not decide.
 #[tokio::test(start_paused = true)]
 async fn one_failing_call_ends_one_wait() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
@@ -604,7 +602,7 @@ async fn reset_is_relative_to_the_permit() {
     }
 }
 
-/// A place of this process is not found free by chance.
+/// It is not found by chance.
 #[tokio::test(start_paused = true)]
 async fn a_local_end_frees_capacity_immediately() {
     for there in [0, 1] {
@@ -622,7 +620,7 @@ async fn a_local_end_frees_capacity_immediately() {
     }
 }
 
-/// A request that passes since the store cannot decide runs, and so is in flight.
+/// A request that passes because the store cannot decide runs, and so is in flight.
 #[tokio::test(start_paused = true)]
 async fn passing_after_failed_waits_is_in_flight() {
     let local = LocalStore::default();
@@ -674,11 +672,11 @@ async fn an_unused_permit_refunds_its_charge() {
     }
 }
 
-/// A store to which what is refunded takes a second.
+/// A store whose refunds take a second.
 #[derive(Clone)]
-struct SlowToGiveBack(LocalStore);
+struct SlowRefunds(LocalStore);
 
-impl Store for SlowToGiveBack {
+impl Store for SlowRefunds {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
@@ -694,7 +692,7 @@ impl Store for SlowToGiveBack {
 #[tokio::test(start_paused = true)]
 async fn unused_permits_spare_the_next_window() {
     let (store, policies) = (LocalStore::default(), policy(Strategy::FixedWindow(Align::FirstHit), "100/m"));
-    let throttle = ThrottleLayer::new(SlowToGiveBack(store.clone()), ANN, policies.clone());
+    let throttle = ThrottleLayer::new(SlowRefunds(store.clone()), ANN, policies.clone());
     let mut held: Vec<_> = (0..50).map(|_| throttle.layer(service_fn(ok::<()>))).collect();
     let start = Instant::now();
     for throttle in &mut held {
@@ -737,7 +735,7 @@ async fn cancelled_waiters_refund_every_policy_separately() {
     assert!(slow.peek(ANN, 30).await.unwrap().is_allowed());
 }
 
-/// A place that comes free helps nobody who waits for a rate.
+/// A request that ends does not help those who wait for a rate.
 #[tokio::test(start_paused = true)]
 async fn request_ends_do_not_wake_rate_waiters() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));

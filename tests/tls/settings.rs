@@ -39,7 +39,7 @@ fn an_invalid_name() {
     builder().server_name("10.0.0.1").connect_lazy().unwrap();
 }
 
-/// Who sets a certificate believes that nobody can listen.
+/// Whoever sets a certificate expects encryption.
 #[test]
 fn certificates_without_tls() {
     let ca = Authority::new().pem();

@@ -20,15 +20,15 @@ use tower_redis_ratelimit::{Key, LocalStore};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use super::{ByTenant, Job, job, layer, layer_with, limited, print};
-use crate::support::{Asking, Questions, asking, policy};
+use crate::support::{ManualStore, Questions, manual_store, policy};
 
 /// Panics when a clone is called that was not polled ready.
 type Handle = mock::Handle<Job, String>;
-type Limited = CallLimit<Mock<Job, String>, Asking, ByTenant, Job>;
+type Limited = CallLimit<Mock<Job, String>, ManualStore, ByTenant, Job>;
 
 /// A limited mock, with the ends that the test holds of its inner service and of its store.
 fn mocked() -> (Spawn<Limited>, Handle, Questions) {
-    let (store, questions) = asking();
+    let (store, questions) = manual_store();
     let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
     (service, handle, questions)
 }
@@ -148,7 +148,7 @@ fn a_cancelled_undecided_request_is_withdrawn() {
 
 #[test]
 fn an_undecided_request_may_pass_once() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
     let mut response = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(response.as_mut()));
@@ -201,7 +201,7 @@ async fn the_service_polled_ready_is_called() {
 
 #[test]
 fn an_undecided_request_holds_the_inner_service() {
-    let (store, _questions) = asking();
+    let (store, _questions) = manual_store();
     let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(print), 1));
     let mut response = Box::pin(call(&mut service, job("acme")));
     assert!(waits(response.as_mut()));
@@ -216,7 +216,7 @@ async fn a_failed_call_releases_the_inner_service() {
     where
         T: Service<Job, Response = String, Error: Into<BoxError>> + Clone,
     {
-        let (store, mut questions) = asking();
+        let (store, mut questions) = manual_store();
         let mut service = layer_with(store, "100/s").layer(inner);
         // The place is not to hang on the futures, which live as long as their owner likes.
         let mut failed = Vec::new();

@@ -8,7 +8,7 @@ use tower_redis_ratelimit::call_limit::UntilAnswer;
 use tower_redis_ratelimit::settle::Settlement;
 
 use super::*;
-use crate::support::asking;
+use crate::support::manual_store;
 
 /// How much remains of a limit of ten per hour.
 fn remaining(store: &LocalStore) -> u32 {
@@ -116,7 +116,7 @@ async fn dry_run_charges_are_settled() {
 /// A call that is done holds nothing that others wait for, even if its answer waits for a check.
 #[tokio::test]
 async fn a_late_check_keeps_only_the_answer() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let tried = Tried::default();
     let layer = layer_with(store, "1/h").dry_run().observer(tried.clone());
     let mut service = layer.layer(ConcurrencyLimit::new(service_fn(print), 1));

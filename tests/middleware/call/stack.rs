@@ -22,7 +22,7 @@ use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::{CallLimitLayer, LocalStore};
 
 use super::{job, layer, layer_with, limited, print};
-use crate::support::{asking, policy};
+use crate::support::{manual_store, policy};
 
 /// A limit of two requests in 20 seconds, which are numbers.
 fn numbers() -> CallLimitLayer<LocalStore, Global, u32> {
@@ -43,11 +43,11 @@ async fn the_error_is_found_under_a_buffer() {
     assert_eq!(denied, 1);
 }
 
-/// Tries again when it is told to, and keeps what it was told.
+/// Tries again after `retry_after`, and keeps how long it waited.
 #[derive(Clone, Default)]
-struct WhenTold(Arc<Mutex<Vec<Duration>>>);
+struct HonourRetryAfter(Arc<Mutex<Vec<Duration>>>);
 
-impl Policy<u32, u32, BoxError> for WhenTold {
+impl Policy<u32, u32, BoxError> for HonourRetryAfter {
     type Future = Sleep;
 
     fn retry(&mut self, _: &mut u32, result: &mut Result<u32, BoxError>) -> Option<Sleep> {
@@ -64,8 +64,8 @@ impl Policy<u32, u32, BoxError> for WhenTold {
 
 #[tokio::test(start_paused = true)]
 async fn each_retry_attempt_is_limited() {
-    let (calls, told) = (AtomicU32::new(0), WhenTold::default());
-    let service = ServiceBuilder::new().retry(told.clone()).layer(numbers()).service_fn(|number| {
+    let (calls, policy) = (AtomicU32::new(0), HonourRetryAfter::default());
+    let service = ServiceBuilder::new().retry(policy.clone()).layer(numbers()).service_fn(|number| {
         calls.fetch_add(1, Relaxed);
         echo(number)
     });
@@ -73,8 +73,9 @@ async fn each_retry_attempt_is_limited() {
         assert_eq!(service.clone().oneshot(number).await.unwrap(), number);
     }
     // A sleep of tokio's may take a millisecond more, by which the next wait is shorter.
-    let told: Vec<_> = told.0.lock().unwrap().iter().map(|wait| (*wait + Duration::from_millis(5)).as_secs()).collect();
-    assert_eq!(told, [10, 10]);
+    let waits: Vec<_> =
+        policy.0.lock().unwrap().iter().map(|wait| (*wait + Duration::from_millis(5)).as_secs()).collect();
+    assert_eq!(waits, [10, 10]);
     assert_eq!(calls.load(Relaxed), 4, "a denied attempt is not made");
 }
 
@@ -106,7 +107,7 @@ async fn under_a_retry_each_attempt_is_charged() {
 
 #[tokio::test(start_paused = true)]
 async fn timeouts_work_outside_and_inside() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let service =
         ServiceBuilder::new().timeout(Duration::from_secs(1)).layer(layer_with(store, "100/s")).service_fn(print);
     let error = service.oneshot(job("acme")).await.unwrap_err();
@@ -123,7 +124,7 @@ async fn timeouts_work_outside_and_inside() {
 
 #[tokio::test]
 async fn load_shed_works_outside_and_inside() {
-    let (store, _questions) = asking();
+    let (store, _questions) = manual_store();
     // Outside: the one place is held by a call that waits for the store.
     let service =
         ServiceBuilder::new().load_shed().concurrency_limit(1).layer(layer_with(store, "100/s")).service_fn(print);

@@ -17,7 +17,7 @@ use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 use tracing::subscriber::DefaultGuard;
 use tracing::{Level, field, info_span};
 
-use crate::support::{Asking, Broken, anonymous, asking, layer, layer_with, limited, policy, request, send};
+use crate::support::{Broken, ManualStore, anonymous, layer, layer_with, limited, manual_store, policy, request, send};
 
 /// Collects what this thread logs.
 #[derive(Clone, Default)]
@@ -167,7 +167,7 @@ async fn callers_are_named_only_on_demand() {
 #[tokio::test]
 async fn denials_are_logged_within_the_span() {
     let (lines, _guard) = Lines::collect(Level::DEBUG);
-    let (store, mut questions): (Asking, _) = asking();
+    let (store, mut questions): (ManualStore, _) = manual_store();
     let service = TraceLayer::new_for_http()
         .make_span_with(|request: &Request<String>| {
             info_span!("request", path = request.uri().path(), rate_limit = field::Empty)

@@ -20,7 +20,7 @@ use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, RateLimitLayer, RedisStore};
 
-use crate::support::{Broken, anonymous, asking, hello, layer, layer_with, limited, policy, request, send};
+use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
 
 /// A Redis where nobody listens: to be refused is all that it may wait for.
 fn nowhere() -> RedisStoreBuilder {
@@ -87,7 +87,7 @@ async fn decisions_and_failures_name_their_caller() {
 #[tokio::test(start_paused = true)]
 async fn late_answers_name_caller_and_duration() {
     let notes = Notes::default();
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let service = limited(layer_with(store, "1/h").observer(notes.clone()));
     let (alice, ()) = tokio::join!(send(&service, request("alice")), async {
         let question = questions.recv().await.unwrap();
@@ -231,7 +231,7 @@ impl Observer for Panics {
 
 #[tokio::test]
 async fn a_panicking_observer_fails_only_its_request() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
     let mut service = layer_with(store, "9/h").observer(Panics(AtomicBool::new(false))).layer(inner);
     for panics in [true, false] {

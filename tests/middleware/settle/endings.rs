@@ -411,7 +411,7 @@ async fn dropping_10_000_bodies_loses_no_charge() {
     assert_eq!(log.len(), 2 * REQUESTS as usize, "each is taken and settled once");
 }
 
-/// Nobody knows by then whether it was granted. What it costs is the caller's, or else who hangs up would pay nothing.
+/// Nobody knows by then whether it was granted. Its cost is the caller's, or else whoever hangs up would pay nothing.
 #[tokio::test(start_paused = true)]
 async fn abandoned_reservations_charge_without_staying_in_flight() {
     let (count, streams) = (Count::new(), Policy::in_flight("streams", 4).unwrap());

@@ -72,7 +72,7 @@ async fn the_handle_returns_dry_run_reservations() {
 #[tokio::test]
 async fn a_late_shadow_is_settled_too() {
     for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(7), 7), (Settlement::AtEnd, 3)] {
-        let (store, mut questions) = asking();
+        let (store, mut questions) = manual_store();
         let layer = RateLimitLayer::new(store, Global, quota("test", "1000/d")).dry_run().cost(|_| 10);
         let service = layer.settle(move |_| settlement).layer(service_fn(three));
         let response = tokio::spawn(service.oneshot(request("alice")));
@@ -162,7 +162,7 @@ async fn one_handle_counts_for_all_layers() {
     assert_eq!([inner.charged(), middle.charged(), outer.charged()], [3, 10, 3]);
 }
 
-/// An outer layer answers in the place of the inner one.
+/// An outer layer answers in place of the inner one.
 #[tokio::test]
 async fn outer_denials_have_a_body_too() {
     let (inner, outer) = (Count::new(), Count::new());

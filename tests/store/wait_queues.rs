@@ -1,4 +1,4 @@
-//! Lines of those who wait: whatever they want, and whatever the store says.
+//! Wait queues: whatever the waiters want, and whatever the store says.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ async fn a_debtless_store_is_not_polled_constantly() {
     }
 }
 
-/// A list of policies of which one cannot owe is not asked as if it could.
+/// One policy of the list cannot owe.
 #[tokio::test(start_paused = true)]
 async fn debtless_policies_are_not_polled_constantly() {
     let (local, store) = watched();
@@ -111,7 +111,7 @@ async fn a_zero_wait_is_a_take() {
     }
 }
 
-/// What one policy is short of says nothing of the others.
+/// What one policy lacks says nothing of the others.
 #[tokio::test(start_paused = true)]
 async fn only_exhausted_policies_lengthen_the_queue() {
     let policies = Policies::new([
@@ -132,7 +132,7 @@ async fn only_exhausted_policies_lengthen_the_queue() {
     }
 }
 
-/// Whoever cannot have his turn in time is not counted by those behind him.
+/// Those who cannot pass in time are not counted by those behind them.
 #[tokio::test(start_paused = true)]
 async fn expired_waiters_do_not_delay_others() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 100"));
@@ -147,7 +147,7 @@ async fn expired_waiters_do_not_delay_others() {
     assert!(small.is_allowed(), "{small:?}");
 }
 
-/// All costs count in the line, but what the first wants only until it has it.
+/// All costs count in the queue, but that of the first only until it is granted.
 #[tokio::test(start_paused = true)]
 async fn waiters_that_fit_are_never_refused() {
     // All that is owed may be owed: the first, of 5, waits for its take.
@@ -162,9 +162,9 @@ async fn waiters_that_fit_are_never_refused() {
     assert!(first.unwrap().is_allowed() && second.is_allowed(), "{second:?}");
 }
 
-/// What a denied client is told is never more than it is.
+/// A denied client is not told to wait for longer than the store would have it wait.
 #[tokio::test(start_paused = true)]
-async fn the_returned_wait_is_long_enough() {
+async fn the_returned_wait_is_never_too_long() {
     let (local, _) = watched();
     let policies = policy(Strategy::FixedWindow(Align::FirstHit), "1/h");
     let limiter = Limiter::new(local.clone(), policies.clone());
@@ -181,7 +181,7 @@ async fn the_returned_wait_is_long_enough() {
     long.abort();
 }
 
-/// Whoever leaves takes his cost with him: others need not wait for so much.
+/// Others need not wait for so much.
 #[tokio::test(start_paused = true)]
 async fn a_leaving_waiter_takes_its_cost_along() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::TokenBucket(Refill::Interval)] {
@@ -203,7 +203,7 @@ async fn a_leaving_waiter_takes_its_cost_along() {
     }
 }
 
-/// Whoever comes just when the last one has left takes his place, and is told no in time.
+/// A waiter that comes just when the last one has left is refused in time.
 #[tokio::test(start_paused = true)]
 async fn a_replacing_waiter_is_answered_in_time() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/h"));
@@ -217,8 +217,8 @@ async fn a_replacing_waiter_is_answered_in_time() {
     assert!(start.elapsed() <= Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
-/// Any costs, deadlines and quotas, and some who give up: each is told in time, no more passes than may, the store is not
-/// asked without need, and nothing is left.
+/// Any costs, deadlines and quotas, and some cancellations: each is answered in time, no more passes than may, the
+/// store is not asked without need, and nothing is left.
 #[tokio::test(start_paused = true)]
 async fn any_waiters_are_answered_in_time() {
     for seed in 0..300 {

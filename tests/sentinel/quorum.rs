@@ -73,7 +73,7 @@ async fn a_frozen_sentinel_keeps_nobody_waiting() {
     assert!(since.elapsed() < PATIENT / 8, "{:?}", since.elapsed());
 }
 
-/// It tells of a former master that takes itself for one still: they are both cut off from the others.
+/// It names a former master that still takes itself for one: they are both cut off from the others.
 #[tokio::test]
 async fn one_sentinel_is_cut_off() {
     let (server, former) = (RedisServer::start(), RedisServer::start());
@@ -92,7 +92,7 @@ async fn one_sentinel_is_cut_off() {
     }
 }
 
-/// What most of them tell is a replica, or does not answer: the next one is tried.
+/// What most of them name is a replica, or does not answer: the next one is tried.
 #[tokio::test]
 async fn the_sentinels_are_late() {
     let server = RedisServer::start();
@@ -129,7 +129,7 @@ async fn a_master_that_still_answers_is_left() {
     assert_eq!(former.calls("evalsha").await, counted, "the former master is asked again");
 }
 
-/// Who is made a replica says READONLY, though its connections stay.
+/// A master that becomes a replica says READONLY, though its connections stay.
 #[tokio::test]
 async fn a_demoted_master_is_left_at_once() {
     let former = RedisServer::start();
@@ -147,7 +147,7 @@ async fn a_demoted_master_is_left_at_once() {
     assert!(has_counted(&server).await);
 }
 
-/// Sentinels that are all gone are no outage of Redis.
+/// Losing all sentinels is no outage of Redis.
 #[tokio::test]
 async fn without_sentinels_the_known_master_stays() {
     let server = RedisServer::start();
@@ -158,7 +158,7 @@ async fn without_sentinels_the_known_master_stays() {
     until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
 }
 
-/// The watch is a task of the store's: it ends with it.
+/// The watch is a task of the store's.
 #[tokio::test]
 async fn a_dropped_store_stops_its_watch() {
     let server = RedisServer::start();

@@ -96,7 +96,7 @@ async fn http2_values_ignore_surrounding_blanks() {
     assert_eq!(statuses, [200, 200, 429, 429, 429, 200, 400, 400, 400]);
 }
 
-/// RFC 9110: a 401 has a challenge. Whoever makes it.
+/// RFC 9110: a 401 has a challenge, whoever makes it.
 #[tokio::test]
 async fn http_clients_without_key_are_challenged() {
     let key = HeaderKey::new("x-api-key").unwrap().challenge(API_KEY);

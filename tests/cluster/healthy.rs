@@ -1,4 +1,4 @@
-//! All nodes are well.
+//! All nodes are healthy.
 
 use std::env;
 use std::num::NonZeroUsize;
