@@ -42,7 +42,7 @@ fn three_instances_keep_the_rate_without_redis() {
     assert_eq!(each.len(), 3);
     let all: usize = each.iter().sum();
     assert!(all <= BURST + RATE * SECONDS + RATE / 10, "{each:?}");
-    assert!(each.iter().all(|calls| *calls > all / 6), "each has its turns: {each:?}");
+    assert!(each.iter().all(|calls| *calls > all / 6), "each gets its share: {each:?}");
 }
 
 /// An API that notes when it is called.

@@ -1,6 +1,6 @@
 //! `examples/gateway.rs` as it runs: what it prints to try, and what a change of its file does.
 //!
-//! Cargo builds examples before the tests of their package, unless it is told to build one test only.
+//! Cargo builds examples before the tests of their package, unless only one test is built.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 

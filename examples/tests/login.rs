@@ -33,7 +33,7 @@ fn disconnecting_early_counts_as_an_attempt() {
     let guess = login.post("/login/carol", &[], "abc");
     login.wait_for("carol tries");
     drop(guess);
-    // Who hangs up is not told, and gets nothing back.
+    // Who hangs up gets no answer, and no refund.
     assert_eq!(remaining(), 4);
     assert_eq!(remaining(), 4);
 }

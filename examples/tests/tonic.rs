@@ -1,6 +1,6 @@
 //! `examples/tonic.rs` as it runs: what its client sees.
 //!
-//! Cargo builds examples before the tests of their package, unless it is told to build one test only.
+//! Cargo builds examples before the tests of their package, unless only one test is built.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]

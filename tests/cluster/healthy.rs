@@ -145,7 +145,7 @@ async fn a_cluster_is_a_url() {
     config.url = Some(cluster.url());
     let any = AnyStore::from_config(&config).unwrap();
     let lazy = RedisStore::connect_lazy(cluster.url().as_str()).unwrap();
-    // One node tells of the others.
+    // One node names the others.
     let one = RedisStore::cluster([format!("redis://127.0.0.1:{}/", cluster.nodes[1].server.port())]).unwrap();
     for i in 0..30 {
         let check = || check(&format!("caller-{i}"), "1000/100d");

@@ -67,7 +67,7 @@ impl Fault {
 
     fn setup(self) -> Setup {
         match self {
-            // Alone, each answer that comes late tells of the whole limit; and of many connections they come one by one.
+            // Alone, each late answer is of the whole limit; and of many connections they come one by one.
             Self::Path(Mode::Waver(..)) => Setup { instances: 1, connections: 16, ..Setup::default() },
             _ => Setup::default(),
         }

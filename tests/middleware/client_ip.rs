@@ -68,7 +68,7 @@ const LISTS: &[Case] = &[
     // The header's end: a trusted hop is the client.
     ("private", "10.0.0.1", &["10.0.0.5"], "10.0.0.5"),
     ("private", "10.0.0.1", &["10.0.0.5, 10.0.0.2", "10.0.0.3"], "10.0.0.5"),
-    // What tells no address: the nearest trusted hop.
+    // What contains no address: the nearest trusted hop.
     ("private", "10.0.0.1", &["unknown"], "10.0.0.1"),
     ("private", "10.0.0.1", &["6.6.6.6, unknown, 10.0.0.2"], "10.0.0.2"),
     ("private", "10.0.0.1", &["6.6.6.6, _hidden"], "10.0.0.1"),
@@ -236,7 +236,7 @@ fn request<L: AsRef<[u8]>>(peer: &str, header: &str, lines: &[L]) -> Parts {
 
 /// One line for each case that gives another client than expected, and how many there are in all.
 fn escapes(header: &str, cases: &[Case], rewrite: impl Fn(&str) -> String) -> Vec<String> {
-    let tell = |(trust, peer, lines, expected): &Case| {
+    let escape = |(trust, peer, lines, expected): &Case| {
         let lines: Vec<_> = lines.iter().map(|line| rewrite(line)).collect();
         let (client, request) = (trusting(ClientIp::header(header), trust), request(peer, header, &lines));
         let (expected, found) = (expected.parse::<IpAddr>().unwrap(), client.address(&request));
@@ -244,7 +244,7 @@ fn escapes(header: &str, cases: &[Case], rewrite: impl Fn(&str) -> String) -> Ve
         let holds = found == Some(expected) && key == Key::ip(expected);
         (!holds).then(|| format!("{trust}, {peer}, {header}: {lines:?}: expected {expected}, found {found:?}"))
     };
-    cases.iter().filter_map(tell).collect()
+    cases.iter().filter_map(escape).collect()
 }
 
 /// A list as `Forwarded` has it.
@@ -346,7 +346,7 @@ fn mistakes_are_reported_at_construction() {
     let header = ClientIp::x_forwarded_for;
     let refused = |text: &str| {
         let error = header().trust([text]).unwrap_err();
-        assert!(matches!(&error, ConfigError::TrustedNetwork { text: told, .. } if told == text), "{text}: {error}");
+        assert!(matches!(&error, ConfigError::TrustedNetwork { text: named, .. } if named == text), "{text}: {error}");
         error.to_string()
     };
     for text in ["", "privat", "10.0.0.0/33", "10.0.0", "10.0.0.0/8, 10.0.0.1", "fe80::1%eth0", "example.org", " ::1"] {

@@ -98,8 +98,8 @@ async fn layers_with_separate_stores_count_apart() {
 async fn settings_on_a_clone_leave_the_original() {
     let first = layer("2/h");
     let quiet = first.clone().headers(Headers::NONE);
-    let told = send(&limited(first.clone()), request("alice")).await;
-    assert!(field(&told, "ratelimit").is_some());
+    let response = send(&limited(first.clone()), request("alice")).await;
+    assert!(field(&response, "ratelimit").is_some());
     let untold = send(&limited(quiet), request("alice")).await;
     assert_eq!(field(&untold, "ratelimit"), None);
     assert_eq!(decision(&untold).unwrap().remaining(), 0, "the count is still the same");
@@ -144,9 +144,9 @@ async fn nested_layers_both_add_fields() {
             ("ratelimit", ["\"api\";r=0;", "\"global\";r="]),
             ("ratelimit-policy", ["\"api\";q=1;", "\"global\";q=10;"]),
         ] {
-            let told: Vec<_> = response.headers().get_all(name).iter().map(|value| value.to_str().unwrap()).collect();
-            let told = told.join(", ");
-            assert!(expected.iter().all(|part| told.contains(part)), "{status} {name}: {told}");
+            let fields: Vec<_> = response.headers().get_all(name).iter().map(|value| value.to_str().unwrap()).collect();
+            let fields = fields.join(", ");
+            assert!(expected.iter().all(|part| fields.contains(part)), "{status} {name}: {fields}");
         }
     }
 }

@@ -25,8 +25,8 @@ async fn a_zero_cost_is_decided_but_free() {
     for (cost, remaining) in [(0, 1), (1, 0), (0, 0)] {
         let response = send(&service, costing(cost)).await;
         assert_eq!(response.status(), 200);
-        let told = field(&response, "ratelimit").unwrap();
-        assert!(told.starts_with(&format!("\"api\";r={remaining};t=")), "{told}");
+        let limit = field(&response, "ratelimit").unwrap();
+        assert!(limit.starts_with(&format!("\"api\";r={remaining};t=")), "{limit}");
         assert_eq!(decision(&response).unwrap().granted(), cost);
     }
 }
@@ -39,8 +39,8 @@ async fn a_cost_above_capacity_has_no_retry() {
         assert_eq!(response.status(), 429);
         assert_eq!(field(&response, "retry-after"), None);
         assert_eq!(decision(&response).unwrap().outcome(), Outcome::ExceedsCapacity);
-        let told = field(&response, "ratelimit").unwrap();
-        assert!(told.starts_with("\"api\";r=5;t="), "nothing was charged: {told}");
+        let limit = field(&response, "ratelimit").unwrap();
+        assert!(limit.starts_with("\"api\";r=5;t="), "nothing was charged: {limit}");
         let problem = json(response).await;
         assert_eq!(problem["detail"], "The request costs more than the 5 that ever pass at once.");
         assert_eq!(problem["violated-policies"], serde_json::json!(["api"]));

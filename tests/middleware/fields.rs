@@ -112,26 +112,26 @@ fn legacy<'a, B>(response: &'a Response<B>, prefix: &str) -> [Option<&'a str>; 3
 
 #[tokio::test(start_paused = true)]
 async fn legacy_headers_have_limit_remaining_and_reset() {
-    for (form, told, other) in
+    for (form, prefix, other) in
         [(LegacyHeaders::XSeconds, "x-ratelimit", "ratelimit"), (LegacyHeaders::Draft6, "ratelimit", "x-ratelimit")]
     {
         let service = limited(layer("2/m burst 3").headers(Headers::NONE.and(form)));
         for (status, remaining, reset) in [(200, "2", "30"), (200, "1", "60"), (200, "0", "90"), (429, "0", "90")] {
             let response = send(&service, request("alice")).await;
             assert_eq!(response.status(), status);
-            assert_eq!(legacy(&response, told), [Some("3"), Some(remaining), Some(reset)], "{form:?}");
+            assert_eq!(legacy(&response, prefix), [Some("3"), Some(remaining), Some(reset)], "{form:?}");
             assert_eq!(legacy(&response, other), [None; 3]);
             assert_eq!(both(&response), (None, None));
             assert_eq!(field(&response, "retry-after"), (status == 429).then_some("30"));
         }
         advance(Duration::from_millis(1)).await;
         let response = send(&service, request("alice")).await;
-        assert_eq!(legacy(&response, told)[2], Some("90"), "rounded up");
+        assert_eq!(legacy(&response, prefix)[2], Some("90"), "rounded up");
     }
 }
 
 #[tokio::test]
-#[allow(clippy::disallowed_methods, reason = "the wall clock is what is told")]
+#[allow(clippy::disallowed_methods, reason = "the reset is in wall clock time")]
 async fn github_reset_is_wall_clock_time() {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let service = limited(layer("1/h").headers(Headers::NONE.and(LegacyHeaders::GitHub)));
@@ -141,7 +141,7 @@ async fn github_reset_is_wall_clock_time() {
         assert_eq!(response.status(), status);
         let [limit, remaining, reset] = legacy(&response, "x-ratelimit");
         assert_eq!((limit, remaining), (Some("1"), Some("0")));
-        // Rounded up, and no earlier than told at first.
+        // Rounded up, and no earlier than in the first response.
         let reset: u64 = reset.unwrap().parse().unwrap();
         let (earliest, latest) = (before.as_secs() + 3_600, now().as_secs() + 3_601);
         assert!((earliest..=latest).contains(&reset), "{earliest} <= {reset} <= {latest}");
@@ -196,8 +196,8 @@ async fn the_tightest_layer_fills_legacy_headers() {
         let service = layer(outer).headers(headers).layer(limited(layer(inner).headers(headers)));
         for (status, numbers) in expected {
             let response = send(&service, request("alice")).await;
-            let told = legacy(&response, "ratelimit");
-            assert_eq!((response.status().as_u16(), told), (status, numbers.map(Some)), "{outer} around {inner}");
+            let fields = legacy(&response, "ratelimit");
+            assert_eq!((response.status().as_u16(), fields), (status, numbers.map(Some)), "{outer} around {inner}");
             assert_eq!(response.headers().get_all("ratelimit-reset").iter().count(), 1);
         }
     }
@@ -256,7 +256,7 @@ async fn user_code_can_write_decision_fields() {
     Headers::NONE.and(LegacyHeaders::XSeconds).append(&denied, response.headers_mut());
     assert_eq!(field(&response, "retry-after"), Some("7"));
 
-    // A denial tells, though what is there has less remaining.
+    // A denial fills them, though what is there has less remaining.
     let never = limiter.take(Key::new("bob"), 3).now_or_never().unwrap().unwrap();
     let mut response = append(Headers::NONE.and(LegacyHeaders::XSeconds), &allowed);
     Headers::NONE.and(LegacyHeaders::XSeconds).append(&never, response.headers_mut());
@@ -273,13 +273,13 @@ async fn user_code_can_write_decision_fields() {
 
 /// One line of the picture: a request at this second, and how long what remains must do.
 fn line(second: usize, response: &Response<String>) -> String {
-    let told = field(response, "ratelimit").unwrap().split_once(';').unwrap().1;
-    let number = |name: &str| told.split(';').find_map(|part| part.strip_prefix(name)).unwrap();
+    let limit = field(response, "ratelimit").unwrap().split_once(';').unwrap().1;
+    let number = |name: &str| limit.split(';').find_map(|part| part.strip_prefix(name)).unwrap();
     let (remaining, seconds) = (number("r="), number("t=").parse::<usize>().unwrap());
     // 5 s are two columns.
     let (start, width) = (" ".repeat(second * 2 / 5), seconds * 2 / 5 - 1);
     let bar = format!(" {remaining} ");
-    format!("{second:>3} s   {}   {told:<10}   {start}|{bar:-^width$}|", response.status().as_u16())
+    format!("{second:>3} s   {}   {limit:<10}   {start}|{bar:-^width$}|", response.status().as_u16())
 }
 
 #[tokio::test(start_paused = true)]

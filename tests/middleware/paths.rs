@@ -29,10 +29,10 @@ fn router() -> Router {
 
 async fn ok() {}
 
-/// The name of the policy that a response tells, `none` without one.
+/// The name of the policy in the fields of a response, `none` without one.
 fn name<B>(response: &Response<B>) -> String {
-    let told = field(response, "ratelimit-policy").map(|told| told.split('"').nth(1).unwrap());
-    told.unwrap_or("none").to_owned()
+    let policies = field(response, "ratelimit-policy").map(|policies| policies.split('"').nth(1).unwrap());
+    policies.unwrap_or("none").to_owned()
 }
 
 async fn under(app: &Router, method: Method, target: &str) -> String {
@@ -40,7 +40,7 @@ async fn under(app: &Router, method: Method, target: &str) -> String {
     name(&send(app, request).await)
 }
 
-/// One layer on the router, where axum tells the template, and one around it.
+/// One layer on the router, where axum sets the template, and one around it.
 fn both(routes: impl Fn() -> Routes, router: impl Fn() -> Router) -> [Router; 2] {
     let around = Layer::layer(&layer(routes()), router());
     [router().layer(layer(routes())), Router::new().fallback_service(around)]
@@ -416,8 +416,8 @@ async fn patterns_are_matched_as_axum_would() {
             let request = Request::builder().uri(&path).body(Body::empty()).unwrap();
             let expected = text(send(&would, request).await).await;
             for (app, place) in [(&on_router, "on the router"), (&around, "around it")] {
-                let told = under(app, Method::GET, &path).await;
-                assert_eq!(told, expected, "{round}: {path} {place}, {patterns:?} over {templates:?}");
+                let name = under(app, Method::GET, &path).await;
+                assert_eq!(name, expected, "{round}: {path} {place}, {patterns:?} over {templates:?}");
             }
         }
     }

@@ -15,10 +15,10 @@ fn layer_of<const N: usize>(policies: [(&str, &str); N]) -> RateLimitLayer<Local
 async fn fields_list_all_policies_in_order() {
     let service = limited(layer_of([("wide", "5/m"), ("narrow", "1/m")]));
     let expected = [(200, "\"wide\";r=4;t=48, \"narrow\";r=0;t=60"), (429, "\"wide\";r=4;t=48, \"narrow\";r=0;t=60")];
-    for (status, told) in expected {
+    for (status, fields) in expected {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), status);
-        assert_eq!(field(&response, "ratelimit"), Some(told));
+        assert_eq!(field(&response, "ratelimit"), Some(fields));
         assert_eq!(field(&response, "ratelimit-policy"), Some("\"wide\";q=5;w=60, \"narrow\";q=1;w=60"));
     }
 }

@@ -282,7 +282,7 @@ async fn custom_bodies_map_from_text() {
 
 #[tokio::test]
 async fn a_closure_turns_rejections_into_responses() {
-    let tell = |rejection: Rejection<'_>| {
+    let respond = |rejection: Rejection<'_>| {
         Response::new(match rejection.reason() {
             Reason::Denied(decision) => format!("denied by {}", decision.policy().name()),
             Reason::MissingKey(missing) => format!("missing: {missing}"),
@@ -290,8 +290,8 @@ async fn a_closure_turns_rejections_into_responses() {
             _ => "something new".to_owned(),
         })
     };
-    let service = limited(layer("1/h").reject(tell));
-    let broken = limited(layer_with(Broken, "1/h").reject(tell));
+    let service = limited(layer("1/h").reject(respond));
+    let broken = limited(layer_with(Broken, "1/h").reject(respond));
     assert_eq!(send(&service, request("alice")).await.body(), "hello");
     let denied = send(&service, request("alice")).await;
     assert_eq!(field(&denied, "retry-after"), Some("3600"), "the layer adds it");

@@ -21,8 +21,8 @@ fn by(policies: impl PolicySelector) -> RateLimitLayer<LocalStore, HeaderKey> {
     RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).unwrap().readable(), policies)
 }
 
-/// The names and quotas that a response tells, without their windows.
-fn told<B>(response: &Response<B>) -> String {
+/// The names and quotas in the fields of a response, without their windows.
+fn quotas<B>(response: &Response<B>) -> String {
     field(response, "ratelimit-policy").unwrap_or("none").replace(";w=60", "")
 }
 
@@ -59,7 +59,7 @@ async fn a_closure_may_return_no_policies() {
         (Method::DELETE, 429, "\"write\";q=1"),
     ] {
         let response = send(&service, on(method.clone(), "/")).await;
-        assert_eq!((response.status().as_u16(), &*told(&response)), (status, expected), "{method}");
+        assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, expected), "{method}");
     }
     for _ in 0..3 {
         assert_exempt(&send(&service, on(Method::OPTIONS, "/")).await);
@@ -152,7 +152,7 @@ async fn a_tier_is_named_by_an_extension() {
         (of_tier("alice", ""), "\"free\";q=1"),
         (of_tier("alice", "pro"), "\"pro\";q=2"),
     ] {
-        assert_eq!(told(&send(&service, request).await), expected);
+        assert_eq!(quotas(&send(&service, request).await), expected);
     }
     assert_exempt(&send(&service, of_tier("alice", "internal")).await);
 }
@@ -169,8 +169,8 @@ async fn a_tier_is_named_by_a_closure() {
     let service = limited(by(tiers));
     let mut of_user = request("alice");
     of_user.extensions_mut().insert(User { plan: "pro".to_owned() });
-    assert_eq!(told(&send(&service, of_user).await), "\"pro\";q=2");
-    assert_eq!(told(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1", "the closure alone counts");
+    assert_eq!(quotas(&send(&service, of_user).await), "\"pro\";q=2");
+    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1", "the closure alone counts");
 }
 
 #[tokio::test]
@@ -189,7 +189,7 @@ async fn caller_overrides_win_over_tiers() {
         (of_tier("large", "internal"), "\"large\";q=9"),
         (of_tier("tenant-10000", "pro"), "\"pro\";q=2"),
     ] {
-        assert_eq!(told(&send(&service, request).await), expected);
+        assert_eq!(quotas(&send(&service, request).await), expected);
     }
     assert_exempt(&send(&service, request("root")).await);
 }
@@ -202,7 +202,7 @@ async fn overrides_match_secret_keys() {
     let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(API_KEY).unwrap(), tiers);
     let mut request = anonymous();
     request.headers_mut().insert(API_KEY, "k-17".parse().unwrap());
-    assert_eq!(told(&send(&limited(layer), request).await), "\"large\";q=9");
+    assert_eq!(quotas(&send(&limited(layer), request).await), "\"large\";q=9");
 }
 
 /// The docs of `Key::network`: whatever the length of the prefix that clients are counted by.
@@ -221,7 +221,7 @@ async fn overrides_match_network_keys() {
         for (from, expected) in [(same, "\"large\";q=99"), (other, "\"free\";q=9")] {
             let mut request = anonymous();
             request.extensions_mut().insert(address(from));
-            assert_eq!(told(&send(&service, request).await), expected, "{from}/{bits}");
+            assert_eq!(quotas(&send(&service, request).await), expected, "{from}/{bits}");
         }
     }
 }
@@ -232,7 +232,7 @@ async fn stored_policies_apply_next_and_keep_counts() {
     let service = limited(by(live.clone()));
     for (status, expected) in [(200, "\"api\";q=2"), (200, "\"api\";q=2"), (429, "\"api\";q=2")] {
         let response = send(&service, request("alice")).await;
-        assert_eq!((response.status().as_u16(), &*told(&response)), (status, expected));
+        assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, expected));
     }
     live.store(policy("api", "4/m"));
     let remaining = [Some(1), Some(0), None].map(|remaining| (remaining.map_or(429, |_| 200), remaining.unwrap_or(0)));
@@ -240,23 +240,23 @@ async fn stored_policies_apply_next_and_keep_counts() {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), status);
         assert_eq!(decision(&response).unwrap().remaining(), remaining, "2 of 4 were used before");
-        assert_eq!(told(&response), "\"api\";q=4");
+        assert_eq!(quotas(&response), "\"api\";q=4");
     }
     let refused: Result<(), ConfigError> =
         Policy::new("api", Strategy::Gcra, Quota::per_minute(0)).map(|policy| live.store(policy));
     assert!(refused.is_err());
-    assert_eq!(told(&send(&service, request("bob")).await), "\"api\";q=4");
+    assert_eq!(quotas(&send(&service, request("bob")).await), "\"api\";q=4");
 }
 
 #[tokio::test]
 async fn a_watch_channel_is_followed() {
     let (sender, receiver) = watch::channel(Tiers::new(policy("free", "1/m")));
     let service = limited(by(receiver));
-    assert_eq!(told(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1");
+    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1");
     sender.send_replace(Tiers::new(policy("free", "1/m")).tier("pro", policy("pro", "5/m")));
-    assert_eq!(told(&send(&service, of_tier("alice", "pro")).await), "\"pro\";q=5");
+    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"pro\";q=5");
     drop(sender);
-    assert_eq!(told(&send(&service, of_tier("alice", "pro")).await), "\"pro\";q=5", "the last one stays");
+    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"pro\";q=5", "the last one stays");
 }
 
 /// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what it returns.
@@ -327,7 +327,7 @@ async fn routes_go_by_path_and_method() {
         (Method::OPTIONS, "*", "default"),
     ] {
         let response = send(&service, on(method.clone(), path)).await;
-        assert_eq!(told(&response), format!("\"{expected}\";q=9"), "{method} {path}");
+        assert_eq!(quotas(&response), format!("\"{expected}\";q=9"), "{method} {path}");
     }
     assert_exempt(&send(&service, on(Method::GET, "/health")).await);
     let asterisk = Routes::new(named("default")).route("users", named("user"));
@@ -352,9 +352,9 @@ async fn selectors_are_made_of_selectors() {
     let service = limited(by(live.clone()));
     let mut export = on(Method::GET, "/export");
     export.extensions_mut().insert(Tier::new("pro"));
-    assert_eq!(told(&send(&service, export.clone()).await), "\"pro\";q=2");
+    assert_eq!(quotas(&send(&service, export.clone()).await), "\"pro\";q=2");
     live.store(Routes::new(policy("api", "5/m")));
-    assert_eq!(told(&send(&service, export).await), "\"api\";q=5");
+    assert_eq!(quotas(&send(&service, export).await), "\"api\";q=5");
 }
 
 /// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
@@ -381,7 +381,7 @@ async fn reloaded_in_flight_policies_fail_no_request() {
         let service = limited(layer.observer(problems.clone()));
         for status in [200, 200, 429, 429] {
             let response = send(&service, request("alice")).await;
-            assert_eq!((response.status().as_u16(), &*told(&response)), (status, "\"api\";q=2"));
+            assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, "\"api\";q=2"));
         }
         let problems = problems.0.lock().unwrap();
         assert!(problems.len() == 1 && problems[0].contains("`.until_body_end()`"), "{problems:?}");
@@ -391,7 +391,7 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     live.store(alone);
     assert_exempt(&send(&service, request("alice")).await);
     live.store(both);
-    assert_eq!(told(&send(&service, request("alice")).await), "\"api\";q=2", "and the next reload is as any other");
+    assert_eq!(quotas(&send(&service, request("alice")).await), "\"api\";q=2", "and the next reload is as any other");
 
     // What is only tried, too.
     let tried = Tiers::new(Policies::new([policy("tried", "1/m"), uploads()]).unwrap());
@@ -408,7 +408,7 @@ async fn what_one_layer_exempts_another_may_count() {
     let inner = by(None::<Policies>);
     let outer = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "1/m"));
     let service = tower::Layer::layer(&outer, limited(inner));
-    assert_eq!(told(&send(&service, anonymous()).await), "\"all\";q=1");
+    assert_eq!(quotas(&send(&service, anonymous()).await), "\"all\";q=1");
     assert_eq!(send(&service, anonymous()).await.status(), 429);
 }
 
@@ -431,7 +431,7 @@ mod with_axum {
     async fn assert_told(app: &Router, expected: &[(&str, &str)]) {
         for (path, name) in expected {
             let response = send(app, on(Method::GET, path)).await;
-            assert_eq!(told(&response), format!("\"{name}\";q=99"), "{path}");
+            assert_eq!(quotas(&response), format!("\"{name}\";q=99"), "{path}");
         }
     }
 

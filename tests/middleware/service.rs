@@ -68,7 +68,7 @@ fn readiness_is_that_of_the_inner_service() {
     assert!(service.poll_ready::<Request<String>>().is_pending());
     assert!(!service.is_woken());
     handle.allow(1);
-    assert!(service.is_woken(), "the task must be told when the inner service gets ready");
+    assert!(service.is_woken(), "the task must be woken when the inner service gets ready");
     assert!(matches!(service.poll_ready::<Request<String>>(), Poll::Ready(Ok(()))));
     assert!(questions.try_recv().is_err(), "readiness is no question to the store");
 }

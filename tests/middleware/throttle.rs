@@ -34,7 +34,7 @@ fn policies(strategy: Strategy, quota: &str) -> Policies {
     Policy::new("test", strategy, quota.parse().unwrap()).unwrap().into()
 }
 
-/// A local store that tells what it was asked.
+/// A local store that records its checks.
 fn watched() -> (LocalStore, MockStore) {
     let (local, store) = (LocalStore::default(), MockStore::new());
     let asked = local.clone();
@@ -110,7 +110,7 @@ async fn instances_share_the_rate_without_a_herd() {
         }
         let asked = store.asked().len() as f64 / times.len() as f64;
         assert!(asked <= calls, "{strategy:?} {quota}: {asked} calls a grant");
-        // The tasks of an instance stand in a line. Instances take turns where they take ahead; where they do not, it is
+        // The tasks of an instance queue. Instances alternate where they take ahead; where they do not, it is
         // chance who comes first when a window begins.
         let takes_ahead = matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_));
         let takes_turns = takes_ahead && burst >= 3;
@@ -187,7 +187,7 @@ async fn unused_permits_are_refunded() {
 /// It goes to the next waiter in this process, without a call of the store.
 #[tokio::test(start_paused = true)]
 async fn an_unused_permit_passes_on() {
-    // What the second had been waiting for goes back, if its turn was so near that it was taken ahead.
+    // What the second had been waiting for is refunded, if it was so near that it was taken ahead.
     for (quota, back) in [("25/s burst 1", vec![(Mode::Refund, 1)]), ("1/h", vec![])] {
         let (_, store) = watched();
         let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, quota));
@@ -250,11 +250,11 @@ async fn permits_expire_under_each_policy_separately() {
             }
             drop(service);
             settle().await;
-            let told: Vec<_> = store.asked()[before..]
+            let charged: Vec<_> = store.asked()[before..]
                 .iter()
                 .map(|check| (check.mode(), check.policies()[0].name().to_owned(), check.policies().iter().len()))
                 .collect();
-            assert_eq!(told, [(mode, if used { "second" } else { "day" }.to_owned(), 1)], "{least}");
+            assert_eq!(charged, [(mode, if used { "second" } else { "day" }.to_owned(), 1)], "{least}");
         }
     }
 }

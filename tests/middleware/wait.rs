@@ -1,4 +1,4 @@
-//! Requests that wait for their turn.
+//! Requests that wait for a permit.
 
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
@@ -236,7 +236,7 @@ async fn store_failures_while_waiting_are_reported() {
         assert!(waits.as_mut().now_or_never().is_none());
         store.fail(StoreError::new(ErrorKind::Unreachable));
         assert!(waits.await.iter().all(|(answer, _)| *answer == status));
-        assert!(store.asked().len() <= 5, "all that wait are told at once: {:?}", store.asked());
+        assert!(store.asked().len() <= 5, "all waiters are answered at once: {:?}", store.asked());
     }
 }
 

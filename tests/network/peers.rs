@@ -1,4 +1,4 @@
-//! Connections that tonic's server tells apart: TCP, TLS and unix sockets.
+//! Connections that tonic's server distinguishes: TCP, TLS and unix sockets.
 
 use std::path::Path;
 

@@ -31,7 +31,7 @@ async fn send(app: &Router, content_type: &str, user: Option<&str>) -> Response<
     app.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap()
 }
 
-fn told<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
+fn header<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
     response.headers().get(name).map(|value| value.to_str().unwrap())
 }
 
@@ -45,14 +45,14 @@ async fn clients_are_answered_in_their_protocol() {
     {
         for kind in ["application/grpc", "application/grpc+proto", "Application/GRPC; a=b"] {
             let response = send(app, kind, user).await;
-            assert_eq!((response.status().as_u16(), told(&response, "grpc-status")), (200, Some(code)), "{kind}");
-            assert_eq!(told(&response, "content-type"), Some("application/grpc"));
+            assert_eq!((response.status().as_u16(), header(&response, "grpc-status")), (200, Some(code)), "{kind}");
+            assert_eq!(header(&response, "content-type"), Some("application/grpc"));
             assert!(axum::body::HttpBody::is_end_stream(response.body()));
         }
         for kind in ["application/json", "application/grpc-web", "application/grpc-web-text+proto"] {
             let response = send(app, kind, user).await;
-            assert_eq!((response.status().as_u16(), told(&response, "grpc-status")), (status, None), "{kind}");
-            assert_eq!(told(&response, "content-type"), Some("application/problem+json"));
+            assert_eq!((response.status().as_u16(), header(&response, "grpc-status")), (status, None), "{kind}");
+            assert_eq!(header(&response, "content-type"), Some("application/problem+json"));
         }
     }
 }
@@ -104,9 +104,9 @@ async fn http_clients_without_key_are_challenged() {
     let app = Router::new().route("/page", get(|| async {}));
     let both = app.layer(limits.reject(GrpcReject::new().or(HttpReject::new())));
     let response = send(&both, "application/json", None).await;
-    assert_eq!((response.status().as_u16(), told(&response, "www-authenticate")), (401, Some("ApiKey")));
+    assert_eq!((response.status().as_u16(), header(&response, "www-authenticate")), (401, Some("ApiKey")));
     let response = send(&both, "application/grpc", None).await;
-    assert_eq!((told(&response, "grpc-status"), told(&response, "www-authenticate")), (Some("16"), None));
+    assert_eq!((header(&response, "grpc-status"), header(&response, "www-authenticate")), (Some("16"), None));
 }
 
 /// tonic-web makes gRPC of gRPC-Web within itself, so that a layer there answers both.

@@ -15,8 +15,8 @@ use crate::support::*;
 
 fn violations(status: &Status) -> Vec<(String, String)> {
     let failure = status.get_details_quota_failure();
-    let tell = |QuotaViolation { subject, description, .. }: QuotaViolation| (subject, description);
-    failure.into_iter().flat_map(|failure| failure.violations).map(tell).collect()
+    let texts = |QuotaViolation { subject, description, .. }: QuotaViolation| (subject, description);
+    failure.into_iter().flat_map(|failure| failure.violations).map(texts).collect()
 }
 
 fn retry_delay(status: &Status) -> Option<Duration> {

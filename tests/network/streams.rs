@@ -17,7 +17,7 @@ use tower_redis_ratelimit::{Key, Limiter};
 
 use crate::support::*;
 
-/// Lets each message wait for its turn, and ends a stream whose turn would take longer than 5 s.
+/// Lets each message wait for a permit, and ends a stream whose wait would be longer than 5 s.
 fn paced<S: Store, T>(
     limiter: Limiter<S>,
     key: Key,
@@ -33,7 +33,7 @@ fn paced<S: Store, T>(
     })
 }
 
-/// A service whose one method gives each message back when its turn has come; 2 calls an hour.
+/// A service whose one method echoes each message when its permit has come; 2 calls an hour.
 fn echo<S: Store<Future: Send + Sync>>(limiter: Limiter<S>) -> Channel {
     let (channel, connections) = in_memory();
     let method = move |request: Request<Streaming<String>>| {
@@ -77,8 +77,8 @@ async fn each_message_waits_for_a_permit() {
     let mut answers = open(&echo, &["a", "b", "c"]).await.unwrap();
     for (seconds, expected) in [(0, "a"), (1, "b"), (2, "c")] {
         assert_eq!(answers.message().await.unwrap().as_deref(), Some(expected));
-        let (waited, told) = (start.elapsed(), Duration::from_secs(seconds));
-        assert!((told..told + Duration::from_millis(10)).contains(&waited), "{expected}: {waited:?}");
+        let (waited, wait) = (start.elapsed(), Duration::from_secs(seconds));
+        assert!((wait..wait + Duration::from_millis(10)).contains(&waited), "{expected}: {waited:?}");
     }
     assert_eq!(answers.message().await.unwrap(), None);
 }

@@ -179,7 +179,7 @@ async fn the_user_may_not_ping() {
     assert_eq!(clients.lines().count(), connections);
 }
 
-/// Tells of the failures that no check was answered with.
+/// Reports the failures that no check was answered with.
 struct Failures(tokio::sync::mpsc::UnboundedSender<StoreError>);
 
 impl Observer for Failures {
@@ -196,11 +196,11 @@ async fn the_documented_rights_to_announce_are_enough() {
     let to_announce = "+zremrangebyscore +zadd +zcard +pexpire";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
-    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    let store = RedisStore::builder(url).observer(Failures(tell)).connect().await.unwrap();
+    let (sender, mut failures) = tokio::sync::mpsc::unbounded_channel();
+    let store = RedisStore::builder(url).observer(Failures(sender)).connect().await.unwrap();
 
     let instances = store.announce().unwrap();
-    let failed = tokio::time::timeout(Duration::from_secs(20), told.recv()).await.unwrap().unwrap();
+    let failed = tokio::time::timeout(Duration::from_secs(20), failures.recv()).await.unwrap().unwrap();
     assert_helpful(&failed, ErrorKind::Permission, to_announce);
     drop(instances);
 
@@ -306,11 +306,11 @@ async fn a_late_greeting_is_waited_for() {
     let server = RedisServer::start();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
-    let ((tell, told), (go, may_go)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    let ((accept, accepted), (go, may_go)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
     let port = server.port();
     std::thread::spawn(move || {
         let client = listener.accept().unwrap().0;
-        tell.send(()).unwrap();
+        accept.send(()).unwrap();
         may_go.recv().unwrap();
         let server = TcpStream::connect(("127.0.0.1", port)).unwrap();
         for (mut from, mut to) in [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)] {
@@ -319,7 +319,7 @@ async fn a_late_greeting_is_waited_for() {
     });
     let store = RedisStore::builder(url).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
     let asked = tokio::spawn(async move { store.check(check("ann", "10/s")).await });
-    tokio::task::spawn_blocking(move || told.recv().unwrap()).await.unwrap();
+    tokio::task::spawn_blocking(move || accepted.recv().unwrap()).await.unwrap();
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(10)).await;
     tokio::time::resume();

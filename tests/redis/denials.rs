@@ -292,7 +292,7 @@ async fn ids_have_denials_of_their_own() {
     assert_eq!(server.calls("evalsha").await - before, 2, "of 1000 checks");
     assert_eq!(take_id("granted").await, granted);
 
-    // An id that was granted in the end is told that too.
+    // An id that was granted in the end stays granted too.
     let _ = ask(&store, Check::refund(ANN, &list, 2)).await;
     assert!(!ask(&store, Check::take(ANN, &list, 3).with_id("one")).await.is_allowed());
     let one = take_id("one").await;

@@ -14,7 +14,7 @@ use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisSt
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
-/// Notes what it is told.
+/// Notes what it is notified of.
 #[derive(Clone, Default)]
 struct Notes(Arc<NotesInner>);
 
@@ -23,7 +23,7 @@ struct NotesInner {
     degraded: Mutex<Vec<ErrorKind>>,
     recovered: AtomicUsize,
     failed: AtomicUsize,
-    settled: Mutex<Vec<(u64, u64)>>,
+    reconciled: Mutex<Vec<(u64, u64)>>,
 }
 
 impl Observer for Notes {
@@ -36,7 +36,7 @@ impl Observer for Notes {
     }
 
     fn reconciled(&self, event: &event::Reconciled) {
-        self.0.settled.lock().unwrap().push((event.charged, event.dropped));
+        self.0.reconciled.lock().unwrap().push((event.charged, event.dropped));
     }
 
     fn failed(&self, _: &event::Failed<'_>) {
@@ -70,8 +70,8 @@ async fn it_degrades_and_recovers_with_redis() {
     let decision = store.check(check("ann", "10/h")).await.unwrap();
     // The restarted Redis is empty. The first may have been charged when it failed, for all that is known; the others
     // got no connection.
-    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 4 - 1), "four were settled");
-    assert_eq!(notes.0.settled.lock().unwrap().as_slice(), [(4, 0)]);
+    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 4 - 1), "four were reconciled");
+    assert_eq!(notes.0.reconciled.lock().unwrap().as_slice(), [(4, 0)]);
 }
 
 /// Outside of a runtime the primary store answers at once that it cannot decide, and what it was asked was not sent.
@@ -93,11 +93,11 @@ fn checks_outside_runtimes_do_not_degrade_others() {
     runtime.block_on(async {
         // The first check on the runtime starts the settlement.
         assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Redis);
-        until("all are settled", async || !notes.0.settled.lock().unwrap().is_empty()).await;
+        until("all are reconciled", async || !notes.0.reconciled.lock().unwrap().is_empty()).await;
         let decision = store.check(check("ann", "10/h")).await.unwrap();
-        assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 6 - 1), "all five were settled");
+        assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 6 - 1), "all five were reconciled");
     });
-    assert_eq!(notes.0.settled.lock().unwrap().as_slice(), [(5, 0)]);
+    assert_eq!(notes.0.reconciled.lock().unwrap().as_slice(), [(5, 0)]);
 }
 
 #[tokio::test]
@@ -192,7 +192,7 @@ async fn instances_share_and_reconcile_the_rest() {
             assert_eq!(take(i).await.unwrap().source(), Source::Redis);
         }
         server.kill();
-        // The check that opens the breaker may have been charged, for all that is known: it is never settled.
+        // The check that opens the breaker may have been charged, for all that is known: it is never reconciled.
         for instance in &instances {
             let _ = instance.check(Check::take(Key::new("somebody else"), &policies, 1)).await.unwrap();
         }
@@ -206,7 +206,7 @@ async fn instances_share_and_reconcile_the_rest() {
 
         server.restart();
         until("all have recovered", async || instances.iter().all(|instance| !instance.is_degraded())).await;
-        until("all have settled", async || notes.0.settled.lock().unwrap().len() == 4).await;
+        until("all have reconciled", async || notes.0.reconciled.lock().unwrap().len() == 4).await;
         let left = instances[0].check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
         assert_eq!((left.source(), left.remaining()), (Source::Redis, 40 - granted), "{strategy:?}");
     });
@@ -229,8 +229,9 @@ async fn checks_unsent_by_the_deadline_are_reconciled() {
         assert_eq!(decision.unwrap().source(), Source::Local);
     }
     server.thaw();
-    let settled = || notes.0.settled.lock().unwrap().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
-    until("nine are settled", async || settled() == (9, 0)).await;
+    let reconciled =
+        || notes.0.reconciled.lock().unwrap().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
+    until("nine are reconciled", async || reconciled() == (9, 0)).await;
     let left = redis.check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
     assert_eq!((left.source(), left.remaining()), (Source::Redis, 100 - 10), "the one that was sent is charged too");
 }
@@ -302,7 +303,7 @@ async fn a_refused_policy_does_not_degrade_others() {
     assert_eq!(take(&gcra).await.unwrap().source(), Source::Redis);
 }
 
-/// How Redis is made to refuse what writes, what it then tells, and how it is made to take it again.
+/// How Redis is made to refuse what writes, what it then replies, and how it is made to take it again.
 const REFUSALS: [(&str, ErrorKind, &str); 3] = [
     ("CONFIG SET maxmemory 1", ErrorKind::OutOfMemory, "CONFIG SET maxmemory 0"),
     ("CONFIG SET min-replicas-to-write 1", ErrorKind::Refused, "CONFIG SET min-replicas-to-write 0"),

@@ -233,7 +233,7 @@ async fn fallback_grants_are_released_beside_redis() {
     until("the outage is noticed", async || limiter.peek(ann(), 1).await.unwrap().source() == Source::Local).await;
     for _ in 0..3 * LIMIT {
         drop(limiter.reserve(ann(), 1).await.unwrap());
-        // All but that of the other limiter, which the tracker may have told of.
+        // All but that of the other limiter, which the tracker may have counted.
         until("it is released", async || limiter.peek(ann(), 1).await.unwrap().remaining() >= LIMIT - 1).await;
     }
     server.restart();

@@ -164,7 +164,7 @@ async fn a_hanging_server_settles_nothing_twice() {
         until("all is settled", async || charged(&server).await == HELD * cost).await;
         tokio::time::sleep(Duration::from_millis(1_500)).await;
         assert_eq!(charged(&server).await, HELD * cost, "and not twice");
-        println!("{cost}: {} told as lost", failures.0.load(Relaxed));
+        println!("{cost}: {} reported as lost", failures.0.load(Relaxed));
     }
 }
 
@@ -181,7 +181,7 @@ async fn a_killed_server_charges_nothing_twice() {
     let mut held = held.into_iter();
     held.by_ref().take(5).for_each(|reserved| reserved.settle(RESERVED + 7));
     // The connection broke, so that it is not known what became of what was sent over it.
-    until("it is told", async || failures.0.load(Relaxed) > 0).await;
+    until("it is reported", async || failures.0.load(Relaxed) > 0).await;
     held.for_each(|reserved| reserved.settle(RESERVED + 7));
     tokio::time::sleep(Duration::from_millis(200)).await;
     server.restart();

@@ -54,7 +54,7 @@ async fn the_documented_rights_are_enough() {
     refused(Servers::sentinel(&wrong, [good.as_str()]), ErrorKind::Authentication, advice).await;
 }
 
-/// The first script tells a replica from a master, if the user may not ask.
+/// The first script distinguishes a replica from a master, if the user may not ask.
 #[tokio::test]
 async fn masters_are_recognized_without_the_role_command() {
     let server = RedisServer::start();

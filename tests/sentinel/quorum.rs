@@ -49,7 +49,7 @@ async fn the_master_is_found() {
 async fn dead_and_silent_sentinels_keep_nobody_waiting() {
     let server = RedisServer::start();
     let ((_listener, silent), fake) = (silent(), Fake::start(server.port(), 1));
-    // The others might still tell of another one, but not for as long as a connection may take.
+    // The others might still name another one, but not for as long as a connection may take.
     let sentinels = url(&[silent, free_port(), fake.port]);
     let store = RedisStore::builder(sentinels).timeout(IMPATIENT).connect_lazy().unwrap();
     until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
@@ -114,7 +114,7 @@ async fn a_master_that_still_answers_is_left() {
     let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
     let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
     take(&store).await;
-    sentinels.iter().for_each(|sentinel| sentinel.tell(server.port(), 2));
+    sentinels.iter().for_each(|sentinel| sentinel.set_master(server.port(), 2));
     let since = Instant::now();
     until("the store goes to the new one", async || {
         take(&store).await;
@@ -142,7 +142,7 @@ async fn a_demoted_master_is_left_at_once() {
     until("it follows", async || former.command::<String>("INFO replication").await.contains("master_link_status:up"))
         .await;
     assert!(store.check(check("ann", "10/s")).await.is_err());
-    sentinel.tell(server.port(), 2);
+    sentinel.set_master(server.port(), 2);
     take(&store).await;
     assert!(has_counted(&server).await);
 }

@@ -1,4 +1,4 @@
-//! Waiting for a grant: in turn, in time, and without loss.
+//! Waiting for a grant: in order, in time, and without loss.
 
 use std::sync::Mutex;
 use std::time::Duration;

@@ -23,7 +23,7 @@ pub(crate) struct Windows(Arc<Mutex<Counts>>);
 struct Counts {
     /// By the caller and the name of the policy.
     windows: HashMap<(Key, String), Window>,
-    /// By the caller and the id: until when which decision is told again.
+    /// By the caller and the id: until when which decision is repeated.
     answers: HashMap<(Key, Key), (Instant, Decision)>,
 }
 
@@ -148,22 +148,22 @@ fn types_for_outside_stores_are_send() {
 #[test]
 fn a_mock_answers_as_configured() {
     let store = MockStore::new();
-    let (told, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
+    let (mock, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
     let first = take().unwrap();
     assert_eq!((first.outcome(), first.granted(), first.remaining()), (Outcome::Allowed, 1, 9));
     assert_eq!(first.source(), Source::Other("mock"));
-    told.deny(Duration::from_secs(30));
+    mock.deny(Duration::from_secs(30));
     for _ in 0..2 {
         assert_eq!(take().unwrap().retry_after(), Some(Duration::from_secs(30)));
     }
-    told.fail(StoreError::new(ErrorKind::Timeout));
+    mock.fail(StoreError::new(ErrorKind::Timeout));
     assert_eq!(take().unwrap_err().kind(), ErrorKind::Timeout);
-    told.allow();
+    mock.allow();
     assert!(take().unwrap().is_allowed());
-    told.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::exceeds_capacity())));
+    mock.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::exceeds_capacity())));
     assert_eq!(take().unwrap().outcome(), Outcome::ExceedsCapacity);
-    assert_eq!(told.asked().len(), 6);
-    assert!(told.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
+    assert_eq!(mock.asked().len(), 6);
+    assert!(mock.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
 }
 
 /// What the fallback granted instead is charged to a store of another crate as well, unless that may have charged it.

@@ -28,7 +28,7 @@ fn watched() -> (LocalStore, MockStore) {
     (local, store)
 }
 
-/// How many calls the store gets until someone who waits has his turn.
+/// How many calls the store gets until a waiter gets its permit.
 async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost: u32) -> usize {
     let limiter = Limiter::new(store.clone(), policies);
     let before = store.asked().len();
@@ -162,7 +162,7 @@ async fn waiters_that_fit_are_never_refused() {
     assert!(first.unwrap().is_allowed() && second.is_allowed(), "{second:?}");
 }
 
-/// A denied client is not told to wait for longer than the store would have it wait.
+/// A denied client need not wait for longer than the store alone would return.
 #[tokio::test(start_paused = true)]
 async fn the_returned_wait_is_never_too_long() {
     let (local, _) = watched();
@@ -174,10 +174,10 @@ async fn the_returned_wait_is_never_too_long() {
         async move { limiter.wait(ANN, 1, LONG * 2).await }
     });
     sleep(LONG * 3 / 4).await;
-    let told = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
+    let returned = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
     let real = local.check(Check::peek(ANN, &policies, 1)).await.unwrap();
-    assert!(told.retry_after().unwrap() <= real.retry_after().unwrap(), "{told:?} of {real:?}");
-    assert!(told.reset_after() <= real.reset_after(), "{told:?} of {real:?}");
+    assert!(returned.retry_after().unwrap() <= real.retry_after().unwrap(), "{returned:?} of {real:?}");
+    assert!(returned.reset_after() <= real.reset_after(), "{returned:?} of {real:?}");
     long.abort();
 }
 

@@ -66,7 +66,7 @@ fn readiness_is_that_of_the_inner_service() {
     handle.allow(0);
     assert!(service.poll_ready::<Job>().is_pending());
     handle.allow(1);
-    assert!(service.is_woken(), "the task must be told when the inner service gets ready");
+    assert!(service.is_woken(), "the task must be woken when the inner service gets ready");
     assert!(matches!(service.poll_ready::<Job>(), Poll::Ready(Ok(()))));
     assert!(questions.try_recv().is_err(), "readiness is no question to the store");
     handle.send_error("broken");

@@ -242,15 +242,15 @@ impl Observer for Notes {
 #[tokio::test(start_paused = true)]
 async fn observers_see_decisions_failures_and_misconfigurations() {
     let notes = Notes::default();
-    let told = || std::mem::take(&mut *notes.0.lock().unwrap());
+    let noted = || std::mem::take(&mut *notes.0.lock().unwrap());
 
     let service = layer("1/h").observer(notes.clone()).layer(service_fn(print));
     let _ = [job("acme"), job("acme"), job("")].map(|job| printed(&service, job));
-    assert_eq!(told(), ["acme allowed", "acme denied"]);
+    assert_eq!(noted(), ["acme allowed", "acme denied"]);
 
     let service = layer_with(Broken, "1/h").observer(notes.clone()).layer(service_fn(print));
     let _ = printed(&service, job("acme"));
-    assert_eq!(told(), ["acme failed"]);
+    assert_eq!(noted(), ["acme failed"]);
 
     struct Misconfigured;
     impl KeyExtractor<Job> for Misconfigured {
@@ -262,10 +262,10 @@ async fn observers_see_decisions_failures_and_misconfigurations() {
     let layer = layer.on_missing_key(OnMissingKey::Allow).observer(notes.clone());
     let service = layer.layer(service_fn(print));
     assert!((0..3).all(|_| printed(&service, job("acme")).is_err()));
-    assert_eq!(told(), ["set it up"]);
+    assert_eq!(noted(), ["set it up"]);
     advance(Duration::from_secs(60)).await;
     let _ = printed(&layer.layer(service_fn(print)), job("acme"));
-    assert_eq!(told(), ["set it up"]);
+    assert_eq!(noted(), ["set it up"]);
 }
 
 #[test]

@@ -63,7 +63,7 @@ async fn uncharged_calls_are_not_settled() {
     }
 }
 
-/// What an observer is told: of a dry run or not, under which policy, and whether the call is allowed.
+/// What an observer is notified of: a dry run or not, under which policy, and whether the call is allowed.
 #[derive(Clone, Default)]
 struct Tried(Arc<Mutex<Vec<(bool, String, bool)>>>);
 

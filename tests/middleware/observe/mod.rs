@@ -1,4 +1,4 @@
-//! What an observer is told, and what becomes of it in metrics and logs.
+//! What an observer is notified of, and what becomes of it in metrics and logs.
 
 #[cfg(feature = "tracing")]
 mod log;
@@ -130,10 +130,10 @@ async fn one_call_attaches_an_observer_everywhere() {
     while !store.is_degraded() {
         send(&service, request("alice")).await;
     }
-    let told = notes.take();
-    assert_eq!(told[..2], ["sends", "alice failed: Unreachable"]);
-    assert!(told[2].starts_with("alice api allowed Local"), "{told:?}");
-    assert_eq!(told.iter().filter(|note| *note == "degraded").count(), 1);
+    let seen = notes.take();
+    assert_eq!(seen[..2], ["sends", "alice failed: Unreachable"]);
+    assert!(seen[2].starts_with("alice api allowed Local"), "{seen:?}");
+    assert_eq!(seen.iter().filter(|note| *note == "degraded").count(), 1);
 }
 
 #[tokio::test]
@@ -167,13 +167,13 @@ async fn layers_report_misconfigurations_once_a_minute() {
     let notes = Notes::default();
     let layer = || RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h")).observer(notes.clone());
     let service = limited(layer().on_missing_key(OnMissingKey::Allow));
-    let mut told = 0;
+    let mut seen = 0;
     for (wait, expected) in [(0, 1), (0, 1), (59, 1), (1, 2), (59, 2), (600, 3), (0, 3)] {
         advance(Duration::from_secs(wait)).await;
         assert_eq!(send(&service, anonymous()).await.status(), 500);
         let problems = notes.take();
-        told += problems.len();
-        assert_eq!(told, expected, "after {wait} s");
+        seen += problems.len();
+        assert_eq!(seen, expected, "after {wait} s");
         assert!(problems.iter().all(|problem| problem.contains("into_make_service_with_connect_info")), "{problems:?}");
     }
     send(&limited(layer()), anonymous()).await;
@@ -195,8 +195,8 @@ async fn a_repeated_layer_is_reported_once() {
         assert_eq!(send(&service, request("alice")).await.status(), 200);
         advance(Duration::from_secs(60)).await;
     }
-    let told = problems(&notes);
-    assert!(told.len() == 1 && told[0].contains("\"api\""), "{told:?}");
+    let seen = problems(&notes);
+    assert!(seen.len() == 1 && seen[0].contains("\"api\""), "{seen:?}");
 
     // Two layers that are not the same one.
     let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h")).observer(notes.clone());
@@ -220,7 +220,7 @@ async fn all_threads_report_a_misconfiguration_once() {
     assert_eq!(notes.take().len(), 1);
 }
 
-/// Panics when it is told of the first decision.
+/// Panics at the first decision.
 struct Panics(AtomicBool);
 
 impl Observer for Panics {

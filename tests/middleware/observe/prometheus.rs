@@ -1,4 +1,4 @@
-//! What Prometheus is told.
+//! What Prometheus gets.
 
 use std::time::Duration;
 
@@ -77,7 +77,7 @@ fn unlabelled_metrics_exist_from_the_start() {
     assert_eq!(degraded, ["ratelimit_degraded{store=\"default\"} 1", "ratelimit_degraded{store=\"other\"} 0"]);
 }
 
-/// Tells every metric, and a dry run.
+/// Sets every metric, and a dry run.
 fn tell_all(observer: &impl Observer) {
     let error = StoreError::new(ErrorKind::Timeout);
     let check = Check::take(Key::new("alice"), &policy("api", "1/h").into(), 2);

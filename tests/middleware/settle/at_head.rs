@@ -31,8 +31,8 @@ async fn only_failures_count() {
     for (status, charged) in [(200, 0), (401, 10), (200, 10), (500, 10), (401, 20)] {
         let response = send(&service, with_status(status)).await;
         assert_eq!((response.status().as_u16(), count.charged()), (status, charged));
-        let told = decision(&response).unwrap();
-        assert_eq!(told.remaining(), 1_000 - charged, "what is known when the head is sent");
+        let decided = decision(&response).unwrap();
+        assert_eq!(decided.remaining(), 1_000 - charged, "what is known when the head is sent");
         assert_eq!(field(&response, "ratelimit").unwrap().split(';').nth(1), Some(&*format!("r={}", 1_000 - charged)));
     }
 }
@@ -52,8 +52,8 @@ async fn the_real_cost_replaces_the_reserved_one() {
             request.headers_mut().insert("x-tokens", u32::into(tokens));
         }
         let response = send(&layer.layer(service_fn(answer)), request).await;
-        let told = decision(&response).unwrap();
-        assert_eq!(told.remaining(), 1_000_u32.saturating_sub(charged), "{tokens:?}");
+        let decided = decision(&response).unwrap();
+        assert_eq!(decided.remaining(), 1_000_u32.saturating_sub(charged), "{tokens:?}");
         let limit = charge_left(&count);
         assert_eq!(limit, i64::from(1_000) - i64::from(charged), "{tokens:?}");
     }

@@ -107,8 +107,8 @@ async fn several_policies_settle_alike() {
         let layer = RateLimitLayer::new(count.store.clone(), Global, both.clone()).cost(|_| 10);
         let service = layer.settle(move |_| Settlement::Cost(cost)).layer(service_fn(three));
         let response = send(&service, request("alice")).await;
-        let told = decision(&response).unwrap();
-        assert_eq!((told.policy().name(), told.remaining()), ("other", 200 - charged_by_now));
+        let decided = decision(&response).unwrap();
+        assert_eq!((decided.policy().name(), decided.remaining()), ("other", 200 - charged_by_now));
         let each = [count.charged(), charged(&count.store, Key::GLOBAL, &other)];
         assert_eq!(each, [charged_by_now; 2]);
     }
@@ -239,7 +239,7 @@ async fn failed_settlements_are_reported() {
     ] {
         let (store, failures) = (settles_not(error), Failures::default());
         let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/m")).cost(|_| 10);
-        // Whoever is set last is told.
+        // The observer that is set last is notified.
         let layer = layer.observer(()).settle(move |_| Settlement::Cost(cost)).observer(failures.clone());
         drop(send(&layer.layer(service_fn(three)), request("alice")).await);
         sleep(Duration::from_secs(90)).await;
