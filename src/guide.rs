@@ -1,5 +1,14 @@
-//! The pages of `docs/`: everyday limits, which strategy to choose, what clients are told, how to run it, what happens
-//! when Redis goes away, which servers there are, how fast it is.
+//! [answers]: crate::guide::answers
+//! [choosing]: crate::guide::choosing
+//! [faults]: crate::guide::faults
+//! [keys]: crate::guide::keys
+//! [performance]: crate::guide::performance
+//! [recipes]: crate::guide::recipes
+//! [running]: crate::guide::running
+//! [servers]: crate::guide::servers
+//! [settling]: crate::guide::settling
+//! [waiting]: crate::guide::waiting
+#![doc = include_str!("../docs/README.md")]
 
 /// Everyday limits, each as a program that shows what happens.
 ///
@@ -10,9 +19,27 @@ pub mod recipes {}
 /// Which strategy fits which limit, and what it is called elsewhere.
 ///
 /// [recipes]: crate::guide::recipes
+/// [settling]: crate::guide::settling
+/// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}
+
+/// Who is counted: extractors of keys, headers, proxies.
+///
+/// [recipes]: crate::guide::recipes
+#[doc = include_str!("../docs/keys.md")]
+pub mod keys {}
+
+/// Waiting for a turn instead of a denial.
+#[doc = include_str!("../docs/waiting.md")]
+pub mod waiting {}
+
+/// Costs that are known only after the response, and requests in flight.
+///
+/// [recipes]: crate::guide::recipes
+#[doc = include_str!("../docs/settling.md")]
+pub mod settling {}
 
 /// What clients are told: header fields, in the new and the old forms, and bodies.
 ///

@@ -2,10 +2,17 @@
 //! [answers]: guide::answers
 //! [choosing]: guide::choosing
 //! [faults]: guide::faults
+//! [guide]: guide
+//! [keys]: guide::keys
 //! [performance]: guide::performance
 //! [recipes]: guide::recipes
 //! [running]: guide::running
 //! [servers]: guide::servers
+//! [settling]: guide::settling
+//! [waiting]: guide::waiting
+//! [`extract`]: extract
+//! [`reject`]: reject
+//! [`select`]: select
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

@@ -5,7 +5,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use http::request::Parts;
-use tokio::sync::watch;
 
 use crate::limit::{Key, Policies, Policy};
 
@@ -13,8 +12,7 @@ use crate::limit::{Key, Policies, Policy};
 ///
 /// A [`Policy`] and [`Policies`] are the same ones for every request. [`Tiers`](crate::select::Tiers) go by the
 /// caller's plan, [`Routes`](crate::select::Routes) by method and path, closures given to [`policies_fn`] by whatever
-/// they like. [`Live`](crate::select::Live) and a [`watch::Receiver`] hold one of these, which is replaced while the
-/// service runs. An `Option` of one that is `None` limits nothing.
+/// they like. [`Live`](crate::select::Live) holds one of these, which is replaced while the service runs. An `Option` of one that is `None` limits nothing.
 ///
 /// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are
 /// not HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are
@@ -147,14 +145,6 @@ impl<R, P: PolicySelector<R> + ?Sized> PolicySelector<R> for Arc<P> {
 
     fn fixed(&self) -> Option<Policies> {
         (**self).fixed()
-    }
-}
-
-/// What the channel holds when the request comes. The selector must not send to the channel, which is locked while it
-/// is asked.
-impl<R, P: PolicySelector<R>> PolicySelector<R> for watch::Receiver<P> {
-    fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies> {
-        self.borrow().policies(request, key)
     }
 }
 

@@ -12,8 +12,12 @@ use crate::limit::{Decision, Key, Policies};
 ///
 /// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then
 /// told how many are in flight.
+///
+/// Boxed: most requests hold none, and are moved often.
 #[must_use]
-pub(crate) struct Lease {
+pub(crate) struct Lease(Box<Inner>);
+
+struct Inner {
     in_flight: InFlightTracker,
     key: Key,
     /// Those that count what is in flight.
@@ -34,17 +38,17 @@ enum State {
 
 impl Lease {
     pub(super) fn new(in_flight: InFlightTracker, key: Key, policies: Policies, sides: SmallVec<[Side; 1]>) -> Self {
-        Self { in_flight, key, policies, sides, state: State::Asked, is_known: false }
+        Self(Box::new(Inner { in_flight, key, policies, sides, state: State::Asked, is_known: false }))
     }
 
     /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is
     /// held if the request [passes](Self::pass) all the same.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let answered = match answer {
-            Ok(decision) => self.in_flight.route().answered(decision),
+            Ok(decision) => self.0.in_flight.route().answered(decision),
             Err(error) => Origin::there(error.is_unsent()),
         };
-        self.is_known = answered != Origin::Other;
+        self.0.is_known = answered != Origin::Other;
         match answer {
             Ok(decision) if decision.is_allowed() => self.hold(answered),
             Ok(_) => self.leave(),
@@ -60,29 +64,34 @@ impl Lease {
 
     /// Leaves it counted: nobody tells when it ends, and its lease time does.
     pub(crate) fn leave_counted(mut self) {
-        if self.state == State::Held {
-            self.state = State::Over;
+        if self.0.state == State::Held {
+            self.0.state = State::Over;
             self.each(|tracker, place, _, route| tracker.left(place, route));
         }
     }
 
     fn hold(&mut self, answered: Origin) {
-        if self.state == State::Asked {
-            self.state = State::Held;
+        if self.0.state == State::Asked {
+            self.0.state = State::Held;
             self.each(|tracker, place, side, _| tracker.granted(place, side, answered));
         }
     }
 
     fn leave(&mut self) {
-        if self.state == State::Asked {
-            self.state = State::Over;
-            self.each(|tracker, place, side, route| tracker.denied(place, side, route, Origin::there(self.is_known)));
+        if self.0.state == State::Asked {
+            self.0.state = State::Over;
+            self.each(|tracker, place, side, route| tracker.denied(place, side, route, Origin::there(self.0.is_known)));
         }
     }
 
     fn each(&self, tell: impl Fn(&Arc<Tracker>, Place, Side, &Arc<Route>)) {
-        for (policy, side) in self.policies.iter().zip(&self.sides) {
-            tell(self.in_flight.tracker(), Place { key: self.key, count: policy.id() }, *side, self.in_flight.route());
+        for (policy, side) in self.0.policies.iter().zip(&self.0.sides) {
+            tell(
+                self.0.in_flight.tracker(),
+                Place { key: self.0.key, count: policy.id() },
+                *side,
+                self.0.in_flight.route(),
+            );
         }
     }
 }
@@ -90,7 +99,7 @@ impl Lease {
 impl Drop for Lease {
     fn drop(&mut self) {
         self.leave();
-        if self.state == State::Held {
+        if self.0.state == State::Held {
             self.each(|tracker, place, _, route| tracker.ended(place, route));
         }
     }
@@ -98,6 +107,9 @@ impl Drop for Lease {
 
 impl fmt::Debug for Lease {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lease").field("policies", &self.policies).field("state", &self.state).finish_non_exhaustive()
+        f.debug_struct("Lease")
+            .field("policies", &self.0.policies)
+            .field("state", &self.0.state)
+            .finish_non_exhaustive()
     }
 }

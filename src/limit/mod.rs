@@ -4,6 +4,7 @@
 
 mod charged;
 mod check;
+mod counts;
 mod decided;
 mod decision;
 mod duration;
@@ -26,6 +27,7 @@ mod verdict;
 mod words;
 
 pub use check::Check;
+pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source};
 pub use error::ConfigError;
 pub use key::Key;

@@ -4,6 +4,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroU32;
 use std::ops::Index;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
@@ -179,7 +180,7 @@ impl Policies {
     /// Under which an instance tells the others for how long it charges what it granted in an outage: it has one request in
     /// flight as long.
     pub(crate) fn reconciling() -> Self {
-        const QUOTA: Quota = Quota::per_second(1_000_000);
+        const QUOTA: Quota = Quota::per(1_000_000, Duration::from_millis(750));
         static RECONCILING: LazyLock<Policies> =
             LazyLock::new(|| Policy::known("reconciling", Kind::InFlight, QUOTA).into());
         RECONCILING.clone()

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::strategy::{Frees, Params};
-use super::{ConfigError, Kind, Quota, Strategy};
+use super::{ConfigError, Kind, Quota, Strategy, in_flight};
 
 /// One limit by name: what is counted how.
 ///
@@ -61,6 +61,9 @@ impl Policy {
             return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
         }
         quota.check()?;
+        if kind == Kind::InFlight {
+            in_flight::check(quota)?;
+        }
         Ok(Self::with_params(name, kind, quota, Params::new(kind, quota)?))
     }
 

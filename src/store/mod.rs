@@ -32,6 +32,8 @@ pub use mock::MockStore;
 
 pub(crate) use freed::{Listener, Wake};
 
+pub use crate::limit::Counts;
+
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 
@@ -47,7 +49,7 @@ use crate::observe::Observer;
 ///
 /// [`check`](Self::check) is all that a store must have. The other methods are hooks, which say what a
 /// [`Fallback`] and the layers may know of it. A store around another one implements [`WrapStore`],
-/// and has all hooks of that. In a store of one's own [`Check::decided`] makes the decisions,
+/// and has all hooks of that. In a store of one's own [`Counts`] decides by the strategies, or [`Check::decided`] makes other decisions,
 /// [`Source::Other`](crate::check::Source::Other) names it, and a [`StoreError`] says whether a check was
 /// [sent](StoreError::unsent).
 ///

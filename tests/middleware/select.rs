@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use axum::{Router, routing::get};
 use http::request::Parts;
 use http::{HeaderName, Method, Request, Response};
-use tokio::sync::watch;
 use tower_redis_ratelimit::check::DryRun;
 use tower_redis_ratelimit::extract::{ClientIp, Global, HeaderKey, KeyExtractor, MissingKey};
 use tower_redis_ratelimit::reject::OnMissingKey;
@@ -248,17 +247,6 @@ async fn stored_policies_apply_next_and_keep_counts() {
     assert_eq!(quotas(&send(&service, request("bob")).await), "\"api\";q=4");
 }
 
-#[tokio::test]
-async fn a_watch_channel_is_followed() {
-    let (sender, receiver) = watch::channel(Tiers::new(policy("free", "1/m")));
-    let service = limited(by(receiver));
-    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1");
-    sender.send_replace(Tiers::new(policy("free", "1/m")).tier("pro", policy("pro", "5/m")));
-    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"pro\";q=5");
-    drop(sender);
-    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"pro\";q=5", "the last one stays");
-}
-
 /// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what it returns.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reload_under_load_is_atomic() {
@@ -365,17 +353,10 @@ async fn reloaded_in_flight_policies_fail_no_request() {
     let (alone, both) = (Policies::from(uploads()), Policies::new([policy("api", "2/m"), uploads()]).unwrap());
     let live = Live::new(Policies::from(policy("api", "9/m")));
     live.store(both.clone());
-    let (sender, receiver) = watch::channel(Policies::from(policy("api", "9/m")));
-    sender.send_replace(both.clone());
     let routes = Routes::new(policy("api", "9/m")).route("/books", both.clone()).unwrap();
     let found = both.clone();
-    let layers: [RateLimitLayer<_, _>; 5] = [
-        by(live.clone()),
-        by(receiver),
-        by(Tiers::new(both.clone())),
-        by(routes),
-        by(policies_fn(move |_| found.clone())),
-    ];
+    let layers: [RateLimitLayer<_, _>; 4] =
+        [by(live.clone()), by(Tiers::new(both.clone())), by(routes), by(policies_fn(move |_| found.clone()))];
     for layer in layers {
         let problems = Problems::default();
         let service = limited(layer.observer(problems.clone()));

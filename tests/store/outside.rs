@@ -4,139 +4,85 @@ use std::collections::HashMap;
 use std::future::Pending;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use futures_util::FutureExt;
 use tokio::time::{Instant, advance};
 use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, Source, Verdict};
 use tower_redis_ratelimit::observe::Observer;
-use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError, WrapStore};
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policy};
+use tower_redis_ratelimit::store::{Answer, Counts, ErrorKind, MockStore, Store, StoreError, WrapStore};
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Strategy};
 
 use crate::support::{STRATEGIES, check, policy, until};
 
-/// Counts in windows that begin with a caller's first charge, whatever the strategy.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Windows(Arc<Mutex<Counts>>);
-
-#[derive(Debug, Default)]
-struct Counts {
-    /// By the caller and the name of the policy.
-    windows: HashMap<(Key, String), Window>,
-    /// By the caller and the id: until when which decision is repeated.
-    answers: HashMap<(Key, Key), (Instant, Decision)>,
+/// Counts by the strategies, in a map.
+#[derive(Debug, Clone)]
+pub(crate) struct InMemory {
+    callers: Arc<Mutex<HashMap<Key, Counts>>>,
+    start: (SystemTime, Instant),
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Window {
-    /// Up to twice the capacity, in debt.
-    used: u64,
-    end: Instant,
+pub(crate) const MEMORY: Source = Source::Other("memory");
+
+impl InMemory {
+    pub(crate) fn new() -> Self {
+        Self { callers: Arc::default(), start: (SystemTime::now(), Instant::now()) }
+    }
+
+    /// By tokio's clock, which is paused.
+    fn now(&self) -> SystemTime {
+        self.start.0 + self.start.1.elapsed()
+    }
 }
 
-pub(crate) const WINDOWS: Source = Source::Other("windows");
-
-impl Store for Windows {
+impl Store for InMemory {
     /// It never waits.
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         // One lock for all callers: every check is atomic.
-        let mut counts = self.0.lock().unwrap();
-        Answer::ready(counts.decide_once(&check, Instant::now()))
+        let mut callers = self.callers.lock().unwrap();
+        let counts = callers.entry(*check.key()).or_default();
+        Answer::ready(Ok(counts.decide(&check, self.now(), MEMORY)))
     }
-}
-
-impl Counts {
-    fn decide_once(&mut self, check: &Check, now: Instant) -> Result<Decision, StoreError> {
-        let id = check.id().map(|id| (*check.key(), *id));
-        if let Some((end, decision)) = id.and_then(|id| self.answers.get(&id))
-            && *end > now
-        {
-            return Ok(decision.clone());
-        }
-        let decision = self.decide(check, now)?;
-        if let Some(id) = id.filter(|_| decision.granted() > 0) {
-            let longest = check.policies().iter().map(|policy| policy.quota().period()).max().unwrap();
-            self.answers.insert(id, (now + longest, decision.clone()));
-        }
-        Ok(decision)
-    }
-
-    fn decide(&mut self, check: &Check, now: Instant) -> Result<Decision, StoreError> {
-        let (mode, cost) = (check.mode(), u64::from(check.cost()));
-        let windows: Vec<_> = check.policies().iter().map(|policy| self.window(check, policy, now)).collect();
-        // How much each policy could grant, if it lets the check pass.
-        let look = |(policy, window): (&Policy, &Window)| {
-            let (used, capacity) = (window.used, capacity(policy));
-            match mode {
-                Mode::Take | Mode::TakeAhead | Mode::Peek => (used + cost <= capacity).then_some(cost),
-                Mode::UpTo => (used + cost.min(1) <= capacity).then(|| cost.min(capacity - used)),
-                Mode::Charge => (used + cost.min(1) <= 2 * capacity).then(|| cost.min(2 * capacity - used)),
-                Mode::Refund => Some(cost.min(used)),
-                _ => Some(used),
-            }
-        };
-        let looks: Vec<Option<u64>> = check.policies().iter().zip(&windows).map(look).collect();
-        let granted = match mode {
-            Mode::Peek => 0,
-            // Each what it has.
-            Mode::Refund | Mode::Reset => looks.iter().flatten().copied().max().unwrap_or(0),
-            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Charge => {
-                looks.iter().copied().min().flatten().unwrap_or(0)
-            }
-            // A mode that it does not know.
-            _ => return Err(StoreError::new(ErrorKind::Refused).of_check().unsent()),
-        };
-        for (policy, window) in check.policies().iter().zip(&windows).filter(|_| granted > 0) {
-            let used = match mode {
-                Mode::Refund => window.used.saturating_sub(cost),
-                Mode::Reset => 0,
-                _ => window.used + granted,
-            };
-            self.windows.insert((*check.key(), policy.name().to_owned()), Window { used, ..*window });
-        }
-        let mut looks = looks.into_iter();
-        Ok(check.decided(WINDOWS, granted as u32, |policy| {
-            let Window { used, end } = self.window(check, policy, now);
-            let left = if used > 0 { end - now } else { Duration::ZERO };
-            let verdict = match looks.next().flatten() {
-                Some(_) => Verdict::allowed(),
-                None if matches!(mode, Mode::Take | Mode::TakeAhead | Mode::Peek) && cost > capacity(policy) => {
-                    Verdict::exceeds_capacity()
-                }
-                None => Verdict::denied(left),
-            };
-            verdict.with_remaining(capacity(policy).saturating_sub(used) as u32).with_reset_after(left)
-        }))
-    }
-
-    /// The caller's window, or one that begins now.
-    fn window(&self, check: &Check, policy: &Policy, now: Instant) -> Window {
-        match self.windows.get(&(*check.key(), policy.name().to_owned())) {
-            Some(window) if window.end > now => *window,
-            _ => Window { used: 0, end: now + policy.quota().period() },
-        }
-    }
-}
-
-fn capacity(policy: &Policy) -> u64 {
-    policy.quota().capacity().into()
 }
 
 fn ask<S: Store>(store: &S, check: Check) -> Result<Decision, StoreError> {
     store.check(check).now_or_never().expect("it never waits")
 }
 
+/// As the local store does, check by check, and then it may be forgotten.
 #[tokio::test(start_paused = true)]
-async fn outside_windows_end_on_time() {
-    let (store, policies) = (Windows::default(), policy(STRATEGIES[0], "3/m"));
-    let take = || ask(&store, Check::take(Key::GLOBAL, &policies, 2)).unwrap();
-    assert!(take().is_allowed());
-    advance(Duration::from_secs(20)).await;
-    assert_eq!(take().retry_after(), Some(Duration::from_secs(40)));
-    advance(Duration::from_secs(40)).await;
-    assert!(take().is_allowed());
+async fn counts_agree_with_the_local_store() {
+    // Where windows are those of the clock, the two would have to read it at the same moment.
+    let of_clock = |strategy: &Strategy| match strategy {
+        Strategy::FixedWindow(align) => matches!(align, Align::Clock { .. }),
+        strategy => matches!(strategy, Strategy::SlidingWindow { .. } | Strategy::SlidingCounter),
+    };
+    for strategy in STRATEGIES.into_iter().filter(|strategy| !of_clock(strategy)) {
+        let (local, ours) = (LocalStore::default(), InMemory::new());
+        let policies = policy(strategy, "10/m");
+        let mut rng = fastrand::Rng::with_seed(7);
+        for _ in 0..500 {
+            let check = match rng.u32(0..6) {
+                0 => Check::peek(Key::GLOBAL, &policies, rng.u32(0..12)),
+                1 => Check::up_to(Key::GLOBAL, &policies, rng.u32(0..12)),
+                2 => Check::refund(Key::GLOBAL, &policies, rng.u32(0..3)),
+                3 => Check::take(Key::GLOBAL, &policies, 1).with_id(rng.u32(0..5).to_string()),
+                _ => Check::take(Key::GLOBAL, &policies, rng.u32(0..4)),
+            };
+            let [expected, decision] = [ask(&local, check.clone()), ask(&ours, check)].map(Result::unwrap);
+            let seen = |decision: &Decision| (decision.outcome(), decision.granted(), decision.remaining());
+            assert_eq!(seen(&decision), seen(&expected), "{strategy:?}");
+            advance(Duration::from_millis(rng.u64(0..1_000))).await;
+        }
+        let lapsed = || ours.callers.lock().unwrap()[&Key::GLOBAL].has_lapsed(ours.now());
+        let _ = ask(&ours, Check::take(Key::GLOBAL, &policies, 1));
+        assert!(!lapsed(), "{strategy:?}");
+        advance(Duration::from_secs(600)).await;
+        assert!(lapsed(), "{strategy:?}");
+    }
 }
 
 #[test]
@@ -277,7 +223,7 @@ impl WrapStore for Wrapped {
     }
 
     fn decide(&self, check: Check) -> Answer<<Hooks as Store>::Future> {
-        Answer::ready(Ok(check.decided(WINDOWS, check.cost(), |_| Verdict::allowed())))
+        Answer::ready(Ok(check.decided(MEMORY, check.cost(), |_| Verdict::allowed())))
     }
 }
 
@@ -285,7 +231,7 @@ impl WrapStore for Wrapped {
 fn a_wrapped_store_keeps_its_hooks() {
     let store = Wrapped::default();
     let decision = ask(&store, check("ann", "10/h")).unwrap();
-    assert_eq!(decision.source(), WINDOWS);
+    assert_eq!(decision.source(), MEMORY);
     assert!(store.withdraw(pin!(std::future::pending())));
     assert_eq!((store.partitions(), store.partition(&Key::GLOBAL), store.identity()), (12, 7, Some(3)));
     assert!(!store.is_authoritative(&decision));

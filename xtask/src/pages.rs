@@ -6,16 +6,20 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 9] = [
+const PAGES: [&str; 13] = [
     "README.md",
     "CONTRIBUTING.md",
+    "docs/README.md",
     "docs/answers.md",
     "docs/choosing.md",
     "docs/faults.md",
+    "docs/keys.md",
     "docs/performance.md",
     "docs/recipes.md",
     "docs/running.md",
     "docs/servers.md",
+    "docs/settling.md",
+    "docs/waiting.md",
 ];
 
 /// Where the documentation of the library will be, and where `cargo doc` has put it.

@@ -1,5 +1,5 @@
 use super::Frees;
-use crate::limit::{ConfigError, Kind, Quota, in_flight};
+use crate::limit::{ConfigError, Kind, Quota};
 
 /// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
@@ -33,9 +33,6 @@ const MIN_TICKS: u128 = 1 << 16;
 impl Params {
     pub(in crate::limit) fn new(kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
         let (capacity, frees) = (quota.capacity(), kind.frees());
-        if kind == Kind::InFlight {
-            in_flight::check(quota)?;
-        }
         if capacity != quota.limit() && !frees.has_burst() {
             return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
         }

@@ -27,9 +27,6 @@ use crate::limit::{Key, Policies};
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
-///
-/// A [`tokio::sync::watch::Receiver`] is such a selector too, best one of [`Policies`]: a [`Policy`](crate::Policy) is made
-/// into a list for each request there.
 pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
 
 struct Held<P> {

@@ -10,7 +10,6 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use futures_util::FutureExt;
-use tokio::sync::watch;
 use tokio::time::advance;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_redis_ratelimit::call_limit::{CallFuture, CallLimit};
@@ -152,7 +151,6 @@ fn selectors_without_http_accept_any_request() {
     assert_eq!(passes(None::<Policy>), (4, 4));
     assert_eq!(passes(Arc::new(two())), (2, 0));
     assert_eq!(passes(Live::new(two())), (2, 0));
-    assert_eq!(passes(watch::channel(two()).1), (2, 0));
     assert_eq!(passes(ByPages), (2, 4));
     assert_eq!(passes(Live::new(ByPages)), (2, 4));
     let policies = Policies::from(two());

@@ -1,0 +1,94 @@
+use std::collections::HashMap;
+use std::time::{Duration, SystemTime};
+
+use smallvec::SmallVec;
+
+use super::{Check, Decision, Key, Policies, Policy, Source, State, Verdicts, micros};
+
+/// What a store of one's own has counted of one caller, by the arithmetic of the strategies: in a map by the caller's key
+/// it is all that such a store needs.
+///
+/// ```
+/// use std::collections::HashMap;
+/// use std::future::Pending;
+/// use std::sync::{Arc, Mutex, PoisonError};
+/// use std::time::SystemTime;
+///
+/// use tower_redis_ratelimit::Key;
+/// use tower_redis_ratelimit::check::{Check, Decision, Source};
+/// use tower_redis_ratelimit::store::{Answer, Counts, Store, StoreError};
+///
+/// /// Counts in this process, and forgets nobody: a `LocalStore` is bounded.
+/// #[derive(Clone, Default)]
+/// struct InMemory(Arc<Mutex<HashMap<Key, Counts>>>);
+///
+/// impl Store for InMemory {
+///     /// It never waits.
+///     type Future = Pending<Result<Decision, StoreError>>;
+///
+///     fn check(&self, check: Check) -> Answer<Self::Future> {
+///         let mut callers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+///         let counts = callers.entry(*check.key()).or_default();
+///         Answer::ready(Ok(counts.decide(&check, SystemTime::now(), Source::Other("memory"))))
+///     }
+/// }
+/// ```
+#[derive(Debug, Clone, Default)]
+pub struct Counts {
+    /// By the policy.
+    states: HashMap<u64, State>,
+    /// Answers to checks with an id, under their policies: until when, in microseconds.
+    answers: HashMap<Key, (Policies, Verdicts, i64)>,
+    /// When all of it has lapsed.
+    until: i64,
+}
+
+impl Counts {
+    /// Decides a check of this caller at the time `now`, and charges what is granted. A clock that goes back grants no more.
+    pub fn decide(&mut self, check: &Check, now: SystemTime, source: Source) -> Decision {
+        let now = since_epoch(now);
+        check.clone().answer(self.verdicts(check, now), source)
+    }
+
+    /// Whether nothing of it counts any more at this time, so that it may be dropped.
+    pub fn has_lapsed(&self, now: SystemTime) -> bool {
+        self.until <= since_epoch(now)
+    }
+
+    fn verdicts(&mut self, check: &Check, now: i64) -> Verdicts {
+        let Some(id) = check.id() else { return self.charge(check, now) };
+        let longest = check.policies().longest_period();
+        if let Some((policies, verdicts, until)) = self.answers.get(id)
+            && *until > now
+            && policies.count_alike(check.policies())
+        {
+            let again = verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
+            return Verdicts { age: now - (until - longest), ..again };
+        }
+        self.answers.retain(|_, (_, _, until)| *until > now);
+        let verdicts = self.charge(check, now);
+        if verdicts.granted > 0 {
+            let until = now.saturating_add(longest);
+            self.answers.insert(*id, (check.policies().clone(), verdicts.clone(), until));
+            self.until = self.until.max(until);
+        }
+        verdicts
+    }
+
+    fn charge(&mut self, check: &Check, now: i64) -> Verdicts {
+        let state = |policy: &Policy| self.states.remove(&policy.id()).unwrap_or_else(|| State::fresh(policy.kind()));
+        let mut states: SmallVec<[State; 1]> = check.policies().iter().map(state).collect();
+        let verdicts = check.decide(&mut states, now);
+        for (policy, state) in check.policies().iter().zip(states) {
+            self.states.insert(policy.id(), state);
+        }
+        let reset = verdicts.each.iter().map(|verdict| verdict.reset).max().unwrap_or(0);
+        self.until = self.until.max(now.saturating_add(reset));
+        verdicts
+    }
+}
+
+/// In microseconds.
+fn since_epoch(time: SystemTime) -> i64 {
+    micros(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO))
+}
