@@ -14,6 +14,10 @@
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]
 #![allow(unreachable_pub, reason = "shared with the tests")]
 
+#[macro_use]
+#[path = "../tests/support/table.rs"]
+mod table;
+
 #[path = "../tests/cluster/matrix.rs"]
 mod cluster;
 #[path = "../tests/faults/load.rs"]
@@ -33,6 +37,8 @@ mod support;
 use std::env;
 use std::time::Duration;
 
+use table::Outcome;
+
 fn main() {
     let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
     let wants = |table: &str| texts.is_empty() || texts.iter().any(|text| text == table);
@@ -40,22 +46,15 @@ fn main() {
         println!("{HEAD} |\n{LINE}|");
         for (name, fault) in matrix::ROWS {
             let row = run(name, matrix::run(*fault));
-            let cells = Cells {
-                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.reconciled],
-                times: [Some(row.worst), row.recovery, row.healthy_p99, row.open_p99],
-            };
-            println!("{} |", cells.line(name));
+            println!("{} |", line(name, &row));
         }
     }
     if wants("cluster") {
         println!("{HEAD} | Of other masters: by Redis, locally |\n{LINE}|--:|");
         for (name, fault) in cluster::ROWS {
             let row = run(name, cluster::run(*fault));
-            let cells = Cells {
-                counts: [row.requests, row.errors, row.granted, row.allowed, row.unanswered, row.reconciled],
-                times: [Some(row.worst), Some(row.recovery), row.healthy_p99, row.open_p99],
-            };
-            println!("{} | {}, {} |", cells.line(name), row.others.0, row.others.1);
+            let (redis, local) = row.others.expect("callers of other masters");
+            println!("{} | {redis}, {local} |", line(name, &row));
         }
     }
     if wants("reconcile") {
@@ -70,19 +69,13 @@ const HEAD: &str = "| Fault | Requests | Failed | Worst wait | Granted / allowed
 const LINE: &str = "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:";
 
 /// What both tables have of a row.
-struct Cells {
-    counts: [u64; 6],
-    times: [Option<Duration>; 4],
-}
-
-impl Cells {
-    fn line(&self, name: &str) -> String {
-        let [requests, errors, granted, allowed, unanswered, reconciled] = self.counts;
-        let [worst, recovery, before, open] = self.times.map(millis);
-        format!(
-            "| {name} | {requests} | {errors} | {worst} | {granted} / {allowed} | {unanswered} | {reconciled} | {recovery} | {before} | {open}"
-        )
-    }
+fn line(name: &str, row: &Outcome) -> String {
+    let Outcome { requests, errors, granted, allowed, unanswered, reconciled, .. } = row;
+    let times = [Some(row.worst), row.recovery, row.healthy_p99, row.open_p99];
+    let [worst, recovery, before, open] = times.map(millis);
+    format!(
+        "| {name} | {requests} | {errors} | {worst} | {granted} / {allowed} | {unanswered} | {reconciled} | {recovery} | {before} | {open}"
+    )
 }
 
 /// On a runtime of its own, so that no task of one row is in the way of another.

@@ -307,7 +307,7 @@ mod tests {
 
     /// A store outside of this crate may be of another server.
     #[test]
-    fn what_befalls_any_server_is_not_told_of_redis() {
+    fn general_errors_do_not_mention_redis() {
         let of_redis = KINDS.into_iter().filter(|kind| StoreError::new(*kind).to_string().contains("Redis"));
         let known = [
             ErrorKind::CertificateUntrusted,
@@ -324,7 +324,7 @@ mod tests {
 
     /// What is wrong, a colon, and then what to do.
     #[test]
-    fn every_text_says_what_to_do_and_tells_its_cause_once() {
+    fn messages_name_the_fix_and_cause_once() {
         for kind in KINDS {
             let alone = StoreError::new(kind);
             let (what, advice) =

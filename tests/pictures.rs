@@ -128,7 +128,7 @@ fn play(strategy: Strategy) -> Result<Play> {
             |check: fn(Key, &Policies, u32) -> Check, policies: &Policies| store.check(check(Key::GLOBAL, policies, 1));
 
         // The store took the time of day from the wall. The trace begins at the same place between two windows of the
-        // clock whenever it is played; a charged window tells where that is.
+        // clock whenever it is played; a charged window shows where that is.
         let clock = Policy::new("clock", Strategy::FixedWindow(Align::default()), quota)?.into();
         advance(ask(Check::take, &clock).await?.reset_after() + millis(PERIOD + START)).await;
 

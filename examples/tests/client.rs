@@ -37,12 +37,12 @@ fn calls(output: &Output) -> Vec<usize> {
 }
 
 #[test]
-fn three_instances_keep_to_the_rate_with_no_redis() {
+fn three_instances_keep_the_rate_without_redis() {
     let each = calls(&client().output().unwrap());
     assert_eq!(each.len(), 3);
     let all: usize = each.iter().sum();
     assert!(all <= BURST + RATE * SECONDS + RATE / 10, "{each:?}");
-    assert!(each.iter().all(|calls| *calls > all / 6), "each has its turns: {each:?}");
+    assert!(each.iter().all(|calls| *calls > all / 6), "each gets its share: {each:?}");
 }
 
 /// An API that notes when it is called.
@@ -126,7 +126,7 @@ fn three_processes(redis: &Redis, api: &str) -> Vec<Child> {
 }
 
 #[test]
-fn three_processes_keep_to_the_rate_in_few_calls() {
+fn three_processes_keep_the_rate_cheaply() {
     let (redis, api) = (Redis::start(), Api::default());
     let clients = three_processes(&redis, &api.start());
     let each: Vec<usize> = clients.into_iter().map(|client| calls(&client.wait_with_output().unwrap())[0]).collect();

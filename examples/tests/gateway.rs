@@ -1,6 +1,6 @@
 //! `examples/gateway.rs` as it runs: what it prints to try, and what a change of its file does.
 //!
-//! Cargo builds examples before the tests of their package, unless it is told to build one test only.
+//! Cargo builds examples before the tests of their package, unless only one test is built.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
@@ -151,8 +151,8 @@ fn until(what: &str, mut condition: impl FnMut() -> bool) {
 }
 
 #[test]
-fn what_is_printed_works() {
-    let gateway = Gateway::start("what_is_printed_works");
+fn printed_commands_work() {
+    let gateway = Gateway::start("printed_commands_work");
     let free = "\"free\";q=30;w=60";
     let pro = "\"pro\";q=600;w=60, \"pro-daily\";q=100000;w=86400";
     let expected = [
@@ -191,7 +191,7 @@ fn what_is_printed_works() {
 }
 
 #[test]
-fn a_change_of_the_file_is_seen_and_a_wrong_one_refused() {
+fn reloads_valid_files_and_rejects_invalid_ones() {
     const CAROL: &str = "carol = { name = \"carol\", quota = \"50/min\" }";
     let gateway = Gateway::start("a_change_of_the_file");
     assert_eq!(gateway.alice("/").field("ratelimit-policy"), Some("\"free\";q=30;w=60"));
@@ -235,7 +235,7 @@ fn a_change_of_the_file_is_seen_and_a_wrong_one_refused() {
 }
 
 #[test]
-fn a_wrong_file_is_told_at_the_start() {
+fn an_invalid_file_is_reported_at_startup() {
     let file = file("a_wrong_file");
     fs::write(&file, on_a_free_port(&FILE.replace("[\"loopback\"]", "[\"0.0.0.0/0\"]"))).unwrap();
     let output = command(&file).output().unwrap();

@@ -35,7 +35,7 @@ fn wait_until_remaining(gateway: &Example, key: &str, wanted: u32) {
 }
 
 #[test]
-fn an_answer_costs_its_tokens_when_it_ends() {
+fn a_response_is_charged_its_tokens() {
     let gateway = gateway();
     let answer = Answer::read(ask(&gateway, "alice", 300, 5));
     assert_eq!((answer.status, answer.remaining("tokens")), (200, 700), "what it may cost: {}", answer.head);
@@ -48,7 +48,7 @@ fn an_answer_costs_its_tokens_when_it_ends() {
 }
 
 #[test]
-fn who_hangs_up_pays_what_was_said() {
+fn a_disconnected_client_pays_for_tokens_sent() {
     let gateway = gateway();
     let mut stream = ask(&gateway, "bob", 900, 20);
     let mut said = [0; 2_048];
@@ -68,7 +68,7 @@ fn who_hangs_up_pays_what_was_said() {
 }
 
 #[test]
-fn four_answers_at_a_time() {
+fn at_most_four_answers_at_once() {
     let gateway = gateway();
     let mut streams: Vec<_> = (0..4).map(|_| ask(&gateway, "carol", 100, 50)).collect();
     let mut heads = vec![];

@@ -7,7 +7,7 @@ mod support;
 use support::{Answer, Example};
 
 #[test]
-fn only_failures_count_and_many_guesses_at_once_get_no_more() {
+fn only_failures_count_even_in_parallel() {
     let login = Example::start("login", &[("FAILURES", "5/h")]);
     let attempt = |user: &str, password| login.post(&format!("/login/{user}"), &[], password);
     for _ in 0..10 {
@@ -25,7 +25,7 @@ fn only_failures_count_and_many_guesses_at_once_get_no_more() {
 }
 
 #[test]
-fn who_hangs_up_before_the_answer_has_tried() {
+fn disconnecting_early_counts_as_an_attempt() {
     let login = Example::start("login", &[("FAILURES", "5/h")]);
     let remaining = || Answer::read(login.post("/login/carol", &[], "open sesame")).remaining("login");
     assert_eq!(remaining(), 5);
@@ -33,14 +33,14 @@ fn who_hangs_up_before_the_answer_has_tried() {
     let guess = login.post("/login/carol", &[], "abc");
     login.wait_for("carol tries");
     drop(guess);
-    // Who hangs up is not told, and gets nothing back.
+    // Who hangs up gets no answer, and no refund.
     assert_eq!(remaining(), 4);
     assert_eq!(remaining(), 4);
 }
 
 /// One user has as many paths as one likes to write.
 #[test]
-fn another_spelling_of_a_user_has_no_guesses_of_its_own() {
+fn spellings_of_a_user_share_one_count() {
     let login = Example::start("login", &[("FAILURES", "3/h")]);
     let guess = |user: &str| Answer::read(login.post(&format!("/login/{user}"), &[], "abc")).status;
     let spellings = ["alice", "%61lice", "a%6cice", "a%6Cice", "alic%65", "%61%6c%69%63%65", "alice?", "alice?a=b"];

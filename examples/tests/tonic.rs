@@ -1,6 +1,6 @@
 //! `examples/tonic.rs` as it runs: what its client sees.
 //!
-//! Cargo builds examples before the tests of their package, unless it is told to build one test only.
+//! Cargo builds examples before the tests of their package, unless only one test is built.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
@@ -21,7 +21,7 @@ fn run(settings: &[(&str, &str)]) -> (bool, String, String) {
 }
 
 #[test]
-fn the_client_is_granted_denied_waits_as_told_and_is_granted() {
+fn a_denied_client_passes_after_retry_after() {
     let start = Instant::now();
     // Long enough for a slow machine to make the third call before there is room for it.
     let (success, printed, problem) = run(&[("RATE_LIMIT", "2/10s")]);
@@ -44,7 +44,7 @@ fn the_client_is_granted_denied_waits_as_told_and_is_granted() {
 }
 
 #[test]
-fn a_wrong_quota_is_told_at_the_start() {
+fn an_invalid_quota_is_reported_at_startup() {
     let (success, _, problem) = run(&[("RATE_LIMIT", "often")]);
     assert!(!success && problem.contains("often"), "{problem}");
 }

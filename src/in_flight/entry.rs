@@ -378,7 +378,7 @@ mod tests {
 
     /// A request that was given up, or one that has begun meanwhile.
     #[tokio::test(start_paused = true)]
-    async fn only_what_is_certain_is_corrected() {
+    async fn only_certain_differences_are_corrected() {
         let (mut entry, route, now) = entry();
         let side = ask(&mut entry, &route);
         assert!(entry.denied(side, &route, Origin::Other, now).is_none());
@@ -409,7 +409,7 @@ mod tests {
 
     /// Those who are denied were not counted, whenever they came.
     #[tokio::test(start_paused = true)]
-    async fn who_may_have_come_before_a_look_is_waited_for() {
+    async fn requests_that_may_precede_a_count_matter() {
         let (mut entry, route, now) = entry();
         entry.ask_again();
         assert!(entry.look(now).is_some());
@@ -439,7 +439,7 @@ mod tests {
 
     /// Where requests never pause, some begin and end during each look, and the store tells what came before it.
     #[tokio::test(start_paused = true)]
-    async fn by_the_order_of_the_store_two_looks_have_to_say_the_same() {
+    async fn store_order_requires_two_equal_counts() {
         for (surplus, wrong) in [
             ([2, 2], Some(Wrong::TooMany(2))),
             ([1, 2], Some(Wrong::TooMany(1))),
@@ -480,7 +480,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_ends_during_a_look_may_be_counted_or_not() {
+    async fn requests_ending_during_a_count_are_uncertain() {
         for (counted, wrong) in [(1, Some(Wrong::TooFew(1))), (2, None), (3, None), (4, Some(Wrong::TooMany(1)))] {
             let (mut entry, route, now) = entry();
             entry.ask_again();
@@ -494,7 +494,7 @@ mod tests {
 
     /// It may come after what ended meanwhile was released: then it finds nothing, and counts all of it again.
     #[tokio::test(start_paused = true)]
-    async fn what_a_late_renewal_counts_again_is_released() {
+    async fn requests_recounted_by_late_renewals_are_released() {
         let (mut entry, route, now) = entry();
         entry.ask_again();
         assert!(entry.look(now).is_some());
@@ -512,7 +512,7 @@ mod tests {
 
     /// It would be released twice.
     #[tokio::test(start_paused = true)]
-    async fn what_is_released_already_is_no_surplus() {
+    async fn released_requests_are_no_surplus() {
         let (mut entry, route, now) = entry();
         let side = end(&mut entry, &route);
         entry.ask_again();

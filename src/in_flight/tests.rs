@@ -152,7 +152,7 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_is_counted_until_it_ends_however_long() {
+async fn long_requests_are_counted_until_they_end() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let one = request(&store, &leases, ann).await.unwrap();
@@ -172,7 +172,7 @@ async fn a_request_is_counted_until_it_ends_however_long() {
 
 /// Layers over one store are one instance to it: what one of them tells must not leave out what the other holds.
 #[tokio::test(start_paused = true)]
-async fn layers_over_one_store_have_books_in_common() {
+async fn layers_over_one_store_share_a_tracker() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let layers = [leases(&store), leases(&store.clone())];
     let mut held = vec![];
@@ -192,7 +192,7 @@ async fn layers_over_one_store_have_books_in_common() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_denied_is_not_released() {
+async fn denied_requests_are_not_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let mut held = vec![];
@@ -206,7 +206,7 @@ async fn what_was_denied_is_not_released() {
 
 /// A client may go away before the store has answered: what was taken then is nobody's.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_was_dropped_before_its_answer_is_not_counted() {
+async fn requests_dropped_before_the_answer_are_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let _other = request(&store, &leases, ann).await.unwrap();
@@ -218,7 +218,7 @@ async fn a_request_that_was_dropped_before_its_answer_is_not_counted() {
 
 /// As of what the network lost and repeated. The store counts it for as long as the caller keeps coming.
 #[tokio::test(start_paused = true)]
-async fn a_take_that_comes_long_after_its_client_went_away_is_not_counted() {
+async fn a_take_delivered_late_is_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     drop(leases.hold(ann, &policies()));
@@ -233,7 +233,7 @@ async fn a_take_that_comes_long_after_its_client_went_away_is_not_counted() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_began_or_ended_in_an_outage_is_told_after_it() {
+async fn changes_during_an_outage_are_synced_afterwards() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let before = request(&store, &leases, ann).await.unwrap();
@@ -248,7 +248,7 @@ async fn what_began_or_ended_in_an_outage_is_told_after_it() {
 
 /// The lease time would free it too, but only then.
 #[tokio::test(start_paused = true)]
-async fn what_ended_in_an_outage_is_told_though_nothing_is_in_flight() {
+async fn an_idle_tracker_syncs_after_an_outage() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let one = request(&store, &leases, ann).await.unwrap();
@@ -263,7 +263,7 @@ async fn what_ended_in_an_outage_is_told_though_nothing_is_in_flight() {
 
 /// As by a failover, or a FLUSHALL: with nothing to tell that it did.
 #[tokio::test(start_paused = true)]
-async fn what_the_store_forgot_is_renewed_within_a_third_of_the_lease_time() {
+async fn forgotten_counts_return_within_a_third_lease() {
     let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
     let leases = leases(&store);
     let held = [request(&store, &leases, ann).await, request(&store, &leases, ann).await];
@@ -280,7 +280,7 @@ async fn what_the_store_forgot_is_renewed_within_a_third_of_the_lease_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_an_outage_all_are_renewed_at_once() {
+async fn an_outage_is_followed_by_immediate_renewal() {
     let (store, bob) = (Wavering::new(), Key::new("bob"));
     let leases = leases(&store);
     let keys: Vec<Key> = (0..50).map(|i| Key::new(i.to_string())).collect();
@@ -334,13 +334,13 @@ async fn nothing_stays_counted_whatever_happens() {
 /// While the store is there, and nothing is lost but answers that nobody waits for, no more than the limit is in
 /// flight.
 #[tokio::test(start_paused = true)]
-async fn no_more_than_the_limit_is_in_flight_while_clients_go_away() {
+async fn cancellations_never_let_requests_exceed_the_limit() {
     assert_eq!(most_in_flight(|| Duration::from_millis(2), 64, 1.0).await, LIMIT as usize);
 }
 
 /// What is asked later may come to the store before what was asked first, on another connection.
 #[tokio::test(start_paused = true)]
-async fn a_correction_never_undoes_a_take_that_overtakes_it() {
+async fn a_sync_never_undoes_an_overtaking_take() {
     fastrand::seed(7);
     let way = || Duration::from_micros(fastrand::u64(..5_000));
     assert_eq!(most_in_flight(way, 24, 0.1).await, LIMIT as usize);
@@ -382,7 +382,7 @@ async fn most_in_flight(way: fn() -> Duration, clients: u32, hasty: f64) -> usiz
 
 /// As many as they like ask for a place, so that there is never a moment in which nothing begins or ends.
 #[tokio::test(start_paused = true)]
-async fn a_place_of_who_went_away_is_free_soon_in_a_flood() {
+async fn a_cancelled_request_frees_capacity_under_flood() {
     fastrand::seed(7);
     let (store, ann) =
         (Wavering { way: || Duration::from_micros(fastrand::u64(..5_000)), ..Wavering::new() }, Key::new("ann"));
@@ -416,7 +416,7 @@ async fn a_place_of_who_went_away_is_free_soon_in_a_flood() {
 /// From far away, so that some begin and some end whenever the store is looked at, and some of each may have come
 /// before the look.
 #[tokio::test(start_paused = true)]
-async fn a_flood_from_far_away_gets_all_places_back() {
+async fn a_distant_flood_releases_all_capacity() {
     let (store, ann) = (Wavering { way: || Duration::from_millis(10), ..Wavering::new() }, Key::new("ann"));
     let leases = leases(&store);
     let (hasty, open) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicBool::new(true)));
@@ -473,7 +473,7 @@ fn nothing_is_lost_with_a_runtime() {
 
 /// As while a configuration changes, or with tiers that differ in it.
 #[tokio::test(start_paused = true)]
-async fn of_two_lease_times_the_shorter_is_kept_to() {
+async fn the_shorter_of_two_lease_times_holds() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let short = Policy::in_flight("streams", 10).unwrap().lease_time(Duration::from_secs(2)).unwrap().into();
@@ -489,7 +489,7 @@ async fn of_two_lease_times_the_shorter_is_kept_to() {
 
 /// What was taken is still on its way on one connection, and what is held goes by another.
 #[tokio::test(start_paused = true)]
-async fn what_is_held_is_not_told_before_what_was_taken_may_have_come() {
+async fn a_sync_waits_for_takes_in_transit() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let asked = request(&store, &leases, ann);
@@ -506,7 +506,7 @@ async fn what_is_held_is_not_told_before_what_was_taken_may_have_come() {
 
 /// What was counted for the requests that ended has run out, and others are counted by then.
 #[tokio::test(start_paused = true)]
-async fn what_is_released_late_is_not_that_of_others() {
+async fn a_late_release_frees_no_other_request() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let first = [request(&store, &leases, ann).await, request(&store, &leases, ann).await];
@@ -527,7 +527,7 @@ async fn what_is_released_late_is_not_that_of_others() {
 
 /// A service that is not ready keeps a request waiting whose turn has come.
 #[tokio::test(start_paused = true)]
-async fn a_permit_of_who_waits_is_counted_until_it_is_used_or_dropped() {
+async fn an_unused_permit_counts_until_dropped() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let leases = leases(&store);
     let turns = WaitQueues::new(store.clone(), leases.clone(), Bounds::DEFAULT);
@@ -566,7 +566,7 @@ impl Store for Primary {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_fallback_grants_is_told_though_others_ask_its_primary_store() {
+async fn fallback_grants_sync_beside_primary_store_users() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let primary = Primary(store.clone());
     let [others, leases] = [InFlightTracker::new(&primary, None), leases(&store)];
@@ -590,7 +590,7 @@ impl Store for Nameless {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_limiter_over_a_store_without_identity_has_one_set_of_books() {
+async fn a_limiter_without_store_identity_tracks_once() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let limiter = Limiter::new(Nameless(store.clone()), policies());
     let mut held = vec![];
@@ -686,7 +686,7 @@ impl Store for Refusing {
 }
 
 #[tokio::test(start_paused = true)]
-async fn who_has_no_answer_holds_up_no_renewals_of_others() {
+async fn an_unanswered_renewal_does_not_delay_others() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
     let [first, second] = [InFlightTracker::new(&Refusing(store.clone()), None), leases(&store)];
     let _first = first.hold(ann, &policies()).unwrap().passed();

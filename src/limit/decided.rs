@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn every_policy_is_asked_and_all_must_allow() {
+    fn every_policy_must_allow_a_check() {
         let policies = policies();
         let check = Check::take(Key::GLOBAL, &policies, 2);
         let mut asked = vec![];
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_told_that_cannot_be() {
+    fn impossible_values_are_never_returned() {
         let policies = policies();
         let decided = |check: Check, granted, verdict| check.decided(SOURCE, granted, |_| verdict);
         let numbers = |check: Check, granted, verdict| {

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_duration_is_refused() {
+    fn invalid_durations_are_refused() {
         for (text, problem) in [
             ("", "begin with a whole number"),
             ("s", "begin with a whole number"),
@@ -125,7 +125,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_duration_is_read_as_it_is_written(secs in any::<u64>(), nanos in 0u32..1_000_000_000, whole: bool) {
+        fn durations_round_trip_as_text(secs in any::<u64>(), nanos in 0u32..1_000_000_000, whole: bool) {
             let duration = Duration::new(secs, if whole { 0 } else { nanos });
             prop_assert_eq!(parse(&Text(duration).to_string()), Ok(duration));
         }

@@ -290,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_as_it_is_written() {
+    fn addresses_keep_their_text() {
         const OCTETS: [u8; 6] = [0, 9, 10, 99, 100, 255];
         for a in OCTETS {
             for b in OCTETS {
@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_network_of_ipv6_has_as_many_bits_as_one_likes() {
+    fn ipv6_networks_have_any_prefix_length() {
         let key = |prefix| text(Key::network("2001:db8:1234:5678:9abc:def0:1234:5678".parse().unwrap(), prefix));
         assert_eq!(key(1), "ip:0000:0000:0000:0000::/1");
         assert_eq!(key(48), "ip:2001:0db8:1234:0000::/48");
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_that_stands_for_an_ipv4_one_counts_as_that() {
+    fn mapped_ipv4_addresses_count_as_ipv4() {
         let key = |address: &str| Key::ip(address.parse().unwrap());
         let expected = key("192.0.2.7");
         for address in ["::ffff:192.0.2.7", "64:ff9b::192.0.2.7", "2002:c000:207::1", "2002:c000:207:1:2:3:4:5"] {
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn what_gives_keys_their_structure_is_hashed() {
+    fn separators_within_keys_are_hashed() {
         let long = "x".repeat(10_240);
         for bytes in [
             "",

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_that_of_the_same_policies_in_memory() {
+    fn identity_is_that_of_the_policies() {
         let (one, two) = (policy("one", 1), policy("two", 1));
         let list = Policies::new([one.clone(), two.clone()]).unwrap();
         for same in [list.clone(), list.copy(), Policies::new([one.clone(), two.clone()]).unwrap()] {
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_is_made_once() {
+    fn a_share_is_made_once() {
         let list = Policies::from(policy("one", 100));
         let part = |instances| list.share(NonZeroU32::new(instances).unwrap());
         assert!(part(4).is(&part(4)));
@@ -306,7 +306,7 @@ mod tests {
 
     /// So that a decision on a part refunds under what the caller was asked about.
     #[test]
-    fn a_part_knows_its_whole() {
+    fn a_share_knows_its_whole() {
         let list = Policies::new([policy("one", 100), policy("two", 7)]).unwrap();
         let part = list.share(NonZeroU32::new(4).unwrap());
         assert!(!part.is(&list) && part.whole().is(&list) && list.whole().is(&list));
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_derived_is_made_once() {
+    fn derived_values_are_made_once() {
         let list = Policies::from(policy("one", 100));
         assert_eq!(list.derived(|list| list.iter().len()), Some(&1));
         assert_eq!(list.derived(|_| 2_usize), Some(&1));

@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_in_flight_are_a_number_and_a_lease_time() {
+    fn in_flight_has_limit_and_lease_time() {
         let in_flight = |text: &str| Policy::of_kind("p", Kind::InFlight, text.parse().unwrap());
         for (text, part) in [
             ("10/30s burst 20", "no burst"),
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn the_parts_of_all_instances_are_no_more_than_the_whole() {
+    fn instance_shares_never_exceed_the_whole() {
         use crate::limit::Align;
         let part = |strategy, quota, instances| {
             Policy::new("p", strategy, quota).unwrap().share(NonZeroU32::new(instances).unwrap()).quota()

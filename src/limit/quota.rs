@@ -231,7 +231,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn what_comes_at_once_is_whole() {
+    fn bursts_count_whole_periods() {
         let quota = Quota::per_minute(100);
         let units = [0, 1, 60, 61, 120].map(|seconds| quota.units_in_periods(Duration::from_secs(seconds)));
         assert_eq!(units, [0, 100, 100, 200, 200]);
@@ -323,7 +323,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_a_quota_or_an_error(text in "\\PC{0,40}") {
+        fn any_text_is_quota_or_error(text in "\\PC{0,40}") {
             let _ = text.parse::<Quota>();
         }
     }

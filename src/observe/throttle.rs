@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_subject_is_told_at_once_and_then_once_a_minute_with_its_count() {
+    async fn subjects_are_reported_once_a_minute() {
         let throttle = Throttle::new(10);
         let mut lines = vec![];
         for second in 0..=300 {
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_came_of_one_is_told_when_another_comes_and_when_nobody_does() {
+    async fn counts_are_reported_with_or_without_traffic() {
         let throttle = Throttle::new(10);
         for (key, count) in [(1, 3), (2, 1), (3, 5)] {
             (0..count).for_each(|_| drop(note(&throttle, key)));
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn too_many_subjects_are_told_as_one_and_take_no_memory() {
+    async fn excess_subjects_are_merged_within_bounded_memory() {
         let throttle = Throttle::new(3);
         let mut lines = vec![];
         for round in 0..10 {

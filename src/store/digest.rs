@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_can_tell_a_digest_beforehand() {
+    fn digests_are_unpredictable() {
         let key = Key::new("a");
         assert_ne!(Digester::new().digest(&key), Digester::new().digest(&key));
     }

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn callers_are_spread_over_a_power_of_two() {
+    fn shard_counts_are_powers_of_two() {
         for (max, count) in [(0, 1), (1, 1), (3, 2), (4, 4), (63, 32), (64, 64)] {
             let mut next = 0..;
             let shards = Shards::new(max, |_| next.next().unwrap());

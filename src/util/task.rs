@@ -175,7 +175,7 @@ mod tests {
 
     /// In every order in which three runtimes may come.
     #[test]
-    fn the_work_is_done_by_one_task_at_a_time() {
+    fn one_task_works_at_a_time() {
         for fates in [
             [Fate::Ends; 3],
             [Fate::IsDropped, Fate::Ends, Fate::Ends],

@@ -6,12 +6,12 @@ use crate::in_flight_load::{an_outage, ann, is_worker, limiter, patient, process
 use crate::nodes::{Cluster, MASTERS};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn never_more_than_the_limit_though_processes_are_killed() {
+async fn killed_processes_never_exceed_the_limit() {
     if is_worker() {
         return work().await;
     }
     let cluster = Cluster::start(false).await;
-    processes_are_killed("in_flight::never_more_than_the_limit_though_processes_are_killed", &cluster.url()).await;
+    processes_are_killed("in_flight::killed_processes_never_exceed_the_limit", &cluster.url()).await;
 }
 
 /// Its replica takes over.

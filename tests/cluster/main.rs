@@ -6,6 +6,9 @@
 
 #[path = "../support/mod.rs"]
 mod support;
+#[macro_use]
+#[path = "../support/table.rs"]
+mod table;
 
 mod in_flight;
 #[path = "../support/in_flight.rs"]
@@ -16,11 +19,11 @@ mod load;
 #[macro_use]
 mod matrix;
 mod faults;
+mod healthy;
 mod moves;
 mod nodes;
 #[path = "../faults/proxy.rs"]
 #[allow(dead_code, reason = "the faults of a single server use more of it")]
 mod proxy;
 mod settle;
-mod sound;
 mod strangers;

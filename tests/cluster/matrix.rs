@@ -15,13 +15,10 @@ use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, Sums, TASKS, peek};
 use crate::nodes::{Cluster, MASTERS};
 use crate::proxy::{Mode, Proxy};
 use crate::support::until;
+use crate::table::{FAULT, Outcome, SLACK};
 
 /// The caller whose master is the victim: an ample one.
 const VICTIMS: usize = 2;
-/// What a busy machine may add to a wait, beside a stall.
-const SLACK: Duration = Duration::from_millis(900);
-/// The shortest that a fault lasts.
-const FAULT: Duration = Duration::from_millis(700);
 /// The promise is two seconds after the cluster's own recovery; this is for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(10);
 
@@ -85,21 +82,21 @@ macro_rules! rows {
         $to! {
             a_killed_master_degrades_its_callers_only: "`kill -9`, its replica takes over" => Fault::Killed;
             a_frozen_master_degrades_its_callers_only: "SIGSTOP, its replica takes over" => Fault::Frozen;
-            connections_that_are_cut_are_made_anew: "`CLIENT KILL TYPE normal`, every 50 ms" => Fault::Cut;
-            a_master_that_is_late_decides: "50 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(50)));
-            a_master_that_is_late_by_about_the_deadline: "60 to 130 ms slower, bursts while degraded" => Fault::Path(Mode::Waver(Duration::from_millis(60), Duration::from_millis(130)));
+            cut_connections_are_reestablished: "`CLIENT KILL TYPE normal`, every 50 ms" => Fault::Cut;
+            a_slightly_late_master_decides: "50 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(50)));
+            a_master_late_by_about_the_deadline: "60 to 130 ms slower, bursts while degraded" => Fault::Path(Mode::Waver(Duration::from_millis(60), Duration::from_millis(130)));
             a_slow_master_degrades_its_callers_only: "500 ms slower" => Fault::Path(Mode::Delay(Duration::from_millis(500)));
-            a_connection_that_is_cut_in_a_reply_charges_once: "cut half-way through a reply" => Fault::Path(Mode::Half);
+            a_connection_cut_mid_reply_charges_once: "cut half-way through a reply" => Fault::Path(Mode::Half);
             a_black_hole_degrades_its_callers_only: "black hole" => Fault::Path(Mode::BlackHole);
-            a_master_that_never_answers_degrades_its_callers_only: "accepts and never answers" => Fault::Path(Mode::Silent);
-            what_was_charged_and_not_answered_is_not_charged_again: "charges, and the replies are lost" => Fault::Path(Mode::Swallow);
-            a_master_that_refuses_degrades_its_callers_only: "refuses connections" => Fault::Path(Mode::Refuse);
-            a_reply_of_another_shape_degrades_its_callers_only: "a reply of another shape" => Fault::Path(Mode::Answer(b"*1\r\n:1\r\n"));
-            a_master_that_loads_degrades_its_callers_only: "loading its data" => Fault::Path(Mode::Answer(b"-LOADING Redis is loading the dataset in memory\r\n"));
-            a_part_that_is_down_degrades_its_callers_only: "`CLUSTERDOWN`" => Fault::Path(Mode::Answer(b"-CLUSTERDOWN Hash slot not served\r\n"));
+            a_silent_master_degrades_its_callers_only: "accepts and never answers" => Fault::Path(Mode::Silent);
+            lost_replies_are_not_charged_again: "charges, and the replies are lost" => Fault::Path(Mode::Swallow);
+            a_refusing_master_degrades_its_callers_only: "refuses connections" => Fault::Path(Mode::Refuse);
+            unexpected_replies_degrade_their_callers_only: "a reply of another shape" => Fault::Path(Mode::Answer(b"*1\r\n:1\r\n"));
+            a_loading_master_degrades_its_callers_only: "loading its data" => Fault::Path(Mode::Answer(b"-LOADING Redis is loading the dataset in memory\r\n"));
+            a_clusterdown_error_degrades_its_callers_only: "`CLUSTERDOWN`" => Fault::Path(Mode::Answer(b"-CLUSTERDOWN Hash slot not served\r\n"));
             a_full_master_degrades_its_callers_only: "`maxclients` reached" => Fault::Full;
-            a_master_without_memory_degrades_its_callers_only: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
-            a_master_without_replicas_degrades_its_callers_only: "`min-replicas-to-write` not met" => Fault::NoReplicas;
+            masters_without_memory_degrade_their_callers_only: "`maxmemory` reached, `noeviction`" => Fault::OutOfMemory;
+            masters_without_replicas_degrade_their_callers_only: "`min-replicas-to-write` not met" => Fault::NoReplicas;
             a_flushed_script_is_not_noticed: "`SCRIPT FLUSH`, every 50 ms" => Fault::ScriptFlush;
             a_flushed_master_goes_on: "`FLUSHALL`" => Fault::FlushAll;
             a_changed_password_degrades_its_callers_only: "password changed" => Fault::Password;
@@ -108,35 +105,7 @@ macro_rules! rows {
     };
 }
 
-macro_rules! table {
-    ($($test:ident: $name:literal => $fault:expr;)*) => {
-        #[allow(dead_code, reason = "the tests have a function for each row")]
-        pub const ROWS: &[(&str, Fault)] = &[$(($name, $fault)),*];
-    };
-}
-
 rows!(table);
-
-/// What a row came to.
-#[derive(Debug)]
-#[allow(dead_code, reason = "the tests only show it")]
-pub struct Outcome {
-    pub requests: u64,
-    pub errors: u64,
-    pub worst: Duration,
-    /// Over the spent and the tight callers of all masters.
-    pub granted: u64,
-    pub allowed: u64,
-    /// Checks that were asked and not answered in time.
-    pub unanswered: u64,
-    pub reconciled: u64,
-    /// From the moment that the master, or its heir, could answer until all instances were back to it.
-    pub recovery: Duration,
-    pub healthy_p99: Option<Duration>,
-    pub open_p99: Option<Duration>,
-    /// What was granted to callers of other masters from the fault on: by Redis, and by the instances.
-    pub others: (u64, u64),
-}
 
 /// For each caller, the master that has its keys.
 async fn masters(cluster: &Cluster) -> Vec<usize> {
@@ -292,7 +261,7 @@ impl Scene {
 
         // Clients find what they were granted, once all of it is settled, and nothing twice.
         let store = RedisStore::connect(self.cluster.url()).await.unwrap();
-        let unknown = self.load.told(|told| &told.failed) + self.load.told(|told| &told.dropped);
+        let unknown = self.load.total(|events| &events.failed) + self.load.total(|events| &events.dropped);
         let (mut all_granted, mut allowed, mut tight) = (0, 0, 0);
         for (caller, (name, kind)) in CALLERS.into_iter().enumerate() {
             let granted = sum(&sums.redis, |other| other == caller) + sum(&sums.local, |other| other == caller);
@@ -327,12 +296,13 @@ impl Scene {
             worst,
             granted: all_granted,
             allowed,
-            unanswered: self.load.told(|told| &told.failed),
-            reconciled: self.load.told(|told| &told.charged),
-            recovery,
+            bound,
+            unanswered: self.load.total(|events| &events.failed),
+            reconciled: self.load.total(|events| &events.charged),
+            recovery: Some(recovery),
             healthy_p99,
             open_p99,
-            others: (others.0 - before.0, others.1 - before.1),
+            others: Some((others.0 - before.0, others.1 - before.1)),
         }
     }
 }

@@ -100,7 +100,7 @@ async fn charged(store: &RedisStore, callers: &[Key], policies: &Policies) -> Ve
 
 /// Not one check fails, and each is charged once: wherever its key is, also half-way, on a new node and after that has gone.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_check_is_charged_once_wherever_its_slot_is() {
+async fn moving_slots_charge_every_check_once() {
     let mut cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
     let policies = policy(Strategy::FixedWindow(Default::default()), &format!("{LIMIT}/366d"));
@@ -143,9 +143,9 @@ async fn every_check_is_charged_once_wherever_its_slot_is() {
     assert_eq!(charged(&store, &callers, &policies).await, granted);
 }
 
-/// Where a caller's two keys are on two nodes, no node decides about it: the fallback does, and settles that.
+/// No node decides about a caller whose two keys are on two nodes: the fallback does, and reconciles that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_caller_whose_keys_are_on_two_nodes_is_decided_all_the_same() {
+async fn callers_split_across_nodes_are_decided() {
     let cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
     let one = |name| Policy::new(name, Strategy::FixedWindow(Default::default()), Quota::per_day(LIMIT)).unwrap();

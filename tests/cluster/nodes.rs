@@ -21,7 +21,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// `known_as` is the port that it tells others, by its own.
+    /// `known_as` is the port that it announces to others, by its own.
     async fn start(number: usize, known_as: impl Fn(u16) -> u16) -> Self {
         let mut server = RedisServer::start_with(&[
             "--cluster-enabled",
@@ -64,7 +64,7 @@ impl Cluster {
         Self::start_known_as(with_replicas, |port| port).await
     }
 
-    /// As [`start`](Self::start), of nodes that tell others another port than their own: that of a proxy.
+    /// As [`start`](Self::start), of nodes that announce another port than their own: that of a proxy.
     pub async fn start_known_as(with_replicas: bool, known_as: impl Fn(u16) -> u16) -> Self {
         let count = if with_replicas { 2 * MASTERS } else { MASTERS };
         let nodes = join_all((0..count).map(|number| Node::start(number, &known_as))).await;

@@ -17,7 +17,7 @@ const COSTS: [u32; 3] = [17, 3, 0];
 const MOVES: usize = 6;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_settled_while_a_slot_moves_is_charged_once() {
+async fn settlements_during_slot_moves_charge_once() {
     let cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect_lazy().unwrap();
     let policies = policy(Strategy::SlidingWindow { cells: 10 }, &format!("{LIMIT}/d"));

@@ -9,7 +9,7 @@ fn read(value: &Value) -> Result<ClientIp, String> {
 }
 
 #[test]
-fn every_kind_is_what_code_would_make() -> Result<(), ConfigError> {
+fn configured_kinds_equal_those_in_code() -> Result<(), ConfigError> {
     let xff = || ClientIp::x_forwarded_for();
     for (value, expected) in [
         (json!("peer"), ClientIp::peer()),
@@ -106,7 +106,7 @@ fn errors() {
 }
 
 #[test]
-fn lines_are_told() {
+fn errors_name_their_line() {
     let file = "[client]\nheader = \"x-forwarded-for\"\ntrust = [\n    \"private\",\n    \"10.0.0.0/33\",\n]\n";
     let error = toml::from_str::<std::collections::HashMap<String, ClientIp>>(file).unwrap_err().to_string();
     assert!(error.starts_with("TOML parse error at line 5, column 5\n"), "{error}");

@@ -171,9 +171,9 @@ struct File {
     policies: Option<Policies>,
 }
 
-/// Formats that know lines tell the one that is wrong, and none beside it, such as that of the URL.
+/// Formats that know lines name the one that is wrong, and none beside it, such as that of the URL.
 #[test]
-fn tell_the_line() {
+fn errors_name_the_line() {
     let url = "url = \"redis://:hunter2@host/\"\n";
     for (text, line, column) in [
         (format!("[store]\n{url}timeout = \"250\"\n"), 3, 11),

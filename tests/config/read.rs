@@ -227,7 +227,7 @@ fn a_wrong_variable_is_named() {
 }
 
 #[test]
-fn what_is_left_out_has_its_default() {
+fn omitted_settings_have_defaults() {
     assert_eq!(toml::from_str::<StoreConfig>("").unwrap(), StoreConfig::default());
     assert_eq!(serde_json::from_str::<StoreConfig>(r#"{ "url": null }"#).unwrap(), StoreConfig::default());
     let policy: Policy = toml::from_str(
@@ -254,14 +254,14 @@ fn a_policy_alone_is_a_list() {
 }
 
 #[test]
-fn a_share_may_be_those_that_are_alive() {
+fn the_share_may_be_alive() {
     for share in ["alive", " alive "] {
         let store: StoreConfig = serde_json::from_value(serde_json::json!({ "share": share })).unwrap();
         assert_eq!(store.share, ShareConfig::Alive);
     }
 }
 
-/// A struct may be flattened into another, where the names of its fields are not known before.
+/// The names of the fields are not known before.
 #[test]
 fn a_policy_may_be_flattened() {
     #[derive(Deserialize)]

@@ -148,7 +148,7 @@ fn clients() -> impl Generate<Value = ClientIp> {
 
 proptest! {
     #[test]
-    fn tiers_are_read_as_they_are_written(
+    fn tiers_round_trip(
         default in policies(),
         named in proptest::collection::btree_map("\\PC{0,9}", option::of(policies()), 0..4),
         callers in proptest::collection::vec((keys(), option::of(policies())), 0..6),
@@ -166,28 +166,28 @@ proptest! {
     }
 
     #[test]
-    fn clients_are_read_as_they_are_written(client in clients()) {
+    fn clients_round_trip(client in clients()) {
         for read in there_and_back(client.clone()) {
             prop_assert_eq!(&read.value, &client);
         }
     }
 
     #[test]
-    fn quotas_are_read_as_they_are_written(quota in quotas()) {
+    fn quotas_round_trip(quota in quotas()) {
         for read in there_and_back(quota) {
             prop_assert_eq!(read.value, quota);
         }
     }
 
     #[test]
-    fn strategies_are_read_as_they_are_written(strategy in strategies()) {
+    fn strategies_round_trip(strategy in strategies()) {
         for read in there_and_back(strategy) {
             prop_assert_eq!(read.value, strategy);
         }
     }
 
     #[test]
-    fn policies_are_read_as_they_are_written(policies in policies()) {
+    fn policies_round_trip(policies in policies()) {
         for read in there_and_back(policies.clone()) {
             prop_assert_eq!(&read.value, &policies);
         }
@@ -197,7 +197,7 @@ proptest! {
     }
 
     #[test]
-    fn stores_are_read_as_they_are_written(store in stores()) {
+    fn stores_round_trip(store in stores()) {
         for read in there_and_back(store.clone()) {
             prop_assert_eq!(&read.value, &store);
         }
@@ -205,7 +205,7 @@ proptest! {
 }
 
 #[test]
-fn choices_are_read_as_they_are_written() {
+fn choices_round_trip() {
     [StoreKind::Auto, StoreKind::Fallback, StoreKind::Redis, StoreKind::Local].into_iter().for_each(assert_same);
     [OnError::Reject, OnError::Allow].into_iter().for_each(assert_same);
     [OnMissingKey::Reject, OnMissingKey::Allow].into_iter().for_each(assert_same);
@@ -222,7 +222,7 @@ fn choices_are_read_as_they_are_written() {
 
 /// A file that this crate writes is one that a person would.
 #[test]
-fn requests_in_flight_are_read_as_they_are_written() {
+fn in_flight_policies_round_trip() {
     let policy = Policy::in_flight("streams", 4).unwrap();
     let text = serde_json::to_string(&policy).unwrap();
     assert_eq!(text, r#"{"name":"streams","strategy":"in-flight","quota":"4/30s"}"#);
@@ -230,7 +230,7 @@ fn requests_in_flight_are_read_as_they_are_written() {
 }
 
 #[test]
-fn what_is_written_reads_well() {
+fn written_settings_are_readable() {
     let policies = Policies::new([
         Policy::new("burst", Strategy::Gcra, Quota::per_second(100).burst(200)).unwrap(),
         Policy::new("login", Strategy::SlidingLog, Quota::per(5, Duration::from_secs(900))).unwrap(),

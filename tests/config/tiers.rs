@@ -74,7 +74,7 @@ fn yaml_and_json() {
 }
 
 #[test]
-fn how_plans_are_named_is_code() {
+fn plan_names_come_from_code() {
     let tiers: Tiers = toml::from_str(FILE).unwrap();
     let tiers = tiers.named_by(|request| request.headers.get("plan")?.to_str().ok());
     let request = Request::builder().header("plan", "internal").body(()).unwrap().into_parts().0;
@@ -173,7 +173,7 @@ fn errors() {
 
 /// What looks like another kind of key, and would be a caller that nobody is.
 #[test]
-fn callers_that_nobody_can_be_are_refused() {
+fn impossible_callers_are_refused() {
     let caller = |text: &str| json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
     for text in [
         "192.0.2.7",
@@ -230,15 +230,15 @@ fn no_error_shows_a_secret() {
 
 /// What cannot be read again is not written.
 #[test]
-fn a_caller_that_no_file_can_name_is_not_written() {
+fn unwritable_callers_are_an_error() {
     let tiers = Tiers::new(policy("free")).exempt_caller(Key::new("192.0.2.7"));
     let error = serde_json::to_string(&tiers).unwrap_err().to_string();
     assert!(error.starts_with("\"192.0.2.7\" is no caller"), "{error}");
 }
 
-/// A format may allow it, and two texts may be one caller. A secret is not told.
+/// A format may allow it, and two texts may be one caller. A secret is not shown.
 #[test]
-fn what_is_there_twice_is_refused() {
+fn duplicates_are_refused() {
     let secret = Key::secret("sk-live-1");
     for (tables, text) in [
         (r#""tiers": { "pro": "exempt", "pro": "exempt" }"#.to_owned(), "the tier \"pro\" is there twice".to_owned()),
@@ -259,7 +259,7 @@ fn what_is_there_twice_is_refused() {
 }
 
 #[test]
-fn lines_are_told() {
+fn errors_name_their_line() {
     for (wrong, line, column) in [
         ("pro = \"exmept\"", 3, 7),
         ("pro = { name = \"pro\", quota = \"5/M\" }", 3, 31),
@@ -272,7 +272,7 @@ fn lines_are_told() {
 }
 
 #[test]
-fn what_is_written_reads_well() {
+fn written_settings_are_readable() {
     let tiers = Tiers::new(policy("free"))
         .tier("pro", Policies::new([policy("pro"), policy("daily")]).unwrap())
         .exempt("internal")

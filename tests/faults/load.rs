@@ -77,9 +77,9 @@ pub fn peek(caller: usize) -> Check {
     Check::peek(Key::new(name), &kind.policies(), 1)
 }
 
-/// What an instance's store tells its observer.
+/// What the store of an instance has reported to its observer.
 #[derive(Default)]
-pub struct Told {
+pub struct Events {
     pub failed: AtomicU64,
     /// The kinds of these failures.
     pub kinds: Mutex<HashSet<ErrorKind>>,
@@ -90,7 +90,7 @@ pub struct Told {
 }
 
 #[derive(Clone, Default)]
-struct Notes(Arc<Told>);
+struct Notes(Arc<Events>);
 
 impl Observer for Notes {
     fn degraded(&self, _: &event::Degraded<'_>) {
@@ -115,7 +115,7 @@ impl Observer for Notes {
 /// One process of the service: a store with connections of its own.
 pub struct Instance {
     pub store: Fallback<RedisStore, LocalStore>,
-    pub told: Arc<Told>,
+    pub events: Arc<Events>,
     /// Whether a caller was denied by this instance alone, and by Redis.
     denied: [[AtomicBool; CALLERS.len()]; 2],
     by_redis: AtomicU64,
@@ -130,7 +130,7 @@ impl Instance {
             .deadline(DEADLINE)
             .share(Share::Fixed(NonZeroU32::new(instances as u32).unwrap()))
             .observer(notes.clone());
-        Self { store, told: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
+        Self { store, events: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
     }
 
     /// How many requests Redis has decided for it.
@@ -261,8 +261,8 @@ impl Load {
     }
 
     /// A sum over all instances.
-    pub fn told(&self, of: impl Fn(&Told) -> &AtomicU64) -> u64 {
-        self.instances.iter().map(|instance| of(&instance.told).load(SeqCst)).sum()
+    pub fn total(&self, of: impl Fn(&Events) -> &AtomicU64) -> u64 {
+        self.instances.iter().map(|instance| of(&instance.events).load(SeqCst)).sum()
     }
 }
 

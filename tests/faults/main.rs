@@ -6,6 +6,9 @@
 
 #[path = "../support/mod.rs"]
 mod support;
+#[macro_use]
+#[path = "../support/table.rs"]
+mod table;
 
 mod load;
 #[macro_use]
@@ -19,15 +22,6 @@ use std::time::Duration;
 use matrix::Fault;
 use proxy::Mode;
 
-macro_rules! tests {
-    ($($test:ident: $name:literal => $fault:expr;)*) => {$(
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn $test() {
-            println!("{}: {:?}", $name, matrix::run($fault).await);
-        }
-    )*};
-}
-
 rows!(tests);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -37,9 +31,9 @@ async fn the_deadline_alone_bounds_the_wait() {
     }
 }
 
-/// What one instance has yet to charge is granted by no other again, however long that takes.
+/// What an instance has yet to charge is granted by no other again.
 #[tokio::test]
-async fn an_instance_that_reconciles_for_long_is_waited_for() {
+async fn others_wait_while_an_instance_reconciles() {
     let row = reconcile::run(Duration::from_millis(2), 20_000).await;
     println!("{row}");
     assert_eq!(row.beyond, 0, "{row}");

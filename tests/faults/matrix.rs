@@ -13,11 +13,7 @@ use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, redis};
 use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
 use crate::proxy::{Mode, Proxy};
 use crate::support::{RedisServer, free_port, until};
-
-/// The shortest that a fault lasts: several deadlines, and long enough for probes to fail.
-const FAULT: Duration = Duration::from_millis(700);
-/// What a busy machine may add to a wait, beside a stall.
-const SLACK: Duration = Duration::from_millis(900);
+use crate::table::{FAULT, Outcome, SLACK};
 
 /// The promise is a second, and the table shows what it takes; this is for a busy machine.
 const RECOVERY: Duration = Duration::from_secs(10);
@@ -71,7 +67,7 @@ impl Fault {
 
     fn setup(self) -> Setup {
         match self {
-            // Alone, each answer that comes late tells of the whole limit; and of many connections they come one by one.
+            // Alone, each late answer is of the whole limit; and of many connections they come one by one.
             Self::Path(Mode::Waver(..)) => Setup { instances: 1, connections: 16, ..Setup::default() },
             _ => Setup::default(),
         }
@@ -93,7 +89,7 @@ impl Fault {
     }
 
     /// The failure that some check must meet, so that the row is about what its name says. Where connections are cut
-    /// first, the breaker is open before anybody is told of more than that.
+    /// first, the breaker is open before any other error is seen.
     fn shows_as(self) -> Option<ErrorKind> {
         Some(match self {
             Self::KilledEmpty | Self::Killed | Self::Cut | Self::StartDown => ErrorKind::Unreachable,
@@ -169,36 +165,7 @@ macro_rules! rows {
     };
 }
 
-macro_rules! table {
-    ($($test:ident: $name:literal => $fault:expr;)*) => {
-        #[allow(dead_code, reason = "the tests have a function for each row")]
-        pub const ROWS: &[(&str, Fault)] = &[$(($name, $fault)),*];
-    };
-}
-
 rows!(table);
-
-/// What a row came to.
-#[derive(Debug)]
-#[allow(dead_code, reason = "the tests only show it")]
-pub struct Outcome {
-    pub requests: u64,
-    pub errors: u64,
-    pub worst: Duration,
-    /// Over the spent and the tight callers.
-    pub granted: u64,
-    pub allowed: u64,
-    /// How much more the bound lets be granted.
-    pub bound: u64,
-    /// Checks that Redis was asked and did not answer in time.
-    pub unanswered: u64,
-    pub reconciled: u64,
-    /// From the moment that Redis could answer until all instances were back to it.
-    pub recovery: Option<Duration>,
-    /// What the limiter took of a request before the fault, and once the breaker was open.
-    pub healthy_p99: Option<Duration>,
-    pub open_p99: Option<Duration>,
-}
 
 struct Scene {
     server: RedisServer,
@@ -309,8 +276,8 @@ pub async fn run(fault: Fault) -> Outcome {
     }
 
     // Of a check that was not answered before anybody was spent, as on a machine that stalls, it is not known either.
-    let early = load.told(|told| &told.failed);
-    let opened_early = load.told(|told| &told.degraded);
+    let early = load.total(|events| &events.failed);
+    let opened_early = load.total(|events| &events.degraded);
     let since = Instant::now();
     scene.inject(fault).await;
     let redis_granted = || CALLERS.iter().enumerate().map(|(i, _)| load.sums.redis[i].load(SeqCst)).collect::<Vec<_>>();
@@ -358,8 +325,8 @@ pub async fn run(fault: Fault) -> Outcome {
 
     let sums = &load.sums;
     let get = |of: &[std::sync::atomic::AtomicU64], i: usize| of[i].load(SeqCst);
-    let failed = load.told(|told| &told.failed);
-    let opened = load.told(|told| &told.degraded);
+    let failed = load.total(|events| &events.failed);
+    let opened = load.total(|events| &events.degraded);
     let worst = Duration::from_micros(sums.worst.load(SeqCst));
     assert_eq!(sums.errors.load(SeqCst), 0, "requests failed because of the limiter");
     let may_take = RECOVERY + ATTEMPT * sums.stalls() as u32;
@@ -367,13 +334,13 @@ pub async fn run(fault: Fault) -> Outcome {
     let stalled = sums.longest_stall();
     assert!(worst <= DEADLINE + SLACK + stalled, "a request waited for {worst:?}, and the machine for {stalled:?}");
     if let Some(kind) = fault.shows_as() {
-        let shown = instances.iter().any(|instance| instance.told.kinds.lock().unwrap().contains(&kind));
+        let shown = instances.iter().any(|instance| instance.events.kinds.lock().unwrap().contains(&kind));
         assert!(shown, "no check failed with {kind:?}");
     }
     // Checks that a stall of the machine may have made late: each that was under way.
     let late = sums.stalls() * (instances.len() * TASKS) as u64;
     if fault.is_unnoticed() {
-        let of_time = instances.iter().all(|i| i.told.kinds.lock().unwrap().iter().all(|k| *k == ErrorKind::Timeout));
+        let of_time = instances.iter().all(|i| i.events.kinds.lock().unwrap().iter().all(|k| *k == ErrorKind::Timeout));
         assert!(
             failed <= late && of_time,
             "Redis decides all the same, but {failed} checks failed, of {late} that may"
@@ -383,7 +350,7 @@ pub async fn run(fault: Fault) -> Outcome {
     if fault != Fault::NoName {
         reconciled(&forgotten, &scene, &load).await;
     }
-    let (dropped, charged) = (load.told(|told| &told.dropped), load.told(|told| &told.charged));
+    let (dropped, charged) = (load.total(|events| &events.dropped), load.total(|events| &events.charged));
     let (mut granted, mut allowed) = (0, 0);
     for (i, (name, kind)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind != Kind::Ample) {
         let (of_it, may) = (get(&sums.redis, i) + get(&sums.local, i), kind.limit() + forgotten[i]);
@@ -427,6 +394,7 @@ pub async fn run(fault: Fault) -> Outcome {
         recovery,
         healthy_p99,
         open_p99,
+        others: None,
     }
 }
 
@@ -449,8 +417,8 @@ async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load) {
                 load.sums.redis[i].load(SeqCst).saturating_sub(forgotten + (load.instances.len() * TASKS) as u64)
             }
         };
-        let failed = load.told(|told| &told.failed);
-        let unsure = || failed + load.told(|told| &told.dropped);
+        let failed = load.total(|events| &events.failed);
+        let unsure = || failed + load.total(|events| &events.dropped);
         // The last charges are under way for a moment after the recovery.
         until(&format!("{by_us} of {name} are reconciled, but for {}", unsure()), async || {
             used().await + unsure() >= by_redis + by_us

@@ -1,4 +1,4 @@
-//! A TCP proxy in front of Redis that can be told to misbehave.
+//! A TCP proxy in front of Redis that misbehaves on demand.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -29,7 +29,7 @@ use crate::support::{RedisServer, STRATEGIES, policy};
 
 /// Where the client is by far not the last entry, in every form.
 #[test]
-fn a_client_behind_proxies_is_found_without_the_allocator() {
+fn finding_the_client_allocates_nothing() {
     let list = "6.6.6.6, [2001:db8::7]:4711, 10.0.0.3, fd00::2%eth0, ::ffff:10.0.0.1";
     let elements = r#"for=6.6.6.6, for="[2001:db8::\7]:4711";host="a, b", for=10.0.0.3;proto=https, FOR="[fd00::2]""#;
     for (header, line) in [("x-forwarded-for", list), ("forwarded", elements), ("x-real-ip", "[2001:db8::7]:4711")] {
@@ -45,7 +45,7 @@ fn a_client_behind_proxies_is_found_without_the_allocator() {
 /// More callers than may be named, with the longest keys.
 #[cfg(feature = "tracing")]
 #[test]
-fn a_log_of_denied_callers_costs_at_most_400_bytes_for_each_that_is_named() {
+fn a_logged_caller_takes_400_bytes() {
     use tower_redis_ratelimit::check::Decision;
     use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
 
@@ -71,7 +71,7 @@ const KEY: i64 = size_of::<u128>() as i64;
 
 /// However it is counted, and beside the charges of those strategies that keep them.
 #[test]
-fn a_caller_costs_at_most_100_bytes_beside_its_key() {
+fn a_caller_takes_at_most_100_bytes() {
     const CAPACITY: NonZeroUsize = NonZeroUsize::new(200_000).unwrap();
     const STEP: i64 = 1_000;
     for strategy in STRATEGIES {
@@ -110,7 +110,7 @@ fn a_caller_costs_at_most_100_bytes_beside_its_key() {
 /// Redis hangs until the queue is full: all that waits, with the futures, is at most 8 MB. What the store does, it does
 /// on this thread.
 #[test]
-fn a_full_queue_costs_at_most_8_megabytes() {
+fn a_full_queue_takes_8_megabytes() {
     const QUEUE: NonZeroUsize = NonZeroUsize::new(10_000).unwrap();
     const LANES: NonZeroUsize = NonZeroUsize::new(2).unwrap();
     const BATCH: NonZeroUsize = NonZeroUsize::new(128).unwrap();

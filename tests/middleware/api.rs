@@ -65,7 +65,7 @@ impl Service<Request<String>> for Around {
 }
 
 #[test]
-fn what_is_shared_can_be_sent_cloned_and_shown() {
+fn shared_types_are_send_clone_and_debug() {
     fn shared<T: Send + Sync + Clone + Debug + 'static>() {}
     shared::<RateLimitLayer<RedisStore, HeaderKey>>();
     shared::<RateLimitLayer<Fallback<RedisStore, LocalStore>, (PeerIp, HeaderKey), HttpReject>>();
@@ -104,7 +104,7 @@ fn errors_are_errors() {
 }
 
 #[tokio::test]
-async fn the_response_future_has_a_name() {
+async fn the_response_future_is_nameable() {
     let store = Fallback::new(LocalStore::default(), LocalStore::default());
     let service = Around(layer_with(store, "1/h").layer(Hello));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
@@ -140,7 +140,7 @@ where
 }
 
 #[tokio::test]
-async fn what_settles_has_names_and_the_closure_needs_no_type() {
+async fn settling_types_are_nameable() {
     let store = LocalStore::default();
     let layer = layer_with(store, "1/h").settle(|response| match response.status.as_u16() {
         200 => Settlement::Refund,
@@ -156,7 +156,7 @@ async fn what_settles_has_names_and_the_closure_needs_no_type() {
 }
 
 #[test]
-fn the_inner_service_can_be_reached_and_taken_back() {
+fn the_inner_service_is_accessible() {
     let mut service = layer("1/h").layer(Some("inner"));
     assert_eq!(service.get_ref(), &Some("inner"));
     assert_eq!(service.get_mut().take(), Some("inner"));
@@ -179,7 +179,7 @@ impl<B: From<String>> Reject<B> for Rigid {
 }
 
 #[tokio::test]
-async fn a_layer_is_cloned_and_shown_whatever_it_is_made_of() {
+async fn layers_are_clone_and_debug_without_bounds() {
     fn shared<T: Clone + Debug>(value: T) -> T {
         value
     }
@@ -196,7 +196,7 @@ async fn a_layer_is_cloned_and_shown_whatever_it_is_made_of() {
 }
 
 #[tokio::test]
-async fn debug_text_tells_the_policies_and_no_secret() {
+async fn debug_shows_policies_and_no_secret() {
     let store = RedisStore::connect_lazy(format!("redis://user:{SECRET}@127.0.0.1:1/").as_str()).unwrap();
     let store = Fallback::new(store, LocalStore::default());
     let limited = layer_with(store.clone(), "1/h").layer(Hello);

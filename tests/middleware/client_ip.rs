@@ -68,7 +68,7 @@ const LISTS: &[Case] = &[
     // The header's end: a trusted hop is the client.
     ("private", "10.0.0.1", &["10.0.0.5"], "10.0.0.5"),
     ("private", "10.0.0.1", &["10.0.0.5, 10.0.0.2", "10.0.0.3"], "10.0.0.5"),
-    // What tells no address: the nearest trusted hop.
+    // What contains no address: the nearest trusted hop.
     ("private", "10.0.0.1", &["unknown"], "10.0.0.1"),
     ("private", "10.0.0.1", &["6.6.6.6, unknown, 10.0.0.2"], "10.0.0.2"),
     ("private", "10.0.0.1", &["6.6.6.6, _hidden"], "10.0.0.1"),
@@ -236,7 +236,7 @@ fn request<L: AsRef<[u8]>>(peer: &str, header: &str, lines: &[L]) -> Parts {
 
 /// One line for each case that gives another client than expected, and how many there are in all.
 fn escapes(header: &str, cases: &[Case], rewrite: impl Fn(&str) -> String) -> Vec<String> {
-    let tell = |(trust, peer, lines, expected): &Case| {
+    let escape = |(trust, peer, lines, expected): &Case| {
         let lines: Vec<_> = lines.iter().map(|line| rewrite(line)).collect();
         let (client, request) = (trusting(ClientIp::header(header), trust), request(peer, header, &lines));
         let (expected, found) = (expected.parse::<IpAddr>().unwrap(), client.address(&request));
@@ -244,7 +244,7 @@ fn escapes(header: &str, cases: &[Case], rewrite: impl Fn(&str) -> String) -> Ve
         let holds = found == Some(expected) && key == Key::ip(expected);
         (!holds).then(|| format!("{trust}, {peer}, {header}: {lines:?}: expected {expected}, found {found:?}"))
     };
-    cases.iter().filter_map(tell).collect()
+    cases.iter().filter_map(escape).collect()
 }
 
 /// A list as `Forwarded` has it.
@@ -269,7 +269,7 @@ fn no_case_of_the_corpus_escapes() {
 }
 
 #[test]
-fn only_the_header_that_was_chosen_counts() {
+fn only_the_chosen_header_counts() {
     let mut request = request("10.0.0.1", "x-forwarded-for", &["198.51.100.7"]);
     for other in ["forwarded", "x-real-ip", "cf-connecting-ip", "true-client-ip", "x-client-ip"] {
         request.headers.insert(other, HeaderValue::from_static("for=6.6.6.6"));
@@ -281,14 +281,14 @@ fn only_the_header_that_was_chosen_counts() {
 }
 
 #[test]
-fn headers_of_lists_are_read_as_lists_by_their_names_too() {
+fn list_headers_by_name_are_lists() {
     for (name, expected) in [("X-Forwarded-For", ClientIp::x_forwarded_for()), ("FORWARDED", ClientIp::forwarded())] {
         assert_eq!(ClientIp::header(name).hops(1), expected.hops(1));
     }
 }
 
 #[test]
-fn no_more_than_255_trusted_hops_are_passed() {
+fn at_most_255_trusted_hops_are_skipped() {
     let client = ClientIp::x_forwarded_for().trust(["private"]).unwrap();
     // The first entries name the client, the last ones trusted proxies.
     for (proxies, expected) in [(254, [198, 51, 100, 7]), (255, [10, 1, 0, 255]), (10_000, [10, 1, 0, 255])] {
@@ -307,7 +307,7 @@ fn no_more_than_255_trusted_hops_are_passed() {
 }
 
 #[test]
-fn an_escaped_text_of_any_length_is_read() {
+fn escaped_text_of_any_length_is_parsed() {
     let client = ClientIp::forwarded().trust(["private"]).unwrap();
     for (address, expected) in [("\\1".repeat(10_000), [10, 0, 0, 1]), (r"\1\.\2\.\3\.\4".to_owned(), [1, 2, 3, 4])] {
         let line = format!("for=\"{address}\"");
@@ -316,7 +316,7 @@ fn an_escaped_text_of_any_length_is_read() {
 }
 
 #[test]
-fn what_the_application_put_there_wins() {
+fn the_address_of_the_application_wins() {
     let mut request = request("10.0.0.1", "x-forwarded-for", &["6.6.6.6"]);
     let known: IpAddr = [192, 0, 2, 7].into();
     request.extensions.insert(known);
@@ -327,7 +327,7 @@ fn what_the_application_put_there_wins() {
 }
 
 #[test]
-fn addresses_of_ipv6_count_by_the_prefix_that_is_set() {
+fn ipv6_addresses_count_by_configured_prefix() {
     let request = |address: &str| request("10.0.0.1", "x-forwarded-for", &[address]);
     let client = ClientIp::x_forwarded_for().trust(["private"]).unwrap();
     let [home, sibling, neighbour] = ["2001:db8:1:200::7", "2001:db8:1:200::8", "2001:db8:1:2ff::7"].map(request);
@@ -342,11 +342,11 @@ fn addresses_of_ipv6_count_by_the_prefix_that_is_set() {
 }
 
 #[test]
-fn mistakes_are_told_when_the_layer_is_made() {
+fn mistakes_are_reported_at_construction() {
     let header = ClientIp::x_forwarded_for;
     let refused = |text: &str| {
         let error = header().trust([text]).unwrap_err();
-        assert!(matches!(&error, ConfigError::TrustedNetwork { text: told, .. } if told == text), "{text}: {error}");
+        assert!(matches!(&error, ConfigError::TrustedNetwork { text: named, .. } if named == text), "{text}: {error}");
         error.to_string()
     };
     for text in ["", "privat", "10.0.0.0/33", "10.0.0", "10.0.0.0/8, 10.0.0.1", "fe80::1%eth0", "example.org", " ::1"] {
@@ -377,7 +377,7 @@ fn mistakes_are_told_when_the_layer_is_made() {
 }
 
 #[test]
-fn a_server_that_notes_no_peer_is_told() {
+fn a_missing_peer_is_reported() {
     let mut request = request("10.0.0.1", "x-forwarded-for", &["198.51.100.7"]);
     request.extensions.clear();
     let networks = ClientIp::x_forwarded_for().trust(["private"]).unwrap();
@@ -393,7 +393,7 @@ fn a_server_that_notes_no_peer_is_told() {
 
 #[cfg(unix)]
 #[tokio::test]
-async fn a_peer_on_a_unix_socket_is_trusted_if_the_setting_says_so() {
+async fn unix_socket_peers_can_be_trusted() {
     let (socket, _other) = tokio::net::UnixStream::pair().unwrap();
     let local = |header: &str| {
         let mut request = request("10.0.0.1", "x-forwarded-for", &[header]);
@@ -417,7 +417,7 @@ async fn a_peer_on_a_unix_socket_is_trusted_if_the_setting_says_so() {
 }
 
 #[tokio::test]
-async fn behind_two_proxies_each_client_has_a_count_of_its_own() {
+async fn clients_behind_two_proxies_count_separately() {
     let by_client = ClientIp::x_forwarded_for().trust(["private", "203.0.113.0/24"]).unwrap();
     let service = RateLimitLayer::new(LocalStore::default(), by_client, policy("api", "1/h")).layer(service_fn(hello));
     for (forwarded, status) in [
@@ -487,7 +487,7 @@ proptest! {
 
     /// Proxies append to the client's last line or write lines of their own, in several spellings, with the client's host.
     #[test]
-    fn nothing_that_a_client_writes_in_front_changes_its_key(
+    fn forged_leading_entries_do_not_change_keys(
         forwarded: bool,
         before in vec(noise(), 0..4),
         client in client_address(),
@@ -531,9 +531,9 @@ proptest! {
         prop_assert_eq!(found, Ok(Key::ip(client)), "{}: {:?}", trust, shown);
     }
 
-    /// Whoever calls from elsewhere is counted by that address, whatever the header says.
+    /// Whoever calls from elsewhere is counted by that address.
     #[test]
-    fn nothing_that_an_untrusted_peer_writes_changes_its_key(lines in vec(noise(), 0..4), peer in client_address()) {
+    fn headers_of_untrusted_peers_are_ignored(lines in vec(noise(), 0..4), peer in client_address()) {
         for header in ["x-forwarded-for", "forwarded", "x-real-ip"] {
             let request = request(&peer.to_string(), header, &lines);
             prop_assert_eq!(trusting(ClientIp::header(header), "private").extract(&request), Ok(Key::ip(peer)));

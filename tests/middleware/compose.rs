@@ -37,14 +37,14 @@ where
 }
 
 #[tokio::test]
-async fn on_a_router_it_counts_everything_that_is_asked_for() {
+async fn on_a_router_everything_is_counted() {
     let app: Router = Router::new().route("/", get(remaining)).route("/more", get(remaining)).layer(layer("3/h"));
     assert_eq!(text(send(&app, at("/")).await).await, "2");
     assert_eq!(statuses(&app, &["/nowhere", "/more", "/", "/nowhere"]).await, [404, 200, 429, 429]);
 }
 
 #[tokio::test]
-async fn as_a_route_layer_it_counts_only_what_is_there() {
+async fn as_route_layer_only_routes_are_counted() {
     let app: Router = Router::new().route("/", get(remaining)).route("/more", get(remaining)).route_layer(layer("2/h"));
     assert_eq!(
         statuses(&app, &["/nowhere", "/", "/nowhere", "/more", "/", "/nowhere"]).await,
@@ -54,7 +54,7 @@ async fn as_a_route_layer_it_counts_only_what_is_there() {
 }
 
 #[tokio::test]
-async fn on_one_route_it_leaves_the_others_alone() {
+async fn one_limited_route_leaves_others_alone() {
     let app: Router = Router::new()
         .route("/", get(remaining).layer(layer("1/h")))
         .route("/free", get(|decision: Option<Extension<Decision>>| async move { decision.is_none().to_string() }));
@@ -65,7 +65,7 @@ async fn on_one_route_it_leaves_the_others_alone() {
 }
 
 #[tokio::test]
-async fn a_handler_can_do_without_a_decision_where_requests_pass_uncounted() {
+async fn handlers_may_take_an_optional_decision() {
     let app: Router = Router::new()
         .route("/", get(|decision: Option<Extension<Decision>>| async move { decision.is_some().to_string() }))
         .layer(layer("1/h").on_missing_key(OnMissingKey::Allow));
@@ -76,7 +76,7 @@ async fn a_handler_can_do_without_a_decision_where_requests_pass_uncounted() {
 }
 
 #[tokio::test]
-async fn one_layer_on_two_routers_is_one_count() {
+async fn one_layer_on_two_routers_counts_once() {
     let layer = layer("2/h");
     let one: Router = Router::new().route("/", get(remaining)).layer(layer.clone());
     let other: Router = Router::new().route("/", get(remaining)).layer(layer);
@@ -87,7 +87,7 @@ async fn one_layer_on_two_routers_is_one_count() {
 }
 
 #[tokio::test]
-async fn layers_with_stores_of_their_own_count_apart() {
+async fn layers_with_separate_stores_count_apart() {
     let one: Router = Router::new().route("/", get(remaining)).layer(layer("1/h"));
     let other: Router = Router::new().route("/", get(remaining)).layer(layer("1/h"));
     assert_eq!(statuses(&one, &["/", "/"]).await, [200, 429]);
@@ -95,18 +95,18 @@ async fn layers_with_stores_of_their_own_count_apart() {
 }
 
 #[tokio::test]
-async fn settings_made_on_a_clone_leave_the_first_layer_as_it_was() {
+async fn settings_on_a_clone_leave_the_original() {
     let first = layer("2/h");
     let quiet = first.clone().headers(Headers::NONE);
-    let told = send(&limited(first.clone()), request("alice")).await;
-    assert!(field(&told, "ratelimit").is_some());
+    let response = send(&limited(first.clone()), request("alice")).await;
+    assert!(field(&response, "ratelimit").is_some());
     let untold = send(&limited(quiet), request("alice")).await;
     assert_eq!(field(&untold, "ratelimit"), None);
     assert_eq!(decision(&untold).unwrap().remaining(), 0, "the count is still the same");
 }
 
 #[tokio::test]
-async fn in_a_service_builder_it_stands_among_other_layers() {
+async fn a_service_builder_combines_it_with_layers() {
     let service =
         ServiceBuilder::new().buffer(8).layer(layer("1/h")).concurrency_limit(1).service(service_fn(hello::<String>));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
@@ -115,7 +115,7 @@ async fn in_a_service_builder_it_stands_among_other_layers() {
 
 #[cfg(feature = "axum")]
 #[tokio::test]
-async fn with_axum_the_peer_is_found_in_its_connect_info() {
+async fn axum_connect_info_gives_the_peer() {
     use std::net::SocketAddr;
 
     use axum::extract::ConnectInfo;
@@ -134,7 +134,7 @@ async fn with_axum_the_peer_is_found_in_its_connect_info() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn layers_around_each_other_both_tell_their_fields() {
+async fn nested_layers_both_add_fields() {
     let global = RateLimitLayer::new(LocalStore::default(), Global, policy("global", "10/m"));
     let service = global.layer(limited(layer("1/m")));
     for status in [200, 429] {
@@ -144,15 +144,15 @@ async fn layers_around_each_other_both_tell_their_fields() {
             ("ratelimit", ["\"api\";r=0;", "\"global\";r="]),
             ("ratelimit-policy", ["\"api\";q=1;", "\"global\";q=10;"]),
         ] {
-            let told: Vec<_> = response.headers().get_all(name).iter().map(|value| value.to_str().unwrap()).collect();
-            let told = told.join(", ");
-            assert!(expected.iter().all(|part| told.contains(part)), "{status} {name}: {told}");
+            let fields: Vec<_> = response.headers().get_all(name).iter().map(|value| value.to_str().unwrap()).collect();
+            let fields = fields.join(", ");
+            assert!(expected.iter().all(|part| fields.contains(part)), "{status} {name}: {fields}");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_callers_at_once_get_exactly_what_the_quota_gives() {
+async fn parallel_callers_get_exactly_the_quota() {
     let app: Router = Router::new().route("/", get(remaining)).layer(layer("100/h"));
     let calls = (0..250).map(|_| {
         let app = app.clone();

@@ -11,7 +11,7 @@ use tower_redis_ratelimit::{LocalStore, Policy, RateLimitLayer, Strategy};
 use crate::support::*;
 
 #[tokio::test]
-async fn a_request_is_charged_its_cost_or_nothing() {
+async fn a_request_is_charged_fully_or_nothing() {
     let service = limited(layer("10/h").cost(by_header));
     for (cost, status, remaining) in [(7, 200, 3), (4, 429, 3), (3, 200, 0), (1, 429, 0)] {
         let response = send(&service, costing(cost)).await;
@@ -20,27 +20,27 @@ async fn a_request_is_charged_its_cost_or_nothing() {
 }
 
 #[tokio::test]
-async fn a_cost_of_0_is_decided_and_told_but_not_charged() {
+async fn a_zero_cost_is_decided_but_free() {
     let service = limited(layer("1/h").cost(by_header));
     for (cost, remaining) in [(0, 1), (1, 0), (0, 0)] {
         let response = send(&service, costing(cost)).await;
         assert_eq!(response.status(), 200);
-        let told = field(&response, "ratelimit").unwrap();
-        assert!(told.starts_with(&format!("\"api\";r={remaining};t=")), "{told}");
+        let limit = field(&response, "ratelimit").unwrap();
+        assert!(limit.starts_with(&format!("\"api\";r={remaining};t=")), "{limit}");
         assert_eq!(decision(&response).unwrap().granted(), cost);
     }
 }
 
 #[tokio::test]
-async fn a_cost_that_never_fits_is_denied_without_a_time_to_come_back() {
+async fn a_cost_above_capacity_has_no_retry() {
     let service = limited(layer("10/h burst 5").cost(by_header));
     for cost in [6, u32::MAX] {
         let response = send(&service, costing(cost)).await;
         assert_eq!(response.status(), 429);
         assert_eq!(field(&response, "retry-after"), None);
         assert_eq!(decision(&response).unwrap().outcome(), Outcome::ExceedsCapacity);
-        let told = field(&response, "ratelimit").unwrap();
-        assert!(told.starts_with("\"api\";r=5;t="), "nothing was charged: {told}");
+        let limit = field(&response, "ratelimit").unwrap();
+        assert!(limit.starts_with("\"api\";r=5;t="), "nothing was charged: {limit}");
         let problem = json(response).await;
         assert_eq!(problem["detail"], "The request costs more than the 5 that ever pass at once.");
         assert_eq!(problem["violated-policies"], serde_json::json!(["api"]));
@@ -49,7 +49,7 @@ async fn a_cost_that_never_fits_is_denied_without_a_time_to_come_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_denied_caller_passes_after_its_wait_and_not_before() {
+async fn a_denied_caller_passes_exactly_after_waiting() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::FixedWindow(Align::default())] {
         let policy = Policy::new("api", strategy, "3/10s".parse().unwrap()).unwrap();
         let service = limited(RateLimitLayer::new(LocalStore::default(), Global, policy));
@@ -69,7 +69,7 @@ async fn a_denied_caller_passes_after_its_wait_and_not_before() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn retry_after_is_in_whole_seconds_that_are_long_enough() {
+async fn retry_after_rounds_up_to_seconds() {
     for (period, expected) in [
         ("1us", 1),
         ("1ms", 1),

@@ -21,7 +21,7 @@ fn both<B>(response: &Response<B>) -> (Option<&str>, Option<&str>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_counted_response_tells_the_policy_and_what_remains() {
+async fn counted_responses_have_policy_and_remaining_fields() {
     let service = limited(layer("2/m"));
     for (status, expected) in
         [(200, "\"api\";r=1;t=30"), (200, "\"api\";r=0;t=30"), (429, "\"api\";r=0;t=30"), (429, "\"api\";r=0;t=30")]
@@ -33,7 +33,7 @@ async fn every_counted_response_tells_the_policy_and_what_remains() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_decision_is_with_the_request_and_with_the_response() {
+async fn request_and_response_carry_the_decision() {
     let service = limited(layer("2/m"));
     let response = send(&service, request("alice")).await;
     let left = decision(&response).unwrap();
@@ -56,7 +56,7 @@ async fn callers_are_counted_apart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_fields_can_be_switched_off_and_nothing_else_with_them() {
+async fn switching_fields_off_keeps_the_rest() {
     let service = limited(layer("1/h").headers(Headers::NONE));
     for status in [200, 429] {
         let response = send(&service, request("alice")).await;
@@ -70,7 +70,7 @@ async fn the_fields_can_be_switched_off_and_nothing_else_with_them() {
 }
 
 #[tokio::test]
-async fn an_uncounted_response_tells_nothing_of_a_count() {
+async fn uncounted_responses_have_no_fields() {
     let anybody = limited(layer("1/h").on_missing_key(OnMissingKey::Allow));
     let anyhow = limited(layer_with(Broken, "1/h").on_error(OnError::Allow));
     let nobody = limited(layer("1/h"));
@@ -91,7 +91,7 @@ async fn an_uncounted_response_tells_nothing_of_a_count() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_response_of_ones_own_gets_the_fields_and_the_decision_too() {
+async fn custom_responses_get_fields_and_decision() {
     let teapot = |_: Rejection<'_>| {
         let mut response = Response::new("no".to_owned());
         *response.status_mut() = StatusCode::IM_A_TEAPOT;
@@ -111,28 +111,28 @@ fn legacy<'a, B>(response: &'a Response<B>, prefix: &str) -> [Option<&'a str>; 3
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_trio_tells_the_limit_what_remains_and_when_all_of_it_is_back() {
-    for (form, told, other) in
+async fn legacy_headers_have_limit_remaining_and_reset() {
+    for (form, prefix, other) in
         [(LegacyHeaders::XSeconds, "x-ratelimit", "ratelimit"), (LegacyHeaders::Draft6, "ratelimit", "x-ratelimit")]
     {
         let service = limited(layer("2/m burst 3").headers(Headers::NONE.and(form)));
         for (status, remaining, reset) in [(200, "2", "30"), (200, "1", "60"), (200, "0", "90"), (429, "0", "90")] {
             let response = send(&service, request("alice")).await;
             assert_eq!(response.status(), status);
-            assert_eq!(legacy(&response, told), [Some("3"), Some(remaining), Some(reset)], "{form:?}");
+            assert_eq!(legacy(&response, prefix), [Some("3"), Some(remaining), Some(reset)], "{form:?}");
             assert_eq!(legacy(&response, other), [None; 3]);
             assert_eq!(both(&response), (None, None));
             assert_eq!(field(&response, "retry-after"), (status == 429).then_some("30"));
         }
         advance(Duration::from_millis(1)).await;
         let response = send(&service, request("alice")).await;
-        assert_eq!(legacy(&response, told)[2], Some("90"), "rounded up");
+        assert_eq!(legacy(&response, prefix)[2], Some("90"), "rounded up");
     }
 }
 
 #[tokio::test]
-#[allow(clippy::disallowed_methods, reason = "the wall clock is what is told")]
-async fn github_tells_the_time_by_the_wall_clock() {
+#[allow(clippy::disallowed_methods, reason = "the reset is in wall clock time")]
+async fn github_reset_is_wall_clock_time() {
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let service = limited(layer("1/h").headers(Headers::NONE.and(LegacyHeaders::GitHub)));
     let before = now();
@@ -141,7 +141,7 @@ async fn github_tells_the_time_by_the_wall_clock() {
         assert_eq!(response.status(), status);
         let [limit, remaining, reset] = legacy(&response, "x-ratelimit");
         assert_eq!((limit, remaining), (Some("1"), Some("0")));
-        // Rounded up, and no earlier than told at first.
+        // Rounded up, and no earlier than in the first response.
         let reset: u64 = reset.unwrap().parse().unwrap();
         let (earliest, latest) = (before.as_secs() + 3_600, now().as_secs() + 3_601);
         assert!((earliest..=latest).contains(&reset), "{earliest} <= {reset} <= {latest}");
@@ -150,7 +150,7 @@ async fn github_tells_the_time_by_the_wall_clock() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_trio_may_stand_beside_the_drafts_fields_and_is_the_last_one_set() {
+async fn the_last_legacy_style_joins_draft_fields() {
     let headers = Headers::DRAFT.and(LegacyHeaders::GitHub).and(LegacyHeaders::Draft6);
     let response = send(&limited(layer("2/m").headers(headers)), request("alice")).await;
     assert_eq!(both(&response), (Some("\"api\";r=1;t=30"), Some("\"api\";q=2;w=60")));
@@ -162,7 +162,7 @@ async fn a_trio_may_stand_beside_the_drafts_fields_and_is_the_last_one_set() {
 
 /// The second request is denied by the minute, the first after that minute by the hour.
 #[tokio::test(start_paused = true)]
-async fn of_several_policies_the_one_that_decided_fills_the_trio() {
+async fn the_deciding_policy_fills_legacy_headers() {
     let policies = Policies::new([policy("hour", "3/h"), policy("minute", "2/m")]).unwrap();
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policies);
     let service = limited(layer.headers(Headers::NONE.and(LegacyHeaders::XSeconds)));
@@ -179,9 +179,9 @@ async fn of_several_policies_the_one_that_decided_fills_the_trio() {
     }
 }
 
-/// Two layers, and what the legacy headers says after each of three requests.
+/// Two layers, and the legacy headers after each of three requests.
 #[tokio::test(start_paused = true)]
-async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
+async fn the_tightest_layer_fills_legacy_headers() {
     for (outer, inner, expected) in [
         // The least remaining, wherever it is.
         ("2/m", "9/h", [(200, ["2", "1", "30"]), (200, ["2", "0", "60"]), (429, ["2", "0", "60"])]),
@@ -196,8 +196,8 @@ async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
         let service = layer(outer).headers(headers).layer(limited(layer(inner).headers(headers)));
         for (status, numbers) in expected {
             let response = send(&service, request("alice")).await;
-            let told = legacy(&response, "ratelimit");
-            assert_eq!((response.status().as_u16(), told), (status, numbers.map(Some)), "{outer} around {inner}");
+            let fields = legacy(&response, "ratelimit");
+            assert_eq!((response.status().as_u16(), fields), (status, numbers.map(Some)), "{outer} around {inner}");
             assert_eq!(response.headers().get_all("ratelimit-reset").iter().count(), 1);
         }
     }
@@ -205,7 +205,7 @@ async fn of_layers_around_each_other_the_tightest_fills_the_trio() {
 
 /// A cost of 3 is denied with 2 left, while the layer around has 0 left.
 #[tokio::test(start_paused = true)]
-async fn a_denial_within_fills_the_trio_though_more_remains() {
+async fn an_inner_denial_fills_legacy_headers() {
     let headers = Headers::NONE.and(LegacyHeaders::XSeconds);
     let inner = layer("2/m").cost(|_| 3).headers(headers);
     let service = layer("1/h").headers(headers).layer(limited(inner));
@@ -215,7 +215,7 @@ async fn a_denial_within_fills_the_trio_though_more_remains() {
 
 /// 99 remaining would be a lie on a denial.
 #[tokio::test]
-async fn a_denial_within_that_has_no_trio_gets_none_of_another_policy() {
+async fn denials_never_get_legacy_headers_of_others() {
     for within in [Headers::NONE, Headers::DRAFT, Headers::NONE.and(LegacyHeaders::Draft6)] {
         let outer = layer("100/h").headers(Headers::NONE.and(LegacyHeaders::XSeconds));
         let service = outer.layer(limited(layer("1/h").headers(within)));
@@ -226,7 +226,7 @@ async fn a_denial_within_that_has_no_trio_gets_none_of_another_policy() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn anybody_can_write_the_fields_of_a_decision() {
+async fn user_code_can_write_decision_fields() {
     let limiter = Limiter::new(LocalStore::default(), policy("words", "2/m"));
     let decide = || limiter.take(Key::new("alice"), 2).now_or_never().unwrap().unwrap();
     let (allowed, denied) = (decide(), decide());
@@ -256,7 +256,7 @@ async fn anybody_can_write_the_fields_of_a_decision() {
     Headers::NONE.and(LegacyHeaders::XSeconds).append(&denied, response.headers_mut());
     assert_eq!(field(&response, "retry-after"), Some("7"));
 
-    // A denial tells, though what is there has less remaining.
+    // A denial fills them, though what is there has less remaining.
     let never = limiter.take(Key::new("bob"), 3).now_or_never().unwrap().unwrap();
     let mut response = append(Headers::NONE.and(LegacyHeaders::XSeconds), &allowed);
     Headers::NONE.and(LegacyHeaders::XSeconds).append(&never, response.headers_mut());
@@ -273,17 +273,17 @@ async fn anybody_can_write_the_fields_of_a_decision() {
 
 /// One line of the picture: a request at this second, and how long what remains must do.
 fn line(second: usize, response: &Response<String>) -> String {
-    let told = field(response, "ratelimit").unwrap().split_once(';').unwrap().1;
-    let number = |name: &str| told.split(';').find_map(|part| part.strip_prefix(name)).unwrap();
+    let limit = field(response, "ratelimit").unwrap().split_once(';').unwrap().1;
+    let number = |name: &str| limit.split(';').find_map(|part| part.strip_prefix(name)).unwrap();
     let (remaining, seconds) = (number("r="), number("t=").parse::<usize>().unwrap());
     // 5 s are two columns.
     let (start, width) = (" ".repeat(second * 2 / 5), seconds * 2 / 5 - 1);
     let bar = format!(" {remaining} ");
-    format!("{second:>3} s   {}   {told:<10}   {start}|{bar:-^width$}|", response.status().as_u16())
+    format!("{second:>3} s   {}   {limit:<10}   {start}|{bar:-^width$}|", response.status().as_u16())
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_picture_of_the_guide_is_true() {
+async fn the_guides_picture_is_accurate() {
     let mut picture = String::new();
     for (title, strategy, seconds) in [
         ("Gcra, 3/m", Strategy::Gcra, &[0, 0, 0, 10, 20, 60][..]),

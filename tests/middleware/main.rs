@@ -1,4 +1,4 @@
-//! The middleware: its part of tower's contract against mocks, and what it tells over HTTP. No network, no waiting.
+//! The middleware: its part of tower's contract against mocks, and what it answers over HTTP. No network, no waiting.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
 

@@ -52,7 +52,7 @@ fn fixes(wrong: &str, texts: &[&str], right: &str) {
 }
 
 #[test]
-fn what_is_no_store_is_answered_with_the_stores() {
+fn a_wrong_store_type_lists_the_stores() {
     fixes(
         "RateLimitLayer::new(\"redis://127.0.0.1/\", Global, policy);",
         &[
@@ -65,7 +65,7 @@ fn what_is_no_store_is_answered_with_the_stores() {
 }
 
 #[test]
-fn what_is_no_extractor_is_answered_with_the_extractors() {
+fn a_wrong_extractor_type_lists_the_extractors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), \"x-api-key\", policy);",
         &["`&str` finds no key in a request", "`PeerIp`, `ClientIp`, `HeaderKey`, `Global`", "`key_fn(|request| ..)`"],
@@ -74,7 +74,7 @@ fn what_is_no_extractor_is_answered_with_the_extractors() {
 }
 
 #[test]
-fn what_gives_no_policies_is_answered_with_what_does() {
+fn a_wrong_selector_type_lists_the_selectors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), Global, \"50/s\");",
         &[
@@ -90,7 +90,7 @@ fn what_gives_no_policies_is_answered_with_what_does() {
 }
 
 #[test]
-fn what_is_live_and_gives_no_policies_is_answered_like_what_is_not() {
+fn a_wrong_live_type_lists_the_selectors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), Global, Live::new(\"50/s\"));",
         &["Live<&str>` gives no policies for a request", "`Policy::new(name, strategy, quota)?`"],
@@ -99,7 +99,7 @@ fn what_is_live_and_gives_no_policies_is_answered_like_what_is_not() {
 }
 
 #[test]
-fn what_does_not_go_with_requests_of_another_type_is_answered_with_a_closure_that_does() {
+fn wrong_request_types_suggest_a_closure() {
     fixes(
         "CallLimitLayer::<_, _, String>::new(LocalStore::default(), PeerIp, policy);",
         &[
@@ -120,7 +120,7 @@ fn what_does_not_go_with_requests_of_another_type_is_answered_with_a_closure_tha
 }
 
 #[test]
-fn a_client_address_without_anybody_trusted_is_answered_with_how_to_say_it() {
+fn a_client_ip_without_trust_suggests_trust() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), ClientIp::x_forwarded_for(), policy);",
         &["`ClientIpBuilder` finds no key in a request", "`ClientIp::x_forwarded_for().trust([\"private\"])?`"],
@@ -129,7 +129,7 @@ fn a_client_address_without_anybody_trusted_is_answered_with_how_to_say_it() {
 }
 
 #[test]
-fn a_body_that_the_default_cannot_make_is_answered_with_how_to_make_it() {
+fn an_unsupported_body_names_the_fix() {
     let answers = |reject: &str| {
         format!(
             "fn answers<S, K, R: Reject<bool>>(_: RateLimitLayer<S, K, R>) {{}}
@@ -148,7 +148,7 @@ fn a_body_that_the_default_cannot_make_is_answered_with_how_to_make_it() {
 
 /// A tonic server's body is one of those that are `Default`, and not made from text.
 #[test]
-fn a_grpc_body_is_answered_with_the_reject_for_grpc() {
+fn a_grpc_body_suggests_the_grpc_reject() {
     let answers = |reject: &str| {
         format!(
             "#[derive(Default)]
@@ -172,7 +172,7 @@ fn a_grpc_body_is_answered_with_the_reject_for_grpc() {
 }
 
 #[test]
-fn a_rule_that_says_no_settlement_is_answered_with_its_type() {
+fn a_wrong_settlement_rule_names_its_type() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), Global, policy).settle(|response| response.status == 401);",
         &["expected `Settlement`, found `bool`"],

@@ -29,10 +29,10 @@ fn router() -> Router {
 
 async fn ok() {}
 
-/// The name of the policy that a response tells, `none` without one.
+/// The name of the policy in the fields of a response, `none` without one.
 fn name<B>(response: &Response<B>) -> String {
-    let told = field(response, "ratelimit-policy").map(|told| told.split('"').nth(1).unwrap());
-    told.unwrap_or("none").to_owned()
+    let policies = field(response, "ratelimit-policy").map(|policies| policies.split('"').nth(1).unwrap());
+    policies.unwrap_or("none").to_owned()
 }
 
 async fn under(app: &Router, method: Method, target: &str) -> String {
@@ -40,7 +40,7 @@ async fn under(app: &Router, method: Method, target: &str) -> String {
     name(&send(app, request).await)
 }
 
-/// One layer on the router, where axum tells the template, and one around it.
+/// One layer on the router, where axum sets the template, and one around it.
 fn both(routes: impl Fn() -> Routes, router: impl Fn() -> Router) -> [Router; 2] {
     let around = Layer::layer(&layer(routes()), router());
     [router().layer(layer(routes())), Router::new().fallback_service(around)]
@@ -55,7 +55,7 @@ async fn assert_under(apps: &[Router], expected: &[(&str, &str)]) {
 }
 
 #[tokio::test]
-async fn a_pattern_more_exact_than_the_template_counts() {
+async fn a_more_exact_pattern_wins() {
     let routes = || routes().unwrap().route("/files/secret.bin", policy("secret", "9/h")).unwrap();
     let expected = [("/files/secret.bin", "secret"), ("/files/a", "files"), ("/files/secret.bin/a", "files")];
     assert_under(&both(routes, router), &expected).await;
@@ -63,7 +63,7 @@ async fn a_pattern_more_exact_than_the_template_counts() {
 
 /// As tonic's router has one template for all methods of a service.
 #[tokio::test]
-async fn one_method_of_a_service_has_a_limit_of_its_own() {
+async fn one_grpc_method_has_its_own_limit() {
     let routes = || routes().unwrap().route("/shop.Orders/Export", policy("export", "9/h")).unwrap();
     let router = || Router::new().route("/shop.Orders/{*rest}", any(ok));
     let expected = [("/shop.Orders/Export", "export"), ("/shop.Orders/List", "default")];
@@ -71,7 +71,7 @@ async fn one_method_of_a_service_has_a_limit_of_its_own() {
 }
 
 #[tokio::test]
-async fn a_pattern_of_one_segment_is_none_for_a_wildcard_template() {
+async fn single_segment_patterns_do_not_match_wildcards() {
     let routes = || routes().unwrap().exempt("/public/{file}").unwrap();
     let router = || router().route("/public/{*path}", any(ok));
     let expected = [("/public/a.csv", "none"), ("/public/a/b.csv", "default"), ("/public/a%2Fb.csv", "default")];
@@ -80,7 +80,7 @@ async fn a_pattern_of_one_segment_is_none_for_a_wildcard_template() {
 
 /// What another server, or a layer within, could read as a path that is limited.
 #[tokio::test]
-async fn a_path_is_exempt_only_if_every_reading_of_it_is() {
+async fn ambiguous_paths_are_not_exempt() {
     let routes = || routes().unwrap().exempt("/static/{*path}").unwrap().exempt("/{page}").unwrap();
     let router = || router().route("/static/{*path}", any(ok)).route("/{page}", any(ok));
     let expected = [
@@ -149,9 +149,9 @@ async fn a_path_is_exempt_only_if_every_reading_of_it_is() {
     }
 }
 
-/// A path that is named letter by letter is exempt, however it could be read.
+/// However it could be read.
 #[tokio::test]
-async fn what_is_named_letter_by_letter_is_exempt() {
+async fn a_literally_named_path_is_exempt() {
     let paths = ["/caf%C3%A9", "/a;v=1", "/a//b", "/a/./b", "/100%25", "/.well-known/a"];
     let routes = || {
         let named = paths[..5].iter().try_fold(routes().unwrap(), |routes, path| routes.exempt(path));
@@ -187,7 +187,7 @@ async fn a_slash_at_the_end_exempts_nothing() {
 
 /// A path of 60 KB that is decoded as often as it can be.
 #[tokio::test]
-async fn a_long_path_is_read_in_one_go() {
+async fn long_paths_take_linear_time() {
     let [on_router, _] =
         both(|| routes().unwrap().exempt("/static/{*path}").unwrap(), || router().route("/static/{*path}", any(ok)));
     let path = format!("/static/%{}2e%2e/login", "25".repeat(29_000));
@@ -196,7 +196,7 @@ async fn a_long_path_is_read_in_one_go() {
 
 /// RFC 8441: a WebSocket over HTTP/2 is a `CONNECT` with a path.
 #[tokio::test]
-async fn an_extended_connect_is_its_get() {
+async fn extended_connect_counts_as_get() {
     let routes = || routes().unwrap().method(Method::GET, "/socket", policy("socket", "9/h")).unwrap();
     for app in both(routes, || router().route("/socket", any(ok))) {
         assert_eq!(under(&app, Method::CONNECT, "/socket").await, "socket");
@@ -214,7 +214,7 @@ fn set_path(mut request: Request<Body>, path: &str) -> Request<Body> {
 
 /// Whatever rewrites the path after axum has matched it, the route's own pattern is the least that counts.
 #[tokio::test]
-async fn a_path_that_is_rewritten_leads_around_no_template() {
+async fn rewritten_paths_cannot_bypass_a_template() {
     let routes = || {
         let named = |name| policy(name, "9999/h");
         routes()?.route("/old/{*path}", named("old"))?.exempt("/health")?.route("/old/admin", named("admin"))
@@ -231,7 +231,7 @@ async fn a_path_that_is_rewritten_leads_around_no_template() {
 
 /// In front of the router, the path that it leads to is what counts.
 #[tokio::test]
-async fn an_alias_is_counted_as_what_it_stands_for() {
+async fn an_alias_counts_as_its_target() {
     let routes = routes().unwrap().route("/files/secret.bin", policy("secret", "9/h")).unwrap();
     let routes = routes.exempt("/alias/{*path}").unwrap();
     let alias = MapRequest::new(router().layer(layer(routes)), |request: Request<Body>| {
@@ -251,7 +251,7 @@ async fn an_alias_is_counted_as_what_it_stands_for() {
 
 /// Then it is the template that counts, which is no path: a pattern of one segment does not exempt all that it stands for.
 #[tokio::test]
-async fn an_alias_of_a_nested_router_is_counted_by_the_template() {
+async fn nested_router_aliases_count_by_template() {
     let routes = || routes().unwrap().exempt("/public/{file}").unwrap().exempt("/alias/{*path}").unwrap();
     let nested = || Router::new().route("/{*path}", any(ok)).layer(layer(routes()));
     let router = Router::new().nest("/files", nested()).nest("/public", nested());
@@ -273,7 +273,7 @@ async fn an_alias_of_a_nested_router_is_counted_by_the_template() {
 }
 
 #[test]
-fn patterns_that_fit_no_request_are_refused() {
+fn unmatchable_patterns_are_refused() {
     let many = "/{a}".repeat(40);
     let named = |name: &str| format!("/{{{name}}}");
     for pattern in [
@@ -416,8 +416,8 @@ async fn patterns_are_matched_as_axum_would() {
             let request = Request::builder().uri(&path).body(Body::empty()).unwrap();
             let expected = text(send(&would, request).await).await;
             for (app, place) in [(&on_router, "on the router"), (&around, "around it")] {
-                let told = under(app, Method::GET, &path).await;
-                assert_eq!(told, expected, "{round}: {path} {place}, {patterns:?} over {templates:?}");
+                let name = under(app, Method::GET, &path).await;
+                assert_eq!(name, expected, "{round}: {path} {place}, {patterns:?} over {templates:?}");
             }
         }
     }

@@ -12,19 +12,19 @@ fn layer_of<const N: usize>(policies: [(&str, &str); N]) -> RateLimitLayer<Local
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_fields_list_all_policies_in_their_order() {
+async fn fields_list_all_policies_in_order() {
     let service = limited(layer_of([("wide", "5/m"), ("narrow", "1/m")]));
     let expected = [(200, "\"wide\";r=4;t=48, \"narrow\";r=0;t=60"), (429, "\"wide\";r=4;t=48, \"narrow\";r=0;t=60")];
-    for (status, told) in expected {
+    for (status, fields) in expected {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), status);
-        assert_eq!(field(&response, "ratelimit"), Some(told));
+        assert_eq!(field(&response, "ratelimit"), Some(fields));
         assert_eq!(field(&response, "ratelimit-policy"), Some("\"wide\";q=5;w=60, \"narrow\";q=1;w=60"));
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_one_policy_denies_is_charged_by_none() {
+async fn one_denying_policy_prevents_all_charges() {
     let service = limited(layer_of([("wide", "5/m"), ("narrow", "1/m")]));
     send(&service, request("alice")).await;
     for _ in 0..10 {
@@ -36,7 +36,7 @@ async fn a_request_that_one_policy_denies_is_charged_by_none() {
 }
 
 #[tokio::test]
-async fn the_problem_names_those_policies_that_deny_and_no_other() {
+async fn the_problem_names_only_denying_policies() {
     let service = limited(layer_of([("a", "9/h"), ("b", "5/h"), ("c", "2/h")]).cost(by_header));
     assert_eq!(send(&service, costing(1)).await.status(), 200);
     for (cost, violated) in [(2, json!(["c"])), (5, json!(["b", "c"])), (9, json!(["a", "b", "c"]))] {
@@ -56,7 +56,7 @@ async fn the_longest_wait_counts() {
 }
 
 #[tokio::test]
-async fn a_cost_above_one_capacity_never_fits_whatever_the_other_policies_say() {
+async fn one_policys_capacity_bounds_the_cost() {
     let service = limited(layer_of([("used-up", "5/h"), ("small", "2/h")]).cost(by_header));
     for cost in [2, 3] {
         let response = send(&service, costing(cost)).await;

@@ -25,7 +25,7 @@ async fn problem<B: HttpBody<Error: Debug>>(response: Response<B>) -> Value {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_denied_request_gets_the_problem_of_the_draft() {
+async fn a_denial_is_the_drafts_problem_type() {
     let service = limited(layer("1/90s"));
     let allowed = send(&service, request("alice")).await;
     assert_eq!(field(&allowed, "cache-control"), None, "only rejections are kept from caches");
@@ -44,7 +44,7 @@ async fn a_denied_request_gets_the_problem_of_the_draft() {
 }
 
 #[tokio::test]
-async fn a_request_without_a_key_is_the_clients_mistake() {
+async fn a_missing_key_is_a_client_error() {
     let response = send(&limited(layer("1/h")), anonymous()).await;
     assert_eq!(response.status(), 400);
     assert_eq!(field(&response, "retry-after"), None, "waiting does not help");
@@ -58,7 +58,7 @@ async fn a_request_without_a_key_is_the_clients_mistake() {
 
 /// RFC 9110 has a server send a challenge with each 401, whoever made the response.
 #[tokio::test]
-async fn a_request_of_nobody_is_challenged() {
+async fn anonymous_requests_are_challenged() {
     let by_api_key = || {
         let key = HeaderKey::new("x-api-key").unwrap().challenge(HeaderValue::from_static("ApiKey realm=\"books\""));
         RateLimitLayer::new(LocalStore::default(), key, policy("api", "1/h"))
@@ -103,7 +103,7 @@ async fn a_request_of_nobody_is_challenged() {
 }
 
 #[tokio::test]
-async fn an_extractor_of_ones_own_challenges_too() {
+async fn custom_extractors_challenge_too() {
     let nobody = |missing: fn() -> MissingKey| {
         struct Nobody(fn() -> MissingKey);
 
@@ -122,7 +122,7 @@ async fn an_extractor_of_ones_own_challenges_too() {
 }
 
 #[tokio::test]
-async fn a_server_that_notes_no_address_is_the_servers_mistake() {
+async fn a_missing_address_is_a_server_error() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
     let response = send(&limited(layer), request("alice")).await;
     assert_eq!(response.status(), 500);
@@ -136,7 +136,7 @@ async fn a_server_that_notes_no_address_is_the_servers_mistake() {
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_decide_is_told_without_its_error() {
+async fn store_failures_hide_their_error() {
     let text = error().to_string();
     assert!(text.contains(SECRET), "there must be something to leak: {text}");
 
@@ -153,7 +153,7 @@ async fn a_store_that_cannot_decide_is_told_without_its_error() {
 }
 
 #[tokio::test]
-async fn the_problem_is_json_whatever_an_extractor_says_is_missing() {
+async fn extractor_messages_are_escaped_in_json() {
     struct Odd;
     const ODD: &str =
         "a \"quoted\" back\\slash,\n\ta control \u{1}, \u{7f}, and more: \u{e9}\u{2028}\u{1f600}</script>";
@@ -170,7 +170,7 @@ async fn the_problem_is_json_whatever_an_extractor_says_is_missing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_denied_client_reads_can_be_set() {
+async fn the_denial_text_is_configurable() {
     const ODD: &str = "Ask \"us\" for more:\n\\sales";
     for (reject, content_type, expected) in [
         (HttpReject::new().json("{\"error\":\"slow\"}"), "application/json", "{\"error\":\"slow\"}"),
@@ -206,7 +206,7 @@ async fn what_a_denied_client_reads_can_be_set() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_rejection_is_a_sentence_for_the_client() {
+async fn a_rejection_displays_as_a_sentence() {
     fn sentence<S: Store, K: KeyExtractor>(
         layer: RateLimitLayer<S, K>,
     ) -> RateLimitLayer<S, K, impl Fn(Rejection<'_>) -> Response<String>> {
@@ -268,7 +268,7 @@ async fn the_usual_bodies_fit() {
 }
 
 #[tokio::test]
-async fn a_body_that_is_made_otherwise_is_one_step_away() {
+async fn custom_bodies_map_from_text() {
     type Boxed = BoxBody<Bytes, Infallible>;
     let layer =
         layer("1/h").reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.boxed()));
@@ -281,8 +281,8 @@ async fn a_body_that_is_made_otherwise_is_one_step_away() {
 }
 
 #[tokio::test]
-async fn a_closure_is_told_why_and_its_response_is_the_answer() {
-    let tell = |rejection: Rejection<'_>| {
+async fn a_closure_turns_rejections_into_responses() {
+    let respond = |rejection: Rejection<'_>| {
         Response::new(match rejection.reason() {
             Reason::Denied(decision) => format!("denied by {}", decision.policy().name()),
             Reason::MissingKey(missing) => format!("missing: {missing}"),
@@ -290,8 +290,8 @@ async fn a_closure_is_told_why_and_its_response_is_the_answer() {
             _ => "something new".to_owned(),
         })
     };
-    let service = limited(layer("1/h").reject(tell));
-    let broken = limited(layer_with(Broken, "1/h").reject(tell));
+    let service = limited(layer("1/h").reject(respond));
+    let broken = limited(layer_with(Broken, "1/h").reject(respond));
     assert_eq!(send(&service, request("alice")).await.body(), "hello");
     let denied = send(&service, request("alice")).await;
     assert_eq!(field(&denied, "retry-after"), Some("3600"), "the layer adds it");
@@ -316,8 +316,8 @@ fn by_content_type<S: Store>(
 }
 
 #[tokio::test]
-async fn one_layer_answers_each_request_in_its_own_protocol() {
-    let (store, mut questions) = asking();
+async fn one_layer_answers_in_each_protocol() {
+    let (store, mut questions) = manual_store();
     let at_once = limited(by_content_type(layer("1/h")));
     let later = limited(by_content_type(layer_with(store, "1/h")));
     let server_at_fault = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
@@ -354,7 +354,7 @@ async fn one_layer_answers_each_request_in_its_own_protocol() {
 }
 
 #[tokio::test]
-async fn a_rejection_is_shown_without_the_headers_of_its_request() {
+async fn debug_of_rejections_hides_request_headers() {
     let service = limited(layer("1/h").reject_with(|rejection| Response::new(format!("{rejection:?}"))));
     for _ in 0..2 {
         let mut request = request("alice");
@@ -366,7 +366,7 @@ async fn a_rejection_is_shown_without_the_headers_of_its_request() {
 }
 
 #[tokio::test]
-async fn a_closure_that_tells_when_to_retry_is_left_alone() {
+async fn a_closures_retry_after_is_kept() {
     let later = |_: Rejection<'_>| Response::builder().header("retry-after", "7").body(String::new()).unwrap();
     let service = limited(layer("1/h").reject(later));
     send(&service, request("alice")).await;
@@ -375,7 +375,7 @@ async fn a_closure_that_tells_when_to_retry_is_left_alone() {
 }
 
 #[tokio::test]
-async fn a_cost_that_never_fits_has_no_time_to_retry() {
+async fn a_cost_above_capacity_has_no_retry() {
     let plain = |_: Rejection<'_>| Response::new(String::new());
     let service = limited(layer("1/h").cost(by_header).reject(plain));
     let denied = send(&service, costing(2)).await;
@@ -385,7 +385,7 @@ async fn a_cost_that_never_fits_has_no_time_to_retry() {
 
 /// A client that sends its header beside the proxy's must not pass uncounted by that.
 #[tokio::test]
-async fn a_header_that_comes_twice_is_rejected_even_if_one_that_is_missing_is_not() {
+async fn repeated_headers_are_always_rejected() {
     let service = limited(layer("1/h").on_missing_key(OnMissingKey::Allow));
     let mut twice = request("alice");
     twice.headers_mut().append(USER, "mallory".parse().unwrap());

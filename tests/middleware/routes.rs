@@ -93,7 +93,7 @@ const UNMATCHED: [&str; 9] = [
 ];
 
 #[tokio::test]
-async fn whatever_matches_no_route_is_one_key() {
+async fn unmatched_routes_share_a_key() {
     for keys in [keys(MatchedRoute, &UNMATCHED, over_all).await, keys(MatchedEndpoint, &UNMATCHED, over_all).await] {
         for (key, request) in keys.iter().zip(UNMATCHED) {
             assert_eq!(key.as_bytes(), b"route:none", "{request}");
@@ -102,7 +102,7 @@ async fn whatever_matches_no_route_is_one_key() {
 }
 
 #[tokio::test]
-async fn an_endpoint_is_a_method_and_a_template() {
+async fn endpoints_are_method_and_template() {
     let endpoint = |method, template| Key::tuple(&[Key::new(method), Key::new(template)]);
     for (request, method, template) in [
         ("GET /users/1", "GET", "/users/{id}"),
@@ -121,7 +121,7 @@ async fn an_endpoint_is_a_method_and_a_template() {
 }
 
 #[tokio::test]
-async fn a_layer_in_a_nested_router_sees_the_whole_route() {
+async fn nested_routers_see_the_whole_route() {
     let nested = |extractor| {
         let layer = RateLimitLayer::new(LocalStore::default(), key_fn(extractor), policy("api", "1000/h"));
         let users = Router::new().route("/{id}", get(ok)).fallback(ok).layer(layer);
@@ -153,7 +153,7 @@ async fn around_a_router_no_route_is_known() {
 }
 
 #[tokio::test]
-async fn each_address_has_a_count_of_its_own_for_each_route() {
+async fn addresses_count_separately_for_each_route() {
     let layer = RateLimitLayer::new(LocalStore::default(), (PeerIp, MatchedRoute), policy("api", "1/h"));
     let app = app().layer(layer);
     for (peer, path, status) in [

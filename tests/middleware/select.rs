@@ -20,8 +20,8 @@ fn by(policies: impl PolicySelector) -> RateLimitLayer<LocalStore, HeaderKey> {
     RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).unwrap().readable(), policies)
 }
 
-/// The names and quotas that a response tells, without their windows.
-fn told<B>(response: &Response<B>) -> String {
+/// The names and quotas in the fields of a response, without their windows.
+fn quotas<B>(response: &Response<B>) -> String {
     field(response, "ratelimit-policy").unwrap_or("none").replace(";w=60", "")
 }
 
@@ -44,7 +44,7 @@ fn assert_exempt<B>(response: &Response<B>) {
 }
 
 #[tokio::test]
-async fn a_closure_gives_policies_or_none() {
+async fn a_closure_may_return_no_policies() {
     let [read, write] = ["read", "write"].map(|name| Policies::from(policy(name, "1/m")));
     let service = limited(by(policies_fn(move |request| match request.method {
         Method::OPTIONS => None,
@@ -58,7 +58,7 @@ async fn a_closure_gives_policies_or_none() {
         (Method::DELETE, 429, "\"write\";q=1"),
     ] {
         let response = send(&service, on(method.clone(), "/")).await;
-        assert_eq!((response.status().as_u16(), &*told(&response)), (status, expected), "{method}");
+        assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, expected), "{method}");
     }
     for _ in 0..3 {
         assert_exempt(&send(&service, on(Method::OPTIONS, "/")).await);
@@ -66,7 +66,7 @@ async fn a_closure_gives_policies_or_none() {
 }
 
 #[tokio::test]
-async fn a_closure_may_always_give_policies() {
+async fn a_closure_may_always_return_policies() {
     let policies = Policies::from(policy("api", "1/m"));
     let service = limited(by(policies_fn(move |_| policies.clone())));
     assert_eq!(send(&service, request("alice")).await.status(), 200);
@@ -104,7 +104,7 @@ async fn a_missing_key_does_not_exempt() {
 
 /// A key that can never be found, or must not be one, is not let in by `OnMissingKey::Allow`, by any selector.
 #[tokio::test]
-async fn a_misconfigured_server_is_told_of_unless_the_request_is_exempt() {
+async fn only_exempt_requests_hide_a_misconfiguration() {
     struct Nowhere;
     impl KeyExtractor for Nowhere {
         fn extract(&self, _: &Parts) -> Result<Key, MissingKey> {
@@ -151,7 +151,7 @@ async fn a_tier_is_named_by_an_extension() {
         (of_tier("alice", ""), "\"free\";q=1"),
         (of_tier("alice", "pro"), "\"pro\";q=2"),
     ] {
-        assert_eq!(told(&send(&service, request).await), expected);
+        assert_eq!(quotas(&send(&service, request).await), expected);
     }
     assert_exempt(&send(&service, of_tier("alice", "internal")).await);
 }
@@ -168,12 +168,12 @@ async fn a_tier_is_named_by_a_closure() {
     let service = limited(by(tiers));
     let mut of_user = request("alice");
     of_user.extensions_mut().insert(User { plan: "pro".to_owned() });
-    assert_eq!(told(&send(&service, of_user).await), "\"pro\";q=2");
-    assert_eq!(told(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1", "the closure alone counts");
+    assert_eq!(quotas(&send(&service, of_user).await), "\"pro\";q=2");
+    assert_eq!(quotas(&send(&service, of_tier("alice", "pro")).await), "\"free\";q=1", "the closure alone counts");
 }
 
 #[tokio::test]
-async fn a_caller_may_have_policies_of_its_own_whatever_its_tier() {
+async fn caller_overrides_win_over_tiers() {
     let many = (0..10_000).map(|i| (Key::new(format!("tenant-{i}")), policy("tenant", &format!("{}/m", i + 1))));
     let tiers = Tiers::new(policy("free", "1/m"))
         .tier("pro", policy("pro", "2/m"))
@@ -188,25 +188,25 @@ async fn a_caller_may_have_policies_of_its_own_whatever_its_tier() {
         (of_tier("large", "internal"), "\"large\";q=9"),
         (of_tier("tenant-10000", "pro"), "\"pro\";q=2"),
     ] {
-        assert_eq!(told(&send(&service, request).await), expected);
+        assert_eq!(quotas(&send(&service, request).await), expected);
     }
     assert_exempt(&send(&service, request("root")).await);
 }
 
 /// The example of the docs: keys that are secrets in Redis.
 #[tokio::test]
-async fn an_override_is_found_by_the_secret_that_the_extractor_makes_of_it() {
+async fn overrides_match_secret_keys() {
     const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
     let tiers = Tiers::new(policy("free", "1/m")).caller(Key::secret("k-17"), policy("large", "9/m"));
     let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new(API_KEY).unwrap(), tiers);
     let mut request = anonymous();
     request.headers_mut().insert(API_KEY, "k-17".parse().unwrap());
-    assert_eq!(told(&send(&limited(layer), request).await), "\"large\";q=9");
+    assert_eq!(quotas(&send(&limited(layer), request).await), "\"large\";q=9");
 }
 
 /// The docs of `Key::network`: whatever the length of the prefix that clients are counted by.
 #[tokio::test]
-async fn an_override_is_found_by_the_network_that_the_extractor_makes_of_it() {
+async fn overrides_match_network_keys() {
     let address = |text: &str| text.parse::<IpAddr>().unwrap();
     for (bits, named, same, other) in [
         (56, "2001:db8:1:200::", "2001:db8:1:2ff::7", "2001:db8:1:300::7"),
@@ -220,18 +220,18 @@ async fn an_override_is_found_by_the_network_that_the_extractor_makes_of_it() {
         for (from, expected) in [(same, "\"large\";q=99"), (other, "\"free\";q=9")] {
             let mut request = anonymous();
             request.extensions_mut().insert(address(from));
-            assert_eq!(told(&send(&service, request).await), expected, "{from}/{bits}");
+            assert_eq!(quotas(&send(&service, request).await), expected, "{from}/{bits}");
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_stored_decides_the_next_request_and_counts_go_on() {
+async fn stored_policies_apply_next_and_keep_counts() {
     let live = Live::new(policy("api", "2/m"));
     let service = limited(by(live.clone()));
     for (status, expected) in [(200, "\"api\";q=2"), (200, "\"api\";q=2"), (429, "\"api\";q=2")] {
         let response = send(&service, request("alice")).await;
-        assert_eq!((response.status().as_u16(), &*told(&response)), (status, expected));
+        assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, expected));
     }
     live.store(policy("api", "4/m"));
     let remaining = [Some(1), Some(0), None].map(|remaining| (remaining.map_or(429, |_| 200), remaining.unwrap_or(0)));
@@ -239,17 +239,17 @@ async fn what_is_stored_decides_the_next_request_and_counts_go_on() {
         let response = send(&service, request("alice")).await;
         assert_eq!(response.status(), status);
         assert_eq!(decision(&response).unwrap().remaining(), remaining, "2 of 4 were used before");
-        assert_eq!(told(&response), "\"api\";q=4");
+        assert_eq!(quotas(&response), "\"api\";q=4");
     }
     let refused: Result<(), ConfigError> =
         Policy::new("api", Strategy::Gcra, Quota::per_minute(0)).map(|policy| live.store(policy));
     assert!(refused.is_err());
-    assert_eq!(told(&send(&service, request("bob")).await), "\"api\";q=4");
+    assert_eq!(quotas(&send(&service, request("bob")).await), "\"api\";q=4");
 }
 
-/// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what is told.
+/// Each decision is made under one list, old or new: all of its policies are of one edition, and so is what it returns.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reload_under_load_mixes_nothing_and_forgets_nothing() {
+async fn a_reload_under_load_is_atomic() {
     const REQUESTS: u32 = 4_000;
     let edition = |limit: u32| {
         let policy = |name| Policy::new(name, Strategy::Gcra, Quota::per_day(limit)).unwrap();
@@ -315,7 +315,7 @@ async fn routes_go_by_path_and_method() {
         (Method::OPTIONS, "*", "default"),
     ] {
         let response = send(&service, on(method.clone(), path)).await;
-        assert_eq!(told(&response), format!("\"{expected}\";q=9"), "{method} {path}");
+        assert_eq!(quotas(&response), format!("\"{expected}\";q=9"), "{method} {path}");
     }
     assert_exempt(&send(&service, on(Method::GET, "/health")).await);
     let asterisk = Routes::new(named("default")).route("users", named("user"));
@@ -340,15 +340,15 @@ async fn selectors_are_made_of_selectors() {
     let service = limited(by(live.clone()));
     let mut export = on(Method::GET, "/export");
     export.extensions_mut().insert(Tier::new("pro"));
-    assert_eq!(told(&send(&service, export.clone()).await), "\"pro\";q=2");
+    assert_eq!(quotas(&send(&service, export.clone()).await), "\"pro\";q=2");
     live.store(Routes::new(policy("api", "5/m")));
-    assert_eq!(told(&send(&service, export).await), "\"api\";q=5");
+    assert_eq!(quotas(&send(&service, export).await), "\"api\";q=5");
 }
 
 /// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
 /// others hold.
 #[tokio::test]
-async fn what_a_reload_a_plan_or_a_route_brings_makes_no_request_fail() {
+async fn reloaded_in_flight_policies_fail_no_request() {
     let uploads = || Policy::in_flight("uploads", 1).unwrap();
     let (alone, both) = (Policies::from(uploads()), Policies::new([policy("api", "2/m"), uploads()]).unwrap());
     let live = Live::new(Policies::from(policy("api", "9/m")));
@@ -362,7 +362,7 @@ async fn what_a_reload_a_plan_or_a_route_brings_makes_no_request_fail() {
         let service = limited(layer.observer(problems.clone()));
         for status in [200, 200, 429, 429] {
             let response = send(&service, request("alice")).await;
-            assert_eq!((response.status().as_u16(), &*told(&response)), (status, "\"api\";q=2"));
+            assert_eq!((response.status().as_u16(), &*quotas(&response)), (status, "\"api\";q=2"));
         }
         let problems = problems.0.lock().unwrap();
         assert!(problems.len() == 1 && problems[0].contains("`.until_body_end()`"), "{problems:?}");
@@ -372,7 +372,7 @@ async fn what_a_reload_a_plan_or_a_route_brings_makes_no_request_fail() {
     live.store(alone);
     assert_exempt(&send(&service, request("alice")).await);
     live.store(both);
-    assert_eq!(told(&send(&service, request("alice")).await), "\"api\";q=2", "and the next reload is as any other");
+    assert_eq!(quotas(&send(&service, request("alice")).await), "\"api\";q=2", "and the next reload is as any other");
 
     // What is only tried, too.
     let tried = Tiers::new(Policies::new([policy("tried", "1/m"), uploads()]).unwrap());
@@ -384,13 +384,12 @@ async fn what_a_reload_a_plan_or_a_route_brings_makes_no_request_fail() {
     }
 }
 
-/// The inner layer exempts, the outer one counts.
 #[tokio::test]
 async fn what_one_layer_exempts_another_may_count() {
     let inner = by(None::<Policies>);
     let outer = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "1/m"));
     let service = tower::Layer::layer(&outer, limited(inner));
-    assert_eq!(told(&send(&service, anonymous()).await), "\"all\";q=1");
+    assert_eq!(quotas(&send(&service, anonymous()).await), "\"all\";q=1");
     assert_eq!(send(&service, anonymous()).await.status(), 429);
 }
 
@@ -413,7 +412,7 @@ mod with_axum {
     async fn assert_told(app: &Router, expected: &[(&str, &str)]) {
         for (path, name) in expected {
             let response = send(app, on(Method::GET, path)).await;
-            assert_eq!(told(&response), format!("\"{name}\";q=99"), "{path}");
+            assert_eq!(quotas(&response), format!("\"{name}\";q=99"), "{path}");
         }
     }
 
@@ -441,7 +440,7 @@ mod with_axum {
     ];
 
     #[tokio::test]
-    async fn a_layer_on_a_router_sees_templates_nested_ones_in_full() {
+    async fn router_layers_see_full_templates() {
         assert_told(&router().layer(by(routes())), &EXPECTED).await;
     }
 
@@ -453,7 +452,7 @@ mod with_axum {
     }
 
     #[tokio::test]
-    async fn a_layer_in_a_nested_router_sees_full_templates_and_paths() {
+    async fn nested_router_layers_see_full_paths() {
         let nested = nested().fallback(|| async { "nothing" }).layer(by(routes()));
         let app = Router::new().nest("/api", nested);
         assert_told(&app, &[("/api/items/7", "item"), ("/api/more", "api"), ("/api/nowhere", "api")]).await;
@@ -461,16 +460,16 @@ mod with_axum {
 
     /// In a pattern `{{` stands for a brace. A template is a pattern, and is looked up as if it were a path.
     #[tokio::test]
-    async fn a_template_with_braces_of_its_own_fits_the_same_pattern() {
+    async fn escaped_braces_match_in_templates() {
         let pattern = "/{{x}}/{id}";
         let routes = Routes::new(policy("default", "99/m")).route(pattern, policy("braces", "99/m")).unwrap();
         let app = Router::new().route(pattern, get(|| async { "braces" })).layer(by(routes));
         assert_told(&app, &[("/{x}/7", "braces"), ("/x/7", "default")]).await;
     }
 
-    /// What axum tells there. If it tells more one day, the docs of `Routes` need not warn.
+    /// What axum sets there. If it sets more one day, the docs of `Routes` need not warn.
     #[tokio::test]
-    async fn a_layer_on_a_router_within_a_service_sees_no_whole_templates() {
+    async fn routers_within_services_see_partial_templates() {
         let limited = || nested().layer(by(routes()));
         let service = MapRequest::new(Router::new().nest("/api", limited()), |request: Request<_>| request);
         assert_told(&Router::new().route_service("/{*rest}", service), &[("/api/items/7", "default")]).await;
@@ -478,9 +477,8 @@ mod with_axum {
         assert_told(&app, &[("/api/items/7", "default")]).await;
     }
 
-    /// What rewrites a path on its way to the router leads to the route's own policies.
     #[tokio::test]
-    async fn a_rewritten_path_is_counted_as_the_route_that_it_leads_to() {
+    async fn a_rewritten_path_counts_as_its_route() {
         let rewriting = MapRequest::new(router().layer(by(routes())), |mut request: Request<_>| {
             *request.uri_mut() = "/users/7".parse().unwrap();
             request
@@ -491,7 +489,7 @@ mod with_axum {
 
     /// One limit for all that is asked of a user's page, whichever user.
     #[tokio::test]
-    async fn the_values_of_a_template_are_of_one_count() {
+    async fn template_values_share_one_count() {
         let routes = Routes::new(policy("api", "9/m")).route("/users/{id}", policy("user", "2/m")).unwrap();
         let app = router().layer(by(routes));
         for (path, status) in [("/users/1", 200), ("/users/2", 200), ("/users/3", 429)] {

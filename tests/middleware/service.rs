@@ -25,11 +25,11 @@ use crate::support::*;
 /// Panics when a clone is called that was not polled ready.
 type Inner = Mock<Request<String>, Response<String>>;
 type Handle = mock::Handle<Request<String>, Response<String>>;
-type Limited = RateLimit<Inner, Asking, HeaderKey, HttpReject>;
+type Limited = RateLimit<Inner, ManualStore, HeaderKey, HttpReject>;
 
 /// A limited mock, with the ends that the test holds of its inner service and of its store.
 fn mocked() -> (Spawn<Limited>, Handle, Questions) {
-    let (store, questions) = asking();
+    let (store, questions) = manual_store();
     let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
     (service, handle, questions)
 }
@@ -62,19 +62,19 @@ fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
 }
 
 #[test]
-fn it_is_ready_when_the_inner_service_is() {
+fn readiness_is_that_of_the_inner_service() {
     let (mut service, mut handle, mut questions) = mocked();
     handle.allow(0);
     assert!(service.poll_ready::<Request<String>>().is_pending());
     assert!(!service.is_woken());
     handle.allow(1);
-    assert!(service.is_woken(), "the task must be told when the inner service gets ready");
+    assert!(service.is_woken(), "the task must be woken when the inner service gets ready");
     assert!(matches!(service.poll_ready::<Request<String>>(), Poll::Ready(Ok(()))));
     assert!(questions.try_recv().is_err(), "readiness is no question to the store");
 }
 
 #[test]
-fn an_inner_service_that_broke_is_told_by_readiness() {
+fn readiness_reports_a_broken_inner_service() {
     let (mut service, mut handle, _questions) = mocked();
     handle.send_error("broken");
     let Poll::Ready(Err(error)) = service.poll_ready::<Request<String>>() else { panic!("the error is kept back") };
@@ -82,7 +82,7 @@ fn an_inner_service_that_broke_is_told_by_readiness() {
 }
 
 #[test]
-fn a_request_is_one_check_that_takes_its_cost_from_its_key() {
+fn a_request_is_one_check() {
     let (mut service, _handle, mut questions) = mocked();
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()) && waits(response.as_mut()));
@@ -93,7 +93,7 @@ fn a_request_is_one_check_that_takes_its_cost_from_its_key() {
 }
 
 #[test]
-fn the_inner_service_is_called_only_after_the_store_said_yes() {
+fn the_inner_call_follows_the_decision() {
     let (mut service, mut handle, mut questions) = mocked();
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
@@ -107,7 +107,7 @@ fn the_inner_service_is_called_only_after_the_store_said_yes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_that_waits_is_woken_by_the_store_and_by_the_inner_service() {
+async fn store_and_inner_service_wake_the_task() {
     let (mut service, mut handle, mut questions) = mocked();
     // Tasks of their own, so that no other's wake-up polls the response, which is spawned first and so waits first.
     let response = tokio::spawn(call(service.get_mut(), request("alice")));
@@ -121,7 +121,7 @@ async fn a_task_that_waits_is_woken_by_the_store_and_by_the_inner_service() {
 }
 
 #[test]
-fn a_denied_request_never_reaches_the_inner_service() {
+fn denied_requests_never_reach_the_inner_service() {
     let (mut service, handle, mut questions) = mocked();
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
@@ -131,7 +131,7 @@ fn a_denied_request_never_reaches_the_inner_service() {
 }
 
 #[test]
-fn an_undecided_request_never_reaches_the_inner_service() {
+fn undecided_requests_never_reach_the_inner_service() {
     let (mut service, handle, mut questions) = mocked();
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
@@ -141,7 +141,7 @@ fn an_undecided_request_never_reaches_the_inner_service() {
 }
 
 #[test]
-fn a_request_without_a_key_reaches_neither_the_store_nor_the_inner_service() {
+fn requests_without_key_reach_nothing() {
     let (mut service, handle, mut questions) = mocked();
     assert_eq!(settled(call(service.get_mut(), anonymous())).unwrap().status(), 400);
     assert!(questions.try_recv().is_err(), "there is nobody to ask for");
@@ -149,7 +149,7 @@ fn a_request_without_a_key_reaches_neither_the_store_nor_the_inner_service() {
 }
 
 #[test]
-fn a_request_that_is_given_up_before_its_decision_never_reaches_the_inner_service() {
+fn cancelled_requests_never_reach_the_inner_service() {
     let (mut service, handle, mut questions) = mocked();
     let mut response = Box::pin(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
@@ -161,7 +161,7 @@ fn a_request_that_is_given_up_before_its_decision_never_reaches_the_inner_servic
 }
 
 #[test]
-fn a_slow_decision_holds_up_no_other_request() {
+fn a_slow_decision_delays_no_other_request() {
     let (mut service, mut handle, mut questions) = mocked();
     let mut slow = pin!(call(service.get_mut(), request("slow")));
     let mut quick = pin!(call(service.get_mut(), request("quick")));
@@ -206,7 +206,7 @@ fn the_request_arrives_as_it_was_sent() {
 }
 
 #[test]
-fn an_error_of_the_inner_service_passes_through_untouched() {
+fn inner_errors_pass_through_untouched() {
     #[derive(Debug, PartialEq)]
     struct Broken(u32);
 
@@ -216,7 +216,7 @@ fn an_error_of_the_inner_service_passes_through_untouched() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_inner_service_that_was_polled_ready_is_the_one_that_is_called() {
+async fn the_service_polled_ready_is_called() {
     async fn serves<T>(inner: T)
     where
         T: Service<Request<String>, Response = Response<String>, Error: Debug> + Clone,
@@ -247,8 +247,8 @@ async fn the_inner_service_that_was_polled_ready_is_the_one_that_is_called() {
 }
 
 #[test]
-fn an_undecided_request_keeps_its_place_in_the_inner_service_until_it_is_given_up() {
-    let (store, _questions) = asking();
+fn an_undecided_request_holds_the_inner_service() {
+    let (store, _questions) = manual_store();
     let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
     let mut response = Box::pin(call(&mut service, request("alice")));
     assert!(waits(response.as_mut()));
@@ -258,12 +258,12 @@ fn an_undecided_request_keeps_its_place_in_the_inner_service_until_it_is_given_u
 }
 
 #[tokio::test]
-async fn a_rejected_request_gives_its_place_in_the_inner_service_back_at_once() {
+async fn a_rejection_releases_the_inner_service() {
     fn rejects<T>(inner: T)
     where
         T: Service<Request<String>, Response = Response<String>, Error: Debug> + Clone,
     {
-        let (store, mut questions) = asking();
+        let (store, mut questions) = manual_store();
         let mut service = layer_with(store, "100/s").layer(inner);
         // The place is not to hang on the futures, which live as long as their owner likes.
         let mut rejected = Vec::new();
@@ -286,7 +286,7 @@ async fn a_rejected_request_gives_its_place_in_the_inner_service_back_at_once() 
 }
 
 #[tokio::test]
-async fn a_request_that_is_rejected_without_a_wait_gives_its_place_back_too() {
+async fn an_immediate_rejection_releases_the_inner_service() {
     let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
     let mut service = layer_with(LocalStore::default(), "1/h").layer(inner);
     assert_eq!(call(&mut service, request("alice")).await.unwrap().status(), 200);
@@ -298,7 +298,7 @@ async fn a_request_that_is_rejected_without_a_wait_gives_its_place_back_too() {
 }
 
 #[test]
-fn a_decision_without_a_wait_calls_the_very_service_that_was_ready() {
+fn an_immediate_decision_calls_the_ready_service() {
     let (mut service, mut handle) = mock::spawn_layer(layer_with(LocalStore::default(), "100/s"));
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
@@ -309,8 +309,8 @@ fn a_decision_without_a_wait_calls_the_very_service_that_was_ready() {
 }
 
 #[test]
-fn an_undecided_request_that_may_pass_reaches_the_inner_service_once() {
-    let (store, mut questions) = asking();
+fn an_undecided_request_may_pass_once() {
+    let (store, mut questions) = manual_store();
     let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
     let mut response = pin!(call(service.get_mut(), request("alice")));
     assert!(waits(response.as_mut()));
@@ -326,7 +326,7 @@ fn an_undecided_request_that_may_pass_reaches_the_inner_service_once() {
 
 #[test]
 #[should_panic(expected = "`ResponseFuture` polled after completion")]
-fn a_response_that_has_been_given_is_not_waited_for_again() {
+fn polling_after_the_response_panics() {
     let mut service = limited(layer("1/h"));
     let mut response = pin!(call(&mut service, anonymous()));
     assert_eq!(settled(response.as_mut()).unwrap().status(), 400);

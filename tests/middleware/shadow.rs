@@ -42,7 +42,7 @@ async fn a_dry_run_charges_and_rejects_nothing() {
 }
 
 #[tokio::test]
-async fn a_dry_run_lets_pass_what_has_no_key_or_no_answer() {
+async fn a_dry_run_passes_undecided_requests() {
     let response = send(&limited(layer("1/h").dry_run()), anonymous()).await;
     assert_eq!(response.status(), 200);
     assert!(response.extensions().get::<DryRun>().is_none(), "there is nobody to count");
@@ -71,7 +71,7 @@ async fn a_shadow_stands_beside_what_is_enforced() {
 
 /// The same limit with another number is what one tries first.
 #[tokio::test]
-async fn a_shadow_of_the_same_name_takes_nothing_from_what_is_enforced() {
+async fn same_named_shadows_count_separately() {
     let store = LocalStore::default();
     let service = limited(layer_with(store.clone(), "3/h").shadow(policy("api", "2/h")));
     for (remaining, tried) in [(2, true), (1, true), (0, false)] {
@@ -87,7 +87,7 @@ async fn a_shadow_of_the_same_name_takes_nothing_from_what_is_enforced() {
 }
 
 #[tokio::test]
-async fn rejected_requests_are_not_charged_to_a_shadow() {
+async fn shadows_do_not_charge_rejected_requests() {
     let store = LocalStore::default();
     let service = limited(layer_with(store.clone(), "1/h").shadow(policy("new", "5/h")));
     for _ in 0..10 {
@@ -104,7 +104,7 @@ async fn a_shadow_costs_what_the_request_costs() {
 }
 
 #[tokio::test]
-async fn in_a_dry_run_shadows_are_tried_too_and_what_is_skipped_is_not() {
+async fn dry_runs_try_shadows_unless_skipped() {
     let service =
         limited(layer("2/h").shadow(policy("other", "1/h")).skip(|request| request.uri.path() == "/health").dry_run());
     let response = send(&service, request("alice")).await;
@@ -118,7 +118,7 @@ async fn in_a_dry_run_shadows_are_tried_too_and_what_is_skipped_is_not() {
 
 /// A new plan is tried on those whom no plan limits yet.
 #[tokio::test]
-async fn a_shadow_may_try_what_is_exempt_until_now() {
+async fn a_shadow_may_limit_exempt_requests() {
     let tiers = Tiers::new(policy("free", "1/h")).exempt("internal");
     let tried = Policies::from(policy("internal", "1/h"));
     let tried = policies_fn(move |request| {
@@ -144,13 +144,13 @@ async fn layers_around_each_other_add_up() {
     assert_eq!(would(&send(&service, request("b")).await), [("api".to_owned(), true), ("outer".to_owned(), false)]);
 }
 
-/// What an observer was told: policy, caller, whether it was allowed, and whether it was a dry run.
+/// What an observer has seen: policy, caller, whether it was allowed, and whether it was a dry run.
 #[derive(Clone, Debug, Default)]
-struct Told(Arc<Mutex<Vec<Line>>>);
+struct Recorder(Arc<Mutex<Vec<Line>>>);
 
 type Line = (String, String, bool, bool);
 
-impl Observer for Told {
+impl Observer for Recorder {
     fn decided(&self, event: &event::Decided<'_>) {
         let (policy, key) = (event.decision.policy().name().to_owned(), event.key.reveal().to_owned());
         self.0.lock().unwrap().push((policy, key, event.decision.is_allowed(), event.dry_run));
@@ -158,21 +158,21 @@ impl Observer for Told {
 }
 
 #[tokio::test]
-async fn an_observer_is_told_of_what_would_have_been() {
-    let told = Told::default();
-    let service = limited(layer("5/h").shadow(policy("new", "1/h")).observer(told.clone()));
+async fn observers_see_what_would_have_happened() {
+    let recorder = Recorder::default();
+    let service = limited(layer("5/h").shadow(policy("new", "1/h")).observer(recorder.clone()));
     for _ in 0..2 {
         send(&service, request("alice")).await;
     }
     let expected = [("api", true, false), ("new", true, true), ("api", true, false), ("new", false, true)];
     let expected = expected.map(|(name, allowed, dry)| (name.to_owned(), "alice".to_owned(), allowed, dry));
-    assert_eq!(*told.0.lock().unwrap(), expected);
+    assert_eq!(*recorder.0.lock().unwrap(), expected);
 }
 
 /// The check goes beside the inner call, whichever ends first.
 #[tokio::test]
-async fn the_inner_call_does_not_wait_for_a_shadow() {
-    let (store, mut questions) = asking();
+async fn the_inner_call_precedes_the_shadow_answer() {
+    let (store, mut questions) = manual_store();
     let (calls, mut called) = tokio::sync::mpsc::unbounded_channel();
     let inner = service_fn(move |_: Request<String>| {
         let (answer, response) = oneshot::channel::<Response<String>>();
@@ -205,8 +205,8 @@ async fn the_inner_call_does_not_wait_for_a_shadow() {
 
 /// An inner call that is done holds nothing that others wait for, even if its response waits for a shadow.
 #[tokio::test]
-async fn the_inner_future_is_dropped_before_a_late_check() {
-    let (store, mut questions) = asking();
+async fn inner_futures_drop_before_late_checks() {
+    let (store, mut questions) = manual_store();
     let mut service = layer_with(store, "1/h").dry_run().layer(ConcurrencyLimit::new(service_fn(hello::<String>), 1));
     let mut response = Box::pin(service.ready().await.unwrap().call(request("alice")));
     assert!(response.as_mut().now_or_never().is_none(), "the check is not answered");
@@ -217,8 +217,8 @@ async fn the_inner_future_is_dropped_before_a_late_check() {
 
 /// Where the enforced check has to be waited for, the shadow is asked when the request has passed.
 #[tokio::test]
-async fn a_shadow_is_asked_after_a_yes_that_came_late() {
-    let (store, mut questions) = asking();
+async fn shadows_follow_a_late_enforced_check() {
+    let (store, mut questions) = manual_store();
     let mut service = layer_with(store, "1/h").shadow(policy("new", "1/h")).layer(service_fn(hello::<String>));
     for allowed in [true, false] {
         let mut response = Box::pin(service.call(request("alice")));
@@ -245,8 +245,8 @@ async fn a_shadow_is_asked_after_a_yes_that_came_late() {
 }
 
 #[tokio::test]
-async fn a_failed_inner_call_is_told_at_once() {
-    let (store, mut questions) = asking();
+async fn inner_errors_do_not_await_shadows() {
+    let (store, mut questions) = manual_store();
     let inner = service_fn(|_: Request<String>| async { Err::<Response<String>, _>("broken") });
     let response = layer_with(store, "1/h").dry_run().layer(inner).call(request("alice")).now_or_never();
     assert_eq!(response.expect("an error").unwrap_err(), "broken");

@@ -128,9 +128,9 @@ impl Store for Broken {
     }
 }
 
-/// A store whose checks the test decides, when it likes.
+/// A store whose checks the test decides, whenever it likes.
 #[derive(Debug, Clone)]
-pub(crate) struct Asking(mpsc::UnboundedSender<Question>);
+pub(crate) struct ManualStore(mpsc::UnboundedSender<Question>);
 
 pub(crate) type Questions = mpsc::UnboundedReceiver<Question>;
 
@@ -140,12 +140,12 @@ pub(crate) struct Question {
     answer: oneshot::Sender<Result<Decision, StoreError>>,
 }
 
-pub(crate) fn asking() -> (Asking, Questions) {
+pub(crate) fn manual_store() -> (ManualStore, Questions) {
     let (sender, questions) = mpsc::unbounded_channel();
-    (Asking(sender), questions)
+    (ManualStore(sender), questions)
 }
 
-impl Store for Asking {
+impl Store for ManualStore {
     type Future = BoxFuture<'static, Result<Decision, StoreError>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {

@@ -34,7 +34,7 @@ fn policies(strategy: Strategy, quota: &str) -> Policies {
     Policy::new("test", strategy, quota.parse().unwrap()).unwrap().into()
 }
 
-/// A local store that tells what it was asked.
+/// A local store that records its checks.
 fn watched() -> (LocalStore, MockStore) {
     let (local, store) = (LocalStore::default(), MockStore::new());
     let asked = local.clone();
@@ -110,7 +110,7 @@ async fn instances_share_the_rate_without_a_herd() {
         }
         let asked = store.asked().len() as f64 / times.len() as f64;
         assert!(asked <= calls, "{strategy:?} {quota}: {asked} calls a grant");
-        // The tasks of an instance stand in a line. Instances take turns where they take ahead; where they do not, it is
+        // The tasks of an instance queue. Instances alternate where they take ahead; where they do not, it is
         // chance who comes first when a window begins.
         let takes_ahead = matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(_));
         let takes_turns = takes_ahead && burst >= 3;
@@ -162,7 +162,7 @@ async fn a_storm_of_cancels_loses_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_permit_is_used_once_and_goes_back_if_it_is_not() {
+async fn unused_permits_are_refunded() {
     let (local, _) = watched();
     let policies = policies(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
@@ -184,10 +184,10 @@ async fn a_permit_is_used_once_and_goes_back_if_it_is_not() {
     assert_eq!(charged(&local, &policies).await, 2, "a call that was not ready is charged");
 }
 
-/// A permit goes to whoever waits next in this process, without a call of the store.
+/// It goes to the next waiter in this process, without a call of the store.
 #[tokio::test(start_paused = true)]
-async fn a_permit_that_is_not_used_goes_to_the_next() {
-    // What the second had been waiting for goes back, if its turn was so near that it was taken ahead.
+async fn an_unused_permit_passes_on() {
+    // What the second had been waiting for is refunded, if it was so near that it was taken ahead.
     for (quota, back) in [("25/s burst 1", vec![(Mode::Refund, 1)]), ("1/h", vec![])] {
         let (_, store) = watched();
         let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, quota));
@@ -208,7 +208,7 @@ async fn a_permit_that_is_not_used_goes_to_the_next() {
 
 /// What a permit took has flowed back when it is used: that is charged again, or idle services could save up.
 #[tokio::test(start_paused = true)]
-async fn a_permit_that_the_count_has_forgotten_is_charged_again() {
+async fn expired_permits_are_charged_again() {
     let (_, store) = watched();
     let layer = ThrottleLayer::new(store.clone(), KEY, policies(Strategy::Gcra, "10/s"));
     for (held, charges) in [(50, 0), (950, 0), (1_050, 1)] {
@@ -234,7 +234,7 @@ async fn a_permit_that_the_count_has_forgotten_is_charged_again() {
 
 /// Under a policy that has forgotten it a permit is charged again, or not refunded; under the others it is as it was.
 #[tokio::test(start_paused = true)]
-async fn each_policy_is_told_what_it_has_forgotten() {
+async fn permits_expire_under_each_policy_separately() {
     let (_, store) = watched();
     let named = |name, quota: &str| Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
     for least in ["7/s", "7000/s"] {
@@ -250,17 +250,17 @@ async fn each_policy_is_told_what_it_has_forgotten() {
             }
             drop(service);
             settle().await;
-            let told: Vec<_> = store.asked()[before..]
+            let charged: Vec<_> = store.asked()[before..]
                 .iter()
                 .map(|check| (check.mode(), check.policies()[0].name().to_owned(), check.policies().iter().len()))
                 .collect();
-            assert_eq!(told, [(mode, if used { "second" } else { "day" }.to_owned(), 1)], "{least}");
+            assert_eq!(charged, [(mode, if used { "second" } else { "day" }.to_owned(), 1)], "{least}");
         }
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_permit_is_taken_for_a_service_that_is_not_ready() {
+async fn an_unready_service_takes_no_permit() {
     let (local, _) = watched();
     let policies = policies(Strategy::Gcra, "10/100d");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
@@ -281,9 +281,9 @@ async fn no_permit_is_taken_for_a_service_that_is_not_ready() {
     assert_eq!(charged(&local, &policies).await, 1);
 }
 
-/// A service that fails while its permit is held, or waited for, takes none.
+/// Whether it fails while its permit is held or waited for.
 #[tokio::test(start_paused = true)]
-async fn the_permit_of_a_service_that_fails_goes_back() {
+async fn a_failing_service_refunds_its_permit() {
     for quota in ["10/100d", "1/100d"] {
         let (local, _) = watched();
         let policies = policies(Strategy::Gcra, quota);
@@ -304,7 +304,7 @@ async fn the_permit_of_a_service_that_fails_goes_back() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_waits_under_buffer_and_limit_and_timeout() {
+async fn waits_under_buffer_limit_and_timeout() {
     let (local, _) = watched();
     let policies = policies(Strategy::Gcra, "1/s burst 3");
     let layer = ThrottleLayer::new(local.clone(), KEY, policies.clone());
@@ -322,7 +322,6 @@ async fn it_waits_under_buffer_and_limit_and_timeout() {
     assert!((4.0..4.1).contains(&start.elapsed().as_secs_f64()), "{:?}", start.elapsed());
 }
 
-/// Each attempt has a permit of its own.
 #[tokio::test(start_paused = true)]
 async fn every_retry_takes_a_permit() {
     #[derive(Clone)]
@@ -371,9 +370,9 @@ async fn balanced_services_share_one_count() {
     assert_eq!(charged(&local, &policies).await, 20);
 }
 
-/// While a fallback decides by this instance's part, turns come at that rate.
+/// While a fallback decides by this instance's share, permits come at that rate.
 #[tokio::test(start_paused = true)]
-async fn turns_come_at_the_rate_of_this_instance_in_an_outage() {
+async fn an_outage_limits_waiters_by_share() {
     let redis = MockStore::new();
     redis.fail(StoreError::new(ErrorKind::Unreachable));
     let share = Share::Fixed(NonZeroU32::new(5).unwrap());
@@ -387,7 +386,7 @@ async fn turns_come_at_the_rate_of_this_instance_in_an_outage() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_cannot_decide_is_asked_again() {
+async fn an_undecided_permit_is_requested_again() {
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -419,9 +418,8 @@ async fn a_store_that_cannot_decide_is_asked_again() {
     lenient.ready().await.unwrap().call("").await.unwrap();
 }
 
-/// Polled by one task and then by another, it wakes the last one.
 #[tokio::test(start_paused = true)]
-async fn it_wakes_whoever_polled_last() {
+async fn wakes_the_task_that_polled_last() {
     let (_, store) = watched();
     let layer = ThrottleLayer::new(store, KEY, policies(Strategy::Gcra, "1/s"));
     layer.layer(service_fn(ok)).oneshot("").await.unwrap();
@@ -436,7 +434,7 @@ async fn it_wakes_whoever_polled_last() {
 
 /// A throttle does not know when a call has ended: it would never be free again.
 #[tokio::test(start_paused = true)]
-async fn what_counts_requests_in_flight_is_left_out_and_told() {
+async fn in_flight_policies_are_skipped_and_reported() {
     let rate = Policy::new("rate", Strategy::Gcra, "10/s burst 1".parse().unwrap()).unwrap();
     let in_flight = Policy::in_flight("calls", 1).unwrap();
     let both = Policies::new([rate, in_flight.clone()]).unwrap();

@@ -1,4 +1,4 @@
-//! Requests that wait for their turn.
+//! Requests that wait for a permit.
 
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
@@ -53,7 +53,7 @@ where
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_pass_when_their_turn_has_come() {
+async fn queued_requests_pass_at_their_time() {
     for strategy in
         [Strategy::Gcra, Strategy::LeakyBucket, Strategy::SlidingLog, Strategy::FixedWindow(Default::default())]
     {
@@ -70,7 +70,7 @@ async fn requests_pass_when_their_turn_has_come() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_whose_turn_comes_too_late_is_rejected_at_once() {
+async fn too_long_waits_are_rejected_immediately() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "10/s burst 1"))
         .wait(Duration::from_secs(1));
     let service = layer.layer(service_fn(ok));
@@ -86,7 +86,7 @@ async fn a_request_whose_turn_comes_too_late_is_rejected_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_more_wait_than_may() {
+async fn the_number_of_waiters_is_bounded() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"));
     let long = Wait::up_to(Duration::from_secs(3_600));
     let each = layer.clone().wait(long.per_caller(FEW)).layer(service_fn(ok));
@@ -101,7 +101,7 @@ async fn no_more_wait_than_may() {
     assert_eq!(rejected(&send(&all, "/eve", 4).await), 0, "nobody waits any more");
 }
 
-/// One that comes while others wait gets in line: it does not take what they wait for.
+/// A request that comes while others wait joins the queue: it does not take what they wait for.
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "10/s"))
@@ -124,7 +124,7 @@ async fn nobody_overtakes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_is_dropped_leaves_its_turn_to_the_next() {
+async fn a_dropped_waiter_passes_its_permit_on() {
     let store = LocalStore::default();
     let policies: Policies = policy(Strategy::Gcra, "1/s").into();
     let layer = RateLimitLayer::new(store.clone(), by_path(), policies.clone()).wait(Duration::from_secs(10));
@@ -151,9 +151,9 @@ async fn a_request_that_is_dropped_leaves_its_turn_to_the_next() {
     assert!(peek.retry_after().unwrap() < Duration::from_millis(910), "{peek:?}");
 }
 
-/// The handler and the client are told of a decision as of any request that passes.
+/// The handler and the client see a decision as of any request that passes.
 #[tokio::test(start_paused = true)]
-async fn what_waited_is_annotated_as_allowed() {
+async fn waited_requests_are_annotated_as_allowed() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
         .wait(Duration::from_secs(10));
     let service = layer.layer(service_fn(async |request: Request<()>| {
@@ -171,9 +171,9 @@ async fn what_waited_is_annotated_as_allowed() {
     }
 }
 
-/// A place of the inner service's is not taken up by those who wait.
+/// Waiters take up no capacity of the inner service.
 #[tokio::test(start_paused = true)]
-async fn the_inner_service_is_not_kept_ready_meanwhile() {
+async fn waiting_does_not_hold_the_inner_service() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
         .wait(Duration::from_secs(10));
     let service = layer.layer(ConcurrencyLimitLayer::new(1).layer(service_fn(ok)));
@@ -188,9 +188,9 @@ async fn the_inner_service_is_not_kept_ready_meanwhile() {
     assert!(waited.iter().all(|(status, _)| *status == 200), "{waited:?}");
 }
 
-/// If the inner service fails to become ready, its error is told and the permit goes to the next.
+/// If the inner service fails to become ready, its error is returned and the permit goes to the next.
 #[tokio::test(start_paused = true)]
-async fn a_permit_that_the_inner_service_does_not_use_goes_on() {
+async fn a_failing_inner_service_passes_permits_on() {
     let store = LocalStore::default();
     let layer = RateLimitLayer::new(store, by_path(), policy(Strategy::Gcra, "1/s")).wait(Duration::from_secs(10));
     let polls = Arc::new(AtomicUsize::new(0));
@@ -224,7 +224,7 @@ impl Service<Request<()>> for FailsReady {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_meanwhile_is_told_as_ever() {
+async fn store_failures_while_waiting_are_reported() {
     for (on_error, status) in [(OnError::Reject, 503), (OnError::Allow, 200)] {
         let store = MockStore::new();
         let layer = RateLimitLayer::new(store.clone(), by_path(), policy(Strategy::SlidingLog, "1/s"))
@@ -236,12 +236,12 @@ async fn a_store_that_fails_meanwhile_is_told_as_ever() {
         assert!(waits.as_mut().now_or_never().is_none());
         store.fail(StoreError::new(ErrorKind::Unreachable));
         assert!(waits.await.iter().all(|(answer, _)| *answer == status));
-        assert!(store.asked().len() <= 5, "all that wait are told at once: {:?}", store.asked());
+        assert!(store.asked().len() <= 5, "all waiters are answered at once: {:?}", store.asked());
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_never_fits_does_not_wait() {
+async fn costs_above_capacity_do_not_wait() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
         .cost(|_| 2)
         .wait(Duration::from_secs(10));
@@ -250,7 +250,7 @@ async fn what_never_fits_does_not_wait() {
 
 /// What flows back while the inner service is not ready is another's by then.
 #[tokio::test(start_paused = true)]
-async fn only_what_is_still_counted_goes_back() {
+async fn only_unexpired_charges_are_refunded() {
     let (local, store) = (LocalStore::default(), MockStore::new());
     let asked = local.clone();
     store.answer(move |check| asked.check(check.clone()).now_or_never().expect("it never waits"));

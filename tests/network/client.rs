@@ -67,7 +67,7 @@ impl<Req: Clone, Res> retry::Policy<Req, Res, Status> for HonourPushback {
     }
 }
 
-/// A client of this server that tries again as it is told.
+/// A client of this server that tries again after the pushback.
 fn patient(server: &Channel) -> impl Service<HealthCheckRequest, Response = (), Error = Status> + Clone {
     let server = server.clone();
     ServiceBuilder::new().retry(HonourPushback { retries: 3 }).service_fn(move |_: HealthCheckRequest| {
@@ -76,7 +76,7 @@ fn patient(server: &Channel) -> impl Service<HealthCheckRequest, Response = (), 
     })
 }
 
-/// A server behind a layer that is told of each call that comes.
+/// A server behind a layer that counts the calls.
 fn counted<S, K, R>(layer: RateLimitLayer<S, K, R>) -> (Channel, Arc<AtomicUsize>)
 where
     S: Store<Future: Send>,
@@ -89,21 +89,21 @@ where
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_with_a_retry_policy_waits_as_told_and_no_longer() {
+async fn retrying_clients_wait_exactly_the_pushback() {
     let (server, calls) = counted(layer(policy("api", "1/7s")));
     let client = patient(&server);
     let start = Instant::now();
     for waits in 0..4 {
         client.clone().oneshot(HealthCheckRequest::default()).await.unwrap();
         // The clock is the test's: it stands still but for the waits. A timer of tokio rounds up to the millisecond.
-        let (waited, told) = (start.elapsed(), Duration::from_secs(7 * waits));
-        assert!((told..told + Duration::from_millis(10)).contains(&waited), "{waited:?}");
+        let (waited, pushback) = (start.elapsed(), Duration::from_secs(7 * waits));
+        assert!((pushback..pushback + Duration::from_millis(10)).contains(&waited), "{waited:?}");
         assert_eq!(calls.load(Relaxed) as u64, 1 + 2 * waits, "each wait was enough, so one retry was");
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_client_with_a_retry_policy_does_not_retry_what_never_passes() {
+async fn retrying_clients_give_up_on_excessive_costs() {
     let start = Instant::now();
     let (server, calls) = counted(layer(policy("api", "1/s")).cost(|_| 2));
     let denied = patient(&server).oneshot(HealthCheckRequest::default()).await.unwrap_err();
@@ -116,7 +116,6 @@ async fn a_client_with_a_retry_policy_does_not_retry_what_never_passes() {
     assert!((Duration::from_secs(3)..Duration::from_millis(3_010)).contains(&waited), "a second each: {waited:?}");
 }
 
-/// The layer is one for all clones of a client.
 #[tokio::test]
 async fn clones_of_a_client_share_the_limit() {
     let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("out", "3/h")).reject(GrpcReject::new());

@@ -73,7 +73,7 @@ fn limited<T>(result: Result<T, BoxError>) -> RateLimited {
 }
 
 #[tokio::test]
-async fn a_hyper_client_gets_the_response_of_a_server_that_limits() {
+async fn hyper_clients_get_the_servers_denial() {
     let server = Server::start().await;
     let by_host = key_fn(|request| request.uri.host().map(Key::new));
     let client = ServiceBuilder::new()
@@ -143,7 +143,7 @@ macro_rules! health {
 }
 
 #[tokio::test]
-async fn a_tonic_client_gets_the_status_of_a_server_that_limits() {
+async fn tonic_clients_get_the_servers_denial() {
     let limits = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "2/h"))
         .reject_with(|rejection| Status::resource_exhausted(rejection.to_string()).into_http());
     let mut client = health!(limits);

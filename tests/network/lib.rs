@@ -5,11 +5,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test that cannot go on has failed")]
 #![allow(clippy::disallowed_methods, reason = "a test of time reads it")]
 
-mod both;
 mod client;
 mod clients;
 mod frames;
 mod peers;
+mod protocols;
 mod server;
 mod settle;
 mod streams;

@@ -1,4 +1,4 @@
-//! Connections that tonic's server tells apart: TCP, TLS and unix sockets.
+//! Connections that tonic's server distinguishes: TCP, TLS and unix sockets.
 
 use std::path::Path;
 
@@ -22,7 +22,7 @@ fn once_a_day<K: KeyExtractor>(by: K) -> RateLimitLayer<LocalStore, K, GrpcRejec
 }
 
 #[tokio::test]
-async fn a_client_over_tcp_is_counted_by_its_address() {
+async fn tcp_clients_are_counted_by_address() {
     for layer in [once_a_day(Either::Peer(PeerIp)), once_a_day(Either::Client(ClientIp::peer()))] {
         let incoming = TcpIncoming::from(TcpListener::bind("127.0.0.1:0").await.unwrap());
         let address = incoming.local_addr().unwrap();
@@ -55,7 +55,7 @@ impl KeyExtractor for Either {
 }
 
 #[tokio::test]
-async fn a_client_over_tls_is_counted_by_its_address() {
+async fn tls_clients_are_counted_by_address() {
     let CertifiedKey { cert, signing_key } = generate_simple_self_signed(["localhost".to_owned()]).unwrap();
     let identity = Identity::from_pem(cert.pem(), signing_key.serialize_pem());
     let incoming = TcpIncoming::from(TcpListener::bind("127.0.0.1:0").await.unwrap());
@@ -73,7 +73,7 @@ async fn a_client_over_tls_is_counted_by_its_address() {
 }
 
 #[tokio::test]
-async fn clients_on_a_unix_socket_are_counted_together() {
+async fn unix_socket_clients_share_a_count() {
     let directory = tempfile::tempdir().unwrap();
     let path: &Path = &directory.path().join("socket");
     let incoming = UnixListenerStream::new(UnixListener::bind(path).unwrap());
@@ -90,7 +90,6 @@ async fn clients_on_a_unix_socket_are_counted_together() {
     }
 }
 
-/// A closure has the status too, and may change it.
 #[tokio::test]
 async fn a_closure_adds_to_the_status() {
     let reject = |rejection: Rejection<'_>| {

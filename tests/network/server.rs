@@ -15,8 +15,8 @@ use crate::support::*;
 
 fn violations(status: &Status) -> Vec<(String, String)> {
     let failure = status.get_details_quota_failure();
-    let tell = |QuotaViolation { subject, description, .. }: QuotaViolation| (subject, description);
-    failure.into_iter().flat_map(|failure| failure.violations).map(tell).collect()
+    let texts = |QuotaViolation { subject, description, .. }: QuotaViolation| (subject, description);
+    failure.into_iter().flat_map(|failure| failure.violations).map(texts).collect()
 }
 
 fn retry_delay(status: &Status) -> Option<Duration> {
@@ -44,7 +44,7 @@ async fn a_denied_client_decodes_both_details() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_violation_is_told_for_each_policy_that_denied() {
+async fn each_denying_policy_has_a_violation() {
     let policies = Policies::new([policy("burst", "1/s"), policy("daily", "100/d"), policy("hourly", "1/h")]).unwrap();
     let server = serve(layer(policies));
     call(&server, from("alice")).await.unwrap();
@@ -59,7 +59,7 @@ async fn a_violation_is_told_for_each_policy_that_denied() {
 }
 
 #[tokio::test]
-async fn a_call_that_never_fits_is_not_to_be_retried() {
+async fn a_cost_above_capacity_forbids_retries() {
     let server = serve(layer(policy("api", "10/s")).cost(|_| 11));
     let denied = call(&server, from("alice")).await.unwrap_err();
     let sentence = "The request costs more than the 10 that ever pass at once.";
@@ -70,7 +70,7 @@ async fn a_call_that_never_fits_is_not_to_be_retried() {
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_decide_is_unavailable_for_a_second() {
+async fn store_failures_are_unavailable_with_a_second() {
     let failed = call(&serve(layer_with(Broken, policy("api", "1/h"))), from("alice")).await.unwrap_err();
     assert_eq!((failed.code(), failed.message()), (Code::Unavailable, "The request could not be counted."));
     assert_eq!((retry_delay(&failed), field(&failed, PUSHBACK)), (Some(Duration::from_secs(1)), Some("1000")));
@@ -79,7 +79,7 @@ async fn a_store_that_cannot_decide_is_unavailable_for_a_second() {
 }
 
 #[tokio::test]
-async fn a_call_without_a_key_is_told_by_the_extractors_word() {
+async fn a_missing_key_gives_the_extractors_message() {
     let by = |key: HeaderKey| {
         RateLimitLayer::new(LocalStore::default(), key, policy("api", "9/s")).reject(GrpcReject::new())
     };
@@ -104,7 +104,7 @@ async fn a_call_without_a_key_is_told_by_the_extractors_word() {
 }
 
 #[tokio::test]
-async fn a_server_without_addresses_does_not_say_so() {
+async fn a_missing_address_stays_internal() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "9/s")).reject(GrpcReject::new());
     let missing = call(&serve(layer), from("alice")).await.unwrap_err();
     assert_eq!((missing.code(), field(&missing, PUSHBACK)), (Code::Internal, Some("-1")));
@@ -114,7 +114,7 @@ async fn a_server_without_addresses_does_not_say_so() {
 }
 
 #[tokio::test]
-async fn a_rejection_never_tells_the_callers_key() {
+async fn rejections_never_contain_the_callers_key() {
     let by_user = HeaderKey::new("x-user").unwrap().readable();
     let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy("api", "1/h")).reject(GrpcReject::new());
     let server = serve(layer);
@@ -162,9 +162,8 @@ async fn the_fields_of_the_layer_are_metadata() {
     assert_eq!((field(&denied, "ratelimit"), field(&denied, "retry-after")), (None, Some("90")));
 }
 
-/// A status of the service's own passes as it is.
 #[tokio::test]
-async fn an_answer_of_the_service_is_left_alone() {
+async fn answers_of_the_service_pass_unchanged() {
     let layer = RateLimitLayer::new(LocalStore::default(), Global, policy("api", "9/s")).reject(GrpcReject::new());
     let unknown = Request::new(HealthCheckRequest { service: "unknown".to_owned() });
     let status = call(&serve(layer), unknown).await.unwrap_err();

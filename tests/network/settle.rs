@@ -120,7 +120,7 @@ async fn ask(address: SocketAddr, request: &str) -> String {
 }
 
 #[tokio::test]
-async fn bytes_are_those_of_the_body_that_is_sent() {
+async fn charged_bytes_are_the_bytes_sent() {
     let (address, store) = start(Settlement::Bytes { per: NonZeroU32::new(4).unwrap() }).await;
     assert!(ask(address, "GET /text HTTP/1.1").await.ends_with("0123456789"));
     settled(&store, 3).await;
@@ -131,7 +131,7 @@ async fn bytes_are_those_of_the_body_that_is_sent() {
 }
 
 #[tokio::test]
-async fn an_answer_without_a_body_keeps_what_was_reserved_if_nothing_counts() {
+async fn bodiless_responses_keep_the_reservation() {
     let (address, store) = start(Settlement::AtEnd).await;
     for (i, path) in (1..).zip(["HEAD /text", "GET /204", "GET /304"]) {
         assert!(ask(address, &format!("{path} HTTP/1.1")).await.starts_with("HTTP/1.1 "));
@@ -160,7 +160,7 @@ async fn an_interim_response_settles_nothing() {
 
 /// The task that has the connection keeps the handle.
 #[tokio::test]
-async fn an_upgraded_connection_is_settled_when_it_is_closed() {
+async fn an_upgraded_connection_settles_on_close() {
     let (address, store) = start(Settlement::AtEnd).await;
     let (mut connection, answer) = upgraded(address, "/upgrade").await;
     assert!(answer.starts_with("HTTP/1.1 101"), "{answer}");
@@ -187,7 +187,7 @@ async fn upgraded(address: SocketAddr, path: &str) -> (TcpStream, String) {
 
 /// Whoever has the connection says when it ends, by the handle: the response has ended before it begins.
 #[tokio::test]
-async fn an_upgraded_connection_is_in_flight_until_it_is_closed() {
+async fn an_upgraded_connection_stays_in_flight() {
     let store = LocalStore::default();
     let streams = Policy::in_flight("streams", 2).unwrap();
     let layer = RateLimitLayer::new(store.clone(), key_fn(|_| Some(CALLER)), streams.clone()).until_body_end();
@@ -232,7 +232,7 @@ async fn an_upgraded_connection_is_in_flight_until_it_is_closed() {
 }
 
 #[tokio::test]
-async fn a_client_that_goes_away_is_charged_what_was_done_for_it() {
+async fn disconnected_clients_pay_for_work_done() {
     let (address, store) = start(Settlement::AtEnd).await;
     let mut connection = TcpStream::connect(address).await.unwrap();
     connection.write_all(b"GET /endless HTTP/1.1\r\nhost: test\r\n\r\n").await.unwrap();
@@ -291,7 +291,7 @@ async fn open(channel: &Channel, messages: impl Stream<Item = String> + Send + '
 }
 
 #[tokio::test]
-async fn a_stream_of_grpc_is_settled_at_its_end_however_that_comes() {
+async fn grpc_streams_settle_however_they_end() {
     let (channel, store) = echo();
     // To its end, with its trailers.
     let texts = |texts: &'static [&str]| stream::iter(texts).map(|text| (*text).to_owned());

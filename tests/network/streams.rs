@@ -17,7 +17,7 @@ use tower_redis_ratelimit::{Key, Limiter};
 
 use crate::support::*;
 
-/// Lets each message wait for its turn, and ends a stream whose turn would take longer than 5 s.
+/// Lets each message wait for a permit, and ends a stream whose wait would be longer than 5 s.
 fn paced<S: Store, T>(
     limiter: Limiter<S>,
     key: Key,
@@ -33,7 +33,7 @@ fn paced<S: Store, T>(
     })
 }
 
-/// A service whose one method gives each message back when its turn has come; 2 calls an hour.
+/// A service whose one method echoes each message when its permit has come; 2 calls an hour.
 fn echo<S: Store<Future: Send + Sync>>(limiter: Limiter<S>) -> Channel {
     let (channel, connections) = in_memory();
     let method = move |request: Request<Streaming<String>>| {
@@ -61,7 +61,7 @@ async fn open(channel: &Channel, messages: &'static [&str]) -> Result<Streaming<
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_stream_counts_once_however_many_messages_it_has() {
+async fn a_stream_counts_once() {
     let echo = echo(Limiter::new(tower_redis_ratelimit::LocalStore::default(), policy("messages", "1000/s")));
     for _ in 0..2 {
         let answers: Vec<String> = open(&echo, &["a", "b", "c", "d"]).await.unwrap().try_collect().await.unwrap();
@@ -71,20 +71,20 @@ async fn a_stream_counts_once_however_many_messages_it_has() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_message_waits_for_its_turn() {
+async fn each_message_waits_for_a_permit() {
     let echo = echo(Limiter::new(tower_redis_ratelimit::LocalStore::default(), policy("messages", "1/s")));
     let start = Instant::now();
     let mut answers = open(&echo, &["a", "b", "c"]).await.unwrap();
     for (seconds, expected) in [(0, "a"), (1, "b"), (2, "c")] {
         assert_eq!(answers.message().await.unwrap().as_deref(), Some(expected));
-        let (waited, told) = (start.elapsed(), Duration::from_secs(seconds));
-        assert!((told..told + Duration::from_millis(10)).contains(&waited), "{expected}: {waited:?}");
+        let (waited, wait) = (start.elapsed(), Duration::from_secs(seconds));
+        assert!((wait..wait + Duration::from_millis(10)).contains(&waited), "{expected}: {waited:?}");
     }
     assert_eq!(answers.message().await.unwrap(), None);
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_message_that_would_wait_for_too_long_ends_the_stream_with_both_details() {
+async fn too_long_message_waits_end_the_stream() {
     let echo = echo(Limiter::new(tower_redis_ratelimit::LocalStore::default(), policy("messages", "1/min")));
     let mut answers = open(&echo, &["a", "b"]).await.unwrap();
     assert_eq!(answers.message().await.unwrap().as_deref(), Some("a"));
@@ -96,7 +96,7 @@ async fn a_message_that_would_wait_for_too_long_ends_the_stream_with_both_detail
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_decide_ends_the_stream() {
+async fn a_store_failure_ends_the_stream() {
     let echo = echo(Limiter::new(Broken, policy("messages", "1/s")));
     let failed = open(&echo, &["a"]).await.unwrap().message().await.unwrap_err();
     assert_eq!((failed.code(), field(&failed, PUSHBACK)), (Code::Unavailable, Some("1000")));

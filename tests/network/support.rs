@@ -87,7 +87,7 @@ pub(crate) fn field<'a>(status: &'a Status, name: &str) -> Option<&'a str> {
     status.metadata().get(name).map(|value| value.to_str().unwrap())
 }
 
-/// Makes sure that nothing of a status tells a secret.
+/// Makes sure that nothing of a status contains a secret.
 pub(crate) fn tells_no_secret(status: &Status) {
     let details = String::from_utf8_lossy(status.details());
     for text in [&format!("{status:?}"), status.message(), &details] {

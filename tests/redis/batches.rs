@@ -44,7 +44,7 @@ async fn one_call_of_ten_thousand_callers() {
 
 /// Each caller has a list of its own, as where the policies depend on the request.
 #[tokio::test]
-async fn a_thousand_lists_of_policies_share_a_call() {
+async fn a_thousand_policy_lists_share_a_call() {
     let server = RedisServer::start();
     let all = NonZeroUsize::new(1_000).unwrap();
     let store = RedisStore::builder(server.url()).batch(all).timeout(Duration::from_secs(20)).connect().await.unwrap();
@@ -127,7 +127,7 @@ async fn dropped_requests_harm_nobody() {
 
 /// The queue is bounded: one check more fails at once, and those that wait fail with the call before them.
 #[tokio::test]
-async fn a_full_queue_and_a_frozen_server_are_errors_in_time() {
+async fn full_queues_and_frozen_servers_fail_promptly() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url())
         .queue(NonZeroUsize::new(10).unwrap())

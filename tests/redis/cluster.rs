@@ -35,9 +35,9 @@ async fn a_node_is_not_taken() {
     }
 }
 
-/// Callers of a slot that another node serves are refused one by one.
+/// One by one.
 #[tokio::test]
-async fn the_callers_of_another_node_are_told() {
+async fn callers_of_another_node_are_refused() {
     let (one, other) = (node(0..8192).await, node(8192..16384).await);
     let _: String = one.command(&format!("CLUSTER MEET 127.0.0.1 {}", other.port())).await;
     until("they know each other", async || {
@@ -89,7 +89,7 @@ async fn a_silent_seed_keeps_nobody_waiting() {
 
 /// It was about to ask for the slots, and runs nothing any more.
 #[test]
-fn a_runtime_that_stands_still_stops_no_other() {
+fn a_stalled_runtime_stops_no_other() {
     let runtime = || -> Runtime { Builder::new_current_thread().enable_all().build().unwrap() };
     let (still, other) = (runtime(), runtime());
     let server = other.block_on(node(0..16384));

@@ -31,7 +31,7 @@ async fn a_healthy_server_is_taken() {
 }
 
 #[tokio::test]
-async fn a_url_that_is_none() {
+async fn an_invalid_url() {
     for url in ["", "not a url", "http://127.0.0.1/", "redis://:hunter2@127.0.0.1:port/", "redis://127.0.0.1/one"] {
         let lazy = RedisStore::connect_lazy(url).unwrap_err();
         assert!(matches!(lazy, ConfigError::RedisUrl(_)), "{url}: {lazy:?}");
@@ -101,7 +101,7 @@ async fn the_user_may_not_read_or_write() {
 
 /// A log that cannot be written whole is not left without an expiry, and costs nobody else.
 #[tokio::test]
-async fn a_right_that_only_logs_need_is_missing() {
+async fn a_right_of_logs_is_missing() {
     let server = RedisServer::start();
     for right in ["-lrange", "-rpush", "-lset", "-ltrim", "-lrem", "-pexpireat"] {
         let _: String = server.command(&format!("ACL SETUSER logger reset on >hunter2 ~* +@all {right}")).await;
@@ -126,7 +126,6 @@ async fn a_right_that_only_logs_need_is_missing() {
     }
 }
 
-/// The rights that the documentation asks for are all that it takes.
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
@@ -180,7 +179,7 @@ async fn the_user_may_not_ping() {
     assert_eq!(clients.lines().count(), connections);
 }
 
-/// Tells of the failures that no check was answered with.
+/// Reports the failures that no check was answered with.
 struct Failures(tokio::sync::mpsc::UnboundedSender<StoreError>);
 
 impl Observer for Failures {
@@ -189,7 +188,7 @@ impl Observer for Failures {
     }
 }
 
-/// The rights that announcing asks for besides are all that it takes, and who lacks one is told.
+/// They are all that it takes, and a missing one is reported.
 #[tokio::test]
 async fn the_documented_rights_to_announce_are_enough() {
     let server = RedisServer::start();
@@ -197,11 +196,11 @@ async fn the_documented_rights_to_announce_are_enough() {
     let to_announce = "+zremrangebyscore +zadd +zcard +pexpire";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
-    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    let store = RedisStore::builder(url).observer(Failures(tell)).connect().await.unwrap();
+    let (sender, mut failures) = tokio::sync::mpsc::unbounded_channel();
+    let store = RedisStore::builder(url).observer(Failures(sender)).connect().await.unwrap();
 
     let instances = store.announce().unwrap();
-    let failed = tokio::time::timeout(Duration::from_secs(20), told.recv()).await.unwrap().unwrap();
+    let failed = tokio::time::timeout(Duration::from_secs(20), failures.recv()).await.unwrap().unwrap();
     assert_helpful(&failed, ErrorKind::Permission, to_announce);
     drop(instances);
 
@@ -231,7 +230,7 @@ fn impostor(reply: &'static [u8]) -> String {
 }
 
 #[tokio::test]
-async fn the_server_is_no_redis() {
+async fn the_server_is_not_redis() {
     let web_server = impostor(b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n\r\n");
     assert_helpful(
         &RedisStore::connect(web_server).await.unwrap_err(),
@@ -303,15 +302,15 @@ async fn any_time_out_will_do() {
 
 /// The time-out is for connecting too, however long it is.
 #[tokio::test]
-async fn a_server_that_is_late_to_greet_is_waited_for() {
+async fn a_late_greeting_is_waited_for() {
     let server = RedisServer::start();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
-    let ((tell, told), (go, may_go)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
+    let ((accept, accepted), (go, may_go)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
     let port = server.port();
     std::thread::spawn(move || {
         let client = listener.accept().unwrap().0;
-        tell.send(()).unwrap();
+        accept.send(()).unwrap();
         may_go.recv().unwrap();
         let server = TcpStream::connect(("127.0.0.1", port)).unwrap();
         for (mut from, mut to) in [(client.try_clone().unwrap(), server.try_clone().unwrap()), (server, client)] {
@@ -320,7 +319,7 @@ async fn a_server_that_is_late_to_greet_is_waited_for() {
     });
     let store = RedisStore::builder(url).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
     let asked = tokio::spawn(async move { store.check(check("ann", "10/s")).await });
-    tokio::task::spawn_blocking(move || told.recv().unwrap()).await.unwrap();
+    tokio::task::spawn_blocking(move || accepted.recv().unwrap()).await.unwrap();
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(10)).await;
     tokio::time::resume();
@@ -330,7 +329,7 @@ async fn a_server_that_is_late_to_greet_is_waited_for() {
 
 /// Checks of a runtime that wait behind a worker of another, which ends, are answered; and the store goes on.
 #[test]
-fn the_runtime_of_a_lane_ends() {
+fn the_runtime_of_a_worker_ends() {
     let server = RedisServer::start();
     let builder = RedisStore::builder(server.url()).connections(std::num::NonZeroUsize::MIN);
     let store = builder.timeout(Duration::from_millis(500)).connect_lazy().unwrap();

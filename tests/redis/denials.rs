@@ -29,7 +29,7 @@ async fn take(store: &RedisStore, policies: &Policies, cost: u32) -> Decision {
 }
 
 #[tokio::test]
-async fn a_flood_on_an_exhausted_key_costs_one_call() {
+async fn a_flood_of_denials_costs_one_call() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     for strategy in STRATEGIES {
@@ -54,7 +54,7 @@ async fn a_flood_on_an_exhausted_key_costs_one_call() {
 }
 
 #[tokio::test]
-async fn it_passes_when_it_was_told_to() {
+async fn a_denied_caller_passes_after_its_wait() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     for strategy in STRATEGIES {
@@ -106,7 +106,7 @@ async fn a_denial_is_forgotten_with_its_reason() {
 
 /// It may have been done all the same.
 #[tokio::test]
-async fn a_reset_that_is_not_answered_forgets_a_denial_too() {
+async fn an_unanswered_reset_forgets_the_denial() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).timeout(Duration::from_millis(200)).connect().await.unwrap();
     let policies = policy(Strategy::Gcra, "10/100d");
@@ -126,7 +126,7 @@ async fn a_reset_that_is_not_answered_forgets_a_denial_too() {
 /// What another instance refunds is seen within about a second, by layers that settle and by reservations: a flood of
 /// them asks Redis once a second meanwhile.
 #[tokio::test]
-async fn what_another_instance_refunds_of_a_reservation_is_seen() {
+async fn refunds_of_other_instances_are_seen() {
     let server = RedisServer::start();
     let store = || RedisStore::builder(server.url()).timeout(Duration::from_secs(60)).connect_lazy().unwrap();
     let policies = policy(Strategy::SlidingLog, "10/100d");
@@ -160,9 +160,9 @@ async fn what_another_instance_refunds_of_a_reservation_is_seen() {
     until("a request passes", async || status().await == StatusCode::OK).await;
 }
 
-/// Refunds and denials at once: nobody is denied by a memory of before the refund.
+/// Refunds and denials run at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_refund_is_never_outlived_by_a_denial() {
+async fn no_denial_outlives_a_refund() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let policies = policy(Strategy::Gcra, "1/100d");
@@ -198,7 +198,7 @@ async fn exhaust(server: &RedisServer, lists: &[Policies]) {
 }
 
 #[tokio::test]
-async fn two_policies_in_turn_cost_a_call_each() {
+async fn alternating_policies_cost_a_call_each() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let lists = [of("read", Strategy::Gcra, 10).into(), of("write", Strategy::SlidingLog, 10).into()];
@@ -249,7 +249,7 @@ async fn denials_of_other_costs_and_lists_stay() {
 }
 
 #[tokio::test]
-async fn a_cost_that_never_fits_costs_one_call() {
+async fn costs_above_capacity_take_one_call() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let (few, many) = (of("few", Strategy::Gcra, 10), of("many", Strategy::Gcra, 100));
@@ -272,7 +272,7 @@ async fn a_cost_that_never_fits_costs_one_call() {
     assert!(!take(&store, &lists[0], 10).await.retry_after().unwrap().is_zero(), "it may fit one day");
 }
 
-/// A denied id is denied until its time; one that was granted is told so, whatever else is denied.
+/// A denied id is denied until its time; a granted one stays granted, whatever else is denied.
 #[tokio::test]
 async fn ids_have_denials_of_their_own() {
     let server = RedisServer::start();
@@ -292,7 +292,7 @@ async fn ids_have_denials_of_their_own() {
     assert_eq!(server.calls("evalsha").await - before, 2, "of 1000 checks");
     assert_eq!(take_id("granted").await, granted);
 
-    // An id that was granted in the end is told that too.
+    // An id that was granted in the end stays granted too.
     let _ = ask(&store, Check::refund(ANN, &list, 2)).await;
     assert!(!ask(&store, Check::take(ANN, &list, 3).with_id("one")).await.is_allowed());
     let one = take_id("one").await;
@@ -302,7 +302,7 @@ async fn ids_have_denials_of_their_own() {
 
 /// Any mix of lists, costs and ids: one call for each at most, and each answer is true.
 #[tokio::test]
-async fn a_flood_of_any_mix_costs_a_call_for_each_question() {
+async fn mixed_floods_cost_one_call_per_question() {
     let server = RedisServer::start();
     let store = RedisStore::connect(server.url()).await.unwrap();
     let forgetful = RedisStore::builder(server.url()).denials(0).connect().await.unwrap();
@@ -354,9 +354,9 @@ async fn a_flood_of_any_mix_costs_a_call_for_each_question() {
     }
 }
 
-/// Callers that are each denied once do not push out one who is denied all the time.
+/// Callers that are each denied once do not push out one that is denied all the time.
 #[tokio::test]
-async fn who_is_denied_often_stays_known_in_a_flood_of_others() {
+async fn frequent_denials_survive_a_flood() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).denials(1_000).timeout(Duration::from_secs(20));
     let store = store.connect().await.unwrap();
@@ -380,9 +380,9 @@ async fn who_is_denied_often_stays_known_in_a_flood_of_others() {
     assert!(asked <= 3, "{asked} of {} checks were sent", asked + hits);
 }
 
-/// Denied callers in turn, twice as many as are remembered: a part of them is known each time.
+/// Denied callers in rotation, twice as many as are remembered: a part of them is known each time.
 #[tokio::test]
-async fn too_many_denied_callers_do_not_make_the_memory_useless() {
+async fn an_overfull_denial_cache_still_helps() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).denials(1_000).timeout(Duration::from_secs(20));
     let store = store.connect().await.unwrap();

@@ -69,9 +69,9 @@ impl Full {
     }
 }
 
-/// Every check is decided. Whose key is evicted starts afresh, and nobody else.
+/// Every check is decided, and nobody else starts afresh.
 #[tokio::test]
-async fn who_is_evicted_starts_afresh() {
+async fn evicted_callers_start_afresh() {
     for maxmemory_policy in EVICTING {
         let mut full = Full::start(maxmemory_policy).await;
         full.flood(500).await;
@@ -93,7 +93,7 @@ async fn who_is_evicted_starts_afresh() {
 
 /// A key lives until its state is fresh again: of what refills, those who have used little go first.
 #[tokio::test]
-async fn volatile_ttl_keeps_those_who_have_used_most() {
+async fn volatile_ttl_keeps_the_most_exhausted_callers() {
     for strategy in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Default::default())] {
         let mut full = Full::start("volatile-ttl").await;
         full.policies = policy(strategy, "10/100d");
@@ -108,7 +108,7 @@ async fn volatile_ttl_keeps_those_who_have_used_most() {
     }
 }
 
-/// Who has used up a limit stays denied, and what is refused was not charged.
+/// An exhausted caller stays denied, and what is refused was not charged.
 #[tokio::test]
 async fn noeviction_refuses_charges_and_forgets_nothing() {
     let full = Full::start("noeviction").await;
@@ -130,7 +130,7 @@ async fn noeviction_refuses_charges_and_forgets_nothing() {
 
 /// Under `volatile-*`, data that never expires pushes all counts out; then charges are refused as by `noeviction`.
 #[tokio::test]
-async fn counts_give_way_to_data_that_stays() {
+async fn counts_are_evicted_before_persistent_data() {
     for maxmemory_policy in EVICTING.into_iter().filter(|policy| policy.starts_with("volatile")) {
         let full = Full::start(maxmemory_policy).await;
         assert!(full.store.check(full.take("ann", 10)).await.unwrap().is_allowed());
@@ -158,7 +158,7 @@ async fn counts_give_way_to_data_that_stays() {
 /// `maxmemory-clients`: the largest client goes first. Ours are small, and so do without `CLIENT NO-EVICT`, which takes
 /// the rights of an administrator.
 #[tokio::test]
-async fn a_greedy_client_is_evicted_and_not_the_store() {
+async fn client_eviction_spares_the_store() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     let server = RedisServer::start_with(&["--maxmemory-clients", "4mb"]);

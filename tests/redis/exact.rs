@@ -102,12 +102,12 @@ const FEW: u32 = 30;
 /// 4 processes, 50 keys of each strategy for costs of 1, and 50 for random ones, all at once: the first are granted the
 /// limit, the others never more, and in the end Redis has counted what was granted, neither more nor less.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_is_lost_or_doubled_over_many_keys() {
+async fn many_keys_count_exactly() {
     if let Ok(url) = env::var("EXACT_WORKER_URL") {
         return many_keys(&url).await;
     }
     let server = RedisServer::start();
-    let test = "exact::nothing_is_lost_or_doubled_over_many_keys";
+    let test = "exact::many_keys_count_exactly";
     let granted = granted_by_processes(test, &server, 2 * STRATEGIES.len() * KEYS);
 
     let store = store(&server.url()).await;

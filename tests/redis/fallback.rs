@@ -14,7 +14,7 @@ use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisSt
 
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
-/// Notes what it is told.
+/// Notes what it is notified of.
 #[derive(Clone, Default)]
 struct Notes(Arc<NotesInner>);
 
@@ -23,7 +23,7 @@ struct NotesInner {
     degraded: Mutex<Vec<ErrorKind>>,
     recovered: AtomicUsize,
     failed: AtomicUsize,
-    settled: Mutex<Vec<(u64, u64)>>,
+    reconciled: Mutex<Vec<(u64, u64)>>,
 }
 
 impl Observer for Notes {
@@ -36,7 +36,7 @@ impl Observer for Notes {
     }
 
     fn reconciled(&self, event: &event::Reconciled) {
-        self.0.settled.lock().unwrap().push((event.charged, event.dropped));
+        self.0.reconciled.lock().unwrap().push((event.charged, event.dropped));
     }
 
     fn failed(&self, _: &event::Failed<'_>) {
@@ -70,14 +70,14 @@ async fn it_degrades_and_recovers_with_redis() {
     let decision = store.check(check("ann", "10/h")).await.unwrap();
     // The restarted Redis is empty. The first may have been charged when it failed, for all that is known; the others
     // got no connection.
-    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 4 - 1), "four were settled");
-    assert_eq!(notes.0.settled.lock().unwrap().as_slice(), [(4, 0)]);
+    assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 4 - 1), "four were reconciled");
+    assert_eq!(notes.0.reconciled.lock().unwrap().as_slice(), [(4, 0)]);
 }
 
 /// Outside of a runtime the primary store answers at once that it cannot decide, and what it was asked was not sent.
 /// That says nothing of Redis, and is charged to it as soon as there is a runtime.
 #[test]
-fn checks_outside_of_a_runtime_do_not_degrade_the_others_and_are_settled() {
+fn checks_outside_runtimes_do_not_degrade_others() {
     let server = RedisServer::start();
     let notes = Notes::default();
     let store = fallback(server.url(), &notes).deadline(Duration::from_secs(5));
@@ -93,11 +93,11 @@ fn checks_outside_of_a_runtime_do_not_degrade_the_others_and_are_settled() {
     runtime.block_on(async {
         // The first check on the runtime starts the settlement.
         assert_eq!(store.check(check("ann", "10/h")).await.unwrap().source(), Source::Redis);
-        until("all are settled", async || !notes.0.settled.lock().unwrap().is_empty()).await;
+        until("all are reconciled", async || !notes.0.reconciled.lock().unwrap().is_empty()).await;
         let decision = store.check(check("ann", "10/h")).await.unwrap();
-        assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 6 - 1), "all five were settled");
+        assert_eq!((decision.source(), decision.remaining()), (Source::Redis, 10 - 6 - 1), "all five were reconciled");
     });
-    assert_eq!(notes.0.settled.lock().unwrap().as_slice(), [(5, 0)]);
+    assert_eq!(notes.0.reconciled.lock().unwrap().as_slice(), [(5, 0)]);
 }
 
 #[tokio::test]
@@ -140,7 +140,7 @@ async fn a_frozen_redis_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn nobody_probes_for_a_store_that_is_gone() {
+async fn a_dropped_store_stops_its_probes() {
     let notes = Notes::default();
     let store = fallback(format!("redis://127.0.0.1:{}/", free_port()), &notes);
     for _ in 0..3 {
@@ -172,10 +172,9 @@ fn it_recovers_on_another_runtime() {
     }));
 }
 
-/// An outage is no second burst: each instance goes on with its part of what was left, and gives that back to the
-/// count.
+/// An outage is no second burst: each instance goes on with its share of what was left, and reconciles that.
 #[tokio::test]
-async fn instances_share_what_was_left_and_settle_it() {
+async fn instances_share_and_reconcile_the_rest() {
     let all = STRATEGIES.map(async |strategy| {
         let mut server = RedisServer::start_with(&["--appendonly", "yes", "--appendfsync", "always"]);
         let notes = Notes::default();
@@ -193,7 +192,7 @@ async fn instances_share_what_was_left_and_settle_it() {
             assert_eq!(take(i).await.unwrap().source(), Source::Redis);
         }
         server.kill();
-        // The check that opens the breaker may have been charged, for all that is known: it is never settled.
+        // The check that opens the breaker may have been charged, for all that is known: it is never reconciled.
         for instance in &instances {
             let _ = instance.check(Check::take(Key::new("somebody else"), &policies, 1)).await.unwrap();
         }
@@ -207,16 +206,16 @@ async fn instances_share_what_was_left_and_settle_it() {
 
         server.restart();
         until("all have recovered", async || instances.iter().all(|instance| !instance.is_degraded())).await;
-        until("all have settled", async || notes.0.settled.lock().unwrap().len() == 4).await;
+        until("all have reconciled", async || notes.0.reconciled.lock().unwrap().len() == 4).await;
         let left = instances[0].check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
         assert_eq!((left.source(), left.remaining()), (Source::Redis, 40 - granted), "{strategy:?}");
     });
     join_all(all).await;
 }
 
-/// One check is sent, and the others wait behind it for longer than anybody does for them.
+/// One check is sent, and the others wait behind it for longer than any caller waits.
 #[tokio::test]
-async fn what_was_never_sent_by_the_deadline_is_settled() {
+async fn checks_unsent_by_the_deadline_are_reconciled() {
     let server = RedisServer::start();
     let notes = Notes::default();
     let one = NonZeroUsize::MIN;
@@ -230,15 +229,16 @@ async fn what_was_never_sent_by_the_deadline_is_settled() {
         assert_eq!(decision.unwrap().source(), Source::Local);
     }
     server.thaw();
-    let settled = || notes.0.settled.lock().unwrap().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
-    until("nine are settled", async || settled() == (9, 0)).await;
+    let reconciled =
+        || notes.0.reconciled.lock().unwrap().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
+    until("nine are reconciled", async || reconciled() == (9, 0)).await;
     let left = redis.check(Check::peek(Key::new("ann"), &policies, 1)).await.unwrap();
     assert_eq!((left.source(), left.remaining()), (Source::Redis, 100 - 10), "the one that was sent is charged too");
 }
 
-/// With `Share::Alive` the parts follow how many instances there are.
+/// With `Share::Alive` the shares follow how many instances there are.
 #[tokio::test]
-async fn instances_that_are_alive_are_counted() {
+async fn live_instances_are_counted() {
     let mut server = RedisServer::start();
     let stores: Vec<_> = (0..3).map(|_| RedisStore::connect_lazy(server.url()).unwrap()).collect();
     let announced: Vec<_> = stores.iter().map(|store| store.announce().unwrap()).collect();
@@ -260,9 +260,9 @@ async fn instances_that_are_alive_are_counted() {
     until("it is no longer counted", async || first.alive().get() == 2 && second.alive().get() == 2).await;
 }
 
-/// A flood on one key that is answered from memory does not hide that Redis hangs.
+/// A flood on one key is answered from memory while Redis hangs.
 #[tokio::test]
-async fn remembered_denials_do_not_keep_the_breaker_closed() {
+async fn cached_denials_do_not_hide_an_outage() {
     let server = RedisServer::start();
     let notes = Notes::default();
     let store = fallback(server.url(), &notes).deadline(Duration::from_millis(200));
@@ -279,9 +279,9 @@ async fn remembered_denials_do_not_keep_the_breaker_closed() {
     server.thaw();
 }
 
-/// A policy that Redis refuses alone neither opens the breaker for the others nor keeps it open.
+/// It neither opens the breaker for the others nor keeps it open.
 #[tokio::test]
-async fn one_refused_policy_does_not_degrade_the_others() {
+async fn a_refused_policy_does_not_degrade_others() {
     let mut server = RedisServer::start_with(&["--user", "logless", "on", ">word", "~*", "+@all", "-lrange"]);
     let notes = Notes::default();
     let url = format!("redis://logless:word@127.0.0.1:{}/", server.port());
@@ -303,7 +303,7 @@ async fn one_refused_policy_does_not_degrade_the_others() {
     assert_eq!(take(&gcra).await.unwrap().source(), Source::Redis);
 }
 
-/// How Redis is made to refuse what writes, what it then tells, and how it is made to take it again.
+/// How Redis is made to refuse what writes, what it then replies, and how it is made to take it again.
 const REFUSALS: [(&str, ErrorKind, &str); 3] = [
     ("CONFIG SET maxmemory 1", ErrorKind::OutOfMemory, "CONFIG SET maxmemory 0"),
     ("CONFIG SET min-replicas-to-write 1", ErrorKind::Refused, "CONFIG SET min-replicas-to-write 0"),
@@ -312,7 +312,7 @@ const REFUSALS: [(&str, ErrorKind, &str); 3] = [
 
 /// Also under several policies, with an id, and where a log takes several commands.
 #[tokio::test]
-async fn a_check_that_redis_may_not_write_is_known_not_to_be_charged() {
+async fn checks_redis_cannot_write_are_uncharged() {
     let server = RedisServer::start();
     let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(5)).connect().await.unwrap();
     let named = |name, strategy| Policy::new(name, strategy, "100/100d".parse().unwrap()).unwrap();
@@ -364,7 +364,7 @@ async fn a_check_that_redis_may_not_write_is_known_not_to_be_charged() {
 }
 
 #[tokio::test]
-async fn what_is_granted_where_redis_may_not_write_is_settled() {
+async fn grants_redis_cannot_write_are_reconciled() {
     for (refuse, kind, mend) in REFUSALS {
         let server = RedisServer::start();
         let notes = Notes::default();

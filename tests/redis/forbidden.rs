@@ -97,7 +97,7 @@ pub(crate) async fn ask_of_a_long_log(store: &RedisStore, key: Key) -> Vec<Store
 }
 
 #[tokio::test]
-async fn what_it_does_not_need_may_be_taken_away() {
+async fn unneeded_commands_may_be_forbidden() {
     let server = without(&NOT_NEEDED);
     let store = store(server.url());
     for strategy in STRATEGIES {
@@ -114,7 +114,7 @@ async fn what_it_does_not_need_may_be_taken_away() {
 
 /// Nothing is decided, and the cause names the command.
 #[tokio::test]
-async fn what_it_needs_is_named() {
+async fn needed_commands_are_named() {
     for command in ["EVALSHA", "EVAL"] {
         let server = without(&[command]);
         for error in [RedisStore::connect(server.url()).await.unwrap_err()]

@@ -21,12 +21,12 @@ use crate::support::{RedisServer, until};
 
 /// `SECONDS=20` for longer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn never_more_than_the_limit_though_processes_are_killed() {
+async fn killed_processes_never_exceed_the_limit() {
     if is_worker() {
         return work().await;
     }
     let server = RedisServer::start();
-    let test = "in_flight::never_more_than_the_limit_though_processes_are_killed";
+    let test = "in_flight::killed_processes_never_exceed_the_limit";
     processes_are_killed(test, &server.url()).await;
 }
 
@@ -77,7 +77,7 @@ async fn left(limiter: &Limiter<RedisStore>) -> u32 {
 /// What it holds is another's after the lease time. When it goes on, it is counted again: nobody is let in until there
 /// is room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_instance_that_stood_still_is_counted_again() {
+async fn a_stalled_instance_is_counted_again() {
     let server = RedisServer::start();
     let (other, url) = (limiter(patient(&server.url())), server.url());
     // A runtime that runs nothing is an instance that stands still.
@@ -108,7 +108,7 @@ async fn an_instance_that_stood_still_is_counted_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_redis_forgot_is_counted_again() {
+async fn forgotten_requests_are_counted_again() {
     let server = RedisServer::start();
     let limiters = [limiter(patient(&server.url())), limiter(patient(&server.url()))];
     let held = [hold(&limiters[0], 4).await, hold(&limiters[1], 3).await];
@@ -129,9 +129,9 @@ async fn what_redis_forgot_is_counted_again() {
     assert_eq!(server.command::<u64>("DBSIZE").await, 0);
 }
 
-/// What ends is told for many callers in one call, and where nothing is left, in one command.
+/// Those of many callers in one call, and where nothing is left, in one command.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_ends_together_is_told_together() {
+async fn requests_ending_together_are_released_together() {
     use tower_redis_ratelimit::Key;
     const CALLERS: usize = 2_000;
 
@@ -150,7 +150,7 @@ async fn what_ends_together_is_told_together() {
 /// A flood of requests that are denied costs next to nothing, and a request that ends here lets the next one in at
 /// once. What costs more than there may be at once is a request like any other.
 #[tokio::test]
-async fn a_denial_is_remembered_until_a_request_ends() {
+async fn denials_are_cached_until_requests_end() {
     use tower_redis_ratelimit::Policy;
     use tower_redis_ratelimit::check::{Check, Outcome, Source};
     use tower_redis_ratelimit::store::Store;
@@ -218,7 +218,7 @@ async fn an_outage_is_no_second_helping() {
 
 /// There is one tracker, since Redis counts what this process holds as one; but what a fallback grants it is released.
 #[tokio::test]
-async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
+async fn fallback_grants_are_released_beside_redis() {
     use tower_redis_ratelimit::check::Source;
     use tower_redis_ratelimit::{Fallback, LocalStore};
 
@@ -233,7 +233,7 @@ async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     until("the outage is noticed", async || limiter.peek(ann(), 1).await.unwrap().source() == Source::Local).await;
     for _ in 0..3 * LIMIT {
         drop(limiter.reserve(ann(), 1).await.unwrap());
-        // All but that of the other limiter, which the tracker may have told of.
+        // All but that of the other limiter, which the tracker may have counted.
         until("it is released", async || limiter.peek(ann(), 1).await.unwrap().remaining() >= LIMIT - 1).await;
     }
     server.restart();
@@ -246,9 +246,9 @@ async fn a_fallback_gets_back_what_it_grants_though_others_ask_its_redis() {
     until("all is free", async || limiter.peek(ann(), 1).await.unwrap().remaining() == LIMIT).await;
 }
 
-/// A line of those who wait for a place ends, though requests come faster than one in a call to Redis.
+/// Though requests come faster than one in a call to Redis.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_line_far_away_ends_where_there_is_room() {
+async fn a_distant_wait_queue_drains() {
     let server = RedisServer::start();
     let url = far(&server, Duration::from_millis(20)).await;
     let layer = CallLimitLayer::new(patient(&url), |_: &()| Some(ann()), Policy::in_flight("streams", 50).unwrap());
@@ -272,10 +272,10 @@ async fn a_line_far_away_ends_where_there_is_room() {
     until("all is free", async || left(&here).await == 50).await;
 }
 
-/// Some begin and some end whenever Redis is looked at, and some of each may have come before the look: for as long as
-/// the requests never pause. `SECONDS=5` for longer; it tells how many began.
+/// Some begin and some end during every count in Redis, and some of each may precede it: for as long as the requests
+/// never pause. `SECONDS=5` for longer; it prints how many began.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_flood_from_far_away_gets_all_places_back() {
+async fn a_distant_flood_releases_all_capacity() {
     const PLACES: u32 = 20;
     const HASTY: u8 = 0;
     const PATIENT: u8 = 1;

@@ -28,6 +28,6 @@ mod runtimes;
 mod settle;
 #[cfg(feature = "tracing")]
 mod texts;
-mod turns;
 mod urls;
+mod waiting;
 mod work;

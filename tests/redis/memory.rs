@@ -37,7 +37,7 @@ async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
 
 /// However much is charged, and however high the quota.
 #[tokio::test]
-async fn a_caller_of_a_constant_strategy_costs_at_most_112_bytes() {
+async fn constant_strategies_take_at_most_112_bytes() {
     let server = RedisServer::start();
     let store = store(&server).await;
     // Without jemalloc, Redis 6.2 takes larger blocks.
@@ -62,7 +62,7 @@ async fn a_caller_of_a_constant_strategy_costs_at_most_112_bytes() {
 }
 
 #[tokio::test]
-async fn a_log_costs_at_most_16_bytes_per_grant() {
+async fn logs_take_16_bytes_per_grant() {
     let server = RedisServer::start();
     let store = store(&server).await;
     for grants in [1_000, 10_000] {
@@ -84,7 +84,7 @@ async fn a_log_costs_at_most_16_bytes_per_grant() {
 
 /// Most of what is charged is refunded, wherever in the log it is: only the rest takes memory.
 #[tokio::test]
-async fn a_log_costs_nothing_for_what_was_refunded() {
+async fn refunded_charges_take_no_log_memory() {
     let server = RedisServer::start();
     let store = store(&server).await;
     let (key, policies) = (Key::new(CALLER), policy(Strategy::SlidingLog, "100000/d"));
@@ -111,7 +111,7 @@ async fn a_log_costs_nothing_for_what_was_refunded() {
 
 /// Cells that have left the window are dropped, so that a caller who never rests costs no more than its cells.
 #[tokio::test]
-async fn a_window_costs_at_most_24_bytes_per_live_cell() {
+async fn windows_take_24_bytes_per_live_cell() {
     let server = RedisServer::start();
     let store = store(&server).await;
     for (cells, period, enough) in [(10, "500ms", 8), (100, "2s", 60)] {

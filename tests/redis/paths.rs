@@ -22,8 +22,8 @@ async fn rest() {
     tokio::time::resume();
 }
 
-/// A NAT drops connections that rest, and tells nobody. All of them are gone, and the next check is decided all the same,
-/// over a new one and within the time-out.
+/// A NAT drops idle connections without notice. All of them are gone, and the next check is decided all the same, over
+/// a new one and within the time-out.
 #[tokio::test]
 async fn forgotten_connections_are_replaced() {
     const TIMEOUT: Duration = Duration::from_secs(4);
@@ -44,10 +44,10 @@ async fn forgotten_connections_are_replaced() {
     assert_eq!(path.connections.load(SeqCst), before + 1);
 }
 
-/// One that was used just now is not asked: the check that finds out is answered by the time-out, and the next one is
+/// One that was used just now is not pinged: the check that finds out is answered by the time-out, and the next one is
 /// decided.
 #[tokio::test]
-async fn a_connection_that_is_forgotten_in_use_costs_one_check() {
+async fn a_silently_lost_connection_costs_one_check() {
     const TIMEOUT: Duration = Duration::from_millis(200);
     let server = RedisServer::start();
     let path = Path::to(&server).await;
@@ -65,9 +65,10 @@ async fn a_connection_that_is_forgotten_in_use_costs_one_check() {
     until("it is connected anew", async || store.check(check("ann", "100/h")).await.is_ok()).await;
 }
 
-/// A check that writes nothing, such as a peek, is decided by a replica too. Another of its batch tells what the server is.
+/// A check that writes nothing, such as a peek, is decided by a replica too. Another of its batch shows what the server
+/// is.
 #[tokio::test]
-async fn a_replica_is_left_whichever_check_it_refuses() {
+async fn a_replica_is_left_after_any_refusal() {
     let (former, server) = (RedisServer::start(), RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]));
     let path = Path::to(&former).await;
     let builder = RedisStore::builder(path.url()).connections(ONE).timeout(Duration::from_secs(20));
@@ -84,7 +85,7 @@ async fn a_replica_is_left_whichever_check_it_refuses() {
     assert_eq!(store.check(check("ann", "10/h")).await.unwrap().remaining(), 9);
 }
 
-/// The system probes connections that rest, so that nothing between forgets them: it tells of the timer of each.
+/// The system probes idle connections, so that nothing between forgets them: it lists the timer of each.
 #[cfg(target_os = "linux")]
 #[tokio::test]
 async fn connections_are_kept_alive() {

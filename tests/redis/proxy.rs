@@ -43,7 +43,7 @@ impl Path {
                         _ = copy_bidirectional(&mut client, &mut server) => return Ok(()),
                         _ = forget.changed() => {}
                     }
-                    // Nothing flows any more, and nobody is told.
+                    // Nothing flows any more, without notice.
                     let _open = (client, server);
                     std::future::pending::<io::Result<()>>().await
                 });
@@ -67,7 +67,7 @@ impl Path {
     }
 }
 
-/// Leads to one server, and holds back what is sent there while it is told to.
+/// Leads to one server, and holds back what is sent there on demand.
 pub(crate) async fn holding(server: &RedisServer) -> (String, watch::Sender<bool>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (url, port) = (format!("redis://{}/", listener.local_addr().unwrap()), server.port());

@@ -38,7 +38,7 @@ async fn failures(store: &RedisStore, checks: usize) -> usize {
 
 /// As with a store in a `static` and a runtime for each test.
 #[test]
-fn one_runtime_after_the_other_uses_a_store() {
+fn successive_runtimes_share_a_store() {
     let server = RedisServer::start();
     let store = store(server.url());
     let mut failed = 0;
@@ -53,7 +53,7 @@ fn one_runtime_after_the_other_uses_a_store() {
 
 /// As with a store in a `static` and tests that run at the same time.
 #[test]
-fn runtimes_that_end_at_any_time_do_not_disturb_each_other() {
+fn ending_runtimes_do_not_disturb_each_other() {
     let server = RedisServer::start();
     let store = store(server.url());
     let failed: usize = thread::scope(|scope| {
@@ -98,7 +98,7 @@ fn pipe(client: TcpStream, server: TcpStream) {
 }
 
 #[test]
-fn runtimes_that_end_while_they_connect_leave_nothing_behind() {
+fn runtimes_ending_while_connecting_leave_nothing() {
     let server = RedisServer::start();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let store = store(format!("redis://{}/", listener.local_addr().unwrap()));
@@ -153,7 +153,7 @@ impl Observer for Holds {
 
 /// A runtime drops its tasks in any order, and so perhaps the one that drives a connection while another is about to use it.
 #[test]
-fn a_connection_that_ends_with_its_runtime_is_no_failure_of_redis() {
+fn connections_ending_with_runtimes_are_no_failure() {
     let server = RedisServer::start();
     let store = store(server.url());
     let (ends, stays) = (two_threads(), two_threads());
@@ -176,7 +176,7 @@ fn a_connection_that_ends_with_its_runtime_is_no_failure_of_redis() {
 
 /// A handle outlives its runtime.
 #[test]
-fn a_runtime_that_has_ended_is_none() {
+fn an_ended_runtime_counts_as_none() {
     let server = RedisServer::start();
     let store = store(server.url());
     let runtime = two_threads();

@@ -89,7 +89,7 @@ where
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn to_settle_costs_few_script_calls() {
+async fn settling_takes_few_script_calls() {
     const REQUESTS: u32 = 64 * 200;
     let server = RedisServer::start();
     let policies: Policies = policy(WINDOW, "100000000/d");
@@ -144,7 +144,7 @@ async fn charged(server: &RedisServer) -> u32 {
 
 /// Redis hangs when the first settlements are sent, and for longer than these wait for an answer.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_fallback_nothing_is_settled_twice_by_a_server_that_hangs() {
+async fn a_hanging_server_settles_nothing_twice() {
     for cost in [3, 17] {
         let server = RedisServer::start();
         let failures = Failures::default();
@@ -164,13 +164,13 @@ async fn without_a_fallback_nothing_is_settled_twice_by_a_server_that_hangs() {
         until("all is settled", async || charged(&server).await == HELD * cost).await;
         tokio::time::sleep(Duration::from_millis(1_500)).await;
         assert_eq!(charged(&server).await, HELD * cost, "and not twice");
-        println!("{cost}: {} told as lost", failures.0.load(Relaxed));
+        println!("{cost}: {} reported as lost", failures.0.load(Relaxed));
     }
 }
 
 /// Redis dies and comes back empty. What is charged beyond what was reserved is what comes after.
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_fallback_nothing_is_charged_twice_to_a_server_that_was_killed() {
+async fn a_killed_server_charges_nothing_twice() {
     let mut server = RedisServer::start();
     let failures = Failures::default();
     // Of each connection it has to be found out that it is broken, and what that was tried with may have been done.
@@ -181,7 +181,7 @@ async fn without_a_fallback_nothing_is_charged_twice_to_a_server_that_was_killed
     let mut held = held.into_iter();
     held.by_ref().take(5).for_each(|reserved| reserved.settle(RESERVED + 7));
     // The connection broke, so that it is not known what became of what was sent over it.
-    until("it is told", async || failures.0.load(Relaxed) > 0).await;
+    until("it is reported", async || failures.0.load(Relaxed) > 0).await;
     held.for_each(|reserved| reserved.settle(RESERVED + 7));
     tokio::time::sleep(Duration::from_millis(200)).await;
     server.restart();
@@ -192,7 +192,7 @@ async fn without_a_fallback_nothing_is_charged_twice_to_a_server_that_was_killed
     assert!(failures.0.load(Relaxed) <= 5, "{} lost", failures.0.load(Relaxed));
 }
 
-/// The fallback takes over what cannot be settled, and tells it to Redis when that is back.
+/// The fallback takes over what cannot be settled, and charges it to Redis when that is back.
 #[tokio::test(flavor = "multi_thread")]
 async fn behind_a_fallback_an_outage_doubles_nothing() {
     for (hangs, cost) in [(true, 3), (true, 17), (false, 17)] {
@@ -235,7 +235,7 @@ async fn behind_a_fallback_an_outage_doubles_nothing() {
 
 /// What is held back on its way is refunded as what is left of it by then: others have used what has flowed back.
 #[tokio::test]
-async fn what_is_held_back_on_its_way_gives_no_more_than_was_left() {
+async fn delayed_refunds_free_only_the_rest() {
     let server = RedisServer::start();
     let (url, holds) = holding(&server).await;
     let held_back = RedisStore::builder(url).timeout(Duration::from_secs(60)).connect().await.unwrap();

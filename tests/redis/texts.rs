@@ -29,7 +29,7 @@ impl Write for Log {
     }
 }
 
-/// All that an error tells, in every way.
+/// All that an error shows, in every way.
 fn texts(error: &StoreError) -> Vec<String> {
     let mut texts = vec![error.to_string()];
     let mut source = error.source();
@@ -39,7 +39,7 @@ fn texts(error: &StoreError) -> Vec<String> {
     }
     for (i, text) in texts.iter().enumerate() {
         for other in &texts[..i] {
-            assert!(!other.contains(text.as_str()), "{text:?} is told twice: {texts:?}");
+            assert!(!other.contains(text.as_str()), "{text:?} is shown twice: {texts:?}");
         }
     }
     let log = Log::default();
@@ -59,7 +59,7 @@ fn texts(error: &StoreError) -> Vec<String> {
 fn assert_tells_no_secret(error: &StoreError, what: &str) {
     for text in texts(error) {
         for secret in SECRETS {
-            assert!(!text.contains(secret), "{what}: {secret:?} is told: {text}");
+            assert!(!text.contains(secret), "{what}: {secret:?} is shown: {text}");
         }
     }
 }
@@ -136,7 +136,7 @@ async fn debug_says_what_to_do() {
 
 /// With RESP3 the password is in the greeting, which a server may refuse in its own words.
 #[tokio::test]
-async fn a_greeting_that_is_repeated_shows_no_secret() {
+async fn a_repeated_greeting_shows_no_secret() {
     for (words, kind) in [
         ("-ERR no `HELLO 3 AUTH telling-user hunter2` here", ErrorKind::Refused),
         ("-hunter2 is what you said", ErrorKind::Refused),

@@ -25,7 +25,7 @@ async fn assert_counts(server: &RedisServer, url: &str, database: u32, expected:
 }
 
 #[tokio::test]
-async fn all_that_a_url_says_is_heeded() {
+async fn every_part_of_a_url_applies() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("redis.sock").to_str().unwrap().to_owned();
     let server = RedisServer::start_with(&["--unixsocket", &socket]);
@@ -47,7 +47,7 @@ async fn all_that_a_url_says_is_heeded() {
     }
 }
 
-/// What nobody would read is refused, and what is wrong with it is said.
+/// What would not be read is refused.
 #[test]
 fn mistakes_in_a_url_are_named() {
     let info = "redis://a/-1".into_connection_info().unwrap();

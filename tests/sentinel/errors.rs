@@ -54,9 +54,9 @@ async fn the_documented_rights_are_enough() {
     refused(Servers::sentinel(&wrong, [good.as_str()]), ErrorKind::Authentication, advice).await;
 }
 
-/// The first script tells a replica from a master, if the user may not ask.
+/// The first script distinguishes a replica from a master, if the user may not ask.
 #[tokio::test]
-async fn the_user_may_not_ask_for_the_role() {
+async fn masters_are_recognized_without_the_role_command() {
     let server = RedisServer::start();
     let rights = "+evalsha +eval +time +mget +set +del";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
@@ -83,20 +83,20 @@ async fn the_sentinels_know_no_such_master() {
 }
 
 #[tokio::test]
-async fn the_server_is_no_sentinel() {
+async fn the_server_is_not_a_sentinel() {
     let server = RedisServer::start();
     refused(url(&[server.port()]), ErrorKind::Configuration, "is no Redis Sentinel").await;
 }
 
 #[tokio::test]
-async fn a_sentinel_is_not_taken_for_a_server() {
+async fn a_sentinel_is_not_a_server() {
     let server = RedisServer::start();
     let sentinel = Sentinel::start(server.port(), 1, "");
     let error = connect(format!("redis://127.0.0.1:{}", sentinel.port)).await.unwrap_err();
     assert!(error.source().unwrap().to_string().contains("unknown command"), "{error:?}");
 }
 
-/// Those who ask on while there is no master do not each ask the sentinels.
+/// Not every check asks the sentinels while there is no master.
 #[tokio::test]
 async fn failing_checks_ask_sentinels_now_and_then() {
     let sentinel = Fake::start(free_port(), 1);
@@ -118,7 +118,7 @@ async fn no_sentinel_can_be_reached() {
 
 /// All of them are late: nobody counts there.
 #[tokio::test]
-async fn the_server_is_no_master() {
+async fn the_server_is_not_a_master() {
     let server = RedisServer::start();
     let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &server.port().to_string()]);
     let sentinel = Fake::start(replica.port(), 1);
@@ -126,7 +126,7 @@ async fn the_server_is_no_master() {
 }
 
 #[test]
-fn what_names_no_sentinels_is_refused() {
+fn invalid_sentinel_addresses_are_refused() {
     let none: [&str; 0] = [];
     for servers in [
         Servers::sentinel(NAME, none),

@@ -65,7 +65,7 @@ async fn survive(group: &mut Group) {
     .await;
     // Of a check that was not answered before anybody was spent, as on a machine that stalls, it is not known whether it was
     // charged.
-    let early = load.told(|told| &told.failed);
+    let early = load.total(|events| &events.failed);
     // Granted while the master changed: no more than that can be lost.
     let mut at_risk = [0; CALLERS.len()];
     for failover in 0..IN_A_ROW {

@@ -13,4 +13,4 @@ mod failovers;
 #[allow(dead_code, reason = "the faults of a single server use more of it")]
 mod load;
 mod nodes;
-mod votes;
+mod quorum;

@@ -107,7 +107,7 @@ impl Drop for Sentinel {
 pub struct Group {
     pub servers: Vec<RedisServer>,
     pub sentinels: Vec<Sentinel>,
-    /// When which sentinel has told of another master.
+    /// When which sentinel has named another master.
     pub switches: Arc<Mutex<Vec<(Instant, usize)>>>,
 }
 
@@ -161,11 +161,11 @@ impl Group {
         .await;
     }
 
-    /// The server that all sentinels tell.
+    /// The server that all sentinels name.
     pub async fn master(&self) -> Option<usize> {
-        let told = join_all(self.sentinels.iter().map(Sentinel::master)).await;
-        let all = told.iter().all(|port| *port == told[0]);
-        self.servers.iter().position(|server| server.port() == told[0]).filter(|_| all)
+        let masters = join_all(self.sentinels.iter().map(Sentinel::master)).await;
+        let all = masters.iter().all(|port| *port == masters[0]);
+        self.servers.iter().position(|server| server.port() == masters[0]).filter(|_| all)
     }
 
     pub fn url(&self) -> String {
@@ -174,11 +174,11 @@ impl Group {
     }
 }
 
-/// One that tells whatever it is told to.
+/// One that names whichever master the test sets.
 pub struct Fake {
     pub port: u16,
-    /// The port that it tells, and the epoch.
-    told: Arc<(AtomicU64, AtomicU64)>,
+    /// The port of the master that it names, and the epoch.
+    master: Arc<(AtomicU64, AtomicU64)>,
     /// How often it was asked.
     pub asked: Arc<AtomicU64>,
 }
@@ -187,12 +187,12 @@ impl Fake {
     pub fn start(master: u16, epoch: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let fake = Self { port, told: Arc::default(), asked: Arc::default() };
-        fake.tell(master, epoch);
-        let (told, asked) = (Arc::clone(&fake.told), Arc::clone(&fake.asked));
+        let fake = Self { port, master: Arc::default(), asked: Arc::default() };
+        fake.set_master(master, epoch);
+        let (master, asked) = (Arc::clone(&fake.master), Arc::clone(&fake.asked));
         std::thread::spawn(move || {
             while let Ok((stream, _)) = listener.accept() {
-                let (told, asked) = (Arc::clone(&told), Arc::clone(&asked));
+                let (master, asked) = (Arc::clone(&master), Arc::clone(&asked));
                 std::thread::spawn(move || {
                     let mut lines = BufReader::new(stream.try_clone().unwrap());
                     let mut stream = stream;
@@ -200,7 +200,7 @@ impl Fake {
                         let reply = if words[0] == "SENTINEL" {
                             assert_eq!(words[1..], ["MASTER", NAME]);
                             asked.fetch_add(1, SeqCst);
-                            let (port, epoch) = (told.0.load(SeqCst).to_string(), told.1.load(SeqCst).to_string());
+                            let (port, epoch) = (master.0.load(SeqCst).to_string(), master.1.load(SeqCst).to_string());
                             let fields = ["name", NAME, "ip", "127.0.0.1", "port", &port, "config-epoch", &epoch];
                             let texts = fields.map(|text| format!("${}\r\n{text}\r\n", text.len()));
                             format!("*{}\r\n{}", texts.len(), texts.concat())
@@ -217,9 +217,9 @@ impl Fake {
         fake
     }
 
-    pub fn tell(&self, master: u16, epoch: u64) {
-        self.told.0.store(master.into(), SeqCst);
-        self.told.1.store(epoch, SeqCst);
+    pub fn set_master(&self, port: u16, epoch: u64) {
+        self.master.0.store(port.into(), SeqCst);
+        self.master.1.store(epoch, SeqCst);
     }
 }
 

@@ -62,7 +62,7 @@ async fn only_a_fallback_is_degraded() {
 }
 
 #[test]
-fn it_follows_where_its_store_does() {
+fn warms_its_store() {
     let policies = policy(Strategy::Gcra, "10/100d");
     let take = |cost| Check::take(Key::new("ann"), &policies, cost);
     let decision = LocalStore::default().check(take(6)).now_or_never().unwrap().unwrap();
@@ -73,7 +73,7 @@ fn it_follows_where_its_store_does() {
 
 /// As that of a layer over it does.
 #[tokio::test]
-async fn its_store_tells_its_observer() {
+async fn the_store_notifies_its_observer() {
     #[derive(Default)]
     struct Count(AtomicU32);
 
@@ -100,7 +100,7 @@ async fn its_store_tells_its_observer() {
 
 /// As a [`Fallback`] around it does at its deadline.
 #[tokio::test]
-async fn its_store_takes_back_what_was_not_sent() {
+async fn the_store_withdraws_unsent_checks() {
     let policies = policy(Strategy::Gcra, "10/d");
     for store in [AnyStore::from(redis()), Fallback::new(redis(), LocalStore::default()).into()] {
         let Answer::Pending { future } = store.check(Check::take(Key::new("ann"), &policies, 1)) else {

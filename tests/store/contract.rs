@@ -78,7 +78,7 @@ struct Caller<'a, S> {
     store: &'a S,
     policies: Policies,
     strategy: Strategy,
-    /// Tells the keys of strategies with the same letter apart.
+    /// Distinguishes the keys of strategies with the same letter.
     i: usize,
 }
 

@@ -83,7 +83,7 @@ async fn counts_requests(store: impl Store) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_renewed_is_free_after_the_lease_time() {
+async fn unrenewed_requests_expire_after_the_lease() {
     let store = LocalStore::default();
     let policies = Policy::in_flight("streams", 1).unwrap().lease_time(Duration::from_secs(3)).unwrap().into();
     let take = async || store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
@@ -98,7 +98,7 @@ async fn what_is_not_renewed_is_free_after_the_lease_time() {
     assert!(take().await.is_allowed());
 }
 
-/// Each instance has an entry of its own, and a caller is as many keys in Redis as he has policies.
+/// Each instance has an entry of its own, and a caller has as many keys in Redis as policies.
 #[tokio::test]
 async fn instances_count_together_and_apart() {
     let server = RedisServer::start();
@@ -118,9 +118,9 @@ async fn instances_count_together_and_apart() {
     assert_eq!(server.command::<usize>("DBSIZE").await, 0);
 }
 
-/// Nobody renews there but whoever comes.
+/// Nothing renews them there but the next request.
 #[test]
-fn outside_of_a_runtime_what_is_held_stays_counted() {
+fn requests_outside_runtimes_stay_counted() {
     let streams = Policy::in_flight("streams", 2).unwrap().lease_time(Duration::from_secs(1)).unwrap();
     let limiter = Limiter::new(LocalStore::default(), streams);
     let reserve = || limiter.reserve(Key::GLOBAL, 1).now_or_never().expect("it is answered at once").ok();

@@ -1,4 +1,4 @@
-//! Waiting for a grant: in turn, in time, and without loss.
+//! Waiting for a grant: in order, in time, and without loss.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -18,7 +18,7 @@ fn limiter(strategy: Strategy, quota: &str) -> Limiter<LocalStore> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn it_waits_just_as_long_as_it_must() {
+async fn waits_exactly_as_long_as_needed() {
     for strategy in STRATEGIES {
         let limiter = limiter(strategy, "10/s");
         let _ = limiter.take(ANN, 10).await.unwrap();
@@ -32,7 +32,7 @@ async fn it_waits_just_as_long_as_it_must() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_wait_that_would_take_too_long_is_denied_at_once() {
+async fn too_long_waits_are_denied_immediately() {
     let limiter = limiter(Strategy::Gcra, "1/m");
     let _ = limiter.take(ANN, 1).await.unwrap();
     let start = Instant::now();
@@ -43,9 +43,8 @@ async fn a_wait_that_would_take_too_long_is_denied_at_once() {
     assert!(limiter.wait(ANN, 1, Duration::MAX).await.unwrap().is_allowed());
 }
 
-/// A large cost is not starved by small ones that come after it.
 #[tokio::test(start_paused = true)]
-async fn those_who_wait_take_turns() {
+async fn small_costs_do_not_starve_large() {
     let limiter = limiter(Strategy::Gcra, "10/s");
     let _ = limiter.take(ANN, 10).await.unwrap();
     let order = Mutex::new(vec![]);
@@ -59,7 +58,7 @@ async fn those_who_wait_take_turns() {
 
 /// Whoever runs out of time in the queue leaves it, and the others go on.
 #[tokio::test(start_paused = true)]
-async fn time_runs_out_in_the_queue_too() {
+async fn deadlines_apply_in_the_queue() {
     let limiter = limiter(Strategy::Gcra, "1/s");
     let _ = limiter.take(ANN, 1).await.unwrap();
     let start = Instant::now();
@@ -72,7 +71,7 @@ async fn time_runs_out_in_the_queue_too() {
     assert!(start.elapsed() < Duration::from_millis(2_100), "{:?}", start.elapsed());
 }
 
-/// Who comes late and has little time takes nothing before those who came earlier.
+/// A late caller with little time takes nothing before those who came earlier.
 #[tokio::test(start_paused = true)]
 async fn nobody_overtakes() {
     let limiter = limiter(Strategy::Gcra, "10/s");
@@ -89,7 +88,7 @@ async fn nobody_overtakes() {
     assert!(patient.0.is_allowed() && patient.1 < Duration::from_millis(520), "{patient:?}");
 }
 
-/// A dropped wait gives up its turn, and nothing is lost whenever it is dropped.
+/// It leaves the queue, and nothing is lost whenever it is dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dropped_wait_takes_nothing() {
     let server = RedisServer::start();
@@ -106,9 +105,9 @@ async fn a_dropped_wait_takes_nothing() {
     assert!(shown.contains("WaitQueues { waiting: 0, .. }"), "somebody still waits: {shown}");
 }
 
-/// Nor is anything lost if it is dropped when the grant has been made and nobody has looked at it yet.
+/// Nor is anything lost if it is dropped after the grant and before it is polled.
 #[tokio::test]
-async fn a_wait_dropped_between_grant_and_poll_takes_nothing() {
+async fn waits_dropped_before_polling_take_nothing() {
     const WAITS: u32 = 10_000;
     let limiter = limiter(Strategy::Gcra, "100000/100d");
     let mut granted = 0;
@@ -141,7 +140,7 @@ async fn it_waits_for_redis_as_well() {
 }
 
 #[tokio::test]
-async fn an_error_of_the_store_ends_the_wait() {
+async fn a_store_error_ends_the_wait() {
     let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{}/", free_port())).unwrap();
     let limiter = Limiter::new(store, policy(Strategy::Gcra, "1/s"));
     assert!(limiter.wait(ANN, 1, Duration::from_secs(10)).await.is_err());
@@ -154,7 +153,7 @@ async fn left(limiter: &Limiter<LocalStore>) -> u32 {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reservation_is_settled_kept_or_refunded() {
+async fn reservations_can_be_settled_kept_refunded() {
     for strategy in STRATEGIES {
         let limiter = limiter(strategy, LOG);
         let reserve = async |cost| limiter.reserve(ANN, cost).await.unwrap();
@@ -172,7 +171,7 @@ async fn a_reservation_is_settled_kept_or_refunded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_not_reserved_says_why() {
+async fn failed_reservations_say_why() {
     let limiter = limiter(Strategy::SlidingLog, "10/h");
     let first = limiter.reserve(ANN, 8).await.unwrap();
     let ReserveError::Denied(denied) = limiter.reserve(ANN, 8).await.unwrap_err() else { panic!("a denial") };
@@ -206,7 +205,7 @@ fn a_reservation_outlives_its_runtime() {
 
 /// Or two requests in flight would be free by five tokens that are refunded, and 300 tokens be as many requests.
 #[tokio::test]
-async fn what_is_charged_or_refunded_is_no_request_in_flight() {
+async fn charges_and_refunds_are_not_in_flight() {
     let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000)).unwrap();
     let both = Policies::new([tokens, Policy::in_flight("streams", 4).unwrap()]).unwrap();
     let limiter = Limiter::new(LocalStore::default(), both);

@@ -19,7 +19,7 @@ fn ask(store: &LocalStore, check: Check) -> Decision {
 /// Of answers that come at about the same time the one with the least remaining is the newest, but not if its window
 /// has ended.
 #[tokio::test(start_paused = true)]
-async fn goes_on_from_an_answer_of_a_new_window() {
+async fn continues_from_answers_of_a_new_window() {
     let (there, here) = (LocalStore::default(), LocalStore::default());
     let policies = policy(Strategy::FixedWindow(Align::FirstHit), "4/300ms");
     let take = |cost| Check::take(Key::GLOBAL, &policies, cost);
@@ -48,7 +48,7 @@ fn many_threads_are_granted_exactly_the_limit() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_retry_passes_at_its_time_and_not_before() {
+async fn a_retry_passes_exactly_on_time() {
     for strategy in STRATEGIES {
         let (store, policies) = (LocalStore::default(), policy(strategy, "3/s"));
         let take = || ask(&store, Check::take(Key::new("ann"), &policies, 2));
@@ -63,7 +63,7 @@ async fn a_retry_passes_at_its_time_and_not_before() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_count_is_held_as_long_as_it_says_something_and_no_longer() {
+async fn counts_are_kept_only_while_meaningful() {
     // Windows of the clock may end at any time.
     for strategy in STRATEGIES.into_iter().filter(|strategy| *strategy != Strategy::FixedWindow(Align::default())) {
         let (store, policies) = (LocalStore::default(), policy(strategy, "10/10s"));
@@ -79,14 +79,14 @@ async fn a_count_is_held_as_long_as_it_says_something_and_no_longer() {
 }
 
 #[test]
-fn its_debug_text_tells_no_secret() {
+fn debug_shows_no_secret() {
     let store = LocalStore::default();
     let _ = ask(&store, check("ann", "10/s"));
     assert_eq!(format!("{store:?}"), "LocalStore { keys: 1, .. }");
 }
 
 #[tokio::test(start_paused = true)]
-async fn keys_that_say_nothing_any_more_make_room() {
+async fn expired_keys_make_room() {
     let store = LocalStore::with_capacity(NonZeroUsize::new(6_400).unwrap());
     for round in 0..20 {
         for i in 0..1_000 {
@@ -113,7 +113,7 @@ fn a_small_store_counts_too() {
 
 /// A flood of new keys pushes out its own kind, not a caller that is deep in its limit.
 #[tokio::test(start_paused = true)]
-async fn a_full_store_keeps_who_has_used_most() {
+async fn a_full_store_keeps_exhausted_callers() {
     let store = LocalStore::with_capacity(NonZeroUsize::new(640).unwrap());
     let policies = policy(Strategy::Gcra, "100/h");
     for _ in 0..100 {
@@ -129,9 +129,9 @@ async fn a_full_store_keeps_who_has_used_most() {
     );
 }
 
-/// Under every strategy: who has used all it may is denied until its time, however many new keys come.
+/// Under every strategy, an exhausted caller is denied until its time, however many new keys come.
 #[tokio::test(start_paused = true)]
-async fn a_flood_of_new_keys_frees_no_exhausted_caller() {
+async fn a_flood_of_new_keys_frees_nobody() {
     // A tenth of the default store, and ten new keys for each that it holds.
     const KEYS: usize = LocalStore::DEFAULT_KEYS.get() / 10;
     let mut freed = vec![];
@@ -160,9 +160,9 @@ async fn a_flood_of_new_keys_frees_no_exhausted_caller() {
     assert!(freed.is_empty(), "freed, and after how many new keys: {freed:?}");
 }
 
-/// A store full of exhausted callers gives newcomers a few places, which they take in turn.
+/// A store full of exhausted callers has a few entries for newcomers, which replace each other.
 #[tokio::test(start_paused = true)]
-async fn newcomers_do_not_eat_exhausted_callers_one_by_one() {
+async fn newcomers_do_not_evict_all_exhausted_callers() {
     const KEYS: usize = 2_048;
     let mut freed = vec![];
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit)] {
@@ -204,7 +204,7 @@ async fn newcomers_do_not_eat_exhausted_callers_one_by_one() {
 
 /// Both lists of policies answer an id as they did, as in Redis.
 #[test]
-fn an_id_is_kept_for_each_list_of_policies() {
+fn ids_are_kept_per_policy_list() {
     use tower_redis_ratelimit::{Policies, Policy};
     let store = LocalStore::default();
     let of = |name: &str| Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap();
@@ -241,9 +241,9 @@ async fn a_check_that_charges_nothing_forgets_nothing() {
     }
 }
 
-/// As in a rolling deploy: 10 and 11 per minute, polled in turn, twice a second for 20 minutes.
+/// As in a rolling deploy: 10 and 11 per minute, polled alternately, twice a second for 20 minutes.
 #[tokio::test(start_paused = true)]
-async fn two_quotas_under_one_name_grant_what_one_of_them_does() {
+async fn two_quotas_per_name_do_not_add() {
     for strategy in STRATEGIES {
         let granted = async |quotas: [&str; 2]| {
             let (store, policies) = (LocalStore::default(), quotas.map(|quota| policy(strategy, quota)));

@@ -12,7 +12,7 @@ mod any;
 mod contract;
 mod in_flight;
 mod limiter;
-mod lines;
 mod local;
 mod outside;
+mod wait_queues;
 mod waiting;

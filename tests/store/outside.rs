@@ -86,35 +86,35 @@ async fn counts_agree_with_the_local_store() {
 }
 
 #[test]
-fn what_outside_stores_are_made_of_can_be_sent_and_shown() {
+fn types_for_outside_stores_are_send() {
     fn shared<T: Send + Sync + Clone + std::fmt::Debug + 'static>() {}
     shared::<(MockStore, Verdict, Source, Decision, StoreError)>();
 }
 
 #[test]
-fn a_mock_answers_as_it_is_told() {
+fn a_mock_answers_as_configured() {
     let store = MockStore::new();
-    let (told, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
+    let (mock, take) = (store.clone(), || ask(&store, check("ann", "10/s")));
     let first = take().unwrap();
     assert_eq!((first.outcome(), first.granted(), first.remaining()), (Outcome::Allowed, 1, 9));
     assert_eq!(first.source(), Source::Other("mock"));
-    told.deny(Duration::from_secs(30));
+    mock.deny(Duration::from_secs(30));
     for _ in 0..2 {
         assert_eq!(take().unwrap().retry_after(), Some(Duration::from_secs(30)));
     }
-    told.fail(StoreError::new(ErrorKind::Timeout));
+    mock.fail(StoreError::new(ErrorKind::Timeout));
     assert_eq!(take().unwrap_err().kind(), ErrorKind::Timeout);
-    told.allow();
+    mock.allow();
     assert!(take().unwrap().is_allowed());
-    told.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::exceeds_capacity())));
+    mock.answer(|check| Ok(check.decided(Source::Local, 0, |_| Verdict::exceeds_capacity())));
     assert_eq!(take().unwrap().outcome(), Outcome::ExceedsCapacity);
-    assert_eq!(told.asked().len(), 6);
-    assert!(told.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
+    assert_eq!(mock.asked().len(), 6);
+    assert!(mock.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
 }
 
 /// What the fallback granted instead is charged to a store of another crate as well, unless that may have charged it.
 #[tokio::test(start_paused = true)]
-async fn what_an_outside_store_was_not_sent_is_charged_there() {
+async fn unsent_grants_are_charged_to_outside_stores() {
     for unsent in [true, false] {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
@@ -136,7 +136,7 @@ async fn what_an_outside_store_was_not_sent_is_charged_there() {
 
 /// An error of one check alone opens no breaker.
 #[tokio::test(start_paused = true)]
-async fn an_outside_store_may_fail_one_check_alone() {
+async fn outside_stores_may_fail_single_checks() {
     for of_check in [true, false] {
         let primary = MockStore::new();
         let store = Fallback::new(primary.clone(), LocalStore::default());
@@ -149,10 +149,9 @@ async fn an_outside_store_may_fail_one_check_alone() {
     }
 }
 
-/// Whatever an outside store tells, the local store goes on from there, and locks nobody out for longer than a policy
-/// of its own could.
+/// Whatever an outside store returns, nobody is locked out for longer than by a policy of the local store's own.
 #[tokio::test(start_paused = true)]
-async fn the_local_store_goes_on_from_whatever_an_outside_store_tells() {
+async fn local_counts_continue_from_any_outside_answer() {
     for strategy in STRATEGIES {
         for wait in [Duration::ZERO, Duration::from_secs(1), Duration::MAX] {
             let primary = MockStore::new();

@@ -1,5 +1,4 @@
-//! Waiting for one's turn at a store that answers later, that fails, that gets something back, and by quotas that
-//! change.
+//! Waiting at a store that answers later, that fails or that gets refunds, and under quotas that change.
 
 use std::convert::Infallible;
 use std::num::NonZeroUsize;
@@ -68,9 +67,9 @@ async fn three_instances(
     (times, asked as f64 / grants as f64)
 }
 
-/// Whoever has asked for what another has taken meanwhile does not owe it all: turns come one by one.
+/// Who has asked for what another has taken meanwhile does not owe it all: permits come one by one.
 #[tokio::test(start_paused = true)]
-async fn turns_are_even_at_a_store_that_answers_later() {
+async fn permits_come_evenly_from_slow_stores() {
     for strategy in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Default::default())] {
         for (quota, time, gap) in [("50/s", 20, 0.1), ("60/m", 180, 4.0)] {
             let policies = policy(strategy, quota);
@@ -90,9 +89,9 @@ async fn turns_are_even_at_a_store_that_answers_later() {
     }
 }
 
-/// Where nothing can be taken ahead, whoever is nearest does not come first each time.
+/// Where nothing can be taken ahead, the nearest instance does not come first each time.
 #[tokio::test(start_paused = true)]
-async fn a_farther_instance_has_its_turn_too() {
+async fn a_distant_instance_gets_permits_too() {
     for strategy in [
         Strategy::FixedWindow(Default::default()),
         Strategy::SlidingWindow { cells: 10 },
@@ -112,9 +111,9 @@ async fn a_farther_instance_has_its_turn_too() {
     }
 }
 
-/// Who waits behind others of other costs is not asked for alone, or a line would not end while requests go on.
+/// A waiter behind others of other costs is not asked for alone, or a queue would not end while requests go on.
 #[tokio::test(start_paused = true)]
-async fn a_line_of_different_costs_ends_where_there_is_room() {
+async fn a_queue_of_mixed_costs_drains() {
     let policies = policy(Strategy::Gcra, "10000/s");
     let local = LocalStore::default();
     let limiter = Limiter::new(Late::new(&local, Duration::from_millis(2)), policies.clone());
@@ -137,10 +136,10 @@ async fn a_line_of_different_costs_ends_where_there_is_room() {
     }
 }
 
-/// A check takes one place for a request in flight. Those who wait are asked for at once all the same, or a line would
-/// not end while requests go on.
+/// A check takes one request in flight. Waiters are asked for at once all the same, or a queue would not end while
+/// requests go on.
 #[tokio::test(start_paused = true)]
-async fn a_line_of_requests_in_flight_ends_where_there_is_room() {
+async fn a_queue_of_in_flight_requests_drains() {
     let jobs = || Policy::in_flight("jobs", 50).unwrap();
     let rate = Policy::new("rate", Strategy::Gcra, "1000000/s".parse().unwrap()).unwrap();
     for (policies, there, gap) in
@@ -173,9 +172,9 @@ async fn a_line_of_requests_in_flight_ends_where_there_is_room() {
     }
 }
 
-/// Each place that comes free is asked for about once, and is not left empty for long.
+/// It is requested about once, and does not stay unused for long.
 #[tokio::test(start_paused = true)]
-async fn a_place_that_comes_free_is_not_asked_for_by_all() {
+async fn freed_capacity_is_requested_once() {
     for (instances, limit, calls_a_grant) in [(1, 50, 1.1), (1, 4, 1.5), (3, 50, 1.6)] {
         let policies = Policies::from(Policy::in_flight("jobs", limit).unwrap());
         let (local, in_flight) = (LocalStore::default(), Arc::new(AtomicU32::new(0)));
@@ -214,9 +213,9 @@ async fn a_place_that_comes_free_is_not_asked_for_by_all() {
     }
 }
 
-/// Also where places come free all the time, so that the store never denies one.
+/// Also where requests end all the time, so that the store never denies one.
 #[tokio::test(start_paused = true)]
-async fn nobody_is_in_line_for_much_longer_than_they_would_wait() {
+async fn no_wait_exceeds_its_maximum_by_much() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(10));
     let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), Policy::in_flight("jobs", 20).unwrap());
     let wait = Wait::up_to(Duration::from_millis(150)).per_caller(NonZeroUsize::new(1_000).unwrap());
@@ -240,9 +239,9 @@ async fn nobody_is_in_line_for_much_longer_than_they_would_wait() {
     assert!(passed > 500 && passed < 1_500, "{passed}");
 }
 
-/// And nobody asks for each turn in vain where a log was charged evenly, so that a call gets little.
+/// And no permit is requested in vain where a log was charged evenly, so that a call gets little.
 #[tokio::test(start_paused = true)]
-async fn turns_are_shared_where_they_come_one_by_one() {
+async fn instances_share_permits_coming_one_by_one() {
     for (quota, time, gap, most) in [("50/s", 60, 2, 2.0), ("60/m", 1_200, 20, 4.0)] {
         let (local, policies) = (LocalStore::default(), policy(Strategy::SlidingLog, quota));
         for _ in 0..policies[0].quota().limit() {
@@ -259,9 +258,9 @@ async fn turns_are_shared_where_they_come_one_by_one() {
     }
 }
 
-/// The calls of the store are no part of the time for which one waits.
+/// The calls of the store are no part of the time for which a request waits.
 #[tokio::test(start_paused = true)]
-async fn where_there_is_room_nobody_is_denied_for_the_calls_of_those_before() {
+async fn store_latency_denies_no_waiter_with_room() {
     const THERE: Duration = Duration::from_millis(20);
     for &strategy in Strategy::ALL {
         let store = Late::new(&LocalStore::default(), THERE);
@@ -274,9 +273,9 @@ async fn where_there_is_room_nobody_is_denied_for_the_calls_of_those_before() {
     }
 }
 
-/// The old quota is of those who began to wait under it.
+/// The old quota is that of those who began to wait under it.
 #[tokio::test(start_paused = true)]
-async fn a_new_quota_is_that_of_those_who_come_after() {
+async fn a_new_quota_applies_to_later_waiters() {
     for &strategy in Strategy::ALL {
         let live = Live::new(policy(strategy, "1/h"));
         let layer = CallLimitLayer::new(LocalStore::default(), |_: &()| Some(ANN), live.clone()).wait(LONG);
@@ -323,7 +322,7 @@ where
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_refunded_wakes_who_waits() {
+async fn a_refund_wakes_waiters() {
     for &strategy in Strategy::ALL {
         for others in 0..2 {
             let refunded = woken(strategy, others, async |limiter| {
@@ -338,9 +337,9 @@ async fn what_is_refunded_wakes_who_waits() {
     }
 }
 
-/// One who has taken a turn ahead has it sooner.
+/// A permit that was taken ahead comes sooner.
 #[tokio::test(start_paused = true)]
-async fn what_is_refunded_makes_a_turn_come_sooner() {
+async fn a_refund_brings_permits_forward() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/m"));
     assert!(limiter.take(ANN, 1).await.unwrap().is_allowed());
     let wait = |limiter: &Limiter<LocalStore>| {
@@ -359,9 +358,9 @@ async fn what_is_refunded_makes_a_turn_come_sooner() {
     assert!(next > Duration::from_secs(58), "{next:?}");
 }
 
-/// A reservation that is not used is settled, off the path of who used it.
+/// An unused reservation is settled off the path of its owner.
 #[tokio::test(start_paused = true)]
-async fn what_is_settled_wakes_who_waits() {
+async fn a_settlement_wakes_waiters() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
     let limiter = Limiter::new(store, policy(Strategy::SlidingLog, "1/m"));
     let reserved = limiter.reserve(ANN, 1).await.unwrap();
@@ -376,9 +375,9 @@ async fn what_is_settled_wakes_who_waits() {
     assert!(start.elapsed() < Duration::from_millis(600), "{:?}", start.elapsed());
 }
 
-/// What others refund nobody here is told.
+/// What others refund is not reported here.
 #[tokio::test(start_paused = true)]
-async fn who_waits_for_long_looks_again() {
+async fn long_waits_check_again() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Default::default())] {
         let store = MockStore::new();
         store.deny(Duration::from_secs(60));
@@ -426,18 +425,18 @@ fn on_two_runtimes(ends: bool, prepare: impl FnOnce(&MockStore)) {
 }
 
 #[test]
-fn a_throttle_outlives_the_runtime_it_waited_on() {
+fn a_throttle_outlives_its_runtime() {
     on_two_runtimes(true, |store| store.fail(StoreError::new(ErrorKind::Unreachable)));
     on_two_runtimes(true, |store| store.deny(Duration::from_secs(60)));
 }
 
 #[test]
-fn a_throttle_does_not_wait_for_a_runtime_that_stands_still() {
+fn a_throttle_survives_a_stalled_runtime() {
     on_two_runtimes(false, |store| store.fail(StoreError::new(ErrorKind::Unreachable)));
     on_two_runtimes(false, |store| store.deny(Duration::from_secs(60)));
 }
 
-/// What is there is taken in the first poll: a layer that does not wait for readiness has it.
+/// What is there is taken in the first poll, for a layer that does not wait for readiness.
 #[tokio::test(start_paused = true)]
 async fn load_shed_sheds_nothing_below_the_quota() {
     for &strategy in Strategy::ALL {
@@ -450,9 +449,9 @@ async fn load_shed_sheds_nothing_below_the_quota() {
     }
 }
 
-/// No wait helps it, whether or not others wait; and nobody waits for its cost.
+/// Waiting does not help them, whether or not others wait; and nobody waits for their cost.
 #[tokio::test(start_paused = true)]
-async fn a_cost_that_never_fits_is_told_so_behind_others() {
+async fn queued_costs_above_capacity_are_refused() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s"));
     let layer = CallLimitLayer::new(LocalStore::default(), |_: &u32| Some(ANN), policy(Strategy::Gcra, "1/s"));
     let service = layer.cost(|cost| *cost).wait(Duration::from_secs(3)).layer(service_fn(ok));
@@ -476,7 +475,7 @@ async fn a_cost_that_never_fits_is_told_so_behind_others() {
 
 /// Those of one caller are counted together, whatever they wait for.
 #[tokio::test(start_paused = true)]
-async fn a_caller_waits_under_all_its_policies_together() {
+async fn a_caller_waits_under_all_policies() {
     struct ByName;
 
     impl PolicySelector<u32> for ByName {
@@ -494,7 +493,7 @@ async fn a_caller_waits_under_all_its_policies_together() {
 
 /// Also before anything is known.
 #[tokio::test(start_paused = true)]
-async fn no_more_wait_at_a_limiter_or_a_throttle_than_may() {
+async fn the_number_of_waiters_is_bounded() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
     let limiter = Limiter::new(store.clone(), policy(Strategy::Gcra, "1/s"));
     let waits = (0..10_010).map(|_| limiter.wait(ANN, 1, Duration::from_secs(20)));
@@ -525,9 +524,9 @@ async fn no_more_wait_at_a_limiter_or_a_throttle_than_may() {
     assert!(took > Duration::from_millis(1_890) && took < Duration::from_secs(4), "{took:?}");
 }
 
-/// Nothing is taken ahead for a turn that is far away, so that who goes costs no call.
+/// Nothing is taken ahead for a permit that is far away, so that a cancellation costs no call.
 #[tokio::test(start_paused = true)]
-async fn requests_that_are_dropped_cost_a_call_each() {
+async fn dropped_requests_cost_a_call_each() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
     let layer = CallLimitLayer::new(store.clone(), |_: &()| Some(ANN), policy(Strategy::Gcra, "1/m"));
     let service = layer.wait(LONG).layer(service_fn(ok));
@@ -541,7 +540,6 @@ async fn requests_that_are_dropped_cost_a_call_each() {
     assert!(asked <= 210, "{asked} calls for 200 requests");
 }
 
-/// One call that fails is one request that the store could not decide.
 #[tokio::test(start_paused = true)]
 async fn one_failing_call_ends_one_wait() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
@@ -570,7 +568,7 @@ async fn one_failing_call_ends_one_wait() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn throttles_ask_a_failing_store_seldom() {
+async fn throttles_rarely_retry_a_failing_store() {
     let store = Late::new(&LocalStore::default(), Duration::from_micros(10));
     store.fail(true);
     let layer = ThrottleLayer::new(store.clone(), ANN, policy(Strategy::Gcra, "10000/s"));
@@ -594,7 +592,7 @@ async fn throttles_ask_a_failing_store_seldom() {
 
 /// And not as of when it was taken.
 #[tokio::test(start_paused = true)]
-async fn what_is_told_of_the_reset_is_as_of_the_turn() {
+async fn reset_is_relative_to_the_permit() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/m burst 5"));
     let _ = limiter.take(ANN, 5).await.unwrap();
     let (first, second) = tokio::join!(limiter.wait(ANN, 1, LONG), limiter.wait(ANN, 1, LONG));
@@ -604,9 +602,9 @@ async fn what_is_told_of_the_reset_is_as_of_the_turn() {
     }
 }
 
-/// A place of this process is not found free by chance.
+/// It is not found by chance.
 #[tokio::test(start_paused = true)]
-async fn a_request_that_ends_here_makes_room_at_once() {
+async fn a_local_end_frees_capacity_immediately() {
     for there in [0, 1] {
         let store = Late::new(&LocalStore::default(), Duration::from_millis(there));
         let layer = CallLimitLayer::new(store, |_: &()| Some(ANN), Policy::in_flight("jobs", 2).unwrap()).wait(LONG);
@@ -622,9 +620,9 @@ async fn a_request_that_ends_here_makes_room_at_once() {
     }
 }
 
-/// A request that passes since the store cannot decide runs, and so is in flight.
+/// A request that passes because the store cannot decide runs, and so is in flight.
 #[tokio::test(start_paused = true)]
-async fn what_passes_after_a_failed_wait_is_in_flight() {
+async fn passing_after_failed_waits_is_in_flight() {
     let local = LocalStore::default();
     let store = Late::new(&local, Duration::from_millis(1));
     let policies = Policies::from(Policy::in_flight("jobs", 2).unwrap());
@@ -656,7 +654,7 @@ async fn what_passes_after_a_failed_wait_is_in_flight() {
 
 /// What others have taken since is theirs, though it is the newest.
 #[tokio::test(start_paused = true)]
-async fn an_unused_permit_refunds_what_it_took() {
+async fn an_unused_permit_refunds_its_charge() {
     for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 60 }] {
         let (store, policies) = (LocalStore::default(), policy(strategy, "100/m"));
         let layer = ThrottleLayer::new(store.clone(), ANN, policies.clone());
@@ -674,11 +672,11 @@ async fn an_unused_permit_refunds_what_it_took() {
     }
 }
 
-/// A store to which what is refunded takes a second.
+/// A store whose refunds take a second.
 #[derive(Clone)]
-struct SlowToGiveBack(LocalStore);
+struct SlowRefunds(LocalStore);
 
-impl Store for SlowToGiveBack {
+impl Store for SlowRefunds {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
@@ -692,9 +690,9 @@ impl Store for SlowToGiveBack {
 
 /// What is on its way when the window ends is not taken from the next one.
 #[tokio::test(start_paused = true)]
-async fn an_unused_permit_gives_nothing_back_to_the_next_window() {
+async fn unused_permits_spare_the_next_window() {
     let (store, policies) = (LocalStore::default(), policy(Strategy::FixedWindow(Align::FirstHit), "100/m"));
-    let throttle = ThrottleLayer::new(SlowToGiveBack(store.clone()), ANN, policies.clone());
+    let throttle = ThrottleLayer::new(SlowRefunds(store.clone()), ANN, policies.clone());
     let mut held: Vec<_> = (0..50).map(|_| throttle.layer(service_fn(ok::<()>))).collect();
     let start = Instant::now();
     for throttle in &mut held {
@@ -712,7 +710,7 @@ async fn an_unused_permit_gives_nothing_back_to_the_next_window() {
 
 /// What is not due yet under one policy may have flowed back under another.
 #[tokio::test(start_paused = true)]
-async fn who_leaves_refunds_what_each_policy_counts() {
+async fn cancelled_waiters_refund_every_policy_separately() {
     let store = LocalStore::default();
     let slow = Policy::new("slow", Strategy::Gcra, "60/m burst 100".parse().unwrap()).unwrap();
     let quick = Policy::new("quick", Strategy::Gcra, "100/s".parse().unwrap()).unwrap();
@@ -737,9 +735,9 @@ async fn who_leaves_refunds_what_each_policy_counts() {
     assert!(slow.peek(ANN, 30).await.unwrap().is_allowed());
 }
 
-/// A place that comes free helps nobody who waits for a rate.
+/// A request that ends does not help those who wait for a rate.
 #[tokio::test(start_paused = true)]
-async fn one_who_waits_for_a_rate_does_not_ask_for_each_request_that_ends() {
+async fn request_ends_do_not_wake_rate_waiters() {
     let store = Late::new(&LocalStore::default(), Duration::from_millis(1));
     let streams = Policy::in_flight("streams", 1_000).unwrap();
     let rate = Policy::new("rate", Strategy::Gcra, "1/h".parse().unwrap()).unwrap();

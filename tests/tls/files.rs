@@ -41,7 +41,7 @@ fn refused(config: &StoreConfig) -> String {
 }
 
 #[tokio::test]
-async fn a_store_of_a_configuration_connects_with_its_files() {
+async fn configured_stores_connect_with_their_files() {
     let (ca, folder) = (Authority::new(), Folder::new());
     let server = TlsServer::start_with(&ca, &ca.sign("redis.internal"), &[]);
     let own = ca.sign("service.example");
@@ -70,7 +70,7 @@ async fn a_store_of_a_configuration_connects_with_its_files() {
 }
 
 #[test]
-fn what_is_wrong_is_named_with_its_file() {
+fn errors_name_the_file() {
     let (ca, folder) = (Authority::new(), Folder::new());
     let (own, strange) = (ca.sign("service.example"), Authority::new().sign("service.example"));
     let (certificate, key) = (folder.write("client.pem", &own.pem), folder.write("client.key", &own.key));
@@ -96,7 +96,7 @@ fn what_is_wrong_is_named_with_its_file() {
 }
 
 #[test]
-fn what_is_set_for_tls_needs_a_url_that_asks_for_it() {
+fn tls_settings_need_a_tls_url() {
     let folder = Folder::new();
     let mut config = config("redis://127.0.0.1/");
     config.root_certificates = folder.write("ca.pem", &Authority::new().pem());

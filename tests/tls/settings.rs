@@ -10,7 +10,7 @@ fn builder() -> tower_redis_ratelimit::store::RedisStoreBuilder {
 }
 
 #[test]
-fn certificates_that_are_none() {
+fn invalid_certificates() {
     let (ca, other) = (Authority::new(), Authority::new());
     let (own, strange) = (ca.sign("service.example"), other.sign("service.example"));
     let broken = ca.pem().replacen("MII", "MIX", 1);
@@ -33,13 +33,13 @@ fn certificates_that_are_none() {
 }
 
 #[test]
-fn a_name_that_is_none() {
+fn an_invalid_name() {
     let error = builder().server_name("not a name").connect_lazy().unwrap_err();
     assert!(matches!(&error, ConfigError::ServerName(name) if name == "not a name"), "{error:?}");
     builder().server_name("10.0.0.1").connect_lazy().unwrap();
 }
 
-/// Who sets a certificate believes that nobody can listen.
+/// Whoever sets a certificate expects encryption.
 #[test]
 fn certificates_without_tls() {
     let ca = Authority::new().pem();

@@ -20,7 +20,7 @@ fn builder(servers: impl Into<Servers>, ca: &Authority, own: &Certificate) -> Re
         .timeout(Duration::from_secs(20))
 }
 
-/// The nodes of a cluster tell of each other by the ports that speak TLS.
+/// The nodes of a cluster announce the ports that speak TLS.
 #[tokio::test]
 async fn a_cluster() {
     let ca = Authority::new();

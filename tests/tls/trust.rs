@@ -111,7 +111,7 @@ async fn the_url_does_not_ask_for_tls() {
 
 /// Whatever else may keep it from answering, its port speaks TLS.
 #[tokio::test]
-async fn a_server_that_falls_silent_has_spoken_tls() {
+async fn a_silent_server_has_spoken_tls() {
     let ca = Authority::new();
     let server = TlsServer::start(&ca, "127.0.0.1");
     let builder = RedisStore::builder(server.url()).root_certificates(ca.pem()).timeout(Duration::from_millis(500));

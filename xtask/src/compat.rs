@@ -15,8 +15,8 @@ const LIBRARY: &str = "tower-redis-ratelimit";
 /// The tests: what cargo calls the target, what the table does, and which part of it. A part is a row of the table, and a
 /// whole target has one for each module.
 const TARGETS: [(&str, &str, &str); 5] = [
-    ("tower_redis_ratelimit", "twins", "store::redis::tests::"),
-    ("tower_redis_ratelimit", "lanes", "store::redis::lane::"),
+    ("tower_redis_ratelimit", "algorithms", "store::redis::tests::"),
+    ("tower_redis_ratelimit", "workers", "store::redis::worker::"),
     ("store", "store", ""),
     ("redis", "redis", ""),
     ("cluster", "cluster", ""),

@@ -25,12 +25,11 @@ pub(crate) struct Lack {
     pub(crate) tests: &'static [&'static str],
 }
 
-const HOST_NAMES: Lack = Lack { what: "its nodes have no names of hosts", tests: &["sound::nodes_have_names_or_none"] };
+const HOST_NAMES: Lack =
+    Lack { what: "its nodes have no names of hosts", tests: &["healthy::nodes_have_names_or_none"] };
 
-const CLIENT_EVICTION: Lack = Lack {
-    what: "it does not know `maxmemory-clients`",
-    tests: &["eviction::a_greedy_client_is_evicted_and_not_the_store"],
-};
+const CLIENT_EVICTION: Lack =
+    Lack { what: "it does not know `maxmemory-clients`", tests: &["eviction::client_eviction_spares_the_store"] };
 
 pub(crate) const SERVERS: [Server; 5] = [
     Server {

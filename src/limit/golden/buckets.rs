@@ -5,7 +5,7 @@ use super::*;
 /// `RedisRateLimiter` with a `replenishRate` of 10 and a `burstCapacity` of 20. Tokens come one by one, where Spring's
 /// come with the full second.
 #[test]
-fn a_token_bucket_bursts_and_refills_as_spring_does() {
+fn token_bucket_bursts_match_spring() {
     let mut caller = Caller::new(Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(20));
     let mut spend = |at: i64, tokens: u32| {
         for left in (0..tokens).rev() {
@@ -25,7 +25,7 @@ fn a_token_bucket_bursts_and_refills_as_spring_does() {
 
 /// Rates below one per second by `requestedTokens`: 60 of 60 at one per second are one request per minute.
 #[test]
-fn a_token_bucket_takes_several_tokens_as_spring_does() {
+fn token_bucket_costs_match_spring() {
     for tokens in [3, 60] {
         let seconds = i64::from(tokens);
         let mut caller = Caller::new(Strategy::TokenBucket(Refill::Greedy), Quota::per_second(1).burst(tokens));
@@ -46,7 +46,7 @@ fn a_token_bucket_takes_several_tokens_as_spring_does() {
 
 /// A `burstCapacity` of 0 blocks every request in Spring; here it is no policy.
 #[test]
-fn a_bucket_that_holds_nothing_is_refused() {
+fn a_bucket_of_no_capacity_is_invalid() {
     let none = Policy::new("p", Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(0));
     assert_eq!(none.unwrap_err(), ConfigError::Zero("a quota's burst"));
 }

@@ -20,7 +20,7 @@ fn throttle(caller: &mut Caller, at: i64, quantity: u32) -> [i64; 5] {
 
 /// The table that redis-cell is tested with: a `max_burst` of 4, one per second.
 #[test]
-fn gcra_gives_the_five_replies_of_redis_cell() {
+fn gcra_matches_the_tests_of_redis_cell() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(1).burst(5));
     for (row, (at, quantity, reply)) in [
         // More than the limit never passes.
@@ -57,7 +57,7 @@ fn gcra_gives_the_five_replies_of_redis_cell() {
 
 /// `CL.THROTTLE user123 15 30 60 1`, of its README.
 #[test]
-fn gcra_gives_the_reply_in_the_readme_of_redis_cell() {
+fn gcra_matches_the_readme_of_redis_cell() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_minute(30).burst(16));
     assert_eq!(throttle(&mut caller, 0, 1), [0, 16, 15, -1, 2]);
 }
@@ -88,7 +88,7 @@ fn gcra_allows_as_redis_rate_does() {
 
 /// `AllowAtMost` under `PerSecond(10)`: all that is left, and a wait only if there is not even one.
 #[test]
-fn gcra_allows_at_most_as_redis_rate_does() {
+fn at_most_matches_redis_rate() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
     for (most, expected) in [
         (0, [0, 10, -1, 0]),
@@ -105,7 +105,7 @@ fn gcra_allows_at_most_as_redis_rate_does() {
 
 /// Of 1.5 that are left, redis_rate says 1 and takes all.
 #[test]
-fn at_most_charges_no_more_than_it_grants() {
+fn at_most_charges_only_the_granted_cost() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per_second(10));
     let _ = caller.take(0, 9);
     assert_eq!(result(&caller.ask(50 * MS, Check::up_to, 5)), [1, 0, -1, 950]);
@@ -115,7 +115,7 @@ fn at_most_charges_no_more_than_it_grants() {
 
 /// One per millisecond: no wait is longer than that, and none is rounded away.
 #[test]
-fn waits_below_a_millisecond_are_told() {
+fn waits_below_a_millisecond_are_returned() {
     let mut caller = Caller::new(Strategy::Gcra, Quota::per(1, Duration::from_millis(1)));
     for (at, wait) in [(0, -1), (0, 1_000), (1, 999), (999, 1), (1_000, -1)] {
         assert_eq!(retry(&caller.take(at, 1)), wait, "at {at} us");

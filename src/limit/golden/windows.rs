@@ -5,7 +5,7 @@ use super::*;
 /// The slots of redis_rate v6 and v7: `AllowN(name, 10, minute, n)` gives a count, the time until the slot ends, and
 /// whether it passed. There, what is denied counts too, and the time is in whole seconds.
 #[test]
-fn fixed_windows_of_the_clock_are_the_slots_of_redis_rate() {
+fn clock_aligned_windows_match_redis_rate_slots() {
     let mut caller = Caller::new(Strategy::FixedWindow(Align::default()), Quota::per_minute(10));
     for (at, n, count, delay, allow) in [
         (20 * S, 4, 4, 40 * S, true),
@@ -31,7 +31,7 @@ fn fixed_windows_of_the_clock_are_the_slots_of_redis_rate() {
 
 /// `RRateLimiter`, with a rate of 2 in 5 seconds: a permit is free again when it is one interval old.
 #[test]
-fn a_sliding_log_frees_permits_as_redisson_does() {
+fn sliding_log_expiry_matches_redisson() {
     let mut caller = Caller::new(Strategy::SlidingLog, Quota::per(2, Duration::from_secs(5)));
     for (at, available, wait) in [
         (0, 1, -1),
@@ -53,7 +53,7 @@ fn a_sliding_log_frees_permits_as_redisson_does() {
 /// where Redisson tells when the first does, and 3 ms more. More than the rate never fits, where Redisson's script
 /// raises an error.
 #[test]
-fn a_sliding_log_weighs_permits_as_redisson_does() {
+fn sliding_log_weights_match_redisson() {
     let mut caller = Caller::new(Strategy::SlidingLog, Quota::per(10, Duration::from_secs(10)));
     for (at, permits, available) in [(0, 3, 7), (2, 4, 3), (4, 3, 0)] {
         assert_eq!(caller.take(at * S, permits).remaining(), available);
@@ -69,7 +69,7 @@ fn a_sliding_log_weighs_permits_as_redisson_does() {
 /// Istio's redisquota, `FIXED_WINDOW` of 10 in 2 seconds: what is allocated, and for how long. What is not allocated is
 /// told a wait, which Istio does not tell.
 #[test]
-fn a_fixed_window_from_the_first_hit_allocates_as_istio_does() {
+fn first_hit_window_matches_istio() {
     let mut caller = Caller::new(Strategy::FixedWindow(Align::FirstHit), Quota::per(10, Duration::from_secs(2)));
     for (at, amount, best_effort, allocated, wait, valid) in [
         (0, 10, false, 10, -1, 2_000),
@@ -109,7 +109,7 @@ fn an_allocation_is_refunded_as_in_istio() {
 /// Istio's redisquota, `ROLLING_WINDOW` of 10 in 60 seconds by buckets of one. A bucket of Istio's leaves when its
 /// start is one window old, which is up to a bucket too early; a cell leaves when its end is.
 #[test]
-fn a_window_of_cells_rolls_as_istio_does() {
+fn rolling_window_of_cells_matches_istio() {
     let mut caller = Caller::new(Strategy::SlidingWindow { cells: 60 }, Quota::per_minute(10));
     for (at, amount, best_effort, allocated, wait) in [
         (1_000, 10, false, 10, -1),

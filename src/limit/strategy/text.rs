@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn every_strategy_is_read_as_it_is_written() {
+    fn strategies_round_trip_as_text() {
         for strategy in Strategy::ALL {
             assert_eq!(strategy.to_string().parse(), Ok(*strategy));
         }
@@ -125,7 +125,7 @@ mod tests {
         }
 
         #[test]
-        fn any_text_is_a_strategy_or_an_error(text in "\\PC{0,40}|(fixed|sliding)-window\\(\\PC{0,20}\\)") {
+        fn any_text_is_strategy_or_error(text in "\\PC{0,40}|(fixed|sliding)-window\\(\\PC{0,20}\\)") {
             let _ = text.parse::<Strategy>();
         }
     }

@@ -45,7 +45,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peer_is_found_wherever_the_server_put_it() {
+    fn finds_the_peer_of_every_server() {
         let socket: SocketAddr = "192.0.2.7:1234".parse().unwrap();
         let expected = Ok(Key::ip(socket.ip()));
         assert_eq!(PeerIp.extract(&with(socket)), expected);
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_application_put_there_wins_with_every_set_of_features() {
+    fn the_address_of_the_application_wins() {
         let [client, peer, proxy] =
             ["192.0.2.7:1", "192.0.2.8:2", "192.0.2.9:3"].map(|s| s.parse::<SocketAddr>().unwrap());
         let mut request = with(());

@@ -176,14 +176,14 @@ mod tests {
     }
 
     #[test]
-    fn a_refilling_quota_tells_how_long_the_rest_must_last() {
+    fn a_refilling_quota_returns_its_period() {
         let policies = Policy::new("api", Strategy::Gcra, Quota::per_minute(3)).unwrap().into();
         let expected = ["\"api\";r=2;t=40", "\"api\";r=1;t=20", "\"api\";r=0;t=20", "\"api\";r=0;t=20"];
         assert_eq!(fields(&policies, 4), expected);
     }
 
     #[test]
-    fn a_window_tells_when_it_ends() {
+    fn a_window_returns_when_it_ends() {
         let policies = Policy::new("day", Strategy::FixedWindow(Align::FirstHit), Quota::per_minute(2)).unwrap().into();
         assert_eq!(fields(&policies, 3), ["\"day\";r=1;t=60", "\"day\";r=0;t=60", "\"day\";r=0;t=60"]);
     }

@@ -187,7 +187,7 @@ mod tests {
     use http::Request;
 
     #[test]
-    fn grpc_is_told_by_the_content_type() {
+    fn grpc_is_recognized_by_content_type() {
         let by = |method: Method, kind: &str| {
             is_grpc(&Request::builder().method(method).header("content-type", kind).body(()).unwrap().into_parts().0)
         };
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_pushback_is_never_shorter_than_the_wait() {
+    fn grpc_pushback_covers_the_wait() {
         let days = Duration::from_secs(24 * 86_400);
         for (wait, expected) in [
             (Duration::from_micros(1), 1),

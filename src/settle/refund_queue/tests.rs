@@ -109,7 +109,7 @@ fn costs(asked: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
 }
 
 #[test]
-fn a_store_that_answers_at_once_is_asked_at_once_without_a_runtime() {
+fn an_immediate_store_needs_no_runtime() {
     let store = LocalStore::default();
     let queue = StoreQueue::new(store.clone(), None);
     let told = Arc::new(AtomicU32::new(0));
@@ -121,7 +121,7 @@ fn a_store_that_answers_at_once_is_asked_at_once_without_a_runtime() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_comes_together_goes_together() {
+async fn simultaneous_refunds_are_sent_together() {
     const ALL: u32 = AT_ONCE as u32 + 44;
     let (queue, mut asked, failures) = asking();
     for cost in 1..=ALL {
@@ -143,7 +143,7 @@ async fn what_comes_together_goes_together() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_not_sent_is_tried_again_while_it_matters() {
+async fn unsent_refunds_are_retried_while_they_matter() {
     let (queue, mut asked, failures) = asking();
     let told = Arc::new(AtomicU32::new(0));
     let by_call = Arc::clone(&told);
@@ -178,7 +178,7 @@ async fn what_was_not_sent_is_tried_again_while_it_matters() {
 
 /// With a burst it counts for far longer than a period.
 #[tokio::test(start_paused = true)]
-async fn what_was_not_sent_is_tried_again_for_longer_than_a_period() {
+async fn retries_of_bursts_outlast_a_period() {
     let (queue, mut asked, failures) = asking();
     let policies = Policy::new("test", Strategy::Gcra, Quota::per_second(1).burst(1_000)).unwrap().into();
     queue.send(Check::charge(Key::GLOBAL, &policies, 500));
@@ -192,7 +192,7 @@ async fn what_was_not_sent_is_tried_again_for_longer_than_a_period() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_put_outside_of_a_runtime_is_sent() {
+async fn refunds_from_outside_a_runtime_are_sent() {
     let (queue, mut asked, _) = asking();
     queue.wake();
     let elsewhere = queue.clone();
@@ -203,7 +203,7 @@ async fn what_is_put_outside_of_a_runtime_is_sent() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_sent_and_not_answered_is_told_and_not_sent_again() {
+async fn unanswered_refunds_are_reported_not_repeated() {
     let (queue, mut asked, failures) = asking();
     queue.send(charge(1));
     asked.next().await.1.send(Err(StoreError::new(ErrorKind::Timeout))).unwrap();
@@ -212,7 +212,7 @@ async fn what_was_sent_and_not_answered_is_told_and_not_sent_again() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_finds_it_full_is_told() {
+async fn refunds_beyond_capacity_are_reported() {
     let (queue, mut asked, failures) = asking();
     for _ in 0..CAPACITY + 11 {
         queue.send(charge(1));
@@ -226,7 +226,7 @@ async fn what_finds_it_full_is_told() {
 }
 
 #[test]
-fn what_a_runtime_that_ends_leaves_is_sent_on_the_next_one() {
+fn the_next_runtime_sends_the_rest() {
     let (queue, mut asked, failures) = asking();
     let first = Builder::new_current_thread().enable_all().build().unwrap();
     first.block_on(async {
@@ -256,7 +256,7 @@ fn what_a_runtime_that_ends_leaves_is_sent_on_the_next_one() {
 }
 
 #[test]
-fn a_runtime_that_stands_still_is_not_waited_for() {
+fn a_stalled_runtime_is_not_waited_for() {
     let (queue, mut asked, _) = asking();
     let still = Builder::new_current_thread().enable_all().build().unwrap();
     still.block_on(async { (1..=2).for_each(|cost| queue.send(charge(cost))) });
@@ -279,7 +279,7 @@ fn a_runtime_that_stands_still_is_not_waited_for() {
 
 /// Several threads put and runtimes end meanwhile: each is asked for once.
 #[test]
-fn each_is_sent_once_whatever_ends() {
+fn each_refund_is_sent_once() {
     let (queue, mut asked, failures) = asking();
     let answers = std::thread::spawn(move || {
         let mut sum = 0_u64;
@@ -317,7 +317,7 @@ fn each_is_sent_once_whatever_ends() {
 
 /// Another runtime has taken over by then, and has nothing left to do.
 #[test]
-fn what_a_runtime_that_stood_still_leaves_is_heard_on_the_next_one() {
+fn answers_left_by_stalled_runtimes_are_read() {
     let (queue, mut asked, _) = asking();
     let (told, mut heard) = oneshot::channel();
     let still = Builder::new_current_thread().enable_all().build().unwrap();
@@ -370,7 +370,7 @@ impl Observer for Panicking {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_of_the_store_or_its_observer_costs_one_event() {
+async fn a_panic_costs_one_event() {
     let queue = StoreQueue::new(Panicking, Some(Arc::new(Panicking)));
     let told = Arc::new(Mutex::new(vec![]));
     // Those of the second round come to a sender.
@@ -385,7 +385,7 @@ async fn a_panic_of_the_store_or_its_observer_costs_one_event() {
 }
 
 #[test]
-fn what_nobody_is_left_to_send_is_told() {
+fn abandoned_refunds_are_reported() {
     let (queue, mut asked, _) = asking();
     let (told, mut heard) = oneshot::channel();
     queue.send_then(charge(1), move |answer| told.send(answer.is_ok()).unwrap());

@@ -112,7 +112,7 @@ async fn the_local_store_has_its_capacity() {
 }
 
 #[test]
-fn the_kind_and_the_url_choose_the_store() {
+fn kind_and_url_choose_the_store() {
     let store = |kind, url: Option<&str>| {
         AnyStore::from_config(&StoreConfig { kind, url: url.map(str::to_owned), ..StoreConfig::default() })
     };
@@ -135,7 +135,7 @@ fn the_kind_and_the_url_choose_the_store() {
 }
 
 #[test]
-fn what_cannot_work_is_refused() {
+fn impossible_settings_are_refused() {
     let refused = |config: StoreConfig| AnyStore::from_config(&config).unwrap_err();
     let zero = refused(StoreConfig { timeout: Duration::ZERO, ..other() });
     assert!(zero.to_string().contains("the time-out of a RedisStore, in nanoseconds, is 0"), "{zero}");
@@ -155,7 +155,7 @@ fn what_cannot_work_is_refused() {
 }
 
 #[tokio::test]
-async fn those_that_are_alive_can_share() {
+async fn live_instances_can_share() {
     let AnyStore::Fallback(store) =
         AnyStore::from_config(&StoreConfig { share: ShareConfig::Alive, ..other() }).unwrap()
     else {
@@ -178,7 +178,7 @@ fn debug_shows_the_address_and_no_password() {
 }
 
 #[test]
-fn a_variable_has_the_url_or_is_unset() {
+fn a_variable_must_hold_the_url() {
     let of = |value| StoreConfig::of_variable("REDIS_URL", value);
     assert_eq!(of(Ok(URL.to_owned())).unwrap().url.as_deref(), Some(URL));
     assert_eq!(of(Err(VarError::NotPresent)), Ok(StoreConfig::default()));

@@ -110,7 +110,7 @@ mod tests {
 
     /// Of many, two become one of the age of the older: less is refunded than might be, and no memory grows.
     #[test]
-    fn many_become_a_few_of_the_oldest_age() {
+    fn many_refunds_merge_at_the_oldest_age() {
         let mut backs = Backs::default();
         for i in 0..MAX as i64 + 84 {
             let charged = Charged { age: i, at: 0, cost: 9, reset: 1_000 };

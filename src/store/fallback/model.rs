@@ -163,7 +163,7 @@ fn the_lease() {
 
 /// Whatever is answered, reconciled and granted at once: the fallback counts at least what it has granted.
 #[test]
-fn answers_that_are_followed() {
+fn warming_keeps_what_was_granted() {
     struct Shared {
         breaker: Breaker,
         grants: Grants,

@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_noted_once_and_what_has_expired_not_at_all() {
+    fn notes_skip_repeated_ids_and_expired_charges() {
         let mut notes = notes();
         let later = 2 * 86_400_000_000;
         notes.add(Mode::Charge, Some(Key::new("c")), 5, &[], 0, false);
@@ -401,7 +401,7 @@ mod tests {
 
     /// It is sent as old as it is by then, and not at all once its charge counts no more.
     #[test]
-    fn what_is_refunded_gets_older() {
+    fn noted_refunds_age() {
         const S: i64 = 1_000_000;
         let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
         let of = Charged { age: 20 * S, at: 0, cost: 5, reset: 60 * S };
@@ -418,7 +418,7 @@ mod tests {
 
     /// However often its reconciliation fails, and whatever is charged meanwhile.
     #[test]
-    fn what_is_put_back_lapses() {
+    fn restored_notes_lapse() {
         for &strategy in Strategy::ALL {
             let quota = Quota::per(100, std::time::Duration::from_millis(300));
             let policies: Policies = Policy::new("test", strategy, quota).unwrap().into();
@@ -437,7 +437,7 @@ mod tests {
 
     /// Of a charge in the outage what has flowed back is not refunded of another's charge in the primary store.
     #[test]
-    fn what_is_noted_is_refunded_there_only() {
+    fn noted_charges_are_refunded_locally() {
         const HOUR: i64 = 3_600_000_000;
         let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
         let mut notes = Notes::new(policies);
@@ -450,7 +450,7 @@ mod tests {
     proptest! {
         /// Also if part of it was to be done and was not, and is noted again.
         #[test]
-        fn notes_come_to_what_was_done(
+        fn notes_sum_up_all_changes(
             start in 0u64..50,
             all in prop::collection::vec((prop::sample::select(vec![Mode::Charge, Mode::Refund, Mode::Reset]), 1u64..20), 0..20),
             cut in 0usize..20,
@@ -471,7 +471,7 @@ mod tests {
 
         /// What was charged before a reset is forgotten, also under an id.
         #[test]
-        fn a_reset_is_between_what_was_before_and_after_it(before in 0u64..5, after in 0u64..5, again: bool) {
+        fn a_reset_forgets_earlier_charges_only(before in 0u64..5, after in 0u64..5, again: bool) {
             let mut notes = notes();
             for id in 0..before {
                 notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);

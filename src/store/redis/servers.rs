@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_cluster_is_refused() {
+    fn a_non_cluster_is_refused() {
         let none: [&str; 0] = [];
         for servers in [
             Servers::from("redis+cluster://"),

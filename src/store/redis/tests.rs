@@ -249,7 +249,7 @@ async fn long_logs() {
 
 /// What has left the period takes no memory, however much left at once.
 #[tokio::test]
-async fn a_log_that_was_long_keeps_no_memory() {
+async fn an_expired_log_frees_its_memory() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(16, &server);
     let quota = Quota::per(2_010, Duration::from_secs(10));
@@ -265,7 +265,7 @@ async fn a_log_that_was_long_keeps_no_memory() {
 /// What refunds is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
 /// server.
 #[tokio::test]
-async fn what_is_long_on_its_way_is_as_old_as_it_is() {
+async fn delayed_refunds_keep_their_real_age() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(15, &server);
     let policies = Policy::new("p", Strategy::Gcra, Quota::per_second(100)).unwrap().into();
@@ -284,7 +284,7 @@ async fn what_is_long_on_its_way_is_as_old_as_it_is() {
 
 /// An answer that is repeated is as old as the charge: what gives it back takes nothing out of what was charged since.
 #[tokio::test]
-async fn what_is_refunded_of_a_repeated_answer_is_as_old_as_the_charge() {
+async fn refunds_of_repeated_answers_keep_their_age() {
     let server = RedisServer::start();
     let Trace { now, redis, .. } = Trace::new(17, &server);
     let local = LocalStore::default();
@@ -311,7 +311,7 @@ async fn what_is_refunded_of_a_repeated_answer_is_as_old_as_the_charge() {
 
 /// What is asked under one quota and not granted leaves alone what another has counted.
 #[tokio::test]
-async fn what_charges_nothing_writes_nothing() {
+async fn uncharged_checks_write_nothing() {
     let server = RedisServer::start();
     let mut trace = Trace::new(13, &server);
     let (mut compared, mut wrote) = (0, vec![]);

@@ -20,15 +20,15 @@ use tower_redis_ratelimit::{Key, LocalStore};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use super::{ByTenant, Job, job, layer, layer_with, limited, print};
-use crate::support::{Asking, Questions, asking, policy};
+use crate::support::{ManualStore, Questions, manual_store, policy};
 
 /// Panics when a clone is called that was not polled ready.
 type Handle = mock::Handle<Job, String>;
-type Limited = CallLimit<Mock<Job, String>, Asking, ByTenant, Job>;
+type Limited = CallLimit<Mock<Job, String>, ManualStore, ByTenant, Job>;
 
 /// A limited mock, with the ends that the test holds of its inner service and of its store.
 fn mocked() -> (Spawn<Limited>, Handle, Questions) {
-    let (store, questions) = asking();
+    let (store, questions) = manual_store();
     let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
     (service, handle, questions)
 }
@@ -61,12 +61,12 @@ fn was_never_called(service: Spawn<Limited>, mut handle: Handle) -> bool {
 }
 
 #[test]
-fn it_is_ready_when_the_inner_service_is() {
+fn readiness_is_that_of_the_inner_service() {
     let (mut service, mut handle, mut questions) = mocked();
     handle.allow(0);
     assert!(service.poll_ready::<Job>().is_pending());
     handle.allow(1);
-    assert!(service.is_woken(), "the task must be told when the inner service gets ready");
+    assert!(service.is_woken(), "the task must be woken when the inner service gets ready");
     assert!(matches!(service.poll_ready::<Job>(), Poll::Ready(Ok(()))));
     assert!(questions.try_recv().is_err(), "readiness is no question to the store");
     handle.send_error("broken");
@@ -75,7 +75,7 @@ fn it_is_ready_when_the_inner_service_is() {
 }
 
 #[test]
-fn the_inner_service_is_called_only_after_the_store_said_yes() {
+fn the_inner_call_follows_the_decision() {
     let (mut service, mut handle, mut questions) = mocked();
     let mut response = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(response.as_mut()) && waits(response.as_mut()));
@@ -95,7 +95,7 @@ fn the_inner_service_is_called_only_after_the_store_said_yes() {
 }
 
 #[test]
-fn a_decision_without_a_wait_calls_the_very_service_that_was_ready() {
+fn an_immediate_decision_calls_the_ready_service() {
     let (mut service, mut handle) = mock::spawn_layer(layer_with(LocalStore::default(), "100/s"));
     let mut response = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(response.as_mut()));
@@ -104,7 +104,7 @@ fn a_decision_without_a_wait_calls_the_very_service_that_was_ready() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_task_that_waits_is_woken_by_the_store_and_by_the_inner_service() {
+async fn store_and_inner_service_wake_the_task() {
     let (mut service, mut handle, mut questions) = mocked();
     // Tasks of their own, so that no other's wake-up polls the response, which is spawned first and so waits first.
     let response = tokio::spawn(call(service.get_mut(), job("acme")));
@@ -117,7 +117,7 @@ async fn a_task_that_waits_is_woken_by_the_store_and_by_the_inner_service() {
 }
 
 #[test]
-fn a_denied_or_undecided_request_never_reaches_the_inner_service() {
+fn denied_or_undecided_calls_are_not_made() {
     let (mut service, handle, mut questions) = mocked();
     let mut denied = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(denied.as_mut()));
@@ -135,7 +135,7 @@ fn a_denied_or_undecided_request_never_reaches_the_inner_service() {
 }
 
 #[test]
-fn a_request_that_is_given_up_before_its_decision_is_withdrawn_and_never_made() {
+fn a_cancelled_undecided_request_is_withdrawn() {
     let (mut service, handle, mut questions) = mocked();
     let mut response = Box::pin(call(service.get_mut(), job("acme")));
     assert!(waits(response.as_mut()));
@@ -147,8 +147,8 @@ fn a_request_that_is_given_up_before_its_decision_is_withdrawn_and_never_made() 
 }
 
 #[test]
-fn an_undecided_request_that_may_pass_reaches_the_inner_service_once() {
-    let (store, mut questions) = asking();
+fn an_undecided_request_may_pass_once() {
+    let (store, mut questions) = manual_store();
     let (mut service, mut handle) = mock::spawn_layer(layer_with(store, "100/s").on_error(OnError::Allow));
     let mut response = pin!(call(service.get_mut(), job("acme")));
     assert!(waits(response.as_mut()));
@@ -161,7 +161,7 @@ fn an_undecided_request_that_may_pass_reaches_the_inner_service_once() {
 }
 
 #[test]
-fn an_error_of_the_inner_service_comes_in_one_box() {
+fn inner_errors_are_boxed_once() {
     #[derive(Debug, PartialEq)]
     struct Broken(u32);
     impl std::fmt::Display for Broken {
@@ -179,7 +179,7 @@ fn an_error_of_the_inner_service_comes_in_one_box() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_inner_service_that_was_polled_ready_is_the_one_that_is_called() {
+async fn the_service_polled_ready_is_called() {
     async fn serves<T>(inner: T)
     where
         T: Service<Job, Response = String, Error: Into<BoxError>> + Clone,
@@ -200,8 +200,8 @@ async fn the_inner_service_that_was_polled_ready_is_the_one_that_is_called() {
 }
 
 #[test]
-fn an_undecided_request_keeps_its_place_in_the_inner_service_until_it_is_given_up() {
-    let (store, _questions) = asking();
+fn an_undecided_request_holds_the_inner_service() {
+    let (store, _questions) = manual_store();
     let mut service = layer_with(store, "100/s").layer(ConcurrencyLimit::new(service_fn(print), 1));
     let mut response = Box::pin(call(&mut service, job("acme")));
     assert!(waits(response.as_mut()));
@@ -211,12 +211,12 @@ fn an_undecided_request_keeps_its_place_in_the_inner_service_until_it_is_given_u
 }
 
 #[tokio::test]
-async fn a_call_that_fails_gives_its_place_in_the_inner_service_back_at_once() {
+async fn a_failed_call_releases_the_inner_service() {
     fn fails<T>(inner: T)
     where
         T: Service<Job, Response = String, Error: Into<BoxError>> + Clone,
     {
-        let (store, mut questions) = asking();
+        let (store, mut questions) = manual_store();
         let mut service = layer_with(store, "100/s").layer(inner);
         // The place is not to hang on the futures, which live as long as their owner likes.
         let mut failed = Vec::new();
@@ -238,7 +238,7 @@ async fn a_call_that_fails_gives_its_place_in_the_inner_service_back_at_once() {
 }
 
 #[test]
-fn a_call_that_fails_without_a_wait_gives_its_place_back_too() {
+fn an_immediate_failure_releases_the_inner_service() {
     let mut service = layer("1/h").layer(ConcurrencyLimit::new(service_fn(print), 1));
     assert!(settled(call(&mut service, job("acme"))).is_ok());
     for tenant in ["acme", ""] {
@@ -250,7 +250,7 @@ fn a_call_that_fails_without_a_wait_gives_its_place_back_too() {
 
 #[test]
 #[should_panic(expected = "`CallFuture` polled after completion")]
-fn an_error_that_has_been_given_is_not_waited_for_again() {
+fn polling_after_an_error_panics() {
     let mut service = layer("1/h").layer(service_fn(print));
     let mut response = pin!(call(&mut service, job("")));
     assert!(settled(response.as_mut()).is_err());

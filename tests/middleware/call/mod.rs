@@ -68,7 +68,7 @@ fn limited<T: Debug>(result: Result<T, BoxError>) -> RateLimited {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_closure_says_what_a_request_is_counted_by_and_another_what_it_costs() {
+async fn closures_give_key_and_cost() {
     let service = ServiceBuilder::new()
         .layer(
             CallLimitLayer::new(LocalStore::default(), |job: &Job| Some(Key::new(job.tenant)), policy("jobs", "60/m"))
@@ -88,7 +88,7 @@ async fn a_closure_says_what_a_request_is_counted_by_and_another_what_it_costs()
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_denial_says_what_to_do_and_not_who_called() {
+async fn a_denial_names_the_fix_not_callers() {
     let service = layer("60/m").cost(|job| job.pages).layer(service_fn(print));
     let secret = |pages| Job { tenant: SECRET, pages };
     printed(&service, secret(60)).unwrap();
@@ -103,7 +103,7 @@ async fn a_denial_says_what_to_do_and_not_who_called() {
 }
 
 #[test]
-fn requests_of_any_type_are_counted_by_all_that_does_not_read_http() {
+fn extractors_without_http_accept_any_request() {
     struct Tenant;
     impl KeyExtractor<Job> for Tenant {
         fn extract(&self, job: &Job) -> Result<Key, MissingKey> {
@@ -129,7 +129,7 @@ fn requests_of_any_type_are_counted_by_all_that_does_not_read_http() {
 }
 
 #[test]
-fn requests_of_any_type_are_decided_under_all_that_does_not_read_http() {
+fn selectors_without_http_accept_any_request() {
     struct ByPages;
     impl PolicySelector<Job> for ByPages {
         fn policies(&self, job: &Job, _: Option<&Key>) -> Option<Policies> {
@@ -158,7 +158,7 @@ fn requests_of_any_type_are_decided_under_all_that_does_not_read_http() {
 }
 
 #[test]
-fn live_policies_are_replaced_under_requests_of_two_types_at_once() {
+fn live_policies_serve_two_request_types() {
     let live = Live::new(policy("jobs", "1/h"));
     let jobs = CallLimitLayer::new(LocalStore::default(), Global, live.clone()).layer(service_fn(print));
     let numbers = CallLimitLayer::new(LocalStore::default(), Global, live.clone())
@@ -171,7 +171,7 @@ fn live_policies_are_replaced_under_requests_of_two_types_at_once() {
 }
 
 #[test]
-fn what_is_skipped_needs_no_key_and_is_not_counted() {
+fn skipped_requests_need_no_key() {
     let service = layer("1/h").skip(|job| job.pages == 0).layer(service_fn(print));
     for tenant in ["acme", "acme", ""] {
         assert!(printed(&service, Job { tenant, pages: 0 }).is_ok());
@@ -189,7 +189,7 @@ fn a_cost_may_go_by_the_policies() {
 }
 
 #[test]
-fn a_request_without_a_key_fails_or_passes_uncounted() {
+fn a_missing_key_fails_or_passes() {
     let service = layer("1/h").layer(service_fn(print));
     let error = printed(&service, job("")).unwrap_err();
     assert!(error.downcast_ref::<MissingKey>().is_some_and(MissingKey::is_absent), "{error}");
@@ -209,7 +209,7 @@ fn a_request_without_a_key_fails_or_passes_uncounted() {
 }
 
 #[test]
-fn a_request_that_the_store_cannot_decide_fails_or_passes_uncounted() {
+fn store_errors_fail_or_pass() {
     let service = layer_with(Broken, "1/h").layer(service_fn(print));
     let error = printed(&service, job("acme")).unwrap_err();
     assert!(error.is::<StoreError>(), "{error}");
@@ -238,17 +238,17 @@ impl Observer for Notes {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_observer_is_told_each_decision_each_failure_and_a_misconfiguration_once_a_minute() {
+async fn observers_see_decisions_failures_and_misconfigurations() {
     let notes = Notes::default();
-    let told = || std::mem::take(&mut *notes.0.lock().unwrap());
+    let noted = || std::mem::take(&mut *notes.0.lock().unwrap());
 
     let service = layer("1/h").observer(notes.clone()).layer(service_fn(print));
     let _ = [job("acme"), job("acme"), job("")].map(|job| printed(&service, job));
-    assert_eq!(told(), ["acme allowed", "acme denied"]);
+    assert_eq!(noted(), ["acme allowed", "acme denied"]);
 
     let service = layer_with(Broken, "1/h").observer(notes.clone()).layer(service_fn(print));
     let _ = printed(&service, job("acme"));
-    assert_eq!(told(), ["acme failed"]);
+    assert_eq!(noted(), ["acme failed"]);
 
     struct Misconfigured;
     impl KeyExtractor<Job> for Misconfigured {
@@ -260,14 +260,14 @@ async fn an_observer_is_told_each_decision_each_failure_and_a_misconfiguration_o
     let layer = layer.on_missing_key(OnMissingKey::Allow).observer(notes.clone());
     let service = layer.layer(service_fn(print));
     assert!((0..3).all(|_| printed(&service, job("acme")).is_err()));
-    assert_eq!(told(), ["set it up"]);
+    assert_eq!(noted(), ["set it up"]);
     advance(Duration::from_secs(60)).await;
     let _ = printed(&layer.layer(service_fn(print)), job("acme"));
-    assert_eq!(told(), ["set it up"]);
+    assert_eq!(noted(), ["set it up"]);
 }
 
 #[test]
-fn settings_made_on_a_clone_leave_the_first_layer_as_it_was() {
+fn settings_on_a_clone_leave_the_original() {
     let first = layer("1/h");
     let skipping = first.clone().skip(|_| true);
     let (first, skipping) = (first.layer(service_fn(print)), skipping.layer(service_fn(print)));
@@ -286,7 +286,7 @@ impl KeyExtractor<Job> for Rigid {
 }
 
 #[tokio::test]
-async fn all_types_can_be_named_sent_cloned_and_shown() {
+async fn all_types_are_nameable_send_and_clone() {
     fn shared<T: Send + Sync + Clone + Debug + 'static>(_: &T) {}
     fn spawnable<T: Send + Debug + 'static>(_: &T) {}
     fn error<T: std::error::Error + Send + Sync + Clone + 'static>() {}
@@ -307,7 +307,7 @@ async fn all_types_can_be_named_sent_cloned_and_shown() {
 }
 
 #[test]
-fn the_inner_service_can_be_reached_and_taken_back() {
+fn the_inner_service_is_accessible() {
     let mut service = layer("1/h").layer(Some("inner"));
     assert_eq!(service.get_ref(), &Some("inner"));
     assert_eq!(service.get_mut().take(), Some("inner"));

@@ -8,7 +8,7 @@ use tower_redis_ratelimit::call_limit::UntilAnswer;
 use tower_redis_ratelimit::settle::Settlement;
 
 use super::*;
-use crate::support::asking;
+use crate::support::manual_store;
 
 /// How much remains of a limit of ten per hour.
 fn remaining(store: &LocalStore) -> u32 {
@@ -38,7 +38,7 @@ async fn a_call_costs_what_its_answer_says() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_that_fails_is_settled() {
+async fn failed_calls_are_settled() {
     let store = LocalStore::default();
     let failing = settling(&store).layer(service_fn(async |_: Job| Err::<String, BoxError>("no paper".into())));
     assert_eq!(printed(&failing, job("acme")).unwrap_err().to_string(), "no paper");
@@ -54,7 +54,7 @@ async fn a_dropped_call_keeps_what_it_reserved() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_body_or_a_charge_nothing_is_counted_later() {
+async fn uncharged_calls_are_not_settled() {
     for (settlement, left) in [(Settlement::AtEnd, 6), (Settlement::Bytes { per: 1.try_into().unwrap() }, 10)] {
         let store = LocalStore::default();
         let layer = layer_with(store.clone(), "10/h").cost(|_| 4).settle(move |_: &Result<String, _>| settlement);
@@ -63,7 +63,7 @@ async fn without_a_body_or_a_charge_nothing_is_counted_later() {
     }
 }
 
-/// What an observer is told: of a dry run or not, under which policy, and whether the call is allowed.
+/// What an observer is notified of: a dry run or not, under which policy, and whether the call is allowed.
 #[derive(Clone, Default)]
 struct Tried(Arc<Mutex<Vec<(bool, String, bool)>>>);
 
@@ -94,7 +94,7 @@ async fn a_dry_run_of_calls_rejects_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shadow_stands_beside_what_calls_are_limited_by() {
+async fn calls_take_enforced_and_shadow_policies() {
     let tried = Tried::default();
     let service = layer("2/h").shadow(policy("new", "1/h")).observer(tried.clone()).layer(service_fn(print));
     for new in [true, false] {
@@ -106,7 +106,7 @@ async fn a_shadow_stands_beside_what_calls_are_limited_by() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_a_dry_run_charges_is_settled() {
+async fn dry_run_charges_are_settled() {
     let store = LocalStore::default();
     let service = settling(&store).dry_run().layer(service_fn(print));
     printed(&service, Job { tenant: "acme", pages: 3 }).unwrap();
@@ -116,7 +116,7 @@ async fn what_a_dry_run_charges_is_settled() {
 /// A call that is done holds nothing that others wait for, even if its answer waits for a check.
 #[tokio::test]
 async fn a_late_check_keeps_only_the_answer() {
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let tried = Tried::default();
     let layer = layer_with(store, "1/h").dry_run().observer(tried.clone());
     let mut service = layer.layer(ConcurrencyLimit::new(service_fn(print), 1));

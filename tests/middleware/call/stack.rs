@@ -22,7 +22,7 @@ use tower_redis_ratelimit::extract::Global;
 use tower_redis_ratelimit::{CallLimitLayer, LocalStore};
 
 use super::{job, layer, layer_with, limited, print};
-use crate::support::{asking, policy};
+use crate::support::{manual_store, policy};
 
 /// A limit of two requests in 20 seconds, which are numbers.
 fn numbers() -> CallLimitLayer<LocalStore, Global, u32> {
@@ -34,7 +34,7 @@ async fn echo(number: u32) -> Result<u32, Infallible> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn under_a_buffer_the_error_can_be_found() {
+async fn the_error_is_found_under_a_buffer() {
     let service = ServiceBuilder::new().buffer(8).layer(layer("2/h")).service_fn(print);
     let mut denied = 0;
     for result in join_all((0..3).map(|_| service.clone().oneshot(job("acme")))).await {
@@ -43,11 +43,11 @@ async fn under_a_buffer_the_error_can_be_found() {
     assert_eq!(denied, 1);
 }
 
-/// Tries again when it is told to, and keeps what it was told.
+/// Tries again after `retry_after`, and keeps how long it waited.
 #[derive(Clone, Default)]
-struct WhenTold(Arc<Mutex<Vec<Duration>>>);
+struct HonourRetryAfter(Arc<Mutex<Vec<Duration>>>);
 
-impl Policy<u32, u32, BoxError> for WhenTold {
+impl Policy<u32, u32, BoxError> for HonourRetryAfter {
     type Future = Sleep;
 
     fn retry(&mut self, _: &mut u32, result: &mut Result<u32, BoxError>) -> Option<Sleep> {
@@ -63,9 +63,9 @@ impl Policy<u32, u32, BoxError> for WhenTold {
 }
 
 #[tokio::test(start_paused = true)]
-async fn under_a_retry_each_attempt_is_made_when_it_passes() {
-    let (calls, told) = (AtomicU32::new(0), WhenTold::default());
-    let service = ServiceBuilder::new().retry(told.clone()).layer(numbers()).service_fn(|number| {
+async fn each_retry_attempt_is_limited() {
+    let (calls, policy) = (AtomicU32::new(0), HonourRetryAfter::default());
+    let service = ServiceBuilder::new().retry(policy.clone()).layer(numbers()).service_fn(|number| {
         calls.fetch_add(1, Relaxed);
         echo(number)
     });
@@ -73,8 +73,9 @@ async fn under_a_retry_each_attempt_is_made_when_it_passes() {
         assert_eq!(service.clone().oneshot(number).await.unwrap(), number);
     }
     // A sleep of tokio's may take a millisecond more, by which the next wait is shorter.
-    let told: Vec<_> = told.0.lock().unwrap().iter().map(|wait| (*wait + Duration::from_millis(5)).as_secs()).collect();
-    assert_eq!(told, [10, 10]);
+    let waits: Vec<_> =
+        policy.0.lock().unwrap().iter().map(|wait| (*wait + Duration::from_millis(5)).as_secs()).collect();
+    assert_eq!(waits, [10, 10]);
     assert_eq!(calls.load(Relaxed), 4, "a denied attempt is not made");
 }
 
@@ -105,8 +106,8 @@ async fn under_a_retry_each_attempt_is_charged() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_timeout_around_it_withdraws_the_check_and_one_inside_is_an_error_of_the_call() {
-    let (store, mut questions) = asking();
+async fn timeouts_work_outside_and_inside() {
+    let (store, mut questions) = manual_store();
     let service =
         ServiceBuilder::new().timeout(Duration::from_secs(1)).layer(layer_with(store, "100/s")).service_fn(print);
     let error = service.oneshot(job("acme")).await.unwrap_err();
@@ -122,8 +123,8 @@ async fn a_timeout_around_it_withdraws_the_check_and_one_inside_is_an_error_of_t
 }
 
 #[tokio::test]
-async fn what_is_overloaded_is_shed_on_either_side() {
-    let (store, _questions) = asking();
+async fn load_shed_works_outside_and_inside() {
+    let (store, _questions) = manual_store();
     // Outside: the one place is held by a call that waits for the store.
     let service =
         ServiceBuilder::new().load_shed().concurrency_limit(1).layer(layer_with(store, "100/s")).service_fn(print);
@@ -145,7 +146,7 @@ async fn what_is_overloaded_is_shed_on_either_side() {
 }
 
 #[tokio::test]
-async fn a_balance_goes_on_when_a_call_is_denied_inside_of_it_or_outside() {
+async fn balance_survives_denied_calls() {
     fn balance<S, E>(
         service: S,
     ) -> Balance<impl Discover<Key = usize, Service = PendingRequests<S>, Error = Infallible>, u32>
@@ -171,7 +172,7 @@ async fn a_balance_goes_on_when_a_call_is_denied_inside_of_it_or_outside() {
 }
 
 #[tokio::test]
-async fn one_limit_around_another_is_told_apart_by_its_policy() {
+async fn nested_limits_differ_by_policy() {
     let service = ServiceBuilder::new().layer(layer("1/h")).layer(layer("9/h")).service_fn(print);
     assert!(service.clone().oneshot(job("acme")).await.is_ok());
     let denied = limited(service.oneshot(job("acme")).await);
@@ -179,7 +180,7 @@ async fn one_limit_around_another_is_told_apart_by_its_policy() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_callers_at_once_get_exactly_what_the_quota_gives() {
+async fn parallel_callers_get_exactly_the_quota() {
     let service = ServiceBuilder::new().layer(layer("100/h")).service_fn(print);
     let calls = (0..250).map(|_| tokio::spawn(service.clone().oneshot(job("acme"))));
     let all = join_all(calls).await;

@@ -1,4 +1,4 @@
-//! What the log tells.
+//! What is logged.
 
 use std::io;
 use std::num::NonZeroUsize;
@@ -17,7 +17,7 @@ use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
 use tracing::subscriber::DefaultGuard;
 use tracing::{Level, field, info_span};
 
-use crate::support::{Asking, Broken, anonymous, asking, layer, layer_with, limited, policy, request, send};
+use crate::support::{Broken, ManualStore, anonymous, layer, layer_with, limited, manual_store, policy, request, send};
 
 /// Collects what this thread logs.
 #[derive(Clone, Default)]
@@ -60,7 +60,7 @@ fn exceeded(caller: &str, denied: u64) -> String {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_log_names_who_was_limited_once_a_minute() {
+async fn limited_callers_are_logged_once_a_minute() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let service = limited(layer("1/h").observer(TracingObserver::new().reveal_keys()));
     for _ in 0..100 {
@@ -70,11 +70,11 @@ async fn the_log_names_who_was_limited_once_a_minute() {
     send(&service, request("bob")).await;
     assert_eq!(lines.take(), [exceeded("alice", 1), exceeded("bob", 1)]);
     advance(Duration::from_secs(60)).await;
-    // Whichever decision comes next tells what was counted: it may be another caller's, that passes.
+    // The next decision logs what was counted: it may be another caller's, that passes.
     send(&service, request("carol")).await;
     assert_eq!(lines.take(), [exceeded("alice", 98)]);
     send(&service, request("bob")).await;
-    assert_eq!(lines.take(), [exceeded("bob", 1)], "it was quiet, and is told at once");
+    assert_eq!(lines.take(), [exceeded("bob", 1)], "it was quiet, and is logged at once");
     send(&service, request("alice")).await;
     assert_eq!(lines.take(), [""; 0]);
     drop(service);
@@ -82,7 +82,7 @@ async fn the_log_names_who_was_limited_once_a_minute() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_policy_and_a_dry_run_have_lines_of_their_own() {
+async fn policies_and_dry_runs_log_separately() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new().reveal_keys();
     let key = Key::new("alice");
@@ -98,7 +98,7 @@ async fn each_policy_and_a_dry_run_have_lines_of_their_own() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn more_callers_than_may_be_named_have_one_line() {
+async fn further_callers_share_one_log_line() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let store = MockStore::new();
     store.deny(Duration::from_secs(1));
@@ -115,7 +115,7 @@ async fn more_callers_than_may_be_named_have_one_line() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
+async fn failures_are_throttled_but_breaker_changes_logged() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new();
     let (timeout, refused) = (StoreError::new(ErrorKind::Timeout), StoreError::new(ErrorKind::Refused));
@@ -124,23 +124,23 @@ async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
         observer.failed(&event::Failed::new(Some(&key), &timeout));
     }
     observer.failed(&event::Failed::new(None, &refused));
-    let told = lines.take();
-    assert!(told[0].starts_with("WARN rate limit checks failed kind=Timeout error="), "{told:?}");
-    assert!(told[0].ends_with("failed=1") && told[1].contains("kind=Refused") && told.len() == 2, "{told:?}");
+    let logged = lines.take();
+    assert!(logged[0].starts_with("WARN rate limit checks failed kind=Timeout error="), "{logged:?}");
+    assert!(logged[0].ends_with("failed=1") && logged[1].contains("kind=Refused") && logged.len() == 2, "{logged:?}");
     advance(Duration::from_secs(60)).await;
-    // Without another failure the next decision tells them.
+    // Without another failure the next decision logs them.
     send(&limited(layer("9/h").observer(observer.clone())), request("alice")).await;
-    let told = lines.take();
-    assert!(told[0].contains("kind=Timeout") && told[0].ends_with("failed=99") && told.len() == 1, "{told:?}");
+    let logged = lines.take();
+    assert!(logged[0].contains("kind=Timeout") && logged[0].ends_with("failed=99") && logged.len() == 1, "{logged:?}");
 
     for _ in 0..2 {
         observer.degraded(&event::Degraded::new(&timeout));
         observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
         observer.reconciled(&event::Reconciled::new(7, 1));
     }
-    let told = lines.take();
-    assert_eq!(told.len(), 6, "{told:?}");
-    for (line, part) in told.iter().zip([
+    let logged = lines.take();
+    assert_eq!(logged.len(), 6, "{logged:?}");
+    for (line, part) in logged.iter().zip([
         "WARN rate limits are local",
         "INFO rate limits are shared again after=3s",
         "charged=7 dropped=1",
@@ -150,7 +150,7 @@ async fn failures_are_logged_once_a_minute_and_breaker_changes_each() {
 }
 
 #[tokio::test]
-async fn nobody_is_named_unless_asked_for() {
+async fn callers_are_named_only_on_demand() {
     let (lines, _guard) = Lines::collect(Level::TRACE);
     let observer = TracingObserver::new();
     let service = limited(layer("1/h").observer(observer.clone()));
@@ -165,9 +165,9 @@ async fn nobody_is_named_unless_asked_for() {
 }
 
 #[tokio::test]
-async fn a_denial_is_in_the_span_of_its_request() {
+async fn denials_are_logged_within_the_span() {
     let (lines, _guard) = Lines::collect(Level::DEBUG);
-    let (store, mut questions): (Asking, _) = asking();
+    let (store, mut questions): (ManualStore, _) = manual_store();
     let service = TraceLayer::new_for_http()
         .make_span_with(|request: &Request<String>| {
             info_span!("request", path = request.uri().path(), rate_limit = field::Empty)
@@ -186,34 +186,34 @@ async fn a_denial_is_in_the_span_of_its_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_count_is_in_no_span_of_another_caller() {
+async fn counts_are_logged_outside_foreign_spans() {
     let (lines, _guard) = Lines::collect(Level::INFO);
     let observer = TracingObserver::new().reveal_keys();
     let alice = Key::new("alice");
     let check = Check::take(alice, &policy("api", "1/h").into(), 2);
     let decision = LocalStore::default().check(check).await.unwrap();
-    let told = |path: &str, key: &Key| {
+    let logged = |path: &str, key: &Key| {
         let event = event::Decided::new(key, &decision, Duration::ZERO);
         info_span!("request", path).in_scope(|| observer.decided(&event));
         lines.take()
     };
-    assert_eq!(told("/a", &alice), [exceeded("alice", 1).replace("INFO", "INFO request{path=\"/a\"}:")]);
-    assert_eq!(told("/a", &alice), [""; 0]);
+    assert_eq!(logged("/a", &alice), [exceeded("alice", 1).replace("INFO", "INFO request{path=\"/a\"}:")]);
+    assert_eq!(logged("/a", &alice), [""; 0]);
     advance(Duration::from_secs(60)).await;
     let bob = exceeded("bob", 1).replace("INFO", "INFO request{path=\"/b\"}:");
-    assert_eq!(told("/b", &Key::new("bob")), [exceeded("alice", 1), bob]);
+    assert_eq!(logged("/b", &Key::new("bob")), [exceeded("alice", 1), bob]);
     assert!(!format!("{observer:?}").contains("alice"));
 }
 
 /// Also by a layer that has no observer.
 #[tokio::test]
-async fn a_misconfigured_server_is_an_error_in_the_log() {
+async fn a_misconfiguration_is_logged_as_error() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"));
     for layer in [layer.clone(), layer.observer(TracingObserver::new())] {
         let (lines, _guard) = Lines::collect(Level::INFO);
         send(&limited(layer), anonymous()).await;
-        let told = lines.take();
-        assert!(told[0].starts_with("ERROR the server is set up so that"), "{told:?}");
-        assert!(told[0].contains("into_make_service_with_connect_info") && told.len() == 1, "{told:?}");
+        let logged = lines.take();
+        assert!(logged[0].starts_with("ERROR the server is set up so that"), "{logged:?}");
+        assert!(logged[0].contains("into_make_service_with_connect_info") && logged.len() == 1, "{logged:?}");
     }
 }

@@ -1,4 +1,4 @@
-//! What an observer is told, and what becomes of it in metrics and logs.
+//! What an observer is notified of, and what becomes of it in metrics and logs.
 
 #[cfg(feature = "tracing")]
 mod log;
@@ -20,7 +20,7 @@ use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
 use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, RateLimitLayer, RedisStore};
 
-use crate::support::{Broken, anonymous, asking, hello, layer, layer_with, limited, policy, request, send};
+use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
 
 /// A Redis where nobody listens: to be refused is all that it may wait for.
 fn nowhere() -> RedisStoreBuilder {
@@ -74,7 +74,7 @@ impl Observer for Notes {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_layer_tells_every_decision_and_failure_with_its_caller() {
+async fn decisions_and_failures_name_their_caller() {
     let notes = Notes::default();
     let service = limited(layer("1/h").observer((notes.clone(), ())));
     send(&service, request("alice")).await;
@@ -85,9 +85,9 @@ async fn a_layer_tells_every_decision_and_failure_with_its_caller() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_answered_later_is_told_with_its_caller_and_the_time_that_it_took() {
+async fn late_answers_name_caller_and_duration() {
     let notes = Notes::default();
-    let (store, mut questions) = asking();
+    let (store, mut questions) = manual_store();
     let service = limited(layer_with(store, "1/h").observer(notes.clone()));
     let (alice, ()) = tokio::join!(send(&service, request("alice")), async {
         let question = questions.recv().await.unwrap();
@@ -100,7 +100,7 @@ async fn what_is_answered_later_is_told_with_its_caller_and_the_time_that_it_too
 }
 
 #[tokio::test]
-async fn an_event_names_its_caller_on_demand_only() {
+async fn events_name_callers_only_on_demand() {
     /// Notes whole events.
     struct Events(Notes);
 
@@ -123,21 +123,21 @@ async fn an_event_names_its_caller_on_demand_only() {
 }
 
 #[tokio::test]
-async fn one_call_attaches_an_observer_to_the_layer_the_fallback_and_its_stores() {
+async fn one_call_attaches_an_observer_everywhere() {
     let notes = Notes::default();
     let store = fallback();
     let service = limited(layer_with(store.clone(), "9/h").observer(notes.clone()));
     while !store.is_degraded() {
         send(&service, request("alice")).await;
     }
-    let told = notes.take();
-    assert_eq!(told[..2], ["sends", "alice failed: Unreachable"]);
-    assert!(told[2].starts_with("alice api allowed Local"), "{told:?}");
-    assert_eq!(told.iter().filter(|note| *note == "degraded").count(), 1);
+    let seen = notes.take();
+    assert_eq!(seen[..2], ["sends", "alice failed: Unreachable"]);
+    assert!(seen[2].starts_with("alice api allowed Local"), "{seen:?}");
+    assert_eq!(seen.iter().filter(|note| *note == "degraded").count(), 1);
 }
 
 #[tokio::test]
-async fn a_limiter_attaches_an_observer_to_its_store() {
+async fn a_limiter_passes_observers_to_its_store() {
     let notes = Notes::default();
     let limiter = Limiter::new(fallback(), policy("mails", "9/h")).observer(notes.clone());
     let _ = limiter.take(Key::new("alice"), 1).await.unwrap();
@@ -145,7 +145,7 @@ async fn a_limiter_attaches_an_observer_to_its_store() {
 }
 
 #[tokio::test]
-async fn a_store_keeps_the_observer_that_it_has() {
+async fn a_store_keeps_its_own_observer() {
     let [of_redis, of_fallback, of_first, of_second] = [(); 4].map(|()| Notes::default());
     let redis = nowhere().observer(of_redis.clone()).connect_lazy().unwrap();
     // The settings that come after it do not lose it.
@@ -163,17 +163,17 @@ async fn a_store_keeps_the_observer_that_it_has() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_misconfigured_server_is_told_once_a_minute_by_each_layer() {
+async fn layers_report_misconfigurations_once_a_minute() {
     let notes = Notes::default();
     let layer = || RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h")).observer(notes.clone());
     let service = limited(layer().on_missing_key(OnMissingKey::Allow));
-    let mut told = 0;
+    let mut seen = 0;
     for (wait, expected) in [(0, 1), (0, 1), (59, 1), (1, 2), (59, 2), (600, 3), (0, 3)] {
         advance(Duration::from_secs(wait)).await;
         assert_eq!(send(&service, anonymous()).await.status(), 500);
         let problems = notes.take();
-        told += problems.len();
-        assert_eq!(told, expected, "after {wait} s");
+        seen += problems.len();
+        assert_eq!(seen, expected, "after {wait} s");
         assert!(problems.iter().all(|problem| problem.contains("into_make_service_with_connect_info")), "{problems:?}");
     }
     send(&limited(layer()), anonymous()).await;
@@ -186,7 +186,7 @@ async fn a_misconfigured_server_is_told_once_a_minute_by_each_layer() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_layer_that_is_there_twice_is_told_of_once() {
+async fn a_repeated_layer_is_reported_once() {
     let notes = Notes::default();
     let problems = |notes: &Notes| notes.take().into_iter().filter(|note| note.contains("twice")).collect::<Vec<_>>();
     let twice = layer("9/h").observer(notes.clone());
@@ -195,8 +195,8 @@ async fn a_layer_that_is_there_twice_is_told_of_once() {
         assert_eq!(send(&service, request("alice")).await.status(), 200);
         advance(Duration::from_secs(60)).await;
     }
-    let told = problems(&notes);
-    assert!(told.len() == 1 && told[0].contains("\"api\""), "{told:?}");
+    let seen = problems(&notes);
+    assert!(seen.len() == 1 && seen[0].contains("\"api\""), "{seen:?}");
 
     // Two layers that are not the same one.
     let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h")).observer(notes.clone());
@@ -207,7 +207,7 @@ async fn a_layer_that_is_there_twice_is_told_of_once() {
 
 /// Wherever a request happens to be handled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn a_misconfigured_server_is_told_once_by_all_threads() {
+async fn all_threads_report_a_misconfiguration_once() {
     let notes = Notes::default();
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h")).observer(notes.clone());
     let service = axum::Router::<()>::new().layer(layer);
@@ -220,7 +220,7 @@ async fn a_misconfigured_server_is_told_once_by_all_threads() {
     assert_eq!(notes.take().len(), 1);
 }
 
-/// Panics when it is told of the first decision.
+/// Panics at the first decision.
 struct Panics(AtomicBool);
 
 impl Observer for Panics {
@@ -230,8 +230,8 @@ impl Observer for Panics {
 }
 
 #[tokio::test]
-async fn an_observer_that_panics_fails_no_request_but_its_own() {
-    let (store, mut questions) = asking();
+async fn a_panicking_observer_fails_only_its_request() {
+    let (store, mut questions) = manual_store();
     let inner = ConcurrencyLimit::new(service_fn(hello::<String>), 1);
     let mut service = layer_with(store, "9/h").observer(Panics(AtomicBool::new(false))).layer(inner);
     for panics in [true, false] {

@@ -1,4 +1,4 @@
-//! What Prometheus is told.
+//! What Prometheus gets.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn lines(rendered: &str, metric: &str) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn prometheus_is_told_of_decisions_failures_and_the_breaker() {
+async fn prometheus_exports_decisions_failures_and_breaker() {
     let recorder = recorder(false);
     let _guard = metrics::set_default_local_recorder(&recorder);
     let primary = MockStore::new();
@@ -58,7 +58,7 @@ async fn prometheus_is_told_of_decisions_failures_and_the_breaker() {
 }
 
 #[test]
-fn what_needs_no_other_label_is_there_from_the_start_and_keeps_its_value() {
+fn unlabelled_metrics_exist_from_the_start() {
     let recorder = recorder(false);
     let _guard = metrics::set_default_local_recorder(&recorder);
     let observer = MetricsObserver::new();
@@ -77,7 +77,7 @@ fn what_needs_no_other_label_is_there_from_the_start_and_keeps_its_value() {
     assert_eq!(degraded, ["ratelimit_degraded{store=\"default\"} 1", "ratelimit_degraded{store=\"other\"} 0"]);
 }
 
-/// Tells every metric, and a dry run.
+/// Sets every metric, and a dry run.
 fn tell_all(observer: &impl Observer) {
     let error = StoreError::new(ErrorKind::Timeout);
     let check = Check::take(Key::new("alice"), &policy("api", "1/h").into(), 2);
@@ -94,7 +94,7 @@ fn tell_all(observer: &impl Observer) {
 }
 
 #[test]
-fn every_metric_is_described_and_named_as_openmetrics_wants_it() {
+fn metrics_are_described_and_follow_openmetrics() {
     let rendered = [false, true].map(|recommended_naming| {
         let recorder = recorder(recommended_naming);
         metrics::with_local_recorder(&recorder, || tell_all(&MetricsObserver::new()));

@@ -24,7 +24,7 @@ fn streaming(
 }
 
 #[tokio::test]
-async fn what_the_handle_has_counted_is_charged_when_the_body_has_ended() {
+async fn the_handles_cost_is_charged_at_end() {
     let count = Count::new();
     let (service, mut streams) = streaming(count.settling(Settlement::AtEnd));
     let response = send(&service, request("alice")).await;
@@ -47,7 +47,7 @@ async fn what_the_handle_has_counted_is_charged_when_the_body_has_ended() {
 }
 
 #[tokio::test]
-async fn whoever_keeps_the_handle_longer_settles() {
+async fn the_last_handle_settles() {
     for drop_handle_first in [true, false] {
         let count = Count::new();
         let (service, mut streams) = streaming(count.layer().until_body_end());
@@ -72,7 +72,7 @@ async fn whoever_keeps_the_handle_longer_settles() {
 }
 
 #[tokio::test]
-async fn a_handle_that_was_not_used_keeps_what_was_reserved() {
+async fn an_unused_handle_keeps_the_reserved_cost() {
     let count = Count::new();
     let (service, mut streams) = streaming(count.settling(Settlement::AtEnd));
     drop(send(&service, request("alice")).await);
@@ -84,7 +84,7 @@ async fn a_handle_that_was_not_used_keeps_what_was_reserved() {
 }
 
 #[tokio::test]
-async fn bytes_that_were_sent_are_charged() {
+async fn sent_bytes_are_charged() {
     let per = NonZeroU32::new(10).unwrap();
     for (sent, read, cost) in [(0, 0, 0), (1, 1, 1), (4, 4, 2), (4, 1, 1), (200, 200, 100)] {
         let count = Count::new();
@@ -105,7 +105,7 @@ async fn bytes_that_were_sent_are_charged() {
 
 /// A server sends the head only.
 #[tokio::test]
-async fn a_body_that_nobody_reads_has_no_bytes() {
+async fn an_unread_body_has_no_bytes() {
     let per = NonZeroU32::MIN;
     let count = Count::new();
     let layer = count.settling(Settlement::Bytes { per });
@@ -115,7 +115,7 @@ async fn a_body_that_nobody_reads_has_no_bytes() {
 }
 
 #[tokio::test]
-async fn what_the_handle_has_counted_is_charged_where_there_is_no_response() {
+async fn handle_costs_are_charged_without_a_response() {
     let count = Count::new();
     for (used, cost) in [(None, 10), (Some(2), 12), (Some(0), 12), (Some(30), 42)] {
         let inner = service_fn(move |request: Request<String>| {

@@ -31,14 +31,14 @@ async fn only_failures_count() {
     for (status, charged) in [(200, 0), (401, 10), (200, 10), (500, 10), (401, 20)] {
         let response = send(&service, with_status(status)).await;
         assert_eq!((response.status().as_u16(), count.charged()), (status, charged));
-        let told = decision(&response).unwrap();
-        assert_eq!(told.remaining(), 1_000 - charged, "what is known when the head is sent");
+        let decided = decision(&response).unwrap();
+        assert_eq!(decided.remaining(), 1_000 - charged, "what is known when the head is sent");
         assert_eq!(field(&response, "ratelimit").unwrap().split(';').nth(1), Some(&*format!("r={}", 1_000 - charged)));
     }
 }
 
 #[tokio::test]
-async fn the_real_cost_takes_the_place_of_the_reserved_one() {
+async fn the_real_cost_replaces_the_reserved_one() {
     for (tokens, charged) in
         [(None, 10), (Some(0), 0), (Some(4), 4), (Some(10), 10), (Some(300), 300), (Some(9_999), 2_000)]
     {
@@ -52,8 +52,8 @@ async fn the_real_cost_takes_the_place_of_the_reserved_one() {
             request.headers_mut().insert("x-tokens", u32::into(tokens));
         }
         let response = send(&layer.layer(service_fn(answer)), request).await;
-        let told = decision(&response).unwrap();
-        assert_eq!(told.remaining(), 1_000_u32.saturating_sub(charged), "{tokens:?}");
+        let decided = decision(&response).unwrap();
+        assert_eq!(decided.remaining(), 1_000_u32.saturating_sub(charged), "{tokens:?}");
         let limit = charge_left(&count);
         assert_eq!(limit, i64::from(1_000) - i64::from(charged), "{tokens:?}");
     }
@@ -75,7 +75,7 @@ async fn an_extension_of_the_handler_settles_too() {
 }
 
 #[tokio::test]
-async fn it_is_settled_with_the_head_whatever_the_body_and_the_handle_do() {
+async fn settles_at_head_despite_body_and_handle() {
     for (settlement, cost) in [(Settlement::Keep, 10), (Settlement::Refund, 0), (Settlement::Cost(70), 70)] {
         let count = Count::new();
         let handles = Handles::default();
@@ -131,7 +131,7 @@ async fn parallel_guesses_get_no_more_tries() {
 
 /// A store that cannot decide, and lets pass.
 #[tokio::test]
-async fn what_nobody_counted_is_not_settled_and_has_a_handle_that_does_nothing() {
+async fn uncounted_requests_have_an_inert_handle() {
     let count = Count::new();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&seen);
@@ -151,7 +151,7 @@ async fn what_nobody_counted_is_not_settled_and_has_a_handle_that_does_nothing()
 }
 
 #[tokio::test]
-async fn a_rejection_is_not_settled() {
+async fn rejections_are_not_settled() {
     let count = Count::new();
     let layer = count.layer().cost(|_| 600).settle(|_| Settlement::Cost(500));
     let service = layer.layer(service_fn(answer));

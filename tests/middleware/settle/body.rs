@@ -39,9 +39,9 @@ async fn data_trailers_and_errors_pass_through() {
     assert_eq!(body.frame().await.unwrap().unwrap_err(), "broken");
 }
 
-/// A server may keep a body that has told its end.
+/// A server may keep a body that has ended.
 #[tokio::test]
-async fn it_is_settled_with_the_last_frame_or_an_error() {
+async fn settles_with_last_frame_or_error() {
     for ends_well in [true, false] {
         let count = Count::new();
         let inner = service_fn(move |request: Request<String>| {

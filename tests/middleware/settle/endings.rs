@@ -304,7 +304,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_ends_a_request_settles_it_once(
+    fn requests_settle_once_however_they_end(
         cases in proptest::collection::vec(case(), 1..12),
         polls in (0..4_u8, 0..4_u8),
     ) {
@@ -325,7 +325,7 @@ proptest! {
 
     /// The process goes on, and another runtime with it.
     #[test]
-    fn the_end_of_a_runtime_settles_what_ran_on_it(
+    fn an_ending_runtime_settles_its_requests(
         cases in proptest::collection::vec((case(), any::<bool>()), 1..12),
         polls in (0..4_u8, 0..4_u8),
         steps in 0..30_u8,
@@ -371,7 +371,7 @@ proptest! {
 
 /// None of their bodies is read to the end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]
-async fn nothing_is_lost_of_10_000_parallel_requests_whose_bodies_are_dropped_half_way() {
+async fn dropping_10_000_bodies_loses_no_charge() {
     const REQUESTS: u32 = 10_000;
     let store = Slow { local: LocalStore::default(), log: Arc::default(), polls: (1, 1) };
     let policy = quota("test", "1000000/d");
@@ -411,9 +411,9 @@ async fn nothing_is_lost_of_10_000_parallel_requests_whose_bodies_are_dropped_ha
     assert_eq!(log.len(), 2 * REQUESTS as usize, "each is taken and settled once");
 }
 
-/// Nobody knows by then whether it was granted. What it costs is the caller's, or else who hangs up would pay nothing.
+/// Nobody knows by then whether it was granted. Its cost is the caller's, or else whoever hangs up would pay nothing.
 #[tokio::test(start_paused = true)]
-async fn a_reservation_that_nobody_waits_for_is_charged_and_not_in_flight() {
+async fn abandoned_reservations_charge_without_staying_in_flight() {
     let (count, streams) = (Count::new(), Policy::in_flight("streams", 4).unwrap());
     let store = Slow { local: count.store.clone(), log: Arc::default(), polls: (1, 5) };
     let both = Policies::new([count.policy.clone(), streams.clone()]).unwrap();

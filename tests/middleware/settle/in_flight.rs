@@ -24,7 +24,7 @@ fn taken(store: &LocalStore, limit: u32) -> u32 {
 }
 
 #[tokio::test]
-async fn a_body_holds_its_place_until_it_is_dropped() {
+async fn a_body_is_in_flight_until_dropped() {
     let store = LocalStore::default();
     let layer = RateLimitLayer::new(store.clone(), Global, uploads(2)).until_body_end();
     let service = layer.layer(service_fn(hello::<String>));
@@ -41,7 +41,7 @@ async fn a_body_holds_its_place_until_it_is_dropped() {
 }
 
 #[tokio::test]
-async fn whoever_keeps_the_handle_keeps_the_place() {
+async fn a_kept_handle_keeps_requests_in_flight() {
     let store = LocalStore::default();
     let handles = Handles::default();
     let kept = Arc::clone(&handles);
@@ -57,7 +57,7 @@ async fn whoever_keeps_the_handle_keeps_the_place() {
 }
 
 #[tokio::test]
-async fn a_request_that_ends_without_a_response_leaves_its_place() {
+async fn a_request_without_response_is_released() {
     let store = LocalStore::default();
     let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).settle(|_| Settlement::Keep);
     let failing = service_fn(async |_: Request<String>| Err::<Response<String>, _>("no response"));
@@ -76,7 +76,7 @@ async fn a_request_that_ends_without_a_response_leaves_its_place() {
 
 /// As one that ends without a response: what it has reserved is kept.
 #[tokio::test]
-async fn a_rule_that_panics_leaves_its_place() {
+async fn a_panicking_rule_releases_the_request() {
     let count = Count::new();
     let both = Policies::new([count.policy.clone(), uploads(1)]).unwrap();
     let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 10);
@@ -88,7 +88,7 @@ async fn a_rule_that_panics_leaves_its_place() {
 
 /// What is settled with the head does not end the request.
 #[tokio::test]
-async fn beside_a_policy_of_costs_it_counts_as_one_and_is_not_settled() {
+async fn in_flight_ignores_cost_and_settlement() {
     for cost in [0, 500, 700] {
         let count = Count::new();
         let both = Policies::new([count.policy.clone(), uploads(4)]).unwrap();
@@ -105,7 +105,7 @@ async fn beside_a_policy_of_costs_it_counts_as_one_and_is_not_settled() {
 
 /// What costs nothing has nothing to release.
 #[tokio::test]
-async fn a_request_without_a_cost_is_in_flight_too() {
+async fn a_free_request_is_in_flight_too() {
     let count = Count::new();
     let both = Policies::new([count.policy.clone(), uploads(4)]).unwrap();
     let layer = RateLimitLayer::new(count.store.clone(), Global, both);
@@ -119,7 +119,7 @@ async fn a_request_without_a_cost_is_in_flight_too() {
 }
 
 #[tokio::test]
-async fn dry_runs_and_shadows_leave_their_places_too() {
+async fn dry_runs_and_shadows_are_released_too() {
     let store = LocalStore::default();
     let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).shadow(uploads(2)).dry_run().until_body_end();
     let service = layer.layer(service_fn(hello::<String>));
@@ -138,7 +138,7 @@ async fn dry_runs_and_shadows_leave_their_places_too() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_waits_for_a_place() {
+async fn requests_wait_until_others_end() {
     let store = LocalStore::default();
     let layer = RateLimitLayer::new(store.clone(), Global, uploads(1)).wait(Duration::from_secs(20)).until_body_end();
     let service = layer.layer(service_fn(hello::<String>));
@@ -156,7 +156,7 @@ async fn a_request_waits_for_a_place() {
 }
 
 #[tokio::test]
-async fn a_layer_that_does_not_know_when_a_request_ends_says_what_to_add() {
+async fn layers_without_settlement_name_the_fix() {
     let problems = Problems::default();
     let found = Live::new(uploads(1));
     let layer = RateLimitLayer::new(LocalStore::default(), Global, found).observer(problems.clone());
@@ -175,7 +175,7 @@ async fn a_layer_that_does_not_know_when_a_request_ends_says_what_to_add() {
 
 /// What such a layer has from the start makes it fail where it is made.
 #[test]
-fn a_layer_that_could_never_count_cannot_be_made() {
+fn a_layer_that_cannot_count_is_refused() {
     let layer = |policies| RateLimitLayer::new(LocalStore::default(), Global, policies);
     let (rate, both) = (policy("api", "9/m"), Policies::new([policy("api", "9/m"), uploads(1)]).unwrap());
     for layer in [
@@ -195,14 +195,14 @@ fn a_layer_that_could_never_count_cannot_be_made() {
 
 /// What no store could decide is in flight all the same.
 #[tokio::test]
-async fn what_passes_without_a_decision_has_a_body_as_any_other() {
+async fn undecided_requests_have_the_usual_body() {
     let layer = RateLimitLayer::new(Broken, Global, uploads(1)).on_error(OnError::Allow).until_body_end();
     let response = send(&layer.layer(service_fn(hello::<String>)), request("alice")).await;
     assert_eq!(text(response).await, "hello");
 }
 
 #[tokio::test]
-async fn a_call_is_in_flight_until_its_response() {
+async fn calls_are_in_flight_until_the_response() {
     let store = LocalStore::default();
     let layer = CallLimitLayer::new(store.clone(), Global, uploads(1));
     let service = layer.layer(service_fn(async |_: String| {
@@ -222,7 +222,7 @@ async fn a_call_is_in_flight_until_its_response() {
 }
 
 #[tokio::test]
-async fn a_reservation_holds_its_place() {
+async fn a_reservation_is_in_flight() {
     let store = LocalStore::default();
     let limiter = Limiter::new(store.clone(), uploads(1));
     let first = limiter.reserve(Key::GLOBAL, 1).await.unwrap();

@@ -30,7 +30,7 @@ fn tried<B>(response: &Response<B>) -> Vec<u32> {
 }
 
 #[tokio::test]
-async fn a_dry_run_settles_as_it_would_in_earnest() {
+async fn a_dry_run_settles_as_if_enforced() {
     for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
         let count = Count::new();
         let service = count.settling(settlement).dry_run().layer(service_fn(three));
@@ -43,7 +43,7 @@ async fn a_dry_run_settles_as_it_would_in_earnest() {
 }
 
 #[tokio::test]
-async fn shadows_settle_as_they_would_in_earnest() {
+async fn shadows_settle_as_if_enforced() {
     for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(70), 70), (Settlement::AtEnd, 3)] {
         let count = Count::new();
         let layer = count.layer().shadow(quota("new", "500/d"));
@@ -57,7 +57,7 @@ async fn shadows_settle_as_they_would_in_earnest() {
 
 /// As a handler that counts in parts of it expects.
 #[tokio::test]
-async fn the_handle_tells_what_a_dry_run_reserves() {
+async fn the_handle_returns_dry_run_reservations() {
     let count = Count::new();
     let half = service_fn(async |request: Request<String>| {
         let charge: &Charge = request.extensions().get().expect("a handle");
@@ -70,9 +70,9 @@ async fn the_handle_tells_what_a_dry_run_reserves() {
 
 /// The head of the response is there first.
 #[tokio::test]
-async fn a_shadow_whose_answer_is_late_is_settled_too() {
+async fn a_late_shadow_is_settled_too() {
     for (settlement, cost) in [(Settlement::Refund, 0), (Settlement::Cost(7), 7), (Settlement::AtEnd, 3)] {
-        let (store, mut questions) = asking();
+        let (store, mut questions) = manual_store();
         let layer = RateLimitLayer::new(store, Global, quota("test", "1000/d")).dry_run().cost(|_| 10);
         let service = layer.settle(move |_| settlement).layer(service_fn(three));
         let response = tokio::spawn(service.oneshot(request("alice")));
@@ -91,7 +91,7 @@ async fn a_shadow_whose_answer_is_late_is_settled_too() {
 }
 
 #[tokio::test]
-async fn a_denial_in_a_dry_run_has_reserved_nothing() {
+async fn dry_run_denials_reserve_nothing() {
     let count = Count::new();
     let service = count.settling(Settlement::Cost(3)).cost(|_| 1_001).dry_run().layer(service_fn(three));
     drop(send(&service, request("alice")).await);
@@ -107,15 +107,15 @@ async fn several_policies_settle_alike() {
         let layer = RateLimitLayer::new(count.store.clone(), Global, both.clone()).cost(|_| 10);
         let service = layer.settle(move |_| Settlement::Cost(cost)).layer(service_fn(three));
         let response = send(&service, request("alice")).await;
-        let told = decision(&response).unwrap();
-        assert_eq!((told.policy().name(), told.remaining()), ("other", 200 - charged_by_now));
+        let decided = decision(&response).unwrap();
+        assert_eq!((decided.policy().name(), decided.remaining()), ("other", 200 - charged_by_now));
         let each = [count.charged(), charged(&count.store, Key::GLOBAL, &other)];
         assert_eq!(each, [charged_by_now; 2]);
     }
 }
 
 #[tokio::test]
-async fn tiers_settle_under_the_policies_of_the_request() {
+async fn settlement_uses_the_policies_of_the_request() {
     let count = Count::new();
     let pro = quota("pro", "5000/d");
     let tiers = Tiers::new(count.policy.clone()).tier("pro", pro.clone());
@@ -131,7 +131,7 @@ async fn tiers_settle_under_the_policies_of_the_request() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_request_that_has_waited_is_settled_too() {
+async fn a_request_that_waited_is_settled() {
     let store = LocalStore::default();
     let policy = quota("test", "10/m");
     let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).cost(|_| 10);
@@ -150,7 +150,7 @@ async fn a_request_that_has_waited_is_settled_too() {
 }
 
 #[tokio::test]
-async fn a_handle_counts_for_all_layers_around_it() {
+async fn one_handle_counts_for_all_layers() {
     let (inner, outer, middle) = (Count::new(), Count::new(), Count::new());
     let service = inner.settling(Settlement::AtEnd).layer(service_fn(three));
     // One that settles nothing is in nobody's way.
@@ -162,9 +162,9 @@ async fn a_handle_counts_for_all_layers_around_it() {
     assert_eq!([inner.charged(), middle.charged(), outer.charged()], [3, 10, 3]);
 }
 
-/// An outer layer answers in the place of the inner one.
+/// An outer layer answers in place of the inner one.
 #[tokio::test]
-async fn a_denial_by_an_outer_layer_has_a_body_too() {
+async fn outer_denials_have_a_body_too() {
     let (inner, outer) = (Count::new(), Count::new());
     let service = inner.settling(Settlement::AtEnd).layer(service_fn(three));
     let service = outer.settling(Settlement::Keep).cost(|_| 600).layer(service);
@@ -180,7 +180,7 @@ fn plain(rejection: Rejection<'_>) -> Response<String> {
 }
 
 #[tokio::test]
-async fn what_is_set_before_and_after_is_kept() {
+async fn settings_before_and_after_are_kept() {
     let count = Count::new();
     let key = || HeaderKey::new(USER).unwrap();
     let layer = RateLimitLayer::new(count.store.clone(), key(), count.policy.clone());
@@ -229,7 +229,7 @@ fn settles_not(error: StoreError) -> MockStore {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_could_not_be_settled_is_told() {
+async fn failed_settlements_are_reported() {
     let unsent = || StoreError::new(ErrorKind::Unreachable).unsent();
     for (error, cost, tries, lost) in [
         (StoreError::new(ErrorKind::Timeout), 3, 1..=1, 1),
@@ -239,7 +239,7 @@ async fn what_could_not_be_settled_is_told() {
     ] {
         let (store, failures) = (settles_not(error), Failures::default());
         let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/m")).cost(|_| 10);
-        // Whoever is set last is told.
+        // The observer that is set last is notified.
         let layer = layer.observer(()).settle(move |_| Settlement::Cost(cost)).observer(failures.clone());
         drop(send(&layer.layer(service_fn(three)), request("alice")).await);
         sleep(Duration::from_secs(90)).await;
@@ -250,7 +250,7 @@ async fn what_could_not_be_settled_is_told() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_not_sent_in_an_outage_is_sent_after_it() {
+async fn settlements_during_an_outage_are_sent_later() {
     let store = settles_not(StoreError::new(ErrorKind::Unreachable).unsent());
     let failures = Failures::default();
     let layer = RateLimitLayer::new(store.clone(), Global, quota("test", "10/h")).cost(|_| 10);

@@ -96,14 +96,14 @@ fn reserve_and_refund(
 }
 
 #[test]
-fn refunding_leaves_no_more_room_than_the_real_cost() {
+fn a_refund_never_frees_too_much() {
     for longer in [0.0, 0.5] {
         reserve_and_refund(is_monotone, longer, |ours, real, context| assert!(ours <= real, "{}", context()));
     }
 }
 
 #[test]
-fn refunding_under_a_window_or_a_log_leaves_no_less_room_than_the_real_cost() {
+fn windows_and_logs_refund_the_whole_difference() {
     reserve_and_refund(is_exact, 0.0, |ours, real, context| assert!(ours >= real, "{}", context()));
 }
 
@@ -155,7 +155,7 @@ fn a_right_password_is_never_denied() {
 /// Who reserves five times what is needed can use as much of the quota as who charges what is needed, but for what is under
 /// way.
 #[test]
-fn what_is_reserved_beyond_the_need_does_not_use_up_the_quota() {
+fn excess_reservations_do_not_exhaust_the_quota() {
     const MINUTES: i64 = 10;
     let mut unused = vec![];
     for &strategy in Strategy::ALL {
@@ -174,7 +174,7 @@ fn what_is_reserved_beyond_the_need_does_not_use_up_the_quota() {
 /// In each window, and between two refills of a bucket, no more is kept than the policy allows: also where a charge that is
 /// refunded has begun them.
 #[test]
-fn refunding_lets_no_more_pass_in_a_window_that_it_began() {
+fn refunds_keep_each_window_within_limit() {
     for strategy in Strategy::ALL.iter().copied().filter(|strategy| !is_monotone(*strategy)) {
         let mut rng = Rng::with_seed(7);
         let mut back = 0;
@@ -217,7 +217,7 @@ fn refunding_lets_no_more_pass_in_a_window_that_it_began() {
 /// Of a caller of whom nobody else asks anything, all is as if only the rest had been charged; also when others have
 /// reserved at the same time, whatever the order in which they refund.
 #[test]
-fn what_is_refunded_at_once_is_what_was_not_needed() {
+fn an_immediate_refund_restores_the_excess() {
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
         for _ in 0..200 {
@@ -252,7 +252,7 @@ fn what_is_refunded_at_once_is_what_was_not_needed() {
 }
 
 #[test]
-fn after_a_reset_no_more_is_used_than_twice_the_capacity() {
+fn a_reset_allows_at_most_twice_capacity() {
     let mut rng = Rng::with_seed(5);
     for (&strategy, reset_at) in Strategy::ALL.iter().zip([10, 20, 40].into_iter().cycle()) {
         let policies =

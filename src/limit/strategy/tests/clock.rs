@@ -2,7 +2,7 @@ use super::*;
 
 /// A state of a clock that was ahead locks nobody out, and grants nothing for it.
 #[test]
-fn a_clock_that_goes_back_locks_nobody_out() {
+fn a_backward_clock_locks_nobody_out() {
     let mut rng = Rng::with_seed(0);
     for &strategy in Strategy::ALL {
         let policies: Policies = Policy::new("p", vary(&mut rng, strategy), Quota::per_second(10)).unwrap().into();
@@ -26,7 +26,7 @@ fn a_clock_that_goes_back_locks_nobody_out() {
 
 /// Of a log and of cells, a step back of the clock moves what was charged after it, and nothing else; a denial saves that.
 #[test]
-fn a_small_step_back_moves_only_what_was_charged_after_it() {
+fn a_small_step_back_moves_later_charges() {
     const START: i64 = 1_790_000_000_000_000;
     for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 1000 }] {
         let policies: Policies = Policy::new("p", strategy, Quota::per_second(1000)).unwrap().into();

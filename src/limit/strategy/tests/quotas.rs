@@ -2,7 +2,7 @@ use super::*;
 
 /// Of a log and of cells, a caller who is asked under two near quotas in turn gets about what either would give it.
 #[test]
-fn two_near_quotas_in_turn_count_as_one() {
+fn alternating_near_quotas_count_as_one() {
     let seconds = Duration::from_secs;
     let window = |cells| Strategy::SlidingWindow { cells };
     let policies =
@@ -90,7 +90,7 @@ fn a_changed_quota_is_no_fresh_start() {
 /// A state that goes on from what another store said grants no more than that store would have, now or later, and is
 /// fresh when it would have been.
 #[test]
-fn what_is_followed_is_no_fresh_start() {
+fn a_warmed_state_grants_no_more() {
     let mut rng = Rng::with_seed(0);
     for &strategy in Strategy::ALL {
         for _ in 0..300 {
@@ -124,7 +124,7 @@ fn what_is_followed_is_no_fresh_start() {
 
 /// However far the quota falls below what is charged, that can be refunded and forgotten.
 #[test]
-fn what_a_lowered_quota_does_not_hold_can_be_refunded() {
+fn charges_above_a_lowered_quota_are_refundable() {
     let mut rng = Rng::with_seed(0);
     for &strategy in Strategy::ALL {
         let strategy = vary(&mut rng, strategy);

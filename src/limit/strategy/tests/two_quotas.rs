@@ -42,7 +42,7 @@ fn is_nearly_fair((tighter, looser, both): (i64, i64, i64)) -> bool {
 
 /// A rolling deploy, and two routes: polled in turn, twice a second, for 20 minutes.
 #[test]
-fn neighbours_grant_together_what_one_of_them_does() {
+fn neighbouring_quotas_grant_no_more_together() {
     let mut rng = Rng::with_seed(0);
     let quotas = |one: &str, other: &str| [one, other].map(|text| text.parse::<Quota>().unwrap());
     let mut unfair = vec![];
@@ -90,7 +90,7 @@ enum Manner {
 /// Near quotas of any kind, polled in any manner. The limits are at least 10: with a lower one and few polls, all depends
 /// on which poll comes first after a window ends.
 #[test]
-fn near_quotas_grant_together_what_one_of_them_does() {
+fn near_quotas_grant_no_more_together() {
     let mut unfair = vec![];
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);
@@ -146,7 +146,7 @@ fn near_quotas_grant_together_what_one_of_them_does() {
 
 /// A denial and a peek write nothing, whatever the quota, and the wait that they tell is exact under it.
 #[test]
-fn what_charges_nothing_writes_nothing() {
+fn uncharged_checks_write_nothing() {
     let mut wrong = vec![];
     for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
         let mut rng = Rng::with_seed(seed as u64);

@@ -60,7 +60,7 @@ impl Doubt {
 /// A failure while a doubt may have begun unseen may begin one itself, of which the next request to be sent is the trial.
 /// An answer to a request sent before it tells nothing of that.
 #[test]
-fn an_unsure_doubt_forgets_no_failure() {
+fn an_uncertain_trial_forgets_no_failure() {
     let mut doubt = Doubt::default();
     doubt.sends(1, 0);
     doubt.fails(2, 0, true);

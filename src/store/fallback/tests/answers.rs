@@ -15,7 +15,7 @@ async fn burst(store: &Tested, policies: &Policies, count: usize) -> u32 {
 
 /// Answers that come in while the breaker is open, between bursts of a caller that is degraded.
 #[tokio::test(start_paused = true)]
-async fn a_late_answer_does_not_wipe_what_was_granted_locally() {
+async fn late_answers_keep_local_grants() {
     for (share, part) in [(1, 100), (4, 25)] {
         let (store, primary, _) = pair(share);
         let policies = policies(Strategy::Gcra, "100/100d");
@@ -49,7 +49,7 @@ async fn a_late_answer_does_not_wipe_what_was_granted_locally() {
 
 /// An answer that was given before the outage and comes after it knows nothing of what was reconciled in between.
 #[tokio::test(start_paused = true)]
-async fn an_answer_from_before_an_outage_is_not_followed_after_it() {
+async fn answers_from_before_an_outage_are_ignored() {
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
         let store = store.deadline(Duration::from_secs(60));
@@ -71,7 +71,7 @@ async fn an_answer_from_before_an_outage_is_not_followed_after_it() {
 
 /// What was granted in place of a full queue is no part of the answers that come before it is reconciled.
 #[tokio::test(start_paused = true)]
-async fn an_answer_does_not_wipe_what_is_yet_to_be_reconciled() {
+async fn answers_keep_unreconciled_grants() {
     let (store, primary, _) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100d");
     primary.set(Manner::AtOnce);
@@ -90,7 +90,7 @@ async fn an_answer_does_not_wipe_what_is_yet_to_be_reconciled() {
 
 /// A cost that the whole has room for is worth another try, whoever decides then.
 #[tokio::test(start_paused = true)]
-async fn what_fits_the_whole_but_not_a_part_is_denied_for_as_long_as_by_the_whole() {
+async fn costs_above_a_share_are_denied_temporarily() {
     for &strategy in Strategy::ALL {
         let (store, primary, _) = pair(4);
         let policies = policies(strategy, "100/100s");
@@ -137,7 +137,7 @@ async fn a_deadline_of_forever_is_none() {
 
 /// However it was answered.
 #[tokio::test(start_paused = true)]
-async fn a_future_that_has_answered_is_not_to_be_polled_again() {
+async fn polling_a_finished_future_panics() {
     let manners = [Manner::AtOnce, Manner::After(Duration::from_millis(1)), Manner::Each(unreachable), Manner::Silent];
     for manner in manners {
         let (store, primary, _) = pair(1);

@@ -29,7 +29,7 @@ async fn one_failed_call_counts_once() {
 
 /// As many as are under way when the primary store falls silent wait for it, and three more.
 #[tokio::test(start_paused = true)]
-async fn checks_of_one_moment_that_run_out_of_the_deadline_count_once() {
+async fn simultaneous_timeouts_count_as_one_failure() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Silent);
     let mut rounds = 0;
@@ -42,7 +42,7 @@ async fn checks_of_one_moment_that_run_out_of_the_deadline_count_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_queue_that_is_full_for_a_moment_counts_once() {
+async fn a_brief_full_queue_counts_once() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Answers(10, queue_full));
     all(&store, 100).await;
@@ -51,7 +51,7 @@ async fn a_queue_that_is_full_for_a_moment_counts_once() {
 
 /// A check whose caller goes away leaves nobody waiting for its answer.
 #[tokio::test(start_paused = true)]
-async fn a_dropped_trial_does_not_keep_the_primary_store_away() {
+async fn a_dropped_trial_does_not_block_recovery() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Each(unreachable));
     let _ = take(&store).await.unwrap();
@@ -66,7 +66,7 @@ async fn a_dropped_trial_does_not_keep_the_primary_store_away() {
 
 /// Nobody asks for a while after a failure: that the store is well again is found out off the request path.
 #[tokio::test(start_paused = true)]
-async fn a_failure_of_long_ago_holds_nobody_back() {
+async fn an_old_failure_delays_no_check() {
     let (store, primary, _) = pair(1);
     primary.set(Manner::Each(unreachable));
     let _ = take(&store).await.unwrap();

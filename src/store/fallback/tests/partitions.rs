@@ -56,7 +56,7 @@ async fn ask(store: &Fallback<Parted, LocalStore>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_part_that_fails_degrades_its_callers_only() {
+async fn a_failing_partition_degrades_only_its_callers() {
     let (primary, told) = (Parted::default(), Told::default());
     let store = Fallback::new(primary.clone(), LocalStore::default()).observer(told.clone());
     ask(&store).await;
@@ -114,7 +114,7 @@ async fn a_part_that_fails_degrades_its_callers_only() {
 
 /// One partition is out, with more callers than would be its share of what may be noted.
 #[tokio::test(start_paused = true)]
-async fn what_may_be_noted_is_shared_by_all_parts() {
+async fn partitions_share_the_bound_of_notes() {
     let (primary, reconciled) = (Parted::default(), Reconciled::default());
     let store = Fallback::new(primary.clone(), LocalStore::default()).observer(reconciled.clone());
     let policies = policies(Strategy::Gcra, "1000/100d");

@@ -17,7 +17,7 @@ use crate::util::instant;
 /// Two instances have granted most of some limits between them. One of them has to charge others before these, which
 /// takes about a second, and the other has hardly anything to charge.
 #[tokio::test(start_paused = true)]
-async fn an_instance_that_reconciles_for_long_is_waited_for() {
+async fn others_wait_while_an_instance_reconciles() {
     const DELAY: Duration = Duration::from_millis(40);
     let second = Far::new(DELAY);
     let far = [second.of(1, DELAY), second];
@@ -62,7 +62,7 @@ async fn an_instance_that_reconciles_for_long_is_waited_for() {
 
 /// As Redis counts it.
 #[tokio::test]
-async fn instances_know_of_each_other_that_they_reconcile() {
+async fn instances_see_each_other_reconcile() {
     let server = RedisServer::start();
     let instance = || {
         let redis = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
@@ -90,7 +90,7 @@ async fn instances_know_of_each_other_that_they_reconcile() {
 
 /// What it has said itself may have been lost.
 #[tokio::test(start_paused = true)]
-async fn who_is_not_heard_waits_for_others_all_the_same() {
+async fn an_unheard_instance_still_waits_for_others() {
     let mut far = Far::new(Duration::from_millis(2));
     let other = far.of(1, Duration::ZERO);
     far.is_mute = true;
@@ -112,7 +112,7 @@ async fn who_is_not_heard_waits_for_others_all_the_same() {
 /// It was heard that an instance reconciles, and not that it no longer does: others would wait for it for the lease
 /// time.
 #[tokio::test(start_paused = true)]
-async fn who_is_back_keeps_nobody_waiting() {
+async fn a_recovered_instance_keeps_nobody_waiting() {
     let far = Far::new(Duration::from_millis(2));
     let other = far.of(1, Duration::ZERO);
     let store = far.fallback(2);
@@ -129,7 +129,7 @@ async fn who_is_back_keeps_nobody_waiting() {
 
 /// An instance that says again and again that it reconciles keeps the others out for no longer than they wait.
 #[tokio::test(start_paused = true)]
-async fn nobody_is_waited_for_for_ever() {
+async fn no_instance_is_waited_for_forever() {
     let far = Far::new(Duration::from_millis(2));
     let store = far.fallback(2);
     cut(&store, &far).await;
@@ -149,7 +149,7 @@ async fn nobody_is_waited_for_for_ever() {
 
 /// A unit counts for 3.6 s, and the reconciliation takes longer.
 #[tokio::test(start_paused = true)]
-async fn a_charge_that_lapses_while_others_are_reconciled_is_not_sent() {
+async fn charges_lapsing_during_reconciliation_are_skipped() {
     const COUNTS: Duration = Duration::from_millis(3_600);
     let far = Far::new(Duration::from_millis(90));
     let store = far.fallback(1);
@@ -171,7 +171,7 @@ async fn a_charge_that_lapses_while_others_are_reconciled_is_not_sent() {
 
 /// What others may be granted again is first of all what nobody may be granted any more.
 #[tokio::test(start_paused = true)]
-async fn those_who_have_used_most_of_their_limit_are_reconciled_first() {
+async fn the_most_exhausted_callers_are_reconciled_first() {
     let far = Far::new(Duration::from_millis(50));
     let store = far.fallback(1);
     let policies = policies(Strategy::Gcra, "100/100d");
@@ -192,7 +192,7 @@ async fn those_who_have_used_most_of_their_limit_are_reconciled_first() {
 
 /// A near store is sent far more at once than a far one, which would answer the last of them too late.
 #[tokio::test(start_paused = true)]
-async fn as_many_steps_are_under_way_as_are_answered_in_time() {
+async fn concurrency_follows_the_distance_of_the_store() {
     let far = Far::new(Duration::from_millis(2));
     let store = far.fallback(1);
     let policies = policies(Strategy::Gcra, "100/100d");
@@ -212,7 +212,7 @@ async fn as_many_steps_are_under_way_as_are_answered_in_time() {
 
 /// Whatever there is to reconcile, other tasks of the runtime run in between.
 #[tokio::test(start_paused = true)]
-async fn a_settlement_does_a_little_at_a_time() {
+async fn reconciliation_yields_to_other_tasks() {
     const CALLERS: usize = 20_000;
     let far = Far::new(Duration::ZERO);
     let store = far.fallback(1);
@@ -239,7 +239,7 @@ async fn a_settlement_does_a_little_at_a_time() {
 
 /// What is left when the primary store fails again is not gone through.
 #[tokio::test(start_paused = true)]
-async fn a_settlement_that_fails_leaves_what_it_has_not_sent() {
+async fn a_failed_reconciliation_keeps_unsent_charges() {
     let far = Far::new(Duration::ZERO);
     let store = far.fallback(1);
     let policies = policies(Strategy::Gcra, "1000/100d");
@@ -256,7 +256,7 @@ async fn a_settlement_that_fails_leaves_what_it_has_not_sent() {
 
 /// One caller may have any number of ids.
 #[tokio::test(start_paused = true)]
-async fn the_ids_of_one_caller_are_reconciled_a_little_at_a_time() {
+async fn reconciliation_yields_between_the_ids_of_callers() {
     const IDS: usize = 3_000;
     let far = Far::new(Duration::from_millis(2));
     let store = far.fallback(1);

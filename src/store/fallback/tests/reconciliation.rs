@@ -15,7 +15,7 @@ async fn ask(store: &Tested, check: Check) -> Decision {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_id_is_charged_once_however_often_it_is_asked() {
+async fn a_repeated_id_is_charged_once() {
     let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100d");
     let _ = ask(&store, take(&policies, 50)).await;
@@ -33,7 +33,7 @@ async fn an_id_is_charged_once_however_often_it_is_asked() {
 
 /// Whether the primary store was charged and its answer lost, or it has never heard of the check.
 #[tokio::test(start_paused = true)]
-async fn an_id_that_was_sent_and_not_answered_is_charged_once() {
+async fn an_unanswered_id_is_charged_once() {
     for manner in [Manner::Swallows, Manner::Silent] {
         let (store, primary, _) = pair(1);
         let policies = policies(Strategy::Gcra, "100/100d");
@@ -54,7 +54,7 @@ async fn an_id_that_was_sent_and_not_answered_is_charged_once() {
 
 /// A few checks that the full queue refused are charged soon, and not at an outage an hour later.
 #[tokio::test(start_paused = true)]
-async fn what_is_granted_while_the_breaker_is_closed_is_reconciled_soon() {
+async fn grants_under_a_closed_breaker_reconcile_soon() {
     let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::Gcra, "100/100s");
     for _ in 0..20 {
@@ -76,7 +76,7 @@ async fn what_is_granted_while_the_breaker_is_closed_is_reconciled_soon() {
 
 /// No outage is so long that what it begins with is charged when it counts no longer.
 #[tokio::test(start_paused = true)]
-async fn what_has_lapsed_is_not_charged() {
+async fn lapsed_grants_are_not_charged() {
     let (store, primary, reconciled) = pair(1);
     let policies = policies(Strategy::FixedWindow(Align::FirstHit), "100/60s");
     open(&store, &primary).await;
@@ -90,7 +90,7 @@ async fn what_has_lapsed_is_not_charged() {
 
 /// An instance's part flows back more slowly than the whole.
 #[tokio::test(start_paused = true)]
-async fn what_has_lapsed_under_the_whole_policy_is_not_charged_with_or_without_an_id() {
+async fn grants_lapse_under_the_whole_policy() {
     for ids in [0, 13, 25] {
         let (store, primary, _) = pair(4);
         let policies = policies(Strategy::Gcra, "100/100s");
@@ -107,7 +107,7 @@ async fn what_has_lapsed_under_the_whole_policy_is_not_charged_with_or_without_a
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_still_counts_under_the_whole_policy_is_charged_under_its_ids() {
+async fn unlapsed_grants_are_charged_with_their_ids() {
     let (store, primary, _) = pair(4);
     let policies = policies(Strategy::Gcra, "100/100s");
     open(&store, &primary).await;
@@ -138,7 +138,7 @@ async fn a_repeated_id_lapses_as_one_charge() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_refunded_in_an_outage_is_refunded() {
+async fn refunds_during_an_outage_are_applied() {
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
         let policies = policies(Strategy::Gcra, "100/100d");
@@ -161,7 +161,7 @@ async fn what_is_refunded_in_an_outage_is_refunded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_forgotten_in_an_outage_is_forgotten() {
+async fn resets_during_an_outage_are_applied() {
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
         let policies = policies(Strategy::SlidingLog, "100/d");
@@ -183,7 +183,7 @@ async fn what_is_forgotten_in_an_outage_is_forgotten() {
 /// A third of the callers is charged, and then the primary store fails again: what it was not sent waits for the next
 /// time, and what it may have charged is not sent again.
 #[tokio::test(start_paused = true)]
-async fn a_settlement_that_fails_half_way_goes_on_where_it_was() {
+async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
     let policies = policies(Strategy::Gcra, "100/100d");
     let caller = |i: usize| Key::new(i.to_string());
     let fates: [(fn() -> StoreError, u64); 2] = [(queue_full, 0), (unreachable, 20)];
@@ -213,7 +213,7 @@ async fn a_settlement_that_fails_half_way_goes_on_where_it_was() {
 
 /// What has flowed back under the tighter policy still counts under the other.
 #[tokio::test(start_paused = true)]
-async fn a_grant_counts_for_as_long_as_under_any_of_its_policies() {
+async fn the_slowest_policy_decides_when_grants_lapse() {
     let (store, primary, _) = pair(1);
     let policy = |name, quota: &str| crate::limit::Policy::new(name, Strategy::Gcra, quota.parse().unwrap()).unwrap();
     let policies = Policies::new([policy("burst", "5/s"), policy("daily", "1000/100d")]).unwrap();
@@ -227,7 +227,7 @@ async fn a_grant_counts_for_as_long_as_under_any_of_its_policies() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_debt_is_charged_though_no_part_has_room_for_it() {
+async fn debts_above_a_share_are_charged() {
     let (store, primary, _) = pair(4);
     let policies = policies(Strategy::Gcra, "100/100d");
     open(&store, &primary).await;
@@ -238,7 +238,7 @@ async fn a_debt_is_charged_though_no_part_has_room_for_it() {
 
 /// Notes that were taken out to be reconciled are put back beside those that have come since, by themselves or in steps.
 #[test]
-fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
+fn repeatedly_failing_reconciliations_stay_within_the_bound() {
     for whole in [true, false] {
         let (grants, local) = (Grants::new(Budget::new(160)), LocalStore::default());
         let policies = policies(Strategy::Gcra, "100/100d");
@@ -281,7 +281,7 @@ fn settlements_that_fail_again_and_again_collect_no_more_than_the_bound() {
 
 /// Notes of one name are under the quota that was asked last, as the counts of the stores are.
 #[tokio::test(start_paused = true)]
-async fn what_is_granted_under_a_quota_that_was_raised_in_an_outage_is_charged() {
+async fn grants_under_a_raised_quota_are_charged() {
     for &strategy in Strategy::ALL {
         for id in [None, Some("payment-7")] {
             let (store, primary, _) = pair(1);
@@ -303,7 +303,7 @@ async fn what_is_granted_under_a_quota_that_was_raised_in_an_outage_is_charged()
 
 /// So others are not granted for long what these have been.
 #[tokio::test(start_paused = true)]
-async fn a_reconciliation_goes_on_though_it_often_finds_the_queue_full() {
+async fn full_queues_do_not_stop_reconciliation() {
     for every in [1, 2, 10] {
         let (store, primary, reconciled) = pair(1);
         let policies = policies(Strategy::SlidingLog, "1000/h");

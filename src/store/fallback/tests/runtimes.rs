@@ -11,7 +11,7 @@ fn runtime() -> Runtime {
 
 /// The task that looks after the primary store is on a runtime that runs it no further.
 #[test]
-fn a_runtime_that_runs_nothing_keeps_the_breaker_open_for_no_other() {
+fn a_stalled_runtime_does_not_delay_recovery() {
     let (asleep, awake) = (runtime(), runtime());
     for share in [1, 4] {
         let (store, primary, _) = pair(share);
@@ -40,7 +40,7 @@ fn a_runtime_that_runs_nothing_keeps_the_breaker_open_for_no_other() {
 
 /// Ten charges are sent when the runtime ends. The others are sent on the next one.
 #[test]
-fn what_a_runtime_has_not_sent_when_it_ends_is_reconciled_on_the_next() {
+fn the_next_runtime_reconciles_the_rest() {
     for sent in [0, 10] {
         let (store, primary, reconciled) = pair(1);
         let policies = policies(Strategy::Gcra, "100/100d");

@@ -20,7 +20,7 @@ fn fail(breaker: &Breaker) -> [bool; 3] {
 }
 
 #[test]
-fn opens_once_at_the_threshold_and_closes_once() {
+fn opens_at_threshold_and_closes_once() {
     let breaker = Breaker::new(3);
     assert_eq!(fail(&breaker), [false, false, true]);
     assert!(breaker.is_open());
@@ -41,7 +41,7 @@ fn a_success_starts_the_count_again() {
 }
 
 #[test]
-fn failures_before_a_recovery_do_not_count_after_it() {
+fn a_recovery_resets_the_failure_count() {
     let breaker = Breaker::new(4);
     fail(&breaker);
     breaker.close(40);
@@ -49,7 +49,7 @@ fn failures_before_a_recovery_do_not_count_after_it() {
 }
 
 #[test]
-fn what_was_under_way_counts_once() {
+fn concurrent_failures_count_once() {
     let breaker = Breaker::new(2);
     assert!((0..100).all(|now| !breaker.failed(Pass::Free, false, now)));
     assert!(breaker.failed(trial(&breaker, 100), false, 100));
@@ -58,7 +58,7 @@ fn what_was_under_way_counts_once() {
 }
 
 #[test]
-fn in_doubt_one_check_at_a_time_is_let_through() {
+fn a_half_open_breaker_admits_one_trial() {
     let breaker = Breaker::new(3);
     let admit = |now: i64| breaker.admit(|| now, PATIENCE);
     assert_eq!(admit(0), Some(Pass::Free));
@@ -80,7 +80,7 @@ fn in_doubt_one_check_at_a_time_is_let_through() {
 
 /// Its future was not polled until the next one was let through, of the same doubt or of another.
 #[test]
-fn a_trial_that_is_heard_of_late_frees_the_place_of_no_other_and_ends_no_doubt() {
+fn a_late_trial_does_not_affect_another() {
     for another in [false, true] {
         let breaker = Breaker::new(2);
         breaker.failed(Pass::Free, false, 0);
@@ -100,7 +100,7 @@ fn a_trial_that_is_heard_of_late_frees_the_place_of_no_other_and_ends_no_doubt()
 
 /// A check is still under way when the probe fails.
 #[test]
-fn a_probe_that_fails_lets_no_second_trial_through() {
+fn a_failed_probe_admits_no_second_trial() {
     let breaker = Breaker::new(5);
     let admit = |now: i64| breaker.admit(|| now, PATIENCE);
     breaker.failed(Pass::Free, false, 0);
@@ -116,7 +116,7 @@ fn a_probe_that_fails_lets_no_second_trial_through() {
 }
 
 #[test]
-fn probes_back_off_up_to_a_quarter_of_a_second() {
+fn probes_back_off_to_250_ms() {
     let delays: Vec<u128> = (0..8).map(|probes| Breaker::delay(probes, 0.0).as_millis()).collect();
     assert_eq!(delays, [50, 100, 200, 250, 250, 250, 250, 250]);
     assert_eq!(Breaker::delay(u32::MAX, 1.0), Duration::from_millis(125));

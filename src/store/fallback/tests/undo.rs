@@ -23,7 +23,7 @@ async fn rest() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn in_an_outage_what_is_refunded_of_an_older_charge_is_not_taken_from_a_newer_one() {
+async fn an_outage_refund_spares_newer_charges() {
     for strategy in [Strategy::SlidingLog, Strategy::SlidingWindow { cells: 10 }] {
         for earlier in [false, true] {
             let (store, primary, _) = pair(1);
@@ -50,7 +50,7 @@ async fn in_an_outage_what_is_refunded_of_an_older_charge_is_not_taken_from_a_ne
 }
 
 #[tokio::test(start_paused = true)]
-async fn in_an_outage_what_is_refunded_of_a_charge_before_it_is_refunded() {
+async fn charges_before_an_outage_are_refundable() {
     for &strategy in Strategy::ALL {
         for taken in [0, 1, 50, 200] {
             let (store, primary, _) = pair(1);
@@ -68,7 +68,7 @@ async fn in_an_outage_what_is_refunded_of_a_charge_before_it_is_refunded() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_finds_the_queue_full_is_refunded_of_a_charge_that_did_not() {
+async fn refunds_survive_a_full_queue() {
     for &strategy in Strategy::ALL {
         let (store, primary, _) = pair(1);
         let policies = policies(strategy, "1000/100d");
@@ -85,7 +85,7 @@ async fn what_finds_the_queue_full_is_refunded_of_a_charge_that_did_not() {
 
 /// Its charge is on its way, or fails on its way and is sent once more.
 #[tokio::test(start_paused = true)]
-async fn what_is_refunded_while_its_charge_is_reconciled_waits_for_that() {
+async fn a_refund_waits_for_its_reconciliation() {
     for &strategy in Strategy::ALL {
         for fails in [false, true] {
             let (store, primary, _) = pair(1);
@@ -108,7 +108,7 @@ async fn what_is_refunded_while_its_charge_is_reconciled_waits_for_that() {
 
 /// Also in the later half of a window, which the primary store has begun earlier.
 #[tokio::test(start_paused = true)]
-async fn what_is_refunded_does_not_overtake_its_charge() {
+async fn a_refund_never_overtakes_its_charge() {
     for &strategy in Strategy::ALL {
         for (others, later) in [(0, 0), (5, 0), (5, 6_000)] {
             for after in [0, 5, 500] {
@@ -136,7 +136,7 @@ async fn what_is_refunded_does_not_overtake_its_charge() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_reset_does_not_overtake_what_was_charged_before_it() {
+async fn a_reset_never_overtakes_earlier_charges() {
     for after in [0, 5, 500] {
         let (store, primary, _) = pair(1);
         let policies = policies(Strategy::SlidingLog, "1000/h");
@@ -158,7 +158,7 @@ async fn a_reset_does_not_overtake_what_was_charged_before_it() {
 
 /// It has notes of its own, which know nothing of the charge.
 #[tokio::test(start_paused = true)]
-async fn what_is_refunded_at_another_instance_is_refunded() {
+async fn refunds_at_another_instance_are_applied() {
     for &strategy in Strategy::ALL {
         let (other, primary, _) = pair(1);
         let store = Fallback::new(primary.clone(), LocalStore::default());

@@ -38,7 +38,7 @@ impl Observer for Panics {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_observer_that_panics_costs_its_events_only() {
+async fn a_panicking_observer_costs_only_its_events() {
     let told = Arc::new(AtomicUsize::new(0));
     let far = Far::new(Duration::from_millis(2));
     let store = Fallback::new(far.clone(), LocalStore::default()).observer(Panics(Arc::clone(&told)));
@@ -72,7 +72,7 @@ impl Store for PanicsOnce {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_panics_does_not_end_the_recovery() {
+async fn a_panicking_store_does_not_end_recovery() {
     let far = Far::new(Duration::from_millis(2));
     let store = Fallback::new(PanicsOnce(far.clone(), Arc::default()), LocalStore::default());
     far.set(None);
@@ -118,7 +118,7 @@ impl Store for AsksBack {
 
 /// In a thread of its own, which hangs for ever if a lock is held.
 #[test]
-fn a_fallback_is_asked_and_told_under_no_lock() {
+fn user_code_runs_under_no_lock() {
     let (tell, told) = mpsc::channel();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();

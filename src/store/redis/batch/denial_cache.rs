@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn denials_are_bounded_in_all_and_of_one_caller() {
+    fn denials_are_bounded_overall_and_per_caller() {
         let denials = DenialCache::new(1_600);
         let lists: Vec<Policies> = (0..100).map(|i| list(&i.to_string())).collect();
         let mut rng = fastrand::Rng::with_seed(1);

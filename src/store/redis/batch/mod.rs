@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_has_one_plan_among_a_thousand() {
+    fn equal_lists_share_a_plan_among_thousands() {
         let lists: Vec<Policies> = (1..=1_000).map(policies).collect();
         let mut batch = Batch::default();
         for _ in 0..2 {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn modes_costs_and_ids_have_plans_of_their_own() {
+    fn modes_costs_and_ids_get_separate_plans() {
         let list = policies(10);
         let take = |cost| Check::take(Key::GLOBAL, &list, cost);
         let mut batch = Batch::default();
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn checks_in_a_row_that_ask_the_same_share_a_plan() {
+    fn equal_consecutive_checks_share_a_plan() {
         let (one, two) = (named(&["api"]), named(&["burst", "daily"]));
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &one, 1));
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn checks_of_one_caller_that_ask_the_same_share_an_entry() {
+    fn equal_checks_of_a_caller_share_entries() {
         let one = named(&["api"]);
         let mut batch = Batch::default();
         let take = |caller: &str, cost| Check::take(Key::new(caller), &one, cost);
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_has_a_key_of_its_own() {
+    fn each_id_has_a_separate_key() {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &named(&["burst", "daily"]), 1).with_id("17"));
         let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0, 9));

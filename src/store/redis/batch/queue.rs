@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn another_lane_starts_only_for_a_backlog() {
+    fn another_worker_starts_only_for_a_backlog() {
         let mut queue = Queue::new(10, 2, 2);
         let starts: Vec<bool> = (0..5).map(|job| queue.push(job).unwrap()).collect();
         assert_eq!(starts, [true, false, true, false, false]);
@@ -219,7 +219,7 @@ mod tests {
 
     /// Either its caller takes a job back, or a worker has it.
     #[test]
-    fn a_job_that_is_taken_back_is_not_sent() {
+    fn a_withdrawn_job_is_not_sent() {
         loom::model(|| {
             let model = Model::new(10, 1, 0);
             let withdrawn = Arc::new([false; 2].map(AtomicBool::new));
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn no_job_waits_for_a_lane_that_has_ended() {
+    fn no_job_waits_for_an_ended_worker() {
         for max_workers in 1..=2 {
             every_job_is_answered_once(10, max_workers, [Fate::Ends; JOBS]);
             every_job_is_answered_once(1, max_workers, [Fate::Ends; JOBS]);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn lanes_that_are_dropped_or_fail_leave_no_job_behind() {
+    fn ended_workers_leave_no_job_behind() {
         let fates = [Fate::IsDropped { taken: false }, Fate::IsDropped { taken: true }, Fate::Fails];
         for max_workers in 1..=2 {
             for fate in fates {

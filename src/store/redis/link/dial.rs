@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_are_sent_at_once_and_connections_kept_alive() {
+    fn connections_have_nodelay_and_keepalive() {
         let ours = tcp_settings(&TcpSettings::default());
         assert!(ours.nodelay());
         let default = TcpKeepalive::new().with_time(KEEP_ALIVE);
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_application_has_set_stays() {
+    fn tcp_settings_of_the_application_stay() {
         let keepalive = TcpKeepalive::new().with_time(Duration::from_secs(7));
         let ours = tcp_settings(&TcpSettings::default().set_keepalive(keepalive.clone()));
         assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(keepalive)));

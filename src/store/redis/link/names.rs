@@ -109,7 +109,7 @@ mod tests {
 
     /// As where no name server answers: those who give up leave nothing behind that those after them would add to.
     #[tokio::test]
-    async fn a_host_is_looked_up_once_at_a_time() {
+    async fn a_host_has_one_lookup_in_progress() {
         static HANGS: Mutex<bool> = Mutex::new(true);
         static ANSWERED: Condvar = Condvar::new();
         static COUNT: AtomicUsize = AtomicUsize::new(0);

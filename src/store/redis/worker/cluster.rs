@@ -224,7 +224,7 @@ mod tests {
     use crate::util::lock;
 
     #[test]
-    fn an_error_of_the_store_is_not_lost() {
+    fn store_errors_are_not_lost() {
         let error = parse_redis_value(b"-CLUSTERDOWN Hash slot not served\r\n").unwrap().extract_error().unwrap_err();
         let told = not_run(ErrorKind::NotReady, &error);
         assert!(told.kind() == ErrorKind::NotReady && told.is_unsent());
@@ -259,7 +259,7 @@ mod tests {
 
     /// Nobody can tell whether it was set up anew, or its addresses are another's. The application has named them.
     #[tokio::test]
-    async fn another_cluster_is_taken_when_ours_is_gone_for_long() {
+    async fn a_replaced_cluster_is_eventually_adopted() {
         let (port, id) = node("a");
         let store = RedisStore::builder(Servers::cluster([format!("redis://127.0.0.1:{port}")]));
         let store = store.timeout(Duration::from_secs(20)).connect_lazy().unwrap();

@@ -384,7 +384,7 @@ mod tests {
 
     /// Only what was written to a connection may have been charged.
     #[tokio::test]
-    async fn a_check_that_got_no_connection_was_not_sent() {
+    async fn a_check_without_connection_was_not_sent() {
         let (silent, _told) = falls_silent_at("CLIENT");
         let short = Duration::from_millis(50);
         for (url, kind) in
@@ -431,7 +431,7 @@ mod tests {
     /// What Redis refuses before it runs the script is not charged, and may be asked again. What stopped the script may
     /// have come after a charge.
     #[tokio::test]
-    async fn a_check_whose_call_was_not_run_is_known_not_to_be_charged() {
+    async fn refused_calls_are_known_to_be_uncharged() {
         for (reply, kind, unsent) in [
             ("-LOADING Redis is loading the dataset in memory\r\n", ErrorKind::NotReady, true),
             ("-MASTERDOWN Link with MASTER is down\r\n", ErrorKind::NotReady, true),
@@ -463,7 +463,7 @@ mod tests {
 
     /// Any reply to a ping shows that the server is there.
     #[tokio::test]
-    async fn a_connection_whose_ping_is_refused_is_alive() {
+    async fn a_refused_ping_proves_a_live_connection() {
         let (url, connections) = answers("-LOADING Redis is loading the dataset in memory\r\n");
         let store = store(url, Duration::from_secs(20));
         let topology = &store.inner.topology;
@@ -479,7 +479,7 @@ mod tests {
 
     /// A runtime that is ending may be asked once more, and so get a queue anew, while workers of the former still end.
     #[tokio::test]
-    async fn a_lane_leaves_the_queue_of_another_alone() {
+    async fn a_worker_leaves_other_queues_alone() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let (inner, runtime) = (&store.inner, Handle::current());
         let queue = || inner.with_queue(&runtime, inner.topology.node(0), |queue, _| queue.number);
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_check_whose_runtime_ended_knows_whether_it_was_sent() {
+    fn an_ended_runtime_reports_unsent_checks() {
         let runtime = || -> Runtime { Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap() };
         for (word, sent) in [("CLIENT", false), ("EVALSHA", true)] {
             let (url, told) = falls_silent_at(word);
@@ -514,7 +514,7 @@ mod tests {
 
     /// What is not asked on a runtime is an error of that check alone.
     #[test]
-    fn a_check_outside_of_a_runtime_was_not_sent() {
+    fn a_check_outside_runtimes_is_not_sent() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let error = store.check(check("ann", "10/s")).now_or_never().unwrap().unwrap_err();
         assert!(error.kind() == ErrorKind::NoRuntime && error.is_of_check() && error.is_unsent(), "{error:?}");
@@ -522,7 +522,7 @@ mod tests {
 
     #[tokio::test]
     #[should_panic = "`RedisFuture` polled after completion"]
-    async fn an_answer_is_told_once() {
+    async fn an_answer_is_returned_once() {
         let server = RedisServer::start();
         let mut answer = store(server.url(), Duration::from_secs(20)).check(check("ann", "10/s"));
         let _ = (&mut answer).await.unwrap();
@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_was_there_at_once_stays() {
+    fn an_immediate_answer_can_be_polled_again() {
         let store = store("redis://127.0.0.1/".to_owned(), Duration::from_secs(1));
         let mut answer = store.check(check("ann", "10/s"));
         for _ in 0..2 {
@@ -540,7 +540,7 @@ mod tests {
 
     /// As one that waits where it was put first: so a fallback may settle what it grants instead.
     #[tokio::test]
-    async fn a_check_that_was_sent_elsewhere_can_be_taken_back() {
+    async fn a_redirected_check_can_be_withdrawn() {
         let store = RedisStore::cluster(["redis://127.0.0.1:1"]).unwrap();
         let (job, mut future) = Job::new(check("ann", "10/s"), 0);
         store.inner.requeue(vec![(None, job)]);

@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_refusal_is_understood_or_none() {
+    fn refusals_are_parsed_or_none() {
         let seed = "redis://seed:1".into_connection_info().unwrap();
         let cluster = Cluster::new(vec![seed], Dialer::new(Duration::from_secs(1), None), "rl", 1);
         let asked = cluster.nodes.number(Address::new("seed", 1));

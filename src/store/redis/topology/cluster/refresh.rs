@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn one_task_is_enough_unless_another_is_more_urgent() {
+    async fn only_a_more_urgent_task_is_added() {
         let refresher = Refresher::new();
         let begin = |why| refresher.begin(why, Handle::current().id());
         let now = instant();
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_less_there_is_to_hear_the_longer_it_waits() {
+    async fn refresh_backs_off_while_nothing_changes() {
         let refresher = Refresher::new();
         let mut waits = vec![];
         for news in [true, false, false, false, false, true, true] {
@@ -171,7 +171,7 @@ mod tests {
 
     /// Its runtime may run nothing any more.
     #[tokio::test(start_paused = true)]
-    async fn a_task_that_is_not_heard_of_is_not_waited_for() {
+    async fn a_silent_task_is_not_waited_for() {
         let (refresher, other) = (Refresher::new(), Builder::new_current_thread().build().unwrap());
         let begin = |runtime: &Handle| refresher.begin(Why::Unknown, runtime.id());
         let (_, task) = begin(other.handle()).unwrap();

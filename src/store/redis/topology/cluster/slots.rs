@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_map_is_read_as_it_is_told() {
+    fn slot_maps_are_parsed() {
         let reply = Value::Array(vec![
             range(0, 5_460, &[host(text("a"), 7000), host(text("b"), 7001)]),
             range(5_461, 5_461, &[host(text(""), 7002), host(Value::Nil, 7003)]),
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_is_told_by_its_nodes() {
+    fn a_cluster_is_identified_by_its_nodes() {
         let slots = |ids: &[&str]| {
             let node = |id: &&str| Value::Array(vec![text("a"), Value::Int(1), text(id)]);
             let nodes: Vec<Value> = ids.iter().map(node).collect();

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_says_what_can_be_put_right() {
+    fn the_error_names_what_to_fix() {
         let mut quorum = Quorum::new(3);
         for kind in [ErrorKind::Unreachable, ErrorKind::Authentication, ErrorKind::Timeout] {
             quorum.add(Err(StoreError::new(kind)));

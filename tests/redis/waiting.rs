@@ -1,4 +1,4 @@
-//! Waiting for one's turn at a real server, on several threads.
+//! Waiting at a real server, on several threads.
 
 use std::convert::Infallible;
 use std::num::NonZeroU32;

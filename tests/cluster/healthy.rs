@@ -1,4 +1,4 @@
-//! All nodes are well.
+//! All nodes are healthy.
 
 use std::env;
 use std::num::NonZeroUsize;
@@ -81,7 +81,7 @@ async fn work(url: &str) {
 
 /// What a caller has on several policies is in one slot.
 #[tokio::test]
-async fn several_policies_and_ids_are_decided_as_one() {
+async fn several_policies_and_ids_decide_atomically() {
     use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
 
     let cluster = Cluster::start(false).await;
@@ -105,7 +105,7 @@ async fn several_policies_and_ids_are_decided_as_one() {
 
 /// Checks in flight share script calls though they are of other callers.
 #[tokio::test]
-async fn checks_of_a_bucket_share_a_script_call() {
+async fn checks_of_a_partition_share_a_call() {
     let cluster = Cluster::start(false).await;
     let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
     let before = cluster.calls("evalsha").await;
@@ -145,7 +145,7 @@ async fn a_cluster_is_a_url() {
     config.url = Some(cluster.url());
     let any = AnyStore::from_config(&config).unwrap();
     let lazy = RedisStore::connect_lazy(cluster.url().as_str()).unwrap();
-    // One node tells of the others.
+    // One node names the others.
     let one = RedisStore::cluster([format!("redis://127.0.0.1:{}/", cluster.nodes[1].server.port())]).unwrap();
     for i in 0..30 {
         let check = || check(&format!("caller-{i}"), "1000/100d");
@@ -162,7 +162,7 @@ async fn a_cluster_is_a_url() {
 }
 
 #[tokio::test]
-async fn another_number_of_buckets_is_refused() {
+async fn another_number_of_partitions_is_refused() {
     let cluster = Cluster::start(false).await;
     let number = |number| NonZeroUsize::new(number).unwrap();
     let first = cluster.builder().partitions(number(32)).connect().await.unwrap();
@@ -245,7 +245,7 @@ async fn nodes_have_names_or_none() {
 
 /// A single server is none, and says so; so does a cluster that is not there.
 #[tokio::test]
-async fn what_is_no_cluster_says_so() {
+async fn a_non_cluster_is_reported() {
     let server = RedisServer::start();
     let url = format!("redis+cluster://127.0.0.1:{}", server.port());
     let error = RedisStore::connect(url).await.unwrap_err();

@@ -31,12 +31,12 @@ async fn send(app: &Router, content_type: &str, user: Option<&str>) -> Response<
     app.clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap()
 }
 
-fn told<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
+fn header<'a>(response: &'a Response<Body>, name: &str) -> Option<&'a str> {
     response.headers().get(name).map(|value| value.to_str().unwrap())
 }
 
 #[tokio::test]
-async fn each_client_is_answered_in_its_own_protocol() {
+async fn clients_are_answered_in_their_protocol() {
     let limited = app(layer(policy("api", "1/h")));
     let broken = app(layer_with(Broken, policy("api", "1/h")));
     send(&limited, "text/plain", Some("alice")).await;
@@ -45,20 +45,20 @@ async fn each_client_is_answered_in_its_own_protocol() {
     {
         for kind in ["application/grpc", "application/grpc+proto", "Application/GRPC; a=b"] {
             let response = send(app, kind, user).await;
-            assert_eq!((response.status().as_u16(), told(&response, "grpc-status")), (200, Some(code)), "{kind}");
-            assert_eq!(told(&response, "content-type"), Some("application/grpc"));
+            assert_eq!((response.status().as_u16(), header(&response, "grpc-status")), (200, Some(code)), "{kind}");
+            assert_eq!(header(&response, "content-type"), Some("application/grpc"));
             assert!(axum::body::HttpBody::is_end_stream(response.body()));
         }
         for kind in ["application/json", "application/grpc-web", "application/grpc-web-text+proto"] {
             let response = send(app, kind, user).await;
-            assert_eq!((response.status().as_u16(), told(&response, "grpc-status")), (status, None), "{kind}");
-            assert_eq!(told(&response, "content-type"), Some("application/problem+json"));
+            assert_eq!((response.status().as_u16(), header(&response, "grpc-status")), (status, None), "{kind}");
+            assert_eq!(header(&response, "content-type"), Some("application/problem+json"));
         }
     }
 }
 
 #[tokio::test]
-async fn both_protocols_are_counted_together_over_one_port() {
+async fn http_and_grpc_share_a_count() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
@@ -81,7 +81,7 @@ async fn both_protocols_are_counted_together_over_one_port() {
 
 /// HTTP/1.1 has no blanks around a value. HTTP/2 forbids them (RFC 9113), and lets them through.
 #[tokio::test]
-async fn blanks_around_a_value_make_no_other_caller_over_http2() {
+async fn http2_values_ignore_surrounding_blanks() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async { axum::serve(listener, app(layer(policy("api", "2/h")))).await });
@@ -96,22 +96,22 @@ async fn blanks_around_a_value_make_no_other_caller_over_http2() {
     assert_eq!(statuses, [200, 200, 429, 429, 429, 200, 400, 400, 400]);
 }
 
-/// RFC 9110: a 401 has a challenge. Whoever makes it.
+/// RFC 9110: a 401 has a challenge, whoever makes it.
 #[tokio::test]
-async fn http_clients_without_a_key_get_the_challenge() {
+async fn http_clients_without_key_are_challenged() {
     let key = HeaderKey::new("x-api-key").unwrap().challenge(API_KEY);
     let limits = RateLimitLayer::new(tower_redis_ratelimit::LocalStore::default(), key, policy("api", "1/h"));
     let app = Router::new().route("/page", get(|| async {}));
     let both = app.layer(limits.reject(GrpcReject::new().or(HttpReject::new())));
     let response = send(&both, "application/json", None).await;
-    assert_eq!((response.status().as_u16(), told(&response, "www-authenticate")), (401, Some("ApiKey")));
+    assert_eq!((response.status().as_u16(), header(&response, "www-authenticate")), (401, Some("ApiKey")));
     let response = send(&both, "application/grpc", None).await;
-    assert_eq!((told(&response, "grpc-status"), told(&response, "www-authenticate")), (Some("16"), None));
+    assert_eq!((header(&response, "grpc-status"), header(&response, "www-authenticate")), (Some("16"), None));
 }
 
 /// tonic-web makes gRPC of gRPC-Web within itself, so that a layer there answers both.
 #[tokio::test(start_paused = true)]
-async fn grpc_web_is_answered_within_the_layer_that_translates() {
+async fn grpc_web_works_within_the_translating_layer() {
     let inner = app(layer(policy("api", "1/h")));
     let service = tonic_web::GrpcWebLayer::new().layer(inner);
     let call = || {

@@ -1,4 +1,4 @@
-//! Lines of those who wait: whatever they want, and whatever the store says.
+//! Wait queues: whatever the waiters want, and whatever the store says.
 
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ fn watched() -> (LocalStore, MockStore) {
     (local, store)
 }
 
-/// How many calls the store gets until someone who waits has his turn.
+/// How many calls the store gets until a waiter gets its permit.
 async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost: u32) -> usize {
     let limiter = Limiter::new(store.clone(), policies);
     let before = store.asked().len();
@@ -38,7 +38,7 @@ async fn calls_of_a_wait(store: &MockStore, policies: impl Into<Policies>, cost:
 
 /// A store that knows no debt, whatever the strategy.
 #[tokio::test(start_paused = true)]
-async fn a_store_without_debts_is_not_asked_all_the_time() {
+async fn a_debtless_store_is_not_polled_constantly() {
     for strategy in [Strategy::Gcra, Strategy::TokenBucket(Refill::Interval), Strategy::SlidingLog] {
         let store = MockStore::new();
         store.deny(Duration::from_millis(500));
@@ -51,9 +51,9 @@ async fn a_store_without_debts_is_not_asked_all_the_time() {
     }
 }
 
-/// A list of policies of which one cannot owe is not asked as if it could.
+/// One policy of the list cannot owe.
 #[tokio::test(start_paused = true)]
-async fn policies_that_cannot_all_owe_are_not_asked_all_the_time() {
+async fn debtless_policies_are_not_polled_constantly() {
     let (local, store) = watched();
     let policies = Policies::new([
         named("bucket", Strategy::Gcra, "10/m"),
@@ -65,7 +65,7 @@ async fn policies_that_cannot_all_owe_are_not_asked_all_the_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_cost_of_nothing_is_not_asked_for_all_the_time() {
+async fn zero_costs_are_not_polled_constantly() {
     let (local, store) = watched();
     let policies = policy(Strategy::Gcra, "1/s burst 10");
     let _ = local.check(Check::charge(ANN, &policies, 15)).await.unwrap();
@@ -102,7 +102,7 @@ async fn a_full_debt_is_waited_for() {
 
 /// There is room for all of them now.
 #[tokio::test(start_paused = true)]
-async fn a_wait_of_no_time_is_a_take() {
+async fn a_zero_wait_is_a_take() {
     for strategy in [Strategy::Gcra, Strategy::SlidingLog] {
         let limiter = Limiter::new(LocalStore::default(), policy(strategy, "10/s"));
         let waits = join_all((0..12).map(|_| limiter.wait(ANN, 1, Duration::ZERO))).await;
@@ -111,9 +111,9 @@ async fn a_wait_of_no_time_is_a_take() {
     }
 }
 
-/// What one policy is short of says nothing of the others.
+/// What one policy lacks says nothing of the others.
 #[tokio::test(start_paused = true)]
-async fn only_a_policy_that_is_used_up_makes_the_line_long() {
+async fn only_exhausted_policies_lengthen_the_queue() {
     let policies = Policies::new([
         named("second", Strategy::Gcra, "10/s burst 1"),
         named("hour", Strategy::Gcra, "100/h burst 100"),
@@ -132,9 +132,9 @@ async fn only_a_policy_that_is_used_up_makes_the_line_long() {
     }
 }
 
-/// Whoever cannot have his turn in time is not counted by those behind him.
+/// Those who cannot pass in time are not counted by those behind them.
 #[tokio::test(start_paused = true)]
-async fn nobody_waits_behind_one_who_is_too_late() {
+async fn expired_waiters_do_not_delay_others() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 100"));
     let _ = limiter.take(ANN, 100).await.unwrap();
     let first = limiter.wait(ANN, 1, Duration::from_secs(5));
@@ -147,9 +147,9 @@ async fn nobody_waits_behind_one_who_is_too_late() {
     assert!(small.is_allowed(), "{small:?}");
 }
 
-/// All costs count in the line, but what the first wants only until it has it.
+/// All costs count in the queue, but that of the first only until it is granted.
 #[tokio::test(start_paused = true)]
-async fn nobody_is_refused_who_would_pass_in_time() {
+async fn waiters_that_fit_are_never_refused() {
     // All that is owed may be owed: the first, of 5, waits for its take.
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 5"));
     let _ = limiter.charge(ANN, 10).await.unwrap();
@@ -162,9 +162,9 @@ async fn nobody_is_refused_who_would_pass_in_time() {
     assert!(first.unwrap().is_allowed() && second.is_allowed(), "{second:?}");
 }
 
-/// What a denied client is told is never more than it is.
+/// A denied client need not wait for longer than the store alone would return.
 #[tokio::test(start_paused = true)]
-async fn the_wait_that_is_told_goes_by() {
+async fn the_returned_wait_is_never_too_long() {
     let (local, _) = watched();
     let policies = policy(Strategy::FixedWindow(Align::FirstHit), "1/h");
     let limiter = Limiter::new(local.clone(), policies.clone());
@@ -174,16 +174,16 @@ async fn the_wait_that_is_told_goes_by() {
         async move { limiter.wait(ANN, 1, LONG * 2).await }
     });
     sleep(LONG * 3 / 4).await;
-    let told = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
+    let returned = limiter.wait(ANN, 1, Duration::ZERO).await.unwrap();
     let real = local.check(Check::peek(ANN, &policies, 1)).await.unwrap();
-    assert!(told.retry_after().unwrap() <= real.retry_after().unwrap(), "{told:?} of {real:?}");
-    assert!(told.reset_after() <= real.reset_after(), "{told:?} of {real:?}");
+    assert!(returned.retry_after().unwrap() <= real.retry_after().unwrap(), "{returned:?} of {real:?}");
+    assert!(returned.reset_after() <= real.reset_after(), "{returned:?} of {real:?}");
     long.abort();
 }
 
-/// Whoever leaves takes his cost with him: others need not wait for so much.
+/// Others need not wait for so much.
 #[tokio::test(start_paused = true)]
-async fn the_next_one_does_not_wait_for_the_cost_of_one_who_left() {
+async fn a_leaving_waiter_takes_its_cost_along() {
     for strategy in [Strategy::Gcra, Strategy::FixedWindow(Align::FirstHit), Strategy::TokenBucket(Refill::Interval)] {
         let (_, store) = watched();
         let limiter = Limiter::new(store.clone(), policy(strategy, "100/h"));
@@ -203,9 +203,9 @@ async fn the_next_one_does_not_wait_for_the_cost_of_one_who_left() {
     }
 }
 
-/// Whoever comes just when the last one has left takes his place, and is told no in time.
+/// A waiter that comes just when the last one has left is refused in time.
 #[tokio::test(start_paused = true)]
-async fn one_who_takes_the_place_of_another_is_told_in_time() {
+async fn a_replacing_waiter_is_answered_in_time() {
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/h"));
     let _ = limiter.take(ANN, 1).await.unwrap();
     let mut first = Box::pin(limiter.wait(ANN, 1, LONG));
@@ -217,10 +217,10 @@ async fn one_who_takes_the_place_of_another_is_told_in_time() {
     assert!(start.elapsed() <= Duration::from_secs(5), "{:?}", start.elapsed());
 }
 
-/// Any costs, deadlines and quotas, and some who give up: each is told in time, no more passes than may, the store is not
-/// asked without need, and nothing is left.
+/// Any costs, deadlines and quotas, and some cancellations: each is answered in time, no more passes than may, the
+/// store is not asked without need, and nothing is left.
 #[tokio::test(start_paused = true)]
-async fn whatever_they_want_each_is_told_in_time() {
+async fn any_waiters_are_answered_in_time() {
     for seed in 0..300 {
         let mut rng = Rng::with_seed(seed);
         let (_, store) = watched();

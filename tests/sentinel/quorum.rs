@@ -49,7 +49,7 @@ async fn the_master_is_found() {
 async fn dead_and_silent_sentinels_keep_nobody_waiting() {
     let server = RedisServer::start();
     let ((_listener, silent), fake) = (silent(), Fake::start(server.port(), 1));
-    // The others might still tell of another one, but not for as long as a connection may take.
+    // The others might still name another one, but not for as long as a connection may take.
     let sentinels = url(&[silent, free_port(), fake.port]);
     let store = RedisStore::builder(sentinels).timeout(IMPATIENT).connect_lazy().unwrap();
     until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
@@ -73,7 +73,7 @@ async fn a_frozen_sentinel_keeps_nobody_waiting() {
     assert!(since.elapsed() < PATIENT / 8, "{:?}", since.elapsed());
 }
 
-/// It tells of a former master that takes itself for one still: they are both cut off from the others.
+/// It names a former master that still takes itself for one: they are both cut off from the others.
 #[tokio::test]
 async fn one_sentinel_is_cut_off() {
     let (server, former) = (RedisServer::start(), RedisServer::start());
@@ -92,7 +92,7 @@ async fn one_sentinel_is_cut_off() {
     }
 }
 
-/// What most of them tell is a replica, or does not answer: the next one is tried.
+/// What most of them name is a replica, or does not answer: the next one is tried.
 #[tokio::test]
 async fn the_sentinels_are_late() {
     let server = RedisServer::start();
@@ -114,7 +114,7 @@ async fn a_master_that_still_answers_is_left() {
     let ports = [sentinels[0].port, sentinels[1].port, sentinels[2].port];
     let store = RedisStore::builder(url(&ports)).timeout(PATIENT).connect().await.unwrap();
     take(&store).await;
-    sentinels.iter().for_each(|sentinel| sentinel.tell(server.port(), 2));
+    sentinels.iter().for_each(|sentinel| sentinel.set_master(server.port(), 2));
     let since = Instant::now();
     until("the store goes to the new one", async || {
         take(&store).await;
@@ -129,7 +129,7 @@ async fn a_master_that_still_answers_is_left() {
     assert_eq!(former.calls("evalsha").await, counted, "the former master is asked again");
 }
 
-/// Who is made a replica says READONLY, though its connections stay.
+/// A master that becomes a replica says READONLY, though its connections stay.
 #[tokio::test]
 async fn a_demoted_master_is_left_at_once() {
     let former = RedisServer::start();
@@ -142,14 +142,14 @@ async fn a_demoted_master_is_left_at_once() {
     until("it follows", async || former.command::<String>("INFO replication").await.contains("master_link_status:up"))
         .await;
     assert!(store.check(check("ann", "10/s")).await.is_err());
-    sentinel.tell(server.port(), 2);
+    sentinel.set_master(server.port(), 2);
     take(&store).await;
     assert!(has_counted(&server).await);
 }
 
-/// Sentinels that are all gone are no outage of Redis.
+/// Losing all sentinels is no outage of Redis.
 #[tokio::test]
-async fn without_sentinels_the_known_master_is_asked() {
+async fn without_sentinels_the_known_master_stays() {
     let server = RedisServer::start();
     let mut sentinel = Sentinel::start(server.port(), 1, "");
     let store = RedisStore::builder(url(&[sentinel.port])).timeout(PATIENT).connect().await.unwrap();
@@ -158,9 +158,9 @@ async fn without_sentinels_the_known_master_is_asked() {
     until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
 }
 
-/// The watch is a task of the store's: it ends with it.
+/// The watch is a task of the store's.
 #[tokio::test]
-async fn nothing_asks_when_the_store_is_gone() {
+async fn a_dropped_store_stops_its_watch() {
     let server = RedisServer::start();
     let sentinel = Fake::start(server.port(), 1);
     let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
