@@ -19,7 +19,8 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::strategy::{Ask, Params, Preview, Registers, Snapshot};
-use super::{ConfigError, Mode, Quota, Verdict};
+use super::{Mode, Quota, Verdict};
+use crate::error::ConfigError;
 
 /// A request may end at any time: who waits asks again after so many microseconds.
 const AGAIN: i64 = 100_000;
@@ -31,7 +32,12 @@ const LEASE_TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration:
 
 /// Whether a quota can be a number of requests and a lease time.
 pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
-    let wrong = |problem| Err(ConfigError::InFlight { quota, problem });
+    let wrong = |problem| {
+        Err(ConfigError::new(format!(
+            "the quota `{quota}` cannot count requests in flight: {problem}; write how many at once and the lease time, like \
+             `10/30s`"
+        )))
+    };
     match quota {
         _ if quota.capacity() != quota.limit() => wrong("they have no burst"),
         _ if quota.limit() > MAX => wrong("more than 1000000 at once"),

@@ -7,7 +7,6 @@ mod check;
 mod decided;
 mod decision;
 mod duration;
-mod error;
 #[cfg(feature = "serde")]
 pub(crate) mod formats;
 #[cfg(test)]
@@ -27,7 +26,6 @@ mod words;
 
 pub use check::Check;
 pub use decision::{Decision, Outcome, Source};
-pub use error::ConfigError;
 pub use key::Key;
 pub use mode::Mode;
 pub use policies::Policies;

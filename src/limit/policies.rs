@@ -7,7 +7,8 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{ConfigError, Kind, Policy, Quota, Strategy};
+use super::{Kind, Policy, Quota, Strategy};
+use crate::error::ConfigError;
 
 /// The policies of one check: one or more, with names of their own, decided all or nothing.
 ///
@@ -69,18 +70,21 @@ impl Policies {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::NoPolicy`], [`ConfigError::TooManyPolicies`] and [`ConfigError::DuplicatePolicy`].
+    /// For no policy, for more than [`MAX`](Self::MAX), and for two of the same name.
     pub fn new(policies: impl IntoIterator<Item = Policy>) -> Result<Self, ConfigError> {
         let policies: SmallVec<[Policy; 1]> = policies.into_iter().collect();
         if policies.is_empty() {
-            return Err(ConfigError::NoPolicy);
+            return Err(ConfigError::new("the list of policies is empty: a check needs at least one"));
         }
         if policies.len() > Self::MAX {
-            return Err(ConfigError::TooManyPolicies(policies.len()));
+            let text = format!("{} policies for one check: use at most {}", policies.len(), Self::MAX);
+            return Err(ConfigError::new(text));
         }
-        for (i, policy) in policies.iter().enumerate() {
-            if policies[..i].iter().any(|other| other.name() == policy.name()) {
-                return Err(ConfigError::DuplicatePolicy(policy.name().to_owned()));
+        for (i, name) in policies.iter().map(Policy::name).enumerate() {
+            if policies[..i].iter().any(|other| other.name() == name) {
+                let text =
+                    format!("two policies are named {name:?}: give each its own name, since it is part of the key");
+                return Err(ConfigError::new(text));
             }
         }
         Ok(Self::of(policies))
@@ -273,10 +277,11 @@ mod tests {
     #[test]
     fn lists_are_checked() {
         let one = policy("one", 1);
-        assert_eq!(Policies::new([]), Err(ConfigError::NoPolicy));
-        assert_eq!(Policies::new([one.clone(), one.clone()]), Err(ConfigError::DuplicatePolicy("one".to_owned())));
+        let refused = |policies: Vec<Policy>| Policies::new(policies).unwrap_err().to_string();
+        assert!(refused(vec![]).starts_with("the list of policies is empty: "));
+        assert!(refused(vec![one.clone(), one.clone()]).starts_with("two policies are named \"one\": "));
         let many = (0..17).map(|i| policy(&i.to_string(), 1));
-        assert_eq!(Policies::new(many), Err(ConfigError::TooManyPolicies(17)));
+        assert!(refused(many.collect()).starts_with("17 policies for one check: "));
         assert_eq!(Policies::from(one).iter().len(), 1);
     }
 

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::strategy::{Frees, Params};
-use super::{ConfigError, Kind, Quota, Strategy};
+use super::{Kind, Quota, Strategy};
+use crate::error::ConfigError;
 
 /// One limit by name: what is counted how.
 ///
@@ -47,19 +48,15 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than ASCII
-    /// letters, digits, `-`, `_`, `.` and `/`. Of the quota: [`ConfigError::Zero`] for a limit or a burst of 0,
-    /// [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], [`ConfigError::BurstOfWindow`] for a burst where the
-    /// strategy has none, and [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`].
-    /// Of the strategy: [`ConfigError::Cells`].
+    /// For a name that is empty, longer than 64 bytes, or has a character other than ASCII letters, digits, `-`, `_`, `.`
+    /// and `/`; for a quota that is not [valid](Quota::is_valid), has a burst where the strategy has none, or a limit
+    /// above 100,000 for a [`Strategy::SlidingLog`]; for a [`Strategy::SlidingWindow`] of 0 or more than 1000 cells.
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         Self::of_kind(name, strategy.into(), quota)
     }
 
     pub(crate) fn of_kind(name: &str, kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
-        if !is_name(name, b"-_./") {
-            return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
-        }
+        check_name(name)?;
         quota.check()?;
         Ok(Self::with_params(name, kind, quota, Params::new(kind, quota)?))
     }
@@ -92,7 +89,7 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::PolicyName`], [`ConfigError::Zero`], and [`ConfigError::InFlight`] for a limit that is too high.
+    /// For a name that [`new`](Self::new) refuses, and for another limit.
     pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
         Self::of_kind(name, Kind::InFlight, Quota::per(limit, LEASE_TIME))
     }
@@ -102,7 +99,7 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Period`], and [`ConfigError::InFlight`] for a lease time that is too short or too long.
+    /// For a lease time that is too short or too long.
     pub fn lease_time(self, time: Duration) -> Result<Self, ConfigError> {
         match self.is_in_flight() {
             true => Self::of_kind(self.name(), Kind::InFlight, Quota::per(self.quota().limit(), time)),
@@ -209,6 +206,11 @@ impl Policy {
     }
 }
 
+pub(super) fn check_name(name: &str) -> Result<(), ConfigError> {
+    let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`";
+    if is_name(name, b"-_./") { Ok(()) } else { Err(ConfigError::invalid("policy name", name, fix)) }
+}
+
 /// 1 to 64 ASCII letters, digits and `others`.
 pub(crate) fn is_name(name: &str, others: &[u8]) -> bool {
     (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_alphanumeric() || others.contains(&b))
@@ -245,32 +247,34 @@ mod tests {
     #[test]
     fn names_are_checked() {
         for name in ["", "two words", "a:b", "a{b}", "a\"b", "caf\u{e9}", "tab\t", &"x".repeat(65)] {
-            let error = policy(name, Quota::per_second(1)).unwrap_err();
-            assert_eq!(error, ConfigError::PolicyName(name.to_owned()));
-            assert!(error.to_string().contains("use 1 to 64 ASCII letters"), "{error}");
+            let error = policy(name, Quota::per_second(1)).unwrap_err().to_string();
+            let expected = format!("{name:?} is not a valid policy name: use 1 to 64 ASCII letters");
+            assert!(error.starts_with(&expected), "{error}");
         }
         assert!(policy("v1/api.read_only-2", Quota::per_second(1)).is_ok());
     }
 
     #[test]
     fn quotas_that_cannot_work_are_refused() {
-        assert_eq!(policy("p", Quota::per_second(0)), Err(ConfigError::Zero("a quota's limit")));
-        assert_eq!(policy("p", Quota::per_second(1).burst(0)), Err(ConfigError::Zero("a quota's burst")));
+        let refused = |quota: Quota, problem: &str| {
+            let error = policy("p", quota).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("the quota `{quota}` cannot work: its {problem}")), "{error}");
+        };
+        refused(Quota::per_second(0), "limit must be at least 1");
+        refused(Quota::per_second(1).burst(0), "burst must be at least 1");
         for period in [Duration::ZERO, Duration::from_nanos(1_500), Duration::from_secs(400 * 86_400), Duration::MAX] {
-            assert_eq!(policy("p", Quota::per(1, period)), Err(ConfigError::Period(period)));
+            refused(Quota::per(1, period), "period must be a whole number of microseconds");
         }
-        assert!(matches!(
-            policy("p", Quota::per_day(1).burst(u32::MAX)),
-            Err(ConfigError::BurstTooSlow { burst: u32::MAX, .. })
-        ));
-        assert_eq!(
-            Policy::new("p", Strategy::FixedWindow(Default::default()), Quota::per_second(5).burst(6)),
-            Err(ConfigError::BurstOfWindow { burst: 6, limit: 5 })
-        );
+        refused(Quota::per_day(1).burst(u32::MAX), "burst would take more than ten years");
+        let window = Policy::new("p", Strategy::FixedWindow(Default::default()), Quota::per_second(5).burst(6));
+        assert!(window.unwrap_err().to_string().starts_with("a burst of 6 on a window of 5: "));
         assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
         let log = |limit| Policy::new("p", Strategy::SlidingLog, Quota::per_hour(limit));
-        assert_eq!(log(100_001), Err(ConfigError::LogTooLong(100_001)));
-        assert!(log(100_001).unwrap_err().to_string().contains("at most 100000"));
+        let error = log(100_001).unwrap_err().to_string();
+        assert!(
+            error.starts_with("a limit of 100001 for a sliding log") && error.contains("at most 100000"),
+            "{error}"
+        );
         assert!(log(100_000).is_ok());
     }
 
@@ -292,7 +296,8 @@ mod tests {
         assert!(Policy::in_flight("p", 4).unwrap().lease_time(Duration::from_millis(999)).is_err());
         let rate = policy("p", Quota::per_second(1)).unwrap();
         assert_eq!(rate.clone().lease_time(Duration::from_secs(5)), Ok(rate));
-        assert_eq!(Policy::in_flight("p", 0), Err(ConfigError::Zero("a quota's limit")));
+        let none = Policy::in_flight("p", 0).unwrap_err().to_string();
+        assert!(none.contains("its limit must be at least 1"), "{none}");
     }
 
     #[test]

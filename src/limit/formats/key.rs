@@ -3,7 +3,8 @@ use std::net::{IpAddr, Ipv6Addr};
 use ipnet::IpNet;
 
 use super::Setting;
-use crate::limit::{ConfigError, Key};
+use crate::error::ConfigError;
+use crate::limit::Key;
 
 /// As it stands in Redis, or as what it is made of.
 impl Setting for Key {

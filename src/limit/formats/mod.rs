@@ -14,7 +14,8 @@ use serde::de::{
 };
 use serde::ser::Serializer;
 
-use crate::limit::{ConfigError, Kind, Quota, Strategy, duration};
+use crate::error::ConfigError;
+use crate::limit::{Kind, Quota, Strategy, duration};
 
 /// A value that is read from text, so that an environment variable can hold it.
 ///
@@ -107,7 +108,7 @@ macro_rules! text {
             const EXPECTED: &'static str = $expected;
             const LIST: &'static str = concat!("a list, each ", $expected);
 
-            fn read(text: &str) -> Result<Self, $crate::limit::ConfigError> {
+            fn read(text: &str) -> Result<Self, $crate::error::ConfigError> {
                 text.parse()
             }
         }
@@ -132,8 +133,9 @@ impl Setting for Duration {
     const EXPECTED: &'static str = "a duration such as `250ms`";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |problem| ConfigError::DurationSyntax { text: text.chars().take(80).collect(), problem };
-        duration::parse(text).map_err(wrong)
+        duration::parse(text).map_err(|problem| {
+            ConfigError::invalid("duration", text, format_args!("{problem}; write it like `250ms`, `2s` or `15m`"))
+        })
     }
 }
 
@@ -157,7 +159,7 @@ macro_rules! numbers {
             const ANY: bool = true;
 
             fn read(text: &str) -> Result<Self, ConfigError> {
-                text.trim().parse().map_err(|_| ConfigError::choice("number that fits", text, $expected))
+                text.trim().parse().map_err(|_| ConfigError::choice("number", text, $expected))
             }
         })+
     };

@@ -48,5 +48,5 @@ fn a_token_bucket_takes_several_tokens_as_spring_does() {
 #[test]
 fn a_bucket_that_holds_nothing_is_refused() {
     let none = Policy::new("p", Strategy::TokenBucket(Refill::Greedy), Quota::per_second(10).burst(0));
-    assert_eq!(none.unwrap_err(), ConfigError::Zero("a quota's burst"));
+    assert!(none.unwrap_err().to_string().contains("its burst must be at least 1"));
 }

@@ -1,5 +1,6 @@
 use super::{Frees, Params, Strategy};
-use crate::limit::{Charged, ConfigError, Quota};
+use crate::error::ConfigError;
+use crate::limit::{Charged, Quota};
 
 /// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
 ///

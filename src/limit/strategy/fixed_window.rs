@@ -24,7 +24,8 @@ use std::time::Duration;
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::arithmetic::late;
 use super::{Frees, Params, Snapshot, Strategy};
-use crate::limit::{Charged, ConfigError, Quota, duration};
+use crate::error::ConfigError;
+use crate::limit::{Charged, Quota, duration};
 
 /// Where fixed windows begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -85,7 +86,7 @@ impl Algorithm for State {
             None if text == "first-hit" => Align::FirstHit,
             None if text == "clock" => Align::default(),
             Some((clock, offset)) if clock.trim_end() == "clock" => Align::Clock { offset: duration::parse(offset)? },
-            _ => return Err("its alignment is none of `clock`, `clock+22h` and `first-hit`"),
+            _ => return Err("its alignment is not one of `clock`, `clock+22h` and `first-hit`"),
         };
         Ok(Strategy::FixedWindow(align))
     }

@@ -36,7 +36,8 @@ pub(super) use params::Params;
 
 use std::time::Duration;
 
-use super::{ConfigError, Quota};
+use super::Quota;
+use crate::error::ConfigError;
 
 /// Calls a macro with the list: one entry for each strategy, in the order of its variants. An entry has
 /// - the variant of `Strategy`,

@@ -1,5 +1,6 @@
 use super::Frees;
-use crate::limit::{ConfigError, Kind, Quota, in_flight};
+use crate::error::ConfigError;
+use crate::limit::{Kind, Quota, in_flight};
 
 /// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +38,11 @@ impl Params {
             in_flight::check(quota)?;
         }
         if capacity != quota.limit() && !frees.has_burst() {
-            return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
+            return Err(ConfigError::new(format!(
+                "a burst of {capacity} on a window of {}: leave the burst out, since it is the limit, or choose a strategy \
+                 that has one, such as GCRA",
+                quota.limit()
+            )));
         }
         let period = quota.period().as_micros();
         let (ticks, interval) = match frees {

@@ -7,8 +7,9 @@ use http::request::Parts;
 use http::uri::PathAndQuery;
 use matchit::Router;
 
+use crate::error::ConfigError;
 use crate::gate::{PolicySelector, Selector};
-use crate::limit::{ConfigError, Key, Policies};
+use crate::limit::{Key, Policies};
 
 /// Policies by method and path, for one layer around a whole service.
 ///
@@ -67,8 +68,8 @@ impl Routes {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Route`] for a pattern that is none, that no path fits, such as
-    /// `/users/:id`, or that is like another: `/users/{id}` and `/users/{name}`.
+    /// For a pattern that is not valid, that no path fits, such as `/users/:id`, or that is like another: `/users/{id}`
+    /// and `/users/{name}`.
     pub fn route(mut self, pattern: &str, policies: impl PolicySelector) -> Result<Self, ConfigError> {
         insert(&mut self.all, pattern, policies)?;
         Ok(self)
@@ -92,9 +93,8 @@ impl Routes {
     /// such as `/caf%C3%A9/{id}`: it would exempt nothing.
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
         if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
-            let problem =
-                "beside a parameter, it has escapes, a `;` or an empty segment, and would exempt nothing".to_owned();
-            return Err(ConfigError::Route { pattern: pattern.to_owned(), problem });
+            let problem = "beside a parameter, it has escapes, a `;` or an empty segment, and would exempt nothing";
+            return Err(wrong(pattern, problem));
         }
         self.route(pattern, None::<Policies>)
     }
@@ -134,20 +134,25 @@ fn at<'a>(router: &'a Router<Selector>, path: &str) -> Option<Found<'a>> {
 const MAX_PARAMETERS: usize = 25;
 
 fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySelector) -> Result<(), ConfigError> {
-    let wrong = |problem: String| ConfigError::Route { pattern: pattern.to_owned(), problem };
     if !pattern.starts_with('/') {
-        return Err(wrong("it does not begin with `/`".to_owned()));
+        return Err(wrong(pattern, "it does not begin with `/`"));
     }
     if !matches!(pattern.parse::<PathAndQuery>(), Ok(path) if path.path() == pattern) {
-        return Err(wrong("it has a character that no path has".to_owned()));
+        return Err(wrong(pattern, "it has a character that no path has"));
     }
     if pattern.split('/').any(|segment| segment.starts_with([':', '*'])) {
-        return Err(wrong("a segment begins with `:` or `*`, which is no parameter".to_owned()));
+        return Err(wrong(pattern, "a segment begins with `:` or `*`, which is not a parameter"));
     }
     if pattern.replace("{{", "").matches('{').count() > MAX_PARAMETERS {
-        return Err(wrong(format!("it has more than {MAX_PARAMETERS} parameters")));
+        return Err(wrong(pattern, format_args!("it has more than {MAX_PARAMETERS} parameters")));
     }
-    router.insert(pattern, Selector::new(policies)).map_err(|error| wrong(error.to_string()))
+    router.insert(pattern, Selector::new(policies)).map_err(|error| wrong(pattern, error))
+}
+
+fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
+    ConfigError::new(format!(
+        "the route {pattern:?} cannot be used ({problem}): write it like `/users/{{id}}` or `/files/{{*path}}`, and each once"
+    ))
 }
 
 impl PolicySelector for Routes {

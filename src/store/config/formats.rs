@@ -3,7 +3,7 @@
 use serde::de::{DeserializeSeed, Deserializer};
 
 use super::ShareConfig;
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 use crate::limit::formats::{Field, Setting, deserialize};
 
 pub(super) use crate::limit::formats::write_duration;

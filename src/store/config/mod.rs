@@ -13,9 +13,9 @@ use std::time::Duration;
 
 pub use kind::{ShareConfig, StoreKind};
 
-use super::redis::RedisStoreBuilder;
+use super::redis::{RedisStoreBuilder, wrong_url};
 use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 
 /// The settings of an [`AnyStore`], as plain data.
 ///
@@ -132,8 +132,7 @@ pub struct StoreConfig {
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::denials"))]
     pub denials: usize,
-    /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`], and less than a millisecond a
-    /// [`ConfigError::Deadline`].
+    /// See [`Fallback::deadline`]. At least a millisecond; defaults to 100 ms.
     #[cfg_attr(
         feature = "serde",
         serde(deserialize_with = "formats::deadline", serialize_with = "formats::write_duration")
@@ -183,13 +182,13 @@ impl StoreConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`] for a variable that is empty or not Unicode. Unset it for no URL.
+    /// For a variable that is empty or not Unicode. Unset it for no URL.
     pub fn from_env(variable: &str) -> Result<Self, ConfigError> {
         Self::of_variable(variable, env::var(variable))
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
-        let wrong = |what: &str| Err(ConfigError::RedisUrl(format!("{name} is {what} (unset it for no Redis)")));
+        let wrong = |what: &str| Err(wrong_url(format_args!("{name} is {what} (unset it for no Redis)")));
         match value {
             Ok(url) if url.trim().is_empty() => wrong("empty"),
             Ok(url) => Ok(Self { url: Some(url), ..Self::default() }),
@@ -206,8 +205,7 @@ impl StoreConfig {
                 AnyStore::Fallback(self.fallback(self.connect_lazy(url)?)?)
             }
             (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
-                let problem = format!("there is none, which a store of the kind `{kind}` needs");
-                return Err(ConfigError::RedisUrl(problem).into());
+                return Err(wrong_url(format_args!("it is missing, and a store of the kind `{kind}` needs it")).into());
             }
         })
     }
@@ -225,11 +223,9 @@ impl StoreConfig {
 
     fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
         // All answers of Redis would be late: every instance would count for itself, though Redis is well.
-        if self.deadline.is_zero() {
-            return Err(ConfigError::Zero("the deadline of a Fallback, in nanoseconds,").into());
-        }
         if self.deadline < Duration::from_millis(1) {
-            return Err(ConfigError::Deadline(self.deadline).into());
+            let text = format!("a deadline of {:?} for Redis: write at least 1 ms, such as 100 ms", self.deadline);
+            return Err(ConfigError::new(text).into());
         }
         let share = self.share.of(&redis)?;
         Ok(Fallback::new(redis, self.local()).deadline(self.deadline).failures(self.failures).share(share))

@@ -14,8 +14,8 @@ use super::topology::Topology;
 use super::topology::cluster::Cluster;
 use super::worker::{Inner, Limits};
 
-use crate::error::StoreError;
-use crate::limit::{ConfigError, is_name};
+use crate::error::{ConfigError, StoreError};
+use crate::limit::is_name;
 use crate::observe::Observer;
 
 impl RedisStore {
@@ -38,7 +38,7 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`] for a wrong URL, [`ConfigError::NoTls`] for `rediss://` without the feature `tls`.
+    /// For a wrong URL, and for `rediss://` without the feature `tls`.
     pub fn connect_lazy(servers: impl Into<Servers>) -> Result<Self, ConfigError> {
         Self::builder(servers).connect_lazy()
     }
@@ -207,7 +207,7 @@ impl RedisStoreBuilder {
     }
 
     /// How long one call may take, with connecting if it must; and how long a check may wait to be sent. Defaults to
-    /// 250 ms; zero is a [`ConfigError::Zero`]. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
+    /// 250 ms; zero is an error. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -236,7 +236,7 @@ impl RedisStoreBuilder {
     /// about 5.
     ///
     /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is
-    /// kept in the cluster, and another one is refused: it is a [`ConfigError::Partitions`]. To change it, choose a
+    /// kept in the cluster, and another one is refused. To change it, choose a
     /// prefix for the new number, as all counts begin anew.
     pub fn partitions(mut self, partitions: NonZeroUsize) -> Self {
         self.partitions = partitions.get();
@@ -280,18 +280,18 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyPartitions`],
-    /// [`ConfigError::Certificate`], [`ConfigError::ServerName`], [`ConfigError::TlsUnused`], and [`ConfigError::Zero`]
-    /// for a time-out of zero.
+    /// For a wrong URL, prefix, certificate or server name, more than 1,024 partitions, and a timeout of zero; for `rediss://`
+    /// without the feature `tls`, and for TLS settings without `rediss://`.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         if !is_name(&self.prefix, b"-_./:") {
-            return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
+            let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
+            return Err(ConfigError::invalid("key prefix", &self.prefix, fix));
         }
         if self.timeout.is_zero() {
-            return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
+            return Err(ConfigError::new("a timeout of 0 for Redis: write a longer one, such as 250 ms"));
         }
         if self.partitions > Cluster::MAX_PARTITIONS {
-            return Err(ConfigError::TooManyPartitions(self.partitions));
+            return Err(ConfigError::new(format!("{} partitions: write at most 1024", self.partitions)));
         }
         let servers = self.servers.into_kind()?;
         let topology = Topology::new(servers, &self.prefix, self.partitions, self.timeout, &self.tls)?;

@@ -2,9 +2,10 @@ use std::num::NonZeroU8;
 
 use http::HeaderName;
 
+use super::super::header::header_name;
 use super::ClientIp;
-use super::trust::{Trust, Trusted, cover_all};
-use crate::limit::ConfigError;
+use super::trust::{Trust, Trusted, cover_all, untrusted};
+use crate::error::ConfigError;
 
 /// A [`ClientIp`] of which only the header is known. It lacks who is believed to write that.
 #[derive(Debug, Clone)]
@@ -15,7 +16,7 @@ pub struct ClientIpBuilder {
 
 impl ClientIpBuilder {
     pub(super) fn new(header: &str) -> Self {
-        Self { header: header.parse().map_err(|_| ConfigError::HeaderName(header.to_owned())) }
+        Self { header: header_name(header) }
     }
 
     /// Trusts the proxies in these networks. Each is one of
@@ -32,9 +33,8 @@ impl ClientIpBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::TrustedNetwork`] for another text, and for networks of all addresses, such as
-    /// `0.0.0.0/0` or its halves; [`ConfigError::Zero`] for no network; [`ConfigError::HeaderName`] if the header's
-    /// name is none.
+    /// For another text; for networks of all addresses, such as `0.0.0.0/0` or its halves; for no network; and for a
+    /// text that cannot be the name of a header.
     pub fn trust<T: AsRef<str>>(self, proxies: impl IntoIterator<Item = T>) -> Result<ClientIp, ConfigError> {
         let trusted = proxies.into_iter().map(|proxies| proxies.as_ref().parse()).collect::<Result<Vec<_>, _>>();
         self.trusting(trusted)
@@ -43,14 +43,11 @@ impl ClientIpBuilder {
     pub(super) fn trusting(self, trusted: Result<Vec<Trusted>, ConfigError>) -> Result<ClientIp, ConfigError> {
         let (header, trusted) = (self.header?, trusted?);
         if trusted.is_empty() {
-            return Err(ConfigError::Zero("the number of trusted networks"));
+            return Err(ConfigError::new("no proxy is trusted: name at least one network"));
         }
         if cover_all(&trusted) {
             let text = trusted.iter().map(Trusted::to_string).collect::<Vec<_>>().join(", ");
-            return Err(ConfigError::TrustedNetwork {
-                text,
-                problem: "together they cover every address, so that clients were believed too",
-            });
+            return Err(untrusted(&text, "together they cover every address, so that clients were believed too"));
         }
         Ok(ClientIp::behind(header, Trust::Networks(trusted)))
     }
@@ -68,11 +65,11 @@ impl ClientIpBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Zero`] for 0: [`ClientIp::peer`] is for services without a proxy. [`ConfigError::HeaderName`] if
-    /// the header's name is none.
+    /// For 0, since [`ClientIp::peer`] is for services without a proxy, and for a text that cannot be the name of a
+    /// header.
     pub fn hops(self, hops: u8) -> Result<ClientIp, ConfigError> {
         let header = self.header?;
-        let hops = NonZeroU8::new(hops).ok_or(ConfigError::Zero("the number of trusted hops"))?;
-        Ok(ClientIp::behind(header, Trust::Hops(hops)))
+        let none = || ConfigError::new("no hop is trusted: trust at least 1, or use `ClientIp::peer` without a proxy");
+        Ok(ClientIp::behind(header, Trust::Hops(NonZeroU8::new(hops).ok_or_else(none)?)))
     }
 }

@@ -15,8 +15,9 @@ use forwarded::Elements;
 use trust::Trust;
 
 use super::peer::{self, Peer};
+use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::{ConfigError, Key};
+use crate::limit::Key;
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
 ///
@@ -169,11 +170,13 @@ impl ClientIp {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Ipv6Prefix`] unless it is from 1 to 128.
+    /// Unless it is from 1 to 128.
     pub fn ipv6_prefix(self, bits: u8) -> Result<Self, ConfigError> {
         match bits {
             1..=128 => Ok(Self { ipv6_prefix: bits, ..self }),
-            _ => Err(ConfigError::Ipv6Prefix(bits)),
+            _ => Err(ConfigError::new(format!(
+                "an IPv6 prefix of {bits} bits: write 1 to 128, such as 64, which one host owns"
+            ))),
         }
     }
 

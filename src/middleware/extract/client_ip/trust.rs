@@ -8,7 +8,7 @@ use std::str::FromStr;
 use ipnet::{IpNet, Ipv4Net};
 
 use super::super::peer::Peer;
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Trust {
@@ -72,21 +72,27 @@ impl Trusted {
     }
 }
 
+pub(super) fn untrusted(text: &str, problem: &str) -> ConfigError {
+    ConfigError::new(format!(
+        "{text:?} cannot be trusted: {problem}; write the proxies' network like `203.0.113.0/24`, an address, `private`, \
+         `loopback` or `unix`, or trust a number of hops"
+    ))
+}
+
 impl FromStr for Trusted {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let problem = |problem| ConfigError::TrustedNetwork { text: text.to_owned(), problem };
         let network = match text {
             "private" => return Ok(Self::Private),
             "loopback" => return Ok(Self::Loopback),
             "unix" => return Ok(Self::Unix),
             _ => text.parse().or_else(|_| text.parse().map(|address: IpAddr| address.into())),
         };
-        let network =
-            unmapped(network.map_err(|_| problem("it is none of the words, and neither a network nor an address"))?);
+        let unknown = |_| untrusted(text, "it is neither one of the words nor a network nor an address");
+        let network = unmapped(network.map_err(unknown)?);
         if network.prefix_len() == 0 {
-            return Err(problem("it covers every address, so that clients were believed too"));
+            return Err(untrusted(text, "it covers every address, so that clients were believed too"));
         }
         Ok(Self::Network(network))
     }

@@ -9,8 +9,9 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 
 use super::{Plans, Tiers};
+use crate::error::ConfigError;
 use crate::limit::formats::{Field, Setting};
-use crate::limit::{ConfigError, Key, Policies};
+use crate::limit::{Key, Policies};
 
 /// None for who is exempt.
 type Choices<N> = HashMap<N, Option<Policies>>;
