@@ -1,5 +1,5 @@
-//! The pages of `docs/`: everyday limits, which strategy to choose, what clients are told, how to run it, what happens
-//! when Redis goes away, which servers there are, how fast it is.
+//! The pages of `docs/`: everyday limits, choosing a strategy, responses to clients, operation, Redis outages,
+//! supported servers, performance.
 
 /// Everyday limits, each as a program that shows what happens.
 ///
@@ -14,7 +14,7 @@ pub mod recipes {}
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}
 
-/// What clients are told: header fields, in the new and the old forms, and bodies.
+/// Responses to clients: header fields, in the new and the old forms, and bodies.
 ///
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
@@ -36,7 +36,7 @@ pub mod running {}
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
 
-/// Which servers are tested, what the limiter needs of them, and what they do to the counts.
+/// Which servers are tested, what the limiter needs from them, and how they affect the counts.
 ///
 /// [running]: crate::guide::running
 #[doc = include_str!("../docs/servers.md")]

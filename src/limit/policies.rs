@@ -10,7 +10,7 @@ use smallvec::{SmallVec, smallvec};
 use super::{Kind, Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
-/// The policies of one check: one or more, with names of their own, decided all or nothing.
+/// The policies of one check: one or more with different names, decided all or nothing.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
@@ -44,21 +44,21 @@ use crate::error::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// In the environment there is one policy, by a variable for each of `name`, `strategy` and `quota`.
+/// The environment can hold one policy, with a variable for each of `name`, `strategy` and `quota`.
 #[derive(Clone)]
 pub struct Policies(Arc<List>);
 
 struct List {
     policies: SmallVec<[Policy; 1]>,
-    /// Tells the list from others by what it counts.
+    /// Identifies what the list counts.
     id: u64,
     /// Made of the addresses of the policies.
     identity: u64,
     /// Those that count requests in flight, and the others, if there are both.
     split: Option<(Policies, Policies)>,
-    /// The part of an instance, for the number of instances that was last asked for.
+    /// The share of an instance, for the number of instances that was used last.
     part: Mutex<Option<(NonZeroU32, Policies)>>,
-    /// What was made of the list elsewhere.
+    /// A value derived from the list elsewhere.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
@@ -113,7 +113,7 @@ impl Policies {
         self.as_slice().iter()
     }
 
-    /// The part of one of so many instances; see [`Policy::share`].
+    /// The share of one of so many instances; see [`Policy::share`].
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let mut part = self.0.part.lock().unwrap_or_else(PoisonError::into_inner);
         match &*part {
@@ -141,7 +141,7 @@ impl Policies {
         }
     }
 
-    /// Whether what this one of them has granted is what the check was: a cost, and not a request in flight beside it.
+    /// Whether this policy counts towards `granted`: one of requests in flight does so only without others.
     pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
         self.0.split.is_none() || !policy.is_in_flight()
     }
@@ -151,7 +151,7 @@ impl Policies {
         if self.iter().len() == 1 { self.clone() } else { policy.clone().into() }
     }
 
-    /// Those of which they are the parts of an instance, or the same.
+    /// The policies of which these are the share of an instance, or these.
     pub(crate) fn whole(&self) -> Self {
         match self.iter().all(|policy| std::ptr::eq(policy, policy.whole())) {
             true => self.clone(),
@@ -164,7 +164,7 @@ impl Policies {
         self.iter().map(|policy| policy.params().period).max().unwrap_or(0)
     }
 
-    /// How long a charge counts at the longest, in microseconds. One that is owed takes longer.
+    /// How long a charge counts at the longest, in microseconds. A debt counts for longer.
     pub(crate) fn longest_count(&self) -> i64 {
         self.iter().map(Policy::counts_for).max().unwrap_or(0)
     }
@@ -180,8 +180,7 @@ impl Policies {
         PROBE.clone()
     }
 
-    /// Under which an instance tells the others for how long it charges what it granted in an outage: it has one request in
-    /// flight as long.
+    /// By which an instance shows the others that it is still reconciling an outage: one request in flight until then.
     pub(crate) fn reconciling() -> Self {
         const QUOTA: Quota = Quota::per_second(1_000_000);
         static RECONCILING: LazyLock<Policies> =
@@ -189,7 +188,7 @@ impl Policies {
         RECONCILING.clone()
     }
 
-    /// Tells this list from others, by what it counts.
+    /// Identifies what this list counts.
     pub(crate) fn id(&self) -> u64 {
         self.0.id
     }
@@ -199,25 +198,25 @@ impl Policies {
         self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
     }
 
-    /// The same for all lists that [are](Self::is) this one, and hardly ever for another.
+    /// Equal for all lists that [are](Self::is) this one, and hardly ever for another.
     pub(crate) fn identity(&self) -> u64 {
         self.0.identity
     }
 
-    /// Whether both are of the same policies in memory: cheaper than comparing what they say.
+    /// Whether both have the same policies in memory: cheaper than comparing their values.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || self.identity() == other.identity()
                 && self.iter().map(Policy::address).eq(other.iter().map(Policy::address))
     }
 
-    /// A list of the same policies with a count of references of its own.
+    /// A list of the same policies in fresh `Arc`s, to avoid contention.
     pub(crate) fn copy(&self) -> Self {
         Self::of(self.0.policies.clone())
     }
 
-    /// What `make` makes of the list, made once and kept with it. A list keeps one such thing: `None` if that is of
-    /// another type.
+    /// The value that `make` derives from the list, computed once and kept with it. A list keeps one such value: `None`
+    /// if that has another type.
     pub(crate) fn derived<T: Send + Sync + 'static>(&self, make: impl FnOnce(&Self) -> T) -> Option<&T> {
         self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref()
     }

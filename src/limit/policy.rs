@@ -8,13 +8,13 @@ use super::strategy::{Frees, Params};
 use super::{Kind, Quota, Strategy};
 use crate::error::ConfigError;
 
-/// One limit by name: what is counted how.
+/// A named limit: a strategy and a quota.
 ///
-/// The name stands in Redis keys and in headers, so that two policies with one name, strategy and key prefix share
-/// their counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a
-/// rolling deploy: while both are asked, a caller gets about what one of them gives. Limits that are meant to be beside
-/// each other, such as one per minute and one per hour, need names of their own: a charge by the shorter forgets what
-/// only the longer would still count, and one by the longer counts in the shorter. A clone is the same policy.
+/// The name is part of Redis keys and headers. Two policies with the same name, strategy and key prefix share their
+/// counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a rolling
+/// deploy: while both are in use, a caller gets about what one of them grants. Limits that apply together, such as one
+/// per minute and one per hour, need different names: a charge by the shorter forgets what only the longer would still
+/// count, and one by the longer counts in the shorter. A clone is the same policy.
 ///
 /// With the feature `serde` it is a table of text: `{ name = "api", strategy = "gcra", quota = "100/s burst 200"
 /// }`. Without a strategy it is [`Strategy::Gcra`]. [`Policies`](super::Policies) are a list of these, or one.
@@ -29,7 +29,7 @@ use crate::error::ConfigError;
 #[derive(Clone)]
 pub struct Policy(Arc<Inner>);
 
-/// Of requests in flight, if nothing else is said.
+/// Default lease time of requests in flight.
 const LEASE_TIME: Duration = Duration::from_secs(30);
 
 struct Inner {
@@ -37,9 +37,9 @@ struct Inner {
     kind: Kind,
     quota: Quota,
     params: Params,
-    /// Of which it is the part of an instance.
+    /// The policy of which this is the share of an instance.
     whole: Option<Policy>,
-    /// Tells one count from another in a process, by the name and what stands for the kind in keys.
+    /// Identifies the count in a process, by the name and the letter of the kind in keys.
     id: u64,
 }
 
@@ -61,21 +61,20 @@ impl Policy {
         Ok(Self::with_params(name, kind, quota, Params::new(kind, quota)?))
     }
 
-    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each holds one
-    /// until it is released. A request is one whatever it costs, so that this can stand beside a policy that counts
-    /// bytes or tokens.
+    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each counts
+    /// until it is released, as one, whatever its cost, so that this can be combined with a policy that counts bytes or
+    /// tokens.
     ///
-    /// What an instance that has died held is free again after the [lease time](Self::lease_time), which the quota has
-    /// as a period. A layer renews what is held longer, a third of the lease time before it ends or sooner. Nothing
-    /// flows back with time but leases that were not renewed. So
-    /// [`Decision::retry_after`](super::Decision::retry_after) is no promise, but 100 ms: when to ask again.
+    /// What a dead instance held is free again after the [lease time](Self::lease_time), which is the quota's period. A
+    /// layer renews longer requests, at the latest a third of the lease time before the lease ends. It is not known
+    /// when a request ends, so [`Decision::retry_after`](super::Decision::retry_after) is a fixed 100 ms: when to try
+    /// again.
     ///
-    /// As semaphores with leases, such as Redisson's
-    /// `RPermitExpirableSemaphore`. As text it is a policy with the strategy `in-flight` and a quota of how many and
-    /// the lease time, such as `10/30s`.
+    /// It works like semaphores with leases, such as Redisson's `RPermitExpirableSemaphore`. As text it is a policy
+    /// with the strategy `in-flight` and a quota of the limit and the lease time, such as `10/30s`.
     ///
-    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or a
-    /// rule to [`settle`](crate::RateLimitLayer::settle) by, or it does not know when a request ends.
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or
+    /// [`settle`](crate::RateLimitLayer::settle), to know when a request ends.
     ///
     /// ```
     /// use std::time::Duration;
@@ -95,7 +94,7 @@ impl Policy {
     }
 
     /// The same policy of requests [in flight](Self::in_flight) with another lease time, from 1 second to 1 hour.
-    /// Defaults to 30 seconds. A policy of another kind has none, and stays as it is.
+    /// Defaults to 30 seconds. A policy of another kind is not changed.
     ///
     /// # Errors
     ///
@@ -107,7 +106,7 @@ impl Policy {
         }
     }
 
-    /// A policy of ours, of which is known that it can be.
+    /// A policy of the crate itself, known to be valid.
     pub(super) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
         let params = Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is a good one"));
         Self::with_params(name, kind, quota, params)
@@ -141,7 +140,7 @@ impl Policy {
         self.0.kind == Kind::InFlight
     }
 
-    /// How what it counts comes free again.
+    /// How what it counts is freed again.
     pub(crate) fn frees(&self) -> Frees {
         self.0.params.frees
     }
@@ -151,13 +150,13 @@ impl Policy {
         !self.is_in_flight() && self.quota().capacity() < cost
     }
 
-    /// How much.
+    /// The quota.
     pub fn quota(&self) -> Quota {
         self.0.quota
     }
 
-    /// The part of one of so many instances, which together grant no more than this policy does: of a limit and of a
-    /// burst the whole part, at least 1. A rate of a strategy that refills little by little is divided exactly.
+    /// The share of one of so many instances, which together grant no more than this policy: limit and burst are
+    /// rounded down, but at least 1. The rate of a strategy that refills gradually is divided exactly.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let part = |whole: u32| (whole / instances).max(1);
         let Inner { name, kind, quota, .. } = &*self.0;
@@ -169,7 +168,7 @@ impl Policy {
         part.map_or_else(|| self.clone(), |part| part.of(self.clone()))
     }
 
-    /// The same as a part of another.
+    /// The same policy as a share of another.
     fn of(mut self, whole: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.whole = Some(whole);
@@ -187,7 +186,7 @@ impl Policy {
         self.params().period.saturating_mul(periods.into())
     }
 
-    /// What it is the part of, or itself.
+    /// The policy of which it is a share, or itself.
     pub(crate) fn whole(&self) -> &Self {
         self.0.whole.as_ref().unwrap_or(self)
     }

@@ -7,12 +7,11 @@ use crate::error::ConfigError;
 
 /// How much: a limit per period, and the most that may come at once.
 ///
-/// `Quota::per_second(60)` means 60 per second. The burst is the limit unless [`burst`](Self::burst) sets
-/// another; only strategies that refill can have another, since a window's burst is its limit.
+/// `Quota::per_second(60)` means 60 per second. The burst defaults to the limit; [`burst`](Self::burst) sets another
+/// for strategies that refill. A window's burst is always its limit.
 ///
-/// A quota is plain data and can stand in a `const`. [`Policy::new`](super::Policy::new) refuses one that
-/// cannot work (a limit of 0, a period of 0), so that none ever reaches a decision; [`is_valid`](Self::is_valid) tells so
-/// of a constant when it is compiled.
+/// A quota is plain data and can stand in a `const`. [`Policy::new`](super::Policy::new) refuses one that cannot work,
+/// such as a limit of 0 or a period of 0; [`is_valid`](Self::is_valid) checks a constant at compile time.
 ///
 /// # As text
 ///
@@ -24,9 +23,9 @@ use crate::error::ConfigError;
 /// unit   = d day days | h hour hours | m min minute minutes | s sec second seconds | ms | us | ns
 /// ```
 ///
-/// Numbers are whole and in decimal digits. What could be read in two ways is refused: a period without a unit (`10/60`),
-/// units in capitals (`10/M`), months and years, digits in groups (`1,000/h`). It is written in the shortest of these
-/// forms, such as `10/m` or `5/15m`. With the feature `serde` it is read and written so.
+/// Numbers are whole and in decimal digits. Ambiguous text is refused: a period without a unit (`10/60`), units in
+/// capitals (`10/M`), months and years, digits in groups (`1,000/h`). It is written in the shortest of these forms,
+/// such as `10/m` or `5/15m`. The feature `serde` uses the same text.
 ///
 /// ```
 /// use std::time::Duration;
@@ -86,19 +85,20 @@ impl Quota {
         self.period
     }
 
-    /// How long so much takes to flow back, where it does so little by little; rounded down to nanoseconds.
+    /// How long these units take to refill gradually, rounded down to nanoseconds.
     pub(crate) fn time_for(&self, units: u64) -> Duration {
         let nanos = self.period.as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
         u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
     }
 
-    /// How much flows back in this time, where it does so little by little; rounded up.
+    /// How much refills gradually in this time, rounded up.
     pub(crate) fn units_in(&self, time: Duration) -> u32 {
         let units = time.as_nanos().saturating_mul(self.limit.into()).div_ceil(self.period.as_nanos().max(1));
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
-    /// How much comes in this time, where it comes at the end of each period and that of the last is the end of this time.
+    /// How much refills in this time, if the whole limit does at the end of each period, and a period ends with this
+    /// time.
     pub(crate) fn units_in_periods(&self, time: Duration) -> u32 {
         let periods = time.as_nanos().div_ceil(self.period.as_nanos().max(1));
         u32::try_from(periods.saturating_mul(self.limit.into())).unwrap_or(u32::MAX)
@@ -107,7 +107,7 @@ impl Quota {
     /// Whether it can work: [`Policy::new`](super::Policy::new) refuses a limit, a burst or a period of zero, a period
     /// longer than 366 days, and a burst that takes more than ten years to refill.
     ///
-    /// It is for constants, so that a mistake is found when they are compiled:
+    /// Use it to check constants at compile time:
     ///
     /// ```
     /// # use tower_redis_ratelimit::Quota;

@@ -130,7 +130,7 @@ async fn a_server_that_notes_no_address_is_the_servers_mistake() {
     let expected = json!({
         "type": "about:blank",
         "title": "Internal Server Error",
-        "detail": "The server is not set up to count the request.",
+        "detail": "Rate limiting is misconfigured.",
     });
     assert_eq!(problem(response).await, expected, "nothing of how it is set up");
 }
@@ -220,9 +220,9 @@ async fn a_rejection_is_a_sentence_for_the_client() {
     send(&service, request("alice")).await;
     for (response, expected) in [
         (send(&service, request("alice")).await, "The quota of 1/h is used up. Try again in 3600 s."),
-        (send(&service, all).await, "The request costs more than the 1 that ever pass at once."),
+        (send(&service, all).await, "The request's cost exceeds the maximum burst of 1."),
         (send(&service, anonymous()).await, "the header x-user is missing"),
-        (send(&at_fault, anonymous()).await, "The server is not set up to count the request."),
+        (send(&at_fault, anonymous()).await, "Rate limiting is misconfigured."),
         (send(&broken, request("alice")).await, "The request could not be counted."),
     ] {
         assert_eq!(response.body(), expected);
@@ -391,6 +391,6 @@ async fn a_header_that_comes_twice_is_rejected_even_if_one_that_is_missing_is_no
     twice.headers_mut().append(USER, "mallory".parse().unwrap());
     let response = send(&service, twice).await;
     assert_eq!(response.status(), 400);
-    assert_eq!(problem(response).await["detail"], "the header x-user is there more than once");
+    assert_eq!(problem(response).await["detail"], "the header x-user appears more than once");
     assert_eq!(send(&service, anonymous()).await.status(), 200);
 }

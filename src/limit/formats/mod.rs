@@ -1,4 +1,4 @@
-//! Feature `serde`: what a file or the environment says.
+//! Feature `serde`: settings from a file or the environment.
 
 mod key;
 mod policies;
@@ -19,7 +19,7 @@ use crate::limit::{Kind, Quota, Strategy, duration};
 
 /// A value that is read from text, so that an environment variable can hold it.
 ///
-/// serde's own choice between text and tables, `untagged`, forgets the line of an error and what is wrong there.
+/// serde's own choice between text and tables, `untagged`, loses the line and the cause of an error.
 pub(crate) trait Setting: Sized {
     /// What it looks like.
     const EXPECTED: &'static str;
@@ -39,7 +39,7 @@ pub(crate) trait Setting: Sized {
     }
 }
 
-/// Reads a setting of this name, for errors to tell. The name is empty if the setting stands alone.
+/// Reads a setting; its name is for errors, and is empty if the setting stands alone.
 pub(crate) struct Field<T>(&'static str, PhantomData<T>);
 
 impl<T> Field<T> {
@@ -143,7 +143,7 @@ pub(crate) fn write_duration<S: Serializer>(duration: &Duration, serializer: S) 
     serializer.collect_str(&duration::Text(*duration))
 }
 
-/// Text is taken as it is: what is wrong with it is found where it is used.
+/// Text is taken as it is, and checked where it is used.
 impl Setting for String {
     const EXPECTED: &'static str = "text";
 

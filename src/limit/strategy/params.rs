@@ -2,7 +2,7 @@ use super::Frees;
 use crate::error::ConfigError;
 use crate::limit::{Kind, Quota, in_flight};
 
-/// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
+/// A policy in the numbers that both halves compute with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Params {
     /// The largest cost that a fresh caller can pay.
@@ -24,7 +24,7 @@ pub(crate) struct Params {
     pub(crate) frees: Frees,
 }
 
-/// A full debt, twice the capacity, has at most as many ticks.
+/// The most ticks of a full debt, which is twice the capacity.
 const MAX_TICKS: i64 = 1 << 52;
 
 /// A unit has at least as many ticks, so that another quota takes over a part of one exactly enough. With the highest

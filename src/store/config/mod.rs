@@ -20,11 +20,11 @@ use crate::error::ConfigError;
 /// The settings of an [`AnyStore`], as plain data.
 ///
 /// They are those of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same defaults. Those that the
-/// [`kind`](Self::kind) has no use for are ignored.
+/// [`kind`](Self::kind) does not need are ignored.
 ///
-/// With the feature
-/// `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. One that is left out has its default, and a name that is none of a setting is an error. Durations are a whole number and a unit (`us`,
-/// `ms`, `s`, `m`, `h` or `d`):
+/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. A missing
+/// setting has its default, and an unknown name is an error. Durations are a whole number and a unit (`us`, `ms`, `s`,
+/// `m`, `h` or `d`):
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -63,11 +63,11 @@ use crate::error::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// `Debug` shows the server's address and no password. What is serialized has the URL as it is. Where the URL has a password, mind what the format shows: an error of `toml`
-/// shows the line that is wrong, and its `Debug` the whole file, as a `main` does that returns it. A URL from the
-/// environment stays out of both: see [`from_env`](Self::from_env).
+/// `Debug` shows the server's address and no password. Serialized, it contains the URL as it is. If the URL has a
+/// password, mind what the format shows: an error of `toml` shows the wrong line, and its `Debug` the whole file, also
+/// when `main` returns it. A URL from the environment stays out of both: see [`from_env`](Self::from_env).
 ///
-/// In code, change what is to differ from the default:
+/// In code, change the defaults:
 ///
 /// ```
 /// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};

@@ -27,9 +27,9 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps
-    /// Redis from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
-    /// cluster.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL, and otherwise the reason
+    /// why Redis cannot decide: it cannot be reached, refuses the password, lacks a permission, is not a Redis or is a
+    /// node of a cluster.
     pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
         Self::builder(servers).connect().await
     }
@@ -43,11 +43,11 @@ impl RedisStore {
         Self::builder(servers).connect_lazy()
     }
 
-    /// A store in a Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. It does not
-    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
+    /// A store in a Redis Cluster, by the URLs of some of its nodes, which report the others. It does not connect
+    /// before the first check, as [`connect_lazy`](Self::connect_lazy).
     ///
     /// To connect at once, or to set more, give [`Servers::cluster`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for what is particular to a cluster.
+    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for the specifics of a cluster.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;
@@ -68,7 +68,7 @@ impl RedisStore {
     ///
     /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its
     /// name as a URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for what is particular to Sentinel.
+    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for the specifics of Sentinel.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;
@@ -82,7 +82,7 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is none.
+    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is not valid.
     pub fn sentinel<U: IntoConnectionInfo>(
         master: &str,
         sentinels: impl IntoIterator<Item = U>,
@@ -182,15 +182,15 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// The certificate, with those between it and its authority, and the key that show who we are, in PEM: what a Redis
-    /// with `tls-auth-clients yes`, its default, wants. Defaults to none.
+    /// The client certificate, with those between it and its authority, and its key, in PEM: required by a Redis with
+    /// `tls-auth-clients yes`, its default. Defaults to none.
     #[cfg(feature = "tls")]
     pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
         self.tls.client_certificate = Some((certificate.into(), key.into()));
         self
     }
 
-    /// For which name the servers' certificates must be, if not for the hosts in the URL: where servers are reached by
+    /// The name that the servers' certificates must have, if not the hosts in the URL: for servers that are reached by
     /// address, as the nodes of a cluster mostly are. Defaults to each server's host.
     #[cfg(feature = "tls")]
     pub fn server_name(mut self, name: impl Into<String>) -> Self {
@@ -227,8 +227,8 @@ impl RedisStoreBuilder {
     }
 
     /// Into how many partitions callers are put in a Redis Cluster, where only the checks of one partition share a
-    /// script call. Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server has no
-    /// use for it.
+    /// script call. Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server ignores
+    /// it.
     ///
     /// Each partition is in one slot, and so on one master: take a multiple of the number of masters, and for more than
     /// 6 of them at least 4 for each, or some have far more to do than others. Fewer partitions share more. With 256
@@ -249,17 +249,17 @@ impl RedisStoreBuilder {
     /// [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have refunded.
     ///
     /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
-    /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is
-    /// charged any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
-    /// more than may be, those of the callers who are asked for least go first: a flood of denied callers pushes out
-    /// its own kind.
+    /// larger ones too. Each check with an id has its own. A cost above the capacity is remembered until no charge
+    /// counts any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
+    /// too many, those of the least active callers are dropped first, so that a flood of denied callers mostly replaces
+    /// itself.
     pub fn denials(mut self, denials: usize) -> Self {
         self.denials = denials;
         self
     }
 
-    /// Sets who is told of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the
-    /// first layer over the store, and otherwise to nobody.
+    /// Sets the observer of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the
+    /// first layer over the store, and otherwise to none.
     pub fn observer(mut self, observer: impl Observer) -> Self {
         self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
         self

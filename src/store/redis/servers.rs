@@ -8,7 +8,7 @@ use super::link::no_tls;
 use super::topology::Kind;
 use crate::error::ConfigError;
 
-/// Where Redis is: a single server, the master that sentinels tell, or a cluster. It is made of a URL.
+/// Where Redis is: a single server, the master that sentinels report, or a cluster. It is created from a URL.
 ///
 /// | text | is |
 /// |---|---|
@@ -36,8 +36,8 @@ use crate::error::ConfigError;
 pub struct Servers(Result<Kind, ConfigError>);
 
 impl Servers {
-    /// A Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. User, password and TLS
-    /// are those of the first URL, for all nodes.
+    /// A Redis Cluster, by the URLs of some of its nodes, which report the others. User, password and TLS are those of
+    /// the first URL, for all nodes.
     pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Self {
         Self(cluster(nodes.into_iter().map(read)))
     }
@@ -99,7 +99,7 @@ pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!("the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"))
 }
 
-/// Refuses what nobody would read.
+/// Refuses unknown parameters.
 fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     let url = url.split_once('#').map_or(url, |(url, _)| url);
     let query = url.split_once('?').map_or("", |(_, query)| query);
@@ -269,7 +269,7 @@ impl fmt::Debug for Servers {
     }
 }
 
-/// What redis-rs has against a URL.
+/// The error of redis-rs for a URL.
 pub(super) fn url_error(error: RedisError) -> ConfigError {
     match error.to_string() {
         // The words of a redis-rs without TLS.

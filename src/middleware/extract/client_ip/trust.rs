@@ -1,4 +1,4 @@
-//! Which hops are proxies that are believed.
+//! Which hops are trusted proxies.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ pub(super) enum Trust {
 }
 
 impl Trust {
-    /// Whether this hop is believed, to which so many lead from the peer.
+    /// Whether this hop is trusted, which is so many hops from the peer.
     pub(super) fn covers(&self, hop: Peer, hops: usize) -> bool {
         match self {
             Self::Networks(trusted) => trusted.iter().any(|trusted| trusted.covers(hop)),
@@ -42,7 +42,7 @@ pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
     IpNet::aggregate(&networks.collect()).iter().any(|network| network.prefix_len() == 0)
 }
 
-/// Proxies that are believed, as they are named in a setting.
+/// Trusted proxies, as they are named in a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trusted {
     Private,
@@ -110,7 +110,7 @@ impl fmt::Display for Trusted {
     }
 }
 
-/// A network of IPv4-mapped addresses as that of the IPv4 ones, as which they are compared.
+/// A network of IPv4-mapped addresses as one of IPv4, since addresses are compared as IPv4.
 fn unmapped(network: IpNet) -> IpNet {
     let IpNet::V6(v6) = network else { return network.trunc() };
     let v4 = v6.network().to_ipv4_mapped().zip(v6.prefix_len().checked_sub(96));

@@ -13,7 +13,7 @@ use crate::error::ConfigError;
 use crate::limit::formats::{Field, Setting};
 use crate::limit::{Key, Policies};
 
-/// None for who is exempt.
+/// None if exempt.
 type Choices<N> = HashMap<N, Option<Policies>>;
 
 #[derive(serde::Deserialize)]
@@ -43,7 +43,7 @@ impl<'de> Deserialize<'de> for Tiers {
     }
 }
 
-/// In an order that is the same each time.
+/// In a stable order.
 #[derive(serde::Serialize)]
 #[serde(rename = "Tiers")]
 struct Written<'a> {

@@ -160,7 +160,7 @@ impl Sentinels {
                 Some(Value::BulkString(role)) if role == b"master" => Ok(connection),
                 // The sentinels may be late.
                 _ => {
-                    let reason = format!("the sentinels tell of {}, which is no master", server.addr());
+                    let reason = format!("the sentinels report {}, which is not a master", server.addr());
                     Err(explained(ErrorKind::NotReady, reason))
                 }
             },
