@@ -10,7 +10,7 @@ pub(crate) struct Charged {
     pub(crate) age: i64,
     /// When it was made, by Redis's clock, if it was made there. Redis takes the greater age of both: what gives it
     /// back may be long on its way, and another server may have another clock. If it was made elsewhere 0, or below
-    /// that the number of the [notes](Self::noted_in) of it.
+    /// that the number of its [log](Self::log_number).
     pub(crate) at: i64,
     /// How much it was.
     pub(crate) cost: i64,
@@ -31,8 +31,8 @@ impl Charged {
         Self { age: 0, at: 0, cost, reset: LONGEST }
     }
 
-    /// The number of the notes of it, if it is not in Redis.
-    pub(crate) fn noted_in(&self) -> Option<i64> {
+    /// The number of its log in the fallback, if it is not in Redis.
+    pub(crate) fn log_number(&self) -> Option<i64> {
         (self.at < 0).then_some(-self.at)
     }
 

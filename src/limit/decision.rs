@@ -285,9 +285,9 @@ impl Decision {
         (at > 0).then_some((at, place))
     }
 
-    /// The same, of a charge that is in the notes of this number.
-    pub(crate) fn noted_in(mut self, notes: i64) -> Self {
-        self.verdicts.at = -notes;
+    /// The same, of a charge that is in the log of this number.
+    pub(crate) fn in_log(mut self, log: i64) -> Self {
+        self.verdicts.at = -log;
         self
     }
 

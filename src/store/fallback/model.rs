@@ -12,11 +12,11 @@ use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::thread::{self, JoinHandle, yield_now};
 use shuttle::{Config, Runner};
 
-use self::breaker::{Breaker, Pass};
-use self::grants::{Budget, Grants};
+use self::breaker::{Breaker, Ticket};
 use self::lease::Lease;
+use self::outage_log::{Budget, OutageLog};
 use self::sync::{Arc, AtomicUsize, Mutex, Ordering::SeqCst, lock};
-use super::notes;
+use super::caller_log;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::Seed;
@@ -24,11 +24,11 @@ use crate::util::Seed;
 #[allow(dead_code, reason = "not all of it is tried")]
 #[path = "breaker.rs"]
 mod breaker;
-#[allow(dead_code, reason = "not all of it is tried")]
-#[path = "grants.rs"]
-mod grants;
 #[path = "lease.rs"]
 mod lease;
+#[allow(dead_code, reason = "not all of it is tried")]
+#[path = "outage_log.rs"]
+mod outage_log;
 
 mod sync {
     pub(super) use shuttle::sync::Arc;
@@ -68,7 +68,7 @@ struct Seen {
     closed: AtomicUsize,
 }
 
-/// Trials come one at a time, only `close` closes, and each opening is told once.
+/// Trials come one at a time, only `close` closes, and each opening is reported once.
 #[test]
 fn the_breaker() {
     explore(|| {
@@ -78,16 +78,16 @@ fn the_breaker() {
             thread::spawn(move || (0..4).for_each(|_| run(&shared.0, &shared.1)))
         };
         let ask = |breaker: &Breaker, seen: &Seen| {
-            let Some(pass) = breaker.admit(|| 0, Duration::MAX) else { return };
-            if matches!(pass, Pass::Trial(_)) {
+            let Some(ticket) = breaker.admit(|| 0, Duration::MAX) else { return };
+            if matches!(ticket, Ticket::Trial(_)) {
                 assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two trials at once");
                 yield_now();
                 seen.trials.fetch_sub(1, SeqCst);
             }
             match thread_rng().gen_range(0..4) {
-                0 => breaker.succeeded(pass),
-                1 => breaker.learned_nothing(pass),
-                _ if breaker.failed(pass, false, 0) => drop(seen.opened.fetch_add(1, SeqCst)),
+                0 => breaker.succeeded(ticket),
+                1 => breaker.learned_nothing(ticket),
+                _ if breaker.failed(ticket, false, 0) => drop(seen.opened.fetch_add(1, SeqCst)),
                 _ => {}
             }
         };
@@ -166,7 +166,7 @@ fn the_lease() {
 fn answers_that_are_followed() {
     struct Shared {
         breaker: Breaker,
-        grants: Grants,
+        outages: OutageLog,
         primary: LocalStore,
         local: LocalStore,
         policies: Policies,
@@ -181,26 +181,26 @@ fn answers_that_are_followed() {
     explore(move || {
         let policies = Policy::new("test", Strategy::Gcra, Quota::per_day(1_000)).unwrap().into();
         let (primary, local) = (LocalStore::default(), LocalStore::default());
-        let (breaker, grants) = (Breaker::new(1), Grants::new(Budget::new(16)));
-        let shared = Arc::new(Shared { breaker, grants, primary, local, policies, granted: AtomicUsize::new(0) });
+        let (breaker, outages) = (Breaker::new(1), OutageLog::new(Budget::new(16)));
+        let shared = Arc::new(Shared { breaker, outages, primary, local, policies, granted: AtomicUsize::new(0) });
 
         let asking = Arc::clone(&shared);
         let ask = move || {
-            let Shared { breaker, grants, primary, local, policies, granted } = &*asking;
+            let Shared { breaker, outages, primary, local, policies, granted } = &*asking;
             let check = Check::take(Key::GLOBAL, policies, 1);
             for _ in 0..3 {
-                let epoch = grants.epoch();
-                if let Some(pass) = breaker.admit(|| 0, Duration::MAX) {
+                let epoch = outages.epoch();
+                if let Some(ticket) = breaker.admit(|| 0, Duration::MAX) {
                     let decision = decide(primary, &check);
                     yield_now();
-                    breaker.succeeded(pass);
-                    grants.warm(&Key::GLOBAL, epoch, || {
+                    breaker.succeeded(ticket);
+                    outages.warm(&Key::GLOBAL, epoch, || {
                         yield_now();
                         local.warm(&Key::GLOBAL, &decision);
                     });
                     continue;
                 }
-                let caller = grants.caller(&Key::GLOBAL);
+                let caller = outages.caller(&Key::GLOBAL);
                 let decision = decide(local, &check);
                 yield_now();
                 assert!(caller.note(&check, false, &decision, || 0).is_some());
@@ -209,21 +209,19 @@ fn answers_that_are_followed() {
         };
         let failing = Arc::clone(&shared);
         let fail = move || {
-            if failing.breaker.failed(Pass::Free, false, 0) {
-                failing.grants.end_epoch();
+            if failing.breaker.failed(Ticket::Free, false, 0) {
+                failing.outages.end_epoch();
             }
         };
         let reconciling = Arc::clone(&shared);
         let reconcile = move || {
-            let Shared { breaker, grants, primary, .. } = &*reconciling;
+            let Shared { breaker, outages, primary, .. } = &*reconciling;
             for _ in 0..2 {
-                let number = grants.begin();
-                for step in
-                    grants.take(number, &Key::GLOBAL).into_iter().flat_map(|notes| notes.into_steps(Key::GLOBAL, 0))
-                {
-                    let _ = decide(primary, &step.check(0));
+                let number = outages.begin();
+                for op in outages.take(number, &Key::GLOBAL).into_iter().flat_map(|log| log.into_ops(Key::GLOBAL, 0)) {
+                    let _ = decide(primary, &op.check(0));
                 }
-                grants.reconciled(number);
+                outages.reconciled(number);
                 if breaker.is_open() {
                     breaker.close(0);
                 }

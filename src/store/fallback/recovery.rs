@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::runtime::{Handle, Id};
 use tokio::time::{sleep, timeout};
 
-use super::breaker::{Breaker, Pass};
+use super::breaker::{Breaker, Ticket};
 use super::shared::Shared;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
@@ -53,7 +53,7 @@ impl<P: Store, F: Store> Shared<P, F> {
     }
 
     fn needs_attention(&self) -> bool {
-        !self.breaker.is_sound() || !self.grants.is_empty()
+        !self.breaker.is_closed() || !self.outages.is_empty()
     }
 
     /// What the primary store decides on a check of ours, by the deadline.
@@ -81,32 +81,32 @@ impl<P: Store, F: Store> Shared<P, F> {
         others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
     }
 
-    /// With the breaker closed: sends a probe if a failure has left a doubt, and reconciles what the fallback has
+    /// With the breaker closed: sends a probe if it is half-open, and reconciles what the fallback has
     /// granted. `false` if the primary store fails again.
     async fn tend(self: &Arc<Self>, runtime: Id) -> bool {
-        if !self.breaker.is_sound() {
+        if !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
-                self.count(&error, Pass::Probe);
+                self.count(&error, Ticket::Probe);
                 return false;
             }
-            self.breaker.succeeded(Pass::Probe);
+            self.breaker.succeeded(Ticket::Probe);
         }
         let well = self.reconcile(runtime).await;
-        self.tell();
+        self.notify();
         well
     }
 
     /// With the breaker open: reconciles, and then closes it. `false` if the primary store fails again.
     async fn close(self: &Arc<Self>, runtime: Id) -> bool {
         // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
-        for _ in 0..Self::SETTLEMENTS {
-            if self.grants.is_empty() {
+        for _ in 0..Self::ROUNDS {
+            if self.outages.is_empty() {
                 break;
             } else if !self.reconcile(runtime).await {
                 return false;
             }
         }
-        // Told of the last partition that comes back.
+        // Reported for the last partition that comes back.
         if let Some(after) = self.breaker.close(self.clock.micros())
             && self.open.fetch_sub(1, Ordering::AcqRel) == 1
         {
@@ -117,7 +117,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         true
     }
 
-    const SETTLEMENTS: usize = 3;
+    const ROUNDS: usize = 3;
 }
 
 /// The task. It ends when there is nothing to do, when it has lost the lease, and with the last clone of the store.
@@ -164,18 +164,18 @@ impl<P: Store, F: Store> Recovery<P, F> {
         if shared.ping().await.is_err() || !shared.renew(self.runtime) {
             return false;
         }
-        // If it has told others that it reconciles, it has to tell them too that it no longer does.
+        // If others have heard that it reconciles, they have to hear too that it no longer does.
         let (found, others) = (instant(), shared.others());
         let announcement = others.map(|_| shared.announce());
         let mut well = shared.reconcile(self.runtime).await && shared.renew(self.runtime);
-        let is_told = match announcement {
+        let is_heard = match announcement {
             Some(announcement) if well => announcement.end().await,
             _ => false,
         };
         if let (true, Some(others)) = (well, others) {
             let reconciled = instant();
-            // Those of whom nothing is told may take as long to reconcile as this one did.
-            let since = if is_told { found } else { reconciled };
+            // Those of whom nothing is heard may take as long to reconcile as this one did.
+            let since = if is_heard { found } else { reconciled };
             drop(shared);
             sleep(others.saturating_sub(since.elapsed())).await;
             loop {
@@ -192,7 +192,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
                         well = shared.ping().await.is_ok() && shared.renew(self.runtime);
                         // A primary store that answers that and not this cannot tell. One that was away for a moment may
                         // have heard that this one reconciles, and not that it no longer does: the others would wait for it.
-                        if well && !is_told && shared.others_reconciling().await.is_none() {
+                        if well && !is_heard && shared.others_reconciling().await.is_none() {
                             break;
                         }
                     }
@@ -206,7 +206,7 @@ impl<P: Store, F: Store> Recovery<P, F> {
             well = well && shared.ping().await.is_ok() && shared.renew(self.runtime);
         }
         let recovered = well && shared.close(self.runtime).await;
-        shared.tell();
+        shared.notify();
         recovered
     }
 }

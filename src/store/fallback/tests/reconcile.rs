@@ -207,12 +207,12 @@ async fn as_many_steps_are_under_way_as_are_answered_in_time() {
         recovery(&store).await;
         most.push(lock(&far.seen).most);
     }
-    assert!(most[0] >= 512 && most[1] <= 64, "{most:?} steps at once, 2 ms and 90 ms away");
+    assert!(most[0] >= 512 && most[1] <= 64, "{most:?} ops at once, 2 ms and 90 ms away");
 }
 
 /// Whatever there is to reconcile, other tasks of the runtime run in between.
 #[tokio::test(start_paused = true)]
-async fn a_settlement_does_a_little_at_a_time() {
+async fn a_reconciliation_does_a_little_at_a_time() {
     const CALLERS: usize = 20_000;
     let far = Far::new(Duration::ZERO);
     let store = far.fallback(1);
@@ -233,13 +233,13 @@ async fn a_settlement_does_a_little_at_a_time() {
         })
         .await
     );
-    assert!(shared.grants.is_empty());
+    assert!(shared.outages.is_empty());
     assert!(polls >= CALLERS / 1_000, "{CALLERS} callers in {polls} goes");
 }
 
 /// What is left when the primary store fails again is not gone through.
 #[tokio::test(start_paused = true)]
-async fn a_settlement_that_fails_leaves_what_it_has_not_sent() {
+async fn a_failed_reconciliation_keeps_what_is_unsent() {
     let far = Far::new(Duration::ZERO);
     let store = far.fallback(1);
     let policies = policies(Strategy::Gcra, "1000/100d");

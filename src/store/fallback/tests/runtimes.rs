@@ -52,7 +52,7 @@ fn what_a_runtime_has_not_sent_when_it_ends_is_reconciled_on_the_next() {
             }
             primary.set(Manner::AtOnce);
             let asked = primary.asked();
-            while !store.partitions[0].grants.is_empty() || primary.asked() < asked + sent {
+            while !store.partitions[0].outages.is_empty() || primary.asked() < asked + sent {
                 advance(Duration::from_millis(1)).await;
             }
             assert_eq!(primary.asked(), asked + sent);
@@ -68,6 +68,6 @@ fn what_a_runtime_has_not_sent_when_it_ends_is_reconciled_on_the_next() {
             assert_eq!(used, 30, "{sent} were sent");
         });
         // Whether those were charged was never heard.
-        assert_eq!(reconciled.told(), [(30 - sent as u64, sent as u64)]);
+        assert_eq!(reconciled.events(), [(30 - sent as u64, sent as u64)]);
     }
 }

@@ -156,7 +156,7 @@ async fn a_reset_does_not_overtake_what_was_charged_before_it() {
     }
 }
 
-/// It has notes of its own, which know nothing of the charge.
+/// It has a log of its own, which knows nothing of the charge.
 #[tokio::test(start_paused = true)]
 async fn what_is_refunded_at_another_instance_is_refunded() {
     for &strategy in Strategy::ALL {
