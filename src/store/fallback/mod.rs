@@ -2,7 +2,6 @@ mod announcement;
 mod breaker;
 mod caller_log;
 mod future;
-mod lease;
 #[cfg(test)]
 mod model;
 mod outage_log;

@@ -9,13 +9,12 @@ use std::time::Duration;
 
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
-use shuttle::thread::{self, JoinHandle, yield_now};
+use shuttle::thread::{self, yield_now};
 use shuttle::{Config, Runner};
 
 use self::breaker::{Breaker, Ticket};
-use self::lease::Lease;
 use self::outage_log::{Budget, OutageLog};
-use self::sync::{Arc, AtomicUsize, Mutex, Ordering::SeqCst, lock};
+use self::sync::{Arc, AtomicUsize, Ordering::SeqCst};
 use super::caller_log;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::{Answer, LocalStore, Store};
@@ -24,19 +23,14 @@ use crate::util::Seed;
 #[allow(dead_code, reason = "not all of it is tried")]
 #[path = "breaker.rs"]
 mod breaker;
-#[path = "lease.rs"]
-mod lease;
 #[allow(dead_code, reason = "not all of it is tried")]
 #[path = "outage_log.rs"]
 mod outage_log;
 
 mod sync {
     pub(super) use shuttle::sync::Arc;
-    pub(super) use shuttle::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+    pub(super) use shuttle::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
     pub(super) use shuttle::sync::{Mutex, MutexGuard};
-
-    /// All threads see all steps in one order here.
-    pub(super) fn fence(_: Ordering) {}
 
     pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap()
@@ -109,55 +103,6 @@ fn the_breaker() {
         let (breaker, seen) = &*shared;
         let (opened, closed) = (seen.opened.load(SeqCst), seen.closed.load(SeqCst));
         assert_eq!(opened, closed + usize::from(breaker.is_open()), "openings");
-    });
-}
-
-/// What comes up is looked after, by one task, also if it comes up while that ends.
-#[test]
-fn the_lease() {
-    struct Shared {
-        lease: Lease<u32>,
-        work: AtomicUsize,
-        at_work: AtomicUsize,
-        tasks: Mutex<Vec<JoinHandle<()>>>,
-    }
-
-    fn attend(shared: &Arc<Shared>, runtime: u32) {
-        if !shared.lease.is_held(0) && shared.lease.take(runtime, 0, 1) {
-            let task = Arc::clone(shared);
-            lock(&shared.tasks).push(thread::spawn(move || run(&task, runtime)));
-        }
-    }
-
-    fn run(shared: &Arc<Shared>, runtime: u32) {
-        while shared.lease.renew(runtime, 0, 1) && shared.work.load(SeqCst) > 0 {
-            assert_eq!(shared.at_work.fetch_add(1, SeqCst), 0, "two hold the lease");
-            shared.work.store(0, SeqCst);
-            shared.at_work.fetch_sub(1, SeqCst);
-        }
-        shared.lease.end(runtime);
-        if shared.work.load(SeqCst) > 0 {
-            attend(shared, runtime);
-        }
-    }
-
-    explore(|| {
-        let (work, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { lease: Lease::new(), work, at_work, tasks: Mutex::new(vec![]) });
-        let note = |runtime| {
-            let shared = Arc::clone(&shared);
-            thread::spawn(move || {
-                for _ in 0..3 {
-                    shared.work.fetch_add(1, SeqCst);
-                    attend(&shared, runtime);
-                }
-            })
-        };
-        [note(1), note(2), note(2)].into_iter().for_each(|thread| thread.join().unwrap());
-        while let Some(task) = { lock(&shared.tasks).pop() } {
-            task.join().unwrap();
-        }
-        assert_eq!(shared.work.load(SeqCst), 0, "left alone");
     });
 }
 

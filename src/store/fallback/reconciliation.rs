@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::runtime::Id;
 use tokio::task::{JoinError, JoinSet, yield_now};
 use tokio::time::sleep;
 
@@ -20,8 +19,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Mode};
 use crate::observe::event;
 use crate::store::Store;
-use crate::util::instant;
-use crate::util::lock;
+use crate::util::{Task, instant, lock};
 
 /// How many ops are under way at once: as many as the primary store answers in time, so that live traffic is not held
 /// up.
@@ -67,9 +65,9 @@ impl Window {
 }
 
 impl<P: Store, F: Store> Shared<P, F> {
-    /// Does all that is noted in the primary store, and adds it up. `false` if that fails again, or the task on this
-    /// `runtime` has lost the lease: what was not sent is for the next time.
-    pub(super) async fn reconcile(self: &Arc<Self>, runtime: Id) -> bool {
+    /// Does all that is noted in the primary store, and adds it up. `false` if that fails again, or another `task`
+    /// has taken over: what was not sent is for the next time.
+    pub(super) async fn reconcile(self: &Arc<Self>, task: &Task) -> bool {
         if self.outages.is_empty() {
             return true;
         }
@@ -85,7 +83,7 @@ impl<P: Store, F: Store> Shared<P, F> {
                 looks += 1;
                 if looks % LOOKS == 0 {
                     yield_now().await;
-                    reconciliation.failed |= !self.renew(runtime);
+                    reconciliation.failed |= !self.renew(task);
                 }
                 match reconciliation.look() {
                     Look::Send(call, check, asked) => {
@@ -104,7 +102,7 @@ impl<P: Store, F: Store> Shared<P, F> {
                 window.learn(*took, self.settings.deadline);
             }
             reconciliation.ended(ended);
-            reconciliation.failed |= !self.renew(runtime);
+            reconciliation.failed |= !self.renew(task);
         }
         !reconciliation.failed
     }

@@ -5,12 +5,10 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use tokio::runtime::Id;
 use tokio::time::Instant;
 
 use super::Settings;
 use super::breaker::{Breaker, Ticket};
-use super::lease::Lease;
 use super::outage_log::{Budget, Caller, OutageLog};
 use super::reconciliation::Sums;
 use super::share;
@@ -18,8 +16,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::observe::{Observer, event};
 use crate::store::{Answer, LocalStore, Store};
-use crate::util::contain;
-use crate::util::{Clock, instant};
+use crate::util::{Clock, TaskOwner, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
 pub(super) struct Shared<P, F> {
@@ -33,8 +30,8 @@ pub(super) struct Shared<P, F> {
     pub(super) breaker: Breaker,
     /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
     pub(super) open: Arc<AtomicI64>,
-    /// Who looks after the primary store.
-    pub(super) lease: Lease<Id>,
+    /// The task that looks after the primary store.
+    pub(super) recovery: TaskOwner,
     pub(super) outages: OutageLog,
     /// What has been reconciled, until the observer is notified.
     pub(super) sums: Mutex<Sums>,
@@ -74,7 +71,7 @@ impl<P: Store, F: Store> Shared<P, F> {
             open,
             breaker: Breaker::new(settings.failures.get()),
             settings,
-            lease: Lease::new(),
+            recovery: TaskOwner::new(instant()),
             outages: OutageLog::new(budget),
             sums: Mutex::default(),
             clock: Clock::new(),
