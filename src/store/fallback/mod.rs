@@ -1,14 +1,13 @@
-mod backs;
+mod announcement;
 mod breaker;
+mod caller_log;
 mod future;
-mod grants;
-mod lease;
 #[cfg(test)]
 mod model;
-mod notes;
+mod outage_log;
 mod reconciliation;
-mod reconciling;
 mod recovery;
+mod refunds;
 mod share;
 mod shared;
 #[cfg(test)]
@@ -27,7 +26,7 @@ pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
 use self::future::State;
-use self::grants::Budget;
+use self::outage_log::Budget;
 use self::shared::{Reply, Shared};
 use super::{Answer, LocalStore, Observer, Store};
 use crate::limit::{Check, Decision, Key, Source};
