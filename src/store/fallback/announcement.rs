@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::shared::Shared;
+use super::partition::Partition;
 use crate::limit::{Check, Policies};
 use crate::store::Store;
 
@@ -33,23 +33,23 @@ impl Announcement {
     }
 }
 
-impl<P: Store, F: Store> Shared<P, F> {
+impl<P: Store, F: Store> Partition<P, F> {
     /// Says that this instance reconciles.
     pub(super) fn announce(self: &Arc<Self>) -> Announcement {
         let (done, mut ended) = oneshot::channel();
-        let shared = Arc::clone(self);
+        let partition = Arc::clone(self);
         let task = tokio::spawn(async move {
-            let hold = |ours| Check::hold(shared.probe, &Policies::reconciling(), ours);
+            let hold = |ours| Check::hold(partition.probe, &Policies::reconciling(), ours);
             let mut is_heard = false;
             loop {
-                is_heard |= shared.reconciling(hold(1)).await.is_some();
+                is_heard |= partition.reconciling(hold(1)).await.is_some();
                 match timeout(EVERY, &mut ended).await {
                     Err(_) => {}
                     Ok(Ok(())) => break,
                     Ok(Err(_)) => return is_heard,
                 }
             }
-            shared.reconciling(hold(0)).await;
+            partition.reconciling(hold(0)).await;
             is_heard
         });
         Announcement { done, task }

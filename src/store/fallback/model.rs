@@ -66,10 +66,10 @@ struct Seen {
 #[test]
 fn the_breaker() {
     explore(|| {
-        let shared = Arc::new((Breaker::new(2), Seen::default()));
+        let partition = Arc::new((Breaker::new(2), Seen::default()));
         let spawn = |run: fn(&Breaker, &Seen)| {
-            let shared = Arc::clone(&shared);
-            thread::spawn(move || (0..4).for_each(|_| run(&shared.0, &shared.1)))
+            let partition = Arc::clone(&partition);
+            thread::spawn(move || (0..4).for_each(|_| run(&partition.0, &partition.1)))
         };
         let ask = |breaker: &Breaker, seen: &Seen| {
             let Some(ticket) = breaker.admit(|| 0, Duration::MAX) else { return };
@@ -100,7 +100,7 @@ fn the_breaker() {
         };
         let threads = [spawn(ask), spawn(ask), spawn(ask), spawn(watch), spawn(close)];
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        let (breaker, seen) = &*shared;
+        let (breaker, seen) = &*partition;
         let (opened, closed) = (seen.opened.load(SeqCst), seen.closed.load(SeqCst));
         assert_eq!(opened, closed + usize::from(breaker.is_open()), "openings");
     });
@@ -109,7 +109,7 @@ fn the_breaker() {
 /// Whatever is answered, reconciled and granted at once: the fallback counts at least what it has granted.
 #[test]
 fn warming_keeps_what_was_granted() {
-    struct Shared {
+    struct Partition {
         breaker: Breaker,
         outages: OutageLog,
         primary: LocalStore,
@@ -127,11 +127,12 @@ fn warming_keeps_what_was_granted() {
         let policies = Policy::new("test", Strategy::Gcra, Quota::per_day(1_000)).unwrap().into();
         let (primary, local) = (LocalStore::default(), LocalStore::default());
         let (breaker, outages) = (Breaker::new(1), OutageLog::new(Budget::new(16)));
-        let shared = Arc::new(Shared { breaker, outages, primary, local, policies, granted: AtomicUsize::new(0) });
+        let partition =
+            Arc::new(Partition { breaker, outages, primary, local, policies, granted: AtomicUsize::new(0) });
 
-        let asking = Arc::clone(&shared);
+        let asking = Arc::clone(&partition);
         let ask = move || {
-            let Shared { breaker, outages, primary, local, policies, granted } = &*asking;
+            let Partition { breaker, outages, primary, local, policies, granted } = &*asking;
             let check = Check::take(Key::GLOBAL, policies, 1);
             for _ in 0..3 {
                 let epoch = outages.epoch();
@@ -152,15 +153,15 @@ fn warming_keeps_what_was_granted() {
                 granted.fetch_add(1, SeqCst);
             }
         };
-        let failing = Arc::clone(&shared);
+        let failing = Arc::clone(&partition);
         let fail = move || {
             if failing.breaker.failed(Ticket::Free, false, 0) {
                 failing.outages.end_epoch();
             }
         };
-        let reconciling = Arc::clone(&shared);
+        let reconciling = Arc::clone(&partition);
         let reconcile = move || {
-            let Shared { breaker, outages, primary, .. } = &*reconciling;
+            let Partition { breaker, outages, primary, .. } = &*reconciling;
             for _ in 0..2 {
                 let number = outages.begin();
                 for op in outages.take(number, &Key::GLOBAL).into_iter().flat_map(|log| log.into_ops(Key::GLOBAL, 0)) {
@@ -175,8 +176,8 @@ fn warming_keeps_what_was_granted() {
         let threads = [thread::spawn(ask.clone()), thread::spawn(ask), thread::spawn(fail), thread::spawn(reconcile)];
         threads.into_iter().for_each(|thread| thread.join().unwrap());
 
-        let granted = shared.granted.load(SeqCst);
-        let peek = decide(&shared.local, &Check::peek(Key::GLOBAL, &shared.policies, 0));
+        let granted = partition.granted.load(SeqCst);
+        let peek = decide(&partition.local, &Check::peek(Key::GLOBAL, &partition.policies, 0));
         let used = (peek.capacity() - peek.remaining()) as usize;
         assert!(used >= granted, "the fallback has granted {granted} and counts {used}");
     });

@@ -14,7 +14,7 @@ use tokio::time::sleep;
 
 use super::caller_log::{CallerLog, ReplayOp};
 use super::outage_log::CallerLogs;
-use super::shared::Shared;
+use super::partition::Partition;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Mode};
 use crate::observe::event;
@@ -64,7 +64,7 @@ impl Window {
     }
 }
 
-impl<P: Store, F: Store> Shared<P, F> {
+impl<P: Store, F: Store> Partition<P, F> {
     /// Does all that is noted in the primary store, and adds it up. `false` if that fails again, or another `task`
     /// has taken over: what was not sent is for the next time.
     pub(super) async fn reconcile(self: &Arc<Self>, task: &Task) -> bool {
@@ -87,10 +87,10 @@ impl<P: Store, F: Store> Shared<P, F> {
                 }
                 match reconciliation.look() {
                     Look::Send(call, check, asked) => {
-                        let shared = Arc::clone(self);
+                        let partition = Arc::clone(self);
                         calls.spawn(async move {
                             let since = instant();
-                            (call, shared.send(check, &asked).await, since.elapsed())
+                            (call, partition.send(check, &asked).await, since.elapsed())
                         });
                     }
                     Look::Again => {}
@@ -169,7 +169,7 @@ enum Look {
 
 /// A reconciliation. When it ends, or its runtime does, what was not sent is noted again.
 struct Reconciliation<'a, P: Store, F: Store> {
-    shared: &'a Shared<P, F>,
+    partition: &'a Partition<P, F>,
     number: u64,
     /// Who is still to be taken out of the log, by how much of a limit they have used.
     callers: BTreeMap<u8, Vec<Key>>,
@@ -188,10 +188,10 @@ struct Reconciliation<'a, P: Store, F: Store> {
 }
 
 impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
-    fn new(shared: &'a Shared<P, F>) -> Self {
+    fn new(partition: &'a Partition<P, F>) -> Self {
         Self {
-            shared,
-            number: shared.outages.begin(),
+            partition,
+            number: partition.outages.begin(),
             callers: BTreeMap::new(),
             replays: BTreeMap::new(),
             ready: vec![],
@@ -207,7 +207,7 @@ impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
     fn look(&mut self) -> Look {
         let Some(number) = self.ready.last().copied() else { return self.take() };
         let Some(replay) = self.replays.get_mut(&number) else { return Look::Later };
-        let now = self.shared.clock.micros();
+        let now = self.partition.clock.micros();
         if let Some(op) = replay.next(now) {
             replay.under_way += 1;
             let (check, asked) = (op.check(now), Arc::new(AtomicBool::new(false)));
@@ -232,7 +232,7 @@ impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
             callers.remove();
             return Look::Again;
         };
-        let logs = self.shared.outages.take(self.number, &key);
+        let logs = self.partition.outages.take(self.number, &key);
         self.numbers += 1;
         self.replays
             .insert(self.numbers, CallerReplay { key, logs, due: vec![], stage: 0, under_way: 0, waits: false });
@@ -252,7 +252,7 @@ impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
         }
         match result {
             None => self.again.push(op),
-            Some(Ok(granted)) if op.mode == Mode::Charge => lock(&self.shared.sums).charged += granted,
+            Some(Ok(granted)) if op.mode == Mode::Charge => lock(&self.partition.sums).charged += granted,
             Some(Ok(_)) => {}
             Some(Err(error)) => {
                 // What is known not to have been done is sent again, and what is done once by its id.
@@ -265,7 +265,7 @@ impl<'a, P: Store, F: Store> Reconciliation<'a, P, F> {
 
     fn lost(&self, op: &ReplayOp) {
         if op.mode == Mode::Charge {
-            lock(&self.shared.sums).dropped += op.cost;
+            lock(&self.partition.sums).dropped += op.cost;
         }
     }
 }
@@ -286,11 +286,11 @@ impl CallerReplay {
 
 impl<P: Store, F: Store> Drop for Reconciliation<'_, P, F> {
     fn drop(&mut self) {
-        let (shared, now) = (self.shared, self.shared.clock.micros());
+        let (partition, now) = (self.partition, self.partition.clock.micros());
         // The last first, since each is put before what is noted.
         for CallerReplay { key, logs, due, .. } in std::mem::take(&mut self.replays).into_values() {
-            logs.into_iter().rev().for_each(|log| shared.outages.restore(&key, log, now));
-            due.into_iter().for_each(|op| shared.outages.put_back(op, now));
+            logs.into_iter().rev().for_each(|log| partition.outages.restore(&key, log, now));
+            due.into_iter().for_each(|op| partition.outages.put_back(op, now));
         }
         // Calls are left only if the runtime has ended under them.
         for Call { op, asked, .. } in std::mem::take(&mut self.calls).into_values() {
@@ -298,11 +298,11 @@ impl<P: Store, F: Store> Drop for Reconciliation<'_, P, F> {
             if sent && op.id.is_none() { self.lost(&op) } else { self.again.push(op) }
         }
         for op in self.again.drain(..).rev() {
-            shared.outages.put_back(op, now);
+            partition.outages.put_back(op, now);
         }
         match self.begun {
-            true => shared.outages.reconciled(self.number),
-            false => shared.outages.lapsed(self.number),
+            true => partition.outages.reconciled(self.number),
+            false => partition.outages.lapsed(self.number),
         }
     }
 }

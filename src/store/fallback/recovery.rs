@@ -14,7 +14,7 @@ use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Ticket};
-use super::shared::Shared;
+use super::partition::Partition;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
 use crate::observe::event;
@@ -25,7 +25,7 @@ use crate::util::{RandomState, Span, Task, instant};
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-impl<P: Store, F: Store> Shared<P, F> {
+impl<P: Store, F: Store> Partition<P, F> {
     /// Starts the task that looks after the primary store on the present runtime, if no task does so.
     pub(super) fn attend(self: &Arc<Self>) {
         let now = instant();
@@ -35,7 +35,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         let Ok(runtime) = Handle::try_current() else { return };
         let span = Span { begins: now, until: now + self.patience() };
         if let Some(task) = self.recovery.begin(runtime.id(), now, span) {
-            drop(runtime.spawn(Recovery { shared: Arc::downgrade(self), task }.run()));
+            drop(runtime.spawn(Recovery { partition: Arc::downgrade(self), task }.run()));
         }
     }
 
@@ -123,7 +123,7 @@ impl<P: Store, F: Store> Shared<P, F> {
 
 /// The task. It ends when there is nothing to do, when another one has taken over, and with the last clone of the store.
 struct Recovery<P: Store, F: Store> {
-    shared: Weak<Shared<P, F>>,
+    partition: Weak<Partition<P, F>>,
     task: Task,
 }
 
@@ -131,44 +131,48 @@ impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
         let jitter = RandomState::new();
         let (mut attempts, mut was_open) = (0, false);
-        while let Some(shared) = self.current().filter(|shared| shared.needs_attention()) {
-            let open = shared.breaker.is_open();
+        while let Some(partition) = self.current().filter(|partition| partition.needs_attention()) {
+            let open = partition.breaker.is_open();
             // While it waits, it keeps no store alive.
-            drop(shared);
+            drop(partition);
             if open != was_open {
                 (attempts, was_open) = (0, open);
             }
             sleep(Breaker::delay(attempts, jitter.hash_one(attempts) as f64 / u64::MAX as f64)).await;
-            let Some(shared) = self.current() else { break };
+            let Some(partition) = self.current() else { break };
             let well = unless_it_panics(async {
-                if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend(&self.task).await }
+                if partition.breaker.is_open() {
+                    self.recover(partition).await
+                } else {
+                    partition.tend(&self.task).await
+                }
             });
             let well = well.await.unwrap_or(false);
             attempts = if well { 0 } else { attempts.saturating_add(1) };
         }
-        let shared = self.shared.upgrade();
+        let partition = self.partition.upgrade();
         drop(self);
         // What came up while this task was about to end has not started another: see `TaskOwner`.
-        if let Some(shared) = shared.filter(|shared| shared.needs_attention()) {
-            shared.attend();
+        if let Some(partition) = partition.filter(|partition| partition.needs_attention()) {
+            partition.attend();
         }
     }
 
     /// The store, unless it is gone or another task looks after it.
-    fn current(&self) -> Option<Arc<Shared<P, F>>> {
-        self.shared.upgrade().filter(|shared| shared.renew(&self.task))
+    fn current(&self) -> Option<Arc<Partition<P, F>>> {
+        self.partition.upgrade().filter(|partition| partition.renew(&self.task))
     }
 
     /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
     /// too: or they would be granted, and so would this one, what the others have granted already.
-    async fn recover(&self, mut shared: Arc<Shared<P, F>>) -> bool {
-        if shared.ping().await.is_err() || !shared.renew(&self.task) {
+    async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
+        if partition.ping().await.is_err() || !partition.renew(&self.task) {
             return false;
         }
         // If others have heard that it reconciles, they have to hear too that it no longer does.
-        let (found, others) = (instant(), shared.others());
-        let announcement = others.map(|_| shared.announce());
-        let mut well = shared.reconcile(&self.task).await && shared.renew(&self.task);
+        let (found, others) = (instant(), partition.others());
+        let announcement = others.map(|_| partition.announce());
+        let mut well = partition.reconcile(&self.task).await && partition.renew(&self.task);
         let is_heard = match announcement {
             Some(announcement) if well => announcement.end().await,
             _ => false,
@@ -177,23 +181,23 @@ impl<P: Store, F: Store> Recovery<P, F> {
             let reconciled = instant();
             // Those of whom nothing is heard may take as long to reconcile as this one did.
             let since = if is_heard { found } else { reconciled };
-            drop(shared);
+            drop(partition);
             sleep(others.saturating_sub(since.elapsed())).await;
             loop {
                 let Some(again) = self.current() else { return false };
-                shared = again;
+                partition = again;
                 if reconciled.elapsed() >= LONGEST_WAIT {
                     break;
                 }
-                match shared.others_reconciling().await {
+                match partition.others_reconciling().await {
                     Some(0) => break,
                     // What is granted meanwhile is reconciled, so that little is left in the end.
-                    Some(_) => well = shared.reconcile(&self.task).await,
+                    Some(_) => well = partition.reconcile(&self.task).await,
                     None => {
-                        well = shared.ping().await.is_ok() && shared.renew(&self.task);
+                        well = partition.ping().await.is_ok() && partition.renew(&self.task);
                         // A primary store that answers that and not this cannot tell. One that was away for a moment may
                         // have heard that this one reconciles, and not that it no longer does: the others would wait for it.
-                        if well && !is_heard && shared.others_reconciling().await.is_none() {
+                        if well && !is_heard && partition.others_reconciling().await.is_none() {
                             break;
                         }
                     }
@@ -201,13 +205,13 @@ impl<P: Store, F: Store> Recovery<P, F> {
                 if !well {
                     break;
                 }
-                drop(shared);
+                drop(partition);
                 sleep(LOOK_AGAIN).await;
             }
-            well = well && shared.ping().await.is_ok() && shared.renew(&self.task);
+            well = well && partition.ping().await.is_ok() && partition.renew(&self.task);
         }
-        let recovered = well && shared.close(&self.task).await;
-        shared.notify();
+        let recovered = well && partition.close(&self.task).await;
+        partition.notify();
         recovered
     }
 }

@@ -229,9 +229,9 @@ async fn reconciliation_yields_to_other_tasks() {
     }
     // All have lapsed, so that nothing is sent and nothing waited for.
     advance(Duration::from_secs(2)).await;
-    let shared = &store.partitions[0];
+    let partition = &store.partitions[0];
     let task = task();
-    let mut reconciling = pin!(shared.reconcile(&task));
+    let mut reconciling = pin!(partition.reconcile(&task));
     let mut polls = 0;
     assert!(
         poll_fn(|cx| {
@@ -240,7 +240,7 @@ async fn reconciliation_yields_to_other_tasks() {
         })
         .await
     );
-    assert!(shared.outages.is_empty());
+    assert!(partition.outages.is_empty());
     assert!(polls >= CALLERS / 1_000, "{CALLERS} callers in {polls} goes");
 }
 
@@ -254,8 +254,8 @@ async fn a_failed_reconciliation_keeps_unsent_charges() {
     for i in 0..5_000 {
         let _ = take(&store, caller(i), &policies).await;
     }
-    let shared = &store.partitions[0];
-    assert!(!shared.reconcile(&task()).await);
+    let partition = &store.partitions[0];
+    assert!(!partition.reconcile(&task()).await);
     far.set(Some(Duration::from_millis(1)));
     recovery(&store).await;
     assert_eq!(lock(&far.seen).order.len(), 5_000);

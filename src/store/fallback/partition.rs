@@ -19,7 +19,7 @@ use crate::store::{Answer, LocalStore, Store};
 use crate::util::{Clock, TaskOwner, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
-pub(super) struct Shared<P, F> {
+pub(super) struct Partition<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
@@ -53,7 +53,7 @@ pub(super) enum Reply<F> {
     Later(F, Asked, Instant),
 }
 
-impl<P: Store, F: Store> Shared<P, F> {
+impl<P: Store, F: Store> Partition<P, F> {
     pub(super) fn new(
         primary: P,
         fallback: F,
