@@ -45,11 +45,14 @@ pub(crate) trait Algorithm: Default {
     /// Refunds up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
     /// been charged. Returns the amount actually refunded, as a lower bound; if it is 0, nothing has changed.
     fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded;
-    /// How long until the state is as if nothing had been charged.
+    /// How long until the state is as if nothing had been charged, with all that it remembers beyond the count. Its key
+    /// expires then, and a [refund](Self::refund) recognizes by it which charge is meant.
     fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;
     /// Stores a state in which `cost` was charged.
     fn save(&mut self, params: &Params, now: i64, cost: i64, registers: Registers);
-    /// The state of a caller that another store has counted so far. It counts at least as much as that store did.
+    /// The state of a caller that another store has counted so far. It counts at least as much as that store did. The
+    /// policy may be an instance's share: then `used` is a part too, rounded up, and does not say whether the whole is
+    /// used up.
     fn resume(params: &Params, now: i64, followed: Snapshot) -> Self;
 }
 
