@@ -32,7 +32,7 @@ async fn exactly_the_limit_is_granted() {
     let cluster = Cluster::start(false).await;
     let start = || {
         let mut worker = Command::new(env::current_exe().unwrap());
-        worker.args(["--exact", "sound::exactly_the_limit_is_granted", "--nocapture"]).env(WORKER, cluster.url());
+        worker.args(["--exact", "healthy::exactly_the_limit_is_granted", "--nocapture"]).env(WORKER, cluster.url());
         worker.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
     };
     let workers: Vec<_> = (0..PROCESSES).map(|_| start()).collect();
