@@ -12,6 +12,8 @@
     reason = "the ring is made for the crate; this needs a part of it"
 )]
 
+#[path = "../src/error.rs"]
+mod error;
 #[path = "../src/limit/mod.rs"]
 mod limit;
 

@@ -1,4 +1,4 @@
-//! Checks and decisions: what a store is asked, and what it answers.
+//! Checks and decisions: the request to a store, and its answer.
 //!
 //! A layer makes a [`Check`] of each request. A [`Limiter`](crate::Limiter), and any [`Store`](crate::store::Store), takes
 //! every kind of them:

@@ -1,20 +1,71 @@
+//! The errors of settings and of stores. It imports no other room, so that every room can use it.
+
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
-use crate::limit::ConfigError;
+/// A setting that cannot work: a quota, a policy, a Redis URL.
+///
+/// Its text names the value that was refused, and says what to write instead. It shows no password, and no key after
+/// `secret:`.
+///
+/// ```
+/// use tower_redis_ratelimit::Quota;
+///
+/// let error = "10/60".parse::<Quota>().unwrap_err();
+/// assert!(error.to_string().starts_with("\"10/60\" is not a valid quota: the duration has no unit; write it like"));
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigError(Box<str>);
+
+impl ConfigError {
+    /// What is wrong, a colon, and what to write instead.
+    pub(crate) fn new(text: impl Into<Box<str>>) -> Self {
+        Self(text.into())
+    }
+
+    /// Of a text that is not a valid `what`.
+    pub(crate) fn invalid(what: &str, text: &str, fix: impl fmt::Display) -> Self {
+        let text: String = redacted(text).chars().take(80).collect();
+        Self::new(format!("{text:?} is not a valid {what}: {fix}"))
+    }
+
+    /// Of a text that is none of these choices.
+    pub(crate) fn choice(what: &str, text: &str, choices: &str) -> Self {
+        Self::invalid(what, text, format_args!("write {choices}"))
+    }
+}
+
+/// Without what follows `secret:`, which is the text form of a key. In any case, and also where blanks or a prefix keep it
+/// from being one.
+fn redacted(text: &str) -> Cow<'_, str> {
+    let lower = text.to_ascii_lowercase();
+    let colon = lower.find("secret").and_then(|secret| Some(secret + lower[secret..].find(':')?));
+    match colon {
+        Some(colon) if colon + 1 < text.len() => format!("{}\u{2026}", &text[..=colon]).into(),
+        _ => text.into(),
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ConfigError {}
 
 /// A store could not decide.
 ///
-/// It is no verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
-/// [`OnError`](crate::reject::OnError). Its text tells what to do about it, and its
-/// [`source`](std::error::Error::source) why, if that is known. What a store of this crate tells has no caller's key
-/// and no password.
+/// It is not a verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
+/// [`OnError`](crate::reject::OnError). Its text says how to fix it, and its [`source`](std::error::Error::source) why
+/// it happened, if that is known. Errors of this crate contain no caller's key and no password.
 ///
 /// ```
 /// use std::io;
 /// use tower_redis_ratelimit::store::{ErrorKind, StoreError};
 ///
-/// // What a store of one's own says when it could not connect.
+/// // The error of your own store when it could not connect.
 /// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
 /// let error = StoreError::with_source(ErrorKind::Unreachable, refused).unsent();
 /// assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent());
@@ -24,13 +75,13 @@ use crate::limit::ConfigError;
 pub struct StoreError {
     kind: ErrorKind,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
-    /// Whether it is of one check alone, and says nothing of the others.
+    /// Whether it concerns one check only.
     of_check: bool,
     /// Whether the check is known not to have been sent, and so not to have been charged.
     unsent: bool,
 }
 
-/// What kept a store from deciding.
+/// Why a store could not decide.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
@@ -38,7 +89,7 @@ pub enum ErrorKind {
     Configuration,
     /// The server could not be reached, or the connection broke.
     Unreachable,
-    /// No TLS connection could be made, for none of the reasons below: mostly, the server does not speak TLS.
+    /// No TLS connection could be made, for another reason than those below: mostly, the server does not speak TLS.
     Tls,
     /// The server speaks TLS only, and the URL does not ask for it.
     TlsWanted,
@@ -48,22 +99,22 @@ pub enum ErrorKind {
     CertificateExpired,
     /// The server's certificate is for another host.
     CertificateName,
-    /// The server wants a certificate of ours, or refuses the one that it was given.
+    /// The server requires a client certificate, or refuses the one that it got.
     ClientCertificate,
     /// There was no answer in time. Whether the check was charged is not known.
     Timeout,
-    /// The server refused the password, or wants one.
+    /// The server refused the password, or requires one.
     Authentication,
-    /// The Redis user may not do what the limiter needs.
+    /// The Redis user lacks a permission that the limiter needs.
     Permission,
-    /// What answered is no Redis, or something between changed its replies.
+    /// The server is not a Redis, or a proxy changed its replies.
     Protocol,
     /// Redis is a replica, which cannot count.
     ReadOnly,
     /// Redis has reached `maxmemory` and may evict nothing.
     OutOfMemory,
     /// The server is loading its data, or is waiting for its master; no node of a cluster decides a check just now; or
-    /// what the sentinels tell of is not a master yet.
+    /// the server that the sentinels report is not a master yet.
     NotReady,
     /// Redis is a node of a Redis Cluster, which decides only a part of the checks, and the store is set up for a
     /// single Redis.
@@ -77,7 +128,7 @@ pub enum ErrorKind {
 }
 
 impl StoreError {
-    /// An error of this kind, for a [`Store`](crate::store::Store) of one's own.
+    /// An error of this kind, for your own [`Store`](crate::store::Store).
     pub fn new(kind: ErrorKind) -> Self {
         Self { kind, cause: None, of_check: false, unsent: false }
     }
@@ -87,21 +138,21 @@ impl StoreError {
         Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
     }
 
-    /// The same error, of this check alone: it says nothing of other checks. A [`Fallback`](crate::Fallback) answers
-    /// the check, and its breaker does not count it as a failure.
+    /// The same error, of this check only. A [`Fallback`](crate::Fallback) answers the check, and its breaker does not
+    /// count it as a failure.
     #[must_use]
     pub fn of_check(self) -> Self {
         Self { of_check: true, ..self }
     }
 
-    /// The same error, of a check that was not sent, and so was surely not charged. A [`Fallback`](crate::Fallback)
+    /// The same error, of a check that was not sent, and so certainly not charged. A [`Fallback`](crate::Fallback)
     /// later charges what it granted instead. Without this mark it must not, since the store may have charged it.
     #[must_use]
     pub fn unsent(self) -> Self {
         Self { unsent: true, ..self }
     }
 
-    /// Whether it is [of one check alone](Self::of_check).
+    /// Whether it concerns [this check only](Self::of_check).
     pub fn is_of_check(&self) -> bool {
         self.of_check
     }
@@ -123,7 +174,7 @@ impl StoreError {
         )
     }
 
-    /// Of two failures the one that says more: a mistake that can be put right, rather than that a server is away.
+    /// The more useful of two failures: a mistake that can be fixed, rather than an unreachable server.
     #[must_use]
     pub(crate) fn or_telling(self, other: Self) -> Self {
         if matches!(self.kind, ErrorKind::Unreachable | ErrorKind::Timeout) { other } else { self }
@@ -134,7 +185,7 @@ impl StoreError {
         self.unsent
     }
 
-    /// What kept the store from deciding.
+    /// Why the store could not decide.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -201,7 +252,7 @@ impl ErrorKind {
                  `+sentinel|master` (`+sentinel` before 7.0)"
             }
             Self::Protocol => {
-                "the server's reply is none that Redis gives to our script: check that the URL's host and port are \
+                "unexpected script reply: check that the URL's host and port are \
                  those of a Redis"
             }
             Self::ReadOnly => {
@@ -221,7 +272,7 @@ impl ErrorKind {
             Self::QueueFull => {
                 "too many checks are waiting to be sent: allow a longer queue, or limit the requests in flight"
             }
-            Self::NoRuntime => "there is no tokio runtime to run on: call this from a task of a running one",
+            Self::NoRuntime => "no tokio runtime is running: call this from a task of one",
         }
     }
 }
@@ -236,7 +287,7 @@ impl fmt::Display for StoreError {
     }
 }
 
-/// Says what to do too: it is what a `main` that returns an error prints.
+/// Includes what to do, since a `main` that returns an error prints this.
 impl fmt::Debug for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut debug = f.debug_struct("StoreError");
@@ -268,6 +319,8 @@ impl std::error::Error for StoreError {
 #[cfg(test)]
 mod tests {
     use std::error::Error as _;
+    use std::num::NonZeroUsize;
+    use std::time::Duration;
 
     use super::*;
 
@@ -323,13 +376,115 @@ mod tests {
     }
 
     /// What is wrong, a colon, and then what to do.
+    #[track_caller]
+    fn assert_says_what_to_do(error: impl fmt::Display) {
+        let text = error.to_string();
+        let (what, fix) = text.split_once(": ").unwrap_or_default();
+        assert!(what.len() > 10 && fix.len() > 10, "{text}");
+    }
+
+    #[test]
+    fn every_mistake_is_named_with_its_fix() {
+        use crate::extract::{ClientIp, HeaderKey};
+        use crate::select::Routes;
+        use crate::store::{AnyStore, Servers, ShareConfig, StoreConfig, StoreKind};
+        use crate::{Policies, Policy, Quota, RedisStore, Strategy};
+
+        for text in
+            ["", "10", "ten/s", "10/60", "10/M", "10/s burst", "0/s", "1/s burst 0", "1/0s", "1/d burst 4000000"]
+        {
+            assert_says_what_to_do(text.parse::<Quota>().unwrap_err());
+        }
+        for text in
+            ["", "gcar", "gcra(2)", "gcra(", "sliding-window(60)", "sliding-window(0 cells)", "fixed-window(60)"]
+        {
+            assert_says_what_to_do(text.parse::<Strategy>().unwrap_err());
+        }
+        assert_says_what_to_do("memory".parse::<StoreKind>().unwrap_err());
+        assert_says_what_to_do("all".parse::<ShareConfig>().unwrap_err());
+
+        let (window, quota) = (Strategy::FixedWindow(Default::default()), Quota::per_second(5));
+        for policy in [
+            Policy::new("a b", Strategy::Gcra, quota),
+            Policy::new("p", window, quota.burst(6)),
+            Policy::new("p", Strategy::SlidingLog, Quota::per_hour(100_001)),
+            Policy::in_flight("p", 1_000_001),
+            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::ZERO)),
+            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::from_millis(1))),
+        ] {
+            assert_says_what_to_do(policy.unwrap_err());
+        }
+        let policy = Policy::new("p", Strategy::Gcra, quota).unwrap();
+        assert_says_what_to_do(Policies::new([]).unwrap_err());
+        assert_says_what_to_do(Policies::new([policy.clone(), policy.clone()]).unwrap_err());
+        let many = (0..17).map(|i| Policy::new(&i.to_string(), Strategy::Gcra, quota).unwrap());
+        assert_says_what_to_do(Policies::new(many).unwrap_err());
+
+        assert_says_what_to_do(HeaderKey::new("api key").unwrap_err());
+        assert_says_what_to_do(ClientIp::header("real ip").hops(1).unwrap_err());
+        assert_says_what_to_do(ClientIp::x_forwarded_for().hops(0).unwrap_err());
+        assert_says_what_to_do(ClientIp::peer().ipv6_prefix(129).unwrap_err());
+        for trusted in [&[][..], &["privat"], &["::/0"], &["::/1", "8000::/1"]] {
+            assert_says_what_to_do(ClientIp::x_forwarded_for().trust(trusted).unwrap_err());
+        }
+        for pattern in ["users", "/a b", "/users/:id", "/{}", &"/{a}".repeat(26)] {
+            assert_says_what_to_do(Routes::new(policy.clone()).route(pattern, policy.clone()).unwrap_err());
+        }
+        assert_says_what_to_do(Routes::new(policy).exempt("/%20/{id}").unwrap_err());
+
+        let url = "redis://127.0.0.1/";
+        let partitions = NonZeroUsize::new(1_025).unwrap();
+        for builder in [
+            RedisStore::builder("http://127.0.0.1/"),
+            RedisStore::builder("redis://127.0.0.1/-1"),
+            RedisStore::builder("redis://127.0.0.1/?db=1"),
+            RedisStore::builder("redis+cluster://a,,b"),
+            RedisStore::builder("redis+sentinel://a"),
+            RedisStore::builder(Servers::cluster([""; 0])),
+            RedisStore::builder(Servers::sentinel("a b", ["redis://a"])),
+            RedisStore::builder(url).prefix("a b"),
+            RedisStore::builder(url).timeout(Duration::ZERO),
+            RedisStore::builder(url).partitions(partitions),
+        ] {
+            assert_says_what_to_do(builder.connect_lazy().unwrap_err());
+        }
+        #[cfg(feature = "tls")]
+        for builder in [
+            RedisStore::builder(url).server_name("redis.example"),
+            RedisStore::builder("rediss://127.0.0.1/").server_name("a b"),
+            RedisStore::builder("rediss://127.0.0.1/").root_certificates("no PEM"),
+            RedisStore::builder("rediss://127.0.0.1/").client_certificate("no PEM", "no PEM"),
+        ] {
+            assert_says_what_to_do(builder.connect_lazy().unwrap_err());
+        }
+        #[cfg(not(feature = "tls"))]
+        assert_says_what_to_do(RedisStore::connect_lazy("rediss://127.0.0.1/").unwrap_err());
+        let config = || StoreConfig { url: Some(url.to_owned()), ..StoreConfig::default() };
+        for config in [
+            StoreConfig { kind: StoreKind::Redis, ..StoreConfig::default() },
+            StoreConfig { deadline: Duration::ZERO, ..config() },
+            StoreConfig { root_certificates: Some("missing.pem".into()), ..config() },
+            StoreConfig { client_certificate: Some("missing.pem".into()), ..config() },
+        ] {
+            let error = AnyStore::from_config(&config).unwrap_err();
+            assert_says_what_to_do(error.to_string().strip_prefix("the store is set up wrongly: ").unwrap());
+        }
+    }
+
+    #[test]
+    fn long_texts_and_secrets_are_cut() {
+        assert_eq!(ConfigError::invalid("quota", &"x".repeat(1_000), "write one").to_string().len(), 114);
+        for text in ["secret:hunter2", " Secret:hunter2", "ip:secret:hunter2"] {
+            let error = ConfigError::choice("caller", text, "another");
+            assert!(!format!("{error} {error:?}").contains("hunter2"), "{error}");
+        }
+    }
+
     #[test]
     fn messages_name_the_fix_and_cause_once() {
         for kind in KINDS {
             let alone = StoreError::new(kind);
-            let (what, advice) =
-                alone.to_string().split_once(": ").map(|(a, b)| (a.len(), b.len())).unwrap_or_default();
-            assert!(what > 10 && advice > 10, "{alone}");
+            assert_says_what_to_do(&alone);
             assert!(format!("{alone:?}").contains(&alone.to_string()), "{alone:?}");
 
             let caused = StoreError::with_source(kind, std::io::Error::other("a leaf on the line"));

@@ -41,7 +41,7 @@ pub mod waiting {}
 #[doc = include_str!("../docs/settling.md")]
 pub mod settling {}
 
-/// What clients are told: header fields, in the new and the old forms, and bodies.
+/// Responses to clients: header fields, in the new and the old forms, and bodies.
 ///
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
@@ -63,7 +63,7 @@ pub mod running {}
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
 
-/// Which servers are tested, what the limiter needs of them, and what they do to the counts.
+/// Which servers are tested, what the limiter needs from them, and how they affect the counts.
 ///
 /// [running]: crate::guide::running
 #[doc = include_str!("../docs/servers.md")]

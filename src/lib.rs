@@ -34,9 +34,11 @@ pub mod strategy;
 mod util;
 mod wait_queues;
 
+#[doc(inline)]
+pub use error::ConfigError;
 pub use gate::wait;
 #[doc(inline)]
-pub use limit::{ConfigError, Key, Policies, Policy, Quota, Strategy};
+pub use limit::{Key, Policies, Policy, Quota, Strategy};
 pub use limiter::Limiter;
 #[doc(inline)]
 pub use middleware::{CallLimitLayer, RateLimitLayer, ThrottleLayer};

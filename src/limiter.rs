@@ -11,9 +11,9 @@ use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 
-/// A store with policies, for code that is no tower service: a job worker, a WebSocket loop.
+/// A store with policies, for code that is not a tower service: a job worker, a WebSocket loop.
 ///
-/// Clones share the store's counts and the order of who waits.
+/// Clones share the store's counts and the queue of waiters.
 ///
 /// ```
 /// use std::time::Duration;
@@ -36,7 +36,7 @@ pub struct Limiter<S> {
     store: S,
     policies: Policies,
     wait_queues: WaitQueues,
-    /// What reservations hold in flight, and what settles them.
+    /// The requests in flight of reservations, and what settles them.
     in_flight: InFlightTracker,
 }
 
@@ -48,9 +48,9 @@ impl<S: Store> Limiter<S> {
         Self { store, policies: policies.into(), wait_queues, in_flight }
     }
 
-    /// Sets who is told of what happens in the store, such as that a [`Fallback`](crate::Fallback) decides locally, if
-    /// that has no observer yet; and of a [`Reservation`] that could not be settled. Not of the decisions: whoever asks
-    /// gets these. Defaults to nobody.
+    /// Sets the observer of the store, notified for example when a [`Fallback`](crate::Fallback) decides locally, if
+    /// the store has none yet; and of each [`Reservation`] that could not be settled. It is not notified of decisions,
+    /// which are returned. Defaults to none.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
@@ -59,8 +59,8 @@ impl<S: Store> Limiter<S> {
         Self { in_flight, ..self }
     }
 
-    /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Clones
-    /// that were made before keep theirs.
+    /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Earlier
+    /// clones keep their setting.
     #[must_use]
     pub fn max_waiting(self, max: NonZeroUsize) -> Self {
         Self { wait_queues: self.wait_queues.with_bounds(Bounds::of(max)), ..self }
@@ -71,9 +71,9 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::take(key, &self.policies, cost))
     }
 
-    /// Takes `cost`, all or nothing, and leaves it to the [`Reservation`] what becomes of it: it is refunded if that is
-    /// dropped, or kept, or replaced by the real cost. Under a policy of requests [in flight](crate::Policy::in_flight)
-    /// it is one request, which ends when the reservation is dropped or settled, and is renewed until then:
+    /// Takes `cost`, all or nothing, as a [`Reservation`]: it is refunded if that is dropped, or kept, or replaced by
+    /// the real cost. Under a policy of requests [in flight](crate::Policy::in_flight) it is one request, which ends
+    /// when the reservation is dropped or settled, and is renewed until then:
     ///
     /// ```
     /// use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy};
@@ -94,15 +94,13 @@ impl<S: Store> Limiter<S> {
     /// # }
     /// ```
     ///
-    /// [`take`](Self::take) and the others count a request too, but nobody gives it back: it is free after the lease
-    /// time, or before, if reservations or layers over the same store hold requests of this caller too, and tell how
-    /// many these are.
+    /// [`take`](Self::take) and the others count a request too, but do not release it: it is free after the lease time,
+    /// or earlier if reservations or layers over the same store report this caller's requests in flight.
     ///
-    /// Outside of a tokio runtime, which only a [`LocalStore`](crate::LocalStore) does without, nothing renews by
-    /// itself: the next call of this does, before it asks.
+    /// Outside of a tokio runtime, where only a [`LocalStore`](crate::LocalStore) works, nothing is renewed in the
+    /// background, but by the next call of this method.
     ///
-    /// To drop the future is not to drop a reservation: what it has charged by then stays charged, but nothing is in
-    /// flight.
+    /// Dropping the future does not refund: what it has charged by then stays charged, but nothing is in flight.
     ///
     /// # Errors
     ///
@@ -132,42 +130,41 @@ impl<S: Store> Limiter<S> {
         self.store.check(Check::up_to(key, &self.policies, cost))
     }
 
-    /// Tells whether `cost` would pass. See [`Check::peek`].
+    /// Decides whether `cost` would pass. See [`Check::peek`].
     pub fn peek(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::peek(key, &self.policies, cost))
     }
 
-    /// Charges `cost` without asking. See [`Check::charge`]. Beside other policies, one of requests
-    /// [in flight](crate::Policy::in_flight) is left out, also of the decision: it counts requests and no costs.
+    /// Charges `cost` in any case. See [`Check::charge`]. Beside other policies, one of requests [in
+    /// flight](crate::Policy::in_flight) is left out, also from the decision: it counts requests, not costs.
     pub fn charge(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::charge(key, self.of_costs(), cost))
     }
 
-    /// Gives `cost` back. See [`Check::refund`]. A policy of requests in flight is left out as of a
+    /// Refunds `cost`. See [`Check::refund`]. A policy of requests in flight is left out as in a
     /// [charge](Self::charge).
     pub fn refund(&self, key: Key, cost: u32) -> Answer<S::Future> {
         self.store.check(Check::refund(key, self.of_costs(), cost))
     }
 
-    /// Those that count costs, or all if there are none.
+    /// The policies that count costs, or all if there are none.
     fn of_costs(&self) -> &Policies {
         self.policies.without_in_flight().unwrap_or(&self.policies)
     }
 
-    /// Forgets all that the caller was charged. See [`Check::reset`].
+    /// Forgets all charges of the caller. See [`Check::reset`].
     pub fn reset(&self, key: Key) -> Answer<S::Future> {
         self.store.check(Check::reset(key, &self.policies))
     }
 
-    /// Takes `cost`, and waits for it up to `max` if it must.
+    /// Takes `cost`, and waits for it up to `max` if necessary.
     ///
-    /// Those of this process who wait for one key take turns in the order in which they came, whatever their costs. The
-    /// decision is a denial if it would take longer than
-    /// `max`; this is told as soon as it is known. So it is if [too many](Self::max_waiting) wait. The calls of the store are no part of `max`:
-    /// where there is room nobody is denied for what these take, and a denial may come two or three of them later.
+    /// The waiters for one key in this process are served in the order in which they came, whatever their costs. The
+    /// decision is a denial if the wait would exceed `max`, as soon as this is known, or if [too
+    /// many](Self::max_waiting) wait. Store calls do not count towards `max`: no caller is denied for their duration
+    /// while there is room, and a denial may come two or three calls later.
     ///
-    /// To drop the future gives up the wait, and takes nothing: what was granted just then is refunded, on a task of
-    /// its own.
+    /// Dropping the future ends the wait and takes nothing: what was granted just then is refunded by a separate task.
     ///
     /// # Errors
     ///

@@ -201,12 +201,12 @@ fn reloads_valid_files_and_rejects_invalid_ones() {
     gateway.until_the_free_plan_is("\"free\";q=3000;w=3600");
 
     for (text, problems) in [
-        (with("5/M"), ["line 19", "\"5/M\" is no quota"]),
+        (with("5/M"), ["line 19", "\"5/M\" is not a valid quota"]),
         (with("5/min").replace("carol = {", "carol = 5 #"), ["line 27", "`exempt`, a policy such as"]),
         (with("5/min").replace("[trial]", "[trail]"), ["unknown field `trail`", "`trial`"]),
         (
             with("5/min").replace(CAROL, "\"secret:sk-live-1\" = { name = \"a\", quota = \"6/M\" }"),
-            ["line 27", "\"6/M\" is no quota"],
+            ["line 27", "\"6/M\" is not a valid quota"],
         ),
         (with("5/min").replace("key-of-bob = {", "key-of-bob = 7 #"), ["line 38", "invalid type: integer `7`"]),
     ] {

@@ -1,4 +1,4 @@
-//! From a request to what becomes of it.
+//! From a request to its admission.
 
 use std::borrow::Cow;
 
@@ -11,12 +11,12 @@ use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{self, Acquire, Permit, Spent, WaitRequest};
 
-/// What becomes of a request, as far as that is known.
+/// The admission of a request, as far as it is known.
 pub(crate) enum Admission<D> {
     /// It passes: by a decision, or uncounted.
     Pass(Grant<D>),
     Refuse(Refusal),
-    /// The store has been asked, or it waits for its turn.
+    /// The check is under way, or the request waits for its turn.
     Undecided(Pending<D>),
 }
 
@@ -39,11 +39,11 @@ pub(crate) enum Refusal {
     MissingKey(MissingKey),
 }
 
-/// What is wrong with a layer whose policies count requests in flight, and that does not know when one has ended.
+/// The problem of a layer with a policy of requests in flight that does not know when a request ends.
 pub(super) const NEVER_ENDS: &str = "a policy that counts requests in flight cannot hold, since the layer does not know when they end: add `.until_body_end()` to it";
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// Finds out who asks, and under which policies, and asks the store.
+    /// Finds the key and the policies, and sends the check.
     #[inline]
     pub(crate) fn admit(&self, extractor: &impl KeyExtractor<R>, request: &R) -> Admission<S::Future> {
         if self.skip.as_ref().is_some_and(|skip| skip(request)) {
@@ -79,7 +79,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Those of them that this layer can count: all, unless it does not know when a request has ended.
+    /// The policies that this layer can count: all, unless it does not know when a request ends.
     #[inline]
     pub(super) fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
         if self.holds != Holds::Nothing || policies.in_flight().is_none() {
@@ -94,19 +94,19 @@ impl<S: Store, R: 'static> Gate<S, R> {
         Check::take(key, policies, cost).reserving(self.settles())
     }
 
-    /// Notes that it is asked now, if there is an observer to be told, or something to settle.
+    /// Notes the time, if there is an observer to be notified, or something to settle.
     pub(super) fn question(&self, check: &Check) -> Question {
         let since = if self.settles() { Some(instant()) } else { self.notifier.since() };
         Question::new(*check.key(), check.cost(), since)
     }
 
-    /// What a request holds in flight. To be called before the store is asked.
+    /// What a request holds in flight. Call it before the check is sent.
     #[inline]
     pub(super) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         if self.holds == Holds::Nothing { None } else { self.in_flight.hold(key, policies) }
     }
 
-    /// What becomes of a request by the store's answer.
+    /// Admission by the store's answer.
     #[inline]
     pub(super) fn answered(
         &self,
@@ -125,7 +125,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// What becomes of a request that waits if it has a place in the queue.
+    /// Admission of a request that waits, if the queue has room.
     fn wait_for(
         &self,
         request: &R,
@@ -139,7 +139,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// What becomes of a request whose turn has come, or will not come in time.
+    /// Admission of a request whose turn has come, or will not come in time.
     pub(super) fn conclude_turn(
         &self,
         request: &R,
@@ -163,7 +163,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         self.conclude(request, question, answer)
     }
 
-    /// What becomes of a request that does not wait any more.
+    /// Admission of a request that no longer waits.
     #[inline]
     fn conclude(
         &self,
@@ -189,7 +189,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         self.grant(request, Some(question.key()), decision, reserved, lease)
     }
 
-    /// What becomes of a request that nobody limits.
+    /// Admission of an unlimited request.
     fn exempt(&self, request: &R, key: Result<Key, MissingKey>) -> Admission<S::Future> {
         if let Err(missing) = &key
             && self.has_shadows()
@@ -199,7 +199,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         Admission::Pass(self.uncounted(request, key.ok()))
     }
 
-    /// What becomes of a request without a key.
+    /// Admission of a request without a key.
     fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
         self.notifier.missing(&missing);
         match self.on_missing_key {

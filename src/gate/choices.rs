@@ -1,8 +1,8 @@
-//! What a layer does where it cannot count.
+//! What a layer does when it cannot count.
 
 use crate::limit::words;
 
-/// What becomes of a request that the store could not decide. As text: `reject` or `allow`.
+/// What happens to a request that the store could not decide. As text: `reject` or `allow`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnError {
@@ -13,7 +13,7 @@ pub enum OnError {
     Allow,
 }
 
-/// What becomes of a request that has nothing that could be its key. As text: `reject` or `allow`.
+/// What happens to a request without a key. As text: `reject` or `allow`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OnMissingKey {

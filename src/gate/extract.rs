@@ -1,4 +1,4 @@
-//! From a request to the key that it is counted by.
+//! From a request to its key.
 
 use std::sync::Arc;
 
@@ -7,18 +7,18 @@ use http::request::Parts;
 use super::MissingKey;
 use crate::limit::Key;
 
-/// Finds who a request is from.
+/// Finds the key of a request: who it is from.
 ///
-/// [`PeerIp`](crate::extract::PeerIp), [`ClientIp`](crate::extract::ClientIp), [`HeaderKey`](crate::extract::HeaderKey)
-/// and [`Global`] do, with the feature `axum` also `MatchedRoute` and
-/// `MatchedEndpoint`, and closures given to [`key_fn`]. A tuple of extractors counts each combination by itself:
+/// [`PeerIp`](crate::extract::PeerIp), [`ClientIp`](crate::extract::ClientIp),
+/// [`HeaderKey`](crate::extract::HeaderKey), [`Global`] and closures given to [`key_fn`] are extractors, with the
+/// feature `axum` also `MatchedRoute` and `MatchedEndpoint`. A tuple of extractors counts each combination separately:
 /// `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
 ///
-/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are
-/// not HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
+/// `R` is what it reads: for HTTP the [`Parts`], which are the request without its body. For other services it is the
+/// type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer).
 ///
-/// A client must not be able to choose a key, or it has a new count whenever it likes. It chooses the path and how that
-/// is spelled, and the host too; it does not choose what your authentication finds out:
+/// A client must not be able to choose its key, or it could get a new count at any time. It chooses the path, its
+/// spelling and the host; it does not choose the result of your authentication:
 ///
 /// ```
 /// use http::request::Parts;
@@ -65,19 +65,18 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`MissingKey`] for a request that has none; the layer's [`OnMissingKey`](crate::reject::OnMissingKey) says what
-    /// becomes of it.
+    /// [`MissingKey`] for a request without a key; the layer's [`OnMissingKey`](crate::reject::OnMissingKey) decides on
+    /// it.
     fn extract(&self, request: &R) -> Result<Key, MissingKey>;
 }
 
-/// Counts by the key that a closure finds. A request for which it finds none is one
-/// [without a key](crate::reject::OnMissingKey).
+/// Counts by the key that a closure returns. `None` is a request [without a key](crate::reject::OnMissingKey).
 ///
-/// It gives the closure back: `key_fn` is there so that the compiler knows the type of its argument.
+/// It returns the closure; `key_fn` tells the compiler the type of its argument.
 ///
-/// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and
-/// `/login/a%6cice` are one user and three keys, each with guesses of its own. Decode what the key is made of, best where the handler does, as with axum's `Path`
-/// in a layer in front, which leaves it in the extensions: the recipe "Only failures count" in the
+/// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and `/login/a%6cice` are
+/// one user and three keys, each with separate guesses. Decode the key, best where the handler does, as with axum's
+/// `Path` in a layer in front, which leaves it in the extensions: the recipe "Only failures count" in the
 /// [recipes](crate::guide::recipes) does so.
 ///
 /// ```

@@ -9,21 +9,21 @@ use crate::limit::{Decision, Key};
 use crate::settle::{Charge, Reserved, Settled, Settlement};
 use crate::store::Store;
 
-/// What a request holds that passes. Its drop settles what was reserved, unless the body of the response or the handler
+/// What a passing request holds. Its drop settles what was reserved, unless the body of the response or the handler
 /// still has the [`Charge`], and ends what is in flight.
 pub(crate) struct Grant<D> {
-    /// None for a request that nobody counted.
+    /// None for an uncounted request.
     decision: Option<Decision>,
-    /// What it has reserved, and its place in flight. None in a layer that settles nothing.
+    /// Its reservation, and its slot in flight. None in a layer that settles nothing.
     charge: Option<Charge>,
-    /// Its place in flight, if there is no charge.
+    /// Its slot in flight, if there is no charge.
     lease: Option<Lease>,
     /// None if there are none, as with most layers.
     shadows: Option<Box<Shadows<D>>>,
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// What a request holds that passes by this decision, or uncounted. What rejects nothing is asked for the `key`.
+    /// What a request holds that passes by this decision, or uncounted. Starts the checks of shadows for the `key`.
     #[inline]
     pub(super) fn grant(
         &self,
@@ -59,7 +59,7 @@ impl<D> Grant<D> {
         self.charge.as_ref()
     }
 
-    /// Settles by what the response says, as far as that is known.
+    /// Settles by the head of the response, as far as it determines the cost.
     pub(crate) fn settle(&mut self, settlement: Settlement) {
         let settled = self.charge.as_ref().and_then(|charge| charge.account().settle(settlement));
         if let Some(Settled { reserved, cost }) = settled
@@ -73,12 +73,12 @@ impl<D> Grant<D> {
         self.shadows.is_some()
     }
 
-    /// What the checks have decided that reject nothing. None if there are none.
+    /// The decisions of shadows and dry runs. None if there are none.
     pub(crate) fn take_shadows(&mut self) -> Option<impl Iterator<Item = Decision> + use<D>> {
         self.shadows.take().map(|shadows| shadows.into_decisions())
     }
 
-    /// What the body of the response holds from here on.
+    /// What the response body holds from here on.
     pub(crate) fn take_charge(&mut self) -> Option<Charge> {
         self.charge.take()
     }
@@ -91,13 +91,13 @@ impl<D> Grant<D> {
 }
 
 impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
-    /// Asks on for what rejects nothing: ready when all of it is decided.
+    /// Polls the shadows: ready when all are decided.
     pub(crate) fn poll_shadows(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.shadows.as_mut().map_or(Poll::Ready(()), |shadows| shadows.poll(cx))
     }
 }
 
-/// Of a request that nobody counts.
+/// Of an uncounted request.
 impl<D> Default for Grant<D> {
     fn default() -> Self {
         Self { decision: None, charge: None, lease: None, shadows: None }

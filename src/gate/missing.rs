@@ -3,7 +3,7 @@ use std::fmt;
 
 use http::{HeaderName, HeaderValue};
 
-/// A request has nothing that it could be counted by.
+/// No rate-limit key was found for a request.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::MissingKey;
@@ -20,7 +20,7 @@ pub struct MissingKey {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Problem {
     Text(Cow<'static, str>),
-    /// The request lacks this header. As text only when it is shown: such requests may pass, and then nobody reads it.
+    /// The request lacks this header. Turned into text only when shown, since such requests may pass.
     NoHeader(HeaderName),
 }
 
@@ -28,24 +28,24 @@ enum Problem {
 enum Cause {
     /// The client left it out.
     Absent,
-    /// The client left it out, and is told by this challenge how to say who it is.
+    /// The client left it out, and gets this challenge to authenticate.
     Unauthenticated(HeaderValue),
-    /// The client sent what must not be one.
+    /// The client sent something that must not be a key.
     Malformed,
-    /// The server is set up so that there can be none.
+    /// The server is misconfigured, so that there is no key.
     Misconfigured,
 }
 
 impl MissingKey {
-    /// The client left it out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to it, and says what
-    /// is missing, such as "no API key".
+    /// The client left the key out: over HTTP a 400, over gRPC `INVALID_ARGUMENT`. `problem` is shown to the client,
+    /// and says what is missing, such as "no API key".
     pub fn new(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Absent }
     }
 
-    /// The client left out what says who it is, such as an API key: over HTTP a 401, over gRPC
-    /// `UNAUTHENTICATED`. `problem` is shown to it. Else it is as [`new`](Self::new):
-    /// [`OnMissingKey`](crate::reject::OnMissingKey) may let the request pass.
+    /// The client left out its credentials, such as an API key: over HTTP a 401, over gRPC `UNAUTHENTICATED`. `problem`
+    /// is shown to the client. Like with [`new`](Self::new), [`OnMissingKey`](crate::reject::OnMissingKey) may let the
+    /// request pass.
     ///
     /// `challenge` tells the client how to authenticate, such as `Bearer` or `Basic realm="books"`. A 401 must have one
     /// (RFC 9110), so the layer adds it as `WWW-Authenticate` to each that has none.
@@ -63,16 +63,16 @@ impl MissingKey {
 
     /// The client sent something that must not become a key, such as a header twice: over HTTP a 400, over gRPC
     /// `INVALID_ARGUMENT`, whatever [`OnMissingKey`](crate::reject::OnMissingKey) says, or a client could pass
-    /// uncounted by it. `problem` is shown to it.
+    /// uncounted by it. `problem` is shown to the client.
     pub fn malformed(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Malformed }
     }
 
-    /// The server is set up so that no request can have it: over HTTP a 500, over gRPC `INTERNAL`, whatever
+    /// The server is misconfigured, so that no request can have a key: over HTTP a 500, over gRPC `INTERNAL`, whatever
     /// [`OnMissingKey`](crate::reject::OnMissingKey) says.
     ///
-    /// `problem` says how to set it up. It is not for clients: the layer's
-    /// [observer](crate::observe::Observer::misconfigured) is told.
+    /// `problem` says how to fix it. It is not shown to clients, but reported to the layer's
+    /// [observer](crate::observe::Observer::misconfigured).
     pub fn misconfigured(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Misconfigured }
     }
@@ -88,13 +88,12 @@ impl MissingKey {
         matches!(self.cause, Cause::Misconfigured)
     }
 
-    /// Whether the request has nothing that could be one, so that [`OnMissingKey`](crate::reject::OnMissingKey) says
-    /// what becomes of it.
+    /// Whether the key is absent, so that [`OnMissingKey`](crate::reject::OnMissingKey) decides.
     pub const fn is_absent(&self) -> bool {
         matches!(self.cause, Cause::Absent | Cause::Unauthenticated(_))
     }
 
-    /// What tells the client how to authenticate, if it is [unauthenticated](Self::unauthenticated).
+    /// The challenge to authenticate, if the client is [unauthenticated](Self::unauthenticated).
     pub const fn challenge(&self) -> Option<&HeaderValue> {
         match &self.cause {
             Cause::Unauthenticated(challenge) => Some(challenge),
@@ -103,8 +102,7 @@ impl MissingKey {
     }
 }
 
-/// The problem. Of a server that is [misconfigured](MissingKey::is_misconfigured) it is for the log, not for the
-/// client.
+/// The problem. If the server is [misconfigured](MissingKey::is_misconfigured), it is for the log, not for the client.
 impl fmt::Display for MissingKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.problem {

@@ -1,12 +1,11 @@
 //! The gate of a layer: from a request of any type to whether it passes.
 //!
-//! A [`Gate`] has the settings of a layer. It finds who asks
-//! ([`KeyExtractor`]) and under which policies ([`PolicySelector`]), and asks the store
-//! ([`Gate::admit`]). A request that passes has a [`Grant`], whose drop settles what the request has taken. One that
-//! does not has a [`Refusal`], of which HTTP makes a response and a call an error. Until the store has answered, and
-//! while the request waits for its turn, it is [`Pending`].
+//! A [`Gate`] has the settings of a layer. It finds the key ([`KeyExtractor`]) and the policies ([`PolicySelector`]) of
+//! a request, and sends the check ([`Gate::admit`]). A request that passes gets a [`Grant`], whose drop settles what
+//! the request has taken. Another gets a [`Refusal`], which becomes an HTTP response or a call's error. Until the store
+//! has answered, and while the request waits for its turn, it is [`Pending`].
 //!
-//! Checks that reject nothing, of a dry run and of shadows, are made when a request passes, and go with its grant
+//! The checks of dry runs and shadows, which reject nothing, start when a request passes, and belong to its grant
 //! ([`Shadows`]).
 
 mod admit;
@@ -45,7 +44,7 @@ use crate::observe::Observer;
 use crate::settle::RefundQueue;
 use crate::store::Store;
 
-/// The settings of a layer whose requests are of the type `R`, and what they decide.
+/// The settings of a layer for requests of the type `R`.
 pub(crate) struct Gate<S, R> {
     store: S,
     policies: Selector<R>,
@@ -56,13 +55,13 @@ pub(crate) struct Gate<S, R> {
     /// Which requests are let through at once.
     pub(crate) skip: Option<Skip<R>>,
     pub(crate) cost: Option<Cost<R>>,
-    /// For how long requests wait that would be denied, if they do.
+    /// How long requests that would be denied wait, if they do.
     wait: Option<Waiting>,
     pub(crate) on_error: OnError,
     pub(crate) on_missing_key: OnMissingKey,
     pub(crate) notifier: Notifier,
     holds: Holds,
-    /// What is in flight, of the requests that wait too.
+    /// The requests in flight, with those that wait.
     in_flight: InFlightTracker,
     refunds: Arc<dyn RefundQueue>,
 }
@@ -76,11 +75,11 @@ type Cost<R> = Arc<dyn Fn(&R, &Policies) -> u32 + Send + Sync>;
 /// What a request holds until it has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Holds {
-    /// Nothing: nobody knows when it ends.
+    /// Nothing: its end is not known.
     Nothing,
-    /// Its place in flight.
+    /// Its slot in flight.
     InFlight,
-    /// That, and what it has reserved, which is settled in the end.
+    /// That, and its reservation, which is settled at the end.
     Charge,
 }
 
@@ -104,7 +103,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    /// Has requests wait that would be denied.
+    /// Lets requests wait that would be denied.
     pub(crate) fn wait(&mut self, wait: Wait) {
         self.wait = Some(Waiting::new(self.store.clone(), self.in_flight.clone(), wait));
     }
@@ -129,12 +128,11 @@ impl<S, R> Gate<S, R> {
         self.holds == Holds::Charge
     }
 
-    /// Makes sure that it can count by the policies that it has from the start.
+    /// Checks that it can count by the policies that are known from the start.
     ///
     /// # Panics
     ///
-    /// If it cannot. A server that does not start is better than one that goes without a limit until somebody reads its
-    /// log.
+    /// If it cannot. A server that does not start is better than one that runs without a limit until its log is read.
     pub(crate) fn assert_countable(&self) {
         for selector in self.shadows.iter().chain([&self.policies]) {
             let in_flight = matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
@@ -143,7 +141,7 @@ impl<S, R> Gate<S, R> {
     }
 }
 
-/// With `Arc`s of its own where a request clones one.
+/// With fresh `Arc`s where a request clones one, to avoid contention.
 impl<S: Clone, R: 'static> Clone for Gate<S, R> {
     fn clone(&self) -> Self {
         Self {

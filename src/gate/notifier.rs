@@ -18,11 +18,11 @@ pub(crate) struct Notifier {
     misconfiguration: Arc<Misconfiguration>,
 }
 
-/// What was reported of a misconfigured server: once a minute at most, since every request finds out.
+/// The problems reported of a misconfigured server: once a minute at most, since every request finds them.
 #[derive(Default)]
 struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
-    /// Whether it was reported that requests are counted twice: that is all that is ever said of it, for it may be meant.
+    /// Whether it was reported that requests are counted twice: only once, since that may be intended.
     reported_twice: AtomicBool,
 }
 
@@ -33,18 +33,18 @@ impl Notifier {
         Self { observer: Some(observer), misconfiguration: Arc::default() }
     }
 
-    /// That of another layer, which has reported nothing yet.
+    /// The notifier of another layer, which has reported nothing yet.
     pub(crate) fn anew(&self) -> Self {
         Self { observer: self.observer.clone(), misconfiguration: Arc::default() }
     }
 
-    /// When a question is asked, if there is an observer to be told for how long it took.
+    /// The time of a check, if there is an observer to be notified of its duration.
     #[inline]
     pub(crate) fn since(&self) -> Option<Instant> {
         self.observer.as_ref().map(|_| instant())
     }
 
-    /// A question of this caller was answered.
+    /// A check of this caller was answered.
     #[inline]
     pub(crate) fn answered(&self, key: Key, question: &Question, answer: &Result<Decision, StoreError>, dry_run: bool) {
         let Some(observer) = &self.observer else { return };

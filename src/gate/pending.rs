@@ -14,7 +14,7 @@ use crate::wait_queues::WaitRequest;
 
 pin_project! {
     #[project = Projected]
-    /// A request of which it is not known yet whether it passes.
+    /// A request whose admission is not known yet.
     pub(crate) struct Pending<D> {
         #[pin]
         stage: Stage<D>,
@@ -25,7 +25,7 @@ pin_project! {
 pin_project! {
     #[project = StageProj]
     enum Stage<D> {
-        /// The store has been asked.
+        /// The check is under way.
         Asked {
             #[pin]
             answer: D,
@@ -53,12 +53,12 @@ impl<D> Pending<D> {
         matches!(self.stage, Stage::Queued { .. })
     }
 
-    /// Whether the request passes. `inner` is the service that is ready for it; or while it [waits](Self::is_queued) for its
-    /// turn, one that is polled ready when that has come.
+    /// Whether the request passes. `inner` is the service that is ready for it; while it [waits](Self::is_queued), one
+    /// that is polled for readiness when its turn has come.
     ///
     /// # Errors
     ///
-    /// That of a service that does not become ready.
+    /// The error of a service that does not become ready.
     ///
     /// It must not be polled again when it is known.
     pub(crate) fn poll<S, R, T, Q>(

@@ -8,27 +8,26 @@ use crate::limit::{Decision, Key};
 use crate::settle::Reserved;
 use crate::util::instant;
 
-/// What the store is asked about a request, and what the request holds from then on.
+/// The check of a request, and what the request holds from then on.
 #[derive(Debug)]
 pub(crate) struct Question {
     key: Key,
     cost: u32,
-    /// When it was asked. None if nobody wants to know.
+    /// When it was sent. None if the time is not needed.
     since: Option<Instant>,
-    /// When the permit was charged that it waited for, which may have been for another waiter; and how many microseconds had
-    /// passed since the store's answer when it was used.
+    /// When the permit was charged, maybe for another waiter; and the microseconds from the store's answer to its use.
     permit: Option<(Instant, i64)>,
     /// Of the policies that count requests in flight.
     lease: Option<Lease>,
 }
 
 impl Question {
-    /// What this caller asks, at this cost.
+    /// The check of this caller, at this cost.
     pub(crate) fn new(key: Key, cost: u32, since: Option<Instant>) -> Self {
         Self { key, cost, since, permit: None, lease: None }
     }
 
-    /// Holds this while the request is in flight. To be called before the store is asked.
+    /// Holds this while the request is in flight. Call it before the check is sent.
     #[inline]
     pub(super) fn hold(&mut self, lease: Option<Lease>) {
         self.lease = lease;
@@ -50,7 +49,7 @@ impl Question {
         self.key
     }
 
-    /// For how long it has waited for the answer.
+    /// How long the answer took.
     pub(super) fn waited(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| instant() - since)
     }

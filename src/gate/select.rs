@@ -1,4 +1,4 @@
-//! From a request to the policies that it is decided under.
+//! From a request to its policies.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,15 +8,14 @@ use http::request::Parts;
 
 use crate::limit::{Key, Policies, Policy};
 
-/// Finds the policies that a request is decided under.
+/// Finds the policies of a request.
 ///
-/// A [`Policy`] and [`Policies`] are the same ones for every request. [`Tiers`](crate::select::Tiers) go by the
-/// caller's plan, [`Routes`](crate::select::Routes) by method and path, closures given to [`policies_fn`] by whatever
-/// they like. [`Live`](crate::select::Live) holds one of these, which is replaced while the service runs. An `Option` of one that is `None` limits nothing.
+/// A [`Policy`] and [`Policies`] apply to every request. [`Tiers`](crate::select::Tiers) choose by the caller's plan,
+/// [`Routes`](crate::select::Routes) by method and path, [`policies_fn`] by a closure. [`Live`](crate::select::Live)
+/// holds one of these, which can be replaced while the service runs. `None` limits nothing.
 ///
-/// `R` is what it reads: of an HTTP request its [`Parts`], which is all but the body. Of a service whose requests are
-/// not HTTP's, it is the type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are
-/// for HTTP.
+/// `R` is what it reads: for HTTP the [`Parts`], which are the request without its body. For other services it is the
+/// type of the requests: see [`CallLimitLayer`](crate::CallLimitLayer). `Tiers` and `Routes` are for HTTP.
 ///
 /// ```
 /// use http::request::Parts;
@@ -50,23 +49,23 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
     /// The policies of this request, which is counted by `key`. `None` exempts it: it passes uncounted, without header
     /// fields, whether it has a key or not.
     ///
-    /// `key` is `None` for a request that has no key. To find policies for it does not let it pass: the layer's
-    /// [`OnMissingKey`](crate::reject::OnMissingKey) says what becomes of it.
+    /// `key` is `None` for a request without a key. Whether that passes depends on the layer's
+    /// [`OnMissingKey`](crate::reject::OnMissingKey), not on the policies.
     ///
     /// It is called for every request, and must not block.
     fn policies(&self, request: &R, key: Option<&Key>) -> Option<Policies>;
 
-    /// The policies of all requests, if they are the same whatever the request, and whatever its type: then nobody is
-    /// asked for each. Defaults to `None`.
+    /// The policies of all requests, if they are always the same, for every type of requests: then `policies` is not
+    /// called. Defaults to `None`.
     fn fixed(&self) -> Option<Policies> {
         None
     }
 }
 
-/// Decides under the policies that a closure finds: [`Policies`], or an `Option` of them, which is `None` for a request
-/// that is exempt.
+/// Uses the policies that a closure returns: [`Policies`], or an `Option` of them, which is `None` for an exempt
+/// request.
 ///
-/// It gives the closure back: `policies_fn` is there so that the compiler knows the type of its argument.
+/// It returns the closure; `policies_fn` tells the compiler the type of its argument.
 ///
 /// ```
 /// use http::Method;
@@ -88,7 +87,7 @@ pub trait PolicySelector<R = Parts>: Send + Sync + 'static {
 /// # }
 /// ```
 ///
-/// Make the policies beforehand, as here: what is made of them, such as the text of a header field, is kept with them.
+/// Create the policies beforehand, as here: derived values, such as the text of a header field, are cached with them.
 pub fn policies_fn<F, T>(find: F) -> F
 where
     F: Fn(&Parts) -> T,
@@ -172,7 +171,7 @@ impl<R: 'static> Selector<R> {
     }
 }
 
-/// With an `Arc` of its own around fixed policies.
+/// With a fresh `Arc` around fixed policies, to avoid contention.
 impl<R> Clone for Selector<R> {
     fn clone(&self) -> Self {
         match self {

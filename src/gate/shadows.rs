@@ -1,4 +1,4 @@
-//! Checks that are made and told, and reject nothing.
+//! Checks that are reported, but reject nothing.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -56,9 +56,9 @@ enum Shadow<D> {
     Told(Option<Decision>),
 }
 
-/// Who is told of their answers.
+/// Where their answers are reported.
 struct Told {
-    /// Who asks.
+    /// The caller.
     key: Key,
     notifier: Notifier,
     /// Where what is granted is settled.
@@ -83,7 +83,7 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 }
 
 impl<D> Shadows<D> {
-    /// What was decided, but for what no store could decide.
+    /// The decisions, without the checks that no store could decide.
     pub(super) fn into_decisions(self) -> impl Iterator<Item = Decision> {
         self.checks.into_iter().filter_map(|check| match check {
             Shadow::Told(decision) => decision,

@@ -12,8 +12,8 @@ use crate::store::Store;
 use crate::util::{instant, polled_after_completion};
 use crate::wait_queues::{Acquire, Bounds, Permit, Refusal, WaitQueues, WaitRequest};
 
-/// For how long a request that would be denied may wait for its turn, and how many may. A [`Duration`] alone is a `Wait`
-/// with the default bounds.
+/// How long a request that would be denied may wait for its turn, and how many may wait. A [`Duration`] alone is a
+/// `Wait` with the default bounds.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -41,12 +41,12 @@ impl Wait {
     const PER_CALLER: usize = 100;
     const IN_ALL: usize = 10_000;
 
-    /// Waits for at most so long.
+    /// Waits for at most this long.
     pub const fn up_to(max: Duration) -> Self {
         Self { max, bounds: Bounds { each: Self::PER_CALLER, all: Self::IN_ALL } }
     }
 
-    /// Sets how many requests of one caller may wait in this process, under whatever policies; one more is denied at once.
+    /// Sets how many requests of one caller may wait in this process, under all policies; one more is denied at once.
     /// Defaults to 100.
     #[must_use]
     pub const fn per_caller(mut self, requests: NonZeroUsize) -> Self {
@@ -93,7 +93,7 @@ impl Waiting {
         &self.queues
     }
 
-    /// What waits if this check is denied.
+    /// The waiter for the case that this check is denied.
     pub(super) fn wanted(&self, check: &Check) -> WaitRequest {
         WaitRequest {
             key: *check.key(),
@@ -113,8 +113,8 @@ impl QueuedRequest {
         &self.wanted
     }
 
-    /// Waits for the turn, and then for the service to be ready: the permit, or why there is none; or the error of a service
-    /// that fails.
+    /// Waits for the turn, and then for the service to be ready: the permit, or why there is none, or the error of the
+    /// service.
     ///
     /// # Panics
     ///

@@ -5,7 +5,7 @@ use smallvec::{SmallVec, smallvec};
 use super::strategy::Ask;
 use super::{Charged, Decision, EachCharged, Key, LONGEST, Mode, Policies, Policy, Source, State, Verdict, Verdicts};
 
-/// One question to a [`Store`](crate::store::Store): may this caller have so much, under these policies?
+/// One request to a [`Store`](crate::store::Store): may this caller use this much under these policies?
 ///
 /// With several policies it is all or nothing: either each of them is charged or none.
 ///
@@ -26,15 +26,15 @@ pub struct Check {
     cost: u32,
     /// Whether what it takes is settled later.
     reserves: bool,
-    /// Boxed, since few checks have one.
+    /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
 }
 
-/// What few checks have.
+/// Rarely used fields.
 #[derive(Debug, Clone)]
 enum Extra {
     Id(Key),
-    /// Within how many microseconds a take ahead has to be due.
+    /// The longest wait of a take ahead, in microseconds.
     Within(i64),
     Charged(EachCharged),
 }
@@ -46,15 +46,13 @@ impl Check {
         Self::new(key, policies, Mode::Take, cost)
     }
 
-    /// Takes
-    /// `cost` all or nothing, ahead of time if it must: what does not pass now is charged as a debt that is due as soon as it would have passed. If that is at most `within`
-    /// from now, the outcome is [`Later`](crate::check::Outcome::Later); whoever asked waits so long, and then goes on.
-    /// Others are denied meanwhile as if it had been taken, so that each who asks like this has a turn of its own, over
-    /// all instances.
+    /// Takes `cost` all or nothing, if necessary ahead of time: what does not pass now is charged as a debt that is due
+    /// when it would have passed. If that is at most `within` from now, the outcome is
+    /// [`Later`](crate::check::Outcome::Later): wait that long, then proceed. Meanwhile others see it as taken, so that
+    /// each such check is due at a different time, over all instances.
     ///
-    /// The debt is bounded as that of a [`charge`](Self::charge). Only the strategies that refill little by little can
-    /// owe what is due later; under any other this is a [`take`](Self::take), also in a [`Store`](crate::store::Store)
-    /// that knows no debt.
+    /// The debt is bounded like that of a [`charge`](Self::charge). Only strategies that refill gradually support it;
+    /// under others, and in a [`Store`](crate::store::Store) without debts, this is a [`take`](Self::take).
     pub fn take_ahead(key: Key, policies: &Policies, cost: u32, within: Duration) -> Self {
         let owes = policies.iter().all(|policy| policy.frees().has_burst());
         let within = if owes { within.as_micros().min(LONGEST as u128) as i64 } else { 0 };
@@ -62,63 +60,61 @@ impl Check {
         Self { extra, ..Self::new(key, policies, Mode::TakeAhead, cost) }
     }
 
-    /// Takes as much of `cost` as there is room for; [`Decision::granted`] tells how much that was.
+    /// Takes as much of `cost` as there is room for; [`Decision::granted`] returns how much.
     pub fn up_to(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::UpTo, cost)
     }
 
-    /// Tells whether `cost` would pass now, and charges nothing.
+    /// Decides whether `cost` would pass now, and charges nothing.
     pub fn peek(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Peek, cost)
     }
 
-    /// Charges
-    /// `cost` without asking, for a cost that is known only afterwards. The debt that this makes is bounded: each policy counts at most twice its capacity, and [`Decision::granted`]
-    /// tells how much was charged. A policy of requests [in flight](crate::Policy::in_flight) counts as many requests.
+    /// Charges `cost` in any case, for a cost that is known only afterwards. The debt is bounded: each policy counts at
+    /// most twice its capacity, and [`Decision::granted`] returns how much was charged. A policy of requests [in
+    /// flight](crate::Policy::in_flight) counts as many requests.
     pub fn charge(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Charge, cost)
     }
 
-    /// Gives
-    /// `cost` back, of what was charged just now; to each policy at most what it has charged. [`Decision::granted`]
-    /// tells how much that was: of several policies, the most that one of them refunded.
+    /// Refunds `cost` of what was charged just now; each policy refunds at most what it counts. [`Decision::granted`]
+    /// returns how much: of several policies, the most that one of them refunded.
     ///
-    /// Of a charge that is older, some may have flowed back already, and who gets it twice gets more than the policy
-    /// allows: [`Decision::refund`] takes that into account. To a policy of requests
-    /// [in flight](crate::Policy::in_flight) it refunds as many requests of this instance.
+    /// Some of an older charge may have flowed back already, and to refund it again would exceed the policy: use
+    /// [`Decision::refund`] for these. A policy of requests [in flight](crate::Policy::in_flight) releases as many
+    /// requests of this instance.
     pub fn refund(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Refund, cost)
     }
 
-    /// Gives `cost` back of a charge that was made before; of just now, if nothing is known of it.
+    /// Refunds `cost` of an earlier charge, or of one made just now if none is given.
     pub(crate) fn refund_of(key: Key, policies: &Policies, cost: u32, charged: EachCharged) -> Self {
         let extra = Some(Box::new(Extra::Charged(charged)));
         Self { extra, ..Self::refund(key, policies, cost) }
     }
 
-    /// Forgets all that the caller was charged.
+    /// Forgets all charges of the caller.
     pub fn reset(key: Key, policies: &Policies) -> Self {
         Self::new(key, policies, Mode::Reset, 0)
     }
 
     /// Renews the leases of so many requests that this instance has [in flight](crate::Policy::in_flight): what it
-    /// holds already is renewed, and if nothing is known of it any more, it holds
-    /// `count` again. Says in [`Decision::granted`] how many it holds. Charges nothing under policies of other
-    /// strategies.
+    /// holds is renewed, and if the store has forgotten it, it holds `count` again. [`Decision::granted`] returns how
+    /// many it holds. Charges nothing under policies of other kinds.
     ///
-    /// A [`RateLimitLayer`](crate::RateLimitLayer) does so for what it holds.
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) does this by itself.
     pub fn renew(key: Key, policies: &Policies, count: u32) -> Self {
         Self::new(key, policies, Mode::Renew, count)
     }
 
-    /// Tells that this instance has just so many requests [in flight](crate::Policy::in_flight), whatever it held
-    /// before; 0 for none. Charges nothing under policies of other strategies.
+    /// Sets how many requests this instance has [in flight](crate::Policy::in_flight), whatever it held before; 0 for
+    /// none. Charges nothing under policies of other kinds.
     pub fn hold(key: Key, policies: &Policies, count: u32) -> Self {
         Self::new(key, policies, Mode::Hold, count)
     }
 
-    /// A check to try whether a store decides. It reads and writes as any other, but its caller is one that no request
-    /// can name: [`Key::PROBE`] or a [`Key::probe`]. It is always granted, so that it always writes.
+    /// A check that probes whether a store decides. It reads and writes like any other, but no request can have its
+    /// key: [`Key::PROBE`] or a [`Key::probe`]. It is always granted, so that it always writes.
     pub(crate) fn probe(key: Key) -> Self {
         Self::new(key, &Policies::probe(), Mode::Take, 1)
     }
@@ -127,14 +123,14 @@ impl Check {
         Self { key, policies: policies.clone(), mode, cost, reserves: false, extra: None }
     }
 
-    /// Gives the check an id, so that a request that is sent again is charged once. If a check of this caller with this
-    /// id was granted under these policies, this one gets the same decision and is not charged. A denial is not
-    /// remembered: the same request may try again, and passes if its time has come.
+    /// Gives the check an id, so that a repeated request is charged once. If a check of this caller with this id was
+    /// granted under these policies, this one gets the same decision and is not charged. A denial is not remembered:
+    /// the request may be repeated, and passes when there is room.
     ///
-    /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one who sends
+    /// An id is remembered for the longest period of the policies. Do not let callers choose their ids: one that sends
     /// the same id with every request is charged once. A [`LocalStore`](crate::LocalStore) holds as many ids as keys,
-    /// and beyond that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a
-    /// [decision refunds](Decision::refund) have no id, and this leaves them as they are.
+    /// and beyond that forgets the oldest of a few. A [take ahead](Self::take_ahead) and what a [decision
+    /// refunds](Decision::refund) have no id, and this leaves them as they are.
     #[must_use]
     pub fn with_id(self, id: impl AsRef<[u8]>) -> Self {
         self.with_id_key(Some(Key::new(id)))
@@ -148,12 +144,12 @@ impl Check {
         }
     }
 
-    /// Who is asking.
+    /// The caller.
     pub fn key(&self) -> &Key {
         &self.key
     }
 
-    /// Under which policies.
+    /// The policies.
     pub fn policies(&self) -> &Policies {
         &self.policies
     }
@@ -163,12 +159,12 @@ impl Check {
         self.mode
     }
 
-    /// How much is asked for.
+    /// The cost.
     pub fn cost(&self) -> u32 {
         self.cost
     }
 
-    /// By what it is charged once, if it has an [id](Self::with_id).
+    /// The [id](Self::with_id) by which it is charged once, if it has one.
     pub fn id(&self) -> Option<&Key> {
         match self.extra.as_deref() {
             Some(Extra::Id(id)) => Some(id),
@@ -176,7 +172,7 @@ impl Check {
         }
     }
 
-    /// Within how many microseconds it has to be due: 0 for now.
+    /// The longest wait, in microseconds: 0 for none.
     pub(crate) fn within(&self) -> i64 {
         match self.extra.as_deref() {
             Some(Extra::Within(within)) => *within,
@@ -184,8 +180,7 @@ impl Check {
         }
     }
 
-    /// What another store has to count of the requests in flight, if this is what one has decided: what it does under
-    /// the policies that count these.
+    /// The check that makes another store count the same requests in flight, after this decision.
     pub(crate) fn in_flight(&self, decision: &Decision) -> Option<Self> {
         let policies = self.policies.in_flight()?;
         let (mode, cost) = match self.mode {
@@ -199,7 +194,7 @@ impl Check {
         Some(Self::new(self.key, policies, mode, cost))
     }
 
-    /// What each policy knows of the charge of which it refunds a part; nothing of one of just now.
+    /// The charge of which it refunds a part, for each policy; empty for one made just now.
     pub(crate) fn charged(&self) -> &[Charged] {
         match self.extra.as_deref() {
             Some(Extra::Charged(charged)) => charged,
@@ -212,7 +207,7 @@ impl Check {
         self.charged().get(policy).copied().unwrap_or(Charged::just_now(self.cost.into()))
     }
 
-    /// The same check, of what is settled later if `reserves`: the others who ask so refund what they do not need.
+    /// The same check; if `reserves`, what it takes is settled later, so that other callers may refund a part.
     pub(crate) fn reserving(self, reserves: bool) -> Self {
         Self { reserves, ..self }
     }
@@ -222,7 +217,7 @@ impl Check {
         self.reserves
     }
 
-    /// The same check as Redis reckons with it at this time.
+    /// The same check as Redis computes it at this time.
     #[cfg(test)]
     pub(crate) fn at_redis(mut self, now: i64) -> Self {
         if let Some(Extra::Charged(each)) = self.extra.as_deref_mut() {
@@ -251,7 +246,7 @@ impl Check {
         self.decide_all(states, &ask)
     }
 
-    /// The rarer case of several policies.
+    /// Several policies, the rarer case.
     fn decide_all(&self, states: &mut [State], ask: &Ask) -> Verdicts {
         let looks = states.iter().zip(self.policies.iter()).map(|(state, policy)| state.preview(policy.params(), ask));
         let max = looks.map(|look| look.max).min().unwrap_or(0);
@@ -275,7 +270,7 @@ impl Check {
 }
 
 impl Mode {
-    /// Counts on the state of one policy, and tells how much was charged, refunded or forgotten.
+    /// Counts on the state of one policy, and returns how much was charged, refunded or forgotten.
     pub(crate) fn count(self, policy: &Policy, state: &mut State, cost: i64, now: i64) -> i64 {
         let ask = Ask { mode: self, cost, within: 0, of: Charged::just_now(cost), now };
         state.decide(policy.params(), &ask, i64::MAX).1

@@ -6,15 +6,15 @@ use super::duration::micros;
 use super::{Check, Decision, Mode, Policy, Source, Verdict, Verdicts};
 
 impl Check {
-    /// The decision on this check, for a [`Store`](crate::store::Store) of one's own.
+    /// The decision on this check, for your own [`Store`](crate::store::Store).
     ///
     /// `verdict` is called for each policy, in their order. The check passes if all of them allow it. `granted` is what
     /// was then charged, refunded or forgotten. It counts for a check that may get a part of its cost; a take that
     /// passes is granted its cost, and a peek or a denied check nothing.
     ///
-    /// What cannot be true is corrected: no more is granted than was asked for, no more remains than the capacity of a
-    /// policy less what was charged, a denied check needs more than what remains, a denial waits for at least a
-    /// microsecond, and nothing flows back before that wait is over.
+    /// Contradictions are corrected: at most the requested cost is granted, at most the capacity less the charge
+    /// remains, less than the cost remains for a denied check, a denial waits for at least a microsecond, and its reset
+    /// is not before the end of that wait.
     ///
     /// ```
     /// use std::time::Duration;
@@ -52,7 +52,7 @@ impl Verdict {
         Self { remaining: i64::MAX, wait: 0, reset: 0 }
     }
 
-    /// The same check would pass after this time, rounded up to microseconds, if nobody else takes anything until then.
+    /// The same check would pass after this time, rounded up to microseconds, if nothing else is charged until then.
     pub fn denied(retry_after: Duration) -> Self {
         let wait = micros(retry_after).max(1);
         Self { remaining: 0, wait, reset: wait }
@@ -63,18 +63,18 @@ impl Verdict {
         Self { remaining: i64::MAX, wait: Self::NEVER, reset: 0 }
     }
 
-    /// Sets the largest cost that would pass now. Defaults to 0 for a denial, and otherwise to as much as there can be.
+    /// Sets the largest cost that would pass now. Defaults to 0 for a denial, and otherwise to the most possible.
     pub fn with_remaining(self, remaining: u32) -> Self {
         Self { remaining: i64::from(remaining), ..self }
     }
 
-    /// Sets how long until nothing is charged any more, if nothing more is; rounded up to microseconds. Defaults to the
+    /// Sets how long until no charge counts any more, if none is added; rounded up to microseconds. Defaults to the
     /// wait of a denial, and otherwise to zero.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
         Self { reset: micros(reset_after), ..self }
     }
 
-    /// The same, as far as it can be true of a check that was granted so much.
+    /// The same verdict without contradictions to what the check was granted.
     fn corrected(self, check: &Check, policy: &Policy, granted: i64) -> Self {
         let capacity = i64::from(policy.quota().capacity());
         let (cost, granted) = match check.mode().takes() && policy.is_in_flight() {

@@ -5,7 +5,7 @@ use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, 
 /// The verdict on one check.
 ///
 /// With several policies it speaks for the one that decided: when denied, the one that asks for the longest wait; when
-/// allowed, the one with the least left. [`each`](Self::each) tells them all.
+/// allowed, the one with the least left. [`each`](Self::each) has all of them.
 ///
 /// A store that could not decide gives a [`StoreError`](crate::store::StoreError), never a decision.
 #[must_use = "it may be a denial"]
@@ -59,10 +59,10 @@ pub enum Source {
     /// In this process, by a denial of Redis that still holds: nothing but a refund, a reset or another policy could
     /// make it untrue before its `retry_after`. What another instance refunds or resets stays unseen for that long, but
     /// for a second at most where costs are settled later; and so does a window that began earlier by another quota of
-    /// the same name. A check of a larger cost than was denied is told the wait of the smaller one. What is told beside
-    /// a cost that never fits, such as what remains, is up to a minute old.
+    /// the same name. A check of a larger cost than was denied gets the wait of the smaller one. What is reported
+    /// beside a cost above the capacity, such as what remains, is up to a minute old.
     Cached,
-    /// In this process, on a count of its own.
+    /// In this process, on its own count.
     Local,
     /// In a [`Store`](crate::store::Store) outside of this crate, by its name, such as `"postgres"`. The name is a
     /// label of metrics.
@@ -81,7 +81,7 @@ impl Source {
     }
 }
 
-/// A wait in microseconds. The twins make none below zero.
+/// A wait in microseconds. Never below zero.
 fn micros(wait: i64) -> Duration {
     Duration::from_micros(wait.max(0) as u64)
 }
@@ -132,7 +132,7 @@ impl Decision {
         }
     }
 
-    /// How long until the deciding policy has nothing charged any more, if nothing more is.
+    /// How long until nothing charged to the deciding policy counts, if nothing more is charged.
     pub fn reset_after(&self) -> Duration {
         micros(self.verdict().reset)
     }
@@ -164,7 +164,7 @@ impl Decision {
         (0..self.policies.iter().len()).map(|decider| Self { decider, ..self.clone() })
     }
 
-    /// The same so many microseconds later; or earlier, below zero.
+    /// The same decision so many microseconds later; if below zero, earlier.
     pub(crate) fn later(self, elapsed: i64) -> Self {
         Self { verdicts: self.verdicts.later(elapsed), ..self }
     }
@@ -180,29 +180,27 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// What refunds `cost` of what this decision granted `age` ago, such as the part of an estimate that was too much.
+    /// The checks that refund `cost` of what this decision granted `age` ago, such as the unused part of an estimate.
     ///
-    /// Nobody gets more by it than if the rest alone had been charged at the time: what has flowed back meanwhile, or
-    /// was counted in a window that has ended, is not refunded again. So `age` counts from before the check was asked,
-    /// and up to when this one is. Greater than it is, it is safe: less is refunded. Under windows and logs nobody gets
-    /// less either: it is taken out of the charge that was made. A window that this one began stays as it is.
+    /// A caller never gets more by it than if only the rest had been charged: what has flowed back meanwhile, or was
+    /// counted in a window that has ended, is not refunded again. So measure `age` from before the check was sent until
+    /// the refund is. Too great an age is safe: less is refunded. Windows and logs refund the whole difference, since
+    /// it is taken out of the charge itself. A window that this charge began stays as it is.
     ///
-    /// What Redis granted is as old as Redis's clock says, also where what gives it back is long on its way. If another
-    /// server has taken over whose clock differs, the greater age counts. An answer that was told again under an
+    /// For what Redis granted, the age is by Redis's clock, even if the refund takes long to arrive. After a failover
+    /// to a server whose clock differs, the greater age counts. A decision repeated under an
     /// [id](crate::check::Check::with_id) is as old as the charge.
     ///
-    /// Of what refills little by little, all that could have flowed back in that time counts as gone: with 100 per
-    /// second, of 50 that were granted 0.2 s ago at most 30 are refunded, and after 0.5 s nothing. If the caller has
-    /// asked for nothing else, it has these by then. If others share what it may use, the rest stays charged as it was
-    /// reserved.
+    /// Buckets refund only what has not leaked or refilled in the meantime: with 100 per second, at most 30 of 50 that
+    /// were granted 0.2 s ago, and nothing after 0.5 s. A caller that has sent nothing else has these by then. If
+    /// others share the limit, the rest stays charged.
     ///
-    /// A policy of requests [in flight](crate::Policy::in_flight) gets nothing back: that counts a request until it
-    /// ends.
+    /// A policy of requests [in flight](crate::Policy::in_flight) is not refunded: it counts a request until it ends.
     ///
-    /// There is nothing to ask if nothing was granted, or nothing of it counts any more. Ask each check once, and
-    /// refund of a decision once; of those under one id, of one of them. What was charged after a reset, or after the
-    /// store has lost its data, cannot be told from what this decision granted before: then that is refunded. All in
-    /// all no more is used than a reset lets pass anyway: the capacity once more.
+    /// There are no checks if nothing was granted, or none of it counts any more. Send each check once, and refund a
+    /// decision once; of decisions under one id, only one. What was charged after a reset, or after the store has lost
+    /// its data, cannot be told apart from what this decision granted before, so that may be refunded instead. In total
+    /// a caller gets no more than by the reset itself: the capacity once more.
     ///
     /// ```
     /// use std::time::Instant;
@@ -243,7 +241,7 @@ impl Decision {
         }
     }
 
-    /// The same when what was taken ahead is due: as one of those that share it, at so much each.
+    /// The same decision when what was taken ahead is due, for one of the requests that share it at this cost each.
     pub(crate) fn due(self, cost: u32) -> Self {
         let mut verdicts = self.verdicts;
         verdicts.granted = i64::from(cost);
@@ -253,7 +251,7 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// The same, with another wait where a policy never lets the check pass: as told by its index.
+    /// The same decision, with the wait that `wait` returns for each policy whose capacity is exceeded, by its index.
     pub(crate) fn wait_instead(self, wait: impl Fn(usize, &Verdict) -> i64) -> Self {
         let mut verdicts = self.verdicts;
         for (i, verdict) in verdicts.each.iter_mut().enumerate().filter(|(_, verdict)| verdict.wait == Verdict::NEVER) {
@@ -262,7 +260,7 @@ impl Decision {
         Self::new(self.policies, verdicts, self.source)
     }
 
-    /// The same after another cost took the place of what was reserved, as far as is known without asking.
+    /// The same decision after another cost replaced what was reserved, as far as is known without a call to the store.
     pub(crate) fn settled(self, reserved: u32, cost: u32) -> Self {
         let Self { policies, mut verdicts, source, .. } = self;
         // More than nothing is refunded, less is charged.
@@ -285,7 +283,7 @@ impl Decision {
         (at > 0).then_some((at, place))
     }
 
-    /// The same, of a charge that is in the notes of this number.
+    /// The same decision, of a charge that is in the outage log of this number.
     pub(crate) fn noted_in(mut self, notes: i64) -> Self {
         self.verdicts.at = -notes;
         self
@@ -298,7 +296,7 @@ impl Decision {
         self
     }
 
-    /// What each policy says of the check.
+    /// The verdict of each policy.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
         self.policies.iter().zip(&self.verdicts.each)
     }
@@ -308,7 +306,7 @@ impl Decision {
     }
 }
 
-/// No twin makes a cost above a `u32`.
+/// Costs fit a `u32`.
 fn clamp(cost: i64) -> u32 {
     cost.clamp(0, i64::from(u32::MAX)) as u32
 }

@@ -59,11 +59,11 @@ fn no_unit(unit: &str) -> &'static str {
     if unit.is_empty() {
         "the duration has no unit"
     } else if unit.contains(|c: char| c.is_ascii_digit()) {
-        "the duration is no whole number with one unit"
+        "the duration is not a whole number with one unit"
     } else if unit.starts_with("mo") || unit.starts_with('y') {
         "a month or a year has no fixed length, so count it in days, such as `30d`"
     } else {
-        "the duration's unit is none of ns, us, ms, s, m, h, d"
+        "the duration's unit is not one of ns, us, ms, s, m, h, d"
     }
 }
 
@@ -109,10 +109,10 @@ mod tests {
             ("s", "begin with a whole number"),
             ("-5s", "begin with a whole number"),
             ("250", "no unit"),
-            ("1.5s", "no whole number with one unit"),
-            ("1h30m", "no whole number with one unit"),
-            ("5x", "none of ns, us, ms, s, m, h, d"),
-            ("5M", "none of ns, us, ms, s, m, h, d"),
+            ("1.5s", "not a whole number with one unit"),
+            ("1h30m", "not a whole number with one unit"),
+            ("5x", "not one of ns, us, ms, s, m, h, d"),
+            ("5M", "not one of ns, us, ms, s, m, h, d"),
             ("1month", "count it in days"),
             ("18446744073709551616s", "too long"),
             ("340282366920938463463374607431768211456ns", "too long"),

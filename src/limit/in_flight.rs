@@ -1,27 +1,28 @@
 //! Requests in flight: how many of a caller run at the same moment; the twin of `lua/in_flight.lua`.
 //!
-//! **Idea.** A request that passes holds one until it is released, whatever it costs; one more is allowed while less than
-//! `L` are held. Each instance has a number, and the state has an entry for each instance that holds some: how many, and
-//! when it last told so. An entry that was not renewed for the lease time `P` counts no longer. So what an instance held
-//! that has died is free again after `P`, and a state is as large as there are instances that hold some, however many
-//! requests these have.
+//! **Idea.** A request that passes holds one until it is released, whatever it costs; one more is allowed while less
+//! than `L` are held. Each instance has a number, and the state has an entry for each instance that holds some: how
+//! many, and when it last reported that. An entry that was not renewed for the lease time `P` does not count. So what a
+//! dead instance held is free again after `P`, and the size of a state depends on the number of instances, not of
+//! requests.
 //!
 //! **Cost.** One key, read and written whole: 22 bytes for each instance that holds some.
 //!
-//! **When not.** It says nothing of how often. A fast request is free again at once.
+//! **When not.** It does not limit how often: a fast request is free again at once.
 //!
 //! **Source.** Semaphores by leases, such as Redisson's `RPermitExpirableSemaphore`, which has an entry for each permit.
 //!
-//! **Two quotas under one name.** Each entry has the lease time of who wrote it. What is held counts under both, and each
+//! **Two quotas under one name.** Each entry has the lease time of its writer. What is held counts under both, and each
 //! compares it with its own limit.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use super::strategy::{Ask, Params, Preview, Registers, Snapshot};
-use super::{ConfigError, Mode, Quota, Verdict};
+use super::{Mode, Quota, Verdict};
+use crate::error::ConfigError;
 
-/// A request may end at any time: who waits asks again after so many microseconds.
+/// A request may end at any time: waiters try again after so many microseconds.
 const AGAIN: i64 = 100_000;
 
 /// How many requests may be in flight.
@@ -29,9 +30,14 @@ const MAX: u32 = 1_000_000;
 /// A lease is renewed three times in its time, and a dead instance's is free again after it.
 const LEASE_TIMES: RangeInclusive<Duration> = Duration::from_secs(1)..=Duration::from_secs(3_600);
 
-/// Whether a quota can be a number of requests and a lease time.
+/// Checks that a quota can be a number of requests and a lease time.
 pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
-    let wrong = |problem| Err(ConfigError::InFlight { quota, problem });
+    let wrong = |problem| {
+        Err(ConfigError::new(format!(
+            "the quota `{quota}` cannot count requests in flight: {problem}; write how many at once and the lease time, like \
+             `10/30s`"
+        )))
+    };
     match quota {
         _ if quota.capacity() != quota.limit() => wrong("they have no burst"),
         _ if quota.limit() > MAX => wrong("more than 1000000 at once"),
@@ -40,7 +46,7 @@ pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
     }
 }
 
-/// Boxed, so that those of strategies take no more memory.
+/// Boxed, so that the states of strategies stay small.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State(Box<Holders>);
 
@@ -48,7 +54,7 @@ pub(crate) struct State(Box<Holders>);
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Holders {
     own: Holder,
-    /// A local store is asked by one instance, so that it has others only if it goes on from another store.
+    /// A local store serves one instance, so it has others only if it continues another store's count.
     others: Vec<Holder>,
 }
 
@@ -57,9 +63,9 @@ struct Holders {
 struct Holder {
     instance: u64,
     count: i64,
-    /// When it last told so.
+    /// When it last reported.
     told: i64,
-    /// For how long that is good.
+    /// For how long that counts.
     lease: i64,
 }
 
@@ -84,7 +90,7 @@ impl State {
         ([own, others, latest], future)
     }
 
-    /// What its policy sees. Only a charge bounds what the other policies grant: a request is none of their cost.
+    /// What its policy sees. Only a charge bounds what the other policies grant: a request is not part of their cost.
     pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
         let &Ask { mode, cost, now, .. } = ask;
         let (registers, dirty) = self.load(now);
@@ -141,7 +147,7 @@ impl State {
         *others = others.iter().filter_map(|other| other.at(now)).collect();
     }
 
-    /// The state of a caller whom another store has counted so far.
+    /// The state of a caller that another store has counted so far.
     pub(super) fn resume(now: i64, Snapshot { used, until }: Snapshot) -> Self {
         let other = Holder { instance: u64::MAX, count: used, told: now, lease: until - now };
         Self(Box::new(Holders { own: Holder::default(), others: vec![other] }))

@@ -4,15 +4,15 @@ use std::net::IpAddr;
 
 use sha2::{Digest, Sha256};
 
-/// Who is counted: the caller's part of a Redis key.
+/// Who is counted: the part of a Redis key that stands for the caller.
 ///
 /// Up to 39 bytes of printable ASCII are kept as they are, so that an operator can read them in Redis.
 /// Everything else is hashed (SHA-256, cut to 128 bits): longer keys, bytes that are not printable, the
 /// characters `{ } : , ~` that give a Redis key its structure, and every [`secret`](Self::secret). So no
 /// caller can choose a cluster slot, name another's key, or make a key long.
 ///
-/// Keys of different kinds are different: a user who is called `192.0.2.7` is not counted with that
-/// [address](Self::ip), nor with a [`secret`](Self::secret) or a [`tuple`](Self::tuple) of the same bytes.
+/// Keys of different kinds are different: a user named `192.0.2.7` is not counted with that [address](Self::ip), nor
+/// with a [`secret`](Self::secret) or a [`tuple`](Self::tuple) of the same bytes.
 ///
 /// A key owns its bytes inline and never allocates. `Debug` shows no more than a few bytes of its hash.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -50,7 +50,7 @@ const OCTETS: [[u8; 4]; 256] = {
 impl Key {
     const MAX: usize = 39;
 
-    /// The one key of everybody: a limit for the whole service.
+    /// One key for all callers: a limit for the whole service.
     pub const GLOBAL: Self = Self::reserved(b"*");
 
     /// The key of all peers on unix sockets: they have no address.
@@ -60,14 +60,14 @@ impl Key {
     #[cfg(any(feature = "axum", feature = "serde"))]
     pub(crate) const NO_ROUTE: Self = Self::reserved(b"route:none");
 
-    /// In a tuple with a caller's key, the key of policies that are tried on the caller. So short that the tuple of a
-    /// hashed key needs no hash of its own.
+    /// In a tuple with a caller's key, the key of policies that are tried on the caller. Short, so that the tuple with
+    /// a hashed key is not hashed again.
     pub(crate) const SHADOW: Self = Self::reserved(b"~try");
 
-    /// The key by which a store tries whether another store decides again.
+    /// The key by which a store probes whether another store decides again.
     pub(crate) const PROBE: Self = Self::reserved(b"~probe");
 
-    /// A key by which a store tries a part of another.
+    /// A key by which a store probes a partition of another.
     pub(crate) fn probe(number: usize) -> Self {
         let mut key = Self::PROBE;
         key.push(number.to_string().as_bytes());
@@ -164,10 +164,9 @@ impl Key {
 
     /// The key in clear, for a log that may name callers; `Debug` redacts it.
     ///
-    /// It reads as it stands in Redis: `user-42`, `ip:192.0.2.7`, the parts of a tuple with commas between. What is
-    /// hashed there is a `~` and 32 hexadecimal digits: every [`secret`](Self::secret), and a key that is too long or
-    /// not printable. Nobody can read these back, but whoever has the secret or the long key can make the same digits
-    /// of it.
+    /// It reads as it stands in Redis: `user-42`, `ip:192.0.2.7`, the parts of a tuple with commas between. A hashed
+    /// key, such as every [`secret`](Self::secret), is a `~` and 32 hexadecimal digits. They cannot be reversed, but
+    /// whoever has the secret can compute the same digits.
     ///
     /// ```
     /// use tower_redis_ratelimit::Key;

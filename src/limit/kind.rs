@@ -1,8 +1,9 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::Strategy;
 use super::strategy::Frees;
-use super::{ConfigError, Strategy};
+use crate::error::ConfigError;
 
 /// What a policy bounds. What differs between the two is asked here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

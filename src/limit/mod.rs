@@ -8,7 +8,6 @@ mod counts;
 mod decided;
 mod decision;
 mod duration;
-mod error;
 #[cfg(feature = "serde")]
 pub(crate) mod formats;
 #[cfg(test)]
@@ -29,7 +28,6 @@ mod words;
 pub use check::Check;
 pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source};
-pub use error::ConfigError;
 pub use key::Key;
 pub use mode::Mode;
 pub use policies::Policies;

@@ -10,11 +10,11 @@ pub enum Mode {
     UpTo,
     /// Says whether a take would pass, and charges nothing.
     Peek,
-    /// Charges without asking, up to a debt of one capacity.
+    /// Charges in any case, up to a debt of one capacity.
     Charge,
     /// Refunds what was charged, down to nothing charged.
     Refund,
-    /// Forgets the caller: everything it was charged is gone.
+    /// Forgets all charges of the caller.
     Reset,
     /// Renews what this instance holds of [requests in flight](crate::Policy::in_flight), or holds so many if nothing
     /// is known of it any more.

@@ -8,9 +8,10 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{ConfigError, Kind, Policy, Quota, Strategy};
+use super::{Kind, Policy, Quota, Strategy};
+use crate::error::ConfigError;
 
-/// The policies of one check: one or more, with names of their own, decided all or nothing.
+/// The policies of one check: one or more with different names, decided all or nothing.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Policies, Policy, Quota, Strategy};
@@ -44,21 +45,21 @@ use super::{ConfigError, Kind, Policy, Quota, Strategy};
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// In the environment there is one policy, by a variable for each of `name`, `strategy` and `quota`.
+/// The environment can hold one policy, with a variable for each of `name`, `strategy` and `quota`.
 #[derive(Clone)]
 pub struct Policies(Arc<List>);
 
 struct List {
     policies: SmallVec<[Policy; 1]>,
-    /// Tells the list from others by what it counts.
+    /// Identifies what the list counts.
     id: u64,
     /// Made of the addresses of the policies.
     identity: u64,
     /// Those that count requests in flight, and the others, if there are both.
     split: Option<(Policies, Policies)>,
-    /// The part of an instance, for the number of instances that was last asked for.
+    /// The share of an instance, for the number of instances that was used last.
     part: Mutex<Option<(NonZeroU32, Policies)>>,
-    /// What was made of the list elsewhere.
+    /// A value derived from the list elsewhere.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
@@ -70,18 +71,21 @@ impl Policies {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::NoPolicy`], [`ConfigError::TooManyPolicies`] and [`ConfigError::DuplicatePolicy`].
+    /// For no policy, for more than [`MAX`](Self::MAX), and for two of the same name.
     pub fn new(policies: impl IntoIterator<Item = Policy>) -> Result<Self, ConfigError> {
         let policies: SmallVec<[Policy; 1]> = policies.into_iter().collect();
         if policies.is_empty() {
-            return Err(ConfigError::NoPolicy);
+            return Err(ConfigError::new("the list of policies is empty: a check needs at least one"));
         }
         if policies.len() > Self::MAX {
-            return Err(ConfigError::TooManyPolicies(policies.len()));
+            let text = format!("{} policies for one check: use at most {}", policies.len(), Self::MAX);
+            return Err(ConfigError::new(text));
         }
-        for (i, policy) in policies.iter().enumerate() {
-            if policies[..i].iter().any(|other| other.name() == policy.name()) {
-                return Err(ConfigError::DuplicatePolicy(policy.name().to_owned()));
+        for (i, name) in policies.iter().map(Policy::name).enumerate() {
+            if policies[..i].iter().any(|other| other.name() == name) {
+                let text =
+                    format!("two policies are named {name:?}: give each its own name, since it is part of the key");
+                return Err(ConfigError::new(text));
             }
         }
         Ok(Self::of(policies))
@@ -110,7 +114,7 @@ impl Policies {
         self.as_slice().iter()
     }
 
-    /// The part of one of so many instances; see [`Policy::share`].
+    /// The share of one of so many instances; see [`Policy::share`].
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let mut part = self.0.part.lock().unwrap_or_else(PoisonError::into_inner);
         match &*part {
@@ -138,7 +142,7 @@ impl Policies {
         }
     }
 
-    /// Whether what this one of them has granted is what the check was: a cost, and not a request in flight beside it.
+    /// Whether this policy counts towards `granted`: one of requests in flight does so only without others.
     pub(crate) fn tells_granted(&self, policy: &Policy) -> bool {
         self.0.split.is_none() || !policy.is_in_flight()
     }
@@ -148,7 +152,7 @@ impl Policies {
         if self.iter().len() == 1 { self.clone() } else { policy.clone().into() }
     }
 
-    /// Those of which they are the parts of an instance, or the same.
+    /// The policies of which these are the share of an instance, or these.
     pub(crate) fn whole(&self) -> Self {
         match self.iter().all(|policy| std::ptr::eq(policy, policy.whole())) {
             true => self.clone(),
@@ -161,7 +165,7 @@ impl Policies {
         self.iter().map(|policy| policy.params().period).max().unwrap_or(0)
     }
 
-    /// How long a charge counts at the longest, in microseconds. One that is owed takes longer.
+    /// How long a charge counts at the longest, in microseconds. A debt counts for longer.
     pub(crate) fn longest_count(&self) -> i64 {
         self.iter().map(Policy::counts_for).max().unwrap_or(0)
     }
@@ -177,8 +181,7 @@ impl Policies {
         PROBE.clone()
     }
 
-    /// Under which an instance tells the others for how long it charges what it granted in an outage: it has one request in
-    /// flight as long.
+    /// By which an instance shows the others that it is still reconciling an outage: one request in flight until then.
     pub(crate) fn reconciling() -> Self {
         const QUOTA: Quota = Quota::per(1_000_000, Duration::from_millis(750));
         static RECONCILING: LazyLock<Policies> =
@@ -186,7 +189,7 @@ impl Policies {
         RECONCILING.clone()
     }
 
-    /// Tells this list from others, by what it counts.
+    /// Identifies what this list counts.
     pub(crate) fn id(&self) -> u64 {
         self.0.id
     }
@@ -196,25 +199,25 @@ impl Policies {
         self.iter().map(Policy::id).eq(other.iter().map(Policy::id))
     }
 
-    /// The same for all lists that [are](Self::is) this one, and hardly ever for another.
+    /// Equal for all lists that [are](Self::is) this one, and hardly ever for another.
     pub(crate) fn identity(&self) -> u64 {
         self.0.identity
     }
 
-    /// Whether both are of the same policies in memory: cheaper than comparing what they say.
+    /// Whether both have the same policies in memory: cheaper than comparing their values.
     pub(crate) fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || self.identity() == other.identity()
                 && self.iter().map(Policy::address).eq(other.iter().map(Policy::address))
     }
 
-    /// A list of the same policies with a count of references of its own.
+    /// A list of the same policies in fresh `Arc`s, to avoid contention.
     pub(crate) fn copy(&self) -> Self {
         Self::of(self.0.policies.clone())
     }
 
-    /// What `make` makes of the list, made once and kept with it. A list keeps one such thing: `None` if that is of
-    /// another type.
+    /// The value that `make` derives from the list, computed once and kept with it. A list keeps one such value: `None`
+    /// if that has another type.
     pub(crate) fn derived<T: Send + Sync + 'static>(&self, make: impl FnOnce(&Self) -> T) -> Option<&T> {
         self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref()
     }
@@ -274,10 +277,11 @@ mod tests {
     #[test]
     fn lists_are_checked() {
         let one = policy("one", 1);
-        assert_eq!(Policies::new([]), Err(ConfigError::NoPolicy));
-        assert_eq!(Policies::new([one.clone(), one.clone()]), Err(ConfigError::DuplicatePolicy("one".to_owned())));
+        let refused = |policies: Vec<Policy>| Policies::new(policies).unwrap_err().to_string();
+        assert!(refused(vec![]).starts_with("the list of policies is empty: "));
+        assert!(refused(vec![one.clone(), one.clone()]).starts_with("two policies are named \"one\": "));
         let many = (0..17).map(|i| policy(&i.to_string(), 1));
-        assert_eq!(Policies::new(many), Err(ConfigError::TooManyPolicies(17)));
+        assert!(refused(many.collect()).starts_with("17 policies for one check: "));
         assert_eq!(Policies::from(one).iter().len(), 1);
     }
 

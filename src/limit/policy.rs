@@ -5,15 +5,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::strategy::{Frees, Params};
-use super::{ConfigError, Kind, Quota, Strategy, in_flight};
+use super::{Kind, Quota, Strategy, in_flight};
+use crate::error::ConfigError;
 
-/// One limit by name: what is counted how.
+/// A named limit: a strategy and a quota.
 ///
-/// The name stands in Redis keys and in headers, so that two policies with one name, strategy and key prefix share
-/// their counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a
-/// rolling deploy: while both are asked, a caller gets about what one of them gives. Limits that are meant to be beside
-/// each other, such as one per minute and one per hour, need names of their own: a charge by the shorter forgets what
-/// only the longer would still count, and one by the longer counts in the shorter. A clone is the same policy.
+/// The name is part of Redis keys and headers. Two policies with the same name, strategy and key prefix share their
+/// counts, whatever their quotas, alignments, refills and cells. That is for a quota that changes, as in a rolling
+/// deploy: while both are in use, a caller gets about what one of them grants. Limits that apply together, such as one
+/// per minute and one per hour, need different names: a charge by the shorter forgets what only the longer would still
+/// count, and one by the longer counts in the shorter. A clone is the same policy.
 ///
 /// With the feature `serde` it is a table of text: `{ name = "api", strategy = "gcra", quota = "100/s burst 200"
 /// }`. Without a strategy it is [`Strategy::Gcra`]. [`Policies`](super::Policies) are a list of these, or one.
@@ -28,7 +29,7 @@ use super::{ConfigError, Kind, Quota, Strategy, in_flight};
 #[derive(Clone)]
 pub struct Policy(Arc<Inner>);
 
-/// Of requests in flight, if nothing else is said.
+/// Default lease time of requests in flight.
 const LEASE_TIME: Duration = Duration::from_secs(30);
 
 struct Inner {
@@ -36,9 +37,9 @@ struct Inner {
     kind: Kind,
     quota: Quota,
     params: Params,
-    /// Of which it is the part of an instance.
+    /// The policy of which this is the share of an instance.
     whole: Option<Policy>,
-    /// Tells one count from another in a process, by the name and what stands for the kind in keys.
+    /// Identifies the count in a process, by the name and the letter of the kind in keys.
     id: u64,
 }
 
@@ -47,19 +48,15 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::PolicyName`] for a name that is empty, longer than 64 bytes, or has a character other than ASCII
-    /// letters, digits, `-`, `_`, `.` and `/`. Of the quota: [`ConfigError::Zero`] for a limit or a burst of 0,
-    /// [`ConfigError::Period`], [`ConfigError::BurstTooSlow`], [`ConfigError::BurstOfWindow`] for a burst where the
-    /// strategy has none, and [`ConfigError::LogTooLong`] for a limit that is too high for a [`Strategy::SlidingLog`].
-    /// Of the strategy: [`ConfigError::Cells`].
+    /// For a name that is empty, longer than 64 bytes, or has a character other than ASCII letters, digits, `-`, `_`, `.`
+    /// and `/`; for a quota that is not [valid](Quota::is_valid), has a burst where the strategy has none, or a limit
+    /// above 100,000 for a [`Strategy::SlidingLog`]; for a [`Strategy::SlidingWindow`] of 0 or more than 1000 cells.
     pub fn new(name: &str, strategy: Strategy, quota: Quota) -> Result<Self, ConfigError> {
         Self::of_kind(name, strategy.into(), quota)
     }
 
     pub(crate) fn of_kind(name: &str, kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
-        if !is_name(name, b"-_./") {
-            return Err(ConfigError::PolicyName(name.chars().take(80).collect()));
-        }
+        check_name(name)?;
         quota.check()?;
         if kind == Kind::InFlight {
             in_flight::check(quota)?;
@@ -67,21 +64,20 @@ impl Policy {
         Ok(Self::with_params(name, kind, quota, Params::new(kind, quota)?))
     }
 
-    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each holds one
-    /// until it is released. A request is one whatever it costs, so that this can stand beside a policy that counts
-    /// bytes or tokens.
+    /// At most `limit` requests of a caller at the same moment, over all instances: from 1 to 1,000,000. Each counts
+    /// until it is released, as one, whatever its cost, so that this can be combined with a policy that counts bytes or
+    /// tokens.
     ///
-    /// What an instance that has died held is free again after the [lease time](Self::lease_time), which the quota has
-    /// as a period. A layer renews what is held longer, a third of the lease time before it ends or sooner. Nothing
-    /// flows back with time but leases that were not renewed. So
-    /// [`Decision::retry_after`](super::Decision::retry_after) is no promise, but 100 ms: when to ask again.
+    /// What a dead instance held is free again after the [lease time](Self::lease_time), which is the quota's period. A
+    /// layer renews longer requests, at the latest a third of the lease time before the lease ends. It is not known
+    /// when a request ends, so [`Decision::retry_after`](super::Decision::retry_after) is a fixed 100 ms: when to try
+    /// again.
     ///
-    /// As semaphores with leases, such as Redisson's
-    /// `RPermitExpirableSemaphore`. As text it is a policy with the strategy `in-flight` and a quota of how many and
-    /// the lease time, such as `10/30s`.
+    /// It works like semaphores with leases, such as Redisson's `RPermitExpirableSemaphore`. As text it is a policy
+    /// with the strategy `in-flight` and a quota of the limit and the lease time, such as `10/30s`.
     ///
-    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or a
-    /// rule to [`settle`](crate::RateLimitLayer::settle) by, or it does not know when a request ends.
+    /// A [`RateLimitLayer`](crate::RateLimitLayer) needs [`until_body_end`](crate::RateLimitLayer::until_body_end) or
+    /// [`settle`](crate::RateLimitLayer::settle), to know when a request ends.
     ///
     /// ```
     /// use std::time::Duration;
@@ -95,17 +91,17 @@ impl Policy {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::PolicyName`], [`ConfigError::Zero`], and [`ConfigError::InFlight`] for a limit that is too high.
+    /// For a name that [`new`](Self::new) refuses, and for another limit.
     pub fn in_flight(name: &str, limit: u32) -> Result<Self, ConfigError> {
         Self::of_kind(name, Kind::InFlight, Quota::per(limit, LEASE_TIME))
     }
 
     /// The same policy of requests [in flight](Self::in_flight) with another lease time, from 1 second to 1 hour.
-    /// Defaults to 30 seconds. A policy of another kind has none, and stays as it is.
+    /// Defaults to 30 seconds. A policy of another kind is not changed.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Period`], and [`ConfigError::InFlight`] for a lease time that is too short or too long.
+    /// For a lease time that is too short or too long.
     pub fn lease_time(self, time: Duration) -> Result<Self, ConfigError> {
         match self.is_in_flight() {
             true => Self::of_kind(self.name(), Kind::InFlight, Quota::per(self.quota().limit(), time)),
@@ -113,7 +109,7 @@ impl Policy {
         }
     }
 
-    /// A policy of ours, of which is known that it can be.
+    /// A policy of the crate itself, known to be valid.
     pub(super) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
         let params = Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is a good one"));
         Self::with_params(name, kind, quota, params)
@@ -147,7 +143,7 @@ impl Policy {
         self.0.kind == Kind::InFlight
     }
 
-    /// How what it counts comes free again.
+    /// How what it counts is freed again.
     pub(crate) fn frees(&self) -> Frees {
         self.0.params.frees
     }
@@ -157,13 +153,13 @@ impl Policy {
         !self.is_in_flight() && self.quota().capacity() < cost
     }
 
-    /// How much.
+    /// The quota.
     pub fn quota(&self) -> Quota {
         self.0.quota
     }
 
-    /// The part of one of so many instances, which together grant no more than this policy does: of a limit and of a
-    /// burst the whole part, at least 1. A rate of a strategy that refills little by little is divided exactly.
+    /// The share of one of so many instances, which together grant no more than this policy: limit and burst are
+    /// rounded down, but at least 1. The rate of a strategy that refills gradually is divided exactly.
     pub(crate) fn share(&self, instances: NonZeroU32) -> Self {
         let part = |whole: u32| (whole / instances).max(1);
         let Inner { name, kind, quota, .. } = &*self.0;
@@ -175,7 +171,7 @@ impl Policy {
         part.map_or_else(|| self.clone(), |part| part.of(self.clone()))
     }
 
-    /// The same as a part of another.
+    /// The same policy as a share of another.
     fn of(mut self, whole: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut self.0) {
             inner.whole = Some(whole);
@@ -193,7 +189,7 @@ impl Policy {
         self.params().period.saturating_mul(periods.into())
     }
 
-    /// What it is the part of, or itself.
+    /// The policy of which it is a share, or itself.
     pub(crate) fn whole(&self) -> &Self {
         self.0.whole.as_ref().unwrap_or(self)
     }
@@ -210,6 +206,11 @@ impl Policy {
     pub(super) fn address(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
+}
+
+pub(super) fn check_name(name: &str) -> Result<(), ConfigError> {
+    let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`";
+    if is_name(name, b"-_./") { Ok(()) } else { Err(ConfigError::invalid("policy name", name, fix)) }
 }
 
 /// 1 to 64 ASCII letters, digits and `others`.
@@ -248,32 +249,34 @@ mod tests {
     #[test]
     fn names_are_checked() {
         for name in ["", "two words", "a:b", "a{b}", "a\"b", "caf\u{e9}", "tab\t", &"x".repeat(65)] {
-            let error = policy(name, Quota::per_second(1)).unwrap_err();
-            assert_eq!(error, ConfigError::PolicyName(name.to_owned()));
-            assert!(error.to_string().contains("use 1 to 64 ASCII letters"), "{error}");
+            let error = policy(name, Quota::per_second(1)).unwrap_err().to_string();
+            let expected = format!("{name:?} is not a valid policy name: use 1 to 64 ASCII letters");
+            assert!(error.starts_with(&expected), "{error}");
         }
         assert!(policy("v1/api.read_only-2", Quota::per_second(1)).is_ok());
     }
 
     #[test]
     fn quotas_that_cannot_work_are_refused() {
-        assert_eq!(policy("p", Quota::per_second(0)), Err(ConfigError::Zero("a quota's limit")));
-        assert_eq!(policy("p", Quota::per_second(1).burst(0)), Err(ConfigError::Zero("a quota's burst")));
+        let refused = |quota: Quota, problem: &str| {
+            let error = policy("p", quota).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("the quota `{quota}` cannot work: its {problem}")), "{error}");
+        };
+        refused(Quota::per_second(0), "limit must be at least 1");
+        refused(Quota::per_second(1).burst(0), "burst must be at least 1");
         for period in [Duration::ZERO, Duration::from_nanos(1_500), Duration::from_secs(400 * 86_400), Duration::MAX] {
-            assert_eq!(policy("p", Quota::per(1, period)), Err(ConfigError::Period(period)));
+            refused(Quota::per(1, period), "period must be a whole number of microseconds");
         }
-        assert!(matches!(
-            policy("p", Quota::per_day(1).burst(u32::MAX)),
-            Err(ConfigError::BurstTooSlow { burst: u32::MAX, .. })
-        ));
-        assert_eq!(
-            Policy::new("p", Strategy::FixedWindow(Default::default()), Quota::per_second(5).burst(6)),
-            Err(ConfigError::BurstOfWindow { burst: 6, limit: 5 })
-        );
+        refused(Quota::per_day(1).burst(u32::MAX), "burst would take more than ten years");
+        let window = Policy::new("p", Strategy::FixedWindow(Default::default()), Quota::per_second(5).burst(6));
+        assert!(window.unwrap_err().to_string().starts_with("a burst of 6 on a window of 5: "));
         assert!(policy("p", Quota::per_second(u32::MAX)).is_ok());
         let log = |limit| Policy::new("p", Strategy::SlidingLog, Quota::per_hour(limit));
-        assert_eq!(log(100_001), Err(ConfigError::LogTooLong(100_001)));
-        assert!(log(100_001).unwrap_err().to_string().contains("at most 100000"));
+        let error = log(100_001).unwrap_err().to_string();
+        assert!(
+            error.starts_with("a limit of 100001 for a sliding log") && error.contains("at most 100000"),
+            "{error}"
+        );
         assert!(log(100_000).is_ok());
     }
 
@@ -295,7 +298,8 @@ mod tests {
         assert!(Policy::in_flight("p", 4).unwrap().lease_time(Duration::from_millis(999)).is_err());
         let rate = policy("p", Quota::per_second(1)).unwrap();
         assert_eq!(rate.clone().lease_time(Duration::from_secs(5)), Ok(rate));
-        assert_eq!(Policy::in_flight("p", 0), Err(ConfigError::Zero("a quota's limit")));
+        let none = Policy::in_flight("p", 0).unwrap_err().to_string();
+        assert!(none.contains("its limit must be at least 1"), "{none}");
     }
 
     #[test]

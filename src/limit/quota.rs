@@ -2,16 +2,16 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::{ConfigError, duration};
+use super::duration;
+use crate::error::ConfigError;
 
 /// How much: a limit per period, and the most that may come at once.
 ///
-/// `Quota::per_second(60)` means 60 per second. The burst is the limit unless [`burst`](Self::burst) sets
-/// another; only strategies that refill can have another, since a window's burst is its limit.
+/// `Quota::per_second(60)` means 60 per second. The burst defaults to the limit; [`burst`](Self::burst) sets another
+/// for strategies that refill. A window's burst is always its limit.
 ///
-/// A quota is plain data and can stand in a `const`. [`Policy::new`](super::Policy::new) refuses one that
-/// cannot work (a limit of 0, a period of 0), so that none ever reaches a decision; [`is_valid`](Self::is_valid) tells so
-/// of a constant when it is compiled.
+/// A quota is plain data and can stand in a `const`. [`Policy::new`](super::Policy::new) refuses one that cannot work,
+/// such as a limit of 0 or a period of 0; [`is_valid`](Self::is_valid) checks a constant at compile time.
 ///
 /// # As text
 ///
@@ -23,9 +23,9 @@ use super::{ConfigError, duration};
 /// unit   = d day days | h hour hours | m min minute minutes | s sec second seconds | ms | us | ns
 /// ```
 ///
-/// Numbers are whole and in decimal digits. What could be read in two ways is refused: a period without a unit (`10/60`),
-/// units in capitals (`10/M`), months and years, digits in groups (`1,000/h`). It is written in the shortest of these
-/// forms, such as `10/m` or `5/15m`. With the feature `serde` it is read and written so.
+/// Numbers are whole and in decimal digits. Ambiguous text is refused: a period without a unit (`10/60`), units in
+/// capitals (`10/M`), months and years, digits in groups (`1,000/h`). It is written in the shortest of these forms,
+/// such as `10/m` or `5/15m`. The feature `serde` uses the same text.
 ///
 /// ```
 /// use std::time::Duration;
@@ -85,19 +85,20 @@ impl Quota {
         self.period
     }
 
-    /// How long so much takes to flow back, where it does so little by little; rounded down to nanoseconds.
+    /// How long these units take to refill gradually, rounded down to nanoseconds.
     pub(crate) fn time_for(&self, units: u64) -> Duration {
         let nanos = self.period.as_nanos().saturating_mul(units.into()) / u128::from(self.limit.max(1));
         u64::try_from(nanos).map_or(Duration::MAX, Duration::from_nanos)
     }
 
-    /// How much flows back in this time, where it does so little by little; rounded up.
+    /// How much refills gradually in this time, rounded up.
     pub(crate) fn units_in(&self, time: Duration) -> u32 {
         let units = time.as_nanos().saturating_mul(self.limit.into()).div_ceil(self.period.as_nanos().max(1));
         u32::try_from(units).unwrap_or(u32::MAX)
     }
 
-    /// How much comes in this time, where it comes at the end of each period and that of the last is the end of this time.
+    /// How much refills in this time, if the whole limit does at the end of each period, and a period ends with this
+    /// time.
     pub(crate) fn units_in_periods(&self, time: Duration) -> u32 {
         let periods = time.as_nanos().div_ceil(self.period.as_nanos().max(1));
         u32::try_from(periods.saturating_mul(self.limit.into())).unwrap_or(u32::MAX)
@@ -106,7 +107,7 @@ impl Quota {
     /// Whether it can work: [`Policy::new`](super::Policy::new) refuses a limit, a burst or a period of zero, a period
     /// longer than 366 days, and a burst that takes more than ten years to refill.
     ///
-    /// It is for constants, so that a mistake is found when they are compiled:
+    /// Use it to check constants at compile time:
     ///
     /// ```
     /// # use tower_redis_ratelimit::Quota;
@@ -114,11 +115,7 @@ impl Quota {
     /// const _: () = assert!(API.is_valid());
     /// ```
     pub const fn is_valid(&self) -> bool {
-        let checked = self.check();
-        let valid = checked.is_ok();
-        // Nothing is to be freed, which the compiler cannot know in a constant.
-        std::mem::forget(checked);
-        valid
+        self.problem().is_none()
     }
 
     /// The most that may come at once.
@@ -149,13 +146,15 @@ impl FromStr for Quota {
 
     /// # Errors
     ///
-    /// [`ConfigError::QuotaSyntax`] for text of another form; [`ConfigError::Zero`], [`ConfigError::Period`] and
-    /// [`ConfigError::BurstTooSlow`] for values that no policy takes.
+    /// For text of another form, and for a quota that is not [valid](Self::is_valid).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |problem| ConfigError::QuotaSyntax { text: text.chars().take(80).collect(), problem };
+        let wrong = |problem| {
+            let fix = format_args!("{problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`");
+            ConfigError::invalid("quota", text, fix)
+        };
 
         let (limit, rest) = split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;
-        let limit = whole(limit).ok_or_else(|| wrong("the limit is no whole number up to 4294967295"))?;
+        let limit = whole(limit).ok_or_else(|| wrong("the limit is not a whole number up to 4294967295"))?;
 
         let mut words = rest.split_whitespace().peekable();
         let period = words.next().ok_or_else(|| wrong("the period is missing"))?;
@@ -168,7 +167,7 @@ impl FromStr for Quota {
             None => {}
             Some("burst") => {
                 let burst = words.next().and_then(whole);
-                quota = quota.burst(burst.ok_or_else(|| wrong("the burst is no whole number up to 4294967295"))?);
+                quota = quota.burst(burst.ok_or_else(|| wrong("the burst is not a whole number up to 4294967295"))?);
             }
             Some(_) => return Err(wrong("only `burst` may follow the period")),
         }
@@ -203,25 +202,28 @@ impl Quota {
     /// The longest that an empty burst may take to refill.
     pub(super) const MAX_REFILL: Duration = Duration::from_secs(3_650 * 86_400);
 
-    pub(super) const fn check(&self) -> Result<(), ConfigError> {
-        if self.limit == 0 {
-            return Err(ConfigError::Zero("a quota's limit"));
-        }
-        if matches!(self.burst, Some(0)) {
-            return Err(ConfigError::Zero("a quota's burst"));
-        }
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        self.problem()
+            .map_or(Ok(()), |problem| Err(ConfigError::new(format!("the quota `{self}` cannot work: {problem}"))))
+    }
+
+    /// Why it cannot work, and what to do.
+    const fn problem(&self) -> Option<&'static str> {
         let period = self.period.as_micros();
-        if period == 0 || period > Self::MAX_PERIOD.as_micros() || !self.period.subsec_nanos().is_multiple_of(1_000) {
-            return Err(ConfigError::Period(self.period));
+        if self.limit == 0 {
+            Some("its limit must be at least 1")
+        } else if self.capacity() == 0 {
+            Some("its burst must be at least 1")
+        } else if period == 0
+            || period > Self::MAX_PERIOD.as_micros()
+            || !self.period.subsec_nanos().is_multiple_of(1_000)
+        {
+            Some("its period must be a whole number of microseconds, from 1 us to 366 days")
+        } else if period * self.capacity() as u128 / self.limit as u128 > Self::MAX_REFILL.as_micros() {
+            Some("its burst would take more than ten years to refill; lower the burst or raise the rate")
+        } else {
+            None
         }
-        let refill = period * self.capacity() as u128 / self.limit as u128;
-        if refill > Self::MAX_REFILL.as_micros() {
-            // At most 2^32 times 366 days in microseconds, over 1: fits 2^77, so saturate for the text.
-            let refill = if refill > u64::MAX as u128 { u64::MAX } else { refill as u64 };
-            let refill = Duration::from_micros(refill);
-            return Err(ConfigError::BurstTooSlow { burst: self.capacity(), refill });
-        }
-        Ok(())
     }
 }
 
@@ -278,35 +280,35 @@ mod tests {
             ("10per s", "no `/` and no `per`"),
             ("10 percent", "no `/` and no `per`"),
             ("per second", "no `/` and no `per`"),
-            ("ten/s", "the limit is no whole number"),
-            ("+5/s", "the limit is no whole number"),
-            ("5000000000/s", "the limit is no whole number"),
+            ("ten/s", "the limit is not a whole number"),
+            ("+5/s", "the limit is not a whole number"),
+            ("5000000000/s", "the limit is not a whole number"),
             ("10/", "the period is missing"),
-            ("1,000/h", "the limit is no whole number"),
-            ("1.5/s", "the limit is no whole number"),
-            ("1e3/s", "the limit is no whole number"),
+            ("1,000/h", "the limit is not a whole number"),
+            ("1.5/s", "the limit is not a whole number"),
+            ("1e3/s", "the limit is not a whole number"),
             ("10/60", "the duration has no unit"),
             ("10/60 burst 5", "the duration has no unit"),
-            ("10 per burst", "none of ns, us, ms, s, m, h, d"),
-            ("10/60x", "none of ns, us, ms, s, m, h, d"),
-            ("10/M", "none of ns, us, ms, s, m, h, d"),
+            ("10 per burst", "not one of ns, us, ms, s, m, h, d"),
+            ("10/60x", "not one of ns, us, ms, s, m, h, d"),
+            ("10/M", "not one of ns, us, ms, s, m, h, d"),
             ("10/month", "count it in days, such as `30d`"),
             ("10/year", "count it in days, such as `30d`"),
-            ("10/1h30m", "no whole number with one unit"),
-            ("10/0.5s", "no whole number with one unit"),
-            ("10/s/m", "none of ns, us, ms, s, m, h, d"),
+            ("10/1h30m", "not a whole number with one unit"),
+            ("10/0.5s", "not a whole number with one unit"),
+            ("10/s/m", "not one of ns, us, ms, s, m, h, d"),
             ("10/1500ns", "a whole number of microseconds"),
             ("10/99999999999999999999s", "too long"),
             ("10/s bust 5", "only `burst` may follow"),
-            ("10/s, burst 5", "none of ns, us, ms, s, m, h, d"),
+            ("10/s, burst 5", "not one of ns, us, ms, s, m, h, d"),
             ("10/s burst=5", "only `burst` may follow"),
-            ("10/s burst", "the burst is no whole number"),
+            ("10/s burst", "the burst is not a whole number"),
             ("10/s burst 5 6", "more text"),
-            ("0/s", "limit is 0"),
-            ("1/s burst 0", "burst is 0"),
-            ("1/0s", "period is 0ns"),
+            ("0/s", "`0/s` cannot work: its limit must be at least 1"),
+            ("1/s burst 0", "`1/s burst 0` cannot work: its burst must be at least 1"),
+            ("1/0s", "`1/0s` cannot work: its period must be"),
             ("1/367d", "366 days"),
-            ("1/d burst 4000000", "would take 4000000 days"),
+            ("1/d burst 4000000", "more than ten years to refill"),
         ] {
             let error = text.parse::<Quota>().unwrap_err().to_string();
             assert!(error.contains(part), "{text:?} gave {error:?}, which lacks {part:?}");

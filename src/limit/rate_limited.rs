@@ -5,8 +5,8 @@ use super::Decision;
 
 /// A call or a reservation was denied: nothing was charged, and no inner service was called.
 ///
-/// A [`CallLimit`](crate::call_limit::CallLimit) fails with it in a box, and other layers hand that on. Whoever made
-/// the call finds it there:
+/// A [`CallLimit`](crate::call_limit::CallLimit) returns it boxed, and other layers pass the box on. The caller
+/// downcasts it:
 ///
 /// ```
 /// use std::time::Duration;
@@ -27,8 +27,7 @@ impl RateLimited {
         Self { decision }
     }
 
-    /// How long to wait before the same call can pass. `None` if no wait helps, since it costs more than ever passes at
-    /// once.
+    /// How long to wait before the same call can pass. `None` if no wait helps, since the cost exceeds the burst.
     pub fn retry_after(&self) -> Option<Duration> {
         self.decision.retry_after()
     }
@@ -39,7 +38,7 @@ impl RateLimited {
     }
 }
 
-/// Tells the quota and the wait. Not who called.
+/// Shows the quota and the wait, but not the caller.
 impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let policy = self.decision.policy();
@@ -48,7 +47,7 @@ impl fmt::Display for RateLimited {
             Some(wait) => write!(f, "the quota of {quota} ({name}) is used up; try again in {wait:?}"),
             None => {
                 let capacity = self.decision.capacity();
-                write!(f, "the call costs more than the {capacity} that ever pass at once ({name})")
+                write!(f, "the call's cost exceeds the maximum burst of {capacity} ({name})")
             }
         }
     }

@@ -3,7 +3,7 @@ use super::{Kind, Strategy, Verdict, in_flight};
 
 macro_rules! states {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
-        /// What is remembered of one caller under one policy.
+        /// The state of one caller under one policy.
         #[derive(Debug, Clone, PartialEq, Eq)]
         pub(crate) enum State {
             $($variant(strategy::$variant),)*
@@ -19,7 +19,7 @@ macro_rules! states {
                 }
             }
 
-            /// The state of a caller whom another store has counted so far.
+            /// The state of a caller that another store has counted so far.
             pub(crate) fn resume(kind: Kind, params: &Params, now: i64, followed: Snapshot) -> Self {
                 match kind {
                     $(Kind::Rate(Strategy::$variant { .. }) => {
@@ -29,7 +29,7 @@ macro_rules! states {
                 }
             }
 
-            /// What its policy sees.
+            /// The state before the check, for its policy.
             pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
                 match self {
                     $(Self::$variant(state) => ask.preview(state, params),)*

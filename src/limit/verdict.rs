@@ -2,14 +2,14 @@ use smallvec::SmallVec;
 
 use super::{Frees, Policy};
 
-/// What one policy says of a check. A [`Store`](crate::store::Store) outside of this crate makes a
-/// [`Decision`](super::Decision) of them, with [`Check::decided`](super::Check::decided).
+/// The verdict of one policy on a check. A [`Store`](crate::store::Store) outside of this crate combines them into a
+/// [`Decision`](super::Decision) with [`Check::decided`](super::Check::decided).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub struct Verdict {
     /// The largest cost that would pass now.
     pub(crate) remaining: i64,
-    /// 0 if this policy let the check pass, [`NEVER`](Self::NEVER), or how many microseconds until it would.
+    /// 0 if this policy lets the check pass, [`NEVER`](Self::NEVER), or the microseconds until it would.
     pub(crate) wait: i64,
     /// How many microseconds until nothing is charged any more.
     pub(crate) reset: i64,
@@ -18,11 +18,11 @@ pub struct Verdict {
 impl Verdict {
     /// The wait for what will never pass.
     pub(crate) const NEVER: i64 = -1;
-    /// Of a policy that has nothing to say.
+    /// Of a policy that does not restrict the check.
     pub(super) const NONE: Self = Self { remaining: 0, wait: 0, reset: 0 };
 
-    /// What the policy says after so much was refunded to it, or was charged if that is below zero; as far as is known
-    /// without asking.
+    /// The verdict after so much was refunded, or charged if below zero, as far as is known without a call to the
+    /// store.
     pub(super) fn refund(&mut self, policy: &Policy, back: i64) {
         if policy.is_in_flight() {
             // It is in flight still, and counts as one whatever it costs.
@@ -48,17 +48,17 @@ impl Verdict {
     }
 }
 
-/// What the policies of a check say of it, in their order.
+/// The verdicts of the policies of a check, in their order.
 #[derive(Debug)]
 pub(crate) struct Verdicts {
     /// What was charged, or refunded.
     pub(crate) granted: i64,
-    /// When Redis decided, by its own clock in microseconds; 0 if another did. Below 0 it is the number of the notes of
-    /// a [`Fallback`](crate::Fallback) that say what was charged, until Redis is told.
+    /// When Redis decided, by its own clock in microseconds; 0 if another did. Below 0 it is the number of the outage
+    /// log of a [`Fallback`](crate::Fallback) that has the charge, until it is reconciled.
     pub(crate) at: i64,
     /// Where it stands among all that Redis decided in the same call.
     pub(crate) place: u32,
-    /// How many microseconds ago that was, if it is told again under an [id](super::Check::with_id).
+    /// How many microseconds ago that was, if the decision is repeated under an [id](super::Check::with_id).
     pub(crate) age: i64,
     /// One for each policy. Most checks have one policy: then it takes no memory elsewhere.
     pub(crate) each: SmallVec<[Verdict; 1]>,
@@ -69,17 +69,17 @@ pub(crate) struct Verdicts {
 pub(crate) type Order = (i64, u32);
 
 impl Verdicts {
-    /// What another store than Redis has decided.
+    /// A decision of another store than Redis.
     pub(crate) fn new(granted: i64, each: SmallVec<[Verdict; 1]>) -> Self {
         Self { granted, at: 0, place: 0, age: 0, each }
     }
 
-    /// What the first policy says.
+    /// The verdict of the first policy.
     pub(crate) fn first(&self) -> &Verdict {
         self.of(0)
     }
 
-    /// What the policy at this index says.
+    /// The verdict of the policy at this index.
     pub(super) fn of(&self, policy: usize) -> &Verdict {
         self.each.get(policy).unwrap_or(&Verdict::NONE)
     }
@@ -128,7 +128,7 @@ impl Verdicts {
     }
 }
 
-/// The same is told whenever it was decided.
+/// Equal verdicts, whenever they were decided.
 impl PartialEq for Verdicts {
     fn eq(&self, other: &Self) -> bool {
         (self.granted, &self.each) == (other.granted, &other.each)

@@ -12,15 +12,15 @@ macro_rules! words {
         }
 
         impl std::str::FromStr for $type {
-            type Err = $crate::limit::ConfigError;
+            type Err = $crate::error::ConfigError;
 
             /// # Errors
             ///
-            /// [`ConfigError::Choice`](crate::ConfigError::Choice) for any other word.
+            /// For any other word.
             fn from_str(text: &str) -> Result<Self, Self::Err> {
                 match text.trim() {
                     $($word => Ok(Self::$variant),)+
-                    _ => Err($crate::limit::ConfigError::choice($what, text, $choices)),
+                    _ => Err($crate::error::ConfigError::choice($what, text, $choices)),
                 }
             }
         }

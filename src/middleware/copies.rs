@@ -11,7 +11,7 @@ use std::thread;
 pub(super) struct Copies<T>(Arc<[T]>);
 
 impl<T: Clone> Copies<T> {
-    /// A clone for each processor, which must have `Arc`s of its own where a request clones one.
+    /// A clone for each processor, which must have fresh `Arc`s where a request clones one.
     pub(super) fn new(value: &T) -> Self {
         static COPIES: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
         Self(std::iter::repeat_with(|| value.clone()).take(*COPIES).collect())

@@ -2,9 +2,9 @@ use std::fmt;
 
 use crate::limit::Decision;
 
-/// What policies that reject nothing have decided: in the extensions of a response.
+/// The decisions of policies that reject nothing: in the extensions of a response.
 ///
-/// It is there behind a layer in [dry run](crate::RateLimitLayer::dry_run), or with a
+/// It is present behind a layer in [dry run](crate::RateLimitLayer::dry_run), or with a
 /// [shadow](crate::RateLimitLayer::shadow).
 #[derive(Clone, Default)]
 pub struct DryRun {
@@ -13,7 +13,7 @@ pub struct DryRun {
 
 impl DryRun {
     /// The decisions, one for each such list of policies: of a layer's own policies first, then of its shadows in their
-    /// order. Those that no store could make are left out.
+    /// order. Checks that no store could decide are left out.
     pub fn decisions(&self) -> &[Decision] {
         &self.decisions
     }

@@ -1,5 +1,5 @@
-//! The middleware: tower's and HTTP's side. [`RateLimitLayer`] tells the story, and [`CallLimitLayer`] that of requests
-//! that are not HTTP's.
+//! The middleware: tower's and HTTP's side. See [`RateLimitLayer`], and [`CallLimitLayer`] for other requests than
+//! HTTP's.
 
 pub mod call_limit;
 mod copies;
@@ -19,7 +19,7 @@ pub use dry_run::DryRun;
 pub use rate_limit::RateLimitLayer;
 pub use throttle::ThrottleLayer;
 
-/// Takes a service that has been polled ready, and leaves a clone, which has not.
+/// Takes a service that has been polled ready, and leaves a clone that has not.
 ///
 /// Call it, or drop it at once: it may hold a permit that others wait for, such as `ConcurrencyLimit`'s.
 fn take_ready<T: Clone>(inner: &mut T) -> T {

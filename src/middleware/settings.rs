@@ -16,7 +16,7 @@ impl<K, C: Clone> Settings<K, C> {
         Self(Copies::new(&OneCopy { extractor, config: Arc::new(config) }))
     }
 
-    /// The same after a change.
+    /// The settings after a change.
     pub(super) fn change<C2: Clone>(&self, change: impl FnOnce(C) -> C2) -> Settings<K, C2> {
         let OneCopy { extractor, config } = self.0.current();
         Settings::new(Arc::clone(extractor), change(C::clone(config)))
@@ -24,7 +24,7 @@ impl<K, C: Clone> Settings<K, C> {
 }
 
 impl<K, C> Settings<K, C> {
-    /// Those of the current thread.
+    /// The settings of the current thread.
     pub(super) fn current(&self) -> (&K, &Arc<C>) {
         let OneCopy { extractor, config } = self.0.current();
         (extractor, config)

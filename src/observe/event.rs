@@ -1,6 +1,6 @@
-//! What an [`Observer`](crate::observe::Observer) is told: a struct for each of its methods, of the same name.
+//! The events of an [`Observer`](crate::observe::Observer): a struct for each of its methods, of the same name.
 //!
-//! More fields may come. The `new` of each is for tests of an observer of one's own.
+//! More fields may come. The `new` of each is for tests of your own observer.
 
 use std::time::Duration;
 
@@ -11,18 +11,18 @@ use crate::limit::{Decision, Key};
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Decided<'a> {
-    /// Who asked. `Debug` redacts it; [`Key::reveal`] reads it.
+    /// The caller. `Debug` redacts it; [`Key::reveal`] reads it.
     pub key: &'a Key,
     /// The decision, with the [policies](Decision::policies) that it was made on.
     pub decision: &'a Decision,
-    /// How long after the layer had asked.
+    /// How long the check took.
     pub elapsed: Duration,
-    /// Whether the layer only tries the policies out: a denial rejected nothing.
+    /// Whether this was a dry run: a denial rejected nothing.
     pub dry_run: bool,
 }
 
 impl<'a> Decided<'a> {
-    /// This caller's decision after this time, in earnest.
+    /// This caller's decision after this time, not in a dry run.
     pub const fn new(key: &'a Key, decision: &'a Decision, elapsed: Duration) -> Self {
         Self { key, decision, elapsed, dry_run: false }
     }
@@ -32,7 +32,7 @@ impl<'a> Decided<'a> {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Failed<'a> {
-    /// Who asked; `None` if it was the store itself, such as when it announces the instance. `Debug` redacts the key;
+    /// The caller; `None` if it was the store itself, such as when it announces the instance. `Debug` redacts the key;
     /// [`Key::reveal`] reads it.
     pub key: Option<&'a Key>,
     /// Why.
@@ -46,11 +46,11 @@ impl<'a> Failed<'a> {
     }
 }
 
-/// The server is set up so that a layer cannot count as it should.
+/// The server is misconfigured, so that a layer cannot count as it should.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Misconfigured<'a> {
-    /// What is wrong, and how to set it up.
+    /// What is wrong, and how to fix it.
     pub problem: &'a str,
 }
 
@@ -80,7 +80,7 @@ impl<'a> Degraded<'a> {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Recovered {
-    /// How long it did not.
+    /// The duration of the outage.
     pub after: Duration,
 }
 
@@ -91,14 +91,14 @@ impl Recovered {
     }
 }
 
-/// A [`Fallback`](crate::Fallback) has charged to its primary store what it granted in place of that. Both numbers are
-/// units of cost. What was refunded or reset is in neither.
+/// A [`Fallback`](crate::Fallback) has charged to its primary store what it granted in an outage. Both numbers are
+/// units of cost, without what was refunded or reset.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Reconciled {
     /// How much was charged: what still counted.
     pub charged: u64,
-    /// How much could not be charged, because there were too many callers to note, or because the primary store failed
+    /// How much could not be charged, because there were too many callers to log, or because the primary store failed
     /// again.
     pub dropped: u64,
 }

@@ -4,7 +4,7 @@ use metrics::{SharedString, Unit, counter, describe_counter, describe_gauge, des
 
 use super::{Observer, event};
 
-/// Tells the recorder of the `metrics` crate.
+/// Records metrics by the `metrics` crate.
 ///
 /// | metric | kind | labels besides `store` |
 /// |---|---|---|
@@ -18,12 +18,11 @@ use super::{Observer, event};
 /// | `ratelimit_queue_checks` | gauge | |
 ///
 /// The label `store` is the name of the observer: [`named`](Self::named), one for each [`Fallback`](crate::Fallback).
-/// No label has a caller's key: there would be as many series as callers. There are as many as names of policies, so do
-/// not give each caller's policy a name of its own. Those of [`Tiers::callers`](crate::select::Tiers::callers) may all
-/// have one name, and are counted apart by their keys.
+/// No label has a caller's key: there would be as many series as callers. There are as many series as policy names, so
+/// do not name a policy for each caller. Those of [`Tiers::callers`](crate::select::Tiers::callers) may all have the
+/// same name, since their keys differ.
 ///
-/// The names end as OpenMetrics wants it (`_total`, `_seconds`), so that an exporter that sees to that itself leaves
-/// them as they are.
+/// The names end as OpenMetrics requires (`_total`, `_seconds`), so that exporters do not change them.
 ///
 /// # Metrics for Prometheus
 ///
@@ -61,9 +60,8 @@ use super::{Observer, event};
 /// ratelimit_degraded{store="default"} 0
 /// ```
 ///
-/// Ask for denials a second with
-/// `rate(ratelimit_decisions_total{outcome!="allowed",dry_run="false"}[5m])`, and be woken by `ratelimit_degraded ==
-/// 1`.
+/// Query the denials per second with `rate(ratelimit_decisions_total{outcome!="allowed",dry_run="false"}[5m])`, and
+/// alert on `ratelimit_degraded == 1`.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct MetricsObserver {
@@ -71,14 +69,15 @@ pub struct MetricsObserver {
 }
 
 impl MetricsObserver {
-    /// One with the label `store="default"`.
+    /// An observer with the label `store="default"`.
     pub fn new() -> Self {
         Self::named("default")
     }
 
-    /// One with this label `store`, for a process that has several stores. Stores of one name would share their gauges.
+    /// An observer with this label `store`, for a process with several stores. Stores of the same name would share
+    /// their gauges.
     ///
-    /// It describes the metrics to the recorder, and makes those that need no other label: so install the recorder
+    /// It describes the metrics to the recorder, and registers those that need no other label, so install the recorder
     /// first.
     pub fn named(store: &str) -> Self {
         let store = SharedString::from(Arc::<str>::from(store));

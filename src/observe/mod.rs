@@ -1,4 +1,4 @@
-//! Who is told what happens: for logs, metrics and health checks.
+//! Notifications of what happens, for logs, metrics and health checks.
 
 pub mod event;
 #[cfg(feature = "metrics")]
@@ -18,18 +18,19 @@ pub use self::tracing::TracingObserver;
 #[cfg(feature = "tracing")]
 pub(crate) use self::tracing::misconfigured as log_misconfigured;
 
-/// Is told what happens, for logs, metrics and health checks.
+/// Is notified of what happens, for logs, metrics and health checks.
 ///
 /// With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
 ///
-/// One call is enough: [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) tells it of the layer's decisions,
-/// of the layer's [`Fallback`](crate::Fallback), and of both stores in that. A store that has an observer of its own
-/// keeps it: that of [its builder](crate::store::RedisStoreBuilder::observer), or of the first layer over it. So where
-/// several layers share a store, the first one's observer hears of the store. A pair of observers is one.
+/// One call is enough: an observer set by [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) is notified of
+/// the layer's decisions, of its [`Fallback`](crate::Fallback), and of both stores in that. A store that has an
+/// observer keeps it: that of [its builder](crate::store::RedisStoreBuilder::observer), or of the first layer over it.
+/// So if several layers share a store, only the first one's observer is notified of the store. A pair of observers is
+/// an observer.
 ///
-/// Every method does nothing unless it is written. They are called on the request path or a task of the store's: they
-/// must not block. One that panics fails the requests that a layer tells it of; of what a [`Fallback`](crate::Fallback)
-/// tells it, it misses that event.
+/// Every method does nothing by default. They are called on the request path or on a task of the store, so they must
+/// not block. A panic fails the request that a layer reports; a panic on an event of a [`Fallback`](crate::Fallback)
+/// only loses that event.
 ///
 /// ```
 /// use tower_redis_ratelimit::observe::{Observer, event};
@@ -52,16 +53,16 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// A store could not decide a check: told by a [`Fallback`](crate::Fallback), which then answers it locally, and by
-    /// a layer when nothing could answer it. Also told of what a request was to be charged or refunded
-    /// [in the end](crate::RateLimitLayer::settle), and was not.
+    /// A store could not decide a check: reported by a [`Fallback`](crate::Fallback), which then answers it locally,
+    /// and by a layer when nothing could answer it. Also reported when a request could not be
+    /// [settled](crate::RateLimitLayer::settle).
     fn failed(&self, event: &event::Failed<'_>) {
         let _ = event;
     }
 
-    /// A layer finds that the server is set up so that it can count no request: over HTTP each gets a 500. Or that it
-    /// cannot count by a policy, which it leaves out, or that a request was counted twice. Told once a minute at most
-    /// by each layer. A layer without an observer tells the log, with the feature `tracing`.
+    /// The server is misconfigured, so that a layer can count no request: over HTTP each gets a 500. Or it cannot count
+    /// by a policy, which it leaves out, or has counted a request twice. Reported at most once a minute by each layer.
+    /// A layer without an observer logs it, with the feature `tracing`.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         let _ = event;
     }
@@ -76,8 +77,7 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
-    /// What the fallback granted in place of the primary store was charged to that, after an outage or a moment in
-    /// which it could not be asked.
+    /// What the fallback granted was charged to the primary store, after an outage or a single failure.
     fn reconciled(&self, event: &event::Reconciled) {
         let _ = event;
     }
@@ -88,7 +88,7 @@ pub trait Observer: Send + Sync + 'static {
     }
 }
 
-/// Nobody is told.
+/// Ignores all events.
 impl Observer for () {}
 
 macro_rules! tells {
@@ -123,7 +123,7 @@ macro_rules! tells {
     };
 }
 
-/// Both are told.
+/// Notifies both.
 impl<A: Observer, B: Observer> Observer for (A, B) {
     tells!(self: self.0, self.1);
 }

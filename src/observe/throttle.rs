@@ -1,4 +1,4 @@
-//! What is told once a minute, with how often it happened.
+//! Reports once a minute, with how often it happened.
 
 use std::collections::HashMap;
 use std::collections::VecDeque;
@@ -14,14 +14,14 @@ use tokio::time::Instant;
 
 use crate::util::{instant, lock};
 
-/// How long a subject is not told again.
+/// How long a subject is not reported again.
 const WINDOW: Duration = Duration::from_secs(60);
 
-/// Tells each subject at once and then once a minute, with how often it came.
+/// Reports each subject at once and then once a minute, with how often it came.
 ///
-/// There is no task: call [`ended`](Self::ended) before each [`note`](Self::note) and now and then. It tells a few
-/// subjects at most, so that no call takes long. A subject that did not come for a minute is forgotten. At most `max` are
-/// remembered; while there are so many, all others together are one subject.
+/// There is no task: call [`ended`](Self::ended) before each [`note`](Self::note) and now and then. It reports a few
+/// subjects at most, so that no call takes long. A subject that did not come for a minute is forgotten. At most `max`
+/// are remembered; while there are so many, all others together are one subject.
 pub(super) struct Throttle<K, S> {
     windows: Mutex<Windows<K, S>>,
     start: Instant,
@@ -40,11 +40,11 @@ struct Windows<K, S> {
 struct Window<S> {
     /// None for all others.
     subject: Option<S>,
-    /// How often it came since it was told.
+    /// How often it came since it was reported.
     count: u64,
 }
 
-/// A subject, `None` for all others, and how often it came since it was last told.
+/// A subject, `None` for all others, and how often it came since it was last reported.
 pub(super) type Told<S> = (Option<S>, u64);
 
 impl<K: Copy + Eq + Hash, S: Clone> Throttle<K, S> {
@@ -53,7 +53,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Throttle<K, S> {
         Self { windows: Mutex::new(windows), start: instant(), first_end: AtomicU64::new(u64::MAX) }
     }
 
-    /// Counts one. Tells a subject that is new.
+    /// Counts one. Reports a new subject.
     pub(super) fn note(&self, key: K, subject: impl FnOnce() -> S) -> Option<Told<S>> {
         let mut windows = lock(&self.windows);
         let told = windows.note(key, subject);
@@ -109,7 +109,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Windows<K, S> {
         }
     }
 
-    /// Tells what was counted in windows that have ended, two at most. A subject that is told has a new window.
+    /// Reports what was counted in windows that have ended, two at most. A reported subject begins a new window.
     fn ended(&mut self, now: Instant) -> SmallVec<[Told<S>; 2]> {
         let mut due = SmallVec::new();
         for _ in 0..2 {
@@ -145,7 +145,7 @@ mod tests {
         }
     }
 
-    /// What one that comes now has told.
+    /// What a new one reports.
     fn note(throttle: &Throttle<u32, u32>, key: u32) -> Vec<Told<u32>> {
         throttle.ended().into_iter().chain(throttle.note(key, || key)).collect()
     }

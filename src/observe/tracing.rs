@@ -10,7 +10,7 @@ use super::{Observer, event};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Key, Policy};
 
-/// Tells `tracing` who was limited, and when the limits are no longer shared.
+/// Logs by `tracing` which callers were limited, and when the limits are no longer shared.
 ///
 /// | what | level | how often |
 /// |---|---|---|
@@ -42,18 +42,19 @@ use crate::limit::{Key, Policy};
 /// INFO rate limit exceeded policy="api" caller="user-42" denied=5811 dry_run=false
 /// ```
 ///
-/// `denied` is how many of the caller's requests were denied since the line before. No task writes these lines: a count is told by the first decision after its minute, of whichever caller, or when the last clone of the observer is dropped. Without [`reveal_keys`](Self::reveal_keys)
-/// a caller is shown as a few digits of a hash, such as `Key(#a1b2c3)`, the same ones each time. The first line is in
-/// the span of its request, a count in none.
+/// `denied` is how many of the caller's requests were denied since the previous line. No task writes these lines: a
+/// count is logged by the first decision after its minute, of any caller, or when the last clone of the observer is
+/// dropped. Without [`reveal_keys`](Self::reveal_keys) a caller is shown as a few digits of a hash, such as
+/// `Key(#a1b2c3)`, always the same. The first line is in the span of its request, a count is in no span.
 ///
-/// While more callers are denied within a minute than [may be named](Self::callers), all others have one line together:
-/// `more callers exceeded a rate limit than are named`.
+/// Callers beyond the [maximum](Self::callers) of a minute have one line together:
+/// `further callers rate limited (not listed)`.
 ///
 /// # In a request's span
 ///
 /// A denial sets the field `rate_limit` of the current span, if that has such a field, to `denied` or
-/// `exceeds_capacity`; one that a [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a log of
-/// requests has it:
+/// `exceeds_capacity`; one that a [dry run](event::Decided::dry_run) lets pass sets `rate_limit_dry_run`. So a request
+/// log has it:
 ///
 /// ```
 /// use axum::{Router, body::Body, routing::get};
@@ -80,7 +81,7 @@ pub struct TracingObserver {
     reveal_keys: bool,
 }
 
-/// What is told once a minute.
+/// What is logged once a minute.
 struct Log {
     /// By the caller, the policy, and whether it is a dry run.
     denials: Throttle<(Key, u64, bool), Denied>,
@@ -95,7 +96,7 @@ struct Denied {
 }
 
 impl TracingObserver {
-    /// How many callers are named, unless set otherwise.
+    /// How many callers are listed by default.
     pub const DEFAULT_CALLERS: NonZeroUsize = NonZeroUsize::MIN.saturating_add(999);
 
     /// Shows callers as a few digits of a hash.
@@ -109,9 +110,9 @@ impl TracingObserver {
         Self { reveal_keys: true, ..self }
     }
 
-    /// Sets how many callers may be named in a minute; one that is denied by two policies counts twice. It bounds the
-    /// lines, and the memory to about 400 bytes each. Defaults to [1,000](Self::DEFAULT_CALLERS). Clones from before
-    /// keep their counts.
+    /// Sets how many callers may be listed in a minute; one that is denied by two policies counts twice. It bounds the
+    /// lines, and the memory to about 400 bytes each. Defaults to [1,000](Self::DEFAULT_CALLERS). Earlier clones keep
+    /// their counts.
     pub fn callers(self, max: NonZeroUsize) -> Self {
         Self { log: Log::new(max), ..self }
     }
@@ -134,7 +135,7 @@ impl fmt::Debug for TracingObserver {
     }
 }
 
-/// A layer without an observer calls it too, or nobody would know why all requests are rejected.
+/// A layer without an observer calls it too, so that it is logged why all requests are rejected.
 pub(crate) fn misconfigured(&event::Misconfigured { problem }: &event::Misconfigured<'_>) {
     error!(problem, "the server is set up so that requests are not counted as they should be");
 }
@@ -207,7 +208,7 @@ impl Log {
         Arc::new(Self { denials: Throttle::new(callers.get()), failures: Throttle::new(64) })
     }
 
-    /// In no span: what is told here is of other requests than the current one.
+    /// In no span, since it is about other requests than the current one.
     fn tell_ended(&self) {
         self.denials.ended().into_iter().for_each(|told| denied(&Span::none(), told));
         self.failures.ended().into_iter().for_each(|told| failed(&Span::none(), told));
@@ -226,7 +227,7 @@ fn denied(span: &Span, (who, denied): Told<Denied>) {
         Some(Denied { policy, caller, dry_run }) => {
             info!(parent: span, policy = policy.name(), caller, denied, dry_run, "rate limit exceeded");
         }
-        None => info!(parent: span, denied, "more callers exceeded a rate limit than are named"),
+        None => info!(parent: span, denied, "further callers rate limited (not listed)"),
     }
 }
 

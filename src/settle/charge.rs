@@ -8,11 +8,10 @@ use crate::in_flight::Lease;
 /// [settles](crate::RateLimitLayer::settle), or holds what it has taken [until the body's
 /// end](crate::RateLimitLayer::until_body_end).
 ///
-/// What it counts is charged in the end, in the place of what was reserved, if the layer's rule says
-/// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), and if the request has ended without a response. The end is
-/// when the body of the response has ended or was dropped, and no clone of the `Charge` is left: who goes on working
-/// for the request, such as a WebSocket's task or a job in the background, keeps one. The response of a connection that
-/// is upgraded ends before the connection begins.
+/// What it counts is charged at the end, instead of what was reserved, if the layer's rule returns
+/// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), or if the request ended without a response. The end is when
+/// the response body has ended or was dropped, and no clone of the `Charge` is left: a WebSocket's task or a background
+/// job that continues the request keeps one. The response of an upgraded connection ends before the connection begins.
 ///
 /// ```
 /// use axum::Extension;
@@ -26,7 +25,7 @@ use crate::in_flight::Lease;
 /// }
 /// ```
 ///
-/// Where layers wrap each other it counts for all of them. For a request that nobody counts it does nothing.
+/// If layers are nested it counts for all of them. For an uncounted request it does nothing.
 #[derive(Clone)]
 pub struct Charge {
     account: Arc<Account>,
@@ -48,17 +47,17 @@ impl Charge {
         &self.account
     }
 
-    /// Counts so much more.
+    /// Adds to the count.
     pub fn add(&self, units: u32) {
         self.account.count(|counted| counted.saturating_add(units.into()));
     }
 
-    /// Counts so much, in the place of all that was counted before.
+    /// Sets the count, whatever was counted before.
     pub fn set(&self, units: u32) {
         self.account.count(|_| units.into());
     }
 
-    /// How much was reserved: what the request [costs](crate::RateLimitLayer::cost) beforehand. 0 if nobody counts it.
+    /// How much was reserved: what the request [costs](crate::RateLimitLayer::cost) beforehand. 0 if it is not counted.
     pub fn reserved(&self) -> u32 {
         self.account.reserved()
     }

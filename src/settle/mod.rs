@@ -1,10 +1,11 @@
-//! What becomes of a charge afterwards: what was reserved is kept, refunded, or replaced by the real cost.
+//! Settling a charge after the response: what was reserved is kept, refunded, or replaced by the real cost.
 //!
-//! **One account for a request.** It has what was reserved for the request under each list of policies. The response's body
-//! holds it, and every clone of the [`Charge`] that the handler finds; the last one of them that is dropped settles it. So
-//! whatever ends the request does so, once: the end of its body, an error, a panic, a time-out, a client that goes away.
+//! **One account for a request.** It has what was reserved for the request under each list of policies. The response's
+//! body holds it, and every clone of the [`Charge`] that the handler finds; the last one of them that is dropped
+//! settles it. So whatever ends the request does so, once: the end of its body, an error, a panic, a timeout, a client
+//! that disconnects.
 //!
-//! **Nobody waits.** What is to be charged or refunded is left to a queue, which sends it off the request path.
+//! **No request waits.** A queue sends charges and refunds off the request path.
 
 mod account;
 mod charge;

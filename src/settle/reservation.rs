@@ -6,7 +6,8 @@ use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Decision, RateLimited};
 
-/// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. To drop it gives all of it back.
+/// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. Dropping it refunds all of
+/// it.
 ///
 /// ```
 /// use tower_redis_ratelimit::settle::ReserveError;
@@ -29,16 +30,16 @@ use crate::limit::{Decision, RateLimited};
 /// # }
 /// ```
 ///
-/// What it refunds or charges is sent at once, and nobody waits for it. In an outage it is sent again, until it matters no
-/// more; what may have been sent already is not, so that nothing is charged twice. The limiter's
-/// [observer](crate::Limiter::observer) is told of what was lost.
+/// Refunds and charges are sent at once in the background. In an outage they are retried while they matter, unless they
+/// may have been sent already, so that nothing is charged twice. The limiter's [observer](crate::Limiter::observer) is
+/// notified of what was lost.
 #[must_use = "to drop it refunds what was reserved"]
 pub struct Reservation {
     decision: Decision,
     account: Account,
 }
 
-/// There is no [`Reservation`].
+/// Why there is no [`Reservation`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum ReserveError {
@@ -58,13 +59,13 @@ impl Reservation {
         &self.decision
     }
 
-    /// Has the caller charged so much in the place of what was reserved: less is refunded, and more is
-    /// [charged](crate::check::Check::charge) without asking.
+    /// Charges this much instead of what was reserved: less is refunded, and more is
+    /// [charged](crate::check::Check::charge) in any case.
     pub fn settle(self, cost: u32) {
         self.account.settle(Settlement::Cost(cost));
     }
 
-    /// Leaves the caller charged as much as was reserved.
+    /// Keeps the charge as reserved.
     pub fn keep(self) {
         self.account.settle(Settlement::Keep);
     }

@@ -1,16 +1,16 @@
 use std::num::NonZeroU32;
 
-/// What becomes of what a request has reserved: a rule of [`RateLimitLayer::settle`](crate::RateLimitLayer::settle)
-/// says so when it sees the head of the response.
+/// How a reservation is settled: a rule of [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) returns this when
+/// it sees the head of the response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Settlement {
-    /// It is kept: the request costs what was reserved.
+    /// Keeps it: the request costs what was reserved.
     Keep,
-    /// It is refunded: the request costs nothing.
+    /// Refunds it: the request costs nothing.
     Refund,
-    /// The request costs so much. What was reserved beyond that is refunded; what it costs beyond what was reserved is
-    /// [charged](crate::check::Check::charge) without asking.
+    /// The request costs this much: the rest of the reservation is refunded, or what is missing
+    /// [charged](crate::check::Check::charge) in any case.
     Cost(u32),
     /// The request costs what its [`Charge`](crate::settle::Charge) has counted when the body of the response has ended
     /// or was dropped, and no clone of the `Charge` is left. If none has counted anything, what was reserved is kept.

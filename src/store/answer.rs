@@ -8,7 +8,7 @@ use crate::error::StoreError;
 use crate::limit::Decision;
 
 pin_project! {
-    /// What a [`Store`](crate::store::Store) says to a check: the answer, or a future of it.
+    /// The answer of a [`Store`](crate::store::Store) to a check, or a future of it.
     ///
     /// It is a future itself, so `store.check(check).await` is all that most callers need. A caller that must keep
     /// something while it waits, such as a request, can look first:
@@ -31,14 +31,13 @@ pin_project! {
     /// # }
     /// ```
     ///
-    /// As a future, a ready answer may be polled again and gives the same answer. A pending one behaves as its future
-    /// does.
+    /// As a future, a ready answer may be polled again and returns the same. A pending one behaves like its future.
     #[derive(Debug, Clone)]
     #[must_use = "a check may be withdrawn when its answer is dropped"]
     #[project = AnswerProj]
     #[allow(missing_docs, reason = "the variants tell of their fields, which the macro takes no docs for")]
     pub enum Answer<F> {
-        /// The answer was there at once: a decision or an error.
+        /// The answer: a decision or an error.
         Ready {
             answer: Result<Decision, StoreError>,
         },
@@ -51,12 +50,12 @@ pin_project! {
 }
 
 impl<F> Answer<F> {
-    /// An answer that is there.
+    /// A ready answer.
     pub const fn ready(answer: Result<Decision, StoreError>) -> Self {
         Self::Ready { answer }
     }
 
-    /// An answer that has to be waited for.
+    /// A pending answer.
     pub const fn pending(future: F) -> Self {
         Self::Pending { future }
     }

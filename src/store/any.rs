@@ -13,7 +13,7 @@ use crate::observe::Observer;
 
 /// A store that is chosen when the service starts: in Redis with a local fallback, in Redis alone, or local.
 ///
-/// Redis where there is a `REDIS_URL`, as in production, and this process elsewhere:
+/// Redis if `REDIS_URL` is set, as in production, and otherwise this process:
 ///
 /// ```
 /// use tower_redis_ratelimit::store::AnyStore;
@@ -23,7 +23,7 @@ use crate::observe::Observer;
 /// # Ok::<(), tower_redis_ratelimit::store::StoreError>(())
 /// ```
 ///
-/// By all of its settings, which a file may hold: see [`StoreConfig`]. And from a store:
+/// By all of its settings, for example from a file: see [`StoreConfig`]. And from a store:
 ///
 /// ```
 /// use std::time::Duration;
@@ -55,8 +55,8 @@ impl AnyStore {
     /// # Errors
     ///
     /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for settings that
-    /// [`RedisStoreBuilder::connect_lazy`](crate::store::RedisStoreBuilder::connect_lazy) refuses, that need a URL and
-    /// have none, that name files of certificates which cannot be read, or that give a fallback a deadline of 0;
+    /// [`RedisStoreBuilder::connect_lazy`](crate::store::RedisStoreBuilder::connect_lazy) refuses, that lack a URL,
+    /// that name unreadable files, or a fallback's deadline below 1 ms;
     /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) for
     /// [`ShareConfig::Alive`](crate::store::ShareConfig::Alive) outside of a tokio runtime.
     pub fn from_config(config: &StoreConfig) -> Result<Self, StoreError> {
@@ -68,8 +68,8 @@ impl AnyStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL. A variable that is empty
-    /// is a wrong URL: a secret that got lost must not split the counts of the instances.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL. An empty variable is a
+    /// wrong URL, so that a lost secret does not split the counts of the instances.
     pub fn from_env(variable: &str) -> Result<Self, StoreError> {
         Self::from_config(&StoreConfig::from_env(variable)?)
     }
@@ -106,7 +106,7 @@ impl From<LocalStore> for AnyStore {
     }
 }
 
-/// What the store answers, whichever it is.
+/// The answer of any of the stores.
 macro_rules! each {
     ($self:ident, $store:ident => $answer:expr) => {
         match $self {

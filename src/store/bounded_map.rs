@@ -1,4 +1,4 @@
-//! A map that holds no more than it may, and drops what has expired little by little.
+//! A map of bounded size that drops expired entries gradually.
 
 use std::hash::BuildHasherDefault;
 
@@ -6,7 +6,7 @@ use indexmap::IndexMap;
 
 use super::digest::{AsItIs, Digest};
 
-/// A map of so many entries at most, each of which expires at its time.
+/// A map of bounded size, whose entries expire.
 ///
 /// When it is full, each new key replaces the entry with the lowest [rank](Ranked::rank) of a few. The few are old
 /// entries, looked at in turn, and newcomers: some of those that came while it was full. So a flood of new keys replaces
@@ -31,11 +31,11 @@ pub(super) struct Slot<V> {
     pub(super) hold: Hold,
 }
 
-/// When a value expires, in microseconds; and before that, how much it is worth. In one number, since a store has many.
+/// When a value expires, in microseconds; and before that, its worth. In one number, since a store has many.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Hold(u64);
 
-/// In which order entries go when the map is full.
+/// In which order entries are dropped when the map is full.
 pub(super) trait Ranked {
     /// Whether an old entry is kept rather than a newcomer of the same worth.
     const OLD_STAYS: bool;
@@ -102,7 +102,7 @@ impl<V: Ranked> BoundedMap<V> {
     }
 
     /// Holds a value until it expires. One that has expired already only takes the place of what was held. Returns what
-    /// had to go for it.
+    /// was dropped for it.
     pub(super) fn put(&mut self, key: Digest, value: V, hold: Hold, now: i64) -> Option<V> {
         if hold.expires_at() <= now {
             return self.remove(key);

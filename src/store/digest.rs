@@ -1,4 +1,4 @@
-//! Hashes of keys: what the maps of this process are keyed by.
+//! Hashes of keys: the keys of the maps of this process.
 
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher};
@@ -36,7 +36,7 @@ impl Hash for Digest {
     }
 }
 
-/// Makes digests. Each digester has a seed of its own, which its clones share.
+/// Makes digests. Each digester has its own seed, which its clones share.
 #[derive(Clone)]
 pub(super) struct Digester(SipHasher13);
 

@@ -1,4 +1,4 @@
-//! Wakes those who wait in this process when something was refunded or forgotten, by whatever store.
+//! Wakes the waiters of this process when something was refunded or forgotten, in any store.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -9,7 +9,7 @@ use tokio::sync::Notify;
 use crate::limit::{Check, Key, Mode, Policies};
 use crate::util::lock;
 
-/// Wakes one who waits, and says whether that is since a caller may have more room.
+/// Wakes a waiter, and records whether a caller may have more room.
 #[derive(Debug, Default)]
 pub(crate) struct Wake {
     pub(crate) notify: Notify,
@@ -29,7 +29,7 @@ impl Wake {
     }
 }
 
-/// Is woken when something is freed of what a caller was charged under any of these policies, until it is dropped.
+/// Is woken when a charge of a caller under any of these policies is freed, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Listener {
     key: Key,
@@ -40,7 +40,7 @@ pub(crate) struct Listener {
 type Listeners = HashMap<Key, Vec<(Policies, Arc<Wake>)>>;
 
 static LISTENERS: LazyLock<Mutex<Listeners>> = LazyLock::new(Mutex::default);
-/// How many there are: while nobody waits, nobody is looked for.
+/// How many there are: without waiters there is no search.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 impl Listener {

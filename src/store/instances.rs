@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 /// How many instances of a service are alive, for [`Share::Alive`](crate::store::Share::Alive).
 ///
-/// [`RedisStore::announce`](crate::RedisStore::announce) has them count each other in Redis. Whoever knows it from
-/// elsewhere, such as from a service registry, makes one of that:
+/// [`RedisStore::announce`](crate::RedisStore::announce) counts them in Redis. If you know the number from elsewhere,
+/// such as a service registry, use that:
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -24,8 +24,8 @@ use std::sync::Arc;
 pub struct Instances(Arc<dyn Fn() -> NonZeroU32 + Send + Sync>);
 
 impl Instances {
-    /// As many as `alive` says, with this one. It is called for each check that a [`Fallback`](crate::Fallback) decides by
-    /// itself, so it should only read a number. It is dropped with the last clone.
+    /// As many as `alive` returns, including this one. It is called for each check that a [`Fallback`](crate::Fallback)
+    /// decides by itself, so it should only read a number. It is dropped with the last clone.
     pub fn new(alive: impl Fn() -> NonZeroU32 + Send + Sync + 'static) -> Self {
         Self(Arc::new(alive))
     }

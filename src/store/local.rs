@@ -16,10 +16,10 @@ use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Snapshot, Sourc
 use crate::util::Clock;
 use crate::util::lock;
 
-/// A store in this process: every instance has counts of its own.
+/// A store in this process: every instance has its own counts.
 ///
-/// It decides exactly as [`RedisStore`](crate::RedisStore) does, in well under a microsecond. Alone it serves a
-/// single instance; inside a [`Fallback`](crate::Fallback) it takes over while Redis is down.
+/// It decides exactly as [`RedisStore`](crate::RedisStore) does, in well under a microsecond. Use it alone for a single
+/// instance; in a [`Fallback`](crate::Fallback) it takes over while Redis is down.
 ///
 /// ```
 /// use std::num::NonZeroUsize;
@@ -41,16 +41,16 @@ use crate::util::lock;
 ///
 /// It holds a bounded number of keys, one for every policy of every caller, at about 90 bytes each. Defaults to
 /// [`DEFAULT_KEYS`](Self::DEFAULT_KEYS). A [`SlidingLog`](crate::Strategy::SlidingLog) adds 12 to 15 bytes for every
-/// charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) as much for every cell: a log of 10,000 takes up to 150 KB,
-/// the longest log up to 1.5 MB (twice that in full debt), and a window of 1,000 cells up to 15 KB. The store holds no
-/// caller's key, only a seeded hash of 128 bits.
+/// charge, a [`SlidingWindow`](crate::Strategy::SlidingWindow) as much for every cell: a log of 10,000 takes up to 150
+/// KB, the longest log up to 1.5 MB (twice that in full debt), and a window of 1,000 cells up to 15 KB. The store keeps
+/// no keys of callers, only seeded hashes of 128 bits.
 ///
-/// A key makes room once everything that was charged has flowed back. If the store is full before that, each new key
-/// replaces another. The store looks at a few keys, some old and some that came while it was full, and drops the one
-/// that had used the smallest share of its limit when it last asked; between equals, the newer one. So a flood of new
-/// keys pushes out its own kind, however long it lasts: a caller that has used as large a share as each of them stays. If
-/// the store is full of callers that have used up their limits, a few places in a hundred are left to new keys, which
-/// replace each other there. One that has used more than the others there by the time of its turn mostly stays.
+/// A key is dropped once no charge counts any more. If the store is full before that, each new key replaces another.
+/// The store compares a few keys, some old and some that came while it was full, and drops the one that had used the
+/// smallest share of its limit at its last check; between equals, the newer one. So a flood of new keys mostly replaces
+/// itself, however long it lasts: a caller that has used at least as large a share stays. If the store is full of
+/// callers that have used up their limits, new keys replace each other in a small percentage of the entries. One that
+/// has used more than the others there mostly stays.
 ///
 /// Clones share their counts.
 #[derive(Clone)]
@@ -71,10 +71,10 @@ struct Shard {
     answers: BoundedMap<Answered>,
 }
 
-/// What is known of one caller under one policy.
+/// The state of one caller under one policy.
 enum Entry {
     Counted(State),
-    /// Another store counts it. At the time `seen`, `remaining` of `capacity` was left there; at `until` all of it will be.
+    /// Another store counts it. At the time `seen`, `remaining` of `capacity` was left there; at `until` all of it is.
     Warmed {
         remaining: i64,
         capacity: i64,
@@ -97,12 +97,13 @@ impl Ranked for Entry {
     const OLD_STAYS: bool = true;
 }
 
-/// The one that expires first goes first: the oldest, where all have one period.
+/// The one that expires first is dropped first: the oldest, if all have one period.
 impl Ranked for Answered {
     const OLD_STAYS: bool = false;
 }
 
-/// The key that has used the smallest share of its limit goes first; between equals, the one that is fresh again first.
+/// The key that has used the smallest share of its limit is dropped first; between equals, the one that is fresh again
+/// first.
 fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
     let capacity = policy.params().capacity.max(1);
     let used = (capacity - verdict.remaining).clamp(0, capacity);
@@ -179,7 +180,7 @@ impl LocalStore {
         (lock(shard), caller)
     }
 
-    /// Decides at the time `now`, which is read under the lock: so no state is asked about a time before its own.
+    /// Decides at the time `now`, which is read under the lock, so that no state is checked at a time before its own.
     pub(super) fn verdicts(&self, check: &Check, now: impl FnOnce() -> i64) -> Verdicts {
         let (mut shard, caller) = self.shard(check.key());
         match check.id() {
@@ -299,7 +300,7 @@ impl Shard {
         }
     }
 
-    /// Gives the answer that was given to this id before, if there is one.
+    /// The answer that this id got before, if there is one.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
         if let Some(Slot { value: Answered { policies, verdicts }, hold }) = self.answers.get(answer)
             && hold.expires_at() > now

@@ -9,10 +9,10 @@ use crate::error::StoreError;
 use crate::limit::{Check, Decision, Source, Verdict};
 use crate::util::lock;
 
-/// A store for tests, which answers as it is told.
+/// A store for tests, which returns the answers that were set.
 ///
-/// It counts nothing. It allows every check until told otherwise, and then answers all checks alike until told otherwise
-/// again. Its decisions are of [`Source::Other`] `"mock"`. Clones are told together.
+/// It counts nothing. It allows every check until another answer is set, which then answers all checks. Its decisions
+/// are of [`Source::Other`] `"mock"`. Clones share the answer.
 ///
 /// ```
 /// use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Who remembers: stores of the callers' counts.
+//! Stores of the callers' counts.
 //!
 //! [`RedisStore`] keeps one count for all instances, [`LocalStore`] one for this process, and [`Fallback`] is a store
 //! made of two: the second answers while the first cannot. [`AnyStore`] is any of these, by its settings.
@@ -44,32 +44,31 @@ use crate::observe::Observer;
 /// - It is all or nothing over its policies, and a denied one charges nothing.
 /// - A clone shares the counts.
 /// - Every check is answered in bounded time, with a [`Decision`] on its own policies or a [`StoreError`]; an error is
-///   no verdict.
+///   not a verdict.
 /// - A future that is dropped before the check was sent charges nothing.
 ///
-/// [`check`](Self::check) is all that a store must have. The other methods are hooks, which say what a
-/// [`Fallback`] and the layers may know of it. A store around another one implements [`WrapStore`],
-/// and has all hooks of that. In a store of one's own [`Counts`] decides by the strategies, or [`Check::decided`] makes other decisions,
-/// [`Source::Other`](crate::check::Source::Other) names it, and a [`StoreError`] says whether a check was
-/// [sent](StoreError::unsent).
+/// Only [`check`](Self::check) is required. The other methods are hooks for a [`Fallback`] and the layers. A store
+/// around another one implements [`WrapStore`], which forwards all hooks. In your own store [`Counts`] decides by the
+/// strategies, or [`Check::decided`] makes other decisions, [`Source::Other`](crate::check::Source::Other) names it, and
+/// a [`StoreError`] says whether a check was [sent](StoreError::unsent).
 ///
-/// One that counts by itself is `tests/store/outside.rs`, and a [`MockStore`] is for tests. Outside of tower, a
-/// [`Limiter`](crate::Limiter) asks a store with the same policies each time.
+/// For an example see `tests/store/outside.rs`; a [`MockStore`] is for tests. Outside of tower, a
+/// [`Limiter`](crate::Limiter) uses a store with fixed policies.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
     note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
-    /// Resolves to an answer that is not there at once.
+    /// Resolves to an answer that is not ready at once.
     type Future: Future<Output = Result<Decision, StoreError>> + Send + 'static;
 
     /// Decides one check.
     fn check(&self, check: Check) -> Answer<Self::Future>;
 
-    /// Takes a check back whose answer nobody waits for any longer: a [`Fallback`] does so at its
-    /// deadline. Returns whether it is certain that the check was not sent, and will not be. The fallback then charges
-    /// later what it granted instead, as after an error that is [unsent](StoreError::unsent).
+    /// Withdraws a check whose answer is no longer needed: a [`Fallback`] does so at its deadline. Returns whether it
+    /// is certain that the check was not sent, and will not be. The fallback then charges later what it granted
+    /// instead, as after an [unsent](StoreError::unsent) error.
     ///
     /// The future is then dropped, and not polled again. Defaults to `false`: not known.
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
@@ -77,14 +76,14 @@ pub trait Store: Clone + Send + Sync + 'static {
         false
     }
 
-    /// Learns what another store decided on this caller, so as to go on from there if that store fails: a
-    /// [`Fallback`] tells its second store what the first one decides. Defaults to doing nothing.
+    /// Learns what another store decided on this caller, to continue from there if that store fails: a [`Fallback`]
+    /// passes the decisions of its first store to the second. Defaults to doing nothing.
     fn warm(&self, key: &Key, decision: &Decision) {
         let _ = (key, decision);
     }
 
-    /// How many partitions it has that may fail each by itself, such as a Redis Cluster. A
-    /// [`Fallback`] has a breaker for each. Defaults to 1; must not change.
+    /// How many partitions it has that may fail separately, as in a Redis Cluster. A [`Fallback`] has a breaker for
+    /// each. Defaults to 1; must not change.
     fn partitions(&self) -> usize {
         1
     }
@@ -96,24 +95,22 @@ pub trait Store: Clone + Send + Sync + 'static {
         0
     }
 
-    /// Whether a decision was made where the count is kept. One that a [`Fallback`] made in place of its primary store
-    /// was not: that knows nothing of it. Defaults to `true`.
+    /// Whether a decision was made where the count is kept. A decision that a [`Fallback`] made instead of its primary
+    /// store was not. Defaults to `true`.
     fn is_authoritative(&self, decision: &Decision) -> bool {
         let _ = decision;
         true
     }
 
-    /// What tells this store and its clones from all others in this process, as the address of what they share does.
-    /// All layers over one store then know together what is [in flight](crate::Policy::in_flight). Defaults to
-    /// `None`: only one layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the
-    /// store.
+    /// Identifies this store and its clones in this process, for example by the address of their shared state. All
+    /// layers over one store then share what is [in flight](crate::Policy::in_flight). Defaults to `None`: only one
+    /// layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the store.
     fn identity(&self) -> Option<usize> {
         None
     }
 
-    /// Is given the observer of a layer or a [`Limiter`](crate::Limiter) that asks it, to tell it what happens in the
-    /// store. One that has an observer already keeps that; one that asks another store hands it on. Defaults to doing
-    /// nothing.
+    /// Receives the observer of a layer or a [`Limiter`](crate::Limiter), to notify it of what happens in the store. A
+    /// store that has an observer keeps that; a store around others passes it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {
         let _ = observer;
     }
@@ -154,7 +151,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
 )]
 pub trait WrapStore: Clone + Send + Sync + 'static {
-    /// The store that is asked.
+    /// The wrapped store.
     type Inner: Store;
 
     /// Returns it.

@@ -1,8 +1,8 @@
 use super::digest::{Digest, Digester};
 use crate::limit::Key;
 
-/// What a store remembers of its callers, in parts, each under a lock of its own: a `T` is a `Mutex` or an `RwLock`.
-/// Everything about one caller is in one part.
+/// The state of a store in shards with separate locks: a `T` is a `Mutex` or an `RwLock`. Everything about one caller
+/// is in one shard.
 #[derive(Debug)]
 pub(super) struct Shards<T> {
     /// Their number is a power of two.
@@ -11,7 +11,7 @@ pub(super) struct Shards<T> {
 }
 
 impl<T> Shards<T> {
-    /// At most `max` shards: the largest power of two that is no more, and at least one. `make` is told how many.
+    /// At most `max` shards: the largest power of two that is no more, and at least one. `make` gets their number.
     pub(super) fn new(max: usize, mut make: impl FnMut(usize) -> T) -> Self {
         let count = 1 << max.max(1).ilog2();
         Self { shards: (0..count).map(|_| make(count)).collect(), digester: Digester::new() }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreConfig};
-use tower_redis_ratelimit::{ConfigError, Key, RedisStore, redis};
+use tower_redis_ratelimit::{Key, RedisStore, redis};
 
 use crate::nodes::{Cluster, MASTERS, slot_of};
 use crate::support::{RedisServer, STRATEGIES, check, policy};
@@ -178,7 +178,7 @@ async fn another_number_of_partitions_is_refused() {
     cluster.builder().partitions(number(32)).connect().await.unwrap();
     cluster.builder().prefix("other").connect().await.unwrap();
     let many = cluster.builder().partitions(number(1_025)).connect_lazy();
-    assert_eq!(many.unwrap_err(), ConfigError::TooManyPartitions(1_025));
+    assert!(many.unwrap_err().to_string().starts_with("1025 partitions: "));
     // No key is left without an expiry.
     for node in &cluster.nodes {
         let keys: Vec<String> = node.server.command("KEYS *").await;

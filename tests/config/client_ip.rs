@@ -47,9 +47,10 @@ fn errors() {
     let trusted = "write the proxies' network like `203.0.113.0/24`, an address, `private`, `loopback` or `unix`, \
                    or trust a number of hops";
     let no_header =
-        "there is no header that the trusted proxies write: add it, such as `header = \"x-forwarded-for\"`".to_owned();
+        "the header that the trusted proxies write is missing: add it, such as `header = \"x-forwarded-for\"`"
+            .to_owned();
     for (value, text) in [
-        (json!("x-real-ip"), format!("\"x-real-ip\" is no client address: write {choices}")),
+        (json!("x-real-ip"), format!("\"x-real-ip\" is not a valid client address: write {choices}")),
         (json!(["peer"]), format!("invalid type: sequence, expected {choices}")),
         (
             json!({ "header": "forwarded", "hop": 2 }),
@@ -57,23 +58,23 @@ fn errors() {
         ),
         (
             json!({ "header": "x-real-ip" }),
-            "nobody is trusted to write \"x-real-ip\": say who does, by `trust = [\"private\"]` or by `hops = 1`"
+            "no proxy is trusted to write \"x-real-ip\": set it by `trust = [\"private\"]` or by `hops = 1`"
                 .to_owned(),
         ),
         (json!({ "trust": ["private"] }), no_header.clone()),
         (json!({ "hops": 1, "ipv6_prefix": 56 }), no_header),
         (
             json!({ "header": "forwarded", "hops": 2, "trust": ["private"] }),
-            "`trust` and `hops` are both there: leave one out".to_owned(),
+            "`trust` and `hops` are both set: leave one out".to_owned(),
         ),
         (
             json!({ "header": "x real ip", "hops": 1 }),
-            "\"x real ip\" is no name of a header: use letters, digits and `-`, such as `x-real-ip`".to_owned(),
+            "\"x real ip\" is not a valid header name: use letters, digits and `-`, such as `x-real-ip`".to_owned(),
         ),
         (
             json!({ "header": "forwarded", "trust": ["privat"] }),
             format!(
-                "\"privat\" cannot be trusted: it is none of the words, and neither a network nor an address; {trusted}"
+                "\"privat\" cannot be trusted: it is neither one of the words nor a network nor an address; {trusted}"
             ),
         ),
         (
@@ -84,7 +85,7 @@ fn errors() {
         ),
         (
             json!({ "header": "forwarded", "trust": [] }),
-            "the number of trusted networks is 0: it must be at least 1".to_owned(),
+            "no proxy is trusted: name at least one network".to_owned(),
         ),
         (
             json!({ "header": "forwarded", "trust": [1] }),
@@ -94,11 +95,11 @@ fn errors() {
         ),
         (
             json!({ "header": "forwarded", "hops": 0 }),
-            "hops: \"0\" is no number that fits: write a whole number from 1 to 255".to_owned(),
+            "hops: \"0\" is not a valid number: write a whole number from 1 to 255".to_owned(),
         ),
         (
             json!({ "header": "forwarded", "hops": 1, "ipv6_prefix": 129 }),
-            "ipv6_prefix: \"129\" is no IPv6 prefix: write a whole number from 1 to 128, such as `64`".to_owned(),
+            "ipv6_prefix: \"129\" is not a valid IPv6 prefix: write a whole number from 1 to 128, such as `64`".to_owned(),
         ),
     ] {
         assert_eq!(read(&value).unwrap_err(), text, "{value}");

@@ -27,16 +27,16 @@ fn of_a_store() {
         (json!({ "timeout": 250 }), "invalid type: integer `250`, expected a duration such as `250ms` as `timeout`"),
         (
             json!({ "timeout": "250" }),
-            "timeout: \"250\" is no duration: the duration has no unit; write it like `250ms`, `2s` or `15m`",
+            "timeout: \"250\" is not a valid duration: the duration has no unit; write it like `250ms`, `2s` or `15m`",
         ),
         (
             json!({ "deadline": "1.5s" }),
-            "deadline: \"1.5s\" is no duration: the duration is no whole number with one unit; \
+            "deadline: \"1.5s\" is not a valid duration: the duration is not a whole number with one unit; \
              write it like `250ms`, `2s` or `15m`",
         ),
-        (json!({ "connections": 0 }), "connections: \"0\" is no number that fits: write a whole number from 1 on"),
-        (json!({ "queue": -1 }), "queue: \"-1\" is no number that fits: write a whole number from 1 on"),
-        (json!({ "batch": "two" }), "batch: \"two\" is no number that fits: write a whole number from 1 on"),
+        (json!({ "connections": 0 }), "connections: \"0\" is not a valid number: write a whole number from 1 on"),
+        (json!({ "queue": -1 }), "queue: \"-1\" is not a valid number: write a whole number from 1 on"),
+        (json!({ "batch": "two" }), "batch: \"two\" is not a valid number: write a whole number from 1 on"),
         (json!({ "local_keys": null }), "invalid type: null, expected a whole number from 1 on as `local_keys`"),
         (
             json!({ "partitions": true }),
@@ -48,13 +48,19 @@ fn of_a_store() {
         ),
         (
             json!({ "failures": "4294967296" }),
-            "failures: \"4294967296\" is no number that fits: write a whole number from 1 to 4294967295",
+            "failures: \"4294967296\" is not a valid number: write a whole number from 1 to 4294967295",
         ),
-        (json!({ "share": 0 }), "share: \"0\" is no share: write a number of instances such as `4`, or `alive`"),
-        (json!({ "share": "all" }), "share: \"all\" is no share: write a number of instances such as `4`, or `alive`"),
+        (
+            json!({ "share": 0 }),
+            "share: \"0\" is not a valid share: write a number of instances such as `4`, or `alive`",
+        ),
+        (
+            json!({ "share": "all" }),
+            "share: \"all\" is not a valid share: write a number of instances such as `4`, or `alive`",
+        ),
         (
             json!({ "kind": "memory" }),
-            "kind: \"memory\" is no kind of store: write `auto`, `fallback`, `redis` or `local`",
+            "kind: \"memory\" is not a valid kind of store: write `auto`, `fallback`, `redis` or `local`",
         ),
         (json!({ "prefix": 1 }), "invalid type: integer `1`, expected text as `prefix`"),
         (json!({ "url": ["hunter2"] }), "invalid type: sequence, expected a string"),
@@ -72,7 +78,7 @@ fn of_a_store() {
 fn of_a_policy() {
     let names: String = Strategy::ALL.iter().map(|strategy| format!("`{strategy}`, ")).collect();
     let misnamed =
-        format!("\"gcar\" is no strategy: there is none of this name; write {names}or in a policy `in-flight`");
+        format!("\"gcar\" is not a valid strategy: no strategy has this name; write {names}or in a policy `in-flight`");
     for (value, text) in [
         (json!({ "name": "api" }), "missing field `quota`"),
         (json!({ "quota": "10/s" }), "missing field `name`"),
@@ -82,7 +88,7 @@ fn of_a_policy() {
         ),
         (
             json!({ "name": "a b", "quota": "10/s" }),
-            "\"a b\" is no policy name: use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`",
+            "\"a b\" is not a valid policy name: use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`",
         ),
         (
             json!({ "name": "api", "quota": 10 }),
@@ -90,9 +96,9 @@ fn of_a_policy() {
         ),
         (
             json!({ "name": "api", "quota": "10/60" }),
-            "\"10/60\" is no quota: the duration has no unit; write it like `100/s`, `10/60s` or `1000/h burst 50`",
+            "\"10/60\" is not a valid quota: the duration has no unit; write it like `100/s`, `10/60s` or `1000/h burst 50`",
         ),
-        (json!({ "name": "api", "quota": "0/s" }), "a quota's limit is 0: it must be at least 1"),
+        (json!({ "name": "api", "quota": "0/s" }), "the quota `0/s` cannot work: its limit must be at least 1"),
         (json!({ "name": "api", "quota": "10/s", "strategy": "gcar" }), misnamed.as_str()),
         (
             json!({ "name": "api", "quota": "10/s", "strategy": "sliding-window(0 cells)" }),
@@ -100,12 +106,12 @@ fn of_a_policy() {
         ),
         (
             json!({ "name": "api", "quota": "5/s burst 6", "strategy": "fixed-window" }),
-            "policy \"api\": a burst of 6 on a window of 5: a window's burst is its limit, so leave the burst out, \
+            "policy \"api\": a burst of 6 on a window of 5: leave the burst out, since it is the limit, \
              or choose a strategy that has one, such as GCRA",
         ),
         (
             json!({ "name": "log", "quota": "100001/s", "strategy": "sliding-log" }),
-            "policy \"log\": a limit of 100001 for a sliding log, which keeps every charge: it must be at most 100000, \
+            "policy \"log\": a limit of 100001 for a sliding log, which keeps every charge: write at most 100000, \
              or choose a sliding window",
         ),
     ] {
@@ -119,14 +125,14 @@ fn of_a_policy() {
 fn of_a_list() {
     let policy = json!({ "name": "api", "quota": "5/s" });
     for (value, text) in [
-        (json!([]), "no policy given: a check needs at least one"),
+        (json!([]), "the list of policies is empty: a check needs at least one"),
         (
             json!([policy, policy]),
-            "two policies are named \"api\": give each a name of its own, since it is part of the key",
+            "two policies are named \"api\": give each its own name, since it is part of the key",
         ),
         (
             json!("10/s"),
-            "\"10/s\" is no policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies",
+            "\"10/s\" is not a valid policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies",
         ),
         (
             json!(["10/s"]),
@@ -139,9 +145,9 @@ fn of_a_list() {
 
 #[test]
 fn of_a_choice() {
-    let text = "\"pass\" is no answer to an error: write `reject` or `allow`";
+    let text = "\"pass\" is not a valid answer to an error: write `reject` or `allow`";
     assert_eq!(error::<OnError>(&json!("pass")), text);
-    let text = "\"Reject\" is no answer to a missing key: write `reject` or `allow`";
+    let text = "\"Reject\" is not a valid answer to a missing key: write `reject` or `allow`";
     assert_eq!(error::<OnMissingKey>(&json!("Reject")), text);
 }
 
@@ -150,8 +156,8 @@ fn of_header_fields() {
     let forms = "`draft`, `github`, `x-seconds` or `draft-6`";
     let two = "two of `github`, `x-seconds` and `draft-6` are there: a response has one legacy style, so leave one out";
     for (value, text) in [
-        (json!(["draft", "gitlab"]), format!("\"gitlab\" is no form of header fields: write {forms}")),
-        (json!("draft; github"), format!("\"draft; github\" is no form of header fields: write {forms}")),
+        (json!(["draft", "gitlab"]), format!("\"gitlab\" is not a valid form of header fields: write {forms}")),
+        (json!("draft; github"), format!("\"draft; github\" is not a valid form of header fields: write {forms}")),
         (json!(["github", "x-seconds"]), two.to_owned()),
         (json!("draft-6, github"), two.to_owned()),
         (json!([6]), format!("invalid type: integer `6`, expected {forms}")),
@@ -186,11 +192,11 @@ fn errors_name_the_line() {
         assert!(!error.contains("hunter2"), "{error}");
     }
     let error = toml::from_str::<File>("[store]\ntimeout = 250\n").unwrap_err().to_string();
-    assert!(error.contains("timeout: \"250\" is no duration: the duration has no unit"), "{error}");
+    assert!(error.contains("timeout: \"250\" is not a valid duration: the duration has no unit"), "{error}");
     let error = yaml_serde::from_str::<File>("policies:\n- { name: api, quota: 1/s }\n- { name: log, quota: 5/M }\n");
     let error = error.unwrap_err().to_string();
     assert!(
-        error.starts_with("policies") && error.contains("\"5/M\" is no quota") && error.contains("line 3"),
+        error.starts_with("policies") && error.contains("\"5/M\" is not a valid quota") && error.contains("line 3"),
         "{error}"
     );
 }

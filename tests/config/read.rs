@@ -209,9 +209,9 @@ fn environment_variables_of_a_layer() {
 #[test]
 fn a_wrong_variable_is_named() {
     for (variable, value, texts) in [
-        ("APP_STORE__TIMEOUT", "250", ["timeout: \"250\" is no duration", "write it like `250ms`"]),
+        ("APP_STORE__TIMEOUT", "250", ["timeout: \"250\" is not a valid duration", "write it like `250ms`"]),
         ("APP_STORE__CONECTIONS", "2", ["unknown field `conections`", "expected one of `kind`"]),
-        ("APP_POLICIES__QUOTA", "10/60", ["\"10/60\" is no quota", "write it like `100/s`"]),
+        ("APP_POLICIES__QUOTA", "10/60", ["\"10/60\" is not a valid quota", "write it like `100/s`"]),
         ("APP_POLICIES__BURST", "5", ["unknown field `burst`", "expected one of `name`"]),
     ] {
         // The last of two with one name counts. Variables have no order, so that only one may be wrong.

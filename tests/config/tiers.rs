@@ -119,7 +119,7 @@ fn errors() {
     let caller = |text: &str| json!({ "default": free, "callers": { text: "exempt" } });
     let no_caller = |text: &str| {
         format!(
-            "{text:?} is no caller: write a caller's key as it is, `ip:192.0.2.7`, `secret:` and an API key, \
+            "{text:?} is not a valid caller: write a caller's key as it is, `ip:192.0.2.7`, `secret:` and an API key, \
              or `~` and 32 digits as in Redis"
         )
     };
@@ -131,29 +131,29 @@ fn errors() {
         ),
         (
             json!({ "default": "exempt" }),
-            "\"exempt\" is no policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
+            "\"exempt\" is not a valid policy: write a policy such as `{ name = \"api\", quota = \"100/s\" }`, or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": "exmept" } }),
-            "\"exmept\" is no policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"exmept\" is not a valid policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": 60 } }),
-            "\"60\" is no policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
+            "\"60\" is not a valid policy: write `exempt`, a policy such as `{ name = \"pro\", quota = \"100/s\" }`, \
              or a list of policies"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": { "name": "pro", "quota": "60" } } }),
-            "\"60\" is no quota: there is no `/` and no `per`; write it like `100/s`, `10/60s` or `1000/h burst 50`"
+            "\"60\" is not a valid quota: there is no `/` and no `per`; write it like `100/s`, `10/60s` or `1000/h burst 50`"
                 .to_owned(),
         ),
         (
             json!({ "default": free, "tiers": { "pro": [free, free] } }),
-            "two policies are named \"free\": give each a name of its own, since it is part of the key".to_owned(),
+            "two policies are named \"free\": give each its own name, since it is part of the key".to_owned(),
         ),
         (json!({ "default": free, "tiers": ["pro"] }), "invalid type: sequence, expected a table of tiers".to_owned()),
         (json!({ "default": free, "callers": 7 }), "invalid type: integer `7`, expected a table of callers".to_owned()),
@@ -202,7 +202,10 @@ fn impossible_callers_are_refused() {
         " ~8c3ba5a8f35d8b6e55c7e9ba2d0bbf3c",
     ] {
         let error = read::<Tiers>(caller(text)).expect_err(text);
-        assert!(error.starts_with(&format!("{text:?} is no caller: write a caller's key as it is")), "{error}");
+        assert!(
+            error.starts_with(&format!("{text:?} is not a valid caller: write a caller's key as it is")),
+            "{error}"
+        );
     }
 }
 
@@ -221,11 +224,11 @@ fn no_error_shows_a_secret() {
         "a,SECRET:sk-live-1",
     ] {
         let error = read::<Tiers>(caller(text)).expect_err(text);
-        assert!(error.contains("is no caller") && !error.contains("sk-live"), "{error}");
+        assert!(error.contains("is not a valid caller") && !error.contains("sk-live"), "{error}");
     }
     let turned_round = json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { "a": "secret:sk-live-1" } });
     let error = read::<Tiers>(turned_round).unwrap_err();
-    assert!(error.starts_with("\"secret:\u{2026}\" is no policy"), "{error}");
+    assert!(error.starts_with("\"secret:\u{2026}\" is not a valid policy"), "{error}");
 }
 
 /// What cannot be read again is not written.
@@ -233,7 +236,7 @@ fn no_error_shows_a_secret() {
 fn unwritable_callers_are_an_error() {
     let tiers = Tiers::new(policy("free")).exempt_caller(Key::new("192.0.2.7"));
     let error = serde_json::to_string(&tiers).unwrap_err().to_string();
-    assert!(error.starts_with("\"192.0.2.7\" is no caller"), "{error}");
+    assert!(error.starts_with("\"192.0.2.7\" is not a valid caller"), "{error}");
 }
 
 /// A format may allow it, and two texts may be one caller. A secret is not shown.

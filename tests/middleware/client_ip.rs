@@ -345,9 +345,9 @@ fn ipv6_addresses_count_by_configured_prefix() {
 fn mistakes_are_reported_at_construction() {
     let header = ClientIp::x_forwarded_for;
     let refused = |text: &str| {
-        let error = header().trust([text]).unwrap_err();
-        assert!(matches!(&error, ConfigError::TrustedNetwork { text: named, .. } if named == text), "{text}: {error}");
-        error.to_string()
+        let error = header().trust([text]).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{text:?} cannot be trusted: ")), "{text}: {error}");
+        error
     };
     for text in ["", "privat", "10.0.0.0/33", "10.0.0", "10.0.0.0/8, 10.0.0.1", "fe80::1%eth0", "example.org", " ::1"] {
         assert!(refused(text).contains("like `203.0.113.0/24`"));
@@ -366,13 +366,17 @@ fn mistakes_are_reported_at_construction() {
     }
     assert!(header().trust(["0.0.0.0/1", "128.0.0.0/2", "8000::/1"]).is_ok());
     let none: [&str; 0] = [];
-    assert_eq!(header().trust(none), Err(ConfigError::Zero("the number of trusted networks")));
-    assert_eq!(header().hops(0), Err(ConfigError::Zero("the number of trusted hops")));
-    let name = ConfigError::HeaderName("x real ip".to_owned());
-    assert_eq!(ClientIp::header("x real ip").trust(["private"]), Err(name.clone()));
-    assert_eq!(ClientIp::header("x real ip").hops(1), Err(name));
+    let refused = |client: Result<ClientIp, ConfigError>, problem: &str| {
+        let error = client.unwrap_err().to_string();
+        assert!(error.starts_with(problem), "{error}");
+    };
+    refused(header().trust(none), "no proxy is trusted: ");
+    refused(header().hops(0), "no hop is trusted: ");
+    let name = "\"x real ip\" is not a valid header name: ";
+    refused(ClientIp::header("x real ip").trust(["private"]), name);
+    refused(ClientIp::header("x real ip").hops(1), name);
     for bits in [0, 129, 255] {
-        assert_eq!(ClientIp::peer().ipv6_prefix(bits), Err(ConfigError::Ipv6Prefix(bits)));
+        refused(ClientIp::peer().ipv6_prefix(bits), &format!("an IPv6 prefix of {bits} bits: "));
     }
 }
 

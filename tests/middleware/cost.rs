@@ -42,7 +42,7 @@ async fn a_cost_above_capacity_has_no_retry() {
         let limit = field(&response, "ratelimit").unwrap();
         assert!(limit.starts_with("\"api\";r=5;t="), "nothing was charged: {limit}");
         let problem = json(response).await;
-        assert_eq!(problem["detail"], "The request costs more than the 5 that ever pass at once.");
+        assert_eq!(problem["detail"], "The request's cost exceeds the maximum burst of 5.");
         assert_eq!(problem["violated-policies"], serde_json::json!(["api"]));
     }
     assert_eq!(send(&service, costing(5)).await.status(), 200);

@@ -130,7 +130,7 @@ async fn a_missing_address_is_a_server_error() {
     let expected = json!({
         "type": "about:blank",
         "title": "Internal Server Error",
-        "detail": "The server is not set up to count the request.",
+        "detail": "Rate limiting is misconfigured.",
     });
     assert_eq!(problem(response).await, expected, "nothing of how it is set up");
 }
@@ -220,9 +220,9 @@ async fn a_rejection_displays_as_a_sentence() {
     send(&service, request("alice")).await;
     for (response, expected) in [
         (send(&service, request("alice")).await, "The quota of 1/h is used up. Try again in 3600 s."),
-        (send(&service, all).await, "The request costs more than the 1 that ever pass at once."),
+        (send(&service, all).await, "The request's cost exceeds the maximum burst of 1."),
         (send(&service, anonymous()).await, "the header x-user is missing"),
-        (send(&at_fault, anonymous()).await, "The server is not set up to count the request."),
+        (send(&at_fault, anonymous()).await, "Rate limiting is misconfigured."),
         (send(&broken, request("alice")).await, "The request could not be counted."),
     ] {
         assert_eq!(response.body(), expected);
@@ -391,6 +391,6 @@ async fn repeated_headers_are_always_rejected() {
     twice.headers_mut().append(USER, "mallory".parse().unwrap());
     let response = send(&service, twice).await;
     assert_eq!(response.status(), 400);
-    assert_eq!(problem(response).await["detail"], "the header x-user is there more than once");
+    assert_eq!(problem(response).await["detail"], "the header x-user appears more than once");
     assert_eq!(send(&service, anonymous()).await.status(), 200);
 }

@@ -327,7 +327,7 @@ fn wrong_patterns_are_refused() {
     for pattern in ["/users/{name}", "/a{*rest}/b", "/{}", "/{a", ""] {
         let routes = Routes::new(policy("a", "1/m")).route("/users/{id}", policy("b", "1/m")).unwrap();
         let error = routes.route(pattern, policy("c", "1/m")).unwrap_err();
-        assert!(matches!(&error, ConfigError::Route { pattern: named, .. } if named == pattern), "{error}");
+        assert!(error.to_string().starts_with(&format!("the route {pattern:?} cannot be used (")), "{error}");
     }
 }
 

@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::fmt::Debug;
 use std::future::Pending;
+use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -19,8 +20,8 @@ use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::Reject;
-use tower_redis_ratelimit::store::{Answer, Store, StoreError};
-use tower_redis_ratelimit::{ConfigError, LocalStore, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::{LocalStore, Policy, RateLimitLayer, Strategy};
 
 /// What requests are counted by.
 pub(crate) const USER: HeaderName = HeaderName::from_static("x-user");
@@ -113,7 +114,7 @@ pub(crate) const SECRET: &str = "hunter2";
 
 /// An error that says [`SECRET`] wherever it is shown.
 pub(crate) fn error() -> StoreError {
-    ConfigError::PolicyName(SECRET.to_owned()).into()
+    StoreError::with_source(ErrorKind::Configuration, io::Error::other(SECRET))
 }
 
 /// A store that cannot decide.

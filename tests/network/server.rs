@@ -62,7 +62,7 @@ async fn each_denying_policy_has_a_violation() {
 async fn a_cost_above_capacity_forbids_retries() {
     let server = serve(layer(policy("api", "10/s")).cost(|_| 11));
     let denied = call(&server, from("alice")).await.unwrap_err();
-    let sentence = "The request costs more than the 10 that ever pass at once.";
+    let sentence = "The request's cost exceeds the maximum burst of 10.";
     assert_eq!((denied.code(), denied.message()), (Code::ResourceExhausted, sentence));
     assert_eq!(violations(&denied), [("api".to_owned(), sentence.to_owned())]);
     assert_eq!(denied.get_details_retry_info().map(|info| info.retry_delay), None);
@@ -108,7 +108,7 @@ async fn a_missing_address_stays_internal() {
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "9/s")).reject(GrpcReject::new());
     let missing = call(&serve(layer), from("alice")).await.unwrap_err();
     assert_eq!((missing.code(), field(&missing, PUSHBACK)), (Code::Internal, Some("-1")));
-    assert_eq!(missing.message(), "The server is not set up to count the request.");
+    assert_eq!(missing.message(), "Rate limiting is misconfigured.");
     assert!(retry_delay(&missing).is_none() && violations(&missing).is_empty());
     assert!(!format!("{missing:?}").contains("address"), "{missing:?}");
 }

@@ -19,8 +19,8 @@ use tower::service_fn;
 use tower_redis_ratelimit::check::{Check, Decision};
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor};
 use tower_redis_ratelimit::reject::{GrpcReject, Reject};
-use tower_redis_ratelimit::store::{Answer, Store, StoreError};
-use tower_redis_ratelimit::{ConfigError, LocalStore, Policies, Policy, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::store::{Answer, ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::{LocalStore, Policies, Policy, RateLimitLayer, Strategy};
 
 pub(crate) const PUSHBACK: &str = "grpc-retry-pushback-ms";
 
@@ -103,7 +103,7 @@ impl Store for Broken {
     type Future = Pending<Result<Decision, StoreError>>;
 
     fn check(&self, _: Check) -> Answer<Self::Future> {
-        Answer::ready(Err(ConfigError::PolicyName(SECRET.to_owned()).into()))
+        Answer::ready(Err(StoreError::with_source(ErrorKind::Configuration, io::Error::other(SECRET))))
     }
 }
 

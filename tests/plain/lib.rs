@@ -3,14 +3,14 @@
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on has failed")]
 
+use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::{AnyStore, ErrorKind, StoreConfig};
-use tower_redis_ratelimit::{ConfigError, RedisStore};
 
 #[tokio::test]
 async fn tls_without_its_feature_is_refused() {
     for url in ["rediss://127.0.0.1/", "rediss+cluster://127.0.0.1", "rediss+sentinel://127.0.0.1/mymaster"] {
         let error = RedisStore::connect_lazy(url).unwrap_err();
-        assert_eq!(error, ConfigError::NoTls, "{url}");
+        assert!(error.to_string().starts_with("TLS is not built in: "), "{url}: {error}");
         let error = RedisStore::connect(url).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Configuration, "{url}");
         assert!(error.to_string().contains("turn on the feature `tls`"), "{error}");

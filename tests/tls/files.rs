@@ -82,10 +82,15 @@ fn errors_name_the_file() {
         (&None, &certificate, &missing, ["missing.pem\" of `client_key` cannot be read", "this process may read"]),
         (&None, &certificate, &None, ["`client_certificate` is set without `client_key`", "set both or neither"]),
         (&None, &None, &key, ["`client_key` is set without `client_certificate`", "set both or neither"]),
-        (&none, &None, &None, ["the root certificate cannot be used", "none.pem\"); give it in PEM"]),
-        (&None, &none, &key, ["the client certificate cannot be used", "none.pem\"); give it in PEM"]),
-        (&None, &certificate, &none, ["the key of a client certificate cannot be used", "none.pem\"); give it in PEM"]),
-        (&None, &certificate, &other, ["the client certificate with its key cannot", "client.pem\"); give it in PEM"]),
+        (&none, &None, &None, ["none.pem\": the root certificate cannot be used", "give it in PEM"]),
+        (&None, &none, &key, ["none.pem\" and \"", "the client certificate cannot be used"]),
+        (&None, &certificate, &none, ["none.pem\": the key of a client certificate cannot be used", "give it in PEM"]),
+        (
+            &None,
+            &certificate,
+            &other,
+            ["client.pem\" and \"", "other.key\": the client certificate with its key cannot"],
+        ),
     ] {
         let mut config = config("rediss://127.0.0.1/");
         (config.root_certificates, config.client_certificate) = (roots.clone(), certificate.clone());

@@ -1,7 +1,7 @@
 //! What cannot work is refused when the store is built, by its name.
 
+use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::Servers;
-use tower_redis_ratelimit::{ConfigError, RedisStore};
 
 use crate::with_tls::Authority;
 
@@ -24,18 +24,17 @@ fn invalid_certificates() {
         (builder().client_certificate(own.pem.as_str(), own.pem.as_str()), "key of a client certificate"),
         (builder().client_certificate(own.pem.as_str(), strange.key), "client certificate with its key"),
     ] {
-        let error = builder.connect_lazy().unwrap_err();
-        assert!(matches!(&error, ConfigError::Certificate { what: of, .. } if *of == what), "{what}: {error:?}");
-        assert!(error.to_string().contains("give it in PEM"), "{error}");
-        assert!(!error.to_string().contains("BEGIN PRIVATE"), "{error}");
+        let error = builder.connect_lazy().unwrap_err().to_string();
+        assert!(error.starts_with(&format!("the {what} cannot be used: ")), "{what}: {error}");
+        assert!(error.contains("give it in PEM") && !error.contains("BEGIN PRIVATE"), "{error}");
     }
     builder().root_certificates(ca.pem()).client_certificate(own.pem, own.key).connect_lazy().unwrap();
 }
 
 #[test]
 fn an_invalid_name() {
-    let error = builder().server_name("not a name").connect_lazy().unwrap_err();
-    assert!(matches!(&error, ConfigError::ServerName(name) if name == "not a name"), "{error:?}");
+    let error = builder().server_name("not a name").connect_lazy().unwrap_err().to_string();
+    assert!(error.starts_with("\"not a name\" is not a valid server name: "), "{error}");
     builder().server_name("10.0.0.1").connect_lazy().unwrap();
 }
 
@@ -49,9 +48,8 @@ fn certificates_without_tls() {
         Servers::from("redis+cluster://a,b"),
         Servers::from("redis+sentinel://a,b/mymaster"),
     ] {
-        let error = RedisStore::builder(servers).root_certificates(ca.as_str()).connect_lazy().unwrap_err();
-        assert_eq!(error, ConfigError::TlsUnused);
-        assert!(error.to_string().contains("write `rediss://`"), "{error}");
+        let error = RedisStore::builder(servers).root_certificates(ca.as_str()).connect_lazy().unwrap_err().to_string();
+        assert!(error.contains("does not ask for TLS: write `rediss://`"), "{error}");
     }
     for servers in [
         Servers::from("rediss+cluster://a,b"),

@@ -3,9 +3,10 @@ use std::net::{IpAddr, Ipv6Addr};
 use ipnet::IpNet;
 
 use super::Setting;
-use crate::limit::{ConfigError, Key};
+use crate::error::ConfigError;
+use crate::limit::Key;
 
-/// As it stands in Redis, or as what it is made of.
+/// As in Redis, or as the value it is made of.
 impl Setting for Key {
     const EXPECTED: &'static str = "a caller's key as it is, `ip:192.0.2.7`, `secret:` and an API key, \
                                     or `~` and 32 digits as in Redis";
@@ -16,7 +17,7 @@ impl Setting for Key {
 }
 
 impl Key {
-    /// As it is read again.
+    /// The text that reads back as this key.
     ///
     /// # Errors
     ///
@@ -51,7 +52,7 @@ fn read(text: &str) -> Option<Key> {
     }
 }
 
-/// Whether a name is meant as another kind of key: nobody is called so.
+/// Whether a name is meant as another kind of key.
 fn is_of_another_kind(name: &str) -> bool {
     let name = name.trim().to_ascii_lowercase();
     let marked = ["ip:", "secret:", "route:", "~"].iter().any(|mark| name.starts_with(mark));

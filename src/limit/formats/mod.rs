@@ -1,4 +1,4 @@
-//! Feature `serde`: what a file or the environment says.
+//! Feature `serde`: settings from a file or the environment.
 
 mod key;
 mod policies;
@@ -14,11 +14,12 @@ use serde::de::{
 };
 use serde::ser::Serializer;
 
-use crate::limit::{ConfigError, Kind, Quota, Strategy, duration};
+use crate::error::ConfigError;
+use crate::limit::{Kind, Quota, Strategy, duration};
 
 /// A value that is read from text, so that an environment variable can hold it.
 ///
-/// serde's own choice between text and tables, `untagged`, forgets the line of an error and what is wrong there.
+/// serde's own choice between text and tables, `untagged`, loses the line and the cause of an error.
 pub(crate) trait Setting: Sized {
     /// What it looks like.
     const EXPECTED: &'static str;
@@ -38,7 +39,7 @@ pub(crate) trait Setting: Sized {
     }
 }
 
-/// Reads a setting of this name, for errors to tell. The name is empty if the setting stands alone.
+/// Reads a setting; its name is for errors, and is empty if the setting stands alone.
 pub(crate) struct Field<T>(&'static str, PhantomData<T>);
 
 impl<T> Field<T> {
@@ -107,7 +108,7 @@ macro_rules! text {
             const EXPECTED: &'static str = $expected;
             const LIST: &'static str = concat!("a list, each ", $expected);
 
-            fn read(text: &str) -> Result<Self, $crate::limit::ConfigError> {
+            fn read(text: &str) -> Result<Self, $crate::error::ConfigError> {
                 text.parse()
             }
         }
@@ -132,8 +133,9 @@ impl Setting for Duration {
     const EXPECTED: &'static str = "a duration such as `250ms`";
 
     fn read(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |problem| ConfigError::DurationSyntax { text: text.chars().take(80).collect(), problem };
-        duration::parse(text).map_err(wrong)
+        duration::parse(text).map_err(|problem| {
+            ConfigError::invalid("duration", text, format_args!("{problem}; write it like `250ms`, `2s` or `15m`"))
+        })
     }
 }
 
@@ -141,7 +143,7 @@ pub(crate) fn write_duration<S: Serializer>(duration: &Duration, serializer: S) 
     serializer.collect_str(&duration::Text(*duration))
 }
 
-/// Text is taken as it is: what is wrong with it is found where it is used.
+/// Text is taken as it is, and checked where it is used.
 impl Setting for String {
     const EXPECTED: &'static str = "text";
 
@@ -157,7 +159,7 @@ macro_rules! numbers {
             const ANY: bool = true;
 
             fn read(text: &str) -> Result<Self, ConfigError> {
-                text.trim().parse().map_err(|_| ConfigError::choice("number that fits", text, $expected))
+                text.trim().parse().map_err(|_| ConfigError::choice("number", text, $expected))
             }
         })+
     };

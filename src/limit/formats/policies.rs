@@ -2,7 +2,9 @@ use serde::de::{Deserialize, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
 use super::{Field, Setting, deserialize};
-use crate::limit::{ConfigError, Kind, Policies, Policy, Quota};
+use crate::error::ConfigError;
+use crate::limit::policy::check_name;
+use crate::limit::{Kind, Policies, Policy, Quota};
 
 /// How a policy is written.
 #[derive(serde::Serialize, serde::Deserialize)]
@@ -24,11 +26,10 @@ impl Serialize for Policy {
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let Table { name, strategy, quota } = Table::deserialize(deserializer)?;
-        Self::of_kind(&name, strategy, quota).map_err(|error| match error {
-            ConfigError::PolicyName(_) => D::Error::custom(error),
-            // The place that a format tells may be that of the whole list.
-            _ => D::Error::custom(format_args!("policy {name:?}: {error}")),
-        })
+        check_name(&name).map_err(D::Error::custom)?;
+        // The place that a format reports may be that of the whole list.
+        let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));
+        Self::of_kind(&name, strategy, quota).map_err(located)
     }
 }
 

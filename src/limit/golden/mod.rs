@@ -6,9 +6,7 @@ mod windows;
 
 use std::time::Duration;
 
-use super::{
-    Align, Check, ConfigError, Decision, Key, Outcome, Policies, Policy, Quota, Refill, Source, State, Strategy,
-};
+use super::{Align, Check, Decision, Key, Outcome, Policies, Policy, Quota, Refill, Source, State, Strategy};
 
 const MS: i64 = 1_000;
 const S: i64 = 1_000_000;

@@ -1,26 +1,27 @@
 use super::{Frees, Params, Strategy};
-use crate::limit::{Charged, ConfigError, Quota};
+use crate::error::ConfigError;
+use crate::limit::{Charged, Quota};
 
 /// The Rust half of a twin: a state as it is stored, with the functions of its Lua half.
 ///
 /// Times are microseconds since the Unix epoch, durations microseconds, and costs whole numbers. A check loads the
-/// state, reckons with what is registers, and saves it only if something was charged.
+/// state into registers, computes with these, and saves them only if something was charged.
 pub(crate) trait Algorithm: Default {
-    /// How what was charged comes free again.
+    /// How what was charged is freed again.
     fn frees(strategy: Strategy) -> Frees;
     /// Completes the numbers of a policy.
     ///
     /// # Errors
     ///
-    /// That the strategy cannot have its parameter, or the quota.
+    /// If the strategy cannot have this parameter or quota.
     fn adapt(_: Strategy, _: &mut Params, _: Quota) -> Result<(), ConfigError> {
         Ok(())
     }
-    /// The parameter of the strategy as text, unless it goes without saying.
+    /// The parameter of the strategy as text, unless it is the default.
     fn parameter(_: Strategy) -> Option<String> {
         None
     }
-    /// The strategy with the parameter that the text says, in or out of bounds.
+    /// The strategy with this parameter, in or out of bounds.
     ///
     /// # Errors
     ///
@@ -42,13 +43,13 @@ pub(crate) trait Algorithm: Default {
     /// Counts `cost`, whether there is room or not.
     fn charge(&mut self, params: &Params, now: i64, cost: i64, registers: Registers) -> Registers;
     /// Refunds up to `cost` of a charge, so that from then on there is never more room than if only the rest of it had
-    /// been charged. And at least how much that makes of what counts now; if it is 0, nothing has changed.
+    /// been charged. Returns the amount actually refunded, as a lower bound; if it is 0, nothing has changed.
     fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, registers: Registers) -> Refunded;
     /// How long until the state is as if nothing had been charged.
     fn reset_after(params: &Params, now: i64, registers: Registers) -> i64;
     /// Stores a state in which `cost` was charged.
     fn save(&mut self, params: &Params, now: i64, cost: i64, registers: Registers);
-    /// The state of a caller whom another store has counted so far. It counts at least as much as that store did.
+    /// The state of a caller that another store has counted so far. It counts at least as much as that store did.
     fn resume(params: &Params, now: i64, followed: Snapshot) -> Self;
 }
 
@@ -64,7 +65,7 @@ pub(crate) struct Snapshot {
 /// A state while it is decided on: up to three numbers, as the Lua halves pass them.
 pub(crate) type Registers = [i64; 3];
 
-/// A state after a refund, and at least how much less that makes of what counts now.
+/// A state after a refund, and a lower bound of the amount actually refunded.
 pub(crate) type Refunded = (Registers, i64);
 
 /// A state that need not be saved.

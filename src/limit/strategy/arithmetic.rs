@@ -1,4 +1,4 @@
-//! What the strategies reckon with alike.
+//! Shared arithmetic of the strategies.
 
 use super::Params;
 use crate::limit::Charged;
@@ -57,7 +57,7 @@ pub(super) fn late(params: &Params, count: i64, start: i64, last: i64, border: i
     share(count, last - border + 1, last - start + 1)
 }
 
-/// The part `x / d` of a number, rounded up. In doubles, where Lua and Rust are off alike.
+/// The part `x / d` of a number, rounded up. In doubles, whose rounding is the same in Lua and Rust.
 fn share(number: i64, x: i64, d: i64) -> i64 {
     (x as f64 / d as f64 * number as f64).ceil() as i64
 }

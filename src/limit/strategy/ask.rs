@@ -4,19 +4,19 @@ use crate::limit::charged::Charged;
 use crate::limit::mode::Mode;
 use crate::limit::verdict::Verdict;
 
-/// What each policy is asked.
+/// The parameters of a check for each policy.
 #[derive(Clone, Copy)]
 pub(in crate::limit) struct Ask {
     pub(in crate::limit) mode: Mode,
     pub(in crate::limit) cost: i64,
-    /// Within how many microseconds a take ahead has to be due.
+    /// The longest wait of a take ahead, in microseconds.
     pub(in crate::limit) within: i64,
     /// The charge of which a part is refunded.
     pub(in crate::limit) of: Charged,
     pub(in crate::limit) now: i64,
 }
 
-/// What a policy answers, if it is alone.
+/// The answer of a policy by itself.
 pub(in crate::limit) struct Preview {
     /// The state as it is now.
     pub(in crate::limit) registers: Registers,
@@ -54,9 +54,9 @@ impl Ask {
 
     /// Decides, and charges the state: the verdict, and how much was charged.
     ///
-    /// A check charges all its policies alike, so each at most `max`, the least that any of them grants: of an `up_to(5)`
-    /// under policies with room for 3 and for 9, both are charged 3. But each refunds, or forgets, what it has itself. A
-    /// `max` below 0 is of a check that another policy denies.
+    /// A check charges all its policies the same, so each at most `max`, the least that any of them grants: of an
+    /// `up_to(5)` under policies with room for 3 and for 9, both are charged 3. But each refunds, or forgets, what it
+    /// has itself. A `max` below 0 is of a check that another policy denies.
     pub(in crate::limit) fn decide<T: Algorithm>(&self, state: &mut T, params: &Params, max: i64) -> (Verdict, i64) {
         let &Self { mode, now, .. } = self;
         let Preview { mut registers, dirty, mut room, needs, grants, .. } = self.preview(state, params);

@@ -11,20 +11,22 @@
 //! **Source.** redis_rate v6 (slots of the clock); Istio's redisquota `FIXED_WINDOW` (from the first hit).
 //!
 //! **Two quotas under one name.** A window that one of them began is a window of both, and lasts at least a period of
-//! who asks: from its beginning for one period, and on the clock from there to the next border. Say that one quota
-//! begins windows at every full minute, the other at half past, and the caller's began at 12:00:00. The first lets it
-//! end at 12:01:00, the second at 12:01:30; whoever is asked first after its end begins the next. If each ended it at
-//! borders of its own, the caller would have the limit twice a minute.
+//! the quota that checks: from its beginning for one period, and on the clock from there to the next border. Say that
+//! one quota begins windows at every full minute, the other at half past, and the caller's began at 12:00:00. The first
+//! lets it end at 12:01:00, the second at 12:01:30; the first that checks after its end begins the next. If each ended
+//! it at its own borders, the caller would have the limit twice a minute.
 //!
-//! A window that another quota prolongs may go on where one of who asks has ended. Of what was granted in it, the part
-//! after that end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
+//! A window that another quota prolongs may continue after one of the checking quota has ended. Of what was granted in
+//! it, the part after that end counts in the next window: as if all had come evenly, and all of it if it went on for a
+//! period more.
 
 use std::time::Duration;
 
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::arithmetic::late;
 use super::{Frees, Params, Snapshot, Strategy};
-use crate::limit::{Charged, ConfigError, Quota, duration};
+use crate::error::ConfigError;
+use crate::limit::{Charged, Quota, duration};
 
 /// Where fixed windows begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -85,7 +87,7 @@ impl Algorithm for State {
             None if text == "first-hit" => Align::FirstHit,
             None if text == "clock" => Align::default(),
             Some((clock, offset)) if clock.trim_end() == "clock" => Align::Clock { offset: duration::parse(offset)? },
-            _ => return Err("its alignment is none of `clock`, `clock+22h` and `first-hit`"),
+            _ => return Err("its alignment is not one of `clock`, `clock+22h` and `first-hit`"),
         };
         Ok(Strategy::FixedWindow(align))
     }

@@ -11,8 +11,8 @@
 //! **Source.** Turner, "New directions in communications" (1986); the funnel of redis tutorials (capacity, leaking
 //! rate).
 //!
-//! **Two quotas under one name.** They share the level, in units, and it leaks at the rate of who asks since it was filled
-//! last.
+//! **Two quotas under one name.** They share the level, in units, and each leaks it at its own rate since the last
+//! charge.
 
 pub(crate) type State = super::meter::Meter<false>;
 

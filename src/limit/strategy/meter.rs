@@ -1,7 +1,8 @@
 //! A meter: what is charged fills it, and it drains at the rate of the quota.
 //!
-//! [`LeakyBucket`](super::Strategy::LeakyBucket) and [`Gcra`](super::Strategy::Gcra) are two ways to say this. The level of
-//! the bucket is the backlog of GCRA: how far its theoretical arrival time is ahead of now. Each has counts of its own.
+//! [`LeakyBucket`](super::Strategy::LeakyBucket) and [`Gcra`](super::Strategy::Gcra) are two ways to say this. The
+//! level of the bucket is the backlog of GCRA: how far its theoretical arrival time is ahead of now. Each has its own
+//! counts.
 
 use super::algorithm::{Algorithm, Refunded, Registers};
 use super::arithmetic::{div_ceil, drained, kept};

@@ -1,9 +1,9 @@
 //! The strategies: a pair of twins for each variant of [`Strategy`].
 //!
-//! A twin is one strategy written twice, in Lua for Redis (`lua/<strategy>.lua`) and in Rust (here). Both have the
-//! same functions with the same operations in the same order, on whole numbers below 2^53, so that they agree bit
-//! for bit. The Rust twin decides in the local store, is the reference for the Lua one in the tests, and is where
-//! a strategy is explained, with all that the rest of the crate asks of it: see [`Algorithm`](algorithm::Algorithm).
+//! A twin is one strategy written twice, in Lua for Redis (`lua/<strategy>.lua`) and in Rust (here). Both have the same
+//! functions with the same operations in the same order, on whole numbers below 2^53, so that they agree bit for bit.
+//! The Rust twin decides in the local store, is the reference for the Lua one in the tests, and is where a strategy is
+//! explained, with all that the rest of the crate needs from it: see [`Algorithm`](algorithm::Algorithm).
 //!
 //! To add one: its Lua file, its Rust twin, and here its module, its variant and its entry in the list.
 
@@ -36,14 +36,15 @@ pub(super) use params::Params;
 
 use std::time::Duration;
 
-use super::{ConfigError, Quota};
+use super::Quota;
+use crate::error::ConfigError;
 
 /// Calls a macro with the list: one entry for each strategy, in the order of its variants. An entry has
 /// - the variant of `Strategy`,
 /// - the name of both halves: the module here, and the file in `lua`,
 /// - its name as text,
 /// - the letter in Redis keys, and the number in a script's arguments,
-/// - one of each of its kinds, for `Strategy::ALL`. The first is what its name alone says.
+/// - one of each of its kinds, for `Strategy::ALL`. The first is the default.
 macro_rules! strategies {
     ($with:ident) => {
         $with! {

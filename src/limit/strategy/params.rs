@@ -1,7 +1,8 @@
 use super::Frees;
-use crate::limit::{ConfigError, Kind, Quota};
+use crate::error::ConfigError;
+use crate::limit::{Kind, Quota};
 
-/// A policy in the numbers that the twins reckon with. Everything stays below 2^53, so that Lua's doubles are exact.
+/// A policy in the numbers that both halves compute with. Everything stays below 2^53, so that Lua's doubles are exact.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Params {
     /// The largest cost that a fresh caller can pay.
@@ -23,7 +24,7 @@ pub(crate) struct Params {
     pub(crate) frees: Frees,
 }
 
-/// A full debt, twice the capacity, has at most as many ticks.
+/// The most ticks of a full debt, which is twice the capacity.
 const MAX_TICKS: i64 = 1 << 52;
 
 /// A unit has at least as many ticks, so that another quota takes over a part of one exactly enough. With the highest
@@ -34,7 +35,11 @@ impl Params {
     pub(in crate::limit) fn new(kind: Kind, quota: Quota) -> Result<Self, ConfigError> {
         let (capacity, frees) = (quota.capacity(), kind.frees());
         if capacity != quota.limit() && !frees.has_burst() {
-            return Err(ConfigError::BurstOfWindow { burst: capacity, limit: quota.limit() });
+            return Err(ConfigError::new(format!(
+                "a burst of {capacity} on a window of {}: leave the burst out, since it is the limit, or choose a strategy \
+                 that has one, such as GCRA",
+                quota.limit()
+            )));
         }
         let period = quota.period().as_micros();
         let (ticks, interval) = match frees {

@@ -13,11 +13,12 @@
 //! **Source.** Cloudflare, "How we built rate limiting capable of scaling to millions of domains" (2017).
 //!
 //! **Two quotas under one name.** They share the caller's windows: the first begins on the clock, and each next one
-//! when a period of who asks has gone by. If each kept windows of its own, 60 s and 61 s would both take what the other
+//! when the checking quota's period is over. If each kept its own windows, 60 s and 61 s would both take what the other
 //! has counted for the window before, and the caller would have the limit twice a minute.
 //!
-//! A window of a longer period may go on where one of who asks has ended. Of what was granted in it, the part after that
-//! end counts in the next window: as if all had come evenly, and all of it if it went on for a period more.
+//! A window of a longer period may continue after that of the checking quota has ended. Of what was granted in it, the
+//! part after that end counts in the next window: as if all had come evenly, and all of it if it went on for a period
+//! more.
 
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::arithmetic::late;

@@ -19,7 +19,8 @@
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::charges::Charges;
 use super::{Frees, Params, Snapshot, Strategy};
-use crate::limit::{Charged, ConfigError, Quota};
+use crate::error::ConfigError;
+use crate::limit::{Charged, Quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -40,7 +41,13 @@ impl Algorithm for State {
     }
 
     fn adapt(_: Strategy, _: &mut Params, quota: Quota) -> Result<(), ConfigError> {
-        if quota.limit() > MAX { Err(ConfigError::LogTooLong(quota.limit())) } else { Ok(()) }
+        let limit = quota.limit();
+        if limit <= MAX {
+            return Ok(());
+        }
+        Err(ConfigError::new(format!(
+            "a limit of {limit} for a sliding log, which keeps every charge: write at most {MAX}, or choose a sliding window"
+        )))
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {

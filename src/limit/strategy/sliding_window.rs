@@ -19,7 +19,8 @@
 use super::algorithm::{Algorithm, Refunded, Registers, clean};
 use super::charges::Charges;
 use super::{Frees, Params, Snapshot, Strategy};
-use crate::limit::{Charged, ConfigError, Quota, duration, quota};
+use crate::error::ConfigError;
+use crate::limit::{Charged, Quota, duration, quota};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
@@ -45,7 +46,9 @@ impl Algorithm for State {
                 params.width = (params.period as u64).div_ceil(cells.into()) as i64;
                 Ok(())
             }
-            Strategy::SlidingWindow { cells } => Err(ConfigError::Cells(cells)),
+            Strategy::SlidingWindow { cells } => {
+                Err(ConfigError::new(format!("a sliding window of {cells} cells: cut it into 1 to 1000")))
+            }
             _ => Ok(()),
         }
     }
@@ -59,7 +62,7 @@ impl Algorithm for State {
     fn with_parameter(text: &str) -> Result<Strategy, &'static str> {
         let (digits, unit) = duration::split(text);
         let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
-        let cells = cells.ok_or("its parameter is no number of cells, such as `10 cells`")?;
+        let cells = cells.ok_or("its parameter is not a number of cells, such as `10 cells`")?;
         // One that does not fit is too large in any case.
         Ok(Strategy::SlidingWindow { cells: u16::try_from(cells).unwrap_or(u16::MAX) })
     }

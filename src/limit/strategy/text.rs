@@ -4,7 +4,8 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::{Params, Strategy};
-use crate::limit::{ConfigError, Quota};
+use crate::error::ConfigError;
+use crate::limit::Quota;
 
 impl fmt::Display for Strategy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -20,10 +21,12 @@ impl FromStr for Strategy {
 
     /// # Errors
     ///
-    /// [`ConfigError::StrategySyntax`] for text of another form, [`ConfigError::Cells`] for a sliding window of too few or
-    /// too many cells.
+    /// For text of another form, and for a sliding window of too few or too many cells.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let wrong = |problem| ConfigError::StrategySyntax { text: text.chars().take(80).collect(), problem };
+        let wrong = |problem| {
+            let all = Self::ALL.iter().map(|strategy| format!("`{strategy}`, ")).collect::<String>();
+            ConfigError::invalid("strategy", text, format_args!("{problem}; write {all}or in a policy `in-flight`"))
+        };
         let (name, parameter) = match text.trim().split_once('(') {
             None => (text.trim(), None),
             Some((name, rest)) => {
@@ -32,7 +35,7 @@ impl FromStr for Strategy {
             }
         };
         let mut all = Self::ALL.iter().copied();
-        let named = all.find(|strategy| strategy.name() == name).ok_or_else(|| wrong("there is none of this name"))?;
+        let named = all.find(|strategy| strategy.name() == name).ok_or_else(|| wrong("no strategy has this name"))?;
         let strategy = parameter.map_or(Ok(named), |parameter| named.with_parameter(parameter)).map_err(wrong)?;
         // Finds what is out of bounds.
         Params::new(strategy.into(), Quota::per_second(1)).map(|_| strategy)
@@ -94,21 +97,21 @@ mod tests {
     #[test]
     fn errors_name_what_was_wrong() {
         for (text, part) in [
-            ("", "none of this name"),
-            ("GCRA", "none of this name"),
-            ("fixed_window", "none of this name"),
+            ("", "no strategy has this name"),
+            ("GCRA", "no strategy has this name"),
+            ("fixed_window", "no strategy has this name"),
             ("gcra(2)", "has no parameter"),
             ("gcra()", "has no parameter"),
-            ("in-flight", "none of this name"),
+            ("in-flight", "no strategy has this name"),
             ("gcra(", "no `)`"),
             ("token-bucket(interval) x", "no `)`"),
             ("token-bucket(eager)", "neither `greedy` nor `interval`"),
-            ("fixed-window(60)", "none of `clock`, `clock+22h` and `first-hit`"),
-            ("fixed-window(clock-2h)", "none of `clock`, `clock+22h` and `first-hit`"),
+            ("fixed-window(60)", "not one of `clock`, `clock+22h` and `first-hit`"),
+            ("fixed-window(clock-2h)", "not one of `clock`, `clock+22h` and `first-hit`"),
             ("fixed-window(clock+2)", "the duration has no unit"),
-            ("sliding-window(60)", "no number of cells, such as `10 cells`"),
-            ("sliding-window(60s)", "no number of cells, such as `10 cells`"),
-            ("sliding-window()", "no number of cells, such as `10 cells`"),
+            ("sliding-window(60)", "not a number of cells, such as `10 cells`"),
+            ("sliding-window(60s)", "not a number of cells, such as `10 cells`"),
+            ("sliding-window()", "not a number of cells, such as `10 cells`"),
             ("sliding-window(0 cells)", "0 cells: cut it into 1 to 1000"),
             ("sliding-window(1001 cells)", "1001 cells: cut it into 1 to 1000"),
             ("sliding-window(100000 cells)", "cut it into 1 to 1000"),

@@ -5,10 +5,10 @@ use super::BoxError;
 use crate::middleware::rate_limit::AsIs;
 use crate::settle::Settlement;
 
-/// Until when a [`CallLimitLayer`](crate::CallLimitLayer) holds what a call has taken, whose responses are `Res`: [`AsIs`]
-/// or [`UntilAnswer`].
+/// How long a [`CallLimitLayer`](crate::CallLimitLayer) with responses `Res` holds what a call has taken: [`AsIs`] or
+/// [`UntilAnswer`].
 pub trait CallEnding<Res>: sealed::CallEnding {
-    /// What becomes of what a call has reserved.
+    /// Settles what a call has reserved.
     #[doc(hidden)]
     fn settlement(&self, answer: &Result<Res, BoxError>) -> Option<Settlement>;
 }
@@ -17,7 +17,7 @@ mod sealed {
     pub trait CallEnding: Clone + Send + Sync + 'static {}
 }
 
-/// What a call has taken is held until it is answered. Then it is settled.
+/// Settles what a call has taken when it is answered.
 ///
 /// [`CallLimitLayer::settle`](crate::CallLimitLayer::settle) makes such layers.
 pub struct UntilAnswer<Res> {

@@ -52,7 +52,7 @@ pin_project! {
     }
 }
 
-/// What waits for the decision: the service, and the request.
+/// The service and the request, which wait for the decision.
 struct Call<T, S, R, E> {
     config: Arc<Config<S, R, E>>,
     inner: T,

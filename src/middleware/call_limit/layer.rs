@@ -12,11 +12,11 @@ use crate::observe::Observer;
 use crate::settle::Settlement;
 use crate::store::Store;
 
-/// Limits the rate of calls of any tower service, whatever its requests are: jobs of a queue, commands, requests of a
-/// client. One check per request, and the inner service is called only after a yes.
+/// Limits the rate of calls of any tower service: jobs of a queue, commands, requests of a client. One check per
+/// request, and the inner service is called only if it passes.
 ///
-/// It is [`RateLimitLayer`](crate::RateLimitLayer) for what is not HTTP's: a closure says what a request is counted by,
-/// and a call that is denied fails.
+/// It is the [`RateLimitLayer`](crate::RateLimitLayer) for requests other than HTTP's: a closure returns the key of a
+/// request, and a denied call fails.
 ///
 /// ```
 /// use tower::{ServiceBuilder, ServiceExt};
@@ -49,24 +49,23 @@ use crate::store::Store;
 /// # }
 /// ```
 ///
-/// A closure needs the type of its argument, as `&Job` above. A [`KeyExtractor`] or a [`PolicySelector`] of one's own
-/// is an `impl KeyExtractor<Job> for ..`. [`Global`](crate::extract::Global), tuples, and what gives the same policies
-/// for every request are for all types.
+/// A closure needs the type of its argument, as `&Job` above. Your own [`KeyExtractor`] or [`PolicySelector`] is an
+/// `impl KeyExtractor<Job> for ..`. [`Global`](crate::extract::Global), tuples, and fixed policies work for all types.
 ///
 /// # Errors of a call
 ///
-/// They are boxed, as those of tower's own layers:
+/// They are boxed, like those of tower's own layers:
 /// - [`RateLimited`](crate::check::RateLimited) for a call that is denied.
 /// - [`StoreError`](crate::store::StoreError) if the store could not decide, unless [`on_error`](Self::on_error) lets
 ///   it pass.
 /// - [`MissingKey`](crate::extract::MissingKey) for a request that has no key, unless
 ///   [`on_missing_key`](Self::on_missing_key) lets it pass.
-/// - What the inner service fails with, in a box as well.
+/// - The error of the inner service, boxed as well.
 ///
-/// What is [in flight](crate::Policy::in_flight) is so until the service has answered, or the call is dropped. What a
-/// call costs may depend on the answer: see [`settle`](Self::settle).
+/// A request is [in flight](crate::Policy::in_flight) until the service has answered, or the call is dropped. The cost
+/// of a call may depend on the answer: see [`settle`](Self::settle).
 ///
-/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that is given up before the decision is not
+/// Under tower's `Retry`, each attempt is counted. In a `Timeout`, a call that times out before the decision is not
 /// made.
 pub struct CallLimitLayer<S, K, R, E = AsIs> {
     settings: Settings<K, Config<S, R, E>>,
@@ -100,15 +99,14 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         self.cost_under(move |request, _| cost(request))
     }
 
-    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its
-    /// place.
+    /// Sets what a request costs under its policies. Replaces [`cost`](Self::cost).
     #[must_use]
     pub fn cost_under(self, cost: impl Fn(&R, &Policies) -> u32 + Send + Sync + 'static) -> Self {
         self.change(|gate| gate.cost = Some(Arc::new(cost)))
     }
 
-    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a
-    /// [`Wait`] says. Defaults to no wait. See [`RateLimitLayer::wait`](crate::RateLimitLayer::wait).
+    /// Lets a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or by a
+    /// [`Wait`]. Defaults to no wait. See [`RateLimitLayer::wait`](crate::RateLimitLayer::wait).
     #[must_use]
     pub fn wait(self, wait: impl Into<Wait>) -> Self
     where
@@ -123,24 +121,25 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         self.change(|gate| gate.skip = Some(Arc::new(skip)))
     }
 
-    /// Decides and charges as usual, and rejects nothing: to see what a limit would do before it does.
+    /// Decides and charges as usual, but rejects nothing: to see the effect of a limit before it is enforced.
     ///
-    /// The observer is told each decision. A request without a key, or one that the store cannot decide, passes. The
-    /// check is made beside the inner call, and only an answer that is later than that of the call keeps it waiting.
+    /// The observer is notified of each decision. A request without a key, or one that the store cannot decide, passes.
+    /// The check runs in parallel to the inner call, which waits for it if it takes longer.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|gate| gate.dry_run = true)
     }
 
-    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for
-    /// these alone. May be called again for more. See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
+    /// Adds policies that reject nothing to those that do, like a [`dry_run`](Self::dry_run) of these alone. May be
+    /// called again for more. See [`RateLimitLayer::shadow`](crate::RateLimitLayer::shadow).
     #[must_use]
     pub fn shadow(self, policies: impl PolicySelector<R>) -> Self {
         self.change(|gate| gate.shadows.push(Selector::new(policies)))
     }
 
-    /// Sets what becomes of what a call has taken when it is answered: the cost is then a reservation, which
-    /// `rule` settles by the response or the error. A call that is dropped before keeps what it has reserved. See [`RateLimitLayer::settle`](crate::RateLimitLayer::settle).
+    /// Settles calls by their results: the cost is then a reservation, which `rule` settles by the response or the
+    /// error. A call that is dropped before keeps what it has reserved. See
+    /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle).
     ///
     /// Only failures count:
     ///
@@ -178,25 +177,25 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         })
     }
 
-    /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails
+    /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`]: the call fails
     /// with the store's [`StoreError`](crate::store::StoreError).
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
         self.change(|gate| gate.on_error = on_error)
     }
 
-    /// Sets what becomes of a request that has no key. One whose key is
-    /// [malformed](crate::extract::MissingKey::malformed), or can never be found since the program is
-    /// [misconfigured](crate::extract::MissingKey::misconfigured), fails all the same. Defaults to
-    /// [`OnMissingKey::Reject`]: the call fails with the [`MissingKey`](crate::extract::MissingKey).
+    /// Sets what happens to a request without a key. One whose key is
+    /// [malformed](crate::extract::MissingKey::malformed), or missing since the program is
+    /// [misconfigured](crate::extract::MissingKey::misconfigured), always fails. Defaults to [`OnMissingKey::Reject`]:
+    /// the call fails with the [`MissingKey`](crate::extract::MissingKey).
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|gate| gate.on_missing_key = on_missing_key)
     }
 
-    /// Sets who is told of every decision, of what no store could decide, and of a program that is misconfigured; and
-    /// of what happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a
-    /// misconfigured program the log is told, with the feature `tracing`.
+    /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured program; and of
+    /// the store, if that has none yet. Defaults to none; a misconfigured program is logged in any case, with the
+    /// feature `tracing`.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where

@@ -1,4 +1,4 @@
-//! Any other tower service, whose requests are not HTTP's. [`CallLimitLayer`] tells the story.
+//! Any tower service with other requests than HTTP's: see [`CallLimitLayer`].
 
 mod ending;
 mod future;
@@ -10,5 +10,5 @@ pub use future::CallFuture;
 pub use layer::CallLimitLayer;
 pub use service::CallLimit;
 
-/// As tower's: what a call fails with is one of several errors.
+/// Like tower's: one of several errors.
 type BoxError = Box<dyn std::error::Error + Send + Sync>;

@@ -57,12 +57,12 @@ impl<T, S, K, R, E> CallLimit<T, S, K, R, E> {
         &self.inner
     }
 
-    /// The inner service. A request that it is called with from here is not counted.
+    /// The inner service. Requests sent to it directly are not counted.
     pub fn get_mut(&mut self) -> &mut T {
         &mut self.inner
     }
 
-    /// Gives the inner service back.
+    /// Returns the inner service.
     pub fn into_inner(self) -> T {
         self.inner
     }

@@ -1,30 +1,29 @@
 use http::request::Parts;
 use http::{HeaderName, HeaderValue};
 
+use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::{ConfigError, Key};
+use crate::limit::Key;
 
 /// Counts by the value of a header, such as an API key.
 ///
-/// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps those that are none.
+/// Values are hashed, since headers carry secrets; [`readable`](Self::readable) keeps values that are not secret.
 ///
-/// Blanks around a value are none of it, whatever HTTP's version. A request without the header, or with a blank one, is
-/// one [without a key](crate::reject::OnMissingKey), which is told the name of the header: "the header x-api-key is
-/// missing". With a [`challenge`](Self::challenge) it is asked to authenticate. One that has the header more than once
-/// is rejected, whatever [`OnMissingKey`](crate::reject::OnMissingKey) says. One of the values may be of the client's
-/// choice, beside one that a proxy has added: to count by it, or by all of them, would give the client a new key
-/// whenever it likes.
+/// Blanks around a value are ignored. A request without the header, or with a blank one, is one [without a
+/// key](crate::reject::OnMissingKey), and the response names the header: "the header x-api-key is missing". With a
+/// [`challenge`](Self::challenge) it asks the client to authenticate. A request with the header more than once is
+/// rejected, whatever [`OnMissingKey`](crate::reject::OnMissingKey) is: the client may have chosen one of the values,
+/// beside one that a proxy has added, and could get a new key at any time.
 ///
-/// The header must be one that something in front has verified: a client that may send any value has a new count for
-/// each.
+/// Use a header that is verified in front of the layer: a client that may send any value gets a new count for each.
 ///
-/// What a client can spell in many ways is no good key, for each spelling is counted by itself:
-/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer x` are one credential and three values. Count by the user whom
-///   your authentication has found.
+/// Do not use a header with several spellings of the same value, since each is counted separately:
+/// - `Authorization`: `Bearer x`, `bearer x` and `Bearer x` are one credential and three values. Count by the
+///   authenticated user.
 /// - `X-Forwarded-For` and `Forwarded`, **never**: proxies append to what the client has sent, so the client chooses
-///   the value as a whole, and can have a new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the
-///   part that your proxies wrote. It is for headers with one address too, such as `X-Real-IP`: here, a client that
-///   gets around the proxy chooses its key, and each address of an IPv6 network has a count of its own.
+///   the whole value, and can get a new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part
+///   that your proxies wrote. Use it for headers with one address too, such as `X-Real-IP`: here, a client that
+///   bypasses the proxy chooses its key, and each address of an IPv6 network has a separate count.
 /// - `Cookie`: clients may send it in several lines, and it holds more than the session.
 ///
 /// ```
@@ -42,15 +41,13 @@ pub struct HeaderKey {
 }
 
 impl HeaderKey {
-    /// The header of this name: a text in any case, or a [`HeaderName`].
+    /// Counts by the header of this name: a text in any case, or a [`HeaderName`].
     ///
     /// # Errors
     ///
-    /// [`ConfigError::HeaderName`] for a text that no header can have as its name, such as `"api key"`.
+    /// For a text that cannot be the name of a header, such as `"api key"`.
     pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
-        let name = name.as_ref();
-        let wrong = |_| ConfigError::HeaderName(name.chars().take(80).collect());
-        Ok(Self { name: name.parse().map_err(wrong)?, secret: true, challenge: None })
+        Ok(Self { name: header_name(name.as_ref())?, secret: true, challenge: None })
     }
 
     /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
@@ -60,12 +57,11 @@ impl HeaderKey {
         self
     }
 
-    /// Tells a client that sends no value to authenticate: over HTTP a 401 with this
-    /// `WWW-Authenticate` in place of a 400, over gRPC `UNAUTHENTICATED` in place of `INVALID_ARGUMENT`. Defaults to
-    /// none.
+    /// Asks a client that sends no value to authenticate: over HTTP a 401 with this `WWW-Authenticate` instead of a
+    /// 400, over gRPC `UNAUTHENTICATED` instead of `INVALID_ARGUMENT`. Defaults to none.
     ///
-    /// It is a scheme, with parameters if that has any: `Bearer` for tokens. No registered scheme is for API keys in a
-    /// header of their own; many services write `ApiKey`.
+    /// It is a scheme, with parameters if that has any: `Bearer` for tokens. There is no registered scheme for API keys
+    /// in their own header; many services write `ApiKey`.
     ///
     /// ```
     /// use http::HeaderValue;
@@ -88,7 +84,7 @@ impl KeyExtractor for HeaderKey {
         // Over HTTP/2, blanks around a value are still there.
         let first = values.next().map(|value| value.as_bytes().trim_ascii());
         if values.next().is_some() {
-            return Err(MissingKey::malformed(format!("the header {name} is there more than once")));
+            return Err(MissingKey::malformed(format!("the header {name} appears more than once")));
         }
         match first {
             None => Err(MissingKey::header(name, self.challenge.as_ref())),
@@ -103,6 +99,11 @@ impl KeyExtractor for HeaderKey {
             Some(value) => Ok(Key::new(value)),
         }
     }
+}
+
+pub(super) fn header_name(name: &str) -> Result<HeaderName, ConfigError> {
+    let fix = "use letters, digits and `-`, such as `x-real-ip`";
+    name.parse().map_err(|_| ConfigError::invalid("header name", name, fix))
 }
 
 #[cfg(test)]
@@ -155,7 +156,7 @@ mod tests {
             let parts = request.body(()).unwrap().into_parts().0;
             for extractor in [by(USER), by(USER).readable()] {
                 let problem = extractor.extract(&parts).unwrap_err();
-                assert_eq!(problem.to_string(), "the header x-user is there more than once", "{first:?}, {second:?}");
+                assert_eq!(problem.to_string(), "the header x-user appears more than once", "{first:?}, {second:?}");
                 assert!(!problem.is_absent() && !problem.is_misconfigured());
             }
         }
@@ -178,8 +179,9 @@ mod tests {
             assert_eq!(extractor.extract(&parts), Ok(Key::secret("alice")));
         }
         for name in ["", "x user", "x-user:", "x-us\u{e9}r", &"x".repeat(1 << 17)] {
-            let error = HeaderKey::new(name).unwrap_err();
-            assert_eq!(error, ConfigError::HeaderName(name.chars().take(80).collect()));
+            let error = HeaderKey::new(name).unwrap_err().to_string();
+            let name: String = name.chars().take(80).collect();
+            assert!(error.starts_with(&format!("{name:?} is not a valid header name: use")), "{error}");
         }
     }
 

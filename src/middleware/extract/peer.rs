@@ -1,4 +1,4 @@
-//! Who is at the other end of the connection, as the server has noted it in the request's extensions.
+//! The other end of the connection, as the server has recorded it in the request's extensions.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -6,18 +6,18 @@ use http::request::Parts;
 
 use crate::gate::MissingKey;
 
-/// Who is at the other end of the connection.
+/// The other end of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Peer {
     Address(IpAddr),
     /// A process of this machine. It has no address.
     Unix,
-    /// The server noted nothing, or nothing that we know.
+    /// The server recorded nothing, or nothing known here.
     Unknown,
 }
 
 impl Peer {
-    /// Of the connection, whatever the application knows better.
+    /// Of the connection, ignoring an address from the application.
     pub(super) fn of(request: &Parts) -> Self {
         let noted = request.extensions.get().map(|address: &SocketAddr| Self::Address(address.ip()));
         // Then the features, so that they add an address where there was none, and change none.
@@ -30,7 +30,7 @@ pub(super) fn explicit(request: &Parts) -> Option<IpAddr> {
     request.extensions.get().copied()
 }
 
-/// The server noted nothing.
+/// The server recorded nothing.
 pub(super) fn unknown() -> MissingKey {
     MissingKey::misconfigured(
         "the server did not note the address of the peer; \
@@ -55,7 +55,7 @@ fn axum(_: &Parts) -> Option<Peer> {
     None
 }
 
-/// The address that tonic's server notes, with its TLS or without.
+/// The address that tonic's server records, with or without TLS.
 #[cfg(feature = "tonic")]
 fn tonic(request: &Parts) -> Option<Peer> {
     let info = request.extensions.get::<tonic::transport::server::TcpConnectInfo>()?;

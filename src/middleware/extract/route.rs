@@ -27,15 +27,15 @@ use crate::limit::Key;
 /// # }
 /// ```
 ///
-/// Requests that match no route share one key, whatever their path: clients cannot make keys. Those are
+/// Requests that match no route share one key, whatever their path: clients cannot create keys. Those are
 /// - what a `fallback` answers, also that of a nested router,
-/// - what a service answers that stands there by `nest_service` or `fallback_service`, for axum tells no route of it;
-///   give each of these a layer of its own,
+/// - what a service answers that stands there by `nest_service` or `fallback_service`, since axum reports no route for
+///   it; give each of these its own layer,
 /// - all requests, if the layer is not on the `Router` (or on one nested in it, or on a route), but around it: there,
 ///   routes are matched only after the layer has decided.
 ///
 /// A route of a nested router is the whole one, such as `/api/users/{id}`. A method that a route does not have (405)
-/// counts for that route. Templates with parameters stand hashed in Redis.
+/// counts for that route. Templates with parameters are hashed in Redis.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedRoute;
 
@@ -47,9 +47,9 @@ impl KeyExtractor for MatchedRoute {
 
 /// Counts by method and [`MatchedRoute`], such as `POST /users/{id}`.
 ///
-/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended
-/// `CONNECT`, by which a WebSocket begins over HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count
-/// as one, and requests that match no route share one key for all methods: clients cannot make keys by either.
+/// `HEAD` counts as `GET`, whose handlers answer it, and so does an extended `CONNECT`, by which a WebSocket begins
+/// over HTTP/2. All methods that HTTP and `PATCH` (RFC 5789) do not define count as one, and requests that match no
+/// route share one key for all methods: clients cannot create keys by either.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MatchedEndpoint;
 

@@ -63,7 +63,7 @@ fn value(text: &[u8]) -> HeaderValue {
     HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must do (`t`). A request in
+/// `"api";r=9;t=54` for each policy: what remains (`r`), and for how many seconds that must last (`t`). A request in
 /// flight may end at any time.
 fn rate_limit(decision: &Decision) -> HeaderValue {
     let mut items = decision.verdicts().map(|(policy, verdict)| Item::new(policy, verdict));
@@ -128,7 +128,7 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
     lasts(policy, remaining).max(next)
 }
 
-/// How long the quota takes to give this much, in microseconds: `3/m` gives 2 in 40 s.
+/// How long the quota takes to grant this much, in microseconds: `3/m` gives 2 in 40 s.
 fn lasts(policy: &Policy, cost: u64) -> u64 {
     let (period, limit) = (policy.params().period.unsigned_abs(), u64::from(policy.quota().limit().max(1)));
     match period.checked_mul(cost) {
@@ -143,7 +143,7 @@ fn seconds(micros: u64) -> u64 {
     micros.div_ceil(1_000_000).max(1)
 }
 
-/// How many seconds a client is told to wait.
+/// How many seconds a client should wait.
 pub(in crate::middleware) fn retry_after(wait: Duration) -> u64 {
     seconds(wait.as_micros() as u64)
 }

@@ -4,8 +4,8 @@ use super::draft::number;
 use crate::limit::Decision;
 use crate::util::unix_time;
 
-/// Three header fields of one policy, for clients that are older than the `RateLimit` field: its limit, what remains of
-/// that, and when all of it will be there again.
+/// Three header fields of one policy, for clients older than the `RateLimit` field: its limit, what remains, and when
+/// the whole limit is available again.
 ///
 /// They look alike and mean different times. Choose the form that your clients read:
 ///
@@ -22,12 +22,12 @@ use crate::util::unix_time;
 /// - `Limit` is the [capacity](Decision::capacity) of the policy, so that no more remains than that: `50/s burst 100`
 ///   has 100.
 /// - `Remaining` is [what would pass now](Decision::remaining).
-/// - `Reset` is [when nothing is charged any more](Decision::reset_after). For a quota that refills little by little, part of it is there before: `Retry-After`
-///   tells a denied client when.
+/// - `Reset` is [when nothing is charged any more](Decision::reset_after). A quota that refills gradually has a part of
+///   it earlier: `Retry-After` tells a denied client when.
 ///
-/// The tightest policy tells: of several, the one that [decided](Decision::policy). Where layers wrap each other, the
-/// layer that denied, so that there is no legacy header if that one adds none; else the layer with the least remaining,
-/// and of two with as much, the one whose reset is later.
+/// The fields are of the tightest policy: the one that [decided](Decision::policy). Of nested layers, that of the layer
+/// that denied, so that there is no legacy header if that one adds none; otherwise the one with the least remaining,
+/// and of two equal ones, the one with the later reset.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LegacyHeaders {
@@ -57,7 +57,7 @@ impl LegacyHeaders {
         }
     }
 
-    /// Sets the fields, unless those that are there are tighter.
+    /// Sets the fields, unless existing ones are tighter.
     pub(super) fn set(self, headers: &mut HeaderMap, decision: &Decision) {
         let reset = decision.reset_after();
         let reset = match self {
@@ -79,7 +79,7 @@ impl LegacyHeaders {
     }
 }
 
-/// The number in a field. `None` also for other text, which no legacy header of ours has.
+/// The number in a field. `None` also for other text, which this crate does not write.
 fn told(headers: &HeaderMap, name: &HeaderName) -> Option<u64> {
     headers.get(name)?.to_str().ok()?.trim().parse().ok()
 }

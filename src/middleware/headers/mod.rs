@@ -13,8 +13,8 @@ pub use legacy::LegacyHeaders;
 
 use crate::limit::Decision;
 
-/// Which header fields tell a client of a decision: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`] for
-/// old clients, both or none.
+/// Which header fields report a decision to clients: the `RateLimit` fields of the IETF's draft, a [`LegacyHeaders`]
+/// for old clients, both or none.
 ///
 /// | setting | fields |
 /// |---|---|
@@ -23,13 +23,13 @@ use crate::limit::Decision;
 /// | `Headers::NONE.and(LegacyHeaders::GitHub)` | only the three |
 /// | `Headers::NONE` | none |
 ///
-/// A denial has `Retry-After` with any of them. What the fields say is explained in [the guide](crate::guide::answers).
+/// A denial has `Retry-After` with any of them. The fields are explained in [the guide](crate::guide::answers).
 ///
 /// With the feature `serde` it is a list, such as `["draft", "github"]`, of `draft` and one of `github`, `x-seconds`
-/// and `draft-6`. In an environment variable it is one text: `draft, github`. What is empty is none.
+/// and `draft-6`. In an environment variable it is one text: `draft, github`. An empty list is `Headers::NONE`.
 ///
-/// A [layer](crate::RateLimitLayer::headers) adds the fields to every response of its own accord. To a response that no
-/// layer has counted, [`append`](Self::append) adds them.
+/// A [layer](crate::RateLimitLayer::headers) adds the fields to every response. For a response that no layer has
+/// counted, use [`append`](Self::append).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Headers {
     draft: bool,
@@ -43,7 +43,7 @@ impl Headers {
     /// None.
     pub const NONE: Self = Self { draft: false, legacy: None };
 
-    /// The same and three older fields. A response has one legacy style: this one takes the place of another.
+    /// The same and three older fields. A response has one legacy style: this one replaces another.
     #[must_use]
     pub const fn and(self, legacy: LegacyHeaders) -> Self {
         Self { legacy: Some(legacy), ..self }
@@ -71,14 +71,14 @@ impl Headers {
     /// }
     /// ```
     ///
-    /// `RateLimit` and `RateLimit-Policy` are lists: what is there stays, and the decision is added. Of two legacy
-    /// styles the [tighter](LegacyHeaders) one stays, and so does a `Retry-After` that is there.
+    /// `RateLimit` and `RateLimit-Policy` are lists, to which the decision is added. Of two legacy styles the
+    /// [tighter](LegacyHeaders) one stays, and so does an existing `Retry-After`.
     pub fn append(self, decision: &Decision, headers: &mut HeaderMap) {
         self.append_around(decision, headers, false);
     }
 
-    /// The same. No legacy header is added to a denial by a layer within: it would tell how much of another policy
-    /// remains.
+    /// The same. No legacy header is added to a denial by an inner layer: it would report what remains of another
+    /// policy.
     #[inline]
     fn append_around(self, decision: &Decision, headers: &mut HeaderMap, denied_within: bool) {
         if self.draft {

@@ -16,7 +16,8 @@ pub(super) struct Config<S, R, E> {
     pub(super) reject: Arc<R>,
     /// The header fields of responses.
     pub(super) headers: Headers,
-    /// What settles requests by their responses. None if their [`Charge`](crate::settle::Charge) does, or nothing.
+    /// The rule that settles requests by their responses. None if only their [`Charge`](crate::settle::Charge) does, or
+    /// nothing.
     pub(super) rule: Option<Arc<Rule>>,
     pub(super) ending: PhantomData<fn() -> E>,
 }
@@ -51,7 +52,7 @@ impl<S, R, E> Config<S, R, E> {
         Config { gate, reject: Arc::new(reject), headers, rule, ending }
     }
 
-    /// The same settings, by which requests are settled in the end.
+    /// The same settings, with requests settled at the end.
     pub(super) fn with_rule<E2>(self, rule: Option<Rule>) -> Config<S, R, E2> {
         let Self { mut gate, reject, headers, .. } = self;
         gate.settle();
@@ -59,7 +60,7 @@ impl<S, R, E> Config<S, R, E> {
     }
 }
 
-/// With `Arc`s of its own where a request clones one.
+/// With fresh `Arc`s where a request clones one, to avoid contention.
 impl<S: Clone, R, E> Clone for Config<S, R, E> {
     fn clone(&self) -> Self {
         Self {

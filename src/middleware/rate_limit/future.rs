@@ -57,7 +57,7 @@ pin_project! {
     }
 }
 
-/// What waits for the decision: the service, and the request.
+/// The service and the request, which wait for the decision.
 struct Call<T, S, R, ReqBody, E> {
     config: Arc<Config<S, R, E>>,
     inner: T,
@@ -132,7 +132,7 @@ where
     T: Service<Request<ReqBody>, Response = Response<ResBody>>,
     R: Reject<ResBody>,
 {
-    /// What follows for the request.
+    /// Continues by the admission.
     fn go_on<D>(mut self, admitted: Admitted<D>) -> State<T::Future, T::Response, D, Self> {
         match admitted {
             Ok(grant) => State::calling(&self.config, &mut self.inner, self.parts, self.body, grant),

@@ -17,7 +17,7 @@ use crate::observe::Observer;
 use crate::store::Store;
 
 /// Limits the rate of requests to the services that it wraps: one check per request, and the inner service is called
-/// only after a yes.
+/// only if it passes.
 ///
 /// It takes a [`Store`], a [`KeyExtractor`] and one or more policies.
 ///
@@ -33,13 +33,13 @@ use crate::store::Store;
 /// ```
 ///
 /// The [`Decision`](crate::check::Decision) is in the extensions of the response, and for the handler in those of the
-/// request. A request that nobody counted has none, so a handler takes an `Option<Extension<Decision>>`.
+/// request. An uncounted request has none, so a handler takes an `Option<Extension<Decision>>`.
 ///
-/// A denied request is answered by a [`Reject`](crate::reject::Reject), not with an error, which would close the
-/// connection. Put the layer behind authentication if its key is a user, and before it if its key is an address.
+/// A denied request is answered by a [`Reject`](crate::reject::Reject); an error would close the connection. Put the
+/// layer behind authentication if its key is a user, and before it if its key is an address.
 ///
-/// A [`CallLimitLayer`](crate::CallLimitLayer) is for services whose requests are not HTTP's, and for clients that want
-/// an error instead of a response.
+/// A [`CallLimitLayer`](crate::CallLimitLayer) is for services other than HTTP, and for clients that need an error
+/// instead of a response.
 pub struct RateLimitLayer<S, K, R = HttpReject, E = AsIs> {
     pub(super) settings: Settings<K, Config<S, R, E>>,
 }
@@ -101,8 +101,7 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.cost_under(move |request, _| cost(request))
     }
 
-    /// Sets what a request costs under the policies that were found for it. Like [`cost`](Self::cost), and in its
-    /// place.
+    /// Sets what a request costs under its policies. Replaces [`cost`](Self::cost).
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
@@ -125,14 +124,14 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.gate.cost = Some(Arc::new(cost)))
     }
 
-    /// Has a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or what a
-    /// [`Wait`] says. Defaults to no wait.
+    /// Lets a request that would be denied wait for its turn, up to a [`Duration`](std::time::Duration) or by a
+    /// [`Wait`]. Defaults to no wait.
     ///
-    /// The requests of a caller take turns in the order in which they came to this process, and each instance takes at
-    /// most one permit ahead, so that the instances take turns too. A request is denied as soon as it is known that its
-    /// turn would come too late. One that is dropped leaves its turn to the next.
+    /// The requests of a caller are served in the order in which they came to this process, and each instance takes at
+    /// most one permit ahead, so that the instances take turns. A request is denied as soon as it is known that its
+    /// turn would come too late. A dropped request leaves its turn to the next.
     ///
-    /// The inner service is not kept ready meanwhile: it is polled ready when the turn has come.
+    /// Meanwhile the inner service is not kept ready: it is polled for readiness when the turn has come.
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
@@ -173,23 +172,23 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.gate.skip = Some(Arc::new(skip)))
     }
 
-    /// Decides and charges as usual, and rejects nothing: to see what a limit would do before it does.
+    /// Decides and charges as usual, but rejects nothing: to see the effect of a limit before it is enforced.
     ///
-    /// The observer is told each decision, and a [`DryRun`](crate::check::DryRun) in the response's extensions holds
-    /// it. There are no header fields and no [`Decision`](crate::check::Decision), since nothing is limited; and a
-    /// request without a key, or one that the store cannot decide, passes. The check is made beside the inner call, and
-    /// only an answer that is later than the response keeps it waiting.
+    /// The observer is notified of each decision, and a [`DryRun`](crate::check::DryRun) in the response's extensions
+    /// holds it. There are no header fields and no [`Decision`](crate::check::Decision), since nothing is limited; a
+    /// request without a key, or one that the store cannot decide, passes. The check runs in parallel to the inner
+    /// call; the response waits for it if it takes longer.
     #[must_use]
     pub fn dry_run(self) -> Self {
         self.change(|config| config.gate.dry_run = true)
     }
 
-    /// Tries policies that reject nothing beside those that do: what [`dry_run`](Self::dry_run) does with all, for
-    /// these alone. May be called again for more.
+    /// Adds policies that reject nothing to those that do, like a [`dry_run`](Self::dry_run) of these alone. May be
+    /// called again for more.
     ///
-    /// Only requests that pass are decided and charged under them, each list of policies by itself, at what the request
-    /// [costs](Self::cost). What they count is apart from all that is enforced, also from a policy of the same name.
-    /// Policies of several shadows need names that differ, or they are one count.
+    /// Only requests that pass are decided and charged under them, each list of policies separately, at the request's
+    /// [cost](Self::cost). Their counts are separate from enforced ones, also from a policy of the same name. Policies
+    /// of several shadows need different names, or they share a count.
     ///
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
@@ -206,22 +205,22 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.gate.shadows.push(Selector::new(policies)))
     }
 
-    /// Sets what becomes of a request that the store could not decide. Defaults to [`OnError::Reject`].
+    /// Sets what happens to a request that the store could not decide. Defaults to [`OnError::Reject`].
     #[must_use]
     pub fn on_error(self, on_error: OnError) -> Self {
         self.change(|config| config.gate.on_error = on_error)
     }
 
-    /// Sets what becomes of a request that has no key. One whose key is
-    /// [malformed](crate::extract::MissingKey::malformed), or can never be found since the server is
-    /// [misconfigured](crate::extract::MissingKey::misconfigured), is rejected all the same. Defaults to
+    /// Sets what happens to a request without a key. One whose key is
+    /// [malformed](crate::extract::MissingKey::malformed), or missing since the server is
+    /// [misconfigured](crate::extract::MissingKey::misconfigured), is always rejected. Defaults to
     /// [`OnMissingKey::Reject`].
     #[must_use]
     pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
         self.change(|config| config.gate.on_missing_key = on_missing_key)
     }
 
-    /// Sets which header fields tell clients of a decision. Defaults to [`Headers::DRAFT`]: `RateLimit` and
+    /// Sets which header fields report a decision to clients. Defaults to [`Headers::DRAFT`]: `RateLimit` and
     /// `RateLimit-Policy`.
     ///
     /// ```
@@ -242,9 +241,9 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self.change(|config| config.headers = headers)
     }
 
-    /// Sets who is told of every decision, of what no store could decide, and of a server that is misconfigured; and of
-    /// what happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody; only of a
-    /// misconfigured server the log is told, with the feature `tracing`.
+    /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured server; and of
+    /// the store, if that has none yet. Defaults to none; a misconfigured server is logged in any case, with the
+    /// feature `tracing`.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where
@@ -279,9 +278,8 @@ impl<T, S, K, R, E> Layer<T> for RateLimitLayer<S, K, R, E> {
     /// # Panics
     ///
     /// If it was given a policy of requests [in flight](crate::Policy::in_flight), and neither
-    /// [`until_body_end`](Self::until_body_end) nor a rule to [`settle`](Self::settle) by. One that a
-    /// [`PolicySelector`] finds for a request is left out instead, and the observer is told that the server is
-    /// [misconfigured](Observer::misconfigured).
+    /// [`until_body_end`](Self::until_body_end) nor [`settle`](Self::settle). One that a [`PolicySelector`] finds for a
+    /// request is left out instead, and reported as [misconfigured](Observer::misconfigured).
     fn layer(&self, inner: T) -> Self::Service {
         self.settings.config().gate.assert_countable();
         RateLimit { inner, settings: self.settings.clone() }

@@ -1,4 +1,4 @@
-//! The middleware for HTTP: [`RateLimitLayer`] tells the story.
+//! The middleware for HTTP: see [`RateLimitLayer`].
 
 mod config;
 mod future;

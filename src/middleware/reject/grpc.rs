@@ -26,7 +26,7 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// - `RetryInfo` has the wait to the microsecond, the pushback in milliseconds, rounded up. It is -1, which tells
 ///   clients not to retry, if no wait helps or it is above 24 days, the most that clients can read there.
 /// - `QuotaFailure` has a violation for each policy that denied: the policy's name as `subject`, and as `description`
-///   its quota and wait. It never tells the caller's key.
+///   its quota and wait. It never contains the caller's key.
 /// - The message is a sentence, such as "The quota of 50/s is used up. Try again in 1 s."
 ///
 /// A client that retries by a [retry policy](https://github.com/grpc/proposal/blob/master/A6-client-retries.md) waits
@@ -37,11 +37,11 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// `Retry-After`: gRPC clients find them in the metadata, of calls that pass too. [`Headers::NONE`](crate::headers::Headers::NONE)
 /// leaves the first two out.
 ///
-/// Each call counts once, also one with streams. For a limit on the messages of a stream, ask a
+/// Each call counts once, also one with streams. For a limit on the messages of a stream, use a
 /// [`Limiter`](crate::Limiter) in the method: see [the recipes](crate::guide::recipes).
 ///
-/// It makes every body that is `Default`, where that is an empty one, as tonic's, axum's and hyper's are. So it is for
-/// servers and for clients:
+/// It creates every body whose `Default` is an empty one, such as tonic's, axum's and hyper's. It works for servers and
+/// for clients:
 ///
 /// ```
 /// use tonic::transport::Server;
@@ -101,9 +101,9 @@ impl GrpcReject {
     /// Answers gRPC requests by gRPC, and the others by another [`Reject`], such as
     /// [`HttpReject`](crate::reject::HttpReject).
     ///
-    /// A gRPC request is a `POST` with the content type `application/grpc`, or
-    /// `application/grpc+proto` and such. `application/grpc-web` is another protocol: put the layer within tonic-web's,
-    /// which makes gRPC of its requests and translates the answers. In front of that, the other `Reject` answers.
+    /// A gRPC request is a `POST` with the content type `application/grpc`, or `application/grpc+proto` and such.
+    /// `application/grpc-web` is another protocol: put the layer within tonic-web's, which converts its requests to
+    /// gRPC and translates the answers. In front of that, the other `Reject` answers.
     pub const fn or<R>(self, other: R) -> GrpcOr<R> {
         GrpcOr { other }
     }

@@ -11,12 +11,12 @@ use crate::limit::Decision;
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
 /// - No key: 400, which says what is missing, or 401 with `WWW-Authenticate` if the client is
-///   [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is set up so that there can be
-///   none, which does not say why: that is [for the log](crate::observe::Observer::misconfigured).
-/// - Nothing could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`. What was the
-///   matter is not told.
+///   [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is misconfigured, without the
+///   reason, which is [for the log](crate::observe::Observer::misconfigured).
+/// - No store could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`, without the
+///   cause.
 ///
-/// What a denied client reads can be set; everything else stays as it is:
+/// The body of a denial can be set:
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::Global;
@@ -35,9 +35,9 @@ use crate::limit::Decision;
 /// For a body that depends on the request or on the decision, [`reject_with`](crate::RateLimitLayer::reject_with) takes
 /// a closure from a [`Rejection`].
 ///
-/// It makes every body that is `From<String>`, as axum's and hyper's are. A tonic server wants a `GrpcReject` (feature
-/// `tonic`): gRPC clients take a bare 429 for a server that is away, and may retry at once. For any other body, make it
-/// from the text:
+/// It creates every body that is `From<String>`, such as axum's and hyper's. A tonic server needs a `GrpcReject`
+/// (feature `tonic`): gRPC clients treat a bare 429 as an unavailable server, and may retry at once. Convert the text
+/// for any other body:
 ///
 /// ```
 /// use http_body_util::BodyExt;
@@ -88,14 +88,14 @@ impl HttpReject {
     }
 
     /// Sets the whole body of a denial to a JSON text, with `Content-Type: application/json`. It is sent as it is, and
-    /// takes the place of the [`detail`](Self::detail).
+    /// replaces the [`detail`](Self::detail).
     #[must_use]
     pub fn json(self, json: impl Into<String>) -> Self {
         self.body(HeaderValue::from_static("application/json"), json)
     }
 
-    /// Sets the whole body of a denial, and its type, such as
-    /// `text/html`. It is sent as it is, and takes the place of the [`detail`](Self::detail).
+    /// Sets the whole body of a denial, and its type, such as `text/html`. It is sent as it is, and replaces the
+    /// [`detail`](Self::detail).
     #[must_use]
     pub fn body(self, content_type: HeaderValue, body: impl Into<String>) -> Self {
         Self { denied: Denied::Body(content_type, body.into()) }
@@ -170,7 +170,7 @@ fn open_problem(kind: &str, title: &str) -> String {
     body
 }
 
-/// Writes text as it stands in a string of JSON.
+/// Writes text escaped for a JSON string.
 struct Escaped<'a>(&'a mut String);
 
 impl fmt::Write for Escaped<'_> {

@@ -1,4 +1,4 @@
-//! From a rejection to the response that tells it.
+//! From a rejection to its response.
 
 #[cfg(feature = "tonic")]
 mod grpc;
@@ -22,8 +22,8 @@ use crate::limit::Decision;
 
 /// A request that does not pass, and why.
 ///
-/// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It tells nothing
-/// of what went wrong in the server.
+/// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It does not
+/// reveal errors in the server.
 ///
 /// ```
 /// use axum::Json;
@@ -53,10 +53,10 @@ pub struct Rejection<'a> {
 pub enum Reason<'a> {
     /// It was denied, for now or for ever.
     Denied(&'a Decision),
-    /// It has nothing that it could be counted by. What a [misconfigured](MissingKey::is_misconfigured) server says of
-    /// this is for the log: a client is not to know how it is set up.
+    /// No rate-limit key was found. The text of a [misconfigured](MissingKey::is_misconfigured) server is for the log,
+    /// not for clients.
     MissingKey(&'a MissingKey),
-    /// No store could decide. The error is for the log: it may name what a client is not to know.
+    /// No store could decide. The error is for the log, not for clients.
     Unavailable(&'a StoreError),
 }
 
@@ -75,9 +75,9 @@ impl<'a> Rejection<'a> {
         self.request
     }
 
-    /// What tells the reason over HTTP: 429 for a denial, 503 if no store could decide, 400 for a request without a
-    /// key, 401 if it is [unauthenticated](MissingKey::unauthenticated), or 500 if it is the
-    /// [server's fault](MissingKey::is_misconfigured).
+    /// The reason as an HTTP status: 429 for a denial, 503 if no store could decide, 400 for a request without a key,
+    /// 401 if it is [unauthenticated](MissingKey::unauthenticated), or 500 if it is the [server's
+    /// fault](MissingKey::is_misconfigured).
     pub fn status(&self) -> StatusCode {
         match self.reason {
             Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
@@ -89,12 +89,12 @@ impl<'a> Rejection<'a> {
     }
 }
 
-/// When a client may try again that no store could decide about.
+/// When a client may try again if no store could decide.
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
 impl Reason<'_> {
-    /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: a
-    /// flood of denials is when time is short.
+    /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: it has
+    /// to be fast in a flood of denials.
     fn tell(&self, to: &mut impl fmt::Write) -> fmt::Result {
         match self {
             Reason::Denied(decision) => match decision.retry_after() {
@@ -106,13 +106,13 @@ impl Reason<'_> {
                     to.write_str(" s.")
                 }
                 None => {
-                    to.write_str("The request costs more than the ")?;
+                    to.write_str("The request's cost exceeds the maximum burst of ")?;
                     to.write_str(itoa::Buffer::new().format(decision.capacity()))?;
-                    to.write_str(" that ever pass at once.")
+                    to.write_str(".")
                 }
             },
             Reason::MissingKey(missing) if missing.is_misconfigured() => {
-                to.write_str("The server is not set up to count the request.")
+                to.write_str("Rate limiting is misconfigured.")
             }
             Reason::MissingKey(missing) => write!(to, "{missing}"),
             Reason::Unavailable(_) => to.write_str("The request could not be counted."),
@@ -140,10 +140,10 @@ impl fmt::Debug for Rejection<'_> {
 /// `GrpcReject::new().or(HttpReject::new())` every client in its own protocol. Closures from a [`Rejection`] to a
 /// response are `Reject` too; give them to [`reject_with`](crate::RateLimitLayer::reject_with).
 ///
-/// To a denial the layer adds its header fields, `Retry-After` if it is not there, and the decision as an extension,
-/// whatever the response is. To a 401 it adds the [challenge](MissingKey::unauthenticated), if there is none.
+/// To any denial the layer adds its header fields, `Retry-After` if it is missing, and the decision as an extension. To
+/// a 401 it adds the [challenge](MissingKey::unauthenticated), if there is none.
 ///
-/// One of your own sees the request:
+/// Your own sees the request:
 ///
 /// ```
 /// use http::{HeaderValue, Response, header::ACCEPT};

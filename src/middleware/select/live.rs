@@ -8,9 +8,9 @@ use crate::limit::{Key, Policies};
 
 /// Policies that are replaced while the service runs.
 ///
-/// Clones share what they hold: keep one, and give the other to the layer. The next request on every thread is decided by
-/// what was [stored](Self::store) last; one under way, by what it began with. Counts go on: they belong to a policy's name
-/// and strategy, whatever its quota.
+/// Clones share the value: keep one, and give the other to the layer. The next request on every thread uses the value
+/// that was [stored](Self::store) last; requests in progress keep theirs. Counts continue: they belong to a policy's
+/// name and strategy, whatever its quota.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::Global;
@@ -31,7 +31,7 @@ pub struct Live<P>(Arc<ArcSwap<Held<P>>>);
 
 struct Held<P> {
     selector: P,
-    /// Asked for once: a list keeps what is made of it, such as the text of a header field.
+    /// Converted once: a list caches derived values, such as the text of a header field.
     fixed: OnceLock<Option<Policies>>,
 }
 

@@ -7,16 +7,16 @@ use http::request::Parts;
 use http::uri::PathAndQuery;
 use matchit::Router;
 
+use crate::error::ConfigError;
 use crate::gate::{PolicySelector, Selector};
-use crate::limit::{ConfigError, Key, Policies};
+use crate::limit::{Key, Policies};
 
 /// Policies by method and path, for one layer around a whole service.
 ///
-/// Patterns are axum's: `/users/{id}`, and `/files/{*path}` for all below. Of several that fit, the most exact one
-/// counts; one for the request's method goes before one for all methods. A pattern for `GET` stands for `HEAD` too, as
-/// in axum, and for an extended
-/// `CONNECT`, by which a WebSocket begins over HTTP/2, unless these have their own. What fits none is under what `new`
-/// was given.
+/// Patterns are axum's: `/users/{id}`, and `/files/{*path}` for all below. Of several that match, the most specific one
+/// counts; one for the request's method takes precedence over one for all methods. A pattern for `GET` applies to
+/// `HEAD` too, as in axum, and for an extended `CONNECT`, by which a WebSocket begins over HTTP/2, unless these have
+/// their own. What matches none is under the policies given to `new`.
 ///
 /// ```
 /// use http::Method;
@@ -36,21 +36,21 @@ use crate::limit::{ConfigError, Key, Policies};
 ///
 /// # Which pattern counts
 ///
-/// A request is under the most exact pattern that its path fits, not decoded, as axum matches its routes; if the path
-/// was rewritten after axum had matched it (with the feature
-/// `axum`), the route's template counts in its place. It is exempt only if it also is as a more lenient server reads its path: decoded as often as it can be, `\`
-/// as `/`, without parameters (`;v=1`), `.` and empty segments, with or without a slash at its end. A path with a `..`,
-/// however it is written, is exempt by no pattern with parameters, since servers do not agree where it leads.
+/// A request is under the most specific pattern that its path matches, not decoded, as axum matches its routes; if the
+/// path was rewritten after axum had matched it (with the feature `axum`), the route's template counts instead. It is
+/// exempt only if a more lenient server would read the path as exempt too: decoded repeatedly, `\` as `/`, without
+/// parameters (`;v=1`), `.` and empty segments, with or without a slash at its end. A path with a `..`, in any
+/// spelling, is never exempt by a pattern with parameters, since servers resolve it differently.
 ///
-/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. Had that a limit, it would be under that one,
-/// and not under that of `/login`: what rewrites paths, such as tower-http's `NormalizePath`, belongs around the layer,
-/// not within.
+/// So `/static/../login` is not exempt under an exempt `/static/{*path}`. If that had a limit, it would be under that
+/// one, not that of `/login`: middleware that rewrites paths, such as tower-http's `NormalizePath`, belongs around the
+/// layer.
 ///
-/// Put the layer on the outermost router, around it, or on one that is nested in it. Of a router that stands in a
-/// `route_service`, or in the fallback of a nested router, axum does not tell whole templates, and patterns for whole
-/// paths do not fit them.
+/// Put the layer on the outermost router, around it, or on one that is nested in it. For a router in a `route_service`,
+/// or in the fallback of a nested router, axum does not report whole templates, so patterns for whole paths do not
+/// match.
 ///
-/// To count each route by itself under one policy, put the route into the key: see `MatchedRoute`.
+/// To count each route separately under one policy, put the route into the key: see `MatchedRoute`.
 pub struct Routes {
     all: Router<Selector>,
     methods: HashMap<Method, Router<Selector>>,
@@ -58,23 +58,23 @@ pub struct Routes {
 }
 
 impl Routes {
-    /// `default` is for what no pattern fits: a [`Policy`](crate::Policy), or any [`PolicySelector`].
+    /// `default` is for what no pattern matches: a [`Policy`](crate::Policy), or any [`PolicySelector`].
     pub fn new(default: impl PolicySelector) -> Self {
         Self { all: Router::new(), methods: HashMap::new(), default: Selector::new(default) }
     }
 
-    /// Sets the policies of paths that fit `pattern`, for all methods.
+    /// Sets the policies of paths that match `pattern`, for all methods.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Route`] for a pattern that is none, that no path fits, such as
-    /// `/users/:id`, or that is like another: `/users/{id}` and `/users/{name}`.
+    /// For a pattern that is not valid, that no path matches, such as `/users/:id`, or that is like another:
+    /// `/users/{id}` and `/users/{name}`.
     pub fn route(mut self, pattern: &str, policies: impl PolicySelector) -> Result<Self, ConfigError> {
         insert(&mut self.all, pattern, policies)?;
         Ok(self)
     }
 
-    /// Sets the policies of paths that fit `pattern`, for one method.
+    /// Sets the policies of paths that match `pattern`, for one method.
     ///
     /// # Errors
     ///
@@ -84,7 +84,7 @@ impl Routes {
         Ok(self)
     }
 
-    /// Lets requests whose paths fit `pattern` pass uncounted, without header fields.
+    /// Lets requests whose paths match `pattern` pass uncounted, without header fields.
     ///
     /// # Errors
     ///
@@ -92,9 +92,8 @@ impl Routes {
     /// such as `/caf%C3%A9/{id}`: it would exempt nothing.
     pub fn exempt(self, pattern: &str) -> Result<Self, ConfigError> {
         if pattern.contains('{') && lenient(pattern).is_some_and(|read| read.path != pattern) {
-            let problem =
-                "beside a parameter, it has escapes, a `;` or an empty segment, and would exempt nothing".to_owned();
-            return Err(ConfigError::Route { pattern: pattern.to_owned(), problem });
+            let problem = "beside a parameter, it has escapes, a `;` or an empty segment, and would exempt nothing";
+            return Err(wrong(pattern, problem));
         }
         self.route(pattern, None::<Policies>)
     }
@@ -117,7 +116,7 @@ impl Routes {
     }
 }
 
-/// A pattern that fits.
+/// A pattern that matches.
 #[derive(Clone, Copy)]
 struct Found<'a> {
     selector: &'a Selector,
@@ -134,20 +133,25 @@ fn at<'a>(router: &'a Router<Selector>, path: &str) -> Option<Found<'a>> {
 const MAX_PARAMETERS: usize = 25;
 
 fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySelector) -> Result<(), ConfigError> {
-    let wrong = |problem: String| ConfigError::Route { pattern: pattern.to_owned(), problem };
     if !pattern.starts_with('/') {
-        return Err(wrong("it does not begin with `/`".to_owned()));
+        return Err(wrong(pattern, "it does not begin with `/`"));
     }
     if !matches!(pattern.parse::<PathAndQuery>(), Ok(path) if path.path() == pattern) {
-        return Err(wrong("it has a character that no path has".to_owned()));
+        return Err(wrong(pattern, "it has a character that no path has"));
     }
     if pattern.split('/').any(|segment| segment.starts_with([':', '*'])) {
-        return Err(wrong("a segment begins with `:` or `*`, which is no parameter".to_owned()));
+        return Err(wrong(pattern, "a segment begins with `:` or `*`, which is not a parameter"));
     }
     if pattern.replace("{{", "").matches('{').count() > MAX_PARAMETERS {
-        return Err(wrong(format!("it has more than {MAX_PARAMETERS} parameters")));
+        return Err(wrong(pattern, format_args!("it has more than {MAX_PARAMETERS} parameters")));
     }
-    router.insert(pattern, Selector::new(policies)).map_err(|error| wrong(error.to_string()))
+    router.insert(pattern, Selector::new(policies)).map_err(|error| wrong(pattern, error))
+}
+
+fn wrong(pattern: &str, problem: impl fmt::Display) -> ConfigError {
+    ConfigError::new(format!(
+        "the route {pattern:?} cannot be used ({problem}): write it like `/users/{{id}}` or `/files/{{*path}}`, and each once"
+    ))
 }
 
 impl PolicySelector for Routes {
@@ -230,7 +234,7 @@ fn fits(template: &str, path: &str) -> bool {
     }
 }
 
-/// A path as a server reads it that is more lenient than axum.
+/// A path as a more lenient server than axum reads it.
 struct Lenient {
     path: String,
     /// Whether it has a `..`.
@@ -268,7 +272,7 @@ fn other_end(path: &str) -> Cow<'_, str> {
     path.strip_suffix('/').map_or_else(|| format!("{path}/").into(), Cow::Borrowed)
 }
 
-/// Without escapes, also those of which a part is escaped: `%2e`, `%252e`.
+/// Without escapes, also nested ones: `%2e`, `%252e`.
 fn decoded(path: &str) -> Vec<u8> {
     let digit = |byte: u8| char::from(byte).to_digit(16);
     let mut decoded = Vec::with_capacity(path.len());

@@ -16,9 +16,9 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// Makes the services that it wraps wait for their turn: `poll_ready` takes a permit from the shared count, and is
 /// ready when it has one.
 ///
-/// For outbound clients and any other service, whatever its requests are, as long as one key counts them all: what may
-/// go out to one API from all instances together. Where the request decides the key, take a
-/// [`RateLimitLayer`](crate::RateLimitLayer) that [waits](crate::RateLimitLayer::wait).
+/// For outbound clients and any other service whose requests share one key, such as all requests to one API from all
+/// instances. If the key depends on the request, use a [`RateLimitLayer`](crate::RateLimitLayer) that
+/// [waits](crate::RateLimitLayer::wait).
 ///
 /// ```
 /// use std::convert::Infallible;
@@ -40,36 +40,34 @@ use crate::wait_queues::{Bounds, WaitQueues};
 ///
 /// # Permits
 ///
-/// - A permit is charged when it is taken, and used by `call`. A service that is dropped, or never called, leaves its
-///   permit to the next one that waits in this process, and otherwise to the store.
-/// - A clone has a permit of its own. Clones, and all services of one layer, wait in one line, first come, first
-///   served.
-/// - Over several instances each takes at most one permit ahead of time, so they take turns. One call of the store
-///   makes a grant, or several; a sliding log or counter, which cannot owe, takes up to about three calls. Let the
-///   burst be at least the number of instances, and at least what comes in 10 ms: with less they ask more often, and a
-///   part of the rate is not used.
-/// - The inner service is polled ready first, so that no permit is held for one that is not. It stays ready meanwhile:
-///   to limit how many calls run at once, wrap the throttle in the limit.
-/// - A permit that is held for more than a second, and for so long that the count has forgotten it, is charged again by
-///   the call that uses it. So a service that is ready and idle saves up one call, which others pay for later: of a
-///   hundred idle ones a hundred calls may come at once, beside the burst.
-/// - What there is room for a store that answers at once gives in the first poll. One that has to be asked over a
-///   network answers later: a [`LoadShed`](https://docs.rs/tower/latest/tower/load_shed/struct.LoadShed.html) around
-///   the throttle, which polls once, then sheds the call. Put a
-///   [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between them.
-/// - A service that is polled on another runtime than before begins to wait anew.
-/// - A runtime that ends takes its permits with it: what they were charged is not refunded.
-/// - A call without a permit, of a service that was not polled ready, is charged and goes on.
+/// - A permit is charged when it is taken, and used by `call`. A service that is dropped without a call passes its
+///   permit on to the next waiter of this process, or refunds it to the store.
+/// - Each clone has its own permit. Clones, and all services of one layer, wait in one queue, first come, first served.
+/// - Each instance takes at most one permit ahead of time, so that instances take turns. One store call makes one grant
+///   or several; a sliding log or counter, which has no debts, needs up to about three calls. The burst should be at
+///   least the number of instances, and at least what is granted in 10 ms: with less, there are more calls, and a part
+///   of the rate is unused.
+/// - The inner service is polled first, so that no permit is held for one that is not ready. It stays ready meanwhile:
+///   to limit concurrent calls, put that limit around the throttle.
+/// - A permit that is held for more than a second, and until its charge has expired, is charged again by the call that
+///   uses it. So each ready and idle service saves up one call: from a hundred idle ones a hundred calls may come at
+///   once, beyond the burst.
+/// - A local store grants in the first poll if there is room. A store over a network answers later: a
+///   [`LoadShed`](https://docs.rs/tower/latest/tower/load_shed/struct.LoadShed.html) around the throttle, which polls
+///   once, then sheds the call. Put a [`Buffer`](https://docs.rs/tower/latest/tower/buffer/struct.Buffer.html) between
+///   them.
+/// - A service that is polled on another runtime than before starts waiting again.
+/// - The permits of a runtime that ends are not refunded.
+/// - A call without a permit, of a service that was not polled ready, is charged and proceeds.
 ///
-/// Requests without a throttle on the same count are denied while permits are taken ahead: see
+/// Checks without a throttle on the same count are denied while permits are taken ahead: see
 /// [`Check::take_ahead`](crate::check::Check::take_ahead).
 ///
 /// # Errors
 ///
-/// It adds none: the error is the inner service's. What the store cannot decide waits, and is asked again after a
-/// while; see [`allow_on_error`](Self::allow_on_error). One call that fails is one service's; if three in a row fail,
-/// it is that of all that wait, and the store is left alone for 250 ms. Put a [`Fallback`](crate::Fallback) into it,
-/// and it goes on at this instance's share.
+/// It adds none: errors are the inner service's. If the store cannot decide, the call waits, and the check is retried;
+/// see [`allow_on_error`](Self::allow_on_error). A failed check affects one service; after three in a row all waiters
+/// pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, it continues at this instance's share.
 ///
 /// `poll_ready` has to be called within a tokio runtime.
 #[derive(Clone)]
@@ -78,35 +76,33 @@ pub struct ThrottleLayer {
 }
 
 impl ThrottleLayer {
-    /// Takes permits from `store`, on the count of `key`, under the policies that
-    /// `policies` gives: a [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or
-    /// [`Live`](crate::select::Live) ones, which count for whoever begins to wait after they were replaced. Without
-    /// any, every call goes on. Policies of requests [in flight](crate::Policy::in_flight) are left out, and the
-    /// observer is told that it is [misconfigured](Observer::misconfigured): a throttle does not know when a call has
-    /// ended.
+    /// Takes permits from `store`, on the count of `key`, under the policies that `policies` gives: a
+    /// [`Policy`](crate::Policy), several [`Policies`](crate::Policies), or [`Live`](crate::select::Live) ones, which
+    /// apply to waits that begin after they were replaced. Without any, every call proceeds. Policies of requests [in
+    /// flight](crate::Policy::in_flight) are left out, and reported as [misconfigured](Observer::misconfigured): a
+    /// throttle does not know when a call has ended.
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let wait_queues = WaitQueues::new(store.clone(), InFlightTracker::new(&store, None), Bounds::DEFAULT);
         let policies = Selector::new(policies);
         Self { settings: Settings { wait_queues, key, policies, allow_on_error: false, notifier: Notifier::default() } }
     }
 
-    /// Sets how many of its services may wait in line; one more is not in the line, and comes again after 250 ms.
-    /// Defaults to 10,000.
+    /// Sets how many of its services may queue; one more tries again after 250 ms. Defaults to 10,000.
     #[must_use]
     pub fn max_waiting(mut self, max: NonZeroUsize) -> Self {
         self.settings.wait_queues = self.settings.wait_queues.with_bounds(Bounds::of(max));
         self
     }
 
-    /// Lets a call go on without a permit if the store cannot decide. Defaults to waiting on, and asking again.
+    /// Lets a call proceed without a permit if the store cannot decide. Defaults to waiting and trying again.
     #[must_use]
     pub fn allow_on_error(mut self) -> Self {
         self.settings.allow_on_error = true;
         self
     }
 
-    /// Sets who is told of every permit, with how long it was waited for, and of what no store could decide; and of
-    /// what happens in the store, if that has no observer yet. See [`Observer`]. Defaults to nobody.
+    /// Sets the [`Observer`] of every permit, with the time of the wait, and of what no store could decide; and of the
+    /// store, if that has none yet. Defaults to none.
     #[must_use]
     pub fn observer(mut self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);

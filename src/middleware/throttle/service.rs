@@ -26,7 +26,7 @@ pub(super) struct Settings {
     pub(super) wait_queues: WaitQueues,
     pub(super) key: Key,
     pub(super) policies: Selector<()>,
-    /// Whether a call goes on without a permit if the store cannot decide.
+    /// Whether a call proceeds without a permit if the store cannot decide.
     pub(super) allow_on_error: bool,
     pub(super) notifier: Notifier,
 }
@@ -34,20 +34,20 @@ pub(super) struct Settings {
 enum State {
     Idle,
     Waiting(Acquire, Question),
-    /// The store could not decide, or too many wait: until it comes again, on this runtime.
+    /// The store could not decide, or too many wait: until the next try, on this runtime.
     Pausing(Pin<Box<Sleep>>, Option<Id>),
-    /// None if nothing limits it, or if the store could not decide and that is allowed.
+    /// None if unlimited, or if the store could not decide and that is allowed.
     Ready(Option<Permit>),
 }
 
-/// How long to wait before it comes again.
+/// How long to wait before the next try.
 const PAUSE: Duration = Duration::from_millis(250);
 
 const NEVER_ENDS: &str = "a policy counts requests in flight, which a `ThrottleLayer` does not: put that policy into a \
                           `CallLimitLayer` or a `RateLimitLayer`";
 
 impl Settings {
-    /// Those that count what begins. Nobody says when it ends.
+    /// The policies that count over time: the end of a call is not known.
     fn policies(&self) -> Option<Policies> {
         let policies = self.policies.find(&(), Some(&self.key))?;
         if policies.in_flight().is_some() {
@@ -90,7 +90,7 @@ impl State {
         Self::Pausing(Box::pin(sleep(PAUSE)), runtime())
     }
 
-    /// Whether what it waits for is of another runtime, which may have ended or stand still.
+    /// Whether it waits on another runtime, which may have ended or be blocked.
     fn is_elsewhere(&self) -> bool {
         match self {
             Self::Waiting(turn, _) => runtime().is_some_and(|here| here != turn.runtime()),
@@ -114,12 +114,12 @@ impl<T> Throttle<T> {
         &self.inner
     }
 
-    /// The inner service. A call of it from here takes no permit.
+    /// The inner service. Direct calls take no permit.
     pub fn get_mut(&mut self) -> &mut T {
         &mut self.inner
     }
 
-    /// Gives the inner service back. A permit that is held goes on.
+    /// Returns the inner service. A held permit is passed on.
     pub fn into_inner(self) -> T {
         self.inner
     }

@@ -1,6 +1,13 @@
 //! The certificates that settings name, by their files.
 
-use crate::limit::ConfigError;
+#[cfg(feature = "tls")]
+use std::path::PathBuf;
+
+use crate::error::ConfigError;
+#[cfg(not(feature = "tls"))]
+use crate::store::redis::no_tls;
+#[cfg(feature = "tls")]
+use crate::store::redis::{check_client, check_roots};
 use crate::store::{RedisStore, StoreConfig};
 
 #[cfg(feature = "tls")]
@@ -9,13 +16,18 @@ impl StoreConfig {
     pub(super) fn connect_lazy(&self, url: &str) -> Result<RedisStore, ConfigError> {
         let mut builder = self.redis(url);
         if let Some(path) = &self.root_certificates {
-            builder = builder.root_certificates(read("root_certificates", path)?);
+            let pem = read("root_certificates", path)?;
+            check_roots(&pem).map_err(|error| in_files(&[path], &error))?;
+            builder = builder.root_certificates(pem);
         }
-        let unpaired = |setting, without| Err(ConfigError::Unpaired { setting, without });
+        let unpaired = |setting, without| {
+            Err(ConfigError::new(format!("`{setting}` is set without `{without}`: set both or neither")))
+        };
         match (&self.client_certificate, &self.client_key) {
             (Some(certificate), Some(key)) => {
-                let certificate = read("client_certificate", certificate)?;
-                builder = builder.client_certificate(certificate, read("client_key", key)?);
+                let pem = (read("client_certificate", certificate)?, read("client_key", key)?);
+                check_client(&pem.0, &pem.1).map_err(|error| in_files(&[certificate, key], &error))?;
+                builder = builder.client_certificate(pem.0, pem.1);
             }
             (Some(_), None) => return unpaired("client_certificate", "client_key"),
             (None, Some(_)) => return unpaired("client_key", "client_certificate"),
@@ -24,27 +36,24 @@ impl StoreConfig {
         if let Some(name) = &self.server_name {
             builder = builder.server_name(name);
         }
-        builder.connect_lazy().map_err(|error| self.located(error))
+        builder.connect_lazy()
     }
+}
 
-    /// The same error with the file that it is in.
-    fn located(&self, error: ConfigError) -> ConfigError {
-        use crate::store::redis::{CLIENT_KEY, ROOT_CERTIFICATE};
-        let ConfigError::Certificate { what, problem } = error else { return error };
-        let file = match what {
-            ROOT_CERTIFICATE => &self.root_certificates,
-            CLIENT_KEY => &self.client_key,
-            _ => &self.client_certificate,
-        };
-        let problem = file.as_ref().map_or(problem.clone(), |file| format!("{problem} (in {file:?})"));
-        ConfigError::Certificate { what, problem }
-    }
+/// The same error, with the files that it is of.
+#[cfg(feature = "tls")]
+fn in_files(paths: &[&PathBuf], error: &ConfigError) -> ConfigError {
+    let paths: Vec<_> = paths.iter().map(|path| format!("{path:?}")).collect();
+    ConfigError::new(format!("{}: {error}", paths.join(" and ")))
 }
 
 #[cfg(feature = "tls")]
 fn read(setting: &'static str, path: &std::path::Path) -> Result<Vec<u8>, ConfigError> {
-    let wrong = |error: std::io::Error| ConfigError::File { setting, path: path.into(), problem: error.to_string() };
-    std::fs::read(path).map_err(wrong)
+    std::fs::read(path).map_err(|error| {
+        ConfigError::new(format!(
+            "the file {path:?} of `{setting}` cannot be read: {error}; write the path of a file that this process may read"
+        ))
+    })
 }
 
 #[cfg(not(feature = "tls"))]
@@ -54,7 +63,7 @@ impl StoreConfig {
         let Self { root_certificates, client_certificate, client_key, server_name, .. } = self;
         let files = [root_certificates, client_certificate, client_key];
         if server_name.is_some() || files.into_iter().any(Option::is_some) {
-            return Err(ConfigError::NoTls);
+            return Err(no_tls());
         }
         self.redis(url).connect_lazy()
     }

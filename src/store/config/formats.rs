@@ -3,12 +3,12 @@
 use serde::de::{DeserializeSeed, Deserializer};
 
 use super::ShareConfig;
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 use crate::limit::formats::{Field, Setting, deserialize};
 
 pub(super) use crate::limit::formats::write_duration;
 
-/// A function to read each field with, by which its errors name it.
+/// A function to read each field, whose errors name it.
 macro_rules! fields {
     ($($name:ident),+) => {
         $(pub(super) fn $name<'de, T: Setting, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {

@@ -2,8 +2,8 @@ use std::fmt;
 use std::num::NonZeroU32;
 use std::str::FromStr;
 
-use crate::error::StoreError;
-use crate::limit::{ConfigError, words};
+use crate::error::{ConfigError, StoreError};
+use crate::limit::words;
 use crate::store::{RedisStore, Share};
 
 /// Which store an [`AnyStore`](crate::store::AnyStore) is.
@@ -65,7 +65,7 @@ impl FromStr for ShareConfig {
 
     /// # Errors
     ///
-    /// [`ConfigError::Choice`] for other text.
+    /// For other text.
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         match text.trim() {
             "alive" => Ok(Self::Alive),

@@ -13,18 +13,18 @@ use std::time::Duration;
 
 pub use kind::{ShareConfig, StoreKind};
 
-use super::redis::RedisStoreBuilder;
+use super::redis::{RedisStoreBuilder, wrong_url};
 use super::{AnyStore, Fallback, LocalStore, RedisStore, Servers, StoreError};
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 
 /// The settings of an [`AnyStore`], as plain data.
 ///
 /// They are those of [`RedisStoreBuilder`], [`Fallback`] and [`LocalStore`], with the same defaults. Those that the
-/// [`kind`](Self::kind) has no use for are ignored.
+/// [`kind`](Self::kind) does not need are ignored.
 ///
-/// With the feature
-/// `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. One that is left out has its default, and a name that is none of a setting is an error. Durations are a whole number and a unit (`us`,
-/// `ms`, `s`, `m`, `h` or `d`):
+/// With the feature `serde` it is read from TOML, YAML, JSON or the environment. Each setting may be text. A missing
+/// setting has its default, and an unknown name is an error. Durations are a whole number and a unit (`us`, `ms`, `s`,
+/// `m`, `h` or `d`):
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -63,11 +63,11 @@ use crate::limit::ConfigError;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// `Debug` shows the server's address and no password. What is serialized has the URL as it is. Where the URL has a password, mind what the format shows: an error of `toml`
-/// shows the line that is wrong, and its `Debug` the whole file, as a `main` does that returns it. A URL from the
-/// environment stays out of both: see [`from_env`](Self::from_env).
+/// `Debug` shows the server's address and no password. Serialized, it contains the URL as it is. If the URL has a
+/// password, mind what the format shows: an error of `toml` shows the wrong line, and its `Debug` the whole file, also
+/// when `main` returns it. A URL from the environment stays out of both: see [`from_env`](Self::from_env).
 ///
-/// In code, change what is to differ from the default:
+/// In code, change the defaults:
 ///
 /// ```
 /// use tower_redis_ratelimit::store::{AnyStore, StoreConfig};
@@ -132,8 +132,7 @@ pub struct StoreConfig {
     /// See [`RedisStoreBuilder::denials`]. Defaults to 10,000.
     #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::denials"))]
     pub denials: usize,
-    /// See [`Fallback::deadline`]. Defaults to 100 ms; zero is a [`ConfigError::Zero`], and less than a millisecond a
-    /// [`ConfigError::Deadline`].
+    /// See [`Fallback::deadline`]. At least a millisecond; defaults to 100 ms.
     #[cfg_attr(
         feature = "serde",
         serde(deserialize_with = "formats::deadline", serialize_with = "formats::write_duration")
@@ -183,13 +182,13 @@ impl StoreConfig {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`] for a variable that is empty or not Unicode. Unset it for no URL.
+    /// For a variable that is empty or not Unicode. Unset it for no URL.
     pub fn from_env(variable: &str) -> Result<Self, ConfigError> {
         Self::of_variable(variable, env::var(variable))
     }
 
     fn of_variable(name: &str, value: Result<String, VarError>) -> Result<Self, ConfigError> {
-        let wrong = |what: &str| Err(ConfigError::RedisUrl(format!("{name} is {what} (unset it for no Redis)")));
+        let wrong = |what: &str| Err(wrong_url(format_args!("{name} is {what} (unset it for no Redis)")));
         match value {
             Ok(url) if url.trim().is_empty() => wrong("empty"),
             Ok(url) => Ok(Self { url: Some(url), ..Self::default() }),
@@ -206,8 +205,7 @@ impl StoreConfig {
                 AnyStore::Fallback(self.fallback(self.connect_lazy(url)?)?)
             }
             (kind @ (StoreKind::Redis | StoreKind::Fallback), None) => {
-                let problem = format!("there is none, which a store of the kind `{kind}` needs");
-                return Err(ConfigError::RedisUrl(problem).into());
+                return Err(wrong_url(format_args!("it is missing, and a store of the kind `{kind}` needs it")).into());
             }
         })
     }
@@ -225,11 +223,9 @@ impl StoreConfig {
 
     fn fallback(&self, redis: RedisStore) -> Result<Fallback<RedisStore, LocalStore>, StoreError> {
         // All answers of Redis would be late: every instance would count for itself, though Redis is well.
-        if self.deadline.is_zero() {
-            return Err(ConfigError::Zero("the deadline of a Fallback, in nanoseconds,").into());
-        }
         if self.deadline < Duration::from_millis(1) {
-            return Err(ConfigError::Deadline(self.deadline).into());
+            let text = format!("a deadline of {:?} for Redis: write at least 1 ms, such as 100 ms", self.deadline);
+            return Err(ConfigError::new(text).into());
         }
         let share = self.share.of(&redis)?;
         Ok(Fallback::new(redis, self.local()).deadline(self.deadline).failures(self.failures).share(share))

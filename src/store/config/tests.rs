@@ -1,7 +1,6 @@
 use std::ffi::OsString;
 
 use super::*;
-use crate::limit::ConfigError::RedisUrl;
 use crate::store::Share;
 
 const URL: &str = "redis://user:hunter2@127.0.0.1:6380/3";
@@ -127,8 +126,8 @@ fn kind_and_url_choose_the_store() {
         assert_eq!(
             store(kind, None).unwrap_err().to_string(),
             format!(
-                "the store is set up wrongly: the Redis URL cannot be used: there is none, which a store of the kind \
-                 `{kind}` needs; write it like `redis://:password@host:6379/0`"
+                "the store is set up wrongly: the Redis URL cannot be used: it is missing, and a store of the \
+                 kind `{kind}` needs it; write it like `redis://:password@host:6379/0`"
             )
         );
     }
@@ -138,15 +137,15 @@ fn kind_and_url_choose_the_store() {
 fn impossible_settings_are_refused() {
     let refused = |config: StoreConfig| AnyStore::from_config(&config).unwrap_err();
     let zero = refused(StoreConfig { timeout: Duration::ZERO, ..other() });
-    assert!(zero.to_string().contains("the time-out of a RedisStore, in nanoseconds, is 0"), "{zero}");
+    assert!(zero.to_string().contains("a timeout of 0 for Redis: write"), "{zero}");
     let zero = refused(StoreConfig { deadline: Duration::ZERO, ..other() });
-    assert!(zero.to_string().contains("the deadline of a Fallback, in nanoseconds, is 0"), "{zero}");
+    assert!(zero.to_string().contains("a deadline of 0ns"), "{zero}");
     let nanosecond = refused(StoreConfig { deadline: Duration::from_nanos(1), ..other() });
     assert!(nanosecond.to_string().contains("a deadline of 1ns"), "{nanosecond}");
     let short = StoreConfig { deadline: Duration::from_millis(1), ..other() };
     assert!(AnyStore::from_config(&short).is_ok());
     let prefix = refused(StoreConfig { prefix: "{shop}".to_owned(), ..other() });
-    assert!(prefix.to_string().contains("\"{shop}\" is no key prefix: use"), "{prefix}");
+    assert!(prefix.to_string().contains("\"{shop}\" is not a valid key prefix: use"), "{prefix}");
     let url = refused(StoreConfig { url: Some("http://user:hunter2@host/".to_owned()), ..other() });
     assert!(url.to_string().contains("write it like `redis://"), "{url}");
     assert!(!format!("{url} {url:?}").contains("hunter2"), "{url:?}");
@@ -186,7 +185,7 @@ fn a_variable_must_hold_the_url() {
         (Ok(" ".to_owned()), "REDIS_URL is empty (unset it for no Redis)"),
         (Err(VarError::NotUnicode(OsString::new())), "REDIS_URL is not Unicode (unset it for no Redis)"),
     ] {
-        assert_eq!(of(value), Err(RedisUrl(problem.to_owned())));
+        assert_eq!(of(value), Err(wrong_url(problem)));
     }
     assert!(matches!(AnyStore::from_env("A_VARIABLE_THAT_NOBODY_SETS"), Ok(AnyStore::Local(_))));
     let error = AnyStore::from_env("PATH").unwrap_err();

@@ -34,31 +34,31 @@ use crate::limit::{Check, Decision, Key, Source};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
-/// - **Deadline.** What the primary store has not answered by then, the fallback does. A check that was sent to the
-///   primary store and not answered is never sent again, unless it has an [id](Check::with_id), by which it is charged
+/// - **Deadline.** The fallback answers what the primary store has not answered by then. A check that was sent to the
+///   primary store without an answer is never sent again, unless it has an [id](Check::with_id), by which it is charged
 ///   once. One that still waits to be sent is [withdrawn](Store::withdraw).
 /// - **Breaker.** After a few failures in a row every check goes to the fallback at once, with no wait: see
-///   [`failures`](Self::failures). One probe at a time, off the request path, tries the primary store again. Where the
-///   primary store has [partitions](Store::partitions), as a Redis Cluster has, there is a breaker for each: a master
-///   that is down degrades its callers only.
-/// - **Warm.** The fallback follows what the primary store decides, so that a caller goes on from where it was, and an
-///   outage is no second burst. It does not follow an answer that does not know of what the fallback has granted: one
-///   that was asked for before the breaker opened, or before that was reconciled.
+///   [`failures`](Self::failures). One probe at a time, off the request path, tests the primary store. If that has
+///   [partitions](Store::partitions), like a Redis Cluster, there is a breaker for each: a master that is down degrades
+///   its callers only.
+/// - **Warm.** The fallback follows the decisions of the primary store, so that a caller keeps its count, and an outage
+///   grants no second burst. It ignores decisions that do not include what the fallback has granted: those of checks
+///   sent before the breaker opened, or before that was reconciled.
 /// - **Share.** While the fallback decides, each instance grants its share of a policy: see [`share`](Self::share). A
 ///   cost that the whole policy has room for but no share is [denied](crate::check::Outcome::Denied) for as long as the
 ///   whole would.
-/// - **Settle.** What the fallback granted in place of the primary store, and still counts, is charged to that; what
-///   was refunded or reset, is there too. After an outage that is before the primary store decides again, those callers
-///   first who have used most of their limits. With more than one instance in the [`Share`], each waits until all the
-///   others have had the time to notice that the outage is over, and then for those that still reconcile, up to ten
-///   seconds: or the first one back would be granted what they have granted already. Each says in the primary store
-///   that it reconciles, as a request [in flight](crate::Policy::in_flight). With the breaker closed, as where a queue
-///   was full, it is within a second; what such a caller refunds or resets meanwhile, the fallback does, so that the
-///   primary store is told of it afterwards. An id is charged once, however often it was asked and by whom it was
+/// - **Reconcile.** What the fallback granted, and still counts, is charged to the primary store; refunds and resets
+///   are repeated there. After an outage this happens before the primary store decides again, beginning with the
+///   callers that have used most of their limits. With more than one instance in the [`Share`], each waits until all
+///   others had the time to notice the end of the outage, and then for those that still reconcile, up to ten seconds:
+///   otherwise the first one back could grant again what they have granted already. Each instance shows in the primary
+///   store that it reconciles, as a request [in flight](crate::Policy::in_flight). With the breaker closed, such as
+///   when a queue was full, it takes up to a second; meanwhile the fallback handles refunds and resets of such a
+///   caller, and passes them on afterwards. An id is charged once, however often it was sent and whichever store
 ///   answered.
 ///
-/// [`Decision::source`](crate::check::Decision::source) tells for each decision where it was made, and an [`Observer`]
-/// is told of every change.
+/// [`Decision::source`](crate::check::Decision::source) returns where a decision was made, and an [`Observer`] is
+/// notified of every change.
 ///
 /// Clones share the breaker and both stores.
 ///
@@ -67,9 +67,9 @@ use crate::limit::{Check, Decision, Key, Source};
 /// The task that probes and reconciles runs on the tokio runtime of the check that noticed a failure. If that runtime
 /// ends, or runs nothing for more than half a second and two deadlines, the next check on another one starts a task
 /// there. So at least one runtime that uses the store must run between its checks too, as any multi-threaded one does,
-/// and `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: where each check has a
-/// `block_on` of its own, and there is no other runtime, nothing would end an outage. Keep one thread in `block_on`
-/// there, or take a multi-threaded runtime.
+/// and `#[tokio::main]`. A current-thread runtime runs only while it is inside of `block_on`: if each check has its own
+/// `block_on`, and there is no other runtime, an outage would never end. Keep one thread in `block_on` there, or take a
+/// multi-threaded runtime.
 ///
 /// ```
 /// use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore};
@@ -91,12 +91,12 @@ struct Settings {
 }
 
 impl<P: Store, F: Store> Fallback<P, F> {
-    /// The deadline of a check, unless set otherwise.
+    /// The default deadline of a check.
     pub const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
-    /// How many failures in a row open the breaker, unless set otherwise.
+    /// The default number of failures in a row that open the breaker.
     pub const DEFAULT_FAILURES: NonZeroU32 = NonZeroU32::MIN.saturating_add(2);
 
-    /// `primary` decides, or `fallback` where it cannot.
+    /// `primary` decides, or `fallback` if it cannot.
     pub fn new(primary: P, fallback: F) -> Self {
         let settings = Settings {
             deadline: Self::DEFAULT_DEADLINE,
@@ -116,13 +116,13 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// Sets how many failures in a row open the breaker. Defaults to 3.
     ///
-    /// Calls count, not checks: the checks that fail with the first one are one failure, such as all that were on a
-    /// connection that broke, and from then on those count that are sent one at a time. An error of one check alone is
-    /// none, such as a permission that Redis lacks for its strategy, and a full queue is none. That the server is a
-    /// [node of a cluster](crate::store::ErrorKind::Cluster) opens the breaker at once.
+    /// Calls count, not checks: all checks that fail with the first one are one failure, such as those on a broken
+    /// connection; after that, each one that is sent counts. An error of one check only does not count, such as a
+    /// missing permission for its strategy, nor does a full queue. A server that is a [node of a
+    /// cluster](crate::store::ErrorKind::Cluster) opens the breaker at once.
     ///
     /// From the first failure until one of them is answered, one check at a time is sent to the primary store, and the
-    /// fallback answers the others. So if it has fallen silent, only those that were under way then wait for the
+    /// fallback answers the others. So if the server stops answering, only the checks in progress wait for the
     /// deadline, and as many as this number after them.
     #[must_use]
     pub fn failures(self, failures: NonZeroU32) -> Self {
@@ -136,8 +136,8 @@ impl<P: Store, F: Store> Fallback<P, F> {
         self.with(|settings| settings.share = share)
     }
 
-    /// Sets who is told of failures and changes, here and in both stores as far as they have no observer yet. Defaults
-    /// to the [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to nobody.
+    /// Sets the observer of failures and changes, here and in both stores if they have none yet. Defaults to the
+    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to none.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let store = self.with(|settings| settings.observer = OnceLock::new());
@@ -165,7 +165,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
         Self { partitions: probes.into_iter().map(partition).collect() }
     }
 
-    /// What decides about a caller.
+    /// The breaker and stores of a caller.
     fn partition(&self, key: &Key) -> &Arc<Shared<P, F>> {
         match &*self.partitions {
             [one] => one,
@@ -173,14 +173,14 @@ impl<P: Store, F: Store> Fallback<P, F> {
         }
     }
 
-    /// Whether the fallback decides, because the primary store has failed too often: for health checks. Where that has
+    /// Whether the fallback decides, because the primary store has failed too often: for health checks. With
     /// [partitions](Store::partitions), whether it decides for any of them.
     pub fn is_degraded(&self) -> bool {
         self.partitions.iter().any(|partition| partition.breaker.is_open())
     }
 }
 
-/// A caller in each partition, by whom it is tried.
+/// A caller in each partition, for probes.
 fn probes(primary: &impl Store, count: usize) -> Vec<Key> {
     let mut probes = vec![None; count];
     if count > 1 {

@@ -6,9 +6,9 @@ use crate::store::Instances;
 
 /// How many instances share a policy while each decides by itself.
 ///
-/// Each grants its part of the limit and of the burst, rounded down, but at least 1. For example, each of 4 instances
+/// Each grants its share of the limit and of the burst, rounded down, but at least 1. For example, each of 4 instances
 /// grants 2 of a limit of 10, and each of 20 instances grants 1, so that all together grant 20. The rate of a strategy
-/// that refills little by little is divided exactly.
+/// that refills gradually is divided exactly.
 ///
 /// ```
 /// use std::num::NonZeroU32;
@@ -23,9 +23,9 @@ use crate::store::Instances;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Share {
-    /// So many.
+    /// This many.
     Fixed(NonZeroU32),
-    /// As many as are alive, as far as this instance knows.
+    /// As many as are alive, by this instance's knowledge.
     Alive(Instances),
 }
 
@@ -38,7 +38,7 @@ impl Share {
     }
 }
 
-/// What a client is told of a decision by this instance's part of the policies.
+/// The decision as returned to a client, by this instance's share of the policies.
 ///
 /// It differs where a cost is more than the part, but not more than the whole: that is denied, for as long as the whole
 /// would deny it if the same share of it were used up. For example, a cost of 50 never fits a part of 25. If 20 of

@@ -14,8 +14,8 @@ use super::topology::Topology;
 use super::topology::cluster::Cluster;
 use super::worker::{Inner, Limits};
 
-use crate::error::StoreError;
-use crate::limit::{ConfigError, is_name};
+use crate::error::{ConfigError, StoreError};
+use crate::limit::is_name;
 use crate::observe::Observer;
 
 impl RedisStore {
@@ -27,9 +27,9 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL, and otherwise what keeps
-    /// Redis from deciding: it cannot be reached, refuses the password, lacks a permission, is no Redis or a node of a
-    /// cluster.
+    /// [`ErrorKind::Configuration`](crate::store::ErrorKind::Configuration) for a wrong URL, and otherwise the reason
+    /// why Redis cannot decide: it cannot be reached, refuses the password, lacks a permission, is not a Redis or is a
+    /// node of a cluster.
     pub async fn connect(servers: impl Into<Servers>) -> Result<Self, StoreError> {
         Self::builder(servers).connect().await
     }
@@ -38,16 +38,16 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`] for a wrong URL, [`ConfigError::NoTls`] for `rediss://` without the feature `tls`.
+    /// For a wrong URL, and for `rediss://` without the feature `tls`.
     pub fn connect_lazy(servers: impl Into<Servers>) -> Result<Self, ConfigError> {
         Self::builder(servers).connect_lazy()
     }
 
-    /// A store in a Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. It does not
-    /// connect before the first check, as [`connect_lazy`](Self::connect_lazy).
+    /// A store in a Redis Cluster, by the URLs of some of its nodes, which report the others. It does not connect
+    /// before the first check, as [`connect_lazy`](Self::connect_lazy).
     ///
     /// To connect at once, or to set more, give [`Servers::cluster`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for what is particular to a cluster.
+    /// [`builder`](Self::builder). See [above](Self#redis-cluster) for the specifics of a cluster.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;
@@ -68,7 +68,7 @@ impl RedisStore {
     ///
     /// User, password and TLS of a sentinel are those of its URL. For those of the master, and its database, write its
     /// name as a URL. To connect at once, or to set more, give [`Servers::sentinel`] to [`connect`](Self::connect) or
-    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for what is particular to Sentinel.
+    /// [`builder`](Self::builder). See [above](Self#redis-sentinel) for the specifics of Sentinel.
     ///
     /// ```
     /// use tower_redis_ratelimit::RedisStore;
@@ -82,7 +82,7 @@ impl RedisStore {
     ///
     /// # Errors
     ///
-    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is none.
+    /// As [`connect_lazy`](Self::connect_lazy); also if there is no URL, or the name is not valid.
     pub fn sentinel<U: IntoConnectionInfo>(
         master: &str,
         sentinels: impl IntoIterator<Item = U>,
@@ -182,15 +182,15 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// The certificate, with those between it and its authority, and the key that show who we are, in PEM: what a Redis
-    /// with `tls-auth-clients yes`, its default, wants. Defaults to none.
+    /// The client certificate, with those between it and its authority, and its key, in PEM: required by a Redis with
+    /// `tls-auth-clients yes`, its default. Defaults to none.
     #[cfg(feature = "tls")]
     pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
         self.tls.client_certificate = Some((certificate.into(), key.into()));
         self
     }
 
-    /// For which name the servers' certificates must be, if not for the hosts in the URL: where servers are reached by
+    /// The name that the servers' certificates must have, if not the hosts in the URL: for servers that are reached by
     /// address, as the nodes of a cluster mostly are. Defaults to each server's host.
     #[cfg(feature = "tls")]
     pub fn server_name(mut self, name: impl Into<String>) -> Self {
@@ -207,7 +207,7 @@ impl RedisStoreBuilder {
     }
 
     /// How long one call may take, with connecting if it must; and how long a check may wait to be sent. Defaults to
-    /// 250 ms; zero is a [`ConfigError::Zero`]. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
+    /// 250 ms; zero is an error. A [`Fallback`](crate::Fallback) answers by its own, shorter deadline.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
@@ -227,8 +227,8 @@ impl RedisStoreBuilder {
     }
 
     /// Into how many partitions callers are put in a Redis Cluster, where only the checks of one partition share a
-    /// script call. Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server has no
-    /// use for it.
+    /// script call. Defaults to 12, which 2, 3, 4 or 6 masters share evenly; from 1 to 1,024. A single server ignores
+    /// it.
     ///
     /// Each partition is in one slot, and so on one master: take a multiple of the number of masters, and for more than
     /// 6 of them at least 4 for each, or some have far more to do than others. Fewer partitions share more. With 256
@@ -236,7 +236,7 @@ impl RedisStoreBuilder {
     /// about 5.
     ///
     /// All stores of one prefix must have the same number, or they would count the same callers twice. So the number is
-    /// kept in the cluster, and another one is refused: it is a [`ConfigError::Partitions`]. To change it, choose a
+    /// kept in the cluster, and another one is refused. To change it, choose a
     /// prefix for the new number, as all counts begin anew.
     pub fn partitions(mut self, partitions: NonZeroUsize) -> Self {
         self.partitions = partitions.get();
@@ -249,17 +249,17 @@ impl RedisStoreBuilder {
     /// [`Limiter::reserve`](crate::Limiter::reserve), are answered so for a second: others may have refunded.
     ///
     /// A caller has one for every list of policies and cost that was denied, up to 64; one of a smaller cost answers
-    /// larger ones too. A check with an id has one of its own. A cost that never fits is remembered until nothing is
-    /// charged any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
-    /// more than may be, those of the callers who are asked for least go first: a flood of denied callers pushes out
-    /// its own kind.
+    /// larger ones too. Each check with an id has its own. A cost above the capacity is remembered until no charge
+    /// counts any more, but at least for a second and at most for a minute. Each takes about 200 bytes. If there are
+    /// too many, those of the least active callers are dropped first, so that a flood of denied callers mostly replaces
+    /// itself.
     pub fn denials(mut self, denials: usize) -> Self {
         self.denials = denials;
         self
     }
 
-    /// Sets who is told of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the
-    /// first layer over the store, and otherwise to nobody.
+    /// Sets the observer of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the
+    /// first layer over the store, and otherwise to none.
     pub fn observer(mut self, observer: impl Observer) -> Self {
         self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
         self
@@ -280,18 +280,18 @@ impl RedisStoreBuilder {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::RedisUrl`], [`ConfigError::NoTls`], [`ConfigError::Prefix`], [`ConfigError::TooManyPartitions`],
-    /// [`ConfigError::Certificate`], [`ConfigError::ServerName`], [`ConfigError::TlsUnused`], and [`ConfigError::Zero`]
-    /// for a time-out of zero.
+    /// For a wrong URL, prefix, certificate or server name, more than 1,024 partitions, and a timeout of zero; for `rediss://`
+    /// without the feature `tls`, and for TLS settings without `rediss://`.
     pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
         if !is_name(&self.prefix, b"-_./:") {
-            return Err(ConfigError::Prefix(self.prefix.chars().take(80).collect()));
+            let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
+            return Err(ConfigError::invalid("key prefix", &self.prefix, fix));
         }
         if self.timeout.is_zero() {
-            return Err(ConfigError::Zero("the time-out of a RedisStore, in nanoseconds,"));
+            return Err(ConfigError::new("a timeout of 0 for Redis: write a longer one, such as 250 ms"));
         }
         if self.partitions > Cluster::MAX_PARTITIONS {
-            return Err(ConfigError::TooManyPartitions(self.partitions));
+            return Err(ConfigError::new(format!("{} partitions: write at most 1024", self.partitions)));
         }
         let servers = self.servers.into_kind()?;
         let topology = Topology::new(servers, &self.prefix, self.partitions, self.timeout, &self.tls)?;

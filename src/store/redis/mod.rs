@@ -17,8 +17,11 @@ mod topology;
 mod worker;
 
 pub use builder::RedisStoreBuilder;
+#[cfg(not(feature = "tls"))]
+pub(super) use link::no_tls;
 #[cfg(feature = "tls")]
-pub(super) use link::{CLIENT_KEY, ROOT_CERTIFICATE};
+pub(super) use link::{check_client, check_roots};
 pub use servers::Servers;
+pub(super) use servers::wrong_url;
 pub use store::RedisStore;
 pub use worker::RedisFuture;

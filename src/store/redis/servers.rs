@@ -4,10 +4,11 @@ use std::fmt;
 
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisError};
 
+use super::link::no_tls;
 use super::topology::Kind;
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 
-/// Where Redis is: a single server, the master that sentinels tell, or a cluster. It is made of a URL.
+/// Where Redis is: a single server, the master that sentinels report, or a cluster. It is created from a URL.
 ///
 /// | text | is |
 /// |---|---|
@@ -35,8 +36,8 @@ use crate::limit::ConfigError;
 pub struct Servers(Result<Kind, ConfigError>);
 
 impl Servers {
-    /// A Redis Cluster, by the URLs of some of its nodes: any that answers tells of the others. User, password and TLS
-    /// are those of the first URL, for all nodes.
+    /// A Redis Cluster, by the URLs of some of its nodes, which report the others. User, password and TLS are those of
+    /// the first URL, for all nodes.
     pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Self {
         Self(cluster(nodes.into_iter().map(read)))
     }
@@ -63,7 +64,7 @@ impl Servers {
         let mut kind = self.0?;
         let databases: Vec<i64> = kind.all().iter().map(|server| server.redis_settings().db()).collect();
         match databases.into_iter().find(|database| *database < 0) {
-            Some(database) => wrong(format!("its database is {database}, and the first one is 0")),
+            Some(database) => wrong(format_args!("its database is {database}, and the first one is 0")),
             None => Ok(kind),
         }
     }
@@ -89,11 +90,16 @@ impl Servers {
     }
 }
 
-fn wrong<T>(what: impl Into<String>) -> Result<T, ConfigError> {
-    Err(ConfigError::RedisUrl(what.into()))
+fn wrong<T>(what: impl fmt::Display) -> Result<T, ConfigError> {
+    Err(wrong_url(what))
 }
 
-/// Refuses what nobody would read.
+/// The URL itself is left out, since it may hold a password.
+pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
+    ConfigError::new(format!("the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"))
+}
+
+/// Refuses unknown parameters.
 fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     let url = url.split_once('#').map_or(url, |(url, _)| url);
     let query = url.split_once('?').map_or("", |(_, query)| query);
@@ -106,12 +112,12 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
             let is_shown =
                 !query.contains('@') && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
             let name = if is_shown { format!(" `{name}`") } else { String::new() };
-            return wrong(format!(
+            return wrong(format_args!(
                 "its parameter{name} is unknown: write `{known_as}`, and a `?` in a password as `%3F`"
             ));
         }
         if seen.contains(&name) {
-            return wrong(format!("its parameter `{name}` is there more than once: write it once"));
+            return wrong(format_args!("its parameter `{name}` appears more than once: write it once"));
         }
         seen.push(name);
     }
@@ -122,7 +128,7 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
 fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
     let (login, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
     match login.contains('@') {
-        true => wrong(format!(
+        true => wrong(format_args!(
             "it has more than one `@` before {hosts:?}: write user and password once, before the first host, and an `@` in \
              them as `%40`"
         )),
@@ -263,12 +269,12 @@ impl fmt::Debug for Servers {
     }
 }
 
-/// What redis-rs has against a URL.
+/// The error of redis-rs for a URL.
 pub(super) fn url_error(error: RedisError) -> ConfigError {
     match error.to_string() {
         // The words of a redis-rs without TLS.
-        text if text.contains("TLS") && text.contains("feature is not enabled") => ConfigError::NoTls,
-        text => ConfigError::RedisUrl(text),
+        text if text.contains("TLS") && text.contains("feature is not enabled") => no_tls(),
+        text => wrong_url(text),
     }
 }
 
@@ -309,7 +315,8 @@ mod tests {
             Servers::cluster(["redis://:hunter2@a/3"]),
         ] {
             let error = servers.into_kind().map(drop).unwrap_err();
-            assert!(matches!(error, ConfigError::RedisUrl(_)) && !error.to_string().contains("hunter2"), "{error}");
+            let error = error.to_string();
+            assert!(error.starts_with("the Redis URL cannot be used: ") && !error.contains("hunter2"), "{error}");
         }
     }
 }

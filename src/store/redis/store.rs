@@ -11,11 +11,11 @@ use crate::store::{Answer, Instances, Store};
 /// A store in Redis: one count for all instances, decided by a script, on Redis's own clock.
 ///
 /// Checks in flight at the same moment share a script call and a round trip. Every check is answered within about twice
-/// the store's [`timeout`](crate::store::RedisStoreBuilder::timeout), if need be with a [`StoreError`]. A charge is
+/// the store's [`timeout`](crate::store::RedisStoreBuilder::timeout), if necessary with a [`StoreError`]. A charge is
 /// never sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
-/// It needs Redis 6.2, or what is compatible with that; [which servers](crate::guide::servers) are tested, and what
-/// they do to the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for
+/// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
+/// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for
 /// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
 ///
 /// # Redis Cluster
@@ -27,13 +27,12 @@ use crate::store::{Answer, Instances, Store};
 ///   is in flight for a partition is one script call, and the calls for one master are one round trip. The keys of a
 ///   caller are as `rl:{17}:{user-42}:api:g`, where a single server has `rl:{user-42}:api:g`. The key
 ///   `rl:{rl}:partitions` has their number.
-/// - Each master has connections and a queue of its own. A [`Fallback`](crate::Fallback) has a breaker for each
-///   partition: a master that is down degrades its callers only, until its replica has taken over. Replicas are not
-///   asked.
+/// - Each master has its own connections and queue. A [`Fallback`](crate::Fallback) has a breaker for each partition: a
+///   master that is down degrades its callers only, until its replica has taken over. Replicas are not used.
 /// - The map of slots comes from any node, off the request path: at the start, when a connection is lost, and when a
 ///   slot has moved. A call that was refused for that is sent to the right node; no other call is sent twice.
-/// - An address that another cluster has by now is left alone: a node must know of one that the store knows, by its id.
-///   If none of those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the
+/// - An address that belongs to another cluster meanwhile is not used: a node must list a known node, by its id. If
+///   none of those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the
 ///   start.
 /// - While a slot is moved, its callers are asked one by one. One with several policies, whose keys are for a moment on
 ///   two nodes, may get an error of [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady): a fallback decides
@@ -47,13 +46,12 @@ use crate::store::{Answer, Instances, Store};
 /// By `redis+sentinel://`, or by [`sentinel`](Self::sentinel), it is a store on the master that the sentinels have
 /// elected. All of the above holds there too:
 ///
-/// - Name all sentinels. They are asked at once whenever a connection is made, and what they tell must say itself that
-///   it is a master. Where they do not agree, it is the word of most of them, and else that of the latest failover. One
-///   that is dead or slow delays a connection by a quarter of the [`timeout`](crate::store::RedisStoreBuilder::timeout)
-///   at most, and by nothing where most of them agree. While none answers, the master is the one that was known last.
+/// - Name all sentinels. They are all queried whenever a connection is made, and the reported server must confirm that
+///   it is a master. If they disagree, the majority decides, otherwise the latest failover. One that is dead or slow
+///   delays a connection by a quarter of the [`timeout`](crate::store::RedisStoreBuilder::timeout) at most, and by
+///   nothing if most of them agree. While none answers, the last known master is used.
 /// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So
-///   one sentinel is asked every quarter of a second, each in its turn, and the connections to the former master are
-///   given up.
+///   one sentinel is queried every quarter of a second, in turn, and connections to the former master are closed.
 /// - Redis replicates asynchronously: what was charged just before a failover, and with `SENTINEL FAILOVER` what was
 ///   charged during it, may be lost.
 /// - A user of the sentinels needs `+sentinel|master` (`+sentinel` before Redis 7); the one of the master needs `+role`
@@ -83,8 +81,8 @@ impl RedisStore {
     /// it.
     ///
     /// Each announces itself every 2 seconds, off the request path, and no longer counts 6 seconds after the last time.
-    /// This one does so until the last clone of the result is dropped, or this tokio runtime ends. While Redis is away,
-    /// the number stays what it was.
+    /// This one does so until the last clone of the result is dropped, or this tokio runtime ends. While Redis is
+    /// unreachable, the number does not change.
     ///
     /// # Errors
     ///

@@ -94,7 +94,7 @@ async fn a_denial_names_the_fix_not_callers() {
     printed(&service, secret(60)).unwrap();
     for (pages, sentence) in [
         (30, "the quota of 60/m (jobs) is used up; try again in 30s"),
-        (61, "the call costs more than the 60 that ever pass at once (jobs)"),
+        (61, "the call's cost exceeds the maximum burst of 60 (jobs)"),
     ] {
         let denied = limited(printed(&service, secret(pages)));
         assert_eq!(denied.to_string(), sentence);

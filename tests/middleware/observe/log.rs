@@ -107,7 +107,7 @@ async fn further_callers_share_one_log_line() {
     for i in 0..1_000 {
         send(&service, request(&i.to_string())).await;
     }
-    let more = |denied: u64| format!("INFO more callers exceeded a rate limit than are named denied={denied}");
+    let more = |denied: u64| format!("INFO further callers rate limited (not listed) denied={denied}");
     assert_eq!(lines.take(), [exceeded("0", 1), more(1)]);
     advance(Duration::from_secs(60)).await;
     send(&service, request("1000")).await;

@@ -2,11 +2,12 @@ use std::num::NonZeroU8;
 
 use http::HeaderName;
 
+use super::super::header::header_name;
 use super::ClientIp;
-use super::trust::{Trust, Trusted, cover_all};
-use crate::limit::ConfigError;
+use super::trust::{Trust, Trusted, cover_all, untrusted};
+use crate::error::ConfigError;
 
-/// A [`ClientIp`] of which only the header is known. It lacks who is believed to write that.
+/// A [`ClientIp`] of which only the header is known. It lacks the trusted proxies.
 #[derive(Debug, Clone)]
 #[must_use = "say who is trusted, by `trust` or `hops`"]
 pub struct ClientIpBuilder {
@@ -15,7 +16,7 @@ pub struct ClientIpBuilder {
 
 impl ClientIpBuilder {
     pub(super) fn new(header: &str) -> Self {
-        Self { header: header.parse().map_err(|_| ConfigError::HeaderName(header.to_owned())) }
+        Self { header: header_name(header) }
     }
 
     /// Trusts the proxies in these networks. Each is one of
@@ -23,18 +24,16 @@ impl ClientIpBuilder {
     /// - an address, such as `"203.0.113.7"`,
     /// - `"private"`: 10.0.0.0/8, 172.16.0.0/12, 192.168.0.0/16 (RFC 1918), fc00::/7 (RFC 4193) and `"loopback"`,
     /// - `"loopback"`: 127.0.0.0/8 and ::1,
-    /// - `"unix"`: a peer on a unix socket. A peer of whom the server noted nothing is taken for one too, since axum
-    ///   notes nothing of a unix socket by itself; so a server that listens on TCP as well has to note the addresses
-    ///   there.
+    /// - `"unix"`: a peer on a unix socket. A peer without any recorded address is taken for one too, since axum
+    ///   records none for a unix socket; so a server that listens on TCP as well has to record the addresses there.
     ///
-    /// Name networks in which there are proxies only. From any of their addresses one may write any address into the
-    /// header: with `"private"`, so may your office, if it reaches the service by private addresses.
+    /// Name networks that contain only proxies. Any of their addresses may write any address into the header: with
+    /// `"private"`, so may your office, if it reaches the service by private addresses.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::TrustedNetwork`] for another text, and for networks of all addresses, such as
-    /// `0.0.0.0/0` or its halves; [`ConfigError::Zero`] for no network; [`ConfigError::HeaderName`] if the header's
-    /// name is none.
+    /// For another text; for networks of all addresses, such as `0.0.0.0/0` or its halves; for no network; and for a
+    /// text that cannot be the name of a header.
     pub fn trust<T: AsRef<str>>(self, proxies: impl IntoIterator<Item = T>) -> Result<ClientIp, ConfigError> {
         let trusted = proxies.into_iter().map(|proxies| proxies.as_ref().parse()).collect::<Result<Vec<_>, _>>();
         self.trusting(trusted)
@@ -43,36 +42,33 @@ impl ClientIpBuilder {
     pub(super) fn trusting(self, trusted: Result<Vec<Trusted>, ConfigError>) -> Result<ClientIp, ConfigError> {
         let (header, trusted) = (self.header?, trusted?);
         if trusted.is_empty() {
-            return Err(ConfigError::Zero("the number of trusted networks"));
+            return Err(ConfigError::new("no proxy is trusted: name at least one network"));
         }
         if cover_all(&trusted) {
             let text = trusted.iter().map(Trusted::to_string).collect::<Vec<_>>().join(", ");
-            return Err(ConfigError::TrustedNetwork {
-                text,
-                problem: "together they cover every address, so that clients were believed too",
-            });
+            return Err(untrusted(&text, "together they cover every address, so that clients were believed too"));
         }
         Ok(ClientIp::behind(header, Trust::Networks(trusted)))
     }
 
-    /// Trusts this many proxies in a row, wherever they are. The peer is the first of them, also on a unix socket or if
-    /// the server noted nothing of it.
+    /// Trusts this many proxies in a row, wherever they are. The peer is the first of them, also on a unix socket or
+    /// without a recorded address.
     ///
-    /// The client is then the entry so many from the right: `hops(1)` takes the last one, which the peer wrote. A
-    /// header of fewer entries gives its first one.
+    /// The client is then this entry from the right: `hops(1)` takes the last one, which the peer wrote. A header of
+    /// fewer entries yields its first one.
     ///
-    /// For proxies whose addresses change. Every request has to pass all of them: one that gets around a proxy, such as
-    /// by a load balancer's address behind a CDN, has an entry of the client's choice in the place that counts.
+    /// For proxies whose addresses change. Every request has to pass all of them: a client that bypasses a proxy, such
+    /// as by a load balancer's address behind a CDN, can choose the entry that counts.
     ///
-    /// Of a header with a [single value](ClientIp::header), only the peer is asked: any number is the same.
+    /// With a header of a [single value](ClientIp::header), only the peer matters: any number is the same.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Zero`] for 0: [`ClientIp::peer`] is for services without a proxy. [`ConfigError::HeaderName`] if
-    /// the header's name is none.
+    /// For 0, since [`ClientIp::peer`] is for services without a proxy, and for a text that cannot be the name of a
+    /// header.
     pub fn hops(self, hops: u8) -> Result<ClientIp, ConfigError> {
         let header = self.header?;
-        let hops = NonZeroU8::new(hops).ok_or(ConfigError::Zero("the number of trusted hops"))?;
-        Ok(ClientIp::behind(header, Trust::Hops(hops)))
+        let none = || ConfigError::new("no hop is trusted: trust at least 1, or use `ClientIp::peer` without a proxy");
+        Ok(ClientIp::behind(header, Trust::Hops(NonZeroU8::new(hops).ok_or_else(none)?)))
     }
 }

@@ -7,7 +7,7 @@ use serde::ser::{Serialize, Serializer};
 
 use super::trust::{Trust, Trusted};
 use super::{ClientIp, Forwarding};
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 use crate::limit::formats::{Field, List, Setting, deserialize, text};
 
 const PEER: &str = "peer";
@@ -56,11 +56,11 @@ impl Setting for ClientIp {
             }
             (Some(header), None, Some(hops)) => Self::header(&header).hops(hops.get()).map_err(D::Error::custom),
             (Some(header), None, None) => Err(D::Error::custom(format_args!(
-                "nobody is trusted to write {header:?}: say who does, by `trust = [\"private\"]` or by `hops = 1`"
+                "no proxy is trusted to write {header:?}: set it by `trust = [\"private\"]` or by `hops = 1`"
             ))),
-            (Some(_), Some(_), Some(_)) => Err(D::Error::custom("`trust` and `hops` are both there: leave one out")),
+            (Some(_), Some(_), Some(_)) => Err(D::Error::custom("`trust` and `hops` are both set: leave one out")),
             (None, ..) => Err(D::Error::custom(
-                "there is no header that the trusted proxies write: add it, such as `header = \"x-forwarded-for\"`",
+                "the header that the trusted proxies write is missing: add it, such as `header = \"x-forwarded-for\"`",
             )),
         }?;
         Ok(Self { ipv6_prefix: ipv6_prefix.map_or(client.ipv6_prefix, |Bits(bits)| bits), ..client })

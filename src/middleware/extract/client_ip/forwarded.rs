@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use super::node;
 
-/// The addresses of a line's elements from the right, `None` for an element that tells none.
+/// The addresses of a line's elements from the right, `None` for an element without one.
 ///
 /// An element is found by its own bytes, whatever is to the left of it: a client that opens a quoted string there cannot
 /// pull into it what a proxy has appended.

@@ -15,13 +15,14 @@ use forwarded::Elements;
 use trust::Trust;
 
 use super::peer::{self, Peer};
+use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
-use crate::limit::{ConfigError, Key};
+use crate::limit::Key;
 
 /// Counts by the address of the client, for services behind proxies; IPv6 by its /64 network.
 ///
-/// Proxies tell the client's address in a header, to which a client may write too. So there is one header that counts,
-/// and it counts as far as it was written by proxies that you name: by their networks or by their number.
+/// Proxies write the client's address into a header, to which a client may write too. So choose one header, and name
+/// the proxies that you trust to write it: by their networks or by their number.
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::ClientIp;
@@ -45,9 +46,9 @@ use crate::limit::{ConfigError, Key};
 /// # How the client is found
 ///
 /// Every proxy appends the address that it was called from. So the walk starts at the peer, at the address of the
-/// connection. As long as the hop at hand is trusted, the walk goes on to what that hop has written: the next entry
-/// from the right, over all lines of the header, from the last line to the first. Whoever is not trusted is the client.
-/// No byte to the left of the client's entry is looked at.
+/// connection. As long as the current hop is trusted, the walk continues with what that hop has written: the next entry
+/// from the right, over all lines of the header, from the last line to the first. The first hop that is not trusted is
+/// the client. Nothing to the left of the client's entry is read.
 ///
 /// The walk ends before that, at **the nearest trusted hop**, if it meets
 /// - the header's end: a trusted proxy is itself the client, such as for its health checks,
@@ -71,16 +72,15 @@ use crate::limit::{ConfigError, Key};
 /// # Who the peer is
 ///
 /// The address of the connection is read where [`PeerIp`](crate::extract::PeerIp) reads it. An [`IpAddr`] that your
-/// application has put into the request's extensions wins here too: then no header counts. Nor does one from a peer who
-/// is not trusted, or any but the one that you chose.
+/// application has put into the request's extensions wins here too: then the header is ignored. Headers are also
+/// ignored unless the peer is trusted, and all but the one that you chose.
 ///
-/// Peers on unix sockets have no address. One whose header does not tell another is counted together with all others of
-/// them.
+/// Peers on unix sockets have no address. They are counted together, unless the header has an address.
 ///
 /// # From a file
 ///
-/// With the feature `serde` it is a table: a `header`, and who writes it, by `trust` or `hops`. Without a header it is
-/// [the peer](Self::peer), which may also be written as `"peer"`. `ipv6_prefix` is 64 unless it is there.
+/// With the feature `serde` it is a table: a `header`, and its trusted writers by `trust` or `hops`. Without a header
+/// it is [the peer](Self::peer), which may also be written as `"peer"`. `ipv6_prefix` defaults to 64.
 ///
 /// ```
 /// # #[cfg(feature = "serde")] {
@@ -106,7 +106,7 @@ pub struct ClientIp {
     ipv6_prefix: u8,
 }
 
-/// A header, and who is believed to write it.
+/// A header, and the proxies that are trusted to write it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Forwarding {
     header: HeaderName,
@@ -123,7 +123,8 @@ enum Form {
 }
 
 impl ClientIp {
-    /// How many trusted hops are passed at most: a client that is trusted by mistake cannot keep us reading.
+    /// How many trusted hops are passed at most: so that a client that is trusted by mistake cannot cause endless
+    /// reading.
     const MAX_HOPS: usize = u8::MAX as usize;
 
     /// Reads `X-Forwarded-For`: addresses with commas between them, each written by the hop behind it.
@@ -137,20 +138,21 @@ impl ClientIp {
     }
 
     /// Reads a header that holds one address, such as `CF-Connecting-IP`, `True-Client-IP` or `X-Real-IP`. Its address
-    /// is the client, be it trusted or not. A header with anything else, or that is there twice, is malformed: the peer
+    /// is the client, be it trusted or not. A header with anything else, or that appears twice, is malformed: the peer
     /// is counted.
     ///
     /// The header has to be one that the trusted peer sets on every request, and never takes over from the client.
     ///
     /// `X-Forwarded-For` and `Forwarded`, in any case, are read as lists, as they are by the functions of their names.
     ///
-    /// [`trust`](ClientIpBuilder::trust) and [`hops`](ClientIpBuilder::hops) tell if this is no name of a header.
+    /// [`trust`](ClientIpBuilder::trust) and [`hops`](ClientIpBuilder::hops) return an error if this is not a valid
+    /// header name.
     pub fn header(name: &str) -> ClientIpBuilder {
         ClientIpBuilder::new(name)
     }
 
-    /// Reads no header: as [`PeerIp`](crate::extract::PeerIp), for services that have a proxy in some places and none
-    /// in others, and with a prefix that can be set.
+    /// Reads no header: as [`PeerIp`](crate::extract::PeerIp), for services that have a proxy only in some deployments,
+    /// and with a configurable prefix.
     pub fn peer() -> Self {
         Self { forwarding: None, ipv6_prefix: 64 }
     }
@@ -169,16 +171,18 @@ impl ClientIp {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Ipv6Prefix`] unless it is from 1 to 128.
+    /// Unless it is from 1 to 128.
     pub fn ipv6_prefix(self, bits: u8) -> Result<Self, ConfigError> {
         match bits {
             1..=128 => Ok(Self { ipv6_prefix: bits, ..self }),
-            _ => Err(ConfigError::Ipv6Prefix(bits)),
+            _ => Err(ConfigError::new(format!(
+                "an IPv6 prefix of {bits} bits: write 1 to 128, such as 64, which one host owns"
+            ))),
         }
     }
 
-    /// The client's address, for a use of your own. `None` if it is a process on a unix socket, or if the server noted
-    /// no address.
+    /// The client's address, for your own use. `None` for a process on a unix socket, or if the server recorded no
+    /// address.
     pub fn address(&self, request: &Parts) -> Option<IpAddr> {
         match self.client(request) {
             Peer::Address(address) => Some(address.to_canonical()),
@@ -226,8 +230,8 @@ impl Forwarding {
         }
     }
 
-    /// Walks from the peer along what trusted hops have written, and gives the first who is not trusted, or the last
-    /// before an entry that tells no address.
+    /// Walks from the peer along what trusted hops have written, and returns the first hop that is not trusted, or the
+    /// last one before an entry without an address.
     fn walk(&self, peer: Peer, mut entries: impl Iterator<Item = Option<IpAddr>>) -> Peer {
         let mut hop = peer;
         for hops in 0..ClientIp::MAX_HOPS {

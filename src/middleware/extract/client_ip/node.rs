@@ -2,10 +2,10 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Reads an address as proxies write it: alone, with a port, an IPv6 one in brackets or with a zone. `None` is what tells no
-/// address, such as `unknown`, or no host's, such as `0.0.0.0`.
+/// Reads an address as proxies write it: alone, with a port, an IPv6 one in brackets or with a zone. `None` for what is
+/// not an address, such as `unknown`, or not a host's, such as `0.0.0.0`.
 ///
-/// An IPv4-mapped address is given as the IPv4 one.
+/// An IPv4-mapped address is returned as the IPv4 one.
 pub(super) fn address(node: &[u8]) -> Option<IpAddr> {
     let node = str::from_utf8(node.trim_ascii()).ok()?;
     let address = match node.strip_prefix('[') {

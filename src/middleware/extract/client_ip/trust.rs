@@ -1,4 +1,4 @@
-//! Which hops are proxies that are believed.
+//! Which hops are trusted proxies.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -8,7 +8,7 @@ use std::str::FromStr;
 use ipnet::{IpNet, Ipv4Net};
 
 use super::super::peer::Peer;
-use crate::limit::ConfigError;
+use crate::error::ConfigError;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Trust {
@@ -19,7 +19,7 @@ pub(super) enum Trust {
 }
 
 impl Trust {
-    /// Whether this hop is believed, to which so many lead from the peer.
+    /// Whether this hop is trusted, which is so many hops from the peer.
     pub(super) fn covers(&self, hop: Peer, hops: usize) -> bool {
         match self {
             Self::Networks(trusted) => trusted.iter().any(|trusted| trusted.covers(hop)),
@@ -42,7 +42,7 @@ pub(super) fn cover_all(trusted: &[Trusted]) -> bool {
     IpNet::aggregate(&networks.collect()).iter().any(|network| network.prefix_len() == 0)
 }
 
-/// Proxies that are believed, as they are named in a setting.
+/// Trusted proxies, as they are named in a setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Trusted {
     Private,
@@ -72,21 +72,27 @@ impl Trusted {
     }
 }
 
+pub(super) fn untrusted(text: &str, problem: &str) -> ConfigError {
+    ConfigError::new(format!(
+        "{text:?} cannot be trusted: {problem}; write the proxies' network like `203.0.113.0/24`, an address, `private`, \
+         `loopback` or `unix`, or trust a number of hops"
+    ))
+}
+
 impl FromStr for Trusted {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let problem = |problem| ConfigError::TrustedNetwork { text: text.to_owned(), problem };
         let network = match text {
             "private" => return Ok(Self::Private),
             "loopback" => return Ok(Self::Loopback),
             "unix" => return Ok(Self::Unix),
             _ => text.parse().or_else(|_| text.parse().map(|address: IpAddr| address.into())),
         };
-        let network =
-            unmapped(network.map_err(|_| problem("it is none of the words, and neither a network nor an address"))?);
+        let unknown = |_| untrusted(text, "it is neither one of the words nor a network nor an address");
+        let network = unmapped(network.map_err(unknown)?);
         if network.prefix_len() == 0 {
-            return Err(problem("it covers every address, so that clients were believed too"));
+            return Err(untrusted(text, "it covers every address, so that clients were believed too"));
         }
         Ok(Self::Network(network))
     }
@@ -104,7 +110,7 @@ impl fmt::Display for Trusted {
     }
 }
 
-/// A network of IPv4-mapped addresses as that of the IPv4 ones, as which they are compared.
+/// A network of IPv4-mapped addresses as one of IPv4, since addresses are compared as IPv4.
 fn unmapped(network: IpNet) -> IpNet {
     let IpNet::V6(v6) = network else { return network.trunc() };
     let v4 = v6.network().to_ipv4_mapped().zip(v6.prefix_len().checked_sub(96));

@@ -9,7 +9,7 @@ use pin_project_lite::pin_project;
 use crate::settle::Charge;
 
 pin_project! {
-    /// The body of a response, until whose end a request holds what it has taken: see
+    /// The body of a response; its end settles what the request has taken: see
     /// [`UntilBodyEnd`](crate::rate_limit::UntilBodyEnd).
     ///
     /// It is the inner service's body, frame by frame. It has ended with its last frame, with an error, or when it is
@@ -55,14 +55,14 @@ impl<B: Body> Body for TrackedBody<B> {
     }
 }
 
-/// One that nobody counts: what another layer around this one answers with.
+/// An uncounted body, for the responses of other layers.
 impl<B: From<String>> From<String> for TrackedBody<B> {
     fn from(text: String) -> Self {
         Self::new(text.into(), None)
     }
 }
 
-/// One that nobody counts.
+/// An uncounted body.
 impl<B: Default> Default for TrackedBody<B> {
     fn default() -> Self {
         Self::new(B::default(), None)

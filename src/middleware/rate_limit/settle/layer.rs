@@ -6,9 +6,8 @@ use crate::settle::Settlement;
 use crate::store::Store;
 
 impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
-    /// Sets what becomes of what a request has taken when its response is there: the cost is then a reservation, which
-    /// `rule` settles by the head of the response. The body of responses is a [`TrackedBody`](crate::rate_limit::TrackedBody)
-    /// from then on.
+    /// Settles requests by their responses: the cost is then a reservation, which `rule` settles by the head of the
+    /// response. The response body becomes a [`TrackedBody`](crate::rate_limit::TrackedBody).
     ///
     /// Only failures count:
     ///
@@ -29,11 +28,11 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     ///
-    /// At most five guesses run at the same time, since each has reserved its failure.
+    /// Five guesses may be in progress at once, since each has reserved its failure.
     ///
-    /// The rule may read the status, a header field of an upstream, or an extension that the handler has set. What is
-    /// known only later is counted by the [`Charge`](crate::settle::Charge) in the request's extensions, and settled
-    /// when the body has ended: [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd). For bytes there is
+    /// The rule may read the status, a header field of an upstream, or an extension that the handler has set. A cost
+    /// that is known only later is counted by the [`Charge`](crate::settle::Charge) in the request's extensions, and
+    /// settled when the body has ended: [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd). For bytes there is
     /// [`Settlement::Bytes`](crate::settle::Settlement::Bytes).
     ///
     /// ```
@@ -52,19 +51,18 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     ///
-    /// - **Once.** Whatever ends a request settles it: its response, the end of its body, an error, a panic, a
-    ///   time-out, a client that goes away. A request that ends without a response keeps what it has reserved, or else
-    ///   a client would hang up before each answer, unless its `Charge` was used: then it costs what that has counted.
-    /// - **All policies** alike, also those of a [dry run](Self::dry_run) and of [shadows](Self::shadow).
-    /// - **Off the request path.** No response waits for it. A store that answers at once is asked at once; otherwise
-    ///   what is to be settled is sent within a few milliseconds, many together. What has been refunded does not make a
-    ///   caller's quota larger than if the real cost had been charged at once.
-    /// - **In an outage** a [`Fallback`](crate::Fallback) settles as it decides. Without one, what was not sent is sent
-    ///   again until it matters no more; what may have been charged already is not, so that nothing is charged twice.
-    ///   The observer is [told](crate::observe::Observer::failed) what was lost.
-    /// - **Header fields** and the [`Decision`](crate::check::Decision) of the response tell the state by what is known
-    ///   when its head is sent: what the rule refunds then remains, and what is settled only at the end of the body is
-    ///   still reserved.
+    /// - **Once.** Whatever ends a request settles it: its response, the end of its body, an error, a panic, a timeout,
+    ///   a client that disconnects. A request that ends without a response keeps what it has reserved, so that clients
+    ///   gain nothing by hanging up early; if its `Charge` was used, it costs what that has counted.
+    /// - **All policies**, also those of a [dry run](Self::dry_run) and of [shadows](Self::shadow).
+    /// - **Off the request path.** No response waits for it. A local store settles at once; otherwise it is sent within
+    ///   a few milliseconds, in batches. Refunds do not make a caller's quota larger than if the real cost had been
+    ///   charged at once.
+    /// - **In an outage** a [`Fallback`](crate::Fallback) settles as it decides. Without one, what was not sent is
+    ///   retried while it matters; what may have been charged already is not, so that nothing is charged twice. The
+    ///   observer is [notified](crate::observe::Observer::failed) of what was lost.
+    /// - **Header fields** and the [`Decision`](crate::check::Decision) of the response report the state when its head
+    ///   is sent: what the rule refunds then remains, and what is settled at the end of the body is still reserved.
     #[must_use]
     pub fn settle(
         self,
@@ -76,10 +74,10 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
     /// Holds what a request has taken until the body of its response has ended or was dropped, and no clone of its
     /// [`Charge`](crate::settle::Charge) is left. It costs what that has counted, or what was reserved if it was not
     /// used: as [`settle`](Self::settle) with a rule that is always
-    /// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), and in its place.
+    /// [`Settlement::AtEnd`](crate::settle::Settlement::AtEnd), and replaces it.
     ///
-    /// The body of a response that upgrades the connection ends at once, and nobody else knows when the connection
-    /// does: its task has to keep a clone of the `Charge`, as a [recipe](crate::guide::recipes) shows.
+    /// The body of a response that upgrades the connection ends at once: the task of the connection has to keep a clone
+    /// of the `Charge`, as a [recipe](crate::guide::recipes) shows.
     #[must_use]
     pub fn until_body_end(self) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
         self.change_to(|config| config.with_rule(None))

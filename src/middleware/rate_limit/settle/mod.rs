@@ -1,4 +1,4 @@
-//! Until when a layer holds what a request has taken.
+//! How long a layer holds what a request has taken.
 
 mod body;
 mod layer;
@@ -11,10 +11,10 @@ pub(super) use rule::Rule;
 
 use crate::settle::Charge;
 
-/// Until when a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and what follows for the body
-/// of the response: [`AsIs`] or [`UntilBodyEnd`].
+/// How long a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and so the type of the response
+/// body: [`AsIs`] or [`UntilBodyEnd`].
 pub trait Ending: sealed::Ending {
-    /// The body of the layer's responses, where `B` is that of the inner service's.
+    /// The body of the layer's responses; `B` is that of the inner service.
     type Body<B>;
 
     /// Holds what a request has taken until the body ends.
@@ -26,12 +26,12 @@ mod sealed {
     pub trait Ending: 'static {}
 }
 
-/// What a request has taken is charged, and nothing is settled: the response is the inner service's.
+/// Settles nothing: what a request has taken stays charged, and the response is the inner service's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AsIs;
 
-/// What a request has taken is held until the body of the response has ended, and no [`Charge`] of it is left. Then it
-/// is settled. The response is a `Response<TrackedBody<B>>`.
+/// Settles what a request has taken when the body of the response has ended, and no [`Charge`] of it is left. The
+/// response is a `Response<TrackedBody<B>>`.
 ///
 /// [`RateLimitLayer::settle`](crate::RateLimitLayer::settle) and
 /// [`RateLimitLayer::until_body_end`](crate::RateLimitLayer::until_body_end) make such layers.

@@ -4,7 +4,7 @@ use http::response::Parts;
 
 use crate::settle::Settlement;
 
-/// What becomes of a request's cost, by the head of its response.
+/// Settles a request by the head of its response.
 #[derive(Clone)]
 pub(in crate::middleware) struct Rule(Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>);
 

@@ -9,10 +9,11 @@ use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde::ser::{Serialize, Serializer};
 
 use super::{Plans, Tiers};
+use crate::error::ConfigError;
 use crate::limit::formats::{Field, Setting};
-use crate::limit::{ConfigError, Key, Policies};
+use crate::limit::{Key, Policies};
 
-/// None for who is exempt.
+/// None if exempt.
 type Choices<N> = HashMap<N, Option<Policies>>;
 
 #[derive(serde::Deserialize)]
@@ -42,7 +43,7 @@ impl<'de> Deserialize<'de> for Tiers {
     }
 }
 
-/// In an order that is the same each time.
+/// In a stable order.
 #[derive(serde::Serialize)]
 #[serde(rename = "Tiers")]
 struct Written<'a> {

@@ -15,8 +15,8 @@ use crate::middleware::copies::Copies;
 /// Policies by the caller's plan: `free`, `pro`.
 ///
 /// The plan is named by a [`Tier`] in the request's extensions, which a layer in front puts there, such as that of the
-/// authentication; or by what a closure [finds](Self::named_by). A request that names none, or one that is not listed,
-/// is under the policies that `new` was given. Single callers may have [policies of their own](Self::caller).
+/// authentication; or by a [closure](Self::named_by). A request without a plan, or with one that is not listed, is
+/// under the policies given to `new`. Single callers may have [overrides](Self::caller).
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::HeaderKey;
@@ -33,8 +33,8 @@ use crate::middleware::copies::Copies;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// A count belongs to the name of its policy. Who changes from `free` to `pro` above starts anew, since the policies
-/// have two names; give them one name, and what was used in one plan counts in the other.
+/// A count belongs to the name of its policy. A caller that changes from `free` to `pro` above starts anew, since the
+/// policies have two names; with one name, what was used in one plan counts in the other.
 ///
 /// # From a file
 ///
@@ -69,8 +69,8 @@ use crate::middleware::copies::Copies;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// A caller is written as it stands in Redis and in a log that [names callers](Key::reveal), so that it can be copied
-/// from there, or as what its key is made of:
+/// A caller is written as in Redis and in a log that [reveals keys](Key::reveal), so that it can be copied from there,
+/// or as the value that its key is made of:
 ///
 /// | text | is the key |
 /// |---|---|
@@ -81,11 +81,11 @@ use crate::middleware::copies::Copies;
 /// | `ip:192.0.2.7,tenant-7` | [`Key::tuple`] of what the commas part |
 /// | `*` | [`Key::GLOBAL`] |
 ///
-/// What only looks like one of these is refused, since nobody would be that caller: an address without `ip:`, `IP:`,
-/// blanks around a comma. Our errors leave out what follows `secret:`, but those of `toml` show the line that is wrong:
-/// write the digits, or show no more of the error than its `message()`.
+/// What only looks like one of these is refused, since no caller has such a key: an address without `ip:`, `IP:`,
+/// blanks around a comma. Errors of this crate leave out what follows `secret:`, but those of `toml` show the whole
+/// line: write the digits, or show only the error's `message()`.
 ///
-/// How [plans are named](Self::named_by) is code, and is not written: call `named_by` again on what is read.
+/// The closure of [`named_by`](Self::named_by) is not serialized: set it again after reading.
 #[derive(Clone)]
 pub struct Tiers {
     name: Arc<Name>,
@@ -95,7 +95,7 @@ pub struct Tiers {
 
 type Name = dyn for<'a> Fn(&'a Parts) -> Option<&'a str> + Send + Sync;
 
-/// The name of the plan that a request is under, for [`Tiers`]: in the extensions of the request.
+/// The name of a request's plan, for [`Tiers`]: in the extensions of the request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tier(pub Cow<'static, str>);
 
@@ -107,14 +107,14 @@ impl Tier {
 }
 
 struct Plans {
-    /// Of whom no other plan is.
+    /// For requests of no listed plan.
     default: Policies,
     /// None is exempt.
     named: HashMap<Box<str>, Option<Policies>>,
 }
 
 impl Tiers {
-    /// Policies for requests of no plan that is listed.
+    /// Policies for requests of no listed plan.
     pub fn new(default: impl Into<Policies>) -> Self {
         Self::of(Plans { default: default.into(), named: HashMap::new() }, HashMap::new())
     }
@@ -142,8 +142,8 @@ impl Tiers {
     /// The policies of one caller, whatever its plan: an override.
     ///
     /// `key` is what the layer's extractor makes: [`Key::secret`] for a [`HeaderKey`](crate::extract::HeaderKey),
-    /// [`Key::new`] for one that is `readable`, [`Key::ip`] for an address. To find a caller's takes the same short
-    /// time however many there are.
+    /// [`Key::new`] for one that is `readable`, [`Key::ip`] for an address. A look-up takes the same short time for any
+    /// number of callers.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
         self.callers([(key, policies)])
@@ -164,8 +164,8 @@ impl Tiers {
         self
     }
 
-    /// Sets how the plan of a request is found, in place of a [`Tier`] in its extensions. Do not let clients name their
-    /// plan: find it in what the authentication has left with the request.
+    /// Sets how the plan of a request is found, instead of a [`Tier`] in its extensions. Do not let clients choose
+    /// their plan: take it from the result of the authentication.
     ///
     /// ```
     /// # use tower_redis_ratelimit::select::Tiers;
@@ -192,7 +192,7 @@ impl Tiers {
     }
 }
 
-/// With policies whose counts of references are their own.
+/// With policies in fresh `Arc`s, to avoid contention.
 impl Clone for Plans {
     fn clone(&self) -> Self {
         let named = self.named.iter().map(|(name, policies)| (name.clone(), policies.as_ref().map(Policies::copy)));

@@ -13,5 +13,6 @@ pub(super) use dial::{Dialer, kept_alive, with_address};
 pub(super) use errors::{error_at, error_of, explained, not_run, within};
 pub(super) use pool::{Connect, Failures, Pool};
 pub(super) use tls::Tls;
+pub(in crate::store) use tls::no_tls;
 #[cfg(feature = "tls")]
-pub(in crate::store) use tls::{CLIENT_KEY, ROOT_CERTIFICATE};
+pub(in crate::store) use tls::{check_client, check_roots};

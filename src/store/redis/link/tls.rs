@@ -1,9 +1,15 @@
 //! TLS, with the feature `tls`.
 
 #[cfg(feature = "tls")]
-pub(crate) use with::{CLIENT_KEY, ROOT_CERTIFICATE, Tls, problem};
+pub(crate) use with::{Tls, check_client, check_roots, problem};
 #[cfg(not(feature = "tls"))]
 pub(crate) use without::{Tls, problem};
+
+use crate::error::ConfigError;
+
+pub(in crate::store) fn no_tls() -> ConfigError {
+    ConfigError::new("TLS is not built in: turn on the feature `tls` of tower-redis-ratelimit")
+}
 
 #[cfg(feature = "tls")]
 mod with {
@@ -18,12 +24,7 @@ mod with {
     use rustls::sign::CertifiedKey;
     use rustls::{AlertDescription, CertificateError, RootCertStore};
 
-    use crate::error::ErrorKind;
-    use crate::limit::ConfigError;
-
-    /// What a [`ConfigError::Certificate`] is about, where that is one file.
-    pub(crate) const ROOT_CERTIFICATE: &str = "root certificate";
-    pub(crate) const CLIENT_KEY: &str = "key of a client certificate";
+    use crate::error::{ConfigError, ErrorKind};
 
     /// What redis-rs keeps of a cause.
     type Shared = Arc<dyn std::error::Error + Send + Sync>;
@@ -42,18 +43,19 @@ mod with {
         ///
         /// # Errors
         ///
-        /// [`ConfigError::Certificate`] and [`ConfigError::ServerName`]; [`ConfigError::TlsUnused`] if none of the
-        /// servers speaks TLS, but something is set for it.
+        /// For a wrong certificate or server name, and if something is set for TLS but none of the servers speaks it.
         pub(crate) fn apply(&self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
             let Self { root_certificates, client_certificate, server_name } = self;
             let is_set = root_certificates.is_some() || client_certificate.is_some() || server_name.is_some();
             let is_tls = |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
             if !servers.iter().any(|server| is_tls(server)) {
-                return if is_set { Err(ConfigError::TlsUnused) } else { Ok(()) };
+                return if is_set { Err(unused()) } else { Ok(()) };
             }
             prepare();
             if let Some(name) = server_name {
-                pki_types::ServerName::try_from(name.as_str()).map_err(|_| ConfigError::ServerName(name.clone()))?;
+                let fix = "write one such as `redis.example`, or an IP address";
+                let wrong = |_| ConfigError::invalid("server name", name, fix);
+                pki_types::ServerName::try_from(name.as_str()).map_err(wrong)?;
             }
             if root_certificates.is_none() && client_certificate.is_none() {
                 return Ok(());
@@ -78,25 +80,34 @@ mod with {
         }
     }
 
-    fn wrong(what: &'static str, problem: impl fmt::Display) -> ConfigError {
-        ConfigError::Certificate { what, problem: problem.to_string() }
+    fn wrong(what: &str, problem: impl fmt::Display) -> ConfigError {
+        ConfigError::new(format!(
+            "the {what} cannot be used: {problem}; give it in PEM, which begins with `-----BEGIN`"
+        ))
     }
 
-    fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
+    fn unused() -> ConfigError {
+        ConfigError::new(
+            "certificates or a server name are set, but the Redis URL does not ask for TLS: write `rediss://` instead of \
+             `redis://`, or leave them out",
+        )
+    }
+
+    fn certificates(what: &str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, ConfigError> {
         let all: Vec<_> =
             CertificateDer::pem_slice_iter(pem).collect::<Result<_, _>>().map_err(|error| wrong(what, error))?;
-        if all.is_empty() { Err(wrong(what, "there is none in it")) } else { Ok(all) }
+        if all.is_empty() { Err(wrong(what, "it contains no certificate")) } else { Ok(all) }
     }
 
-    fn check_roots(pem: &[u8]) -> Result<(), ConfigError> {
+    pub(crate) fn check_roots(pem: &[u8]) -> Result<(), ConfigError> {
         let mut roots = RootCertStore::empty();
-        let all = certificates(ROOT_CERTIFICATE, pem)?;
-        all.into_iter().try_for_each(|root| roots.add(root)).map_err(|error| wrong(ROOT_CERTIFICATE, error))
+        let all = certificates("root certificate", pem)?;
+        all.into_iter().try_for_each(|root| roots.add(root)).map_err(|error| wrong("root certificate", error))
     }
 
-    fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
+    pub(crate) fn check_client(certificate: &[u8], key: &[u8]) -> Result<(), ConfigError> {
         let chain = certificates("client certificate", certificate)?;
-        let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| wrong(CLIENT_KEY, error))?;
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| wrong("key of a client certificate", error))?;
         let pair = CertifiedKey::from_der(chain, key, &ring::default_provider());
         pair.map(drop).map_err(|error| wrong("client certificate with its key", error))
     }
@@ -157,8 +168,7 @@ mod with {
 mod without {
     use redis::{ConnectionAddr, ConnectionInfo, RedisError};
 
-    use crate::error::ErrorKind;
-    use crate::limit::ConfigError;
+    use crate::error::{ConfigError, ErrorKind};
 
     #[derive(Debug, Clone, Copy, Default)]
     pub(crate) struct Tls {}
@@ -166,11 +176,11 @@ mod without {
     impl Tls {
         /// # Errors
         ///
-        /// [`ConfigError::NoTls`] if a server speaks TLS: somebody else may have built redis-rs with it, but perhaps
+        /// If a server speaks TLS: somebody else may have built redis-rs with it, but perhaps
         /// without cryptography.
         pub(crate) fn apply(self, servers: Vec<&mut ConnectionInfo>) -> Result<(), ConfigError> {
             let is_tls = |server: &ConnectionInfo| matches!(server.addr(), ConnectionAddr::TcpTls { .. });
-            if servers.into_iter().any(|server| is_tls(server)) { Err(ConfigError::NoTls) } else { Ok(()) }
+            if servers.into_iter().any(|server| is_tls(server)) { Err(super::no_tls()) } else { Ok(()) }
         }
 
         pub(crate) fn server_name(self) -> Option<String> {

@@ -17,8 +17,8 @@ pub(super) use node::Node;
 use self::cluster::Cluster;
 use self::sentinel::Sentinels;
 use super::link::{self, Connect, Dialer, Link, Tls, kept_alive};
-use crate::error::StoreError;
-use crate::limit::{ConfigError, Key};
+use crate::error::{ConfigError, StoreError};
+use crate::limit::Key;
 
 /// The servers that the application has named.
 #[derive(Clone)]

@@ -11,8 +11,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::inner::Inner;
 use super::job::Job;
-use crate::error::{ErrorKind, StoreError};
-use crate::limit::ConfigError;
+use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::MARKER;
 use crate::store::redis::topology::Node;
@@ -75,13 +74,19 @@ impl Inner {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Partitions`] if it has another one, and whatever keeps its node from telling.
+    /// A [`ConfigError`] if it has another one, and whatever keeps its node from telling.
     async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<(), StoreError> {
         let (ours, node) = (cluster.partitions(), map.shared_owner().ok_or_else(no_node)?);
-        match self.run_shared(node, &MARKER, "partitions", ours, MARKER_KEPT).await? {
-            theirs if theirs == ours => Ok(()),
-            theirs => Err(ConfigError::Partitions { ours, theirs, prefix: self.prefix.to_string() }.into()),
+        let theirs: usize = self.run_shared(node, &MARKER, "partitions", ours, MARKER_KEPT).await?;
+        if theirs == ours {
+            return Ok(());
         }
+        let text = format!(
+            "this store has {ours} partitions, and others have {theirs} under the prefix {:?} in the same cluster, so that \
+             neither would see the other's counts: give all the same number, or this one its own prefix",
+            self.prefix
+        );
+        Err(ConfigError::new(text).into())
     }
 
     /// Looks after the marker once in a while.

@@ -12,8 +12,7 @@ use redis::{ConnectionInfo, ErrorKind as Kind, RedisError, ServerErrorKind, Valu
 use tokio::time::{Instant, timeout};
 
 use super::slots::{self, Address, SlotMap, Slots};
-use crate::error::{ErrorKind, StoreError};
-use crate::limit::ConfigError;
+use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, error_of, explained, with_address, within};
 use crate::store::redis::topology::node::Node;
 use crate::util::RandomState;
@@ -118,7 +117,11 @@ impl Nodes {
             Ok(Value::ServerError(error))
                 if error.details().is_some_and(|text| text.contains("cluster support disabled")) =>
             {
-                Err(ConfigError::NoCluster(address.to_string()).into())
+                let text = format!(
+                    "the server {address} is not a node of a Redis Cluster: write `redis://` instead of \
+                     `redis+cluster://`, or connect with `RedisStore::connect`"
+                );
+                Err(ConfigError::new(text).into())
             }
             Ok(Value::ServerError(error)) => Err(error_of(&error.into())),
             Ok(reply) => match slots::read(&reply, address) {

@@ -28,8 +28,7 @@ use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
-use crate::error::{ErrorKind, StoreError};
-use crate::limit::ConfigError;
+use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Epoch, Link, error_at, error_of, explained, with_address, within};
 use crate::util::instant;
 use crate::util::lock;
@@ -138,10 +137,10 @@ impl Sentinels {
                 let text = error.details().unwrap_or_default();
                 Err(match error.kind() {
                     Some(ServerErrorKind::ResponseError) if text.contains("No such master") => {
-                        ConfigError::NoMaster(self.name.to_string()).into()
+                        no_master(&self.name).into()
                     }
                     Some(ServerErrorKind::ResponseError) if text.contains("unknown command") => {
-                        ConfigError::NoSentinel(server.addr().to_string()).into()
+                        no_sentinel(server.addr()).into()
                     }
                     _ => error_at(server.addr(), &error.into()),
                 })
@@ -161,7 +160,7 @@ impl Sentinels {
                 Some(Value::BulkString(role)) if role == b"master" => Ok(connection),
                 // The sentinels may be late.
                 _ => {
-                    let reason = format!("the sentinels tell of {}, which is no master", server.addr());
+                    let reason = format!("the sentinels report {}, which is not a master", server.addr());
                     Err(explained(ErrorKind::NotReady, reason))
                 }
             },
@@ -230,6 +229,19 @@ fn read(reply: Value) -> Option<Master> {
     let (host, port) = (fields.get("ip").filter(|host| !host.is_empty())?, fields.get("port")?.parse().ok()?);
     let epoch = fields.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
     (port > 0).then(|| Master { host: host.as_str().into(), port, epoch })
+}
+
+fn no_master(name: &str) -> ConfigError {
+    ConfigError::new(format!(
+        "the sentinels know no master named {name:?}: write the name that `sentinel monitor` has in their configuration"
+    ))
+}
+
+fn no_sentinel(address: &redis::ConnectionAddr) -> ConfigError {
+    ConfigError::new(format!(
+        "the server {address} is not a Redis Sentinel: write the sentinel's port, mostly 26379; or for a Redis without \
+         sentinels, `redis://host:6379`"
+    ))
 }
 
 impl fmt::Debug for Sentinels {
