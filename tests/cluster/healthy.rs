@@ -250,7 +250,7 @@ async fn a_non_cluster_is_reported() {
     let url = format!("redis+cluster://127.0.0.1:{}", server.port());
     let error = RedisStore::connect(url).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration, "{error:?}");
-    assert!(error.to_string().contains("no node of a Redis Cluster"), "{error}");
+    assert!(error.to_string().contains("is not a node of a Redis Cluster"), "{error}");
     let nobody =
         RedisStore::connect_lazy(format!("redis+cluster://127.0.0.1:{}", crate::support::free_port())).unwrap();
     for _ in 0..2 {
