@@ -10,7 +10,7 @@ pub(crate) struct Charged {
     pub(crate) age: i64,
     /// When it was made, by Redis's clock, if it was made there. Redis takes the greater age of both: the refund may
     /// take long to arrive, and another server may have another clock. 0 if it was made elsewhere, or below that the
-    /// number of the [outage log](Self::noted_in) that has it.
+    /// number of the [outage log](Self::log_number) that has it.
     pub(crate) at: i64,
     /// How much it was.
     pub(crate) cost: i64,
@@ -31,7 +31,7 @@ impl Charged {
     }
 
     /// The number of the outage log that has it, if it is not in Redis.
-    pub(crate) fn noted_in(&self) -> Option<i64> {
+    pub(crate) fn log_number(&self) -> Option<i64> {
         (self.at < 0).then_some(-self.at)
     }
 

@@ -284,8 +284,8 @@ impl Decision {
     }
 
     /// The same decision, of a charge that is in the outage log of this number.
-    pub(crate) fn noted_in(mut self, notes: i64) -> Self {
-        self.verdicts.at = -notes;
+    pub(crate) fn in_log(mut self, log: i64) -> Self {
+        self.verdicts.at = -log;
         self
     }
 

@@ -2,7 +2,10 @@
 
 mod clock;
 mod jitter;
+#[cfg(test)]
+mod model;
 mod seed;
+mod sync;
 mod task;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -5,19 +5,27 @@
 //! says whether to begin a task here, or whether there is one to rely on. A task that ends because there is nothing to
 //! do drops its [`Task`] first and then looks once more, as what came up before has found it there.
 
-use std::sync::{Arc, Mutex, PoisonError};
-
 use tokio::runtime::Id;
 use tokio::time::Instant;
 
-/// Knows which tasks do some work: on each runtime one at most, and one that others rely on.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct TaskOwner(Arc<Mutex<Tasks<Id>>>);
+use super::sync::{Arc, AtomicI64, Mutex, Ordering, fence, lock};
+
+/// Knows which tasks do some work: on each runtime one at most, and one that others rely on. `R` names a runtime.
+#[derive(Debug)]
+pub(crate) struct TaskOwner<R: PartialEq = Id>(Arc<Inner<R>>);
+
+#[derive(Debug)]
+struct Inner<R> {
+    start: Instant,
+    /// Until when a task is relied on, in microseconds since the start: what `tasks` come to.
+    held_until: AtomicI64,
+    tasks: Mutex<Tasks<R>>,
+}
 
 /// The right of a task to do the work, until it is dropped.
 #[derive(Debug)]
-pub(crate) struct Task {
-    owner: TaskOwner,
+pub(crate) struct Task<R: PartialEq = Id> {
+    owner: Arc<Inner<R>>,
     number: u64,
 }
 
@@ -35,33 +43,60 @@ impl Span {
     }
 }
 
-impl TaskOwner {
-    /// The right to do the work on this runtime. `None` if a task that begins as soon has it there, or on another
-    /// runtime that is still relied on. Tasks that would have begun later lose it.
-    pub(crate) fn begin(&self, runtime: Id, now: Instant, span: Span) -> Option<Task> {
-        let number = self.step(|tasks| tasks.begin(runtime, now, span))?;
-        Some(Task { owner: self.clone(), number })
+impl<R: PartialEq> TaskOwner<R> {
+    pub(crate) fn new(now: Instant) -> Self {
+        let (held_until, tasks) = (AtomicI64::new(NEVER), Mutex::new(Tasks { each: vec![], begun: 0 }));
+        Self(Arc::new(Inner { start: now, held_until, tasks }))
     }
 
-    fn step<T>(&self, step: impl FnOnce(&mut Tasks<Id>) -> T) -> T {
-        step(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    /// The right to do the work on this runtime. `None` if a task that begins as soon has it there, or on another
+    /// runtime that is still relied on. Tasks that would have begun later lose it.
+    pub(crate) fn begin(&self, runtime: R, now: Instant, span: Span) -> Option<Task<R>> {
+        let number = self.0.step(|tasks| tasks.begin(runtime, now, span))?;
+        Some(Task { owner: Arc::clone(&self.0), number })
+    }
+
+    /// Whether a task is relied on for what came up before this call. It takes no lock.
+    ///
+    /// Of this fence and that of a task that ends one is first. If it is this one, the task sees what has come up when
+    /// it looks once more. If it is the other one, this sees that the task has ended.
+    pub(crate) fn is_held(&self, now: Instant) -> bool {
+        fence(Ordering::SeqCst);
+        self.0.micros(now) < self.0.held_until.load(Ordering::Relaxed)
     }
 }
 
-impl Task {
+const NEVER: i64 = i64::MIN;
+
+impl<R: PartialEq> Inner<R> {
+    fn step<T>(&self, step: impl FnOnce(&mut Tasks<R>) -> T) -> T {
+        let tasks = &mut *lock(&self.tasks);
+        let result = step(tasks);
+        let until = tasks.each.iter().map(|task| task.span.until).max();
+        self.held_until.store(until.map_or(NEVER, |until| self.micros(until)), Ordering::Relaxed);
+        result
+    }
+
+    fn micros(&self, time: Instant) -> i64 {
+        i64::try_from(time.saturating_duration_since(self.start).as_micros()).unwrap_or(i64::MAX)
+    }
+}
+
+impl<R: PartialEq> Task<R> {
     /// Has other runtimes rely on it until then. `false` if it has lost its right, or another one is relied on by now.
     pub(crate) fn renew(&self, now: Instant, until: Instant) -> bool {
         self.owner.step(|tasks| tasks.renew(self.number, now, until))
     }
 }
 
-impl Drop for Task {
+impl<R: PartialEq> Drop for Task<R> {
     fn drop(&mut self) {
         self.owner.step(|tasks| tasks.end(self.number));
+        fence(Ordering::SeqCst);
     }
 }
 
-/// Each method is one step under a lock. `R` names a runtime.
+/// Each method is one step under a lock.
 #[derive(Debug)]
 struct Tasks<R> {
     each: Vec<Claim<R>>,
@@ -98,136 +133,5 @@ impl<R: PartialEq> Tasks<R> {
 
     fn end(&mut self, number: u64) {
         self.each.retain(|task| task.number != number);
-    }
-}
-
-impl<R> Default for Tasks<R> {
-    fn default() -> Self {
-        Self { each: vec![], begun: 0 }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::LazyLock;
-    use std::sync::atomic::Ordering::SeqCst;
-    use std::time::Duration;
-
-    use loom::sync::atomic::{AtomicBool, AtomicUsize};
-    use loom::sync::{Arc, Mutex};
-    use loom::thread;
-
-    use super::*;
-    use crate::util::instant;
-
-    /// So many seconds after the start.
-    fn at(seconds: u64) -> Instant {
-        static START: LazyLock<Instant> = LazyLock::new(instant);
-        *START + Duration::from_secs(seconds)
-    }
-
-    fn span(begins: u64, until: u64) -> Span {
-        Span { begins: at(begins), until: at(until) }
-    }
-
-    /// What becomes of the first task of a runtime.
-    #[derive(Debug, Clone, Copy, PartialEq)]
-    enum Fate {
-        Ends,
-        /// Its runtime ends before it has run.
-        IsDropped,
-        /// Its runtime runs nothing any more.
-        StandsStill,
-    }
-
-    #[derive(Default)]
-    struct Model {
-        tasks: Mutex<Tasks<usize>>,
-        needed: AtomicBool,
-        /// How many do the work at this moment.
-        working: AtomicUsize,
-        standing_still: Mutex<Vec<u64>>,
-    }
-
-    impl Model {
-        /// As whoever needs the work, and the task that it may begin, which runs at once here.
-        fn need(&self, runtime: usize, mut fate: Fate) {
-            self.needed.store(true, SeqCst);
-            while self.needed.load(SeqCst) {
-                let Some(number) = self.tasks.lock().unwrap().begin(runtime, at(0), span(0, 10)) else { return };
-                match fate {
-                    Fate::Ends => self.work(number),
-                    Fate::IsDropped => {}
-                    Fate::StandsStill => return self.standing_still.lock().unwrap().push(number),
-                }
-                fate = Fate::Ends;
-                self.tasks.lock().unwrap().end(number);
-            }
-        }
-
-        fn work(&self, number: u64) {
-            assert!(self.tasks.lock().unwrap().renew(number, at(0), at(10)), "nobody else may have it");
-            assert_eq!(self.working.fetch_add(1, SeqCst), 0, "one works at a time");
-            self.needed.store(false, SeqCst);
-            self.working.fetch_sub(1, SeqCst);
-        }
-    }
-
-    /// In every order in which three runtimes may come.
-    #[test]
-    fn one_task_works_at_a_time() {
-        for fates in [
-            [Fate::Ends; 3],
-            [Fate::IsDropped, Fate::Ends, Fate::Ends],
-            [Fate::IsDropped, Fate::IsDropped, Fate::Ends],
-            [Fate::StandsStill, Fate::Ends, Fate::IsDropped],
-        ] {
-            let mut scheduler = loom::model::Builder::new();
-            scheduler.preemption_bound = Some(2);
-            scheduler.check(move || {
-                let model = Arc::new(Model::default());
-                let threads = [1, 2].map(|runtime| {
-                    let model = Arc::clone(&model);
-                    thread::spawn(move || model.need(runtime, fates[runtime]))
-                });
-                model.need(0, fates[0]);
-                for thread in threads {
-                    thread.join().unwrap();
-                }
-                let stuck = std::mem::take(&mut *model.standing_still.lock().unwrap());
-                let tasks = &mut *model.tasks.lock().unwrap();
-                assert_eq!(tasks.each.len(), stuck.len(), "tasks that are counted and run no more");
-                assert!(!model.needed.load(SeqCst) || !stuck.is_empty(), "work is left behind");
-
-                // Another runtime takes over from one that stands still, which finds out when it runs again.
-                let next = tasks.begin(3, at(10), span(10, 20)).unwrap();
-                assert!(tasks.begin(4, at(10), span(10, 20)).is_none());
-                assert!(tasks.renew(next, at(10), at(20)));
-                assert!(stuck.iter().all(|task| !tasks.renew(*task, at(10), at(20))));
-                tasks.end(next);
-                assert!(stuck.iter().all(|task| tasks.renew(*task, at(10), at(20))));
-            });
-        }
-    }
-
-    #[test]
-    fn a_task_that_begins_sooner_replaces_others() {
-        let mut tasks = Tasks::default();
-        let later = tasks.begin(1, at(0), span(60, 70)).unwrap();
-        assert!(tasks.begin(1, at(0), span(80, 90)).is_none());
-        let sooner = tasks.begin(2, at(0), span(5, 15)).unwrap();
-        assert!(!tasks.renew(later, at(5), at(15)) && tasks.renew(sooner, at(5), at(15)));
-        tasks.end(later);
-        assert!(tasks.renew(sooner, at(5), at(15)), "it was not that one");
-    }
-
-    #[test]
-    fn a_runtime_has_one_task() {
-        let mut tasks = Tasks::default();
-        let alone = Span::on_each_runtime(at(0));
-        let each = [1, 2].map(|runtime| tasks.begin(runtime, at(0), alone).unwrap());
-        assert!([1, 2].iter().all(|runtime| tasks.begin(*runtime, at(0), alone).is_none()));
-        tasks.end(each[0]);
-        assert!(tasks.begin(1, at(0), alone).is_some() && tasks.begin(2, at(0), alone).is_none());
     }
 }

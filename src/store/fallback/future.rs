@@ -7,7 +7,7 @@ use std::task::{Context, Poll, ready};
 use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-use super::shared::{Asked, Shared};
+use super::partition::{Asked, Partition};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
 use crate::store::{Answer, Store};
@@ -20,7 +20,7 @@ pin_project! {
     ///
     /// If it is polled after it has answered.
     pub struct FallbackFuture<P: Store, F: Store> {
-        pub(super) shared: Arc<Shared<P, F>>,
+        pub(super) partition: Arc<Partition<P, F>>,
         #[pin]
         pub(super) state: State<P::Future, F::Future>,
     }
@@ -55,8 +55,8 @@ impl<P: Store, F: Store> FallbackFuture<P, F> {
     pub(super) fn withdraw(self: Pin<&mut Self>) -> bool {
         let this = self.project();
         match this.state.project() {
-            StateProj::Primary { answer, .. } => this.shared.primary.withdraw(answer),
-            StateProj::Fallback { answer, sent: false, .. } => this.shared.fallback.withdraw(answer),
+            StateProj::Primary { answer, .. } => this.partition.primary.withdraw(answer),
+            StateProj::Fallback { answer, sent: false, .. } => this.partition.fallback.withdraw(answer),
             StateProj::Fallback { sent: true, .. } | StateProj::Done => false,
         }
     }
@@ -67,41 +67,41 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
-        let shared = this.shared;
+        let partition = this.partition;
         loop {
             let (check, sent) = match this.state.as_mut().project() {
                 StateProj::Done => polled_after_completion("FallbackFuture"),
                 StateProj::Fallback { answer, check, sent } => {
                     let answer = ready!(answer.poll(cx));
-                    let answer = shared.fell_back(check, *sent, answer);
+                    let answer = partition.fell_back(check, *sent, answer);
                     this.state.set(State::Done);
                     return Poll::Ready(answer);
                 }
                 StateProj::Primary { mut answer, mut deadline, asked, at, check } => match answer.as_mut().poll(cx) {
                     Poll::Ready(Ok(decision)) => {
-                        shared.succeeded(check, &decision, *asked);
+                        partition.succeeded(check, &decision, *asked);
                         this.state.set(State::Done);
                         return Poll::Ready(Ok(decision));
                     }
                     Poll::Ready(Err(error)) => {
-                        shared.failed(check, &error, *asked);
+                        partition.failed(check, &error, *asked);
                         (check.clone(), !error.is_unsent())
                     }
                     Poll::Pending => {
                         if deadline.is_none() {
-                            let after = shared.settings.deadline;
+                            let after = partition.settings.deadline;
                             // Only `sleep` takes a deadline that is too long to be a time.
                             deadline.set(Some(at.checked_add(after).map_or_else(|| sleep(after), sleep_until)));
                         }
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
                         }
-                        shared.failed(check, &StoreError::new(ErrorKind::Timeout), *asked);
-                        (check.clone(), !shared.primary.withdraw(answer))
+                        partition.failed(check, &StoreError::new(ErrorKind::Timeout), *asked);
+                        (check.clone(), !partition.primary.withdraw(answer))
                     }
                 },
             };
-            match shared.fall_back(&check, sent) {
+            match partition.fall_back(&check, sent) {
                 Answer::Ready { answer } => {
                     this.state.set(State::Done);
                     return Poll::Ready(answer);

@@ -1,16 +1,28 @@
-mod backs;
+//! Two stores as one: the breaker says which of them is asked, and what the second one granted is charged to the first.
+//!
+//! | file | has |
+//! |---|---|
+//! | `future` | one check: the primary store's answer until the deadline, then the fallback's |
+//! | `partition` | who decides a check, and what is learned of it |
+//! | `breaker` | when the primary store is not asked any more |
+//! | `outage_log`, `caller_log`, `refunds` | what the fallback granted, refunded and reset, until the primary store knows |
+//! | `recovery` | the task that looks for the primary store, and closes the breaker |
+//! | `reconciliation` | what is in the log is done in the primary store |
+//! | `announcement` | how instances know of each other that they reconcile |
+//! | `share` | the part of a limit that this instance grants meanwhile |
+
+mod announcement;
 mod breaker;
+mod caller_log;
 mod future;
-mod grants;
-mod lease;
 #[cfg(test)]
 mod model;
-mod notes;
+mod outage_log;
+mod partition;
 mod reconciliation;
-mod reconciling;
 mod recovery;
+mod refunds;
 mod share;
-mod shared;
 #[cfg(test)]
 mod simulation;
 mod sync;
@@ -27,8 +39,8 @@ pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
 use self::future::State;
-use self::grants::Budget;
-use self::shared::{Reply, Shared};
+use self::outage_log::Budget;
+use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
 use crate::limit::{Check, Decision, Key, Source};
 
@@ -79,7 +91,7 @@ use crate::limit::{Check, Decision, Key, Source};
 /// ```
 pub struct Fallback<P, F> {
     /// One for each partition of the primary store.
-    partitions: Arc<[Arc<Shared<P, F>>]>,
+    partitions: Arc<[Arc<Partition<P, F>>]>,
 }
 
 #[derive(Debug, Clone)]
@@ -147,7 +159,7 @@ impl<P: Store, F: Store> Fallback<P, F> {
 
     /// The same stores with other settings, and a closed breaker.
     fn with(self, change: impl FnOnce(&mut Settings)) -> Self {
-        let Shared { primary, fallback, settings, .. } = &*self.partitions[0];
+        let Partition { primary, fallback, settings, .. } = &*self.partitions[0];
         let mut settings = settings.clone();
         change(&mut settings);
         Self::build(primary.clone(), fallback.clone(), settings)
@@ -160,13 +172,13 @@ impl<P: Store, F: Store> Fallback<P, F> {
         let partition = |probe| {
             let (primary, fallback) = (primary.clone(), fallback.clone());
             let (settings, budget, open) = (settings.clone(), budget.clone(), Arc::clone(&open));
-            Arc::new(Shared::new(primary, fallback, settings, count, budget, probe, open))
+            Arc::new(Partition::new(primary, fallback, settings, count, budget, probe, open))
         };
         Self { partitions: probes.into_iter().map(partition).collect() }
     }
 
     /// The breaker and stores of a caller.
-    fn partition(&self, key: &Key) -> &Arc<Shared<P, F>> {
+    fn partition(&self, key: &Key) -> &Arc<Partition<P, F>> {
         match &*self.partitions {
             [one] => one,
             partitions => &partitions[partitions[0].primary.partition(key) % partitions.len()],
@@ -197,9 +209,9 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     type Future = FallbackFuture<P, F>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let shared = self.partition(check.key());
-        let pending = |state| Answer::pending(FallbackFuture { shared: Arc::clone(shared), state });
-        let sent = match shared.ask(&check) {
+        let partition = self.partition(check.key());
+        let pending = |state| Answer::pending(FallbackFuture { partition: Arc::clone(partition), state });
+        let sent = match partition.ask(&check) {
             Reply::NotAsked => false,
             Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
             Reply::Answer(Err(error)) => !error.is_unsent(),
@@ -207,7 +219,7 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
                 return pending(State::Primary { answer, deadline: None, asked, at, check });
             }
         };
-        match shared.fall_back(&check, sent) {
+        match partition.fall_back(&check, sent) {
             Answer::Ready { answer } => Answer::ready(answer),
             Answer::Pending { future } => pending(State::Fallback { answer: future, check, sent }),
         }
@@ -230,7 +242,7 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         for partition in &*self.partitions {
             partition.settings.observer.get_or_init(|| Arc::clone(observer));
         }
-        let Shared { primary, fallback, .. } = &*self.partitions[0];
+        let Partition { primary, fallback, .. } = &*self.partitions[0];
         primary.observe(observer);
         fallback.observe(observer);
     }
@@ -244,7 +256,7 @@ impl<P, F> Clone for Fallback<P, F> {
 
 impl<P: fmt::Debug, F: fmt::Debug> fmt::Debug for Fallback<P, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Shared { primary, fallback, settings, .. } = &*self.partitions[0];
+        let Partition { primary, fallback, settings, .. } = &*self.partitions[0];
         let degraded = self.partitions.iter().any(|partition| partition.breaker.is_open());
         f.debug_struct("Fallback")
             .field("primary", primary)

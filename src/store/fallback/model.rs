@@ -9,14 +9,13 @@ use std::time::Duration;
 
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
-use shuttle::thread::{self, JoinHandle, yield_now};
+use shuttle::thread::{self, yield_now};
 use shuttle::{Config, Runner};
 
-use self::breaker::{Breaker, Pass};
-use self::grants::{Budget, Grants};
-use self::lease::Lease;
-use self::sync::{Arc, AtomicUsize, Mutex, Ordering::SeqCst, lock};
-use super::notes;
+use self::breaker::{Breaker, Ticket};
+use self::outage_log::{Budget, OutageLog};
+use self::sync::{Arc, AtomicUsize, Ordering::SeqCst};
+use super::caller_log;
 use crate::limit::{Check, Key, Policies, Policy, Quota, Strategy};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::Seed;
@@ -25,18 +24,13 @@ use crate::util::Seed;
 #[path = "breaker.rs"]
 mod breaker;
 #[allow(dead_code, reason = "not all of it is tried")]
-#[path = "grants.rs"]
-mod grants;
-#[path = "lease.rs"]
-mod lease;
+#[path = "outage_log.rs"]
+mod outage_log;
 
 mod sync {
     pub(super) use shuttle::sync::Arc;
-    pub(super) use shuttle::sync::atomic::{AtomicI64, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+    pub(super) use shuttle::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering};
     pub(super) use shuttle::sync::{Mutex, MutexGuard};
-
-    /// All threads see all steps in one order here.
-    pub(super) fn fence(_: Ordering) {}
 
     pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
         mutex.lock().unwrap()
@@ -68,26 +62,26 @@ struct Seen {
     closed: AtomicUsize,
 }
 
-/// Trials come one at a time, only `close` closes, and each opening is told once.
+/// Trials come one at a time, only `close` closes, and each opening is reported once.
 #[test]
 fn the_breaker() {
     explore(|| {
-        let shared = Arc::new((Breaker::new(2), Seen::default()));
+        let partition = Arc::new((Breaker::new(2), Seen::default()));
         let spawn = |run: fn(&Breaker, &Seen)| {
-            let shared = Arc::clone(&shared);
-            thread::spawn(move || (0..4).for_each(|_| run(&shared.0, &shared.1)))
+            let partition = Arc::clone(&partition);
+            thread::spawn(move || (0..4).for_each(|_| run(&partition.0, &partition.1)))
         };
         let ask = |breaker: &Breaker, seen: &Seen| {
-            let Some(pass) = breaker.admit(|| 0, Duration::MAX) else { return };
-            if matches!(pass, Pass::Trial(_)) {
+            let Some(ticket) = breaker.admit(|| 0, Duration::MAX) else { return };
+            if matches!(ticket, Ticket::Trial(_)) {
                 assert_eq!(seen.trials.fetch_add(1, SeqCst), 0, "two trials at once");
                 yield_now();
                 seen.trials.fetch_sub(1, SeqCst);
             }
             match thread_rng().gen_range(0..4) {
-                0 => breaker.succeeded(pass),
-                1 => breaker.learned_nothing(pass),
-                _ if breaker.failed(pass, false, 0) => drop(seen.opened.fetch_add(1, SeqCst)),
+                0 => breaker.succeeded(ticket),
+                1 => breaker.learned_nothing(ticket),
+                _ if breaker.failed(ticket, false, 0) => drop(seen.opened.fetch_add(1, SeqCst)),
                 _ => {}
             }
         };
@@ -106,67 +100,18 @@ fn the_breaker() {
         };
         let threads = [spawn(ask), spawn(ask), spawn(ask), spawn(watch), spawn(close)];
         threads.into_iter().for_each(|thread| thread.join().unwrap());
-        let (breaker, seen) = &*shared;
+        let (breaker, seen) = &*partition;
         let (opened, closed) = (seen.opened.load(SeqCst), seen.closed.load(SeqCst));
         assert_eq!(opened, closed + usize::from(breaker.is_open()), "openings");
-    });
-}
-
-/// What comes up is looked after, by one task, also if it comes up while that ends.
-#[test]
-fn the_lease() {
-    struct Shared {
-        lease: Lease<u32>,
-        work: AtomicUsize,
-        at_work: AtomicUsize,
-        tasks: Mutex<Vec<JoinHandle<()>>>,
-    }
-
-    fn attend(shared: &Arc<Shared>, runtime: u32) {
-        if !shared.lease.is_held(0) && shared.lease.take(runtime, 0, 1) {
-            let task = Arc::clone(shared);
-            lock(&shared.tasks).push(thread::spawn(move || run(&task, runtime)));
-        }
-    }
-
-    fn run(shared: &Arc<Shared>, runtime: u32) {
-        while shared.lease.renew(runtime, 0, 1) && shared.work.load(SeqCst) > 0 {
-            assert_eq!(shared.at_work.fetch_add(1, SeqCst), 0, "two hold the lease");
-            shared.work.store(0, SeqCst);
-            shared.at_work.fetch_sub(1, SeqCst);
-        }
-        shared.lease.end(runtime);
-        if shared.work.load(SeqCst) > 0 {
-            attend(shared, runtime);
-        }
-    }
-
-    explore(|| {
-        let (work, at_work) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { lease: Lease::new(), work, at_work, tasks: Mutex::new(vec![]) });
-        let note = |runtime| {
-            let shared = Arc::clone(&shared);
-            thread::spawn(move || {
-                for _ in 0..3 {
-                    shared.work.fetch_add(1, SeqCst);
-                    attend(&shared, runtime);
-                }
-            })
-        };
-        [note(1), note(2), note(2)].into_iter().for_each(|thread| thread.join().unwrap());
-        while let Some(task) = { lock(&shared.tasks).pop() } {
-            task.join().unwrap();
-        }
-        assert_eq!(shared.work.load(SeqCst), 0, "left alone");
     });
 }
 
 /// Whatever is answered, reconciled and granted at once: the fallback counts at least what it has granted.
 #[test]
 fn warming_keeps_what_was_granted() {
-    struct Shared {
+    struct Partition {
         breaker: Breaker,
-        grants: Grants,
+        outages: OutageLog,
         primary: LocalStore,
         local: LocalStore,
         policies: Policies,
@@ -181,49 +126,48 @@ fn warming_keeps_what_was_granted() {
     explore(move || {
         let policies = Policy::new("test", Strategy::Gcra, Quota::per_day(1_000)).unwrap().into();
         let (primary, local) = (LocalStore::default(), LocalStore::default());
-        let (breaker, grants) = (Breaker::new(1), Grants::new(Budget::new(16)));
-        let shared = Arc::new(Shared { breaker, grants, primary, local, policies, granted: AtomicUsize::new(0) });
+        let (breaker, outages) = (Breaker::new(1), OutageLog::new(Budget::new(16)));
+        let partition =
+            Arc::new(Partition { breaker, outages, primary, local, policies, granted: AtomicUsize::new(0) });
 
-        let asking = Arc::clone(&shared);
+        let asking = Arc::clone(&partition);
         let ask = move || {
-            let Shared { breaker, grants, primary, local, policies, granted } = &*asking;
+            let Partition { breaker, outages, primary, local, policies, granted } = &*asking;
             let check = Check::take(Key::GLOBAL, policies, 1);
             for _ in 0..3 {
-                let epoch = grants.epoch();
-                if let Some(pass) = breaker.admit(|| 0, Duration::MAX) {
+                let epoch = outages.epoch();
+                if let Some(ticket) = breaker.admit(|| 0, Duration::MAX) {
                     let decision = decide(primary, &check);
                     yield_now();
-                    breaker.succeeded(pass);
-                    grants.warm(&Key::GLOBAL, epoch, || {
+                    breaker.succeeded(ticket);
+                    outages.warm(&Key::GLOBAL, epoch, || {
                         yield_now();
                         local.warm(&Key::GLOBAL, &decision);
                     });
                     continue;
                 }
-                let caller = grants.caller(&Key::GLOBAL);
+                let caller = outages.caller(&Key::GLOBAL);
                 let decision = decide(local, &check);
                 yield_now();
                 assert!(caller.note(&check, false, &decision, || 0).is_some());
                 granted.fetch_add(1, SeqCst);
             }
         };
-        let failing = Arc::clone(&shared);
+        let failing = Arc::clone(&partition);
         let fail = move || {
-            if failing.breaker.failed(Pass::Free, false, 0) {
-                failing.grants.end_epoch();
+            if failing.breaker.failed(Ticket::Free, false, 0) {
+                failing.outages.end_epoch();
             }
         };
-        let reconciling = Arc::clone(&shared);
+        let reconciling = Arc::clone(&partition);
         let reconcile = move || {
-            let Shared { breaker, grants, primary, .. } = &*reconciling;
+            let Partition { breaker, outages, primary, .. } = &*reconciling;
             for _ in 0..2 {
-                let number = grants.begin();
-                for step in
-                    grants.take(number, &Key::GLOBAL).into_iter().flat_map(|notes| notes.into_steps(Key::GLOBAL, 0))
-                {
-                    let _ = decide(primary, &step.check(0));
+                let number = outages.begin();
+                for op in outages.take(number, &Key::GLOBAL).into_iter().flat_map(|log| log.into_ops(Key::GLOBAL, 0)) {
+                    let _ = decide(primary, &op.check(0));
                 }
-                grants.reconciled(number);
+                outages.reconciled(number);
                 if breaker.is_open() {
                     breaker.close(0);
                 }
@@ -232,8 +176,8 @@ fn warming_keeps_what_was_granted() {
         let threads = [thread::spawn(ask.clone()), thread::spawn(ask), thread::spawn(fail), thread::spawn(reconcile)];
         threads.into_iter().for_each(|thread| thread.join().unwrap());
 
-        let granted = shared.granted.load(SeqCst);
-        let peek = decide(&shared.local, &Check::peek(Key::GLOBAL, &shared.policies, 0));
+        let granted = partition.granted.load(SeqCst);
+        let peek = decide(&partition.local, &Check::peek(Key::GLOBAL, &partition.policies, 0));
         let used = (peek.capacity() - peek.remaining()) as usize;
         assert!(used >= granted, "the fallback has granted {granted} and counts {used}");
     });

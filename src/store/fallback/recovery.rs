@@ -10,50 +10,51 @@ use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::runtime::{Handle, Id};
+use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout};
 
-use super::breaker::{Breaker, Pass};
-use super::shared::Shared;
+use super::breaker::{Breaker, Ticket};
+use super::partition::Partition;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
 use crate::observe::event;
 use crate::store::{Answer, Store};
-use crate::util::RandomState;
-use crate::util::instant;
+use crate::util::{RandomState, Span, Task, instant};
 
 /// For how long others that reconcile are waited for, and how often an instance looks whether any still does.
 const LONGEST_WAIT: Duration = Duration::from_secs(10);
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
-impl<P: Store, F: Store> Shared<P, F> {
+impl<P: Store, F: Store> Partition<P, F> {
     /// Starts the task that looks after the primary store on the present runtime, if no task does so.
     pub(super) fn attend(self: &Arc<Self>) {
-        let now = self.clock.micros();
-        if self.lease.is_held(now) {
+        let now = instant();
+        if self.recovery.is_held(now) {
             return;
         }
         let Ok(runtime) = Handle::try_current() else { return };
-        if self.lease.take(runtime.id(), now, self.lease_length()) {
-            let recovery = Recovery { shared: Arc::downgrade(self), runtime: runtime.id() };
-            drop(runtime.spawn(recovery.run()));
+        let span = Span { begins: now, until: now + self.patience() };
+        if let Some(task) = self.recovery.begin(runtime.id(), now, span) {
+            drop(runtime.spawn(Recovery { partition: Arc::downgrade(self), task }.run()));
         }
     }
 
-    /// Renews the lease of the task on a runtime. `false` if that has come too late, and another task has it.
-    pub(super) fn renew(&self, runtime: Id) -> bool {
-        self.lease.renew(runtime, self.clock.micros(), self.lease_length())
+    /// Has other runtimes rely on the task for longer. `false` if that has come too late, and another task has taken over.
+    pub(super) fn renew(&self, task: &Task) -> bool {
+        let now = instant();
+        task.renew(now, now + self.patience())
     }
 
-    /// How long a task may go without renewing its lease, in microseconds. It waits for a quarter of a second and two
+    /// For how long other runtimes rely on a task that is not heard of. It waits for a quarter of a second and two
     /// deadlines at most: see [`others`](Self::others).
-    fn lease_length(&self) -> i64 {
-        let length = self.settings.deadline.saturating_add(Breaker::LONGEST_DELAY).saturating_mul(2);
-        i64::try_from(length.as_micros()).unwrap_or(i64::MAX)
+    fn patience(&self) -> Duration {
+        let longest = self.settings.deadline.saturating_add(Breaker::LONGEST_DELAY).saturating_mul(2);
+        // Or there may be no such time.
+        longest.min(Duration::from_secs(365 * 86_400))
     }
 
     fn needs_attention(&self) -> bool {
-        !self.breaker.is_sound() || !self.grants.is_empty()
+        !self.breaker.is_closed() || !self.outages.is_empty()
     }
 
     /// What the primary store decides on a check of ours, by the deadline.
@@ -81,118 +82,122 @@ impl<P: Store, F: Store> Shared<P, F> {
         others.then(|| Breaker::LONGEST_DELAY.saturating_add(self.settings.deadline.saturating_mul(2)))
     }
 
-    /// With the breaker closed: sends a probe if a failure has left a doubt, and reconciles what the fallback has
+    /// With the breaker closed: sends a probe if it is half-open, and reconciles what the fallback has
     /// granted. `false` if the primary store fails again.
-    async fn tend(self: &Arc<Self>, runtime: Id) -> bool {
-        if !self.breaker.is_sound() {
+    async fn tend(self: &Arc<Self>, task: &Task) -> bool {
+        if !self.breaker.is_closed() {
             if let Err(error) = self.ping().await {
-                self.count(&error, Pass::Probe);
+                self.count(&error, Ticket::Probe);
                 return false;
             }
-            self.breaker.succeeded(Pass::Probe);
+            self.breaker.succeeded(Ticket::Probe);
         }
-        let well = self.reconcile(runtime).await;
-        self.tell();
+        let well = self.reconcile(task).await;
+        self.notify();
         well
     }
 
     /// With the breaker open: reconciles, and then closes it. `false` if the primary store fails again.
-    async fn close(self: &Arc<Self>, runtime: Id) -> bool {
+    async fn close(self: &Arc<Self>, task: &Task) -> bool {
         // Requests go on meanwhile, and the fallback grants some more. After a few rounds there is hardly anything left.
-        for _ in 0..Self::SETTLEMENTS {
-            if self.grants.is_empty() {
+        for _ in 0..Self::ROUNDS {
+            if self.outages.is_empty() {
                 break;
-            } else if !self.reconcile(runtime).await {
+            } else if !self.reconcile(task).await {
                 return false;
             }
         }
-        // Told of the last partition that comes back.
+        // Reported for the last partition that comes back.
         if let Some(after) = self.breaker.close(self.clock.micros())
             && self.open.fetch_sub(1, Ordering::AcqRel) == 1
         {
             self.observe(|observer| observer.recovered(&event::Recovered::new(after)));
         }
         // What fails here, `tend` reconciles later.
-        self.reconcile(runtime).await;
+        self.reconcile(task).await;
         true
     }
 
-    const SETTLEMENTS: usize = 3;
+    const ROUNDS: usize = 3;
 }
 
-/// The task. It ends when there is nothing to do, when it has lost the lease, and with the last clone of the store.
+/// The task. It ends when there is nothing to do, when another one has taken over, and with the last clone of the store.
 struct Recovery<P: Store, F: Store> {
-    shared: Weak<Shared<P, F>>,
-    runtime: Id,
+    partition: Weak<Partition<P, F>>,
+    task: Task,
 }
 
 impl<P: Store, F: Store> Recovery<P, F> {
     async fn run(self) {
         let jitter = RandomState::new();
         let (mut attempts, mut was_open) = (0, false);
-        while let Some(shared) = self.current().filter(|shared| shared.needs_attention()) {
-            let open = shared.breaker.is_open();
+        while let Some(partition) = self.current().filter(|partition| partition.needs_attention()) {
+            let open = partition.breaker.is_open();
             // While it waits, it keeps no store alive.
-            drop(shared);
+            drop(partition);
             if open != was_open {
                 (attempts, was_open) = (0, open);
             }
             sleep(Breaker::delay(attempts, jitter.hash_one(attempts) as f64 / u64::MAX as f64)).await;
-            let Some(shared) = self.current() else { break };
+            let Some(partition) = self.current() else { break };
             let well = unless_it_panics(async {
-                if shared.breaker.is_open() { self.recover(shared).await } else { shared.tend(self.runtime).await }
+                if partition.breaker.is_open() {
+                    self.recover(partition).await
+                } else {
+                    partition.tend(&self.task).await
+                }
             });
             let well = well.await.unwrap_or(false);
             attempts = if well { 0 } else { attempts.saturating_add(1) };
         }
-        let shared = self.shared.upgrade();
+        let partition = self.partition.upgrade();
         drop(self);
-        // What came up while this task was about to end has not started another: see `Lease::is_held`.
-        if let Some(shared) = shared.filter(|shared| shared.needs_attention()) {
-            shared.attend();
+        // What came up while this task was about to end has not started another: see `TaskOwner`.
+        if let Some(partition) = partition.filter(|partition| partition.needs_attention()) {
+            partition.attend();
         }
     }
 
     /// The store, unless it is gone or another task looks after it.
-    fn current(&self) -> Option<Arc<Shared<P, F>>> {
-        self.shared.upgrade().filter(|shared| shared.renew(self.runtime))
+    fn current(&self) -> Option<Arc<Partition<P, F>>> {
+        self.partition.upgrade().filter(|partition| partition.renew(&self.task))
     }
 
     /// With the breaker open: tries to close it. Reconciles first, and waits until the other instances have reconciled
     /// too: or they would be granted, and so would this one, what the others have granted already.
-    async fn recover(&self, mut shared: Arc<Shared<P, F>>) -> bool {
-        if shared.ping().await.is_err() || !shared.renew(self.runtime) {
+    async fn recover(&self, mut partition: Arc<Partition<P, F>>) -> bool {
+        if partition.ping().await.is_err() || !partition.renew(&self.task) {
             return false;
         }
-        // If it has told others that it reconciles, it has to tell them too that it no longer does.
-        let (found, others) = (instant(), shared.others());
-        let announcement = others.map(|_| shared.announce());
-        let mut well = shared.reconcile(self.runtime).await && shared.renew(self.runtime);
-        let is_told = match announcement {
+        // If others have heard that it reconciles, they have to hear too that it no longer does.
+        let (found, others) = (instant(), partition.others());
+        let announcement = others.map(|_| partition.announce());
+        let mut well = partition.reconcile(&self.task).await && partition.renew(&self.task);
+        let is_heard = match announcement {
             Some(announcement) if well => announcement.end().await,
             _ => false,
         };
         if let (true, Some(others)) = (well, others) {
             let reconciled = instant();
-            // Those of whom nothing is told may take as long to reconcile as this one did.
-            let since = if is_told { found } else { reconciled };
-            drop(shared);
+            // Those of whom nothing is heard may take as long to reconcile as this one did.
+            let since = if is_heard { found } else { reconciled };
+            drop(partition);
             sleep(others.saturating_sub(since.elapsed())).await;
             loop {
                 let Some(again) = self.current() else { return false };
-                shared = again;
+                partition = again;
                 if reconciled.elapsed() >= LONGEST_WAIT {
                     break;
                 }
-                match shared.others_reconciling().await {
+                match partition.others_reconciling().await {
                     Some(0) => break,
                     // What is granted meanwhile is reconciled, so that little is left in the end.
-                    Some(_) => well = shared.reconcile(self.runtime).await,
+                    Some(_) => well = partition.reconcile(&self.task).await,
                     None => {
-                        well = shared.ping().await.is_ok() && shared.renew(self.runtime);
+                        well = partition.ping().await.is_ok() && partition.renew(&self.task);
                         // A primary store that answers that and not this cannot tell. One that was away for a moment may
                         // have heard that this one reconciles, and not that it no longer does: the others would wait for it.
-                        if well && !is_told && shared.others_reconciling().await.is_none() {
+                        if well && !is_heard && partition.others_reconciling().await.is_none() {
                             break;
                         }
                     }
@@ -200,13 +205,13 @@ impl<P: Store, F: Store> Recovery<P, F> {
                 if !well {
                     break;
                 }
-                drop(shared);
+                drop(partition);
                 sleep(LOOK_AGAIN).await;
             }
-            well = well && shared.ping().await.is_ok() && shared.renew(self.runtime);
+            well = well && partition.ping().await.is_ok() && partition.renew(&self.task);
         }
-        let recovered = well && shared.close(self.runtime).await;
-        shared.tell();
+        let recovered = well && partition.close(&self.task).await;
+        partition.notify();
         recovered
     }
 }
@@ -219,13 +224,4 @@ async fn unless_it_panics<T>(work: impl Future<Output = T>) -> Option<T> {
         polled.map_or(Poll::Ready(None), |poll| poll.map(Some))
     })
     .await
-}
-
-/// Also when the task is dropped with its runtime: the next check on another one starts it again.
-impl<P: Store, F: Store> Drop for Recovery<P, F> {
-    fn drop(&mut self) {
-        if let Some(shared) = self.shared.upgrade() {
-            shared.lease.end(self.runtime);
-        }
-    }
 }

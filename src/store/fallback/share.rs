@@ -38,7 +38,7 @@ impl Share {
     }
 }
 
-/// The decision as returned to a client, by this instance's share of the policies.
+/// What a decision by this instance's part of the policies comes to for the caller.
 ///
 /// It differs where a cost is more than the part, but not more than the whole: that is denied, for as long as the whole
 /// would deny it if the same share of it were used up. For example, a cost of 50 never fits a part of 25. If 20 of

@@ -134,7 +134,7 @@ impl Client {
         let future = match world.during(ask, || store.check(check)) {
             Answer::Ready { answer } => {
                 let now = world.state().now();
-                world.state().told(ask, now, store.is_degraded(), &answer);
+                world.state().answered(ask, now, store.is_degraded(), &answer);
                 return answer.ok();
             }
             Answer::Pending { future } => future,
@@ -152,7 +152,7 @@ impl Client {
             }
         };
         match &answer {
-            Some(answer) => world.state().told(ask, polled, store.is_degraded(), answer),
+            Some(answer) => world.state().answered(ask, polled, store.is_degraded(), answer),
             None => world.state().dropped(ask),
         }
         answer?.ok()

@@ -9,10 +9,10 @@
 //! ```
 
 mod clients;
-mod doubt;
 mod ledger;
 mod plan;
 mod primary;
+mod streak;
 mod world;
 
 use std::num::NonZeroU32;
@@ -29,7 +29,7 @@ use self::clients::{Client, Instance};
 use self::ledger::Rule;
 use self::plan::{Habit, Kind, Plan, Sharing};
 use self::primary::{Local, Primary};
-use self::world::{Notes, State, World};
+use self::world::{LogObserver, State, World};
 use super::{Fallback, Share};
 use crate::simulation::{Outcome, Simulation};
 use crate::store::{Instances, LocalStore};
@@ -110,7 +110,7 @@ fn instances(world: &World, alive: &Arc<AtomicU32>) -> Vec<Instance> {
                 Sharing::Fixed => Share::Fixed(NonZeroU32::new(plan.instances as u32).unwrap()),
                 Sharing::Alive => Share::Alive(counted(alive)),
             })
-            .observer(Notes { world: world.clone(), instance })
+            .observer(LogObserver { world: world.clone(), instance })
     };
     (0..plan.instances).map(instance).collect()
 }

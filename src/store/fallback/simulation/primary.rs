@@ -52,8 +52,8 @@ impl Store for Primary {
             self.world.state().answers(request, Some(error));
             return Answer::ready(Err(error.clone()));
         }
-        let (told, answer) = oneshot::channel();
-        tokio::spawn(serve(self.world.clone(), request, check, fate, told));
+        let (reply, answer) = oneshot::channel();
+        tokio::spawn(serve(self.world.clone(), request, check, fate, reply));
         Answer::pending(Waiting { request, answer })
     }
 
@@ -72,10 +72,10 @@ async fn serve(
     request: usize,
     check: Check,
     fate: Fate,
-    mut told: oneshot::Sender<Result<Decision, StoreError>>,
+    mut reply: oneshot::Sender<Result<Decision, StoreError>>,
 ) {
     wait(fate.queued).await;
-    if told.is_closed() {
+    if reply.is_closed() {
         world.state().withdrawn(request);
         return;
     }
@@ -86,18 +86,18 @@ async fn serve(
     match (fate.answer, decision) {
         (Reply::Decision, Some(decision)) => {
             // Nobody hears of it by then if it comes after the deadline.
-            if told.send(Ok(decision)).is_ok() {
+            if reply.send(Ok(decision)).is_ok() {
                 world.state().answers(request, None);
             }
         }
         (Reply::Error(error), _) => {
             world.state().answers(request, Some(&error));
-            let _ = told.send(Err(error));
+            let _ = reply.send(Err(error));
         }
         _ => {
             world.state().lost(request);
-            if timeout(TIMEOUT, told.closed()).await.is_err() {
-                let _ = told.send(Err(StoreError::new(ErrorKind::Timeout)));
+            if timeout(TIMEOUT, reply.closed()).await.is_err() {
+                let _ = reply.send(Err(StoreError::new(ErrorKind::Timeout)));
             }
         }
     }
@@ -122,7 +122,7 @@ impl Future for Waiting {
     }
 }
 
-/// The local store of an instance. Everything that it decides is told.
+/// The local store of an instance. Whatever it decides enters the ledger.
 #[derive(Debug, Clone)]
 pub(super) struct Local {
     pub(super) world: World,

@@ -124,7 +124,7 @@ impl Store for Primary {
     }
 }
 
-/// Notes what was reconciled.
+/// Records what was reconciled.
 #[derive(Clone, Default)]
 struct Reconciled(Arc<Mutex<Vec<(u64, u64)>>>);
 
@@ -135,7 +135,7 @@ impl Observer for Reconciled {
 }
 
 impl Reconciled {
-    fn told(&self) -> Vec<(u64, u64)> {
+    fn events(&self) -> Vec<(u64, u64)> {
         lock(&self.0).clone()
     }
 }

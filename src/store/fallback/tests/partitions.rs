@@ -23,11 +23,11 @@ impl Store for Parted {
     }
 }
 
-/// Notes outages.
+/// Counts outages.
 #[derive(Clone, Default)]
-struct Told(Arc<(AtomicUsize, AtomicUsize)>);
+struct OutageCounter(Arc<(AtomicUsize, AtomicUsize)>);
 
-impl Observer for Told {
+impl Observer for OutageCounter {
     fn degraded(&self, _: &event::Degraded<'_>) {
         self.0.0.fetch_add(1, SeqCst);
     }
@@ -37,8 +37,8 @@ impl Observer for Told {
     }
 }
 
-impl Told {
-    fn told(&self) -> (usize, usize) {
+impl OutageCounter {
+    fn counts(&self) -> (usize, usize) {
         (self.0.0.load(SeqCst), self.0.1.load(SeqCst))
     }
 }
@@ -57,8 +57,8 @@ async fn ask(store: &Fallback<Parted, LocalStore>) {
 
 #[tokio::test(start_paused = true)]
 async fn a_failing_partition_degrades_only_its_callers() {
-    let (primary, told) = (Parted::default(), Told::default());
-    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(told.clone());
+    let (primary, outages) = (Parted::default(), OutageCounter::default());
+    let store = Fallback::new(primary.clone(), LocalStore::default()).observer(outages.clone());
     ask(&store).await;
     let partition = |caller| primary.partition(&Key::new(caller));
     let asked = |partition: usize| primary.0[partition].asked();
@@ -68,7 +68,7 @@ async fn a_failing_partition_degrades_only_its_callers() {
         ask(&store).await;
         advance(Duration::from_millis(2)).await;
     }
-    assert_eq!(told.told(), (1, 0));
+    assert_eq!(outages.counts(), (1, 0));
     let before = [0, 1, 2].map(asked);
     for _ in 0..10 {
         ask(&store).await;
@@ -88,16 +88,16 @@ async fn a_failing_partition_degrades_only_its_callers() {
         advance(Duration::from_millis(2)).await;
     }
     assert!(asked(partition("2")) - before < 10, "it is asked no longer");
-    assert_eq!(told.told(), (1, 0));
+    assert_eq!(outages.counts(), (1, 0));
     primary.0[partition("1")].set(Manner::AtOnce);
     sleep(Duration::from_secs(2)).await;
     let before = asked(partition("1"));
     ask(&store).await;
     assert_eq!(asked(partition("1")) - before, 1, "it is back by itself");
-    assert!(store.is_degraded() && told.told() == (1, 0));
+    assert!(store.is_degraded() && outages.counts() == (1, 0));
     primary.0[partition("2")].set(Manner::AtOnce);
     sleep(Duration::from_secs(2)).await;
-    assert!(!store.is_degraded() && told.told() == (1, 1));
+    assert!(!store.is_degraded() && outages.counts() == (1, 1));
 
     // What was granted meanwhile is reconciled in the partition that was out.
     let used = |caller: &'static str| {
@@ -125,9 +125,9 @@ async fn partitions_share_the_bound_of_notes() {
         assert!(take(i).await.unwrap().is_allowed());
     }
     partition.set(Manner::AtOnce);
-    while store.is_degraded() || reconciled.told().is_empty() {
+    while store.is_degraded() || reconciled.events().is_empty() {
         sleep(Duration::from_millis(5)).await;
     }
-    let (charged, dropped) = reconciled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
+    let (charged, dropped) = reconciled.events().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
     assert_eq!((charged, dropped), (40_000, 0));
 }

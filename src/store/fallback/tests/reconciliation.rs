@@ -1,7 +1,7 @@
-//! What was granted, refunded and forgotten in place of the primary store is told to it, once.
+//! What was granted, refunded and forgotten in place of the primary store is replayed there, once.
 
-use super::super::grants::{Budget, Grants};
-use super::super::notes::Notes;
+use super::super::caller_log::CallerLog;
+use super::super::outage_log::{Budget, OutageLog};
 use super::*;
 use crate::limit::Align;
 use crate::util::instant;
@@ -25,7 +25,7 @@ async fn a_repeated_id_is_charged_once() {
     }
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 51);
-    assert_eq!(reconciled.told(), [(1, 0)]);
+    assert_eq!(reconciled.events(), [(1, 0)]);
     // A retry after the recovery is the same.
     assert!(ask(&store, take(&policies, 1).with_id("payment-7")).await.is_allowed());
     assert_eq!(primary.used(&policies).await, 51);
@@ -71,7 +71,7 @@ async fn grants_under_a_closed_breaker_reconcile_soon() {
     open(&store, &primary).await;
     close(&store, &primary).await;
     assert_eq!((soon, primary.used(&policies).await), (20, 60), "a second and an hour later");
-    assert_eq!(reconciled.told(), [(20, 0)]);
+    assert_eq!(reconciled.events(), [(20, 0)]);
 }
 
 /// No outage is so long that what it begins with is charged when it counts no longer.
@@ -85,7 +85,7 @@ async fn lapsed_grants_are_not_charged() {
     let _ = ask(&store, take(&policies, 10)).await;
     close(&store, &primary).await;
     assert_eq!(primary.used(&policies).await, 10);
-    assert_eq!(reconciled.told(), [(10, 0)]);
+    assert_eq!(reconciled.events(), [(10, 0)]);
 }
 
 /// An instance's part flows back more slowly than the whole.
@@ -195,7 +195,7 @@ async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
         }
         // The probe is answered too.
         primary.set(Manner::Answers(11, error));
-        while reconciled.told().is_empty() && lock(&primary.script).asked.len() < 40 {
+        while reconciled.events().is_empty() && lock(&primary.script).asked.len() < 40 {
             sleep(Duration::from_millis(5)).await;
         }
         sleep(Duration::from_millis(5)).await;
@@ -206,7 +206,8 @@ async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
             let peek = primary.counts.check(Check::peek(caller(i), &policies, 0)).await.unwrap();
             used += 100 - u64::from(peek.remaining());
         }
-        let (charged, dropped) = reconciled.told().iter().fold((0, 0), |sum, told| (sum.0 + told.0, sum.1 + told.1));
+        let (charged, dropped) =
+            reconciled.events().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
         assert_eq!((used, charged, dropped), (30 - lost, 30 - lost, lost), "{:?}", error());
     }
 }
@@ -236,50 +237,50 @@ async fn debts_above_a_share_are_charged() {
     assert_eq!(primary.used(&policies).await, 40);
 }
 
-/// Notes that were taken out to be reconciled are put back beside those that have come since, by themselves or in steps.
+/// A log that was taken out to be reconciled is put back beside those that have come since, whole or op by op.
 #[test]
 fn repeatedly_failing_reconciliations_stay_within_the_bound() {
     for whole in [true, false] {
-        let (grants, local) = (Grants::new(Budget::new(160)), LocalStore::default());
+        let (outages, local) = (OutageLog::new(Budget::new(160)), LocalStore::default());
         let policies = policies(Strategy::Gcra, "100/100d");
         let mut callers = (0..).map(|i: u32| Key::new(i.to_string()));
         let mut dropped = 0;
         let mut take_all = |number| {
             let mut callers = std::collections::BTreeMap::new();
-            dropped += (0..grants.shards()).map(|shard| grants.list(shard, &mut callers)).sum::<u64>();
-            let take = |key| (key, grants.take(number, &key));
+            dropped += (0..outages.shards()).map(|shard| outages.list(shard, &mut callers)).sum::<u64>();
+            let take = |key| (key, outages.take(number, &key));
             callers.into_values().flatten().map(take).collect::<Vec<_>>()
         };
         let mut granted = 0;
         for _ in 0..10 {
-            let number = grants.begin();
+            let number = outages.begin();
             let taken = take_all(number);
             for key in callers.by_ref().take(400) {
                 let check = Check::take(key, &policies, 1);
                 let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
-                assert!(grants.caller(&key).note(&check, false, &answer.unwrap(), || 0).is_some());
+                assert!(outages.caller(&key).note(&check, false, &answer.unwrap(), || 0).is_some());
                 granted += 1;
             }
-            for (key, lists) in taken {
-                for mut notes in lists {
+            for (key, logs) in taken {
+                for mut log in logs {
                     if whole {
-                        grants.restore(&key, notes, 0);
+                        outages.restore(&key, log, 0);
                         continue;
                     }
-                    let mut steps = vec![];
-                    (0..Notes::STAGES).for_each(|stage| while notes.take_some(key, stage, 0, &mut steps) {});
-                    steps.into_iter().for_each(|step| grants.put_back(step, 0));
+                    let mut ops = vec![];
+                    (0..CallerLog::STAGES).for_each(|stage| while log.take_some(key, stage, 0, &mut ops) {});
+                    ops.into_iter().for_each(|op| outages.put_back(op, 0));
                 }
             }
-            grants.reconciled(number);
+            outages.reconciled(number);
         }
-        let held = take_all(grants.begin()).len();
+        let held = take_all(outages.begin()).len();
         assert!(held <= 160, "{held} callers are held of at most 160");
-        assert_eq!(held as u64 + dropped, granted, "what is lost is told");
+        assert_eq!(held as u64 + dropped, granted, "what is lost is reported");
     }
 }
 
-/// Notes of one name are under the quota that was asked last, as the counts of the stores are.
+/// Logs of one name are under the quota that was asked last, as the counts of the stores are.
 #[tokio::test(start_paused = true)]
 async fn grants_under_a_raised_quota_are_charged() {
     for &strategy in Strategy::ALL {
@@ -314,14 +315,14 @@ async fn full_queues_do_not_stop_reconciliation() {
         }
         let since = instant();
         primary.set(Manner::Crowded(every));
-        let charged = || reconciled.told().iter().map(|(charged, _)| charged).sum::<u64>();
+        let charged = || reconciled.events().iter().map(|(charged, _)| charged).sum::<u64>();
         while charged() < 500 {
             // Nothing starts the task again but what is asked.
             let _ = store.check(Check::peek(ann(), &policies, 1)).await.unwrap();
             sleep(Duration::from_millis(1)).await;
         }
         let took = since.elapsed();
-        // A few of the steps are out of luck for a whole deadline, and wait for the next rounds.
+        // A few of the ops are out of luck for a whole deadline, and wait for the next rounds.
         assert!(took < Duration::from_millis(1_500), "every {every}th finds room, and it takes {took:?}");
     }
 }

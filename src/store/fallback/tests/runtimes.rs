@@ -52,7 +52,7 @@ fn the_next_runtime_reconciles_the_rest() {
             }
             primary.set(Manner::AtOnce);
             let asked = primary.asked();
-            while !store.partitions[0].grants.is_empty() || primary.asked() < asked + sent {
+            while !store.partitions[0].outages.is_empty() || primary.asked() < asked + sent {
                 advance(Duration::from_millis(1)).await;
             }
             assert_eq!(primary.asked(), asked + sent);
@@ -68,6 +68,6 @@ fn the_next_runtime_reconciles_the_rest() {
             assert_eq!(used, 30, "{sent} were sent");
         });
         // Whether those were charged was never heard.
-        assert_eq!(reconciled.told(), [(30 - sent as u64, sent as u64)]);
+        assert_eq!(reconciled.events(), [(30 - sent as u64, sent as u64)]);
     }
 }

@@ -2,20 +2,20 @@
 
 use std::time::Duration;
 
-use super::super::breaker::{Breaker, Pass};
+use super::super::breaker::{Breaker, Ticket};
 
 const PATIENCE: Duration = Duration::from_micros(100);
 
 /// The next check is let through as a trial.
-fn trial(breaker: &Breaker, now: i64) -> Pass {
-    let pass = breaker.admit(|| now, PATIENCE).expect("one is let through");
-    assert!(matches!(pass, Pass::Trial(_)), "{pass:?}");
-    pass
+fn trial(breaker: &Breaker, now: i64) -> Ticket {
+    let ticket = breaker.admit(|| now, PATIENCE).expect("one is let through");
+    assert!(matches!(ticket, Ticket::Trial(_)), "{ticket:?}");
+    ticket
 }
 
 /// A failure, and those of two trials.
 fn fail(breaker: &Breaker) -> [bool; 3] {
-    let begins = breaker.failed(Pass::Free, false, 10);
+    let begins = breaker.failed(Ticket::Free, false, 10);
     [begins, breaker.failed(trial(breaker, 20), false, 20), breaker.failed(trial(breaker, 30), false, 30)]
 }
 
@@ -24,9 +24,9 @@ fn opens_at_threshold_and_closes_once() {
     let breaker = Breaker::new(3);
     assert_eq!(fail(&breaker), [false, false, true]);
     assert!(breaker.is_open());
-    assert!(!breaker.failed(Pass::Probe, false, 40), "it is open already");
+    assert!(!breaker.failed(Ticket::Probe, false, 40), "it is open already");
     assert_eq!(breaker.close(1_000_030), Some(Duration::from_secs(1)));
-    assert!(breaker.is_sound());
+    assert!(breaker.is_closed());
     assert_eq!(breaker.close(1_000_040), None);
 }
 
@@ -36,7 +36,7 @@ fn a_success_starts_the_count_again() {
     for _ in 0..10 {
         assert_eq!(fail(&breaker), [false; 3]);
         breaker.succeeded(trial(&breaker, 40));
-        assert!(breaker.is_sound());
+        assert!(breaker.is_closed());
     }
 }
 
@@ -51,43 +51,43 @@ fn a_recovery_resets_the_failure_count() {
 #[test]
 fn concurrent_failures_count_once() {
     let breaker = Breaker::new(2);
-    assert!((0..100).all(|now| !breaker.failed(Pass::Free, false, now)));
+    assert!((0..100).all(|now| !breaker.failed(Ticket::Free, false, now)));
     assert!(breaker.failed(trial(&breaker, 100), false, 100));
-    assert!(Breaker::new(1).failed(Pass::Free, false, 0));
-    assert!(Breaker::new(3).failed(Pass::Free, true, 0), "a lasting one needs no other");
+    assert!(Breaker::new(1).failed(Ticket::Free, false, 0));
+    assert!(Breaker::new(3).failed(Ticket::Free, true, 0), "a lasting one needs no other");
 }
 
 #[test]
 fn a_half_open_breaker_admits_one_trial() {
     let breaker = Breaker::new(3);
     let admit = |now: i64| breaker.admit(|| now, PATIENCE);
-    assert_eq!(admit(0), Some(Pass::Free));
-    breaker.failed(Pass::Free, false, 0);
+    assert_eq!(admit(0), Some(Ticket::Free));
+    breaker.failed(Ticket::Free, false, 0);
     let _gone = trial(&breaker, 0);
     assert_eq!(admit(99), None);
     let second = trial(&breaker, 100);
     // One that was under way before says nothing of the trial.
-    breaker.failed(Pass::Free, false, 110);
+    breaker.failed(Ticket::Free, false, 110);
     assert_eq!(admit(110), None);
     breaker.failed(second, false, 120);
     let third = trial(&breaker, 120);
     assert_eq!(admit(120), None);
     breaker.learned_nothing(third);
-    breaker.succeeded(Pass::Free);
+    breaker.succeeded(Ticket::Free);
     breaker.succeeded(trial(&breaker, 130));
-    assert_eq!([admit(140), admit(140)], [Some(Pass::Free); 2]);
+    assert_eq!([admit(140), admit(140)], [Some(Ticket::Free); 2]);
 }
 
-/// Its future was not polled until the next one was let through, of the same doubt or of another.
+/// Its future was not polled until the next one was let through, in the same streak or in another.
 #[test]
 fn a_late_trial_does_not_affect_another() {
     for another in [false, true] {
         let breaker = Breaker::new(2);
-        breaker.failed(Pass::Free, false, 0);
+        breaker.failed(Ticket::Free, false, 0);
         let late = trial(&breaker, 0);
         if another {
             breaker.succeeded(trial(&breaker, 100));
-            breaker.failed(Pass::Free, false, 150);
+            breaker.failed(Ticket::Free, false, 150);
         }
         let next = trial(&breaker, 200);
         assert!(!breaker.failed(late, false, 210));
@@ -103,16 +103,16 @@ fn a_late_trial_does_not_affect_another() {
 fn a_failed_probe_admits_no_second_trial() {
     let breaker = Breaker::new(5);
     let admit = |now: i64| breaker.admit(|| now, PATIENCE);
-    breaker.failed(Pass::Free, false, 0);
+    breaker.failed(Ticket::Free, false, 0);
     trial(&breaker, 0);
-    assert!(!breaker.failed(Pass::Probe, false, 10));
+    assert!(!breaker.failed(Ticket::Probe, false, 10));
     assert_eq!(admit(20), None);
-    assert!((0..2).all(|now| !breaker.failed(Pass::Probe, false, now)));
-    assert!(breaker.failed(Pass::Probe, false, 30), "it counts");
+    assert!((0..2).all(|now| !breaker.failed(Ticket::Probe, false, now)));
+    assert!(breaker.failed(Ticket::Probe, false, 30), "it counts");
     breaker.close(40);
-    breaker.failed(Pass::Free, false, 50);
-    breaker.succeeded(Pass::Probe);
-    assert!(breaker.is_sound());
+    breaker.failed(Ticket::Free, false, 50);
+    breaker.succeeded(Ticket::Probe);
+    assert!(breaker.is_closed());
 }
 
 #[test]

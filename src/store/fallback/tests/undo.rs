@@ -156,7 +156,7 @@ async fn a_reset_never_overtakes_earlier_charges() {
     }
 }
 
-/// It has notes of its own, which know nothing of the charge.
+/// It has a log of its own, which knows nothing of the charge.
 #[tokio::test(start_paused = true)]
 async fn refunds_at_another_instance_are_applied() {
     for &strategy in Strategy::ALL {

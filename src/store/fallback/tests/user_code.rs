@@ -8,11 +8,11 @@ use std::sync::mpsc;
 use super::far::{Far, cut, recovery, take};
 use super::*;
 
-/// Is told of everything, and panics each time.
+/// Is notified of everything, and panics each time.
 struct Panics(Arc<AtomicUsize>);
 
 impl Panics {
-    fn told(&self) {
+    fn notified(&self) {
         self.0.fetch_add(1, SeqCst);
         // Without a message for each.
         panic_any(());
@@ -21,27 +21,27 @@ impl Panics {
 
 impl Observer for Panics {
     fn failed(&self, _: &event::Failed<'_>) {
-        self.told();
+        self.notified();
     }
 
     fn degraded(&self, _: &event::Degraded<'_>) {
-        self.told();
+        self.notified();
     }
 
     fn recovered(&self, _: &event::Recovered) {
-        self.told();
+        self.notified();
     }
 
     fn reconciled(&self, _: &event::Reconciled) {
-        self.told();
+        self.notified();
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_panicking_observer_costs_only_its_events() {
-    let told = Arc::new(AtomicUsize::new(0));
+    let notified = Arc::new(AtomicUsize::new(0));
     let far = Far::new(Duration::from_millis(2));
-    let store = Fallback::new(far.clone(), LocalStore::default()).observer(Panics(Arc::clone(&told)));
+    let store = Fallback::new(far.clone(), LocalStore::default()).observer(Panics(Arc::clone(&notified)));
     let policies = policies(Strategy::Gcra, "100/100d");
     cut(&store, &far).await;
     for _ in 0..40 {
@@ -53,7 +53,7 @@ async fn a_panicking_observer_costs_only_its_events() {
     sleep(Duration::from_secs(1)).await;
     let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
     assert_eq!(peek.remaining(), 60);
-    assert_eq!(told.load(SeqCst), 3 + 1 + 1 + 1, "failures, the outage, its end, and what was reconciled");
+    assert_eq!(notified.load(SeqCst), 3 + 1 + 1 + 1, "failures, the outage, its end, and what was reconciled");
 }
 
 /// A primary store that panics once, on the task that probes.
@@ -84,7 +84,7 @@ async fn a_panicking_store_does_not_end_recovery() {
     assert!(!store.is_degraded());
 }
 
-/// A fallback of a user's own, which asks the store that it is a part of, as an observer might that it tells.
+/// A fallback of a user's own, which asks the store that it is a part of, as an observer might that it notifies.
 #[derive(Clone, Default)]
 struct AsksBack {
     counts: LocalStore,
@@ -119,7 +119,7 @@ impl Store for AsksBack {
 /// In a thread of its own, which hangs for ever if a lock is held.
 #[test]
 fn user_code_runs_under_no_lock() {
-    let (tell, told) = mpsc::channel();
+    let (done, finished) = mpsc::channel();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         runtime.block_on(async {
@@ -129,15 +129,15 @@ fn user_code_runs_under_no_lock() {
             *lock(&local.whole) = Some(store.clone());
             let check = || store.check(Check::take(ann(), &policies(Strategy::Gcra, "100/100d"), 1));
             assert!(check().await.unwrap().is_allowed());
-            tell.send(()).unwrap();
+            done.send(()).unwrap();
             far.set(None);
             assert!(check().await.unwrap().is_allowed());
-            tell.send(()).unwrap();
+            done.send(()).unwrap();
             assert_eq!(local.asked.load(SeqCst), 2);
             lock(&local.whole).take();
         });
     });
     for what in ["an answer is followed", "the fallback decides"] {
-        assert!(told.recv_timeout(Duration::from_secs(20)).is_ok(), "it hangs when {what}");
+        assert!(finished.recv_timeout(Duration::from_secs(20)).is_ok(), "it hangs when {what}");
     }
 }

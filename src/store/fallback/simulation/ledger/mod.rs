@@ -32,7 +32,7 @@ pub(super) struct Ledger {
     pub(super) fewer: i64,
     pub(super) changed: bool,
     /// What the reconciliation sent with ids and did not run, by the caller.
-    unsettled: Vec<i64>,
+    unreconciled: Vec<i64>,
     /// The first break of each rule.
     pub(super) broken: Breaks<Rule>,
 }
@@ -65,7 +65,7 @@ impl Ledger {
             runs: 0,
             fewer: 0,
             changed: false,
-            unsettled: vec![0; callers],
+            unreconciled: vec![0; callers],
             broken: Breaks::default(),
         }
     }
@@ -276,7 +276,7 @@ impl Ledger {
             let ids = || self.sums[caller].ids.values();
             let certain: i64 = ids().filter(|id| id.certain).map(|id| id.cost).sum();
             let possible = ids().map(|id| id.cost).sum();
-            let lost = self.unsettled[caller];
+            let lost = self.unreconciled[caller];
             if used > possible {
                 self.breaks(Rule::Id, Some(caller), format!("Redis counts {used} for ids that cost {possible}"));
             } else if self.emptied == 0

@@ -78,7 +78,7 @@ impl Ledger {
             (true, Mode::Reset) => (account.reset, account.resets) = (true, account.resets + 1),
             (false, Mode::Charge) => {
                 account.excess += cost;
-                self.unsettled[caller] += cost;
+                self.unreconciled[caller] += cost;
             }
             _ => {}
         }

@@ -1,10 +1,10 @@
 //! The state of a run: what the primary store counts, what was asked, and what became of it.
 
-mod notes;
+mod observer;
 mod requests;
 mod shown;
 
-pub(super) use notes::Notes;
+pub(super) use observer::LogObserver;
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -12,7 +12,7 @@ use fastrand::Rng;
 use futures_util::FutureExt;
 use tokio::time::Instant;
 
-use super::doubt::Doubt;
+use super::streak::StreakModel;
 use shown::{answered, nonsense};
 
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
@@ -40,7 +40,7 @@ pub(super) struct State {
     degraded: Vec<bool>,
     /// Until when each has last asked something that none of its clients had asked.
     turned: Vec<u64>,
-    doubts: Vec<Doubt>,
+    streaks: Vec<StreakModel>,
     /// What becomes of the requests of each in a millisecond, if they are one call.
     calls: Vec<Option<(u64, Fate)>>,
     /// What the primary store counts, and which instances have said that they reconcile.
@@ -87,7 +87,7 @@ impl World {
             start: instant(),
             degraded: vec![false; plan.instances],
             turned: vec![0; plan.instances],
-            doubts: (0..plan.instances).map(|_| Doubt::default()).collect(),
+            streaks: (0..plan.instances).map(|_| StreakModel::default()).collect(),
             calls: vec![None; plan.instances],
             counts,
             held: Count::fresh(crate::limit::Kind::InFlight),
@@ -142,7 +142,7 @@ impl State {
     }
 
     /// A client's request is answered.
-    pub(super) fn told(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, StoreError>) {
+    pub(super) fn answered(&mut self, ask: usize, polled: u64, degraded: bool, answer: &Result<Decision, StoreError>) {
         let now = self.now();
         let Ask { instance, caller, ref check, since, ran, .. } = self.asks[ask];
         let check = check.clone();
@@ -159,7 +159,7 @@ impl State {
         };
         self.ledger.answers(caller, &check, decision);
         if decision.source() == Source::Redis && !degraded {
-            self.doubts[instance].answers(since, ask);
+            self.streaks[instance].answers(since, ask);
         }
         // An id is answered as it was before, when the part may have been another.
         let other = check.id().is_some() && self.ledger.changed;
@@ -218,7 +218,7 @@ impl State {
         self.say(None, || "Redis forgets everything".to_owned());
     }
 
-    /// Nobody asks any more, and all is well: has everything been told?
+    /// Nobody asks any more, and all is well: has everything been reconciled?
     pub(super) fn rests(&mut self) {
         self.say(None, || "all is quiet".to_owned());
         for (index, caller) in self.plan.callers.iter().enumerate() {

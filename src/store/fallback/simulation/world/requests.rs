@@ -23,9 +23,9 @@ impl State {
         };
         if let Some(ask) = ask {
             self.calls[instance] = Some((now, fate.clone()));
-            self.doubts[instance].sends(now, ask);
+            self.streaks[instance].sends(now, ask);
         } else if caller.is_none() {
-            self.doubts[instance].probes(now, self.plan.deadline);
+            self.streaks[instance].probes(now, self.plan.deadline);
         }
         if ask.is_none() {
             // Until it is answered, or given up.
@@ -163,7 +163,7 @@ impl State {
         let Some(error) = error else {
             if caller.is_none() {
                 let now = self.now();
-                self.doubts[instance].is_probed(now);
+                self.streaks[instance].is_probed(now);
             }
             return;
         };
@@ -206,7 +206,7 @@ impl State {
         let Some(ask) = self.current.filter(|_| !self.degraded[instance]) else { return };
         let counts = !error.is_of_check() && error.kind() != ErrorKind::QueueFull;
         let now = self.now();
-        let failures = self.doubts[instance].fails(now, ask, counts);
+        let failures = self.streaks[instance].fails(now, ask, counts);
         if failures > self.plan.failures {
             let problem = format!("i{instance} has sent one request after another, of which {failures} failed");
             self.breaks(Rule::Silence, None, problem);

@@ -70,7 +70,7 @@ impl Refresher {
     const MARKER: Duration = Duration::from_secs(3_600);
 
     pub(super) fn new() -> Self {
-        Self { tasks: TaskOwner::default(), state: Mutex::default(), outcome: watch::Sender::new(None) }
+        Self { tasks: TaskOwner::new(instant()), state: Mutex::default(), outcome: watch::Sender::new(None) }
     }
 
     /// Plans a task on this runtime, unless there is one that is as soon. Returns when it begins.

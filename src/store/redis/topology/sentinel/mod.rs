@@ -71,7 +71,7 @@ impl Sentinels {
             timeout,
             known: Mutex::default(),
             epoch: Arc::default(),
-            watches: TaskOwner::default(),
+            watches: TaskOwner::new(instant()),
         }
     }
 

@@ -1,12 +1,12 @@
 use super::*;
 
 /// Tells the log what an instance tells its observer.
-pub(in super::super) struct Notes {
+pub(in super::super) struct LogObserver {
     pub(in super::super) world: World,
     pub(in super::super) instance: usize,
 }
 
-impl Observer for Notes {
+impl Observer for LogObserver {
     fn failed(&self, event: &event::Failed<'_>) {
         self.world.state().fails(self.instance, event.error);
     }
@@ -18,7 +18,7 @@ impl Observer for Notes {
         state.degraded[instance] = true;
         state.turned[instance] = now.max(state.turned[instance]);
         state.ledger.opened += 1;
-        state.doubts[instance] = Doubt::default();
+        state.streaks[instance] = StreakModel::default();
         state.say(None, || format!("i{instance}       is degraded: {}", kind.as_str()));
     }
 
@@ -26,7 +26,7 @@ impl Observer for Notes {
         let instance = self.instance;
         let mut state = self.world.state();
         state.degraded[instance] = false;
-        state.doubts[instance] = Doubt::default();
+        state.streaks[instance] = StreakModel::default();
         state.say(None, || format!("i{instance}       has recovered after {after:?}"));
     }
 

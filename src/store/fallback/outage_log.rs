@@ -1,10 +1,13 @@
-//! What the fallback did while the primary store could not decide, until the primary store is told of it.
+//! The log of an outage: what the fallback did while the primary store could not decide, until that is reconciled.
+//!
+//! An [`OutageLog`] has a [`CallerLog`] for each caller and list of policies. A reconciliation takes these out and
+//! replays them on the primary store, as [`ReplayOp`]s; what was not done goes back into the log.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use smallvec::SmallVec;
 
-use super::notes::{Notes, Step};
+use super::caller_log::{CallerLog, ReplayOp};
 use super::sync::{Arc, AtomicU64, AtomicUsize, Mutex, MutexGuard, Ordering, lock};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::store::shards::Shards;
@@ -15,7 +18,7 @@ const SHARDS: usize = 16;
 /// What is noted of each caller: a bounded number of callers and ids. And which answers of the primary store know of it
 /// all, so that the fallback may go on from them.
 #[derive(Debug)]
-pub(super) struct Grants {
+pub(super) struct OutageLog {
     shards: Shards<Mutex<Shard>>,
     budget: Budget,
     /// How many callers are held.
@@ -38,8 +41,8 @@ pub(super) struct Budget {
 #[derive(Debug, Default)]
 struct Shard {
     /// By the caller, for each list of policies.
-    notes: HashMap<Key, Lists, RandomState>,
-    /// Whose notes a reconciliation has taken out, for each that is under way: one, unless a task's runtime stands
+    logs: HashMap<Key, CallerLogs, RandomState>,
+    /// Whose logs a reconciliation has taken out, for each that is under way: one, unless a task's runtime stands
     /// still.
     reconciling: SmallVec<[(u64, HashSet<Key, RandomState>); 1]>,
     /// About whom a fallback is deciding outside of the lock.
@@ -48,20 +51,20 @@ struct Shard {
     dropped: u64,
 }
 
-/// The notes of a caller.
-pub(super) type Lists = SmallVec<[Notes; 1]>;
+/// The logs of a caller, one for each list of policies.
+pub(super) type CallerLogs = SmallVec<[CallerLog; 1]>;
 
 /// A caller about whom one thread at a time decides.
 pub(super) struct Caller<'a> {
     key: &'a Key,
-    grants: &'a Grants,
+    outages: &'a OutageLog,
     shard: MutexGuard<'a, Shard>,
 }
 
 /// A caller about whom a fallback is deciding.
 pub(super) struct Deciding<'a> {
     key: &'a Key,
-    grants: &'a Grants,
+    outages: &'a OutageLog,
 }
 
 impl Budget {
@@ -82,7 +85,7 @@ impl Budget {
     }
 }
 
-impl Grants {
+impl OutageLog {
     pub(super) fn new(budget: Budget) -> Self {
         let shards = Shards::new(SHARDS, |_| Mutex::new(Shard::default()));
         let (callers, reconciliations, epoch) = (AtomicUsize::new(0), AtomicU64::new(0), AtomicU64::new(0));
@@ -105,18 +108,18 @@ impl Grants {
 
     /// Until this is dropped, no other thread decides about the caller or follows an answer about it.
     pub(super) fn caller<'a>(&'a self, key: &'a Key) -> Caller<'a> {
-        Caller { key, grants: self, shard: self.shard(key) }
+        Caller { key, outages: self, shard: self.shard(key) }
     }
 
     /// Until this is dropped, no thread begins to follow an answer about the caller.
     pub(super) fn deciding<'a>(&'a self, key: &'a Key) -> Deciding<'a> {
         self.shard(key).deciding.push(*key);
-        Deciding { key, grants: self }
+        Deciding { key, outages: self }
     }
 
     /// Goes on from an answer about a caller, unless that does not know of something which the fallback granted.
     ///
-    /// The fallback decides and notes under the same lock. So what it granted before this is one of these:
+    /// the fallback decides and notes under the same lock. So what it granted before this is one of these:
     /// - noted, or taken out to be reconciled: then `is_held` says so;
     /// - reconciled: then the epoch ended before it was `reconciled`, and an answer that is of the present epoch was
     ///   asked for after that, so that it knows of it.
@@ -132,15 +135,15 @@ impl Grants {
         self.caller(key).is_known(asked)
     }
 
-    /// Notes again a step that was not done, if there is room. It comes before what has been noted since.
-    pub(super) fn put_back(&self, step: Step, now: i64) {
-        let (key, policies) = (step.key, step.policies.clone());
-        let (id, mode, cost) = (step.id, step.mode, step.cost);
-        self.caller(&key).change(&policies, id.as_ref(), mode, cost, |notes| notes.put_back(step, now));
+    /// Records again an op that was not done, if there is room. It comes before what has been noted since.
+    pub(super) fn put_back(&self, op: ReplayOp, now: i64) {
+        let (key, policies) = (op.key, op.policies.clone());
+        let (id, mode, cost) = (op.id, op.mode, op.cost);
+        self.caller(&key).change(&policies, id.as_ref(), mode, cost, |log| log.put_back(op, now));
     }
 
-    /// Notes again what is left of notes that were taken out, as [`put_back`](Self::put_back) does.
-    pub(super) fn restore(&self, key: &Key, left: Notes, now: i64) {
+    /// Records again what is left of a log that was taken out, as [`put_back`](Self::put_back) does.
+    pub(super) fn restore(&self, key: &Key, left: CallerLog, now: i64) {
         if left.is_done(now) {
             return;
         }
@@ -148,10 +151,10 @@ impl Grants {
         let is_new = caller.place(left.policies()).is_none();
         if is_new && self.budget.has_room(left.len()) {
             self.budget.take(left.len());
-            return caller.lists().push(left);
+            return caller.logs().push(left);
         }
         drop(caller);
-        left.into_steps(*key, now).into_iter().rev().for_each(|step| self.put_back(step, now));
+        left.into_ops(*key, now).into_iter().rev().for_each(|op| self.put_back(op, now));
     }
 
     /// Begins a reconciliation, of which this is the number.
@@ -168,8 +171,8 @@ impl Grants {
     pub(super) fn list(&self, shard: usize, callers: &mut BTreeMap<u8, Vec<Key>>) -> u64 {
         let Some(shard) = self.shards.iter().nth(shard) else { return 0 };
         let mut shard = lock(shard);
-        for (key, lists) in &shard.notes {
-            let used = lists.iter().map(Notes::used).max().unwrap_or(0);
+        for (key, logs) in &shard.logs {
+            let used = logs.iter().map(CallerLog::used).max().unwrap_or(0);
             callers.entry(used).or_default().push(*key);
         }
         std::mem::take(&mut shard.dropped)
@@ -177,19 +180,19 @@ impl Grants {
 
     /// Takes out all that is to be done about a caller. It is being reconciled from then on, until the reconciliation
     /// of this number is [`reconciled`](Self::reconciled).
-    pub(super) fn take(&self, number: u64, key: &Key) -> Lists {
+    pub(super) fn take(&self, number: u64, key: &Key) -> CallerLogs {
         let mut shard = self.shard(key);
-        let Some(lists) = shard.notes.remove(key) else { return Lists::new() };
-        if shard.notes.is_empty() {
-            shard.notes.shrink_to_fit();
+        let Some(logs) = shard.logs.remove(key) else { return CallerLogs::new() };
+        if shard.logs.is_empty() {
+            shard.logs.shrink_to_fit();
         }
         match shard.reconciling.iter_mut().find(|(other, _)| *other == number) {
             Some((_, callers)) => drop(callers.insert(*key)),
             None => shard.reconciling.push((number, HashSet::from_iter([*key]))),
         }
         self.callers.fetch_sub(1, Ordering::AcqRel);
-        self.budget.free(lists.iter().map(Notes::len).sum());
-        lists
+        self.budget.free(logs.iter().map(CallerLog::len).sum());
+        logs
     }
 
     /// What a reconciliation took out has been done, or put back.
@@ -214,31 +217,31 @@ impl Grants {
 impl Caller<'_> {
     /// Whether something is noted of the caller, or being reconciled, or decided.
     pub(super) fn is_held(&self) -> bool {
-        let Shard { notes, reconciling, deciding, .. } = &*self.shard;
-        notes.contains_key(self.key)
+        let Shard { logs, reconciling, deciding, .. } = &*self.shard;
+        logs.contains_key(self.key)
             || reconciling.iter().any(|(_, callers)| callers.contains(self.key))
             || deciding.contains(self.key)
     }
 
     /// Whether an answer of the epoch in which it was `asked` for knows of all that the fallback has granted.
     fn is_known(&self, asked: u64) -> bool {
-        self.grants.epoch() == asked && !self.is_held()
+        self.outages.epoch() == asked && !self.is_held()
     }
 
-    /// Where the notes under these policies are among those of the caller.
+    /// Where the log under these policies is among those of the caller.
     fn place(&self, policies: &Policies) -> Option<usize> {
-        self.shard.notes.get(self.key)?.iter().position(|notes| notes.is_under(policies))
+        self.shard.logs.get(self.key)?.iter().position(|log| log.is_under(policies))
     }
 
-    fn lists(&mut self) -> &mut Lists {
-        self.shard.notes.entry(*self.key).or_insert_with(|| {
-            self.grants.callers.fetch_add(1, Ordering::AcqRel);
-            Lists::new()
+    fn logs(&mut self) -> &mut CallerLogs {
+        self.shard.logs.entry(*self.key).or_insert_with(|| {
+            self.outages.callers.fetch_add(1, Ordering::AcqRel);
+            CallerLogs::new()
         })
     }
 
-    /// Notes what the fallback decided on a check, which may have been `sent` to the primary store too. `None` if there
-    /// is nothing to reconcile, or else the number of the notes of what is charged.
+    /// Records what the fallback decided on a check, which may have been `sent` to the primary store too. `None` if there
+    /// is nothing to reconcile, or else the number of the log of what is charged.
     pub(super) fn note(
         mut self,
         check: &Check,
@@ -247,7 +250,7 @@ impl Caller<'_> {
         now: impl FnOnce() -> i64,
     ) -> Option<i64> {
         let (mode, id) = (check.mode(), check.id());
-        // Who holds requests in flight tells so itself.
+        // Requests in flight are reported by their tracker.
         let policies = check.policies().without_in_flight()?;
         let cost = match mode {
             // The primary store may have more to refund.
@@ -260,49 +263,49 @@ impl Caller<'_> {
         }
         let mode = if matches!(mode, Mode::Refund | Mode::Reset) { mode } else { Mode::Charge };
         let (cost, now, mut number) = (u64::from(cost), now(), 0);
-        self.change(policies, id, mode, cost, |notes| {
-            notes.go_under(policies);
-            notes.add(mode, id.copied(), cost, check.charged(), now, sent);
-            notes.set_used(decision);
+        self.change(policies, id, mode, cost, |log| {
+            log.go_under(policies);
+            log.add(mode, id.copied(), cost, check.charged(), now, sent);
+            log.set_used(decision);
             // What has an id is charged before anything is refunded.
-            number = if id.is_none() { notes.number() } else { 0 };
+            number = if id.is_none() { log.number() } else { 0 };
         });
         Some(number)
     }
 
-    /// Changes the notes under some policies, or drops what would be beyond the bound.
+    /// Changes the log under some policies, or drops what would be beyond the bound.
     fn change(
         &mut self,
         policies: &Policies,
         id: Option<&Key>,
         mode: Mode,
         cost: u64,
-        change: impl FnOnce(&mut Notes),
+        change: impl FnOnce(&mut CallerLog),
     ) {
         let place = self.place(policies);
-        let has_id = |id| place.is_some_and(|place| self.shard.notes[self.key][place].has_id(id));
+        let has_id = |id| place.is_some_and(|place| self.shard.logs[self.key][place].has_id(id));
         let more = place.is_none() || id.is_some_and(|id| !has_id(id));
-        let budget = &self.grants.budget;
+        let budget = &self.outages.budget;
         if more && !budget.has_room(1) {
             self.shard.dropped += if mode == Mode::Charge { cost } else { 0 };
             return;
         }
-        let lists = self.lists();
+        let logs = self.logs();
         let (place, before) = match place {
-            Some(place) => (place, lists[place].len()),
+            Some(place) => (place, logs[place].len()),
             None => {
-                lists.push(Notes::new(policies.clone()));
-                (lists.len() - 1, 0)
+                logs.push(CallerLog::new(policies.clone()));
+                (logs.len() - 1, 0)
             }
         };
-        change(&mut lists[place]);
-        budget.take(lists[place].len() - before);
+        change(&mut logs[place]);
+        budget.take(logs[place].len() - before);
     }
 }
 
 impl Drop for Deciding<'_> {
     fn drop(&mut self) {
-        let deciding = &mut self.grants.shard(self.key).deciding;
+        let deciding = &mut self.outages.shard(self.key).deciding;
         if let Some(place) = deciding.iter().position(|key| key == self.key) {
             deciding.swap_remove(place);
         }

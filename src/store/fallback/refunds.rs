@@ -1,4 +1,4 @@
-//! What a caller refunded, to be refunded in the primary store too.
+//! What was refunded to a caller, to be replayed on the primary store.
 
 use smallvec::SmallVec;
 
@@ -6,15 +6,15 @@ use crate::limit::{Charged, EachCharged, LONGEST, Policies, State};
 
 /// What was refunded without an id, oldest first; a reset is before all of it.
 #[derive(Debug, Default)]
-pub(super) struct Backs {
+pub(super) struct Refunds {
     /// Until when a reset matters, in microseconds, if there was one.
     pub(super) reset_until: Option<i64>,
-    each: SmallVec<[Back; 1]>,
+    each: SmallVec<[Refund; 1]>,
 }
 
-/// What was refunded of one charge. It gets older until the primary store is told.
+/// What was refunded of one charge. It gets older until it is replayed.
 #[derive(Debug, Clone)]
-pub(super) struct Back {
+pub(super) struct Refund {
     pub(super) cost: u64,
     /// Of which charge, as it was at a time in microseconds.
     charged: EachCharged,
@@ -24,7 +24,7 @@ pub(super) struct Back {
 /// Beyond so many, two become one. Whoever refunds that many has held as many reservations, which take more memory.
 const MAX: usize = 128;
 
-impl Back {
+impl Refund {
     pub(super) fn new(cost: u64, charged: EachCharged, at: i64) -> Self {
         Self { cost, charged, at }
     }
@@ -39,15 +39,15 @@ impl Back {
         self.charged(now).iter().any(|charged| charged.left() > 0)
     }
 
-    /// The number of the notes of the charge, if it is not in the primary store.
-    pub(super) fn noted_in(&self) -> Option<i64> {
-        self.charged.first().and_then(Charged::noted_in)
+    /// The number of the log that the charge is in, if it is not in the primary store.
+    pub(super) fn log_number(&self) -> Option<i64> {
+        self.charged.first().and_then(Charged::log_number)
     }
 
     /// Takes it out of what is noted. How much that was.
     ///
     /// When the charge was made tells how much of it is left, and not until when it was to count: that is of a window which
-    /// may have begun before that of the notes.
+    /// may have begun before that of the log.
     pub(super) fn take_out(&self, policies: &Policies, states: &mut [State], now: i64) -> u64 {
         if !self.counts(now) {
             return 0;
@@ -61,7 +61,7 @@ impl Back {
     }
 }
 
-impl Backs {
+impl Refunds {
     /// Whether there is nothing to refund.
     pub(super) fn is_empty(&self) -> bool {
         self.reset_until.is_none() && self.each.is_empty()
@@ -74,33 +74,33 @@ impl Backs {
 
     /// Adds one, of which nothing more is known than of the others of its kind if there are many: then less is refunded
     /// than might be.
-    pub(super) fn add(&mut self, back: Back) {
-        if self.reset_until.is_some() || back.cost == 0 {
+    pub(super) fn add(&mut self, refund: Refund) {
+        if self.reset_until.is_some() || refund.cost == 0 {
             return;
         }
         let is_full = self.each.len() >= MAX;
-        let alike = |other: &&mut Back| is_full && other.noted_in().is_some() == back.noted_in().is_some();
+        let alike = |other: &&mut Refund| is_full && other.log_number().is_some() == refund.log_number().is_some();
         match self.each.iter_mut().rfind(alike) {
             Some(last) => {
-                let both = last.charged(back.at).into_iter().zip(&back.charged);
-                last.charged = both.map(|(last, back)| last.or(*back)).collect();
-                (last.cost, last.at) = (last.cost.saturating_add(back.cost), back.at);
+                let both = last.charged(refund.at).into_iter().zip(&refund.charged);
+                last.charged = both.map(|(last, refund)| last.or(*refund)).collect();
+                (last.cost, last.at) = (last.cost.saturating_add(refund.cost), refund.at);
             }
-            None => self.each.push(back),
+            None => self.each.push(refund),
         }
     }
 
-    /// Takes out of a charge what was refunded since, the oldest first. The charge was noted in notes from this number on.
+    /// Takes out of a charge what was refunded since, the oldest first. The charge was noted in logs from this number on.
     pub(super) fn spend(&mut self, policies: &Policies, charge: &mut [State], first: i64, now: i64) {
-        for back in self.each.iter_mut().filter(|back| back.noted_in().is_some_and(|number| number >= first)) {
-            back.cost -= back.take_out(policies, charge, now).min(back.cost);
+        for refund in self.each.iter_mut().filter(|refund| refund.log_number().is_some_and(|number| number >= first)) {
+            refund.cost -= refund.take_out(policies, charge, now).min(refund.cost);
         }
-        self.each.retain(|back| back.cost > 0);
+        self.each.retain(|refund| refund.cost > 0);
     }
 
     /// What is still to be refunded.
-    pub(super) fn into_each(self, now: i64) -> impl Iterator<Item = Back> {
-        self.each.into_iter().filter(move |back| back.counts(now))
+    pub(super) fn into_each(self, now: i64) -> impl Iterator<Item = Refund> {
+        self.each.into_iter().filter(move |refund| refund.counts(now))
     }
 }
 
@@ -111,13 +111,13 @@ mod tests {
     /// Of many, two become one of the age of the older: less is refunded than might be, and no memory grows.
     #[test]
     fn many_refunds_merge_at_the_oldest_age() {
-        let mut backs = Backs::default();
+        let mut refunds = Refunds::default();
         for i in 0..MAX as i64 + 84 {
             let charged = Charged { age: i, at: 0, cost: 9, reset: 1_000 };
-            backs.add(Back::new(2, [charged].into(), 0));
+            refunds.add(Refund::new(2, [charged].into(), 0));
         }
-        assert_eq!(backs.each.len(), MAX);
-        let last = backs.into_each(5).last().unwrap();
+        assert_eq!(refunds.each.len(), MAX);
+        let last = refunds.into_each(5).last().unwrap();
         assert_eq!((last.cost, last.charged(5)[0].age, last.charged(5)[0].cost), (2 * 85, MAX as i64 + 83 + 5, 9));
     }
 }

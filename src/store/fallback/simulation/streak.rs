@@ -2,21 +2,21 @@
 
 /// What a breaker should count. It does not know which probes have failed, and so may be behind.
 #[derive(Debug, Default)]
-pub(super) struct Doubt {
+pub(super) struct StreakModel {
     /// The failure that began it, and those of trials since.
     failures: u32,
     /// The request that was sent last, since it began. What is sent before and fails later does not count.
     trial: Option<usize>,
-    /// Until when a doubt may begin that is not seen here.
+    /// Until when a streak may begin that is not seen here.
     unsure_until: u64,
-    /// Whether a probe was under way when the last doubt ended. If it fails, it begins another, which is not seen here. A
-    /// request that fails then may be of that doubt, or begin one. Only what is sent after both tells that it is over.
+    /// Whether a probe was under way when the last streak ended. If it fails, it begins another, which is not seen here. A
+    /// request that fails then may be of that streak, or begin one. Only what is sent after both tells that it is over.
     unsure: bool,
     /// When a probe was answered. The instance hears of it in the same millisecond, before or after all else.
     probed: Option<u64>,
 }
 
-impl Doubt {
+impl StreakModel {
     /// A request is sent.
     pub(super) fn sends(&mut self, now: u64, request: usize) {
         self.passes(now);
@@ -57,24 +57,24 @@ impl Doubt {
     }
 }
 
-/// A failure while a doubt may have begun unseen may begin one itself, of which the next request to be sent is the trial.
+/// A failure while a streak may have begun unseen may begin one itself, of which the next request to be sent is the trial.
 /// An answer to a request sent before it tells nothing of that.
 #[test]
 fn an_uncertain_trial_forgets_no_failure() {
-    let mut doubt = Doubt::default();
-    doubt.sends(1, 0);
-    doubt.fails(2, 0, true);
-    doubt.sends(3, 1);
-    doubt.probes(4, 10);
-    // The trial ends the doubt, and the probe fails later.
-    doubt.answers(3, 1);
-    [(20, 2), (21, 3), (22, 4)].into_iter().for_each(|(now, request)| doubt.sends(now, request));
-    doubt.fails(25, 2, true);
-    doubt.answers(21, 3);
-    // The trial of the doubt that the failure has begun. What was sent before it does not count.
-    doubt.sends(30, 5);
-    doubt.fails(31, 4, true);
-    doubt.answers(30, 5);
-    doubt.sends(40, 6);
-    assert!(doubt.fails(41, 6, true) <= 1, "{doubt:?}");
+    let mut streak = StreakModel::default();
+    streak.sends(1, 0);
+    streak.fails(2, 0, true);
+    streak.sends(3, 1);
+    streak.probes(4, 10);
+    // The trial ends the streak, and the probe fails later.
+    streak.answers(3, 1);
+    [(20, 2), (21, 3), (22, 4)].into_iter().for_each(|(now, request)| streak.sends(now, request));
+    streak.fails(25, 2, true);
+    streak.answers(21, 3);
+    // The trial of the streak that the failure has begun. What was sent before it does not count.
+    streak.sends(30, 5);
+    streak.fails(31, 4, true);
+    streak.answers(30, 5);
+    streak.sends(40, 6);
+    assert!(streak.fails(41, 6, true) <= 1, "{streak:?}");
 }

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use super::shared::Shared;
+use super::partition::Partition;
 use crate::limit::{Check, Policies};
 use crate::store::Store;
 
@@ -26,37 +26,37 @@ pub(super) struct Announcement {
 }
 
 impl Announcement {
-    /// Says that this instance no longer reconciles. Returns whether the primary store can tell such things.
+    /// Says that this instance no longer reconciles. Returns whether the primary store has heard it.
     pub(super) async fn end(self) -> bool {
         let _ = self.done.send(());
         self.task.await.unwrap_or(false)
     }
 }
 
-impl<P: Store, F: Store> Shared<P, F> {
+impl<P: Store, F: Store> Partition<P, F> {
     /// Says that this instance reconciles.
     pub(super) fn announce(self: &Arc<Self>) -> Announcement {
         let (done, mut ended) = oneshot::channel();
-        let shared = Arc::clone(self);
+        let partition = Arc::clone(self);
         let task = tokio::spawn(async move {
-            let hold = |ours| Check::hold(shared.probe, &Policies::reconciling(), ours);
-            let mut is_told = false;
+            let hold = |ours| Check::hold(partition.probe, &Policies::reconciling(), ours);
+            let mut is_heard = false;
             loop {
-                is_told |= shared.reconciling(hold(1)).await.is_some();
+                is_heard |= partition.reconciling(hold(1)).await.is_some();
                 match timeout(EVERY, &mut ended).await {
                     Err(_) => {}
                     Ok(Ok(())) => break,
-                    Ok(Err(_)) => return is_told,
+                    Ok(Err(_)) => return is_heard,
                 }
             }
-            shared.reconciling(hold(0)).await;
-            is_told
+            partition.reconciling(hold(0)).await;
+            is_heard
         });
         Announcement { done, task }
     }
 
     /// How many other instances reconcile. This one no longer does, and says so again: it may not have been heard. `None` if
-    /// the primary store does not tell.
+    /// the primary store does not say.
     pub(super) async fn others_reconciling(&self) -> Option<u32> {
         self.reconciling(Check::hold(self.probe, &Policies::reconciling(), 0)).await
     }

@@ -1,27 +1,27 @@
-//! What one caller was granted, refunded and had forgotten, to be done in the primary store too.
+//! The log of one caller: what was granted, refunded and reset, to be replayed on the primary store.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use indexmap::IndexMap;
 use smallvec::SmallVec;
 
-use super::backs::{Back, Backs};
+use super::refunds::{Refund, Refunds};
 use crate::limit::{Charged, Check, Decision, EachCharged, Key, Mode, Policies, State};
 
-/// The notes of one caller under one list of policies.
+/// What is noted of one caller under one list of policies.
 ///
 /// Whatever was done without an id comes to refunding so much, down to nothing charged, and then charging so much.
 /// For example, to take 5, give 20 back and take 3 is to give 15 back and then to charge 3.
 #[derive(Debug)]
-pub(super) struct Notes {
+pub(super) struct CallerLog {
     policies: Policies,
-    /// Their own number, and that of the first notes that were noted again in these: of which they hold charges.
+    /// Its own number, and that of the first log that was noted again in this: of which it holds charges.
     number: i64,
     first: i64,
     /// What was done under an id, once each: before what is refunded, and after it.
     before: IndexMap<Key, Once>,
     after: IndexMap<Key, Once>,
-    back: Backs,
+    refunds: Refunds,
     /// What is to be charged without an id, as each whole policy would count it alone: so it lapses as it would there.
     charge: SmallVec<[State; 1]>,
     /// The same with what is charged under ids, to tell when each of these lapses. `None` until there is one.
@@ -43,9 +43,9 @@ struct Once {
     amount: Amount,
 }
 
-/// One thing to do in the primary store.
+/// One operation to replay on the primary store.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct ReplayOp {
     pub(super) key: Key,
     pub(super) policies: Policies,
     pub(super) id: Option<Key>,
@@ -54,21 +54,21 @@ pub(super) struct Step {
     pub(super) cost: u64,
     expires_at: i64,
     /// What it refunds without an id.
-    back: Option<Back>,
-    /// What this charges, as each policy counts it; empty if that is not known, or there is an id. And of which notes.
+    refund: Option<Refund>,
+    /// What this charges, as each policy counts it; empty if that is not known, or there is an id. And of which log.
     charge: SmallVec<[State; 1]>,
     first: i64,
     used: u8,
 }
 
-impl Step {
+impl ReplayOp {
     pub(super) fn check(&self, now: i64) -> Check {
         let (key, policies) = (self.key, &self.policies);
         let cost = u32::try_from(self.cost).unwrap_or(u32::MAX);
         let check = match self.mode {
             Mode::Reset => Check::reset(key, policies),
-            Mode::Refund => match &self.back {
-                Some(back) => Check::refund_of(key, policies, cost, back.charged(now)),
+            Mode::Refund => match &self.refund {
+                Some(refund) => Check::refund_of(key, policies, cost, refund.charged(now)),
                 None => Check::refund(key, policies, cost),
             },
             _ => Check::charge(key, policies, cost),
@@ -77,15 +77,15 @@ impl Step {
     }
 }
 
-impl Notes {
+impl CallerLog {
     /// What is noted is done in so many stages, one after the other: what came before what is refunded, that, and what
     /// came after it. The order within a stage does not matter.
     pub(super) const STAGES: u8 = 3;
 
     pub(super) fn new(policies: Policies) -> Self {
-        let (before, after, back) = (IndexMap::new(), IndexMap::new(), Backs::default());
+        let (before, after, refunds) = (IndexMap::new(), IndexMap::new(), Refunds::default());
         let (charge, number) = (fresh(&policies), another());
-        Self { policies, number, first: number, before, after, back, charge, all: None, used: 0 }
+        Self { policies, number, first: number, before, after, refunds, charge, all: None, used: 0 }
     }
 
     /// By which a charge is known that is noted now.
@@ -116,7 +116,7 @@ impl Notes {
     /// Whether nothing is left to be done.
     pub(super) fn is_done(&self, now: i64) -> bool {
         let ids = self.before.len() + self.after.len();
-        ids == 0 && self.back.is_empty() && self.counts(&self.charge, now).all(|count| count == 0)
+        ids == 0 && self.refunds.is_empty() && self.counts(&self.charge, now).all(|count| count == 0)
     }
 
     /// How much of a limit the caller had used when it was last granted something, in 255ths, rounded down.
@@ -137,7 +137,7 @@ impl Notes {
         1 + self.before.len() + self.after.len()
     }
 
-    /// Notes what was done now. What was charged counts for as long as the whole policies say, which may be less than an
+    /// Records what was done now. What was charged counts for as long as the whole policies say, which may be less than an
     /// instance's part of them: its rate is lower. Under an id that was `sent` to the primary store, it counts for no longer
     /// than that knows the id. What was refunded is `of` a charge, if not of just now.
     pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, of: &[Charged], now: i64, sent: bool) {
@@ -173,9 +173,9 @@ impl Notes {
         now.saturating_add(self.policies.longest_count())
     }
 
-    /// Notes again what is still to be done, before all of this.
-    pub(super) fn put_back(&mut self, step: Step, now: i64) {
-        let Step { id, mode, cost, expires_at, back, mut charge, first, used, .. } = step;
+    /// Records again what is still to be done, before all of this.
+    pub(super) fn put_back(&mut self, op: ReplayOp, now: i64) {
+        let ReplayOp { id, mode, cost, expires_at, refund, mut charge, first, used, .. } = op;
         let amount = Amount { cost, expires_at };
         self.used = self.used.max(used);
         match (mode, id) {
@@ -187,17 +187,17 @@ impl Notes {
                     }
                 }
             }
-            (Mode::Reset, None) => self.back.reset(expires_at),
-            (Mode::Refund, None) => back.into_iter().for_each(|back| self.back.add(back)),
+            (Mode::Reset, None) => self.refunds.reset(expires_at),
+            (Mode::Refund, None) => refund.into_iter().for_each(|refund| self.refunds.add(refund)),
             // The reset came after it.
-            (_, None) if self.back.reset_until.is_some() => {}
+            (_, None) if self.refunds.reset_until.is_some() => {}
             (_, None) => {
                 if charge.is_empty() {
                     charge = fresh(&self.policies);
                     count(&self.policies, &mut charge, Mode::Charge, cost, now);
                 }
                 // What has been refunded since comes first of this.
-                self.back.spend(&self.policies, &mut charge, first, now);
+                self.refunds.spend(&self.policies, &mut charge, first, now);
                 let left = self.counts(&charge, now).max().unwrap_or(0);
                 // As old as it was, or what fails again and again would never lapse: rather what has been charged since gets newer.
                 let newer: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
@@ -215,16 +215,16 @@ impl Notes {
     /// is not refunded there. If it is not said of which charge, as much as there is is refunded here, and the rest there.
     fn refund(&mut self, cost: u64, of: &[Charged], now: i64) {
         let charged = if of.is_empty() { self.just_now(cost, now) } else { of.into() };
-        let mut back = Back::new(cost, charged, now);
-        if back.noted_in().is_some_and(|number| (self.first..=self.number).contains(&number)) {
-            let given = back.take_out(&self.policies, &mut self.charge, now);
+        let mut refund = Refund::new(cost, charged, now);
+        if refund.log_number().is_some_and(|number| (self.first..=self.number).contains(&number)) {
+            let given = refund.take_out(&self.policies, &mut self.charge, now);
             if let Some(all) = &mut self.all {
-                back.take_out(&self.policies, all, now);
+                refund.take_out(&self.policies, all, now);
             }
-            back.cost -= if of.is_empty() { given.min(cost) } else { cost };
+            refund.cost -= if of.is_empty() { given.min(cost) } else { cost };
         }
-        if back.cost > 0 {
-            self.back.add(back);
+        if refund.cost > 0 {
+            self.refunds.add(refund);
             self.before.append(&mut self.after);
         }
     }
@@ -243,7 +243,7 @@ impl Notes {
         self.count(Mode::Refund, u64::MAX, now);
         self.number = another();
         self.first = self.number;
-        self.back.reset(until);
+        self.refunds.reset(until);
         self.before.append(&mut self.after);
     }
 
@@ -276,11 +276,11 @@ impl Notes {
     }
 
     /// Takes out a little of what is to be done in a stage, but for what no longer counts. `false` if nothing is left in it.
-    pub(super) fn take_some(&mut self, key: Key, stage: u8, now: i64, steps: &mut Vec<Step>) -> bool {
+    pub(super) fn take_some(&mut self, key: Key, stage: u8, now: i64, ops: &mut Vec<ReplayOp>) -> bool {
         let (policies, first, used) = (&self.policies, self.first, self.used);
-        let step = |id, mode, Amount { cost, expires_at }| {
+        let op = |id, mode, Amount { cost, expires_at }| {
             let policies = policies.clone();
-            Step { key, policies, id, mode, cost, expires_at, back: None, charge: SmallVec::new(), first, used }
+            ReplayOp { key, policies, id, mode, cost, expires_at, refund: None, charge: SmallVec::new(), first, used }
         };
         if let Some((id, Once { mode, amount })) = match stage {
             0 => self.before.pop(),
@@ -289,18 +289,18 @@ impl Notes {
         } {
             // A reset is in what is refunded.
             if mode != Mode::Reset && amount.expires_at > now {
-                steps.push(step(Some(id), mode, amount));
+                ops.push(op(Some(id), mode, amount));
             }
             return true;
         }
-        if stage == 1 && !self.back.is_empty() {
-            let back = std::mem::take(&mut self.back);
-            if let Some(expires_at) = back.reset_until.filter(|until| *until > now) {
-                steps.push(step(None, Mode::Reset, Amount { cost: 0, expires_at }));
+        if stage == 1 && !self.refunds.is_empty() {
+            let refunds = std::mem::take(&mut self.refunds);
+            if let Some(expires_at) = refunds.reset_until.filter(|until| *until > now) {
+                ops.push(op(None, Mode::Reset, Amount { cost: 0, expires_at }));
             }
-            steps.extend(back.into_each(now).map(|back| {
-                let amount = Amount { cost: back.cost, expires_at: now };
-                Step { back: Some(back), ..step(None, Mode::Refund, amount) }
+            ops.extend(refunds.into_each(now).map(|refund| {
+                let amount = Amount { cost: refund.cost, expires_at: now };
+                ReplayOp { refund: Some(refund), ..op(None, Mode::Refund, amount) }
             }));
             return true;
         }
@@ -313,13 +313,13 @@ impl Notes {
         while let Some(next) = counts.iter().copied().filter(|count| *count > charged).min() {
             let some =
                 policies.iter().zip(&counts).filter(|(_, count)| **count > charged).map(|(policy, _)| policy.clone());
-            let mut step = step(None, Mode::Charge, Amount { cost: next - charged, expires_at: now });
+            let mut op = op(None, Mode::Charge, Amount { cost: next - charged, expires_at: now });
             if counts.iter().all(|count| *count == next) {
-                step.charge = self.charge.clone();
+                op.charge = self.charge.clone();
             } else if counts.contains(&charged) {
-                step.policies = Policies::new(some).unwrap_or(step.policies);
+                op.policies = Policies::new(some).unwrap_or(op.policies);
             }
-            steps.push(step);
+            ops.push(op);
             charged = next;
         }
         self.charge = fresh(policies);
@@ -327,16 +327,16 @@ impl Notes {
     }
 
     /// All that is to be done, in the order of its stages.
-    pub(super) fn into_steps(mut self, key: Key, now: i64) -> Vec<Step> {
-        let mut steps = vec![];
+    pub(super) fn into_ops(mut self, key: Key, now: i64) -> Vec<ReplayOp> {
+        let mut ops = vec![];
         for stage in 0..Self::STAGES {
-            while self.take_some(key, stage, now, &mut steps) {}
+            while self.take_some(key, stage, now, &mut ops) {}
         }
-        steps
+        ops
     }
 }
 
-/// A greater number than that of any notes before, also of other stores.
+/// A greater number than that of any log before, also of other stores.
 fn another() -> i64 {
     static NUMBERS: AtomicI64 = AtomicI64::new(1);
     NUMBERS.fetch_add(1, Ordering::Relaxed)
@@ -359,16 +359,16 @@ mod tests {
     use crate::limit::{Policy, Quota, Strategy};
     use proptest::prelude::*;
 
-    fn notes() -> Notes {
-        Notes::new(Policy::new("test", Strategy::Gcra, Quota::per_day(1_000_000)).unwrap().into())
+    fn log() -> CallerLog {
+        CallerLog::new(Policy::new("test", Strategy::Gcra, Quota::per_day(1_000_000)).unwrap().into())
     }
 
-    fn steps(notes: Notes) -> Vec<Step> {
-        steps_at(notes, 0)
+    fn ops(log: CallerLog) -> Vec<ReplayOp> {
+        ops_at(log, 0)
     }
 
-    fn steps_at(notes: Notes, now: i64) -> Vec<Step> {
-        notes.into_steps(Key::GLOBAL, now)
+    fn ops_at(log: CallerLog, now: i64) -> Vec<ReplayOp> {
+        log.into_ops(Key::GLOBAL, now)
     }
 
     fn done(used: u64, mode: Mode, cost: u64) -> u64 {
@@ -379,24 +379,24 @@ mod tests {
         }
     }
 
-    /// What a caller is charged after these steps, if it was charged this much before.
-    fn charged(start: u64, notes: Notes) -> u64 {
-        steps(notes).iter().fold(start, |used, step| done(used, step.mode, step.cost))
+    /// What a caller is charged after these ops, if it was charged this much before.
+    fn charged(start: u64, log: CallerLog) -> u64 {
+        ops(log).iter().fold(start, |used, op| done(used, op.mode, op.cost))
     }
 
     #[test]
     fn notes_skip_repeated_ids_and_expired_charges() {
-        let mut notes = notes();
+        let mut log = log();
         let later = 2 * 86_400_000_000;
-        notes.add(Mode::Charge, Some(Key::new("c")), 5, &[], 0, false);
-        notes.add(Mode::Refund, None, 5, &[], 0, false);
+        log.add(Mode::Charge, Some(Key::new("c")), 5, &[], 0, false);
+        log.add(Mode::Refund, None, 5, &[], 0, false);
         for id in ["a", "b", "a"] {
-            notes.add(Mode::Charge, Some(Key::new(id)), 5, &[], later, false);
+            log.add(Mode::Charge, Some(Key::new(id)), 5, &[], later, false);
         }
-        assert_eq!(notes.len(), 4);
-        let steps = steps_at(notes, later);
-        assert!(steps.iter().all(|step| step.mode == Mode::Charge));
-        assert_eq!(steps.iter().map(|step| step.cost).sum::<u64>(), 10);
+        assert_eq!(log.len(), 4);
+        let ops = ops_at(log, later);
+        assert!(ops.iter().all(|op| op.mode == Mode::Charge));
+        assert_eq!(ops.iter().map(|op| op.cost).sum::<u64>(), 10);
     }
 
     /// It is sent as old as it is by then, and not at all once its charge counts no more.
@@ -406,10 +406,10 @@ mod tests {
         let policies: Policies = Policy::new("test", Strategy::SlidingLog, Quota::per_minute(10)).unwrap().into();
         let of = Charged { age: 20 * S, at: 0, cost: 5, reset: 60 * S };
         let sent = |at: i64| {
-            let mut notes = Notes::new(policies.clone());
-            notes.add(Mode::Refund, None, 3, &[of], 0, false);
-            let steps = steps_at(notes, at);
-            steps.iter().map(|step| step.check(at).charged()[0].age).collect::<Vec<_>>()
+            let mut log = CallerLog::new(policies.clone());
+            log.add(Mode::Refund, None, 3, &[of], 0, false);
+            let ops = ops_at(log, at);
+            ops.iter().map(|op| op.check(at).charged()[0].age).collect::<Vec<_>>()
         };
         assert_eq!(sent(30 * S), [50 * S]);
         assert_eq!(sent(40 * S - 1), [60 * S - 1]);
@@ -422,13 +422,13 @@ mod tests {
         for &strategy in Strategy::ALL {
             let quota = Quota::per(100, std::time::Duration::from_millis(300));
             let policies: Policies = Policy::new("test", strategy, quota).unwrap().into();
-            let mut notes = Notes::new(policies.clone());
+            let mut log = CallerLog::new(policies.clone());
             let mut noted = 0;
             for now in (0..10).map(|i| i * 100_000) {
-                let steps = steps_at(std::mem::replace(&mut notes, Notes::new(policies.clone())), now);
-                notes.add(Mode::Charge, None, 10, &[], now, false);
-                noted = steps.iter().map(|step| step.cost).sum();
-                steps.into_iter().rev().for_each(|step| notes.put_back(step, now));
+                let ops = ops_at(std::mem::replace(&mut log, CallerLog::new(policies.clone())), now);
+                log.add(Mode::Charge, None, 10, &[], now, false);
+                noted = ops.iter().map(|op| op.cost).sum();
+                ops.into_iter().rev().for_each(|op| log.put_back(op, now));
             }
             // Of two periods at most.
             assert!(noted <= 70, "{strategy}: {noted}");
@@ -440,11 +440,11 @@ mod tests {
     fn noted_charges_are_refunded_locally() {
         const HOUR: i64 = 3_600_000_000;
         let policies: Policies = Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into();
-        let mut notes = Notes::new(policies);
-        notes.add(Mode::Charge, None, 10, &[], 0, false);
-        let of = Charged { age: 4 * HOUR, at: -notes.number(), cost: 10, reset: 10 * HOUR };
-        notes.add(Mode::Refund, None, 10, &[of], 4 * HOUR, false);
-        assert!(steps_at(notes, 4 * HOUR).is_empty());
+        let mut log = CallerLog::new(policies);
+        log.add(Mode::Charge, None, 10, &[], 0, false);
+        let of = Charged { age: 4 * HOUR, at: -log.number(), cost: 10, reset: 10 * HOUR };
+        log.add(Mode::Refund, None, 10, &[of], 4 * HOUR, false);
+        assert!(ops_at(log, 4 * HOUR).is_empty());
     }
 
     proptest! {
@@ -455,36 +455,36 @@ mod tests {
             all in prop::collection::vec((prop::sample::select(vec![Mode::Charge, Mode::Refund, Mode::Reset]), 1u64..20), 0..20),
             cut in 0usize..20,
         ) {
-            let (mut used, mut notes, mut taken) = (start, notes(), vec![]);
+            let (mut used, mut log, mut taken) = (start, log(), vec![]);
             for (i, (mode, cost)) in all.into_iter().enumerate() {
                 if i == cut {
-                    taken = steps(std::mem::replace(&mut notes, self::notes()));
+                    taken = ops(std::mem::replace(&mut log, self::log()));
                 }
-                notes.add(mode, None, cost, &[], 0, false);
+                log.add(mode, None, cost, &[], 0, false);
                 used = done(used, mode, cost);
             }
-            for step in taken.into_iter().rev() {
-                notes.put_back(step, 0);
+            for op in taken.into_iter().rev() {
+                log.put_back(op, 0);
             }
-            prop_assert_eq!(charged(start, notes), used);
+            prop_assert_eq!(charged(start, log), used);
         }
 
         /// What was charged before a reset is forgotten, also under an id.
         #[test]
         fn a_reset_forgets_earlier_charges_only(before in 0u64..5, after in 0u64..5, again: bool) {
-            let mut notes = notes();
+            let mut log = log();
             for id in 0..before {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
+                log.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
             }
-            let taken = if again { steps(std::mem::replace(&mut notes, self::notes())) } else { vec![] };
-            notes.add(Mode::Reset, None, 0, &[], 0, false);
+            let taken = if again { ops(std::mem::replace(&mut log, self::log())) } else { vec![] };
+            log.add(Mode::Reset, None, 0, &[], 0, false);
             for id in before..before + after {
-                notes.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
+                log.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
             }
-            for step in taken.into_iter().rev() {
-                notes.put_back(step, 0);
+            for op in taken.into_iter().rev() {
+                log.put_back(op, 0);
             }
-            prop_assert_eq!(charged(10, notes), after);
+            prop_assert_eq!(charged(10, log), after);
         }
     }
 }

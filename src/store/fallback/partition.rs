@@ -5,24 +5,21 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use tokio::runtime::Id;
 use tokio::time::Instant;
 
 use super::Settings;
-use super::breaker::{Breaker, Pass};
-use super::grants::{Budget, Caller, Grants};
-use super::lease::Lease;
+use super::breaker::{Breaker, Ticket};
+use super::outage_log::{Budget, Caller, OutageLog};
 use super::reconciliation::Sums;
 use super::share;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source};
 use crate::observe::{Observer, event};
 use crate::store::{Answer, LocalStore, Store};
-use crate::util::contain;
-use crate::util::{Clock, instant};
+use crate::util::{Clock, TaskOwner, contain, instant};
 
 /// One partition of the primary store, or the whole of it, and the fallback.
-pub(super) struct Shared<P, F> {
+pub(super) struct Partition<P, F> {
     pub(super) primary: P,
     pub(super) fallback: F,
     pub(super) settings: Settings,
@@ -33,10 +30,10 @@ pub(super) struct Shared<P, F> {
     pub(super) breaker: Breaker,
     /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
     pub(super) open: Arc<AtomicI64>,
-    /// Who looks after the primary store.
-    pub(super) lease: Lease<Id>,
-    pub(super) grants: Grants,
-    /// What has been reconciled, until it is told.
+    /// The task that looks after the primary store.
+    pub(super) recovery: TaskOwner,
+    pub(super) outages: OutageLog,
+    /// What has been reconciled, until the observer is notified.
     pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
 }
@@ -45,7 +42,7 @@ pub(super) struct Shared<P, F> {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asked {
     epoch: u64,
-    pass: Pass,
+    ticket: Ticket,
 }
 
 /// What the primary store says to a check at once.
@@ -56,7 +53,7 @@ pub(super) enum Reply<F> {
     Later(F, Asked, Instant),
 }
 
-impl<P: Store, F: Store> Shared<P, F> {
+impl<P: Store, F: Store> Partition<P, F> {
     pub(super) fn new(
         primary: P,
         fallback: F,
@@ -74,17 +71,17 @@ impl<P: Store, F: Store> Shared<P, F> {
             open,
             breaker: Breaker::new(settings.failures.get()),
             settings,
-            lease: Lease::new(),
-            grants: Grants::new(budget),
+            recovery: TaskOwner::new(instant()),
+            outages: OutageLog::new(budget),
             sums: Mutex::default(),
             clock: Clock::new(),
         }
     }
 
-    /// Tells the observer of an event. If it panics, it has missed that.
-    pub(super) fn observe(&self, tell: impl FnOnce(&dyn Observer)) {
+    /// Notifies the observer of an event. If it panics, it has missed that.
+    pub(super) fn observe(&self, notify: impl FnOnce(&dyn Observer)) {
         if let Some(observer) = self.settings.observer.get() {
-            contain(|| tell(&**observer));
+            contain(|| notify(&**observer));
         }
     }
 
@@ -95,15 +92,15 @@ impl<P: Store, F: Store> Shared<P, F> {
             return Reply::NotAsked;
         }
         // Before the breaker is looked at: so an answer that comes while it is open is of another epoch.
-        let epoch = self.grants.epoch();
+        let epoch = self.outages.epoch();
         // A check that is waited for has failed by its deadline, or its caller has gone away.
         let patience = self.settings.deadline.saturating_mul(2);
-        let Some(pass) = self.breaker.admit(|| self.clock.micros(), patience) else {
+        let Some(ticket) = self.breaker.admit(|| self.clock.micros(), patience) else {
             // In case the task that did so is gone with its runtime, or that runs nothing.
             self.attend();
             return Reply::NotAsked;
         };
-        let asked = Asked { epoch, pass };
+        let asked = Asked { epoch, ticket };
         match self.primary.check(check.clone()) {
             Answer::Ready { answer } => {
                 match &answer {
@@ -116,12 +113,12 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
     }
 
-    /// Whether the primary store may have yet to be told of what a check undoes. Then the fallback undoes it, and the
-    /// primary store is told of both in their order. Who holds requests in flight tells so itself.
+    /// Whether what a check undoes may still have to be replayed on the primary store. Then the fallback undoes it, and
+    /// both are replayed in their order. Requests in flight are reported by their tracker.
     fn overtakes(&self, check: &Check) -> bool {
         matches!(check.mode(), Mode::Refund | Mode::Reset)
             && check.policies().in_flight().is_none()
-            && self.grants.caller(check.key()).is_held()
+            && self.outages.caller(check.key()).is_held()
     }
 
     /// The same check of this instance's share.
@@ -139,10 +136,10 @@ impl<P: Store, F: Store> Shared<P, F> {
     pub(super) fn succeeded(self: &Arc<Self>, check: &Check, decision: &Decision, asked: Asked) {
         if decision.source() == Source::Cached {
             // What was remembered says nothing of the store now.
-            return self.breaker.learned_nothing(asked.pass);
+            return self.breaker.learned_nothing(asked.ticket);
         }
-        self.breaker.succeeded(asked.pass);
-        if !self.grants.is_empty() {
+        self.breaker.succeeded(asked.ticket);
+        if !self.outages.is_empty() {
             self.attend();
         }
         // An answer to an id may be an old one.
@@ -153,8 +150,8 @@ impl<P: Store, F: Store> Shared<P, F> {
             }
             let follow = || self.fallback.warm(check.key(), decision);
             if self.locks_while_it_decides() {
-                self.grants.warm(check.key(), asked.epoch, follow);
-            } else if self.grants.is_known(check.key(), asked.epoch) {
+                self.outages.warm(check.key(), asked.epoch, follow);
+            } else if self.outages.is_known(check.key(), asked.epoch) {
                 follow();
             }
         }
@@ -163,37 +160,37 @@ impl<P: Store, F: Store> Shared<P, F> {
     /// The primary store could not decide a check, or has not by its deadline.
     pub(super) fn failed(self: &Arc<Self>, check: &Check, error: &StoreError, asked: Asked) {
         self.observe(|observer| observer.failed(&event::Failed::new(Some(check.key()), error)));
-        // A full queue is of our own making: what waits in it tells whether the primary store answers.
+        // A full queue is of our own making: what waits in it shows whether the primary store answers.
         if error.is_of_check() || error.kind() == ErrorKind::QueueFull {
-            return self.breaker.learned_nothing(asked.pass);
+            return self.breaker.learned_nothing(asked.ticket);
         }
-        self.count(error, asked.pass);
+        self.count(error, asked.ticket);
         self.attend();
     }
 
     /// Counts a failure.
-    pub(super) fn count(&self, error: &StoreError, pass: Pass) {
-        if self.breaker.failed(pass, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
-            self.grants.end_epoch();
+    pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
+        if self.breaker.failed(ticket, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
+            self.outages.end_epoch();
             if self.open.fetch_add(1, Ordering::AcqRel) == 0 {
                 self.observe(|observer| observer.degraded(&event::Degraded::new(error)));
             }
         }
     }
 
-    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is told
-    /// to it again only if it has an id, by which it is charged once.
+    /// Has the fallback decide. If the check was `sent` to the primary store too, that may have charged it: it is
+    /// replayed there only if it has an id, by which it is charged once.
     pub(super) fn fall_back(self: &Arc<Self>, check: &Check, sent: bool) -> Answer<F::Future> {
         let share = self.share_of(check.clone());
         // So that no answer is followed between what is granted here and the note of it.
         if self.locks_while_it_decides() {
-            let caller = self.grants.caller(check.key());
+            let caller = self.outages.caller(check.key());
             return match self.fallback.check(share) {
                 Answer::Ready { answer } => Answer::ready(self.note(caller, check, sent, answer)),
                 pending => pending,
             };
         }
-        let _deciding = self.grants.deciding(check.key());
+        let _deciding = self.outages.deciding(check.key());
         match self.fallback.check(share) {
             Answer::Ready { answer } => Answer::ready(self.fell_back(check, sent, answer)),
             pending => pending,
@@ -215,7 +212,7 @@ impl<P: Store, F: Store> Shared<P, F> {
         sent: bool,
         answer: Result<Decision, StoreError>,
     ) -> Result<Decision, StoreError> {
-        self.note(self.grants.caller(check.key()), check, sent, answer)
+        self.note(self.outages.caller(check.key()), check, sent, answer)
     }
 
     fn note(
@@ -232,6 +229,6 @@ impl<P: Store, F: Store> Shared<P, F> {
         }
         let Some(number) = caller.note(check, sent, &decision, || self.clock.micros()) else { return Ok(decision) };
         self.attend();
-        Ok(decision.noted_in(number))
+        Ok(decision.in_log(number))
     }
 }
