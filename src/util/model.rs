@@ -133,7 +133,7 @@ impl Model {
 
 /// In every order in which three runtimes may come.
 #[test]
-fn the_work_is_done_by_one_task_at_a_time() {
+fn one_task_works_at_a_time() {
     for fates in [
         [Fate::Ends; 3],
         [Fate::IsDropped, Fate::Ends, Fate::Ends],
@@ -145,7 +145,7 @@ fn the_work_is_done_by_one_task_at_a_time() {
 }
 
 #[test]
-fn whoever_looks_without_the_lock_leaves_no_work() {
+fn checks_without_the_lock_leave_no_work() {
     for fates in [[Fate::Ends; 2], [Fate::IsDropped, Fate::Ends], [Fate::StandsStill, Fate::Ends]] {
         explore(fates, true);
     }

@@ -32,7 +32,7 @@ async fn exactly_the_limit_is_granted() {
     let cluster = Cluster::start(false).await;
     let start = || {
         let mut worker = Command::new(env::current_exe().unwrap());
-        worker.args(["--exact", "sound::exactly_the_limit_is_granted", "--nocapture"]).env(WORKER, cluster.url());
+        worker.args(["--exact", "healthy::exactly_the_limit_is_granted", "--nocapture"]).env(WORKER, cluster.url());
         worker.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().unwrap()
     };
     let workers: Vec<_> = (0..PROCESSES).map(|_| start()).collect();
@@ -250,7 +250,7 @@ async fn a_non_cluster_is_reported() {
     let url = format!("redis+cluster://127.0.0.1:{}", server.port());
     let error = RedisStore::connect(url).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration, "{error:?}");
-    assert!(error.to_string().contains("no node of a Redis Cluster"), "{error}");
+    assert!(error.to_string().contains("is not a node of a Redis Cluster"), "{error}");
     let nobody =
         RedisStore::connect_lazy(format!("redis+cluster://127.0.0.1:{}", crate::support::free_port())).unwrap();
     for _ in 0..2 {

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 /// What the compiler says to these statements, or nothing if they compile.
 fn complaint(statements: &str) -> Option<String> {
     let program = format!(
-        "use tower_redis_ratelimit::{{extract::*, select::*, settle::*, store::*, *}};
+        "use tower_redis_ratelimit::{{extract::*, reject::*, select::*, settle::*, store::*, *}};
          pub fn main() -> Result<(), ConfigError> {{
              let policy = Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50))?;
              {statements}
