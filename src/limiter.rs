@@ -56,7 +56,7 @@ impl<S: Store> Limiter<S> {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
         let in_flight = self.in_flight.observed(&self.store, observer);
-        Self { in_flight, ..self }
+        Self { wait_queues: self.wait_queues.with_tracker(in_flight.clone()), in_flight, ..self }
     }
 
     /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Earlier

@@ -89,6 +89,10 @@ impl Waiting {
         Self { max: wait.max, queues: WaitQueues::new(store, in_flight, wait.bounds) }
     }
 
+    pub(super) fn with_tracker(self, in_flight: InFlightTracker) -> Self {
+        Self { queues: self.queues.with_tracker(in_flight), ..self }
+    }
+
     pub(super) fn queues(&self) -> &WaitQueues {
         &self.queues
     }

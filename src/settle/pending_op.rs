@@ -2,7 +2,6 @@ use std::fmt;
 
 use tokio::time::Instant;
 
-use super::Reserved;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::util::instant;
@@ -23,9 +22,16 @@ type Tell = dyn FnOnce(Result<Decision, StoreError>) + Send;
 
 enum What {
     Check(Check),
-    /// What is still counted of it depends on how long ago it was charged: the check is made when it is sent.
-    Refund(Box<Reserved>),
+    /// What is still counted of a charge depends on how long ago that was: the check is made when it is sent.
+    Refund {
+        key: Key,
+        /// For how many microseconds it counts at most.
+        counts_for: i64,
+        check: Box<CheckAt>,
+    },
 }
+
+type CheckAt = dyn Fn(Instant) -> Option<Check> + Send;
 
 impl PendingOp {
     /// Asks this check.
@@ -36,7 +42,12 @@ impl PendingOp {
     /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without
     /// a lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
     pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
-        Self { then: Then(Some(Box::new(then))), ..Self::of_check(check) }
+        Self::of_check(check).then(then)
+    }
+
+    /// The same, with who is told what came of it: see [`ask_then`](Self::ask_then).
+    pub(crate) fn then(self, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
+        Self { then: Then(Some(Box::new(then))), ..self }
     }
 
     /// Charges without asking.
@@ -44,27 +55,33 @@ impl PendingOp {
         Self::of_check(Check::charge(key, policies, cost))
     }
 
-    /// Refunds what a caller has reserved.
-    pub(crate) fn refund(reserved: Reserved) -> Self {
-        Self { what: What::Refund(Box::new(reserved)), then: Then(None), put_at: instant(), tries: 0 }
+    /// Refunds what is still counted of a charge under these policies when it is sent: by the check for that time, if
+    /// there is any.
+    pub(crate) fn refund(
+        key: Key,
+        policies: &Policies,
+        check: impl Fn(Instant) -> Option<Check> + Send + 'static,
+    ) -> Self {
+        let what = What::Refund { key, counts_for: policies.longest_count(), check: Box::new(check) };
+        Self { what, then: Then(None), put_at: instant(), tries: 0 }
     }
 
     /// The caller whom it is about.
     pub(super) fn key(&self) -> &Key {
         match &self.what {
             What::Check(check) => check.key(),
-            What::Refund(reserved) => &reserved.key,
+            What::Refund { key, .. } => key,
         }
     }
 
     /// Whether it still matters: what is charged and what is refunded counts no more after that.
     pub(super) fn matters(&self, now: Instant) -> bool {
-        let policies = match &self.what {
-            What::Check(check) => check.policies(),
-            What::Refund(reserved) => reserved.decision.policies(),
+        let counts_for = match &self.what {
+            What::Check(check) => check.policies().longest_count(),
+            What::Refund { counts_for, .. } => *counts_for,
         };
         let age = now.saturating_duration_since(self.put_at);
-        i64::try_from(age.as_micros()).is_ok_and(|age| age < policies.longest_count())
+        i64::try_from(age.as_micros()).is_ok_and(|age| age < counts_for)
     }
 
     /// Whether whoever puts it does so again if it was not sent.
@@ -76,7 +93,7 @@ impl PendingOp {
     pub(super) fn check(&self, now: Instant) -> Option<Check> {
         match &self.what {
             What::Check(check) => Some(check.clone()),
-            What::Refund(reserved) => reserved.refund(now),
+            What::Refund { check, .. } => check(now),
         }
     }
 

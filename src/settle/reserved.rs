@@ -10,7 +10,7 @@ use crate::limit::{Check, Decision, Key};
 #[derive(Debug)]
 pub(crate) struct Reserved {
     pub(super) decision: Decision,
-    pub(super) key: Key,
+    key: Key,
     cost: u32,
     /// When it was asked for, or before.
     since: Instant,
@@ -36,7 +36,11 @@ impl Reserved {
     pub(super) fn settle(self, cost: u32, refunds: &dyn RefundQueue) {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
-            Ordering::Less => refunds.put(PendingOp::refund(Self { cost: reserved - cost, ..self })),
+            Ordering::Less => {
+                let rest = Self { cost: reserved - cost, ..self };
+                let policies = rest.decision.policies().clone();
+                refunds.put(PendingOp::refund(rest.key, &policies, move |now| rest.refund(now)));
+            }
             Ordering::Equal => {}
             Ordering::Greater => {
                 // A request in flight counts as one, whatever it costs.

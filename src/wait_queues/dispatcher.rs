@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use tokio::runtime::Handle;
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::permit::Times;
 use super::queue::{Ask, Room, WaitQueue, Waiter};
 use super::{Permit, Place, Refusal, Shared, TICK};
 use crate::error::StoreError;
-use crate::in_flight::Lease;
+use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Check, Decision, Frees, Outcome, Policies, Policy};
 use crate::store::{Listener, Wake};
 use crate::util::instant;
@@ -26,7 +26,7 @@ pub(super) struct Dispatcher {
     queue: u64,
     wake: Arc<Wake>,
     _listener: Listener,
-    runtime: Handle,
+    in_flight: InFlightTracker,
 }
 
 /// Why a rest has ended.
@@ -57,14 +57,14 @@ const STAND_BACK: Duration = Duration::from_millis(100);
 impl Dispatcher {
     pub(super) fn new(
         shared: Arc<Shared>,
+        in_flight: InFlightTracker,
         place: Place,
         queue: &WaitQueue,
         policies: Policies,
-        runtime: Handle,
     ) -> Self {
         let wake = Arc::clone(&queue.wake);
         let listener = Listener::new(place.key, policies, Arc::clone(&wake));
-        Self { shared, place, queue: queue.number(), wake, _listener: listener, runtime }
+        Self { shared, place, queue: queue.number(), wake, _listener: listener, in_flight }
     }
 
     pub(super) async fn run(self) {
@@ -102,7 +102,7 @@ impl Dispatcher {
     ) -> impl Future<Output = (Ask, Result<Decision, StoreError>, Option<Lease>)> {
         let check = Check::take_ahead(self.place.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
         // Before the store is asked.
-        let mut lease = self.shared.in_flight.hold(self.place.key, &ask.policies);
+        let mut lease = self.in_flight.hold(self.place.key, &ask.policies);
         let answer = self.shared.store.ask(check);
         async move {
             let answer = answer.await;
@@ -173,7 +173,7 @@ impl Dispatcher {
                     let times = Times { asked: asked_at, answered: now, due };
                     let permit = |&cost: &u32| {
                         let decision = decision.clone().due(cost);
-                        Permit::new(&self.shared, self.place, &self.runtime, &ask.policies, cost, decision, times)
+                        Permit::new(&self.shared, &self.in_flight, self.place, &ask.policies, cost, decision, times)
                     };
                     ask.costs.iter().map(permit).collect::<Vec<_>>()
                 };
@@ -188,10 +188,7 @@ impl Dispatcher {
                         }
                         Rested::Changed => {
                             // Nobody may have it before it is due. What is asked for next is due the sooner.
-                            for check in permits(due_at).into_iter().flat_map(Permit::refund) {
-                                let _ = self.shared.store.ask(check).await;
-                            }
-                            return;
+                            return self.refund(permits(due_at)).await;
                         }
                     }
                 }
@@ -219,6 +216,18 @@ impl Dispatcher {
             }
             Outcome::ExceedsCapacity => self.refuse(ask.first, decision),
         }
+    }
+
+    /// Gives back what was taken, before the store is asked again: or that would not know of it. It is not waited for for
+    /// long, as it may be sent again and again.
+    async fn refund(&self, permits: Vec<Permit>) {
+        let (refunded, mut all_refunded) = mpsc::channel::<()>(1);
+        for op in permits.into_iter().flat_map(Permit::refund) {
+            let refunded = refunded.clone();
+            self.in_flight.refunds().put(op.then(move |_| drop(refunded)));
+        }
+        drop(refunded);
+        let _ = timeout(LONG_PAUSE, all_refunded.recv()).await;
     }
 
     /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was refunded.

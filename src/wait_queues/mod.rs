@@ -14,7 +14,9 @@
 //! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: whoever gives up leaves what he would
 //! have had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same
 //! way. Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher
-//! refunds what it took, and asks again. Only a runtime that ends keeps what it has taken.
+//! refunds what it took, and asks again. Only a runtime that ends keeps what it has taken ahead.
+//! What goes back to the store goes through the queue of [refunds](crate::settle): what was not sent is sent again, and
+//! what fails is reported.
 //!
 //! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for
 //! them. What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what others refund it
@@ -51,6 +53,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
+use crate::settle::PendingOp;
 use crate::store::Store;
 use crate::util::{instant, lock};
 
@@ -58,13 +61,13 @@ use crate::util::{instant, lock};
 #[derive(Clone)]
 pub(crate) struct WaitQueues {
     shared: Arc<Shared>,
+    /// What permits hold in flight, and what they are given back by.
+    in_flight: InFlightTracker,
     bounds: Bounds,
 }
 
 struct Shared {
     store: Box<dyn AnyStore>,
-    /// What permits hold in flight.
-    in_flight: InFlightTracker,
     queues: Mutex<Lines>,
     /// How many queues there are: while there are none, nobody looks for one.
     count: AtomicUsize,
@@ -73,7 +76,7 @@ struct Shared {
 /// A store whose type does not matter: whoever waits has the time for a box.
 trait AnyStore: Send + Sync {
     fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
-    fn observe(&self, observer: &Arc<dyn Observer>);
+    fn observe(&self, in_flight: &InFlightTracker, observer: &Arc<dyn Observer>) -> InFlightTracker;
 }
 
 impl<S: Store> AnyStore for S {
@@ -81,8 +84,9 @@ impl<S: Store> AnyStore for S {
         Box::pin(self.check(check))
     }
 
-    fn observe(&self, observer: &Arc<dyn Observer>) {
+    fn observe(&self, in_flight: &InFlightTracker, observer: &Arc<dyn Observer>) -> InFlightTracker {
         Store::observe(self, observer);
+        in_flight.observed(self, Arc::clone(observer))
     }
 }
 
@@ -185,16 +189,16 @@ impl Waiting {
 }
 
 impl WaitQueues {
-    /// `leases` are those of whoever asks the store.
+    /// `in_flight` is that of whoever asks the store.
     pub(crate) fn new(store: impl Store, in_flight: InFlightTracker, bounds: Bounds) -> Self {
         let queues = Mutex::new(Lines { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
         let count = AtomicUsize::new(0);
-        Self { shared: Arc::new(Shared { store: Box::new(store), in_flight, queues, count }), bounds }
+        Self { shared: Arc::new(Shared { store: Box::new(store), queues, count }), in_flight, bounds }
     }
 
     /// The same queues, in which so many may wait.
     pub(crate) fn with_bounds(&self, bounds: Bounds) -> Self {
-        Self { shared: Arc::clone(&self.shared), bounds }
+        Self { bounds, ..self.clone() }
     }
 
     /// Waits behind those who wait on this runtime already, if anybody does, and if a wait helps.
@@ -209,16 +213,19 @@ impl WaitQueues {
         Some(self.enqueue(queue, waiting, place, wanted.clone()))
     }
 
-    /// Hands the observer on to the store.
-    pub(crate) fn observe(&self, observer: &Arc<dyn Observer>) {
-        self.shared.store.observe(observer);
+    /// The same queues. What they give back is reported to the observer of this tracker if it fails.
+    pub(crate) fn with_tracker(&self, in_flight: InFlightTracker) -> Self {
+        Self { in_flight, ..self.clone() }
     }
 
-    /// Charges without asking, on a task.
+    /// The same queues with an observer, which is handed on to the store.
+    pub(crate) fn observed(&self, observer: &Arc<dyn Observer>) -> Self {
+        self.with_tracker(self.shared.store.observe(&self.in_flight, observer))
+    }
+
+    /// Charges without asking.
     pub(crate) fn charge(&self, key: Key, policies: &Policies, cost: u32) {
-        if let Ok(runtime) = Handle::try_current() {
-            self.shared.tell(&runtime, Check::charge(key, policies, cost));
-        }
+        self.in_flight.refunds().put(PendingOp::charge(key, policies, cost));
     }
 
     /// Waits for a permit. `denied` is what the store has just said, if it was asked. What [never
@@ -231,6 +238,7 @@ impl WaitQueues {
         let runtime = Handle::try_current()
             .map_err(|error| Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check()))?;
         let place = Place::of(&runtime, &wanted);
+        self.in_flight.refunds().wake();
         let (turn, dispatcher) = {
             let Lines { each, waiting, made } = &mut *lock(&self.shared.queues);
             if let Some(queue) = each.get_mut(&place) {
@@ -239,7 +247,7 @@ impl WaitQueues {
             let mut queue = WaitQueue::new(*made, &wanted, denied, instant());
             let policies = wanted.policies.clone();
             let turn = self.enqueue(&mut queue, waiting, place, wanted)?;
-            let dispatcher = Dispatcher::new(Arc::clone(&self.shared), place, &queue, policies, runtime.clone());
+            let dispatcher = Dispatcher::new(Arc::clone(&self.shared), self.in_flight.clone(), place, &queue, policies);
             *made += 1;
             each.insert(place, queue);
             self.shared.count.fetch_add(1, Ordering::AcqRel);
@@ -288,14 +296,6 @@ impl Place {
 }
 
 impl Shared {
-    /// Has the store count, on a task: nobody waits for it, or is left to be told of a failure.
-    fn tell(self: &Arc<Self>, runtime: &Handle, check: Check) {
-        if check.cost() > 0 {
-            let shared = Arc::clone(self);
-            runtime.spawn(async move { shared.store.ask(check).await.map(drop) });
-        }
-    }
-
     /// Calls `act` with the queue of this number, if it is still there.
     fn with_queue<T>(&self, place: &Place, number: u64, act: impl FnOnce(&mut WaitQueue) -> T) -> Option<T> {
         let queues = &mut *lock(&self.queues);

@@ -2,12 +2,12 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::runtime::Handle;
 use tokio::time::Instant;
 
 use super::{Place, Shared};
-use crate::in_flight::Lease;
-use crate::limit::{Charged, Check, Decision, EachCharged, Frees, Key, Policies, Policy, micros};
+use crate::in_flight::{InFlightTracker, Lease};
+use crate::limit::{Charged, Check, Decision, Frees, Key, Policies, Policy, micros};
+use crate::settle::{PendingOp, RefundQueue};
 use crate::util::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.
@@ -18,19 +18,26 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// Dropped unused, it goes to the next one in the queue, and if there is none back to the store.
 #[must_use]
 pub(crate) struct Permit {
-    decision: Decision,
+    taken: Taken,
     /// None once it is used or has gone on.
     held: Option<Held>,
+}
+
+/// What was charged for a permit.
+#[derive(Clone)]
+struct Taken {
+    decision: Decision,
+    key: Key,
+    /// What was asked for: a decision may be on a part of these.
+    policies: Policies,
+    cost: u32,
+    times: Times,
 }
 
 struct Held {
     shared: Arc<Shared>,
     place: Place,
-    runtime: Handle,
-    /// What was asked for: a decision may be on a part of these.
-    policies: Policies,
-    cost: u32,
-    times: Times,
+    refunds: Arc<dyn RefundQueue>,
     /// Of the policies that count requests in flight: released with the permit.
     lease: Option<Lease>,
 }
@@ -56,15 +63,16 @@ pub(crate) struct Spent {
 impl Permit {
     pub(super) fn new(
         shared: &Arc<Shared>,
+        in_flight: &InFlightTracker,
         place: Place,
-        runtime: &Handle,
         policies: &Policies,
         cost: u32,
         decision: Decision,
         times: Times,
     ) -> Self {
-        let (shared, runtime, policies) = (Arc::clone(shared), runtime.clone(), policies.clone());
-        Self { decision, held: Some(Held { shared, place, runtime, policies, cost, times, lease: None }) }
+        let (shared, refunds, policies) = (Arc::clone(shared), Arc::clone(in_flight.refunds()), policies.clone());
+        let taken = Taken { decision, key: place.key, policies, cost, times };
+        Self { taken, held: Some(Held { shared, place, refunds, lease: None }) }
     }
 
     /// The same with what it holds in flight.
@@ -77,47 +85,35 @@ impl Permit {
 
     /// What was decided on it, as it is now.
     pub(crate) fn decision(&self) -> Decision {
-        self.decision.clone().later(self.age())
-    }
-
-    /// How many microseconds ago the store answered.
-    fn age(&self) -> i64 {
-        let age = self.held.as_ref().map(|held| instant().saturating_duration_since(held.times.answered));
-        age.and_then(|age| i64::try_from(age.as_micros()).ok()).unwrap_or(0)
+        self.taken.decision.clone().later(self.taken.age())
     }
 
     /// Uses it: the request is in flight while it has the lease. Of one that was held for too long, what is counted no more
     /// is charged again.
     pub(crate) fn spend(mut self) -> Spent {
-        let age = self.age();
-        let mut held = self.held.take();
-        let taken = held.as_ref().map(|held| (held.times.asked, age));
-        let lease = held.as_mut().and_then(|held| held.lease.take());
-        if let Some(held) = held.filter(|held| !held.is_good(&self.decision)) {
-            let gone =
-                held.counted(&self.decision).map(|(policy, counted)| (policy, held.cost(policy) - counted, None));
-            held.checks(gone, |key, policies, cost, _| Check::charge(key, policies, cost))
-                .into_iter()
-                .for_each(|check| held.shared.tell(&held.runtime, check));
+        let (age, held) = (self.taken.age(), self.held.take());
+        if let Some(held) = held.as_ref().filter(|_| !self.taken.is_good()) {
+            self.taken.charge_again().for_each(|op| held.refunds.put(op));
         }
-        Spent { decision: self.decision.clone().later(age), taken, lease }
+        let decision = self.taken.decision.clone().later(age);
+        let taken = held.is_some().then_some((self.taken.times.asked, age));
+        Spent { decision, taken, lease: held.and_then(|held| held.lease) }
     }
 
     /// What gives the store back what each policy counts still of it.
-    pub(super) fn refund(mut self) -> Vec<Check> {
-        self.held.take().map(|held| held.refund(&self.decision)).unwrap_or_default()
+    pub(super) fn refund(mut self) -> Vec<PendingOp> {
+        self.held = None;
+        self.taken.refunds().collect()
     }
 
     /// Hands it on to whoever is first in the queue, or gives what is still counted of it back to the store.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
-            let is_good = held.is_good(&self.decision);
-            let next = is_good.then(|| held.shared.pop(&held.place, held.cost)).flatten();
+            let next = self.taken.is_good().then(|| held.shared.pop(&held.place, self.taken.cost)).flatten();
             let Some(waiter) = next else {
-                held.refund(&self.decision).into_iter().for_each(|check| held.shared.tell(&held.runtime, check));
-                return;
+                return self.taken.refunds().for_each(|op| held.refunds.put(op));
             };
-            match waiter.tell(Ok(Self { decision: self.decision.clone(), held: Some(held) })) {
+            match waiter.tell(Ok(Self { taken: self.taken.clone(), held: Some(held) })) {
                 Some(permit) => self = permit,
                 None => return,
             }
@@ -125,28 +121,30 @@ impl Permit {
     }
 }
 
-impl Held {
-    /// Whether it may be used as it is: it is counted still, or was due just now.
-    fn is_good(&self, decision: &Decision) -> bool {
-        instant() < self.times.due + PATIENCE
-            || self.counted(decision).all(|(policy, counted)| counted == self.cost(policy))
+impl Taken {
+    /// How many microseconds ago the store answered.
+    fn age(&self) -> i64 {
+        let age = instant().saturating_duration_since(self.times.answered);
+        i64::try_from(age.as_micros()).unwrap_or(0)
     }
 
-    /// What it cost under a policy. For what is in flight it has a lease.
+    /// Whether it may be used as it is: it is counted still, or was due just now.
+    fn is_good(&self) -> bool {
+        let now = instant();
+        now < self.times.due + PATIENCE || self.counted(now).all(|(policy, counted, _)| counted == self.cost(policy))
+    }
+
+    /// What it cost under a policy. For what is in flight there is a lease.
     fn cost(&self, policy: &Policy) -> u32 {
         if policy.is_in_flight() { 0 } else { self.cost }
     }
 
-    /// How long ago it was asked for, in microseconds, rounded up.
-    fn asked_ago(&self) -> i64 {
-        micros(instant().saturating_duration_since(self.times.asked))
-    }
-
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is
-    /// another's by now.
-    fn counted(&self, decision: &Decision) -> impl Iterator<Item = (&Policy, u32)> {
-        let age = self.asked_ago();
-        self.policies.iter().zip(decision.verdicts()).map(move |(policy, (decided, verdict))| {
+    /// another's by now. What refills at once, a window or a log, is told of which charge that is: others may have been
+    /// charged since.
+    fn counted(&self, now: Instant) -> impl Iterator<Item = (&Policy, u32, Option<Charged>)> {
+        let (age, at) = (micros(now.saturating_duration_since(self.times.asked)), self.decision.at());
+        self.policies.iter().zip(self.decision.verdicts()).map(move |(policy, (decided, verdict))| {
             let left = Duration::from_micros(u64::try_from(verdict.reset - age).unwrap_or_default());
             let counted = match decided.frees() {
                 _ if left.is_zero() => 0,
@@ -155,63 +153,71 @@ impl Held {
                 Frees::InBatches => decided.quota().units_in_periods(left),
                 _ => self.cost,
             };
-            (policy, counted.min(self.cost(policy)))
-        })
-    }
-
-    /// What refunds what each policy counts still. What refills at once, a window or a log, is told of which charge that
-    /// is: others may have been charged since.
-    fn refund(&self, decision: &Decision) -> Vec<Check> {
-        let age = self.asked_ago();
-        let counted = self.counted(decision).zip(decision.verdicts()).map(|((policy, cost), (_, verdict))| {
+            let cost = counted.min(self.cost(policy));
             let charged = match policy.frees() {
                 Frees::Gradually => None,
                 // Of what is paid for last, nothing has come back of what is counted still.
                 Frees::InBatches => {
-                    let at = decision.at().min(0);
-                    Some(Charged { age: 0, at, cost: cost.into(), reset: verdict.reset - age })
+                    Some(Charged { age: 0, at: at.min(0), cost: cost.into(), reset: verdict.reset - age })
                 }
-                _ => Some(Charged { age, at: decision.at(), cost: cost.into(), reset: verdict.reset }),
+                _ => Some(Charged { age, at, cost: cost.into(), reset: verdict.reset }),
             };
             (policy, cost, charged)
-        });
-        self.checks(counted, Check::refund_of)
+        })
     }
 
-    /// A check for each policy that has a cost; or one, if it is the same for all of them.
-    fn checks<'a>(
-        &self,
-        costs: impl Iterator<Item = (&'a Policy, u32, Option<Charged>)>,
-        check: impl Fn(Key, &Policies, u32, EachCharged) -> Check,
-    ) -> Vec<Check> {
-        let (key, costs) = (self.place.key, costs.collect::<Vec<_>>());
-        let is_same = costs.windows(2).all(|pair| (pair[0].1, pair[0].2) == (pair[1].1, pair[1].2));
-        let checks: Vec<Check> = match costs.first() {
-            Some(&(_, cost, _)) if is_same => {
-                let charged = costs.iter().filter_map(|(.., charged)| *charged).collect();
-                vec![check(key, &self.policies, cost, charged)]
-            }
-            _ => {
-                let one = |(policy, cost, charged): (&Policy, _, Option<_>)| {
-                    check(key, &policy.clone().into(), cost, charged.into_iter().collect())
-                };
-                costs.into_iter().map(one).collect()
-            }
-        };
-        checks.into_iter().filter(|check| check.cost() > 0).collect()
+    /// What gives back what each policy counts still: at once, if that is the same for all of them.
+    fn refunds(&self) -> impl Iterator<Item = PendingOp> {
+        let counted: Vec<_> = self.counted(instant()).map(|(_, cost, charged)| (cost, charged)).collect();
+        parts(&counted, |(cost, _)| *cost > 0).into_iter().map(|only| {
+            let taken = self.clone();
+            PendingOp::refund(self.key, &self.policies, move |now| taken.refund(only, now))
+        })
+    }
+
+    /// What gives back what is counted at a time under all policies, or `only` under one of them.
+    fn refund(&self, only: Option<usize>, now: Instant) -> Option<Check> {
+        let counted = self.counted(now).enumerate().filter(|(i, _)| only.is_none_or(|only| only == *i));
+        let (costs, charged): (Vec<u32>, Vec<_>) = counted.map(|(_, (_, cost, charged))| (cost, charged)).unzip();
+        // By now it may be more under one of them.
+        let cost = costs.into_iter().min().filter(|cost| *cost > 0)?;
+        Some(Check::refund_of(self.key, &self.part(only), cost, charged.into_iter().flatten().collect()))
+    }
+
+    /// What charges again what is counted no more.
+    fn charge_again(&self) -> impl Iterator<Item = PendingOp> {
+        let counted = self.counted(instant());
+        let gone: Vec<u32> = counted.map(|(policy, counted, _)| self.cost(policy) - counted).collect();
+        parts(&gone, |gone| *gone > 0)
+            .into_iter()
+            .map(move |only| PendingOp::charge(self.key, &self.part(only), gone[only.unwrap_or(0)]))
+    }
+
+    fn part(&self, only: Option<usize>) -> Policies {
+        let one = only.and_then(|only| self.policies.iter().nth(only));
+        one.map_or_else(|| self.policies.clone(), |policy| policy.clone().into())
+    }
+}
+
+/// All policies as one part, if they have the same, or each of them that has any.
+fn parts<T: PartialEq>(each: &[T], has_any: impl Fn(&T) -> bool) -> Vec<Option<usize>> {
+    let is_same = each.windows(2).all(|pair| pair[0] == pair[1]);
+    match each.first() {
+        Some(first) if is_same => has_any(first).then_some(None).into_iter().collect(),
+        _ => each.iter().enumerate().filter(|(_, one)| has_any(one)).map(|(i, _)| Some(i)).collect(),
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         if self.held.is_some() {
-            Self { decision: self.decision.clone(), held: self.held.take() }.hand_on();
+            Self { taken: self.taken.clone(), held: self.held.take() }.hand_on();
         }
     }
 }
 
 impl fmt::Debug for Permit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Permit").field("decision", &self.decision).finish_non_exhaustive()
+        f.debug_struct("Permit").field("decision", &self.taken.decision).finish_non_exhaustive()
     }
 }

@@ -106,7 +106,7 @@ impl ThrottleLayer {
     #[must_use]
     pub fn observer(mut self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
-        self.settings.wait_queues.observe(&observer);
+        self.settings.wait_queues = self.settings.wait_queues.observed(&observer);
         self.settings.notifier = Notifier::new(observer);
         self
     }
