@@ -26,6 +26,7 @@ mod limit;
 mod limiter;
 mod middleware;
 pub mod observe;
+mod refunds;
 pub mod settle;
 #[cfg(test)]
 mod simulation;

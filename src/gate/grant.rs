@@ -6,7 +6,8 @@ use super::shadows::Shadows;
 use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Decision, Key};
-use crate::settle::{Charge, Reserved, Settled, Settlement};
+use crate::refunds::Reserved;
+use crate::settle::{Charge, Settled, Settlement};
 use crate::store::Store;
 
 /// What a passing request holds. Its drop settles what was reserved, unless the body of the response or the handler

@@ -41,7 +41,7 @@ use self::wait::Waiting;
 use crate::in_flight::InFlightTracker;
 use crate::limit::Policies;
 use crate::observe::Observer;
-use crate::settle::RefundQueue;
+use crate::refunds::RefundQueue;
 use crate::store::Store;
 
 /// The settings of a layer for requests of the type `R`.

@@ -37,7 +37,7 @@ use self::renewer::Heartbeat;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy};
 use crate::observe::Observer;
-use crate::settle::{PendingOp, RefundQueue, StoreQueue};
+use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
 use crate::store::Store;
 use crate::util::{contain, instant, lock};
 

@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use smallvec::SmallVec;
 
 use super::settlement::Counted;
-use super::{Charge, RefundQueue, Reserved, Settlement};
+use super::{Charge, Settlement};
 use crate::in_flight::Lease;
+use crate::refunds::{RefundQueue, Reserved};
 use crate::util::lock;
 
 /// What one request has reserved. The last one who drops it settles it.

@@ -1,8 +1,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{Account, RefundQueue, Reserved};
+use super::Account;
 use crate::in_flight::Lease;
+use crate::refunds::{RefundQueue, Reserved};
 
 /// Counts what a request really costs: in the extensions of every request that passes a layer that
 /// [settles](crate::RateLimitLayer::settle), or holds what it has taken [until the body's

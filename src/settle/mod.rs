@@ -9,10 +9,7 @@
 
 mod account;
 mod charge;
-mod pending_op;
-mod refund_queue;
 mod reservation;
-mod reserved;
 mod settlement;
 
 pub use charge::Charge;
@@ -22,6 +19,3 @@ pub use settlement::Settlement;
 pub(crate) use account::Settled;
 
 use account::Account;
-pub(crate) use pending_op::PendingOp;
-pub(crate) use refund_queue::{RefundQueue, StoreQueue};
-pub(crate) use reserved::Reserved;

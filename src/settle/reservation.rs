@@ -1,10 +1,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::{Account, RefundQueue, Reserved, Settlement};
+use super::{Account, Settlement};
 use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Decision, RateLimited};
+use crate::refunds::{RefundQueue, Reserved};
 
 /// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. Dropping it refunds all of
 /// it.

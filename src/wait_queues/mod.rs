@@ -53,7 +53,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, Source, Verdict};
 use crate::observe::Observer;
-use crate::settle::PendingOp;
+use crate::refunds::PendingOp;
 use crate::store::Store;
 use crate::util::{instant, lock};
 

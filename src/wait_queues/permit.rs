@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{Place, Shared};
 use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Charged, Check, Decision, Frees, Key, Policies, Policy, micros};
-use crate::settle::{PendingOp, RefundQueue};
+use crate::refunds::{PendingOp, RefundQueue};
 use crate::util::instant;
 
 /// For how long after it was due a permit may be used that the count has forgotten.

@@ -1,5 +1,7 @@
-//! Checks that nobody waits for: they are sent off the request path, many at once.
+//! The queue of what is charged, refunded or renewed off the request path: nobody waits for it, and many go at once.
 
+mod pending_op;
+mod reserved;
 mod sender;
 #[cfg(test)]
 mod tests;
@@ -16,8 +18,10 @@ use tokio::runtime::{Handle, Id};
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+pub(crate) use self::pending_op::PendingOp;
+pub(crate) use self::reserved::Reserved;
+
 use self::sender::Sender;
-use super::pending_op::PendingOp;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::Decision;
 use crate::observe::{Observer, event};

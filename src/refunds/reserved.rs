@@ -9,7 +9,7 @@ use crate::limit::{Check, Decision, Key};
 /// What a decision has granted to a caller, until it is settled.
 #[derive(Debug)]
 pub(crate) struct Reserved {
-    pub(super) decision: Decision,
+    pub(crate) decision: Decision,
     key: Key,
     cost: u32,
     /// When it was asked for, or before.
@@ -23,17 +23,17 @@ impl Reserved {
     }
 
     /// How much.
-    pub(super) fn cost(&self) -> u32 {
+    pub(crate) fn cost(&self) -> u32 {
         self.cost
     }
 
     /// What gives all of it back now. `None` if nothing of it counts any more.
-    pub(super) fn refund(&self, now: Instant) -> Option<Check> {
+    pub(crate) fn refund(&self, now: Instant) -> Option<Check> {
         self.decision.refund(self.key, self.cost, now.saturating_duration_since(self.since)).next()
     }
 
     /// Has the caller charged `cost` instead.
-    pub(super) fn settle(self, cost: u32, refunds: &dyn RefundQueue) {
+    pub(crate) fn settle(self, cost: u32, refunds: &dyn RefundQueue) {
         let reserved = self.cost();
         match cost.cmp(&reserved) {
             Ordering::Less => {
