@@ -60,7 +60,7 @@ impl StreakModel {
 /// A failure while a streak may have begun unseen may begin one itself, of which the next request to be sent is the trial.
 /// An answer to a request sent before it tells nothing of that.
 #[test]
-fn an_unsure_doubt_forgets_no_failure() {
+fn an_unsure_streak_forgets_no_failure() {
     let mut streak = StreakModel::default();
     streak.sends(1, 0);
     streak.fails(2, 0, true);
