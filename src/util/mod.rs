@@ -2,11 +2,11 @@
 
 mod clock;
 mod jitter;
-#[cfg(test)]
-mod model;
 mod seed;
 mod sync;
 mod task;
+#[cfg(test)]
+mod tests;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
