@@ -149,8 +149,8 @@ impl FromStr for Quota {
     /// For text of another form, and for a quota that is not [valid](Self::is_valid).
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         let wrong = |problem| {
-            let fix = format_args!("{problem}; write it like `100/s`, `10/60s` or `1000/h burst 50`");
-            ConfigError::invalid("quota", text, fix)
+            let fix = "write it like `100/s`, `10/60s` or `1000/h burst 50`";
+            ConfigError::invalid("quota", text, format_args!("{problem}; {fix}"))
         };
 
         let (limit, rest) = split_rate(text.trim()).ok_or_else(|| wrong("there is no `/` and no `per`"))?;

@@ -1,3 +1,5 @@
+//! The task that asks the store for all who wait in one queue: when, for how much, and what becomes of the answer.
+
 use std::future::poll_fn;
 use std::mem;
 use std::sync::Arc;

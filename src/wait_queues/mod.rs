@@ -67,19 +67,19 @@ pub(crate) struct WaitQueues {
 }
 
 struct Shared {
-    store: Box<dyn AnyStore>,
-    queues: Mutex<Lines>,
+    store: Box<dyn ErasedStore>,
+    queues: Mutex<Queues>,
     /// How many queues there are: while there are none, nobody looks for one.
     count: AtomicUsize,
 }
 
 /// A store whose type does not matter: whoever waits has the time for a box.
-trait AnyStore: Send + Sync {
+trait ErasedStore: Send + Sync {
     fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
     fn observe(&self, in_flight: &InFlightTracker, observer: &Arc<dyn Observer>) -> InFlightTracker;
 }
 
-impl<S: Store> AnyStore for S {
+impl<S: Store> ErasedStore for S {
     fn ask(&self, check: Check) -> Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>> {
         Box::pin(self.check(check))
     }
@@ -90,7 +90,7 @@ impl<S: Store> AnyStore for S {
     }
 }
 
-struct Lines {
+struct Queues {
     each: HashMap<Place, WaitQueue>,
     waiting: Waiting,
     /// How many queues were ever made: each has a number.
@@ -191,7 +191,7 @@ impl Waiting {
 impl WaitQueues {
     /// `in_flight` is that of whoever asks the store.
     pub(crate) fn new(store: impl Store, in_flight: InFlightTracker, bounds: Bounds) -> Self {
-        let queues = Mutex::new(Lines { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
+        let queues = Mutex::new(Queues { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
         let count = AtomicUsize::new(0);
         Self { shared: Arc::new(Shared { store: Box::new(store), queues, count }), in_flight, bounds }
     }
@@ -208,7 +208,7 @@ impl WaitQueues {
         }
         let runtime = Handle::try_current().ok()?;
         let place = Place::of(&runtime, wanted);
-        let Lines { each, waiting, .. } = &mut *lock(&self.shared.queues);
+        let Queues { each, waiting, .. } = &mut *lock(&self.shared.queues);
         let queue = each.get_mut(&place)?;
         Some(self.enqueue(queue, waiting, place, wanted.clone()))
     }
@@ -240,7 +240,7 @@ impl WaitQueues {
         let place = Place::of(&runtime, &wanted);
         self.in_flight.refunds().wake();
         let (turn, dispatcher) = {
-            let Lines { each, waiting, made } = &mut *lock(&self.shared.queues);
+            let Queues { each, waiting, made } = &mut *lock(&self.shared.queues);
             if let Some(queue) = each.get_mut(&place) {
                 return self.enqueue(queue, waiting, place, wanted);
             }
@@ -253,7 +253,8 @@ impl WaitQueues {
             self.shared.count.fetch_add(1, Ordering::AcqRel);
             (turn, dispatcher)
         };
-        // What is there is taken at once, without a task.
+        // What is there is taken at once, without a task. By the waker the dispatcher knows that it is not on one yet: see
+        // `Dispatcher::doze`.
         let mut dispatcher = Box::pin(dispatcher.run());
         if dispatcher.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
             // A runtime that has ended drops it: that answers who waits.

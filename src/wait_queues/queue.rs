@@ -1,3 +1,5 @@
+//! Who waits for one caller, in order, and whether one more may.
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;

@@ -52,6 +52,7 @@ where
         }
     }
 }
+
 impl<T, S, K, R, E> RateLimit<T, S, K, R, E> {
     /// The inner service.
     pub fn get_ref(&self) -> &T {
