@@ -40,9 +40,9 @@ async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
 async fn constant_strategies_take_at_most_112_bytes() {
     let server = RedisServer::start();
     let store = store(&server).await;
-    // Without jemalloc, Redis 6.2 takes larger blocks.
+    // Without jemalloc, Redis 6.2 takes larger blocks, and now and then one that is larger by what is too small to be left.
     let jemalloc = server.command::<String>("INFO memory").await.contains("mem_allocator:jemalloc");
-    let most = if jemalloc { 112 } else { 120 };
+    let most = if jemalloc { 112 } else { 144 };
     let grows = |strategy: &Strategy| matches!(strategy, Strategy::SlidingLog | Strategy::SlidingWindow { .. });
     for strategy in STRATEGIES.into_iter().filter(|strategy| !grows(strategy)) {
         for quota in ["3/h", "1000/d", "999983/30d", "4294967295/366d"] {
