@@ -3,7 +3,7 @@ use std::time::{Duration, SystemTime};
 
 use smallvec::SmallVec;
 
-use super::{Check, Decision, Key, Policies, Policy, Source, State, Verdicts, micros};
+use super::{Answered, Check, Decision, Key, Policy, Source, State, Verdicts, micros};
 
 /// What a store of one's own has counted of one caller, by the arithmetic of the strategies: in a map by the caller's key
 /// it is all that such a store needs.
@@ -37,8 +37,8 @@ use super::{Check, Decision, Key, Policies, Policy, Source, State, Verdicts, mic
 pub struct Counts {
     /// By the policy.
     states: HashMap<u64, State>,
-    /// Answers to checks with an id, under their policies: until when, in microseconds.
-    answers: HashMap<Key, (Policies, Verdicts, i64)>,
+    /// Answers to checks with an id, by the id and the list of policies: until when, in microseconds.
+    answers: HashMap<(Key, u64), (Answered, i64)>,
     /// When all of it has lapsed.
     until: i64,
 }
@@ -57,19 +57,17 @@ impl Counts {
 
     fn verdicts(&mut self, check: &Check, now: i64) -> Verdicts {
         let Some(id) = check.id() else { return self.charge(check, now) };
-        let longest = check.policies().longest_period();
-        if let Some((policies, verdicts, until)) = self.answers.get(id)
-            && *until > now
-            && policies.count_alike(check.policies())
+        let id = (*id, check.policies().id());
+        if let Some((answered, until)) = self.answers.get(&id)
+            && let Some(again) = answered.again(check, *until, now)
         {
-            let again = verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
-            return Verdicts { age: now - (until - longest), ..again };
+            return again;
         }
-        self.answers.retain(|_, (_, _, until)| *until > now);
+        self.answers.retain(|_, (_, until)| *until > now);
         let verdicts = self.charge(check, now);
         if verdicts.granted > 0 {
-            let until = now.saturating_add(longest);
-            self.answers.insert(*id, (check.policies().clone(), verdicts.clone(), until));
+            let until = now.saturating_add(check.policies().longest_period());
+            self.answers.insert(id, (Answered::new(check, &verdicts), until));
             self.until = self.until.max(until);
         }
         verdicts

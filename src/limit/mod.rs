@@ -2,6 +2,7 @@
 //!
 //! `now` is always an argument. The stores call in here; nothing here calls out.
 
+mod answered;
 mod charged;
 mod check;
 mod counts;
@@ -37,6 +38,7 @@ pub use rate_limited::RateLimited;
 pub use strategy::{Align, Refill, Strategy};
 pub use verdict::Verdict;
 
+pub(crate) use answered::Answered;
 pub(crate) use charged::{Charged, EachCharged, LONGEST};
 pub(crate) use duration::micros;
 pub(crate) use kind::Kind;

@@ -12,7 +12,9 @@ use super::digest::Digest;
 use super::shards::Shards;
 use super::{Answer, Store, freed};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict, Verdicts};
+use crate::limit::{
+    Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict, Verdicts,
+};
 use crate::util::Clock;
 use crate::util::lock;
 
@@ -86,12 +88,6 @@ enum Entry {
 /// Answers of another store may arrive out of order. Of those that arrive within so many microseconds of each other, the
 /// one with the least remaining is the newest.
 const MOMENT: i64 = 100_000;
-
-/// The answer to a check with an id.
-struct Answered {
-    policies: Policies,
-    verdicts: Verdicts,
-}
 
 impl Ranked for Entry {
     const OLD_STAYS: bool = true;
@@ -302,16 +298,14 @@ impl Shard {
 
     /// The answer that this id got before, if there is one.
     fn decide_once(&mut self, check: &Check, answer: Digest, caller: Digest, now: i64) -> Verdicts {
-        if let Some(Slot { value: Answered { policies, verdicts }, hold }) = self.answers.get(answer)
-            && hold.expires_at() > now
-            && policies.count_alike(check.policies())
+        if let Some(Slot { value, hold }) = self.answers.get(answer)
+            && let Some(again) = value.again(check, hold.expires_at(), now)
         {
-            let again = verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
-            return Verdicts { age: now - (hold.expires_at() - policies.longest_period()), ..again };
+            return again;
         }
         let verdicts = self.decide(check, caller, now);
         if verdicts.granted > 0 {
-            let value = Answered { policies: check.policies().clone(), verdicts: verdicts.clone() };
+            let value = Answered::new(check, &verdicts);
             self.answers.put(answer, value, Hold::new(0, now + check.policies().longest_period()), now);
         }
         verdicts

@@ -12,7 +12,7 @@ use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, Source, Verdi
 use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::store::{Answer, Counts, ErrorKind, MockStore, Store, StoreError, WrapStore};
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy};
 
 use crate::support::{STRATEGIES, check, policy, until};
 
@@ -110,6 +110,16 @@ fn a_mock_answers_as_configured() {
     assert_eq!(take().unwrap().outcome(), Outcome::ExceedsCapacity);
     assert_eq!(mock.asked().len(), 6);
     assert!(mock.asked().iter().all(|check| *check.key() == Key::new("ann") && check.cost() == 1));
+}
+
+/// As in every other store.
+#[test]
+fn an_id_is_kept_for_each_list() {
+    let policies = |name| Policies::from(Policy::new(name, Strategy::Gcra, "10/h".parse().unwrap()).unwrap());
+    let (store, one, other) = (InMemory::new(), policies("one"), policies("other"));
+    let take = |policies| ask(&store, Check::take(Key::GLOBAL, policies, 4).with_id("id")).unwrap().remaining();
+    assert_eq!([take(&one), take(&other), take(&one), take(&other)], [6; 4]);
+    assert_eq!(ask(&store, Check::peek(Key::GLOBAL, &one, 0)).unwrap().remaining(), 6);
 }
 
 /// What the fallback granted instead is charged to a store of another crate as well, unless that may have charged it.

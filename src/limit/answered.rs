@@ -1,0 +1,23 @@
+use super::{Check, Policies, Verdicts};
+
+/// The answer to a check with an id, which is given again for the longest period of its policies.
+#[derive(Debug, Clone)]
+pub(crate) struct Answered {
+    policies: Policies,
+    verdicts: Verdicts,
+}
+
+impl Answered {
+    pub(crate) fn new(check: &Check, verdicts: &Verdicts) -> Self {
+        Self { policies: check.policies().clone(), verdicts: verdicts.clone() }
+    }
+
+    /// The same answer to a check with the same id, if it counts the same. The answer is kept `until` then.
+    pub(crate) fn again(&self, check: &Check, until: i64, now: i64) -> Option<Verdicts> {
+        if until <= now || !self.policies.count_alike(check.policies()) {
+            return None;
+        }
+        let again = self.verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
+        Some(Verdicts { age: now - (until - self.policies.longest_period()), ..again })
+    }
+}
