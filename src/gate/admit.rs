@@ -14,14 +14,14 @@ use crate::wait_queues::{self, Acquire, Permit, Spent, WaitRequest};
 /// The admission of a request, as far as it is known.
 pub(crate) enum Admission<D> {
     /// It passes: by a decision, or uncounted.
-    Pass(Grant<D>),
+    Pass(Grant<D>, Option<Decision>),
     Refuse(Refusal),
     /// The check is under way, or the request waits for its turn.
     Undecided(Pending<D>),
 }
 
-/// Whether a request passes.
-pub(crate) type Admitted<D> = Result<Grant<D>, Refusal>;
+/// Whether a request passes: what it holds from here on, and the decision if it was counted.
+pub(crate) type Admitted<D> = Result<(Grant<D>, Option<Decision>), Refusal>;
 
 /// What follows when the store has answered.
 #[allow(clippy::large_enum_variant, reason = "it stays on the stack, and most requests do not wait")]
@@ -47,7 +47,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     #[inline]
     pub(crate) fn admit(&self, extractor: &impl KeyExtractor<R>, request: &R) -> Admission<S::Future> {
         if self.skip.as_ref().is_some_and(|skip| skip(request)) {
-            return Admission::Pass(self.uncounted(request, None));
+            return self.uncounted(request, None);
         }
         let key = extractor.extract(request);
         if self.dry_run {
@@ -173,20 +173,22 @@ impl<S: Store, R: 'static> Gate<S, R> {
     ) -> Admitted<S::Future> {
         self.notifier.answered(question.key(), question, &answer, false);
         match answer {
-            Ok(decision) if decision.is_allowed() => Ok(self.pass(request, question, Some(decision))),
+            Ok(decision) if decision.is_allowed() => {
+                Ok((self.pass(request, question, Some(&decision)), Some(decision)))
+            }
             Ok(decision) => Err(Refusal::Denied(decision)),
             Err(error) => match self.on_error {
-                OnError::Allow => Ok(self.pass(request, question, None)),
+                OnError::Allow => Ok((self.pass(request, question, None), None)),
                 OnError::Reject => Err(Refusal::Unavailable(error)),
             },
         }
     }
 
     #[inline]
-    fn pass(&self, request: &R, question: &mut Question, decision: Option<Decision>) -> Grant<S::Future> {
-        let reserved = decision.as_ref().filter(|_| self.settles()).and_then(|decision| question.reserved(decision));
+    fn pass(&self, request: &R, question: &mut Question, decision: Option<&Decision>) -> Grant<S::Future> {
+        let reserved = decision.filter(|_| self.settles()).and_then(|decision| question.reserved(decision));
         let lease = question.take_lease().map(Lease::passed);
-        self.grant(request, Some(question.key()), decision, reserved, lease)
+        self.grant(request, Some(question.key()), reserved, lease)
     }
 
     /// Admission of an unlimited request.
@@ -196,20 +198,20 @@ impl<S: Store, R: 'static> Gate<S, R> {
         {
             self.notifier.missing(missing);
         }
-        Admission::Pass(self.uncounted(request, key.ok()))
+        self.uncounted(request, key.ok())
     }
 
     /// Admission of a request without a key.
     fn admit_without_key(&self, request: &R, missing: MissingKey) -> Admission<S::Future> {
         self.notifier.missing(&missing);
         match self.on_missing_key {
-            OnMissingKey::Allow if missing.is_absent() => Admission::Pass(self.uncounted(request, None)),
+            OnMissingKey::Allow if missing.is_absent() => self.uncounted(request, None),
             _ => Admission::Refuse(Refusal::MissingKey(missing)),
         }
     }
 
-    fn uncounted(&self, request: &R, key: Option<Key>) -> Grant<S::Future> {
-        self.grant(request, key, None, None, None)
+    fn uncounted(&self, request: &R, key: Option<Key>) -> Admission<S::Future> {
+        Admission::Pass(self.grant(request, key, None, None), None)
     }
 }
 
@@ -217,7 +219,7 @@ impl<D> Next<D> {
     #[inline]
     fn admission(self, question: Question) -> Admission<D> {
         match self {
-            Self::Admitted(Ok(grant)) => Admission::Pass(grant),
+            Self::Admitted(Ok((grant, decision))) => Admission::Pass(grant, decision),
             Self::Admitted(Err(refusal)) => Admission::Refuse(refusal),
             Self::Wait(request) => Admission::Undecided(Pending::queued(request, question)),
         }

@@ -13,8 +13,6 @@ use crate::store::Store;
 /// What a passing request holds. Its drop settles what was reserved, unless the body of the response or the handler
 /// still has the [`Charge`], and ends what is in flight.
 pub(crate) struct Grant<D> {
-    /// None for an uncounted request.
-    decision: Option<Decision>,
     /// Its reservation, and its slot in flight. None in a layer that settles nothing.
     charge: Option<Charge>,
     /// Its slot in flight, if there is no charge.
@@ -24,13 +22,12 @@ pub(crate) struct Grant<D> {
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// What a request holds that passes by this decision, or uncounted. Starts the checks of shadows for the `key`.
+    /// What a request holds that passes. Starts the checks of shadows for the `key`.
     #[inline]
     pub(super) fn grant(
         &self,
         request: &R,
         key: Option<Key>,
-        decision: Option<Decision>,
         reserved: Option<Reserved>,
         lease: Option<Lease>,
     ) -> Grant<S::Future> {
@@ -42,32 +39,18 @@ impl<S: Store, R: 'static> Gate<S, R> {
             (None, lease)
         };
         let shadows = key.and_then(|key| self.shadows(request, key, charge.as_ref()));
-        Grant { decision, charge, lease, shadows }
+        Grant { charge, lease, shadows }
     }
 }
 
 impl<D> Grant<D> {
-    pub(crate) fn decision(&self) -> Option<&Decision> {
-        self.decision.as_ref()
-    }
-
-    /// The decision, for the response.
-    pub(crate) fn take_decision(&mut self) -> Option<Decision> {
-        self.decision.take()
-    }
-
     pub(crate) fn charge(&self) -> Option<&Charge> {
         self.charge.as_ref()
     }
 
     /// Settles by the head of the response, as far as it determines the cost.
-    pub(crate) fn settle(&mut self, settlement: Settlement) {
-        let settled = self.charge.as_ref().and_then(|charge| charge.account().settle(settlement));
-        if let Some(Settled { reserved, cost }) = settled
-            && cost != reserved
-        {
-            self.decision = self.decision.take().map(|decision| decision.settled(reserved, cost));
-        }
+    pub(crate) fn settle(&mut self, settlement: Settlement) -> Option<Settled> {
+        self.charge.as_ref()?.account().settle(settlement)
     }
 
     pub(crate) fn has_shadows(&self) -> bool {
@@ -101,6 +84,6 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Grant<D> {
 /// Of an uncounted request.
 impl<D> Default for Grant<D> {
     fn default() -> Self {
-        Self { decision: None, charge: None, lease: None, shadows: None }
+        Self { charge: None, lease: None, shadows: None }
     }
 }

@@ -216,8 +216,10 @@ impl Key {
 
     fn push_hex(&mut self, bytes: &[u8]) {
         const DIGITS: &[u8; 16] = b"0123456789abcdef";
-        for byte in bytes {
-            self.push(&[byte >> 4, byte & 15].map(|digit| DIGITS[usize::from(digit)]));
+        let start = usize::from(self.len);
+        for (digits, byte) in self.bytes[start..].chunks_exact_mut(2).zip(bytes) {
+            digits.copy_from_slice(&[byte >> 4, byte & 15].map(|digit| DIGITS[usize::from(digit)]));
+            self.len += 2;
         }
     }
 

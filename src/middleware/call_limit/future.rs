@@ -112,7 +112,7 @@ where
                         polled_after_completion("CallFuture");
                     };
                     match admitted {
-                        Ok(grant) => State::calling(&call.config, &mut call.inner, call.request, grant),
+                        Ok((grant, _)) => State::calling(&call.config, &mut call.inner, call.request, grant),
                         Err(refusal) => return Poll::Ready(Err(refusal.into())),
                     }
                 }

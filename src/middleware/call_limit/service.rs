@@ -37,7 +37,7 @@ where
     fn call(&mut self, request: R) -> Self::Future {
         let (extractor, config) = self.settings.current();
         match config.gate.admit(extractor, &request) {
-            Admission::Pass(grant) => CallFuture::calling(config, &mut self.inner, request, grant),
+            Admission::Pass(grant, _) => CallFuture::calling(config, &mut self.inner, request, grant),
             Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
                 CallFuture::answered(Err(refusal.into()))

@@ -14,9 +14,11 @@ use super::config::Config;
 use super::settle::Rule;
 use super::{AsIs, Ending};
 use crate::gate::{Admitted, Grant, Pending};
+use crate::limit::Decision;
 use crate::middleware::DryRun;
 use crate::middleware::headers::Headers;
 use crate::middleware::reject::{HttpReject, Reject};
+use crate::settle::Settled;
 use crate::store::Store;
 use crate::util::polled_after_completion;
 
@@ -45,6 +47,7 @@ pin_project! {
             #[pin]
             response: F,
             grant: Grant<D>,
+            decision: Option<Decision>,
             headers: Headers,
             rule: Option<Arc<Rule>>,
         },
@@ -86,8 +89,9 @@ where
         parts: Parts,
         body: ReqBody,
         grant: Grant<S::Future>,
+        decision: Option<Decision>,
     ) -> Self {
-        Self { state: State::calling(config, inner, parts, body, grant) }
+        Self { state: State::calling(config, inner, parts, body, grant, decision) }
     }
 
     pub(super) fn answered(response: T::Response) -> Self {
@@ -104,6 +108,7 @@ impl<F, Res, D, C> State<F, Res, D, C> {
         mut parts: Parts,
         body: B,
         grant: Grant<D>,
+        decision: Option<Decision>,
     ) -> Self
     where
         T: Service<Request<B>, Future = F>,
@@ -113,13 +118,13 @@ impl<F, Res, D, C> State<F, Res, D, C> {
         {
             charge.count_for(outer);
         }
-        if let Some(decision) = grant.decision()
+        if let Some(decision) = &decision
             && let Some(outer) = parts.extensions.insert(decision.clone())
         {
             config.gate.notifier.counted_twice(&outer, decision);
         }
         let response = inner.call(Request::from_parts(parts, body));
-        Self::Calling { response, grant, headers: config.headers, rule: config.rule.clone() }
+        Self::Calling { response, grant, decision, headers: config.headers, rule: config.rule.clone() }
     }
 
     fn answered(response: Res) -> Self {
@@ -135,20 +140,32 @@ where
     /// Continues by the admission.
     fn go_on<D>(mut self, admitted: Admitted<D>) -> State<T::Future, T::Response, D, Self> {
         match admitted {
-            Ok(grant) => State::calling(&self.config, &mut self.inner, self.parts, self.body, grant),
+            Ok((grant, decision)) => {
+                State::calling(&self.config, &mut self.inner, self.parts, self.body, grant, decision)
+            }
             Err(refusal) => State::answered(self.config.respond(&self.parts, refusal)),
         }
     }
 }
 
 /// Settles by the head of a response, and adds the decision to it.
-fn finish<D, B>(mut response: Response<B>, grant: &mut Grant<D>, headers: Headers, rule: Option<&Rule>) -> Response<B> {
+fn finish<D, B>(
+    mut response: Response<B>,
+    grant: &mut Grant<D>,
+    mut decision: Option<Decision>,
+    headers: Headers,
+    rule: Option<&Rule>,
+) -> Response<B> {
     if let Some(rule) = rule {
         let (parts, body) = response.into_parts();
-        grant.settle(rule.settlement(&parts));
+        if let Some(Settled { reserved, cost }) = grant.settle(rule.settlement(&parts))
+            && cost != reserved
+        {
+            decision = decision.map(|decision| decision.settled(reserved, cost));
+        }
         response = Response::from_parts(parts, body);
     }
-    if let Some(decision) = grant.take_decision() {
+    if let Some(decision) = decision {
         headers.annotate(decision, &mut response);
     }
     response
@@ -180,10 +197,10 @@ where
                     };
                     call.go_on(admitted)
                 }
-                StateProj::Calling { response, grant, headers, rule } => {
+                StateProj::Calling { response, grant, decision, headers, rule } => {
                     let _ = grant.poll_shadows(cx);
                     let response = ready!(response.poll(cx))?;
-                    let response = finish(response, grant, *headers, rule.as_deref());
+                    let response = finish(response, grant, decision.take(), *headers, rule.as_deref());
                     if !grant.has_shadows() {
                         return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                     }

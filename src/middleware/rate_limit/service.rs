@@ -39,7 +39,9 @@ where
         let (extractor, config) = self.settings.current();
         let (parts, body) = request.into_parts();
         match config.gate.admit(extractor, &parts) {
-            Admission::Pass(grant) => ResponseFuture::calling(config, &mut self.inner, parts, body, grant),
+            Admission::Pass(grant, decision) => {
+                ResponseFuture::calling(config, &mut self.inner, parts, body, grant, decision)
+            }
             Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
                 ResponseFuture::answered(config.respond(&parts, refusal))
