@@ -82,11 +82,11 @@ impl<S: Store, R: 'static> Gate<S, R> {
     /// The policies that this layer can count: all, unless it does not know when a request ends.
     #[inline]
     pub(super) fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
-        if self.holds != Holds::Nothing || policies.in_flight().is_none() {
-            return Some(policies);
+        if self.holds == Holds::Nothing && policies.in_flight().is_some() {
+            self.notifier.misconfigured(NEVER_ENDS);
+            return policies.without_in_flight().cloned().map(Cow::Owned);
         }
-        self.notifier.misconfigured(NEVER_ENDS);
-        policies.without_in_flight().cloned().map(Cow::Owned)
+        Some(policies)
     }
 
     pub(super) fn check(&self, key: Key, policies: &Policies, request: &R) -> Check {
@@ -186,9 +186,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
 
     #[inline]
     fn pass(&self, request: &R, question: &mut Question, decision: Option<&Decision>) -> Grant<S::Future> {
-        let reserved = decision.filter(|_| self.settles()).and_then(|decision| question.reserved(decision));
         let lease = question.take_lease().map(Lease::passed);
-        self.grant(request, Some(question.key()), reserved, lease)
+        self.grant(request, Some(question.key()), lease, || question.reserved(decision?))
     }
 
     /// Admission of an unlimited request.
@@ -198,7 +197,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         {
             self.notifier.missing(missing);
         }
-        self.uncounted(request, key.ok())
+        self.uncounted(request, key.as_ref().ok())
     }
 
     /// Admission of a request without a key.
@@ -210,8 +209,8 @@ impl<S: Store, R: 'static> Gate<S, R> {
         }
     }
 
-    fn uncounted(&self, request: &R, key: Option<Key>) -> Admission<S::Future> {
-        Admission::Pass(self.grant(request, key, None, None), None)
+    fn uncounted(&self, request: &R, key: Option<&Key>) -> Admission<S::Future> {
+        Admission::Pass(self.grant(request, key, None, || None), None)
     }
 }
 

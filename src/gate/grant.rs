@@ -22,24 +22,28 @@ pub(crate) struct Grant<D> {
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// What a request holds that passes. Starts the checks of shadows for the `key`.
+    /// What a request holds that passes: the lease, and what `reserved` finds in a layer that settles. Starts the checks
+    /// of shadows for the `key`.
     #[inline]
     pub(super) fn grant(
         &self,
         request: &R,
-        key: Option<Key>,
-        reserved: Option<Reserved>,
+        key: Option<&Key>,
         lease: Option<Lease>,
+        reserved: impl FnOnce() -> Option<Reserved>,
     ) -> Grant<S::Future> {
-        let (charge, lease) = if self.settles() {
+        let mut grant = Grant { lease, ..Grant::default() };
+        if self.settles() {
             // In case nobody else has come since a runtime ended.
             self.refunds.wake();
-            (Some(Charge::new(Arc::clone(&self.refunds), reserved, lease)), None)
-        } else {
-            (None, lease)
-        };
-        let shadows = key.and_then(|key| self.shadows(request, key, charge.as_ref()));
-        Grant { charge, lease, shadows }
+            grant.charge = Some(Charge::new(Arc::clone(&self.refunds), reserved(), grant.lease.take()));
+        }
+        if let Some(key) = key
+            && self.has_shadows()
+        {
+            grant.shadows = Some(self.shadows(request, *key, grant.charge.as_ref()));
+        }
+        grant
     }
 }
 

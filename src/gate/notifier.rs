@@ -46,15 +46,21 @@ impl Notifier {
 
     /// A check of this caller was answered.
     #[inline]
-    pub(crate) fn answered(&self, key: Key, question: &Question, answer: &Result<Decision, StoreError>, dry_run: bool) {
+    pub(crate) fn answered(
+        &self,
+        key: &Key,
+        question: &Question,
+        answer: &Result<Decision, StoreError>,
+        dry_run: bool,
+    ) {
         let Some(observer) = &self.observer else { return };
         match answer {
             Ok(decision) => {
-                let mut event = event::Decided::new(&key, decision, question.waited());
+                let mut event = event::Decided::new(key, decision, question.waited());
                 event.dry_run = dry_run;
                 observer.decided(&event);
             }
-            Err(error) => observer.failed(&event::Failed::new(Some(&key), error)),
+            Err(error) => observer.failed(&event::Failed::new(Some(key), error)),
         }
     }
 

@@ -39,14 +39,15 @@ impl Question {
     }
 
     /// The store has answered.
+    #[inline]
     pub(super) fn answered(&mut self, answer: &Result<Decision, StoreError>) {
         if let Some(lease) = &mut self.lease {
             lease.answered(answer.as_ref());
         }
     }
 
-    pub(super) fn key(&self) -> Key {
-        self.key
+    pub(super) fn key(&self) -> &Key {
+        &self.key
     }
 
     /// How long the answer took.

@@ -10,18 +10,13 @@ use crate::settle::Charge;
 use crate::store::{Answer, Store};
 
 impl<S: Store, R: 'static> Gate<S, R> {
+    /// Most layers have none.
     pub(super) fn has_shadows(&self) -> bool {
         self.dry_run || !self.shadows.is_empty()
     }
 
     /// The checks that reject nothing, for a request that passes. What they charge is settled with the request's.
-    #[inline]
-    pub(super) fn shadows(&self, request: &R, key: Key, charge: Option<&Charge>) -> Option<Box<Shadows<S::Future>>> {
-        // Most layers have none.
-        if self.has_shadows() { Some(self.ask_shadows(request, key, charge)) } else { None }
-    }
-
-    fn ask_shadows(&self, request: &R, key: Key, charge: Option<&Charge>) -> Box<Shadows<S::Future>> {
+    pub(super) fn shadows(&self, request: &R, key: Key, charge: Option<&Charge>) -> Box<Shadows<S::Future>> {
         // What is enforced later goes on from what a dry run has counted. A shadow counts apart: it may have a policy of a
         // name that is enforced, which it must not charge.
         let own = self.dry_run.then_some((key, &self.policies));
@@ -95,7 +90,7 @@ impl<D> Shadows<D> {
 impl Told {
     fn tell(&self, question: &mut Question, answer: Result<Decision, StoreError>) -> Option<Decision> {
         question.answered(&answer);
-        self.notifier.answered(self.key, question, &answer, true);
+        self.notifier.answered(&self.key, question, &answer, true);
         let decision = answer.ok()?;
         if let Some(charge) = &self.charge
             && decision.is_allowed()

@@ -127,6 +127,7 @@ impl Policies {
     }
 
     /// Those that count requests [in flight](Policy::in_flight).
+    #[inline]
     pub(crate) fn in_flight(&self) -> Option<&Self> {
         match &self.0.split {
             Some((in_flight, _)) => Some(in_flight),

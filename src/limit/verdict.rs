@@ -139,6 +139,7 @@ impl Eq for Verdicts {}
 
 /// In less time than the derived one, which goes through a list of any length: mostly there is one.
 impl Clone for Verdicts {
+    #[inline]
     fn clone(&self) -> Self {
         let each = match self.each[..] {
             [one] => SmallVec::from_buf([one]),

@@ -148,27 +148,20 @@ where
     }
 }
 
-/// Settles by the head of a response, and adds the decision to it.
-fn finish<D, B>(
-    mut response: Response<B>,
+/// Settles by the head of a response, and corrects the decision by that.
+fn settle<D, B>(
+    response: Response<B>,
     grant: &mut Grant<D>,
-    mut decision: Option<Decision>,
-    headers: Headers,
-    rule: Option<&Rule>,
+    decision: &mut Option<Decision>,
+    rule: &Rule,
 ) -> Response<B> {
-    if let Some(rule) = rule {
-        let (parts, body) = response.into_parts();
-        if let Some(Settled { reserved, cost }) = grant.settle(rule.settlement(&parts))
-            && cost != reserved
-        {
-            decision = decision.map(|decision| decision.settled(reserved, cost));
-        }
-        response = Response::from_parts(parts, body);
+    let (parts, body) = response.into_parts();
+    if let Some(Settled { reserved, cost }) = grant.settle(rule.settlement(&parts))
+        && cost != reserved
+    {
+        *decision = decision.take().map(|decision| decision.settled(reserved, cost));
     }
-    if let Some(decision) = decision {
-        headers.annotate(decision, &mut response);
-    }
-    response
+    Response::from_parts(parts, body)
 }
 
 impl<T, S, R, E, ReqBody, ResBody> Future for ResponseFuture<T, S, ReqBody, R, E>
@@ -199,8 +192,13 @@ where
                 }
                 StateProj::Calling { response, grant, decision, headers, rule } => {
                     let _ = grant.poll_shadows(cx);
-                    let response = ready!(response.poll(cx))?;
-                    let response = finish(response, grant, decision.take(), *headers, rule.as_deref());
+                    let mut response = ready!(response.poll(cx))?;
+                    if let Some(rule) = rule {
+                        response = settle(response, grant, decision, rule);
+                    }
+                    if let Some(decision) = decision.take() {
+                        headers.annotate(decision, &mut response);
+                    }
                     if !grant.has_shadows() {
                         return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));
                     }

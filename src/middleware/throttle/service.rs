@@ -74,13 +74,13 @@ impl Settings {
     }
 
     fn granted(&self, permit: Permit, question: &Question) -> State {
-        self.notifier.answered(self.key, question, &Ok(permit.decision()), false);
+        self.notifier.answered(&self.key, question, &Ok(permit.decision()), false);
         State::Ready(Some(permit))
     }
 
     fn refused(&self, refusal: Refusal, question: &Question) -> State {
         let Refusal::Failed(error) = refusal else { return State::pausing() };
-        self.notifier.answered(self.key, question, &Err(error), false);
+        self.notifier.answered(&self.key, question, &Err(error), false);
         if self.allow_on_error { State::Ready(None) } else { State::pausing() }
     }
 }
