@@ -51,7 +51,7 @@ impl<S: Store> Limiter<S> {
 
     /// Sets the observer of the store, notified for example when a [`Fallback`](crate::Fallback) decides locally, if
     /// the store has none yet; and of each [`Reservation`] that could not be settled. It is not notified of decisions,
-    /// which are returned. Defaults to none.
+    /// which are returned. Defaults to [a log of what needs attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);

@@ -242,8 +242,7 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     }
 
     /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured server; and of
-    /// the store, if that has none yet. Defaults to none; a misconfigured server is logged in any case, with the
-    /// feature `tracing`.
+    /// the store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where

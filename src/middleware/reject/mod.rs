@@ -23,7 +23,7 @@ use crate::limit::Decision;
 /// A request that does not pass, and why.
 ///
 /// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It does not
-/// reveal errors in the server.
+/// reveal errors in the server, but why that is [misconfigured](MissingKey::is_misconfigured) in a debug build.
 ///
 /// ```
 /// use axum::Json;
@@ -112,7 +112,11 @@ impl Reason<'_> {
                 }
             },
             Reason::MissingKey(missing) if missing.is_misconfigured() => {
-                to.write_str("Rate limiting is misconfigured.")
+                to.write_str("Rate limiting is misconfigured")?;
+                if cfg!(debug_assertions) {
+                    write!(to, ": {missing}")?;
+                }
+                to.write_str(".")
             }
             Reason::MissingKey(missing) => write!(to, "{missing}"),
             Reason::Unavailable(_) => to.write_str("The request could not be counted."),

@@ -16,7 +16,7 @@ use super::job::{Job, no_runtime};
 use super::queues::{NodeQueue, Queues, Target, Work};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Source, Verdicts};
-use crate::observe::{Observer, event};
+use crate::observe::{Observer, event, or_log};
 use crate::store::freed;
 use crate::store::redis::batch::{DenialCache, Queue};
 use crate::store::redis::link::{error_of, within};
@@ -176,9 +176,7 @@ impl Inner {
 
     /// Tells of a failure that no check was answered with.
     pub(crate) fn failed(&self, error: &StoreError) {
-        if let Some(observer) = self.observer.get() {
-            contain(|| observer.failed(&event::Failed::new(None, error)));
-        }
+        contain(|| or_log(self.observer.get()).failed(&event::Failed::new(None, error)));
     }
 }
 
