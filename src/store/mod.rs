@@ -109,6 +109,13 @@ pub trait Store: Clone + Send + Sync + 'static {
         None
     }
 
+    /// The server that decides a caller's checks, by its address without user and password. A [`Fallback`] names it in
+    /// its error when its deadline has passed. Defaults to `None`.
+    fn server(&self, key: &Key) -> Option<String> {
+        let _ = key;
+        None
+    }
+
     /// Receives the observer of a layer or a [`Limiter`](crate::Limiter), to notify it of what happens in the store. A
     /// store that has an observer keeps that; a store around others passes it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -190,6 +197,10 @@ impl<W: WrapStore> Store for W {
 
     fn identity(&self) -> Option<usize> {
         self.inner().identity()
+    }
+
+    fn server(&self, key: &Key) -> Option<String> {
+        self.inner().server(key)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

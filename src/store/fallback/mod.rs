@@ -239,6 +239,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         self.partitions[0].primary.identity()
     }
 
+    fn server(&self, key: &Key) -> Option<String> {
+        self.partitions[0].primary.server(key)
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         for partition in &*self.partitions {
             partition.settings.observer.get_or_init(|| Arc::clone(observer));

@@ -166,6 +166,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         self.attend();
     }
 
+    /// The primary store has not answered a check of this caller by the deadline.
+    pub(super) fn late(&self, key: &Key) -> StoreError {
+        let late = StoreError::new(ErrorKind::Timeout);
+        match self.primary.server(key) {
+            Some(server) => late.at(server),
+            None => late,
+        }
+    }
+
     /// Counts a failure.
     pub(super) fn count(&self, error: &StoreError, ticket: Ticket) {
         if self.breaker.failed(ticket, error.kind() == ErrorKind::Cluster, self.clock.micros()) {
