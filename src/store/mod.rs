@@ -57,7 +57,8 @@ use crate::observe::Observer;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
-    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
+    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these",
+    note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
     /// Resolves to an answer that is not ready at once.
@@ -155,7 +156,8 @@ pub trait Store: Clone + Send + Sync + 'static {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
-    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
+    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these",
+    note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`"
 )]
 pub trait WrapStore: Clone + Send + Sync + 'static {
     /// The wrapped store.

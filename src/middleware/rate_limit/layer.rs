@@ -2,7 +2,6 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use http::Response;
 use http::request::Parts;
 use tower_layer::Layer;
 
@@ -11,7 +10,7 @@ use super::{AsIs, RateLimit};
 use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
 use crate::limit::Policies;
 use crate::middleware::headers::Headers;
-use crate::middleware::reject::{HttpReject, Rejection};
+use crate::middleware::reject::{HttpReject, IsResponse, Rejection};
 use crate::middleware::settings::Settings;
 use crate::observe::Observer;
 use crate::store::Store;
@@ -74,8 +73,7 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
     /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-    /// use http::Response;
-    ///
+    ///     ///
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
     /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).reject_with(|rejection| {
@@ -88,9 +86,10 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     #[must_use]
-    pub fn reject_with<F, B>(self, reject: F) -> RateLimitLayer<S, K, F, E>
+    pub fn reject_with<F, A>(self, reject: F) -> RateLimitLayer<S, K, F, E>
     where
-        F: Fn(Rejection<'_>) -> Response<B>,
+        F: Fn(Rejection<'_>) -> A,
+        A: IsResponse,
     {
         self.reject(reject)
     }
