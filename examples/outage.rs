@@ -11,9 +11,10 @@ use std::num::NonZeroU32;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http::{Request, Response};
+use tokio::time::Instant;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Decision, Source};
 use tower_redis_ratelimit::extract::Global;
