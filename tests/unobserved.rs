@@ -1,5 +1,7 @@
 //! What is logged where no observer is set. One log is for the whole process, so each test has errors of its own kind.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 use std::convert::Infallible;
 use std::io;
 use std::sync::{Arc, Mutex};
