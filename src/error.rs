@@ -285,7 +285,7 @@ impl ErrorKind {
                 "the server is a node of a Redis Cluster, and the store is for a single Redis: write `redis+cluster://` \
                  instead of `redis://`, or connect with `RedisStore::cluster`"
             }
-            Self::Refused => "the server refused a command: see its log for the reason",
+            Self::Refused => "the server refused: see its log for the reason",
             Self::QueueFull => {
                 "too many checks are waiting to be sent: allow a longer queue, or limit the requests in flight"
             }
@@ -302,7 +302,7 @@ impl fmt::Display for StoreError {
         // Of these it is the cause that says what to do.
         let (text, cause) = match (self.kind, &self.cause) {
             (ErrorKind::Configuration, Some(cause)) => ("the store is set up wrongly: ", Some(cause)),
-            (ErrorKind::Refused, Some(cause)) => ("the server refused a command: ", Some(cause)),
+            (ErrorKind::Refused, Some(cause)) => ("the server refused: ", Some(cause)),
             (kind, _) => (kind.advice(), None),
         };
         match (&self.server, text.split_once(SERVER)) {

@@ -43,7 +43,11 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
             },
         },
     };
-    let told = StoreError::explained(kind, said(error));
+    let mut reason = said(error);
+    if kind == ErrorKind::Refused && is_unknown(error) {
+        reason += ", which `RedisStore` needs: allow it";
+    }
+    let told = StoreError::explained(kind, reason);
     if was_not_run(kind, error) { told.unsent() } else { told }
 }
 
@@ -89,13 +93,18 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
     }
 }
 
+/// Whether the server does not know the command.
+fn is_unknown(error: &RedisError) -> bool {
+    error.detail().is_some_and(|text| text.contains("unknown command"))
+}
+
 /// A failure of a command that was not run, if it was unknown since the server is a Sentinel.
 pub(crate) async fn error_of_sentinel(
     error: &RedisError,
     connection: &mut MultiplexedConnection,
     server: &impl fmt::Display,
 ) -> Option<StoreError> {
-    if !error.detail().is_some_and(|text| text.contains("unknown command")) {
+    if !is_unknown(error) {
         return None;
     }
     let role = connection.send_packed_command(&redis::cmd("ROLE")).await.ok()?;

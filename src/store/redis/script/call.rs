@@ -274,12 +274,12 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
         0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
         wire::REFUSED => {
             let reason =
-                "a command of the script, which may be missing there, or the caller's key is another program's";
+                "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
             Err(StoreError::explained(ErrorKind::Refused, reason).of_check())
         }
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
         wire::NO_WRITES => {
-            let reason = "it takes no writes, since it cannot save to disk, or has too few replicas";
+            let reason = "it takes no writes: let it save to disk, and have the replicas that it is configured to want";
             Err(StoreError::explained(ErrorKind::Refused, reason).unsent())
         }
         wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),

@@ -137,7 +137,7 @@ impl Sentinels {
                 let text = error.details().unwrap_or_default();
                 Err(match error.kind() {
                     Some(ServerErrorKind::ResponseError) if text.contains("No such master") => {
-                        no_master(&self.name).into()
+                        no_master(server.addr(), &self.name).into()
                     }
                     Some(ServerErrorKind::ResponseError) if text.contains("unknown command") => {
                         no_sentinel(server.addr()).into()
@@ -243,9 +243,9 @@ fn read(reply: Value) -> Option<Master> {
     (port > 0).then(|| Master { host: host.as_str().into(), port, epoch })
 }
 
-fn no_master(name: &str) -> ConfigError {
+fn no_master(address: &redis::ConnectionAddr, name: &str) -> ConfigError {
     ConfigError::new(format!(
-        "the sentinels know no master named {name:?}: write the name that `sentinel monitor` has in their configuration"
+        "the sentinel {address} knows no master named {name:?}: write the name that `sentinel monitor` has in their configuration"
     ))
 }
 
