@@ -97,6 +97,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Asks a hundred times a second, come what may.
+#[allow(clippy::disallowed_methods, reason = "the time of each request is what it shows")]
 async fn client<S>(mut service: S, second: Arc<Second>)
 where
     S: Service<Request<()>, Response = Response<String>, Error = Infallible>,
