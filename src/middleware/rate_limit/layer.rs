@@ -73,7 +73,8 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// ```
     /// # use tower_redis_ratelimit::extract::Global;
     /// # use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
-    ///     ///
+    /// use http::Response;
+    ///
     /// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
     /// # let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
     /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).reject_with(|rejection| {
