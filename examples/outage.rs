@@ -1,9 +1,10 @@
 //! `cargo run --example outage`
 //!
 //! Four instances of a small service share one limit. Redis is killed after 5 seconds and started again, empty, after
-//! 10: second by second, what was granted by whom, and the longest that a decision took. It needs `redis-server` on the
-//! PATH.
+//! 10: second by second, what was granted by whom, and the longest that a request took. Between the seconds is the log
+//! as it is without any observer set. It needs `redis-server` on the PATH.
 
+use std::convert::Infallible;
 use std::error::Error;
 use std::net::{TcpListener, TcpStream};
 use std::num::NonZeroU32;
@@ -13,10 +14,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
 use http::{Request, Response};
+use tokio::time::Instant;
 use tower::{Layer, Service, ServiceExt, service_fn};
-use tower_redis_ratelimit::check::Source;
+use tower_redis_ratelimit::check::{Decision, Source};
 use tower_redis_ratelimit::extract::Global;
-use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::Share;
 use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy};
 
@@ -24,7 +25,7 @@ const INSTANCES: NonZeroU32 = NonZeroU32::new(4).unwrap();
 const QUOTA: Quota = Quota::per_second(200);
 const SECONDS: u64 = 15;
 
-/// What the instances were answered within a second.
+/// What the clients were answered within a second.
 #[derive(Default)]
 struct Second {
     redis: AtomicU64,
@@ -34,53 +35,33 @@ struct Second {
     longest: AtomicU64,
 }
 
-impl Observer for Second {
-    fn decided(&self, event: &event::Decided<'_>) {
-        let count = match (event.decision.is_allowed(), event.decision.source()) {
-            (false, _) => &self.denied,
-            (true, Source::Redis) => &self.redis,
-            (true, _) => &self.local,
+impl Second {
+    fn count(&self, decision: Option<&Decision>, elapsed: Duration) {
+        let count = match decision {
+            None => &self.failed,
+            Some(decision) if !decision.is_allowed() => &self.denied,
+            Some(decision) if decision.source() == Source::Redis => &self.redis,
+            Some(_) => &self.local,
         };
         count.fetch_add(1, Relaxed);
-        self.longest.fetch_max(event.elapsed.as_micros() as u64, Relaxed);
-    }
-
-    fn failed(&self, _: &event::Failed<'_>) {
-        self.failed.fetch_add(1, Relaxed);
-    }
-}
-
-/// Says when one instance is cut off, and when it is back.
-struct Log(u32);
-
-impl Observer for Log {
-    fn degraded(&self, event: &event::Degraded<'_>) {
-        println!("        instance {} decides by itself: {}", self.0, event.error);
-    }
-
-    fn recovered(&self, event: &event::Recovered) {
-        println!("        instance {} counts in Redis again, after {:.1?}", self.0, event.after);
-    }
-
-    fn reconciled(&self, event: &event::Reconciled) {
-        println!("        instance {} settled {}, dropped {}", self.0, event.charged, event.dropped);
+        self.longest.fetch_max(elapsed.as_micros() as u64, Relaxed);
     }
 }
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
+    tracing_subscriber::fmt().without_time().with_target(false).init();
     let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
     let mut redis = start_redis(port)?;
     let second = Arc::new(Second::default());
-    for i in 1..=INSTANCES.get() {
+    for _ in 0..INSTANCES.get() {
         let store = RedisStore::connect_lazy(format!("redis://127.0.0.1:{port}/"))?;
-        let store = Fallback::new(store, LocalStore::default()).share(Share::Fixed(INSTANCES)).observer(Log(i));
+        let store = Fallback::new(store, LocalStore::default()).share(Share::Fixed(INSTANCES));
         let policy = Policy::new("example", Strategy::Gcra, QUOTA)?;
-        let layer = RateLimitLayer::new(store, Global, policy).observer(Arc::clone(&second));
-        let service = layer
-            .layer(service_fn(async |_: Request<()>| Ok::<_, std::convert::Infallible>(Response::new(String::new()))));
+        let service = RateLimitLayer::new(store, Global, policy)
+            .layer(service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new()))));
         for _ in 0..16 {
-            tokio::spawn(clients(service.clone()));
+            tokio::spawn(client(service.clone(), Arc::clone(&second)));
         }
     }
 
@@ -116,14 +97,16 @@ async fn main() -> Result<(), Box<dyn Error>> {
 }
 
 /// Asks a hundred times a second, come what may.
-async fn clients<S>(mut service: S)
+#[allow(clippy::disallowed_methods, reason = "the time of each request is what it shows")]
+async fn client<S>(mut service: S, second: Arc<Second>)
 where
-    S: Service<Request<()>>,
+    S: Service<Request<()>, Response = Response<String>, Error = Infallible>,
 {
     loop {
-        if let Ok(service) = service.ready().await {
-            let _ = service.call(Request::new(())).await;
-        }
+        let since = Instant::now();
+        let Ok(ready) = service.ready().await;
+        let Ok(response) = ready.call(Request::new(())).await;
+        second.count(response.extensions().get(), since.elapsed());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -19,4 +19,5 @@
 //! ```
 
 pub use crate::limit::{Check, Decision, Mode, Outcome, RateLimited, Source, Verdict};
+pub use crate::limiter::Done;
 pub use crate::middleware::DryRun;

@@ -58,8 +58,9 @@ impl std::error::Error for ConfigError {}
 /// A store could not decide.
 ///
 /// It is not a verdict on the caller: a [`Fallback`](crate::Fallback) answers it locally, and the middleware by
-/// [`OnError`](crate::reject::OnError). Its text says how to fix it, and its [`source`](std::error::Error::source) why
-/// it happened, if that is known. Errors of this crate contain no caller's key and no password.
+/// [`OnError`](crate::reject::OnError). Its text names the server, if it is of one, and says how to fix it; its
+/// [`source`](std::error::Error::source) says why it happened, if that is known. Errors of this crate contain no
+/// caller's key and no password.
 ///
 /// ```
 /// use std::io;
@@ -67,13 +68,16 @@ impl std::error::Error for ConfigError {}
 ///
 /// // The error of your own store when it could not connect.
 /// let refused = io::Error::from(io::ErrorKind::ConnectionRefused);
-/// let error = StoreError::with_source(ErrorKind::Unreachable, refused).unsent();
+/// let error = StoreError::with_source(ErrorKind::Unreachable, refused).at("10.0.0.1:6379").unsent();
 /// assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent());
+/// assert!(error.to_string().starts_with("the server 10.0.0.1:6379 cannot be reached: "));
 /// assert_eq!(error.kind().as_str(), "unreachable");
 /// ```
 #[derive(Clone)]
 pub struct StoreError {
     kind: ErrorKind,
+    /// The address of the server that it is of.
+    server: Option<Arc<str>>,
     cause: Option<Arc<dyn std::error::Error + Send + Sync>>,
     /// Whether it concerns one check only.
     of_check: bool,
@@ -130,12 +134,26 @@ pub enum ErrorKind {
 impl StoreError {
     /// An error of this kind, for your own [`Store`](crate::store::Store).
     pub fn new(kind: ErrorKind) -> Self {
-        Self { kind, cause: None, of_check: false, unsent: false }
+        Self { kind, server: None, cause: None, of_check: false, unsent: false }
     }
 
     /// An error of this kind with its cause.
     pub fn with_source(kind: ErrorKind, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
+    }
+
+    /// An error of this kind, for this reason.
+    pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
+        let cause = Box::<dyn std::error::Error + Send + Sync>::from(reason.into());
+        Self { cause: Some(cause.into()), ..Self::new(kind) }
+    }
+
+    /// The same error, of the server at this address, which its text then names. It keeps the address that it has.
+    /// Leave out user and password.
+    #[must_use]
+    pub fn at(self, server: impl fmt::Display) -> Self {
+        let server = self.server.unwrap_or_else(|| server.to_string().into());
+        Self { server: Some(server), ..self }
     }
 
     /// The same error, of this check only. A [`Fallback`](crate::Fallback) answers the check, and its breaker does not
@@ -246,29 +264,28 @@ impl ErrorKind {
                 "the server refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
             }
             Self::Permission => {
-                "the Redis user lacks a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
+                "the server denies the Redis user a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
                  and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for RedisStore::announce, \
                  `+zremrangebyscore +zadd +zcard +pexpire`; in a Redis Cluster, `+asking +cluster|slots` (`+cluster` before 7.0); a user of sentinels, \
                  `+sentinel|master` (`+sentinel` before 7.0)"
             }
             Self::Protocol => {
-                "unexpected script reply: check that the URL's host and port are \
-                 those of a Redis"
+                "the server sent an unexpected reply: check that the URL's host and port are those of a Redis"
             }
             Self::ReadOnly => {
-                "Redis is a read-only replica: point the URL at its master, or at its sentinels (`redis+sentinel://`)"
+                "the server is a read-only replica: point the URL at its master, or at its sentinels (`redis+sentinel://`)"
             }
             Self::OutOfMemory => {
-                "Redis has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
+                "the server has no memory left: raise `maxmemory`, or choose an eviction policy such as `volatile-ttl`"
             }
             Self::NotReady => {
                 "the server is loading its data, a part of the cluster is down, or no master is elected yet: wait until it is ready"
             }
             Self::Cluster => {
-                "the server is a node of a Redis Cluster, and the store is for a single Redis: write `redis+cluster://` instead \
-                 of `redis://`"
+                "the server is a node of a Redis Cluster, and the store is for a single Redis: write `redis+cluster://` \
+                 instead of `redis://`, or connect with `RedisStore::cluster`"
             }
-            Self::Refused => "the server refused: see the cause, or the server's log if there is none",
+            Self::Refused => "the server refused: see its log for the reason",
             Self::QueueFull => {
                 "too many checks are waiting to be sent: allow a longer queue, or limit the requests in flight"
             }
@@ -277,13 +294,22 @@ impl ErrorKind {
     }
 }
 
+/// What the advice calls the server that it is about. Its address is put behind.
+const SERVER: &str = "the server";
+
 impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.kind, &self.cause) {
-            // It is the cause that says what to do.
-            (ErrorKind::Configuration, Some(cause)) => write!(f, "the store is set up wrongly: {cause}"),
-            (kind, _) => f.write_str(kind.advice()),
+        // Of these it is the cause that says what to do.
+        let (text, cause) = match (self.kind, &self.cause) {
+            (ErrorKind::Configuration, Some(cause)) => ("the store is set up wrongly: ", Some(cause)),
+            (ErrorKind::Refused, Some(cause)) => ("the server refused: ", Some(cause)),
+            (kind, _) => (kind.advice(), None),
+        };
+        match (&self.server, text.split_once(SERVER)) {
+            (Some(server), Some((before, after))) => write!(f, "{before}{SERVER} {server}{after}")?,
+            _ => f.write_str(text)?,
         }
+        cause.map_or(Ok(()), |cause| write!(f, "{cause}"))
     }
 }
 
@@ -310,7 +336,7 @@ impl std::error::Error for StoreError {
         let cause = self.cause.as_deref()?;
         match self.kind {
             // Its own text is in ours.
-            ErrorKind::Configuration => cause.source(),
+            ErrorKind::Configuration | ErrorKind::Refused => cause.source(),
             _ => Some(cause),
         }
     }
@@ -368,11 +394,23 @@ mod tests {
             ErrorKind::ClientCertificate,
             ErrorKind::Permission,
             ErrorKind::Protocol,
-            ErrorKind::ReadOnly,
-            ErrorKind::OutOfMemory,
             ErrorKind::Cluster,
         ];
         assert_eq!(of_redis.collect::<Vec<_>>(), known);
+    }
+
+    /// All but those that are of no server.
+    #[test]
+    fn errors_name_their_server_once() {
+        let of_none = [ErrorKind::Configuration, ErrorKind::QueueFull, ErrorKind::NoRuntime];
+        for kind in KINDS {
+            for error in [StoreError::new(kind), StoreError::explained(kind, "a leaf on the line")] {
+                let text = error.at("10.0.0.1:6379").at("10.0.0.2:6379").to_string();
+                let names = !of_none.contains(&kind);
+                assert_eq!(text.matches("the server 10.0.0.1:6379").count(), usize::from(names), "{text}");
+                assert!(!text.contains("10.0.0.2"), "{text}");
+            }
+        }
     }
 
     /// What is wrong, a colon, and then what to do.

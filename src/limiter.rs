@@ -1,4 +1,5 @@
 use std::num::NonZeroUsize;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,6 +42,19 @@ pub struct Limiter<S> {
     in_flight: InFlightTracker,
 }
 
+/// The [`Decision`] on what was asked for its effect: a charge, a refund or a reset. Unlike a decision, it need not be
+/// looked at.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Done(Decision);
+
+impl Deref for Done {
+    type Target = Decision;
+
+    fn deref(&self) -> &Decision {
+        &self.0
+    }
+}
+
 impl<S: Store> Limiter<S> {
     /// Counts in `store` under one policy or several.
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
@@ -51,7 +65,7 @@ impl<S: Store> Limiter<S> {
 
     /// Sets the observer of the store, notified for example when a [`Fallback`](crate::Fallback) decides locally, if
     /// the store has none yet; and of each [`Reservation`] that could not be settled. It is not notified of decisions,
-    /// which are returned. Defaults to none.
+    /// which are returned. Defaults to [a log of what needs attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
@@ -138,14 +152,14 @@ impl<S: Store> Limiter<S> {
 
     /// Charges `cost` in any case. See [`Check::charge`]. Beside other policies, one of requests [in
     /// flight](crate::Policy::in_flight) is left out, also from the decision: it counts requests, not costs.
-    pub fn charge(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::charge(key, self.of_costs(), cost))
+    pub fn charge(&self, key: Key, cost: u32) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+        self.effect(Check::charge(key, self.of_costs(), cost))
     }
 
     /// Refunds `cost`. See [`Check::refund`]. A policy of requests in flight is left out as in a
     /// [charge](Self::charge).
-    pub fn refund(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::refund(key, self.of_costs(), cost))
+    pub fn refund(&self, key: Key, cost: u32) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+        self.effect(Check::refund(key, self.of_costs(), cost))
     }
 
     /// The policies that count costs, or all if there are none.
@@ -154,8 +168,14 @@ impl<S: Store> Limiter<S> {
     }
 
     /// Forgets all charges of the caller. See [`Check::reset`].
-    pub fn reset(&self, key: Key) -> Answer<S::Future> {
-        self.store.check(Check::reset(key, &self.policies))
+    pub fn reset(&self, key: Key) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+        self.effect(Check::reset(key, &self.policies))
+    }
+
+    /// Asks at once, and waits for the answer.
+    fn effect(&self, check: Check) -> impl Future<Output = Result<Done, StoreError>> + Send + use<S> {
+        let answer = self.store.check(check);
+        async { answer.await.map(Done) }
     }
 
     /// Takes `cost`, and waits for it up to `max` if necessary.

@@ -56,6 +56,7 @@ use crate::limit::Key;
     label = "not a `KeyExtractor` for `{R}`",
     note = "extractors are `PeerIp`, `ClientIp`, `HeaderKey`, `Global`, with the feature `axum` `MatchedRoute` and \
             `MatchedEndpoint`, and tuples of extractors",
+    note = "a `Result`: add `?`, as in `HeaderKey::new(\"x-api-key\")?`",
     note = "of `ClientIp`, say who is trusted: `ClientIp::x_forwarded_for().trust([\"private\"])?`",
     note = "a closure: `key_fn(|request| ..)`, which is given `&http::request::Parts` and returns an `Option<Key>`",
     note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
@@ -72,7 +73,8 @@ pub trait KeyExtractor<R = Parts>: Send + Sync + 'static {
 
 /// Counts by the key that a closure returns. `None` is a request [without a key](crate::reject::OnMissingKey).
 ///
-/// It returns the closure; `key_fn` tells the compiler the type of its argument.
+/// It returns the closure; `key_fn` tells the compiler the type of its argument. A closure without it fails to compile:
+/// "type annotations needed", or "implementation of `FnOnce` is not general enough".
 ///
 /// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and `/login/a%6cice` are
 /// one user and three keys, each with separate guesses. Decode the key, best where the handler does, as with axum's

@@ -71,8 +71,8 @@ impl MissingKey {
     /// The server is misconfigured, so that no request can have a key: over HTTP a 500, over gRPC `INTERNAL`, whatever
     /// [`OnMissingKey`](crate::reject::OnMissingKey) says.
     ///
-    /// `problem` says how to fix it. It is not shown to clients, but reported to the layer's
-    /// [observer](crate::observe::Observer::misconfigured).
+    /// `problem` says how to fix it. It is reported to the layer's [observer](crate::observe::Observer::misconfigured),
+    /// and shown to clients in debug builds only.
     pub fn misconfigured(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { problem: Problem::Text(problem.into()), cause: Cause::Misconfigured }
     }

@@ -8,10 +8,10 @@ use tokio::time::Instant;
 use super::{MissingKey, Question};
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
-use crate::observe::{Observer, event};
+use crate::observe::{Observer, event, or_log};
 use crate::util::{instant, lock};
 
-/// Notifies a layer's observer, if it has one. Clones are of the same layer.
+/// Notifies a layer's observer, or logs what needs attention if it has none. Clones are of the same layer.
 #[derive(Clone, Default)]
 pub(crate) struct Notifier {
     observer: Option<Arc<dyn Observer>>,
@@ -53,14 +53,14 @@ impl Notifier {
         answer: &Result<Decision, StoreError>,
         dry_run: bool,
     ) {
-        let Some(observer) = &self.observer else { return };
-        match answer {
-            Ok(decision) => {
+        match (answer, &self.observer) {
+            (Ok(decision), Some(observer)) => {
                 let mut event = event::Decided::new(key, decision, question.waited());
                 event.dry_run = dry_run;
                 observer.decided(&event);
             }
-            Err(error) => observer.failed(&event::Failed::new(Some(key), error)),
+            (Ok(_), None) => {}
+            (Err(error), observer) => or_log(observer.as_ref()).failed(&event::Failed::new(Some(key), error)),
         }
     }
 
@@ -93,14 +93,7 @@ impl Notifier {
     }
 
     fn report(&self, problem: &str) {
-        let event = event::Misconfigured::new(problem);
-        match &self.observer {
-            Some(observer) => observer.misconfigured(&event),
-            #[cfg(feature = "tracing")]
-            None => crate::observe::log_misconfigured(&event),
-            #[cfg(not(feature = "tracing"))]
-            None => {}
-        }
+        or_log(self.observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
     }
 }
 

@@ -41,7 +41,9 @@ use crate::limit::{Key, Policies, Policy};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` gives no policies for a request",
     label = "not a `PolicySelector` for `{R}`",
-    note = "give a `Policy`, `Policies`, `Tiers`, `Routes` or `Live`; a quota becomes a policy by `Policy::new(name, strategy, quota)?`",
+    note = "give a `Policy`, `Policies`, `Tiers`, `Routes` or `Live`",
+    note = "a `Result`: add `?`, as in `Policy::new(name, strategy, quota)?`",
+    note = "several policies for each request, as in a `Vec` or an array: `Policies::new([..])?`",
     note = "a closure: `policies_fn(|request| ..)`, which is given `&http::request::Parts` and returns `Policies`, or an `Option` of them",
     note = "requests that are not HTTP's: a closure with the type of its argument, as in `|job: &Job| ..`"
 )]

@@ -7,6 +7,7 @@ mod metrics;
 mod throttle;
 #[cfg(feature = "tracing")]
 mod tracing;
+mod unobserved;
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,12 +16,16 @@ use std::sync::Arc;
 pub use self::metrics::MetricsObserver;
 #[cfg(feature = "tracing")]
 pub use self::tracing::TracingObserver;
-#[cfg(feature = "tracing")]
-pub(crate) use self::tracing::misconfigured as log_misconfigured;
+pub(crate) use self::unobserved::or_log;
 
 /// Is notified of what happens, for logs, metrics and health checks.
 ///
 /// With the feature `tracing` there is a `TracingObserver`, with the feature `metrics` a `MetricsObserver`.
+///
+/// Where no observer is set, the feature `tracing` logs what needs attention as a `TracingObserver` does:
+/// [`degraded`](Self::degraded), [`recovered`](Self::recovered), [`misconfigured`](Self::misconfigured), and
+/// [`failed`](Self::failed) once a minute for each kind of error. Without the feature, a debug build writes the first
+/// `degraded` and `misconfigured` to standard error. `.observer(())` turns both off.
 ///
 /// One call is enough: an observer set by [`RateLimitLayer::observer`](crate::RateLimitLayer::observer) is notified of
 /// the layer's decisions, of its [`Fallback`](crate::Fallback), and of both stores in that. A store that has an
@@ -62,7 +67,6 @@ pub trait Observer: Send + Sync + 'static {
 
     /// The server is misconfigured, so that a layer can count no request: over HTTP each gets a 500. Or it cannot count
     /// by a policy, which it leaves out, or has counted a request twice. Reported at most once a minute by each layer.
-    /// A layer without an observer logs it, with the feature `tracing`.
     fn misconfigured(&self, event: &event::Misconfigured<'_>) {
         let _ = event;
     }
@@ -88,7 +92,7 @@ pub trait Observer: Send + Sync + 'static {
     }
 }
 
-/// Ignores all events.
+/// Ignores all events: `.observer(())` also turns off the log of what needs attention.
 impl Observer for () {}
 
 macro_rules! tells {

@@ -135,11 +135,6 @@ impl fmt::Debug for TracingObserver {
     }
 }
 
-/// A layer without an observer calls it too, so that it is logged why all requests are rejected.
-pub(crate) fn misconfigured(&event::Misconfigured { problem }: &event::Misconfigured<'_>) {
-    error!(problem, "the server is set up so that requests are not counted as they should be");
-}
-
 impl Observer for TracingObserver {
     fn decided(&self, &event::Decided { key, decision, elapsed, dry_run }: &event::Decided<'_>) {
         let (policy, outcome) = (decision.policy(), decision.outcome());
@@ -177,8 +172,8 @@ impl Observer for TracingObserver {
         }
     }
 
-    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
-        misconfigured(event);
+    fn misconfigured(&self, &event::Misconfigured { problem }: &event::Misconfigured<'_>) {
+        error!(problem, "the server is set up so that requests are not counted as they should be");
     }
 
     fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {

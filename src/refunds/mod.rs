@@ -24,7 +24,7 @@ pub(crate) use self::reserved::Reserved;
 use self::sender::Sender;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::Decision;
-use crate::observe::{Observer, event};
+use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
 use crate::util::{contain, instant, lock};
 
@@ -242,9 +242,7 @@ impl<S: Store> Shared<S> {
     }
 
     fn give_up(&self, op: PendingOp, error: StoreError) {
-        if let Some(observer) = &self.observer {
-            contain(|| observer.failed(&event::Failed::new(Some(op.key()), &error)));
-        }
+        contain(|| or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(op.key()), &error)));
         op.tell(Err(error));
     }
 

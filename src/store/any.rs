@@ -144,6 +144,10 @@ impl Store for AnyStore {
         each!(self, store => store.identity())
     }
 
+    fn server(&self, key: &Key) -> Option<String> {
+        each!(self, store => store.server(key))
+    }
+
     fn partitions(&self) -> usize {
         each!(self, store => store.partitions())
     }

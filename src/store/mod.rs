@@ -57,7 +57,8 @@ use crate::observe::Observer;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
-    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
+    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these",
+    note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`"
 )]
 pub trait Store: Clone + Send + Sync + 'static {
     /// Resolves to an answer that is not ready at once.
@@ -109,6 +110,13 @@ pub trait Store: Clone + Send + Sync + 'static {
         None
     }
 
+    /// The server that decides a caller's checks, by its address without user and password. A [`Fallback`] names it in
+    /// its error when its deadline has passed. Defaults to `None`.
+    fn server(&self, key: &Key) -> Option<String> {
+        let _ = key;
+        None
+    }
+
     /// Receives the observer of a layer or a [`Limiter`](crate::Limiter), to notify it of what happens in the store. A
     /// store that has an observer keeps that; a store around others passes it on. Defaults to doing nothing.
     fn observe(&self, observer: &Arc<dyn Observer>) {
@@ -148,7 +156,8 @@ pub trait Store: Clone + Send + Sync + 'static {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not implement `Store`",
     label = "not a `Store`",
-    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these"
+    note = "stores are `RedisStore`, `LocalStore`, and `Fallback::new(redis, local)`; `AnyStore` is any of these",
+    note = "a `Result`: add `?`, as in `RedisStore::connect_lazy(url)?` or `RedisStore::connect(url).await?`"
 )]
 pub trait WrapStore: Clone + Send + Sync + 'static {
     /// The wrapped store.
@@ -190,6 +199,10 @@ impl<W: WrapStore> Store for W {
 
     fn identity(&self) -> Option<usize> {
         self.inner().identity()
+    }
+
+    fn server(&self, key: &Key) -> Option<String> {
+        self.inner().server(key)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

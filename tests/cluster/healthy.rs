@@ -250,12 +250,15 @@ async fn a_non_cluster_is_reported() {
     let url = format!("redis+cluster://127.0.0.1:{}", server.port());
     let error = RedisStore::connect(url).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Configuration, "{error:?}");
-    assert!(error.to_string().contains("is not a node of a Redis Cluster"), "{error}");
+    let address = format!("127.0.0.1:{}", server.port());
+    assert!(error.to_string().contains(&format!("the server {address} is not a node of a Redis Cluster")), "{error}");
+    assert!(error.to_string().contains(&format!("write `redis://{address}`, and connect with `RedisStore::connect`")));
     let nobody =
         RedisStore::connect_lazy(format!("redis+cluster://127.0.0.1:{}", crate::support::free_port())).unwrap();
     for _ in 0..2 {
         let error = nobody.check(check("ann", "10/s")).await.unwrap_err();
         assert!(error.kind() == ErrorKind::Unreachable && error.is_unsent(), "{error:?}");
+        assert!(error.to_string().starts_with("the server 127.0.0.1:"), "{error}");
     }
     // A node that has met nobody.
     let lonely = RedisServer::start_with(&["--cluster-enabled", "yes"]);

@@ -65,6 +65,96 @@ fn a_wrong_store_type_lists_the_stores() {
 }
 
 #[test]
+fn a_result_for_a_value_suggests_the_question_mark() {
+    fixes(
+        "RateLimitLayer::new(RedisStore::connect_lazy(\"redis://127.0.0.1/\"), Global, policy);",
+        &["ConfigError>` does not implement `Store`", "add `?`, as in `RedisStore::connect_lazy(url)?`"],
+        "RateLimitLayer::new(RedisStore::connect_lazy(\"redis://127.0.0.1/\")?, Global, policy);",
+    );
+    fixes(
+        "Fallback::new(RedisStore::connect_lazy(\"redis://127.0.0.1/\"), LocalStore::default());",
+        &["add `?`, as in `RedisStore::connect_lazy(url)?`"],
+        "Fallback::new(RedisStore::connect_lazy(\"redis://127.0.0.1/\")?, LocalStore::default());",
+    );
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), HeaderKey::new(\"x-api-key\"), policy);",
+        &["ConfigError>` finds no key in a request", "add `?`, as in `HeaderKey::new(\"x-api-key\")?`"],
+        "RateLimitLayer::new(LocalStore::default(), HeaderKey::new(\"x-api-key\")?, policy);",
+    );
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), Global, Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50)));",
+        &["ConfigError>` gives no policies for a request", "add `?`, as in `Policy::new(name, strategy, quota)?`"],
+        "RateLimitLayer::new(LocalStore::default(), Global, Policy::new(\"api\", Strategy::Gcra, Quota::per_second(50))?);",
+    );
+}
+
+#[test]
+fn a_vec_of_policies_suggests_policies() {
+    for policies in ["vec![policy]", "[policy]"] {
+        fixes(
+            &format!("RateLimitLayer::new(LocalStore::default(), Global, {policies});"),
+            &["gives no policies for a request", "`Policies::new([..])?`"],
+            "RateLimitLayer::new(LocalStore::default(), Global, Policies::new([policy])?);",
+        );
+    }
+}
+
+#[test]
+fn a_rejecting_closure_must_return_a_response() {
+    fixes(
+        "RateLimitLayer::new(LocalStore::default(), Global, policy)
+             .reject_with(|rejection| (rejection.status(), \"Not so fast\"));",
+        &["&str)` is not a response", "the closure must return an `http::Response`", "`.into_response()`"],
+        "RateLimitLayer::new(LocalStore::default(), Global, policy)
+             .reject_with(|rejection| HttpReject::new().reject(rejection).map(|text: String| text.len()));",
+    );
+}
+
+#[test]
+fn a_key_closure_must_return_an_option() {
+    fixes(
+        "CallLimitLayer::<_, _, String>::new(LocalStore::default(), |_: &String| Key::GLOBAL, policy);",
+        &["finds no key in a request", "a closure: `key_fn(|request| ..)`", "returns an `Option<Key>`"],
+        "CallLimitLayer::<_, _, String>::new(LocalStore::default(), |_: &String| Some(Key::GLOBAL), policy);",
+    );
+}
+
+/// The compiler finds that out before it looks at our words: these are the ones that the docs of `key_fn` quote.
+#[test]
+fn a_closure_without_key_fn_is_not_understood() {
+    for (closure, text) in [
+        ("|request| Some(Key::new(request.uri.path()))", "type annotations needed"),
+        ("|_| Some(Key::GLOBAL)", "implementation of `FnOnce` is not general enough"),
+    ] {
+        fixes(
+            &format!("RateLimitLayer::new(LocalStore::default(), {closure}, policy);"),
+            &[text],
+            &format!("RateLimitLayer::new(LocalStore::default(), key_fn({closure}), policy);"),
+        );
+    }
+}
+
+#[test]
+fn only_what_may_be_denied_must_be_used() {
+    let asks = |what: &str| {
+        format!(
+            "#[deny(unused_must_use)]
+             async fn ask(limiter: Limiter<LocalStore>) -> Result<(), StoreError> {{
+                 {what};
+                 Ok(())
+             }}"
+        )
+    };
+    for done in ["reset(Key::GLOBAL)", "charge(Key::GLOBAL, 1)", "refund(Key::GLOBAL, 1)"] {
+        fixes(
+            &asks("limiter.take(Key::GLOBAL, 1).await?"),
+            &["unused `Decision` that must be used", "it may be a denial"],
+            &asks(&format!("limiter.{done}.await?")),
+        );
+    }
+}
+
+#[test]
 fn a_wrong_extractor_type_lists_the_extractors() {
     fixes(
         "RateLimitLayer::new(LocalStore::default(), \"x-api-key\", policy);",

@@ -3,6 +3,8 @@
 #![cfg(test)]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test that cannot go on has failed")]
 
+mod unobserved;
+
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::{AnyStore, ErrorKind, StoreConfig};
 

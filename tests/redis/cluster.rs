@@ -32,6 +32,8 @@ async fn a_node_is_not_taken() {
         let error = RedisStore::connect(server.url()).await.unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Cluster, "{slots:?}: {error:?}");
         assert!(error.to_string().contains("redis+cluster://"), "{error}");
+        let node = format!("the server 127.0.0.1:{} is a node of a Redis Cluster", server.port());
+        assert!(error.to_string().starts_with(&node), "{error}");
     }
 }
 

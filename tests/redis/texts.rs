@@ -3,15 +3,17 @@
 use std::error::Error as _;
 use std::io::{self, Write};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::mpsc;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
-use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
-use tower_redis_ratelimit::{Key, RedisStore, Strategy};
+use tower_redis_ratelimit::store::{AnyStore, ErrorKind, Store, StoreError};
+use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
 use crate::forbidden::ask_of_a_long_log;
-use crate::support::{RedisServer, policy, until};
+use crate::support::{RedisServer, check, policy, until};
 
 const SECRETS: [&str; 4] = ["telling-key", "telling-id", "hunter2", "telling-user:"];
 
@@ -56,7 +58,10 @@ fn texts(error: &StoreError) -> Vec<String> {
     texts
 }
 
+/// But for a wrong URL, which is of no server yet.
 fn assert_tells_no_secret(error: &StoreError, what: &str) {
+    let is_named = error.to_string().contains("the server 127.0.0.1:");
+    assert!(is_named || error.kind() == ErrorKind::Configuration, "{what}: no server is named: {error}");
     for text in texts(error) {
         for secret in SECRETS {
             assert!(!text.contains(secret), "{what}: {secret:?} is shown: {text}");
@@ -116,6 +121,36 @@ async fn a_refused_user_shows_no_secret() {
         for error in &failures(&RedisStore::connect_lazy(url).unwrap()).await {
             assert_tells_no_secret(error, command);
         }
+    }
+}
+
+/// The deadline is a fallback's, which knows no server.
+#[tokio::test]
+async fn a_missed_deadline_names_the_server() {
+    struct Tells(mpsc::UnboundedSender<String>);
+
+    impl Observer for Tells {
+        fn failed(&self, event: &event::Failed<'_>) {
+            let _ = self.0.send(event.error.to_string());
+        }
+    }
+
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    for url in [
+        format!("redis://telling-user:hunter2@{address}/"),
+        format!("redis+cluster://telling-user:hunter2@{address}"),
+        format!("redis+sentinel://telling-user:hunter2@{address}/mymaster"),
+    ] {
+        let (tell, mut told) = mpsc::unbounded_channel();
+        let redis = RedisStore::builder(url.as_str()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+        let store = Fallback::new(redis, LocalStore::default()).observer(Tells(tell));
+        let any = AnyStore::from(store);
+        assert!(any.check(check("ann", "10/s")).await.unwrap().is_allowed());
+        let error = told.recv().await.unwrap();
+        let server = if url.contains("sentinel") { "\"mymaster\" of the sentinels " } else { "" };
+        let text = format!("the server {server}{address} did not answer in time: ");
+        assert!(error.starts_with(&text), "{url}: {error}");
     }
 }
 

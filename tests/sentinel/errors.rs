@@ -1,6 +1,5 @@
 //! Logins, and whatever is wrong with the sentinels: a typed error whose text says what to do.
 
-use std::error::Error as _;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
@@ -18,6 +17,7 @@ async fn refused(servers: impl Into<Servers>, kind: ErrorKind, remedy: &str) {
     let error = connect(servers).await.unwrap_err();
     assert_eq!(error.kind(), kind, "{error:?}");
     assert!(error.to_string().contains(remedy), "{error} lacks {remedy:?}");
+    assert!(error.to_string().contains("the server 127.0.0.1:") || kind == ErrorKind::Configuration, "{error}");
     assert!(!format!("{error:?}").contains("hunter2"), "{error:?}");
 }
 
@@ -92,8 +92,13 @@ async fn the_server_is_not_a_sentinel() {
 async fn a_sentinel_is_not_a_server() {
     let server = RedisServer::start();
     let sentinel = Sentinel::start(server.port(), 1, "");
-    let error = connect(format!("redis://127.0.0.1:{}", sentinel.port)).await.unwrap_err();
-    assert!(error.source().unwrap().to_string().contains("unknown command"), "{error:?}");
+    let address = format!("127.0.0.1:{}", sentinel.port);
+    let remedy = format!(
+        "the server {address} is a Redis Sentinel, which counts nothing: write `redis+sentinel://{address}/{NAME}`"
+    );
+    for url in [format!("redis://{address}"), format!("redis+cluster://{address}")] {
+        refused(url, ErrorKind::Configuration, &remedy).await;
+    }
 }
 
 /// Not every check asks the sentinels while there is no master.

@@ -217,6 +217,10 @@ impl Store for Hooks {
         Some(3)
     }
 
+    fn server(&self, _: &Key) -> Option<String> {
+        Some("10.0.0.1:6379".to_owned())
+    }
+
     fn observe(&self, _: &Arc<dyn Observer>) {
         self.0.lock().unwrap().push("observe");
     }
@@ -245,6 +249,7 @@ fn a_wrapped_store_keeps_its_hooks() {
     assert!(store.withdraw(pin!(std::future::pending())));
     assert_eq!((store.partitions(), store.partition(&Key::GLOBAL), store.identity()), (12, 7, Some(3)));
     assert!(!store.is_authoritative(&decision));
+    assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
     store.warm(&Key::GLOBAL, &decision);
     store.observe(&(Arc::new(()) as Arc<dyn Observer>));
     assert_eq!(*store.0.0.lock().unwrap(), ["warm", "observe"]);

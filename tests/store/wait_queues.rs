@@ -152,7 +152,7 @@ async fn expired_waiters_do_not_delay_others() {
 async fn waiters_that_fit_are_never_refused() {
     // All that is owed may be owed: the first, of 5, waits for its take.
     let limiter = Limiter::new(LocalStore::default(), policy(Strategy::Gcra, "1/s burst 5"));
-    let _ = limiter.charge(ANN, 10).await.unwrap();
+    limiter.charge(ANN, 10).await.unwrap();
     let first = limiter.wait(ANN, 5, LONG);
     let second = async {
         sleep(Duration::from_millis(10)).await;

@@ -326,10 +326,10 @@ async fn a_refund_wakes_waiters() {
     for &strategy in Strategy::ALL {
         for others in 0..2 {
             let refunded = woken(strategy, others, async |limiter| {
-                let _ = limiter.refund(ANN, 1).await.unwrap();
+                limiter.refund(ANN, 1).await.unwrap();
             });
             let reset = woken(strategy, others, async |limiter| {
-                let _ = limiter.reset(ANN).await.unwrap();
+                limiter.reset(ANN).await.unwrap();
             });
             let took = [refunded.await, reset.await];
             assert!(took.iter().all(|took| *took < Duration::from_millis(50)), "{strategy:?}, {others}: {took:?}");
@@ -350,7 +350,7 @@ async fn a_refund_brings_permits_forward() {
     assert!(first.await.unwrap().unwrap().is_allowed());
     sleep(Duration::from_secs(1)).await;
     let start = Instant::now();
-    let _ = limiter.refund(ANN, 1).await.unwrap();
+    limiter.refund(ANN, 1).await.unwrap();
     assert!(second.await.unwrap().unwrap().is_allowed());
     assert!(start.elapsed() < Duration::from_millis(50), "{:?}", start.elapsed());
     // No more than what was refunded.

@@ -194,8 +194,7 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
     }
 
     /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured program; and of
-    /// the store, if that has none yet. Defaults to none; a misconfigured program is logged in any case, with the
-    /// feature `tracing`.
+    /// the store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where

@@ -30,13 +30,15 @@ pub(super) fn explicit(request: &Parts) -> Option<IpAddr> {
     request.extensions.get().copied()
 }
 
-/// The server recorded nothing.
+/// The server recorded nothing, or what only a feature reads.
 pub(super) fn unknown() -> MissingKey {
-    MissingKey::misconfigured(
-        "the server did not note the address of the peer; \
-         with axum, serve `app.into_make_service_with_connect_info::<SocketAddr>()` and enable the feature `axum`; \
-         with tonic, enable the feature `tonic`",
-    )
+    const SERVE: &str = "serve `app.into_make_service_with_connect_info::<SocketAddr>()`";
+    let axum = if cfg!(feature = "axum") { "" } else { "turn on the feature `axum` of `tower-redis-ratelimit`, and " };
+    let tonic = if cfg!(feature = "tonic") { "" } else { "; with tonic, turn on its feature `tonic`" };
+    MissingKey::misconfigured(format!(
+        "the address of the peer is not known: with axum, {axum}{SERVE}{tonic}; with another server, put it into the \
+         extensions of each request, as a `SocketAddr`"
+    ))
 }
 
 /// The address as axum's own extractor finds it.

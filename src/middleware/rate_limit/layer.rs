@@ -2,7 +2,6 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use http::Response;
 use http::request::Parts;
 use tower_layer::Layer;
 
@@ -11,7 +10,7 @@ use super::{AsIs, RateLimit};
 use crate::gate::{Gate, Holds, KeyExtractor, OnError, OnMissingKey, PolicySelector, Selector, Wait};
 use crate::limit::Policies;
 use crate::middleware::headers::Headers;
-use crate::middleware::reject::{HttpReject, Rejection};
+use crate::middleware::reject::{HttpReject, IsResponse, Rejection};
 use crate::middleware::settings::Settings;
 use crate::observe::Observer;
 use crate::store::Store;
@@ -88,9 +87,10 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     /// # }
     /// ```
     #[must_use]
-    pub fn reject_with<F, B>(self, reject: F) -> RateLimitLayer<S, K, F, E>
+    pub fn reject_with<F, A>(self, reject: F) -> RateLimitLayer<S, K, F, E>
     where
-        F: Fn(Rejection<'_>) -> Response<B>,
+        F: Fn(Rejection<'_>) -> A,
+        A: IsResponse,
     {
         self.reject(reject)
     }
@@ -242,8 +242,7 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     }
 
     /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured server; and of
-    /// the store, if that has none yet. Defaults to none; a misconfigured server is logged in any case, with the
-    /// feature `tracing`.
+    /// the store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self
     where

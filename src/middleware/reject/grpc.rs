@@ -21,7 +21,7 @@ use super::{AFTER_FAILURE, Reason, Reject, Rejection};
 /// | no store could decide | `UNAVAILABLE` | `RetryInfo`: 1 s | 1000 |
 /// | no key | `INVALID_ARGUMENT`, which says what is missing | | -1 |
 /// | no key, and [unauthenticated](crate::extract::MissingKey::unauthenticated) | `UNAUTHENTICATED`, which says what is missing | | -1 |
-/// | the server is [misconfigured](crate::extract::MissingKey::misconfigured) | `INTERNAL`, which does not say why | | -1 |
+/// | the server is [misconfigured](crate::extract::MissingKey::misconfigured) | `INTERNAL`, which says why in debug builds only | | -1 |
 ///
 /// - `RetryInfo` has the wait to the microsecond, the pushback in milliseconds, rounded up. It is -1, which tells
 ///   clients not to retry, if no wait helps or it is above 24 days, the most that clients can read there.

@@ -11,8 +11,8 @@ use crate::limit::Decision;
 /// - Denied: 429 with the type `quota-exceeded` of the `RateLimit` draft and its `violated-policies`. The layer adds
 ///   `Retry-After` in whole seconds, rounded up, if a wait helps.
 /// - No key: 400, which says what is missing, or 401 with `WWW-Authenticate` if the client is
-///   [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is misconfigured, without the
-///   reason, which is [for the log](crate::observe::Observer::misconfigured).
+///   [unauthenticated](crate::extract::MissingKey::unauthenticated). 500 if the server is misconfigured; the reason is
+///   [for the log](crate::observe::Observer::misconfigured), and only in debug builds in the `detail` too.
 /// - No store could decide: 503 with the draft's type `temporary-reduced-capacity` and `Retry-After: 1`, without the
 ///   cause.
 ///

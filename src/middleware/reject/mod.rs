@@ -23,7 +23,7 @@ use crate::limit::Decision;
 /// A request that does not pass, and why.
 ///
 /// As text it is a sentence for the client, such as "The quota of 50/s is used up. Try again in 1 s." It does not
-/// reveal errors in the server.
+/// reveal errors in the server, but why that is [misconfigured](MissingKey::is_misconfigured) in a debug build.
 ///
 /// ```
 /// use axum::Json;
@@ -112,7 +112,11 @@ impl Reason<'_> {
                 }
             },
             Reason::MissingKey(missing) if missing.is_misconfigured() => {
-                to.write_str("Rate limiting is misconfigured.")
+                to.write_str("Rate limiting is misconfigured")?;
+                if cfg!(debug_assertions) {
+                    write!(to, ": {missing}")?;
+                }
+                to.write_str(".")
             }
             Reason::MissingKey(missing) => write!(to, "{missing}"),
             Reason::Unavailable(_) => to.write_str("The request could not be counted."),
@@ -179,6 +183,16 @@ pub trait Reject<B> {
     /// The response.
     fn reject(&self, rejection: Rejection<'_>) -> Response<B>;
 }
+
+/// What a closure for [`reject_with`](crate::RateLimitLayer::reject_with) returns: a response.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a response",
+    label = "the closure must return an `http::Response`",
+    note = "with axum, end the closure by `.into_response()`, as in `(rejection.status(), \"Not so fast\").into_response()`"
+)]
+pub trait IsResponse {}
+
+impl<B> IsResponse for Response<B> {}
 
 #[diagnostic::do_not_recommend]
 impl<F, B> Reject<B> for F

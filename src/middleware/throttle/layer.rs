@@ -102,7 +102,7 @@ impl ThrottleLayer {
     }
 
     /// Sets the [`Observer`] of every permit, with the time of the wait, and of what no store could decide; and of the
-    /// store, if that has none yet. Defaults to none.
+    /// store, if that has none yet. Defaults to [a log of what needs attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(mut self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);

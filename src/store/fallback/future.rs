@@ -8,7 +8,7 @@ use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
 use super::partition::{Asked, Partition};
-use crate::error::{ErrorKind, StoreError};
+use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 use crate::store::{Answer, Store};
 use crate::util::polled_after_completion;
@@ -96,7 +96,7 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
                         }
-                        partition.failed(check, &StoreError::new(ErrorKind::Timeout), *asked);
+                        partition.failed(check, &partition.late(check.key()), *asked);
                         (check.clone(), !partition.primary.withdraw(answer))
                     }
                 },

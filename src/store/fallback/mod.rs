@@ -149,7 +149,8 @@ impl<P: Store, F: Store> Fallback<P, F> {
     }
 
     /// Sets the observer of failures and changes, here and in both stores if they have none yet. Defaults to the
-    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to none.
+    /// [observer](crate::RateLimitLayer::observer) of the first layer over the store, and otherwise to [a log of what
+    /// needs attention](Observer).
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let store = self.with(|settings| settings.observer = OnceLock::new());
@@ -236,6 +237,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
 
     fn identity(&self) -> Option<usize> {
         self.partitions[0].primary.identity()
+    }
+
+    fn server(&self, key: &Key) -> Option<String> {
+        self.partitions[0].primary.server(key)
     }
 
     fn observe(&self, observer: &Arc<dyn Observer>) {

@@ -14,7 +14,7 @@ use super::reconciliation::Sums;
 use super::share;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source};
-use crate::observe::{Observer, event};
+use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::{Clock, TaskOwner, contain, instant};
 
@@ -80,9 +80,7 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// Notifies the observer of an event. If it panics, it has missed that.
     pub(super) fn observe(&self, notify: impl FnOnce(&dyn Observer)) {
-        if let Some(observer) = self.settings.observer.get() {
-            contain(|| notify(&**observer));
-        }
+        contain(|| notify(or_log(self.settings.observer.get())));
     }
 
     /// Asks the primary store, if that may be asked.
@@ -166,6 +164,15 @@ impl<P: Store, F: Store> Partition<P, F> {
         }
         self.count(error, asked.ticket);
         self.attend();
+    }
+
+    /// The primary store has not answered a check of this caller by the deadline.
+    pub(super) fn late(&self, key: &Key) -> StoreError {
+        let late = StoreError::new(ErrorKind::Timeout);
+        match self.primary.server(key) {
+            Some(server) => late.at(server),
+            None => late,
+        }
     }
 
     /// Counts a failure.

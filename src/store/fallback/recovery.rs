@@ -15,7 +15,7 @@ use tokio::time::{sleep, timeout};
 
 use super::breaker::{Breaker, Ticket};
 use super::partition::Partition;
-use crate::error::{ErrorKind, StoreError};
+use crate::error::StoreError;
 use crate::limit::{Check, Decision};
 use crate::observe::event;
 use crate::store::{Answer, Store};
@@ -59,12 +59,13 @@ impl<P: Store, F: Store> Partition<P, F> {
 
     /// What the primary store decides on a check of ours, by the deadline.
     pub(super) async fn asked_in_time(&self, check: Check) -> Result<Decision, StoreError> {
+        let key = *check.key();
         let mut answer = match self.primary.check(check) {
             Answer::Ready { answer } => return answer,
             Answer::Pending { future } => pin!(future),
         };
         timeout(self.settings.deadline, answer.as_mut()).await.unwrap_or_else(|_| {
-            let error = StoreError::new(ErrorKind::Timeout);
+            let error = self.late(&key);
             Err(if self.primary.withdraw(answer) { error.unsent() } else { error })
         })
     }

@@ -259,7 +259,7 @@ impl RedisStoreBuilder {
     }
 
     /// Sets the observer of the calls that are sent. Defaults to the [observer](crate::RateLimitLayer::observer) of the
-    /// first layer over the store, and otherwise to none.
+    /// first layer over the store, and otherwise to [a log of what needs attention](Observer).
     pub fn observer(mut self, observer: impl Observer) -> Self {
         self.observer = OnceLock::from(Arc::new(observer) as Arc<dyn Observer>);
         self

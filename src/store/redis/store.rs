@@ -111,6 +111,11 @@ impl Store for RedisStore {
         Some(Arc::as_ptr(&self.inner) as usize)
     }
 
+    fn server(&self, key: &Key) -> Option<String> {
+        let topology = &self.inner.topology;
+        Some(topology.address(topology.node(topology.partition(key))))
+    }
+
     fn observe(&self, observer: &Arc<dyn Observer>) {
         self.inner.observer.get_or_init(|| Arc::clone(observer));
     }

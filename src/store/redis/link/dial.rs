@@ -12,7 +12,7 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::errors::{error_of_greeting, explained};
+use super::errors::error_of_greeting;
 use super::names::{self, Host};
 use crate::error::{ErrorKind, StoreError};
 
@@ -43,7 +43,7 @@ impl Dialer {
             false => self.open_first(server).await,
         };
         self.connected.fetch_or(connection.is_ok(), Relaxed);
-        connection
+        connection.map_err(|error| error.at(server.addr()))
     }
 
     async fn open(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, RedisError> {
@@ -72,7 +72,7 @@ impl Dialer {
                     Ok(opened) => opened,
                     Err(_) if self.hears(host, *port, b"PING\r\n", |reply| b"+-".contains(&reply)).await => {
                         let reason = "the server answers without TLS: write `redis://`, or its port for TLS";
-                        return Err(explained(ErrorKind::Tls, reason));
+                        return Err(StoreError::explained(ErrorKind::Tls, reason));
                     }
                     Err(_) => opening.await,
                 }

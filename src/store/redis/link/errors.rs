@@ -4,11 +4,12 @@ use std::fmt;
 use std::future::Future;
 use std::time::Duration;
 
+use redis::aio::MultiplexedConnection;
 use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 use tokio::time::timeout;
 
 use super::tls;
-use crate::error::{ErrorKind, StoreError};
+use crate::error::{ConfigError, ErrorKind, StoreError};
 
 /// A failure of redis-rs by what to do about it.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
@@ -42,7 +43,11 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
             },
         },
     };
-    let told = StoreError::with_source(kind, Cause::new(error));
+    let mut reason = said(error);
+    if kind == ErrorKind::Refused && is_unknown(error) {
+        reason += ", which `RedisStore` needs: allow it";
+    }
+    let told = StoreError::explained(kind, reason);
     if was_not_run(kind, error) { told.unsent() } else { told }
 }
 
@@ -54,7 +59,7 @@ pub(crate) fn error_of_greeting(error: &RedisError, server: &ConnectionInfo) -> 
     if error.is_io_error() || greeting.password().is_none() || greeting.protocol() == ProtocolVersion::RESP2 {
         return told;
     }
-    explained(told.kind(), format!("the server refused the greeting: {}", error.category()))
+    StoreError::explained(told.kind(), format!("its answer to the greeting: {}", error.category()))
 }
 
 /// What comes of this in time, or [`ErrorKind::Timeout`].
@@ -65,14 +70,9 @@ pub(crate) async fn within<T>(
     timeout(time, attempt).await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout)))
 }
 
-/// A failure of this kind, for a reason that no server has told.
-pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> StoreError {
-    StoreError::with_source(kind, Cause(reason.into()))
-}
-
 /// A call that was not run has failed like this, which is a failure of this kind.
 pub(crate) fn not_run(kind: ErrorKind, error: &RedisError) -> StoreError {
-    StoreError::with_source(kind, Cause::new(error)).unsent()
+    StoreError::explained(kind, said(error)).unsent()
 }
 
 /// Whether a script call of a check that failed like this was not run, so that nothing was charged.
@@ -93,36 +93,42 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
     }
 }
 
-/// The same error, with the server that it is of.
-pub(crate) fn error_at(server: &impl fmt::Display, error: &RedisError) -> StoreError {
-    let told = error_of(error);
-    let at = explained(told.kind(), format!("{server}: {}", Cause::new(error)));
-    if told.is_unsent() { at.unsent() } else { at }
+/// Whether the server does not know the command.
+fn is_unknown(error: &RedisError) -> bool {
+    error.detail().is_some_and(|text| text.contains("unknown command"))
+}
+
+/// A failure of a command that was not run, if it was unknown since the server is a Sentinel.
+pub(crate) async fn error_of_sentinel(
+    error: &RedisError,
+    connection: &mut MultiplexedConnection,
+    server: &impl fmt::Display,
+) -> Option<StoreError> {
+    if !is_unknown(error) {
+        return None;
+    }
+    let role = connection.send_packed_command(&redis::cmd("ROLE")).await.ok()?;
+    let (role, masters): (String, Vec<String>) = redis::from_redis_value(role).ok()?;
+    (role == "sentinel").then(|| {
+        let master = masters.first().map_or("mymaster", String::as_str);
+        let text = format!(
+            "the server {server} is a Redis Sentinel, which counts nothing: write `redis+sentinel://{server}/{master}`, with \
+             all of its sentinels"
+        );
+        StoreError::from(ConfigError::new(text)).unsent()
+    })
 }
 
 /// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.
-#[derive(Debug)]
-struct Cause(String);
-
-impl Cause {
-    fn new(error: &RedisError) -> Self {
-        let mut text = error.to_string();
-        // A server may repeat the arguments of a command that it refuses, such as Redis:
-        // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
-        // A password is an argument too, and before each caller stands a brace.
-        if !error.is_io_error()
-            && let Some(end) = [", with args", "{"].iter().filter_map(|mark| text.find(mark)).min()
-        {
-            text.truncate(end);
-        }
-        Self(text)
+fn said(error: &RedisError) -> String {
+    let mut text = error.to_string();
+    // A server may repeat the arguments of a command that it refuses, such as Redis:
+    // `unknown command 'EVALSHA', with args beginning with: 'da121a' '2' 'rl:{ann}:api:g'`.
+    // A password is an argument too, and before each caller stands a brace.
+    if !error.is_io_error()
+        && let Some(end) = [", with args", "{"].iter().filter_map(|mark| text.find(mark)).min()
+    {
+        text.truncate(end);
     }
+    text
 }
-
-impl fmt::Display for Cause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Cause {}

@@ -272,9 +272,16 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
     let each = each.collect::<Result<_, _>>()?;
     match problem {
         0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
-        wire::REFUSED => Err(StoreError::new(ErrorKind::Refused).of_check()),
+        wire::REFUSED => {
+            let reason =
+                "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";
+            Err(StoreError::explained(ErrorKind::Refused, reason).of_check())
+        }
         // Redis refuses the first write of a script for these reasons, and then nothing was charged, or none at all.
-        wire::NO_WRITES => Err(StoreError::new(ErrorKind::Refused).unsent()),
+        wire::NO_WRITES => {
+            let reason = "it takes no writes: let it save to disk, and have the replicas that it is configured to want";
+            Err(StoreError::explained(ErrorKind::Refused, reason).unsent())
+        }
         wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
         wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
         wire::NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),

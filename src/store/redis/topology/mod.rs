@@ -114,6 +114,15 @@ impl Topology {
         self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
     }
 
+    /// What errors call a node, or all of them: an address, without user and password.
+    pub(super) fn address(&self, node: Option<Node>) -> String {
+        match self {
+            Self::Server(server) => server.0.addr().to_string(),
+            Self::Sentinel(sentinels) => sentinels.address(),
+            Self::Cluster(cluster) => cluster.address(node),
+        }
+    }
+
     /// A key of no partition, of a store whose keys begin with this.
     pub(super) fn shared_key(&self, prefix: &str, name: &str) -> String {
         match self.cluster() {

@@ -116,7 +116,7 @@ impl Inner {
             }
             outcome.borrow().clone().map_or(Ok(()), Err)
         };
-        within(self.limits.timeout, told).await
+        within(self.limits.timeout, told).await.map_err(|error| error.at(cluster.address(None)))
     }
 
     /// The node that has the keys of no caller.
@@ -167,7 +167,7 @@ impl Inner {
             redirect.hops += 1;
             let to = match refusal {
                 Refusal::Other => {
-                    self.refuse(job, error_of(error));
+                    self.refuse(job, error_of(error).at(cluster.address(Some(from))));
                     continue;
                 }
                 Refusal::NotReady => None,
@@ -189,7 +189,7 @@ impl Inner {
             match to {
                 Some(node) => again.push((node, job)),
                 None => {
-                    let error = not_run(ErrorKind::NotReady, error);
+                    let error = not_run(ErrorKind::NotReady, error).at(cluster.address(Some(from)));
                     job.fail(if refusal == Refusal::TryAgain { error.of_check() } else { error });
                 }
             }

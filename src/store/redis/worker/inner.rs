@@ -16,7 +16,7 @@ use super::job::{Job, no_runtime};
 use super::queues::{NodeQueue, Queues, Target, Work};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Source, Verdicts};
-use crate::observe::{Observer, event};
+use crate::observe::{Observer, event, or_log};
 use crate::store::freed;
 use crate::store::redis::batch::{DenialCache, Queue};
 use crate::store::redis::link::{error_of, within};
@@ -117,7 +117,7 @@ impl Inner {
     /// sends us. It may be run again.
     pub(crate) async fn run_shared<T: FromRedisValue>(
         self: &Arc<Self>,
-        mut node: Node,
+        node: Node,
         script: &Script,
         name: &str,
         arg: impl ToRedisArgs,
@@ -130,7 +130,7 @@ impl Inner {
             cmd
         };
         let call = async {
-            let mut asks = false;
+            let (mut node, mut asks) = (node, false);
             for _ in 0..MAX_HOPS {
                 let target = self.with_queue(&runtime, Some(node), |queue, _| queue.target.clone());
                 let Some(Target { pool, .. }) = target else { break };
@@ -154,7 +154,7 @@ impl Inner {
             }
             Err(StoreError::new(ErrorKind::NotReady))
         };
-        within(self.limits.timeout, call).await
+        within(self.limits.timeout, call).await.map_err(|error| error.at(self.topology.address(Some(node))))
     }
 
     /// Answers a check by what Redis said to a call that was sent at this time.
@@ -176,9 +176,7 @@ impl Inner {
 
     /// Tells of a failure that no check was answered with.
     pub(crate) fn failed(&self, error: &StoreError) {
-        if let Some(observer) = self.observer.get() {
-            contain(|| observer.failed(&event::Failed::new(None, error)));
-        }
+        contain(|| or_log(self.observer.get()).failed(&event::Failed::new(None, error)));
     }
 }
 

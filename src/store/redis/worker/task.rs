@@ -139,12 +139,12 @@ impl Worker {
     /// Sends what waits to this node, until there is nothing.
     async fn send(mut self, node: Node, pool: &Pool) {
         let mut failures = pool.failures();
-        while self.take() {
+        while self.take(node) {
             if self.work.jobs.is_empty() {
                 continue;
             }
             let sent_at = self.inner.denials.now();
-            match self.call(pool, &mut failures).await {
+            match self.call(node, pool, &mut failures).await {
                 Ok(replies) => self.answer(replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
             }
@@ -165,10 +165,11 @@ impl Worker {
                     Ok(())
                 }
             };
-            if self.take_jobs(usize::MAX).is_none() {
+            if self.take_jobs(None, usize::MAX).is_none() {
                 return;
             }
             let unplaced = found.err().unwrap_or_else(|| StoreError::new(ErrorKind::NotReady)).unsent();
+            let unplaced = unplaced.at(self.inner.topology.address(None));
             let (mut placed, mut left_over) = (vec![], false);
             for job in self.work.jobs.drain(..) {
                 match self.inner.node_of(&job) {
@@ -203,9 +204,9 @@ impl Worker {
 
     /// Takes what waits, up to the bound of a batch, and makes the calls that ask it. `false` if nothing waits: the worker
     /// must end.
-    fn take(&mut self) -> bool {
+    fn take(&mut self, node: Node) -> bool {
         self.work.clear_calls();
-        let Some(waiting) = self.take_jobs(self.inner.limits.batch) else { return false };
+        let Some(waiting) = self.take_jobs(Some(node), self.inner.limits.batch) else { return false };
         self.work.make_calls(&self.inner.topology, &self.inner.prefix);
         self.inner.keep_marker();
         let jobs = &self.work.jobs;
@@ -218,7 +219,7 @@ impl Worker {
     }
 
     /// Takes what waits, and drops what need not be sent. Returns how many still wait, or `None` if the worker must end.
-    fn take_jobs(&mut self, max: usize) -> Option<usize> {
+    fn take_jobs(&mut self, node: Option<Node>, max: usize) -> Option<usize> {
         let jobs = &mut self.work.jobs;
         let waiting = {
             let mut queues = self.inner.queues();
@@ -235,7 +236,7 @@ impl Worker {
         let now = instant();
         jobs.retain(|job| !job.is_abandoned());
         for job in jobs.extract_if(.., |job| now.duration_since(job.since) > self.inner.limits.timeout) {
-            job.fail(StoreError::new(ErrorKind::Timeout).unsent());
+            job.fail(StoreError::new(ErrorKind::Timeout).at(self.inner.topology.address(node)).unsent());
         }
         Some(waiting)
     }
@@ -245,16 +246,17 @@ impl Worker {
     /// # Errors
     ///
     /// What befalls all of them.
-    async fn call(&mut self, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
+    async fn call(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.limits.timeout, self.attempt(pool, failures)).await.map_err(|error| {
+        within(self.inner.limits.timeout, self.attempt(node, pool, failures)).await.map_err(|error| {
             // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
             let error = if error.is_of_connection() && runtime_is_ending() { no_runtime() } else { error };
+            let error = error.at(self.inner.topology.address(Some(node)));
             if self.sent { error } else { error.unsent() }
         })
     }
 
-    async fn attempt(&mut self, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
+    async fn attempt(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
         let Self { inner, work, sent, .. } = self;
         let (calls, now) = (work.calls(), inner.now.load(Ordering::Relaxed));
         let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
@@ -268,7 +270,7 @@ impl Worker {
         }
         match (inner.topology.cluster(), replies.first()) {
             // Where there is one call for all, what it met is what all would meet.
-            (None, Some(Err(error))) => Err(error_of(error)),
+            (None, Some(Err(error))) => Err(connection.explain(error, &inner.topology.address(Some(node))).await),
             _ => Ok(replies),
         }
     }
@@ -276,6 +278,7 @@ impl Worker {
     /// Answers the checks of each call by the reply to it, which was sent at this time.
     fn answer(&mut self, replies: Replies, sent_at: i64, node: Node) {
         let inner = &self.inner;
+        let named = |error: StoreError| error.at(inner.topology.address(Some(node)));
         let (jobs, calls) = self.work.parts();
         let mut jobs = jobs.drain(..);
         for (call, reply) in calls.iter().zip(replies) {
@@ -283,10 +286,11 @@ impl Worker {
             match (reply.map(|reply| call.batch.call.read(reply)), inner.topology.cluster()) {
                 (Ok(Ok(verdicts)), _) => {
                     for (job, verdicts) in own.zip(verdicts) {
-                        inner.decide(job, verdicts, sent_at);
+                        inner.decide(job, verdicts.map_err(named), sent_at);
                     }
                 }
                 (Ok(Err(error)), _) => {
+                    let error = named(error);
                     for job in own {
                         inner.refuse(job, error.clone());
                     }

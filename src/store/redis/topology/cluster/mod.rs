@@ -120,6 +120,11 @@ impl Cluster {
         self.partitions[usize::from(partition)].moves_until.store(until, Relaxed);
     }
 
+    /// What errors call a node, or the whole cluster.
+    pub(crate) fn address(&self, node: Option<Node>) -> String {
+        self.nodes.name(node)
+    }
+
     /// A new connection to a node of this cluster.
     pub(crate) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, StoreError> {
         self.nodes.connect(node, |slots| self.map.load().is_of_cluster(slots)).await

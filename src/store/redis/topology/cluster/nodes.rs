@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout};
 
 use super::slots::{self, Address, SlotMap, Slots};
 use crate::error::{ConfigError, ErrorKind, StoreError};
-use crate::store::redis::link::{Dialer, error_of, explained, with_address, within};
+use crate::store::redis::link::{Dialer, error_of, error_of_sentinel, with_address, within};
 use crate::store::redis::topology::node::Node;
 use crate::util::RandomState;
 use crate::util::instant;
@@ -108,6 +108,12 @@ impl Nodes {
         }
     }
 
+    /// The address of a node, or those that the application has named.
+    pub(super) fn name(&self, node: Option<Node>) -> String {
+        let seeds = || self.seeds.iter().map(|seed| seed.addr().to_string()).collect::<Vec<_>>().join(", ");
+        node.and_then(|node| self.address(node)).map_or_else(seeds, |address| address.to_string())
+    }
+
     /// What a node says of the slots, and the connection that it was asked over.
     async fn ask(&self, address: &Address) -> Result<(MultiplexedConnection, Slots), StoreError> {
         let mut connection = self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await?;
@@ -118,19 +124,23 @@ impl Nodes {
                 if error.details().is_some_and(|text| text.contains("cluster support disabled")) =>
             {
                 let text = format!(
-                    "the server {address} is not a node of a Redis Cluster: write `redis://` instead of \
-                     `redis+cluster://`, or connect with `RedisStore::connect`"
+                    "the server {address} is not a node of a Redis Cluster: for a single Redis write `redis://{address}`, \
+                     and connect with `RedisStore::connect`, not with `RedisStore::cluster`"
                 );
                 Err(ConfigError::new(text).into())
             }
-            Ok(Value::ServerError(error)) => Err(error_of(&error.into())),
+            Ok(Value::ServerError(error)) => {
+                let error = error.into();
+                let sentinel = error_of_sentinel(&error, &mut connection, address).await;
+                Err(sentinel.unwrap_or_else(|| error_of(&error).at(address)))
+            }
             Ok(reply) => match slots::read(&reply, address) {
                 Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
                 // It has not met the others yet, or was told to forget them.
-                Some(_) => Err(StoreError::new(ErrorKind::NotReady)),
-                None => Err(StoreError::new(ErrorKind::Protocol)),
+                Some(_) => Err(StoreError::new(ErrorKind::NotReady).at(address)),
+                None => Err(StoreError::new(ErrorKind::Protocol).at(address)),
             },
-            Err(error) => Err(error_of(&error)),
+            Err(error) => Err(error_of(&error).at(address)),
         }
     }
 
@@ -169,7 +179,7 @@ impl Nodes {
                     failure = failure.or_telling(of_another(&address));
                     other = other.or(self.is_seed(&address).then_some(slots));
                 }
-                Some((Err(error), _)) => failure = failure.or_telling(error),
+                Some((Err(error), address)) => failure = failure.or_telling(error.at(address)),
             }
         };
         *lock(&self.gone_since) = None;
@@ -227,7 +237,7 @@ impl Nodes {
 /// A server at the address of a node of the cluster that is none.
 fn of_another(address: &Address) -> StoreError {
     let reason = format!("{address} is not of this cluster any more: another one may have its address now");
-    explained(ErrorKind::NotReady, reason)
+    StoreError::explained(ErrorKind::NotReady, reason).at(address)
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
 use crate::error::{ConfigError, ErrorKind, StoreError};
-use crate::store::redis::link::{Dialer, Epoch, Link, error_at, error_of, explained, with_address, within};
+use crate::store::redis::link::{Dialer, Epoch, Link, error_of, with_address, within};
 use crate::util::instant;
 use crate::util::lock;
 use crate::util::{RandomState, Span, Task, TaskOwner, jittered};
@@ -94,7 +94,7 @@ impl Sentinels {
             match within(patience, self.verify(&candidate)).await {
                 Ok(inner) => return Ok(Link { inner, epoch: Some(self.found(candidate, asked_in)) }),
                 // That of the likeliest one tells most.
-                Err(error) if i == 1 => failure = error,
+                Err(error) if i == 1 => failure = error.at(candidate),
                 Err(_) => {}
             }
         }
@@ -131,21 +131,21 @@ impl Sentinels {
         };
         let mut cmd = redis::cmd("SENTINEL");
         cmd.arg("MASTER").arg(&*self.name);
-        let reply = open.send_packed_command(&cmd).await.map_err(|error| error_at(server.addr(), &error))?;
+        let reply = open.send_packed_command(&cmd).await.map_err(|error| error_of(&error).at(server.addr()))?;
         let told = match reply {
             Value::ServerError(error) => {
                 let text = error.details().unwrap_or_default();
                 Err(match error.kind() {
                     Some(ServerErrorKind::ResponseError) if text.contains("No such master") => {
-                        no_master(&self.name).into()
+                        no_master(server.addr(), &self.name).into()
                     }
                     Some(ServerErrorKind::ResponseError) if text.contains("unknown command") => {
                         no_sentinel(server.addr()).into()
                     }
-                    _ => error_at(server.addr(), &error.into()),
+                    _ => error_of(&error.into()).at(server.addr()),
                 })
             }
-            reply => read(reply).ok_or_else(|| StoreError::new(ErrorKind::Protocol)),
+            reply => read(reply).ok_or_else(|| StoreError::new(ErrorKind::Protocol).at(server.addr())),
         };
         *connection = Some(open);
         told
@@ -155,13 +155,13 @@ impl Sentinels {
     async fn verify(&self, master: &Master) -> Result<MultiplexedConnection, StoreError> {
         let server = with_address(&self.master, &master.host, master.port);
         let mut connection = self.to_master.dial(&server).await?;
-        match connection.send_packed_command(&redis::cmd("ROLE")).await {
+        let verified = match connection.send_packed_command(&redis::cmd("ROLE")).await {
             Ok(Value::Array(role)) => match role.first() {
                 Some(Value::BulkString(role)) if role == b"master" => Ok(connection),
                 // The sentinels may be late.
                 _ => {
-                    let reason = format!("the sentinels report {}, which is not a master", server.addr());
-                    Err(explained(ErrorKind::NotReady, reason))
+                    let reason = "the sentinels report this server, which is not a master";
+                    Err(StoreError::explained(ErrorKind::NotReady, reason))
                 }
             },
             // A user who may not ask is told by the first script.
@@ -173,6 +173,18 @@ impl Sentinels {
             Ok(Value::ServerError(error)) => Err(error_of(&error.into())),
             Ok(_) => Err(error_of(&(Kind::UnexpectedReturnType, "a role is expected").into())),
             Err(error) => Err(error_of(&error)),
+        };
+        verified.map_err(|error| error.at(server.addr()))
+    }
+
+    /// The last known master, or who is asked for it.
+    pub(crate) fn address(&self) -> String {
+        match &*lock(&self.known) {
+            Some(master) => master.to_string(),
+            None => {
+                let sentinels: Vec<String> = self.sentinels.iter().map(|server| server.addr().to_string()).collect();
+                format!("{:?} of the sentinels {}", self.name, sentinels.join(", "))
+            }
         }
     }
 
@@ -231,9 +243,9 @@ fn read(reply: Value) -> Option<Master> {
     (port > 0).then(|| Master { host: host.as_str().into(), port, epoch })
 }
 
-fn no_master(name: &str) -> ConfigError {
+fn no_master(address: &redis::ConnectionAddr, name: &str) -> ConfigError {
     ConfigError::new(format!(
-        "the sentinels know no master named {name:?}: write the name that `sentinel monitor` has in their configuration"
+        "the sentinel {address} knows no master named {name:?}: write the name that `sentinel monitor` has in their configuration"
     ))
 }
 

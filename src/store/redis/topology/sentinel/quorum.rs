@@ -1,5 +1,7 @@
 //! What several sentinels say, some of whom may be cut off from the others.
 
+use std::fmt;
+
 use crate::error::{ErrorKind, StoreError};
 
 /// Where a sentinel says that the master is.
@@ -14,6 +16,12 @@ pub(super) struct Master {
 impl Master {
     pub(super) fn is_at(&self, other: &Self) -> bool {
         (&self.host, self.port) == (&other.host, other.port)
+    }
+}
+
+impl fmt::Display for Master {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.host, self.port)
     }
 }
 

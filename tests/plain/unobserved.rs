@@ -1,0 +1,70 @@
+//! Nothing goes wrong in silence: what is on standard error, where there is neither an observer nor the feature `tracing`.
+
+use std::convert::Infallible;
+use std::env;
+use std::process::Command;
+
+use http::{Request, Response};
+use tower::{Layer, ServiceExt, service_fn};
+use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+
+/// What this test says, in a process of its own.
+fn said(test: &str) -> String {
+    let output = Command::new(env::current_exe().unwrap())
+        .args(["--exact", &format!("unobserved::{test}"), "--ignored", "--nocapture"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stderr).unwrap()
+}
+
+async fn send<S: Store, K: KeyExtractor>(layer: &RateLimitLayer<S, K>) {
+    let answer = service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new())));
+    layer.layer(answer).oneshot(Request::new(())).await.map(drop).unwrap();
+}
+
+fn policy() -> Policy {
+    Policy::new("api", Strategy::Gcra, Quota::per_second(50)).unwrap()
+}
+
+fn outage() -> Fallback<MockStore, LocalStore> {
+    let store = MockStore::new();
+    store.fail(StoreError::new(ErrorKind::Unreachable));
+    Fallback::new(store, LocalStore::default())
+}
+
+#[tokio::test]
+#[ignore = "run by the test below, in a process of its own"]
+async fn without_an_observer() {
+    let down = RateLimitLayer::new(outage(), Global, policy());
+    let other = RateLimitLayer::new(outage(), Global, policy());
+    let misconfigured = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
+    for _ in 0..5 {
+        send(&down).await;
+        send(&other).await;
+        send(&misconfigured).await;
+    }
+}
+
+#[tokio::test]
+#[ignore = "run by the test below, in a process of its own"]
+async fn with_a_unit_observer() {
+    let down = RateLimitLayer::new(outage(), Global, policy()).observer(());
+    let misconfigured = RateLimitLayer::new(LocalStore::default(), PeerIp, policy()).observer(());
+    for _ in 0..5 {
+        send(&down).await;
+        send(&misconfigured).await;
+    }
+}
+
+#[test]
+fn outages_and_misconfigurations_appear_once() {
+    let said = said("without_an_observer");
+    for part in ["rate limits are local: the server cannot be reached: check the URL", "turn on the feature `axum`"] {
+        let times = if cfg!(debug_assertions) { 1 } else { 0 };
+        assert_eq!(said.matches(part).count(), times, "{part}: {said}");
+    }
+    assert_eq!(self::said("with_a_unit_observer"), "");
+}

@@ -1,0 +1,172 @@
+//! What is logged where no observer is set. One log is for the whole process, so each test has errors of its own kind.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
+use std::convert::Infallible;
+use std::io;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use http::{Request, Response};
+use tokio::time::{advance, sleep};
+use tower::{Layer, Service, ServiceExt, service_fn};
+use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
+use tower_redis_ratelimit::{
+    CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy, ThrottleLayer,
+};
+use tracing::Level;
+use tracing::subscriber::DefaultGuard;
+
+/// Collects what this thread logs.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<u8>>>);
+
+impl Lines {
+    fn collect() -> (Self, DefaultGuard) {
+        let lines = Self::default();
+        let writer = lines.clone();
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(Level::INFO)
+            .with_writer(move || writer.clone())
+            .with_ansi(false)
+            .with_target(false)
+            .without_time()
+            .finish();
+        (lines, tracing::subscriber::set_default(subscriber))
+    }
+
+    /// What was logged since the last time.
+    fn take(&self) -> Vec<String> {
+        let bytes = std::mem::take(&mut *self.0.lock().unwrap());
+        String::from_utf8(bytes).unwrap().lines().map(|line| line.trim().to_owned()).collect()
+    }
+}
+
+impl io::Write for Lines {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Makes sure that there are as many lines as parts, and that each has its part.
+#[track_caller]
+fn assert_lines(lines: &[String], parts: &[&str]) {
+    let fit = lines.iter().zip(parts).all(|(line, part)| line.contains(part));
+    assert!(fit && lines.len() == parts.len(), "{parts:?} are expected: {lines:#?}");
+}
+
+fn policy() -> Policy {
+    Policy::new("api", Strategy::Gcra, Quota::per_hour(1)).unwrap()
+}
+
+fn layer<S: Store>(store: &S) -> RateLimitLayer<S, Global> {
+    RateLimitLayer::new(store.clone(), Global, policy())
+}
+
+async fn send<S: Store, K: KeyExtractor>(layer: &RateLimitLayer<S, K>) -> u16 {
+    let answer = service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new())));
+    layer.layer(answer).oneshot(Request::new(())).await.unwrap().status().as_u16()
+}
+
+/// A store that fails with this error, and one that decides instead.
+fn outage(kind: ErrorKind) -> (MockStore, Fallback<MockStore, LocalStore>) {
+    let store = MockStore::new();
+    store.fail(StoreError::new(kind));
+    (store.clone(), Fallback::new(store, LocalStore::default()))
+}
+
+/// Two layers over one store are told of it once, and denials are nobody's business.
+#[tokio::test(start_paused = true)]
+async fn an_outage_is_logged_once() {
+    let (lines, _guard) = Lines::collect();
+    let (primary, store) = outage(ErrorKind::Unreachable);
+    let layers = [layer(&store), layer(&store)];
+    let mut statuses = vec![];
+    for i in 0..50 {
+        statuses.push(send(&layers[i % 2]).await);
+    }
+    assert_eq!((statuses[0], statuses[49]), (200, 429));
+    assert_lines(
+        &lines.take(),
+        &[
+            "WARN rate limit checks failed kind=Unreachable error=the server cannot be reached: check",
+            "WARN rate limits are local: the shared store has failed too often kind=Unreachable",
+        ],
+    );
+    primary.allow();
+    while store.is_degraded() {
+        sleep(Duration::from_millis(50)).await;
+    }
+    assert_lines(&lines.take(), &["INFO rate limits are shared again after="]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn failures_are_logged_once_a_minute() {
+    let (lines, _guard) = Lines::collect();
+    let store = MockStore::new();
+    store.fail(StoreError::new(ErrorKind::Refused));
+    for _ in 0..50 {
+        assert_eq!(send(&layer(&store)).await, 503);
+        let calls = CallLimitLayer::<_, _, ()>::new(store.clone(), Global, policy());
+        calls.layer(service_fn(async |()| Ok::<_, Infallible>(()))).oneshot(()).await.unwrap_err();
+    }
+    assert_lines(&lines.take(), &["kind=Refused"]);
+    advance(Duration::from_secs(60)).await;
+    // Each time it logs two kinds at most: those of other tests may come first.
+    for _ in 0..10 {
+        send(&layer(&store)).await;
+    }
+    let mut logged = lines.take();
+    logged.retain(|line| line.contains("kind=Refused"));
+    assert_lines(&logged, &["failed="]);
+    let failed: u32 = logged[0].rsplit_once("failed=").unwrap().1.parse().unwrap();
+    assert!((99..109).contains(&failed), "{logged:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn limiters_and_throttles_log_too() {
+    let (lines, _guard) = Lines::collect();
+    let (_, store) = outage(ErrorKind::ReadOnly);
+    let limiter = Limiter::new(store, policy());
+    for _ in 0..5 {
+        limiter.take(Key::GLOBAL, 1).await.map(drop).unwrap();
+    }
+    assert_lines(&lines.take(), &["kind=ReadOnly", "rate limits are local"]);
+
+    let store = MockStore::new();
+    store.fail(StoreError::new(ErrorKind::OutOfMemory));
+    let layer = ThrottleLayer::new(store, Key::GLOBAL, policy()).allow_on_error();
+    layer.layer(service_fn(async |()| Ok::<_, Infallible>(()))).ready().await.unwrap().call(()).await.unwrap();
+    assert_lines(&lines.take(), &["kind=OutOfMemory"]);
+}
+
+#[tokio::test]
+async fn a_misconfiguration_is_logged() {
+    let (lines, _guard) = Lines::collect();
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
+    assert_eq!([send(&layer).await, send(&layer).await], [500; 2]);
+    assert_lines(&lines.take(), &["ERROR the server is set up so that requests are not counted"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_unit_observer_turns_the_log_off() {
+    let (lines, _guard) = Lines::collect();
+    let (_, store) = outage(ErrorKind::Permission);
+    let layer = layer(&store).observer(());
+    for _ in 0..5 {
+        send(&layer).await;
+    }
+    assert!(store.is_degraded());
+    let failing = MockStore::new();
+    failing.fail(StoreError::new(ErrorKind::Permission));
+    assert_eq!(send(&self::layer(&failing).observer(())).await, 503);
+    let peer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy()).observer(());
+    assert_eq!(send(&peer).await, 500);
+    assert_lines(&lines.take(), &[]);
+}
