@@ -25,6 +25,7 @@ mod memory;
 mod paths;
 mod proxy;
 mod runtimes;
+mod scan;
 mod settle;
 #[cfg(feature = "tracing")]
 mod texts;

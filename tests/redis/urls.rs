@@ -94,7 +94,10 @@ fn mistakes_in_a_url_are_named() {
         ("redis://a/?prefx=shop", "parameter `prefx` is unknown: write `prefix`"),
         ("redis+cluster://a?prefix=shop&prefix=x", "parameter `prefix` appears more than once"),
         ("redis://a/?protocol=resp2&protocol=resp3", "parameter `protocol` appears more than once"),
-        ("redis://app:1234?hunter2@a/", "its parameter is unknown: write `prefix`, `protocol`, and a `?` in a password as `%3F`"),
+        (
+            "redis://app:1234?hunter2@a/",
+            "its parameter is unknown: write `prefix`, `protocol`, and a `?` in a password as `%3F`",
+        ),
         ("redis://a/-1", "its database is -1"),
         ("redis+unix:///tmp/redis?db=-1", "its database is -1"),
         ("redis+sentinel://a/mymaster/-1", "its database is -1"),

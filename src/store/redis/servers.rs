@@ -130,8 +130,7 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
         let known_as = known.join("`, `");
         if !known.contains(&name) {
             // Perhaps it is a part of a password.
-            let is_shown =
-                !has_login && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+            let is_shown = !has_login && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
             let name = if is_shown { format!(" `{name}`") } else { String::new() };
             return wrong(format_args!(
                 "its parameter{name} is unknown: write `{known_as}`, and a `?` in a password as `%3F`"

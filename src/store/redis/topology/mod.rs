@@ -109,6 +109,21 @@ impl Topology {
         self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
     }
 
+    /// The nodes that have keys of callers, as far as they are known.
+    pub(super) fn masters(&self) -> Vec<Node> {
+        let of_cluster = |cluster: &Arc<Cluster>| cluster.partition_of_each();
+        let partitions = self.cluster().map_or_else(|| vec![0], of_cluster);
+        partitions.into_iter().filter_map(|partition| self.node(partition)).collect()
+    }
+
+    /// What the keys of counts begin with, before the caller.
+    pub(super) fn prefixes(&self, prefix: &str) -> Vec<String> {
+        match self.cluster() {
+            None => vec![prefix.to_owned()],
+            Some(cluster) => (0..cluster.partitions()).map(|of| cluster.prefix(of as u16).to_owned()).collect(),
+        }
+    }
+
     /// The node that has the keys of no partition.
     pub(super) fn shared_node(&self) -> Option<Node> {
         self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.shared_node())
