@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::script::read_key;
 use super::topology::Node;
 use super::worker::Inner;
-use crate::error::StoreError;
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::Key;
 
 /// Finds what is counted under the prefix of a [`RedisStore`](crate::RedisStore), step by step.
@@ -48,11 +48,12 @@ impl Scan {
     ///
     /// # Errors
     ///
-    /// As a check of the store. The next call repeats the step.
+    /// As a check of the store. The next call repeats the step, on the same server: if another has taken over, begin anew.
     pub async fn next(&mut self) -> Result<Option<Vec<Counted>>, StoreError> {
         if self.nodes.is_none() {
             self.inner.shared_node().await?;
-            self.nodes = Some(self.inner.topology.masters());
+            let masters = self.inner.topology.masters();
+            self.nodes = Some(masters.ok_or_else(|| StoreError::new(ErrorKind::NotReady))?);
         }
         let Some(&node) = self.nodes.iter().flatten().last() else { return Ok(None) };
         let pattern = format!("{}:{{*", self.inner.prefix);

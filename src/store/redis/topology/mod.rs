@@ -109,11 +109,10 @@ impl Topology {
         self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
     }
 
-    /// The nodes that have keys of callers, as far as they are known.
-    pub(super) fn masters(&self) -> Vec<Node> {
-        let of_cluster = |cluster: &Arc<Cluster>| cluster.partition_of_each();
-        let partitions = self.cluster().map_or_else(|| vec![0], of_cluster);
-        partitions.into_iter().filter_map(|partition| self.node(partition)).collect()
+    /// The nodes that have keys of callers. None while one of them is not known.
+    pub(super) fn masters(&self) -> Option<Vec<Node>> {
+        let partitions = self.cluster().map_or_else(|| vec![0], |cluster| cluster.partition_of_each());
+        partitions.into_iter().map(|partition| self.node(partition)).collect()
     }
 
     /// What the keys of counts begin with, before the caller.
