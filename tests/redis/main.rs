@@ -23,6 +23,7 @@ mod in_flight_load;
 mod keys;
 mod memory;
 mod paths;
+mod pause;
 mod proxy;
 mod runtimes;
 mod scan;
