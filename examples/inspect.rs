@@ -48,7 +48,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         [text, caller, "reset"] => {
             let limiter = Limiter::new(store, policy(text)?);
             show(&limiter, key(caller)?).await?;
-            limiter.reset(key(caller)?).await?;
+            let _ = limiter.reset(key(caller)?).await?;
             show(&limiter, key(caller)?).await?;
         }
         _ => return Err("write nothing, a policy, or a policy and a caller, with `reset` behind them".into()),

@@ -1,7 +1,7 @@
 //! `examples/inspect.rs` as it runs: on a single server, behind sentinels, and in a cluster.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
-#![allow(clippy::disallowed_methods, dead_code, reason = "the servers are those of the other tests")]
+#![allow(clippy::disallowed_methods, dead_code, unreachable_pub, reason = "the servers are those of the other tests")]
 
 #[path = "../../tests/cluster/nodes.rs"]
 mod cluster;
