@@ -13,6 +13,7 @@
 /// Everyday limits, each as a program that shows what happens.
 ///
 /// [answers]: crate::guide::answers
+/// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
 

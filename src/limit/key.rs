@@ -14,6 +14,9 @@ use sha2::{Digest, Sha256};
 /// Keys of different kinds are different: a user named `192.0.2.7` is not counted with that [address](Self::ip), nor
 /// with a [`secret`](Self::secret) or a [`tuple`](Self::tuple) of the same bytes.
 ///
+/// With the feature `serde` it is read from text, as a caller in [`Tiers`](crate::select::Tiers): a name as it is,
+/// `ip:192.0.2.7`, `*`, parts with commas between, `secret:` and an API key, or a hash as it stands in Redis.
+///
 /// A key owns its bytes inline and never allocates. `Debug` shows no more than a few bytes of its hash.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Key {
@@ -194,6 +197,15 @@ impl Key {
             key.len += 1;
         }
         key
+    }
+
+    /// The key of a caller that stands so in Redis. None for what is no caller's.
+    pub(crate) fn of_redis(text: &str) -> Option<Self> {
+        let is_possible = |byte: u8| byte.is_ascii_graphic() && !b"{}".contains(&byte);
+        let is_caller = (1..=Self::MAX).contains(&text.len())
+            && text.bytes().all(is_possible)
+            && !text.starts_with(Self::PROBE.reveal());
+        is_caller.then(|| Self::reserved(text.as_bytes()))
     }
 
     /// A hashed key of these digits.

@@ -23,6 +23,13 @@ impl Kind {
         }
     }
 
+    /// The name, as text without a parameter, of what this letter stands for in a key.
+    pub(crate) fn name_of(letter: &str) -> Option<&'static str> {
+        let in_flight = (Self::InFlight.letter(), IN_FLIGHT);
+        let strategies = Strategy::ALL.iter().map(|strategy| (strategy.letter(), strategy.name()));
+        strategies.chain([in_flight]).find_map(|(of, name)| (of == letter).then_some(name))
+    }
+
     /// How what it counts comes free again.
     pub(super) fn frees(self) -> Frees {
         match self {

@@ -20,7 +20,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 
-pub use self::redis::{RedisFuture, RedisStore, RedisStoreBuilder, Servers};
+pub use self::redis::{Counted, RedisFuture, RedisStore, RedisStoreBuilder, Scan, Servers};
 pub use crate::error::{ErrorKind, StoreError};
 pub use answer::Answer;
 pub use any::{AnyStore, AnyStoreFuture};

@@ -12,6 +12,7 @@ mod messages;
 mod observe;
 #[cfg(feature = "axum")]
 mod paths;
+mod pause;
 mod policies;
 mod reject;
 #[cfg(feature = "axum")]

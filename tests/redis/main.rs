@@ -23,8 +23,10 @@ mod in_flight_load;
 mod keys;
 mod memory;
 mod paths;
+mod pause;
 mod proxy;
 mod runtimes;
+mod scan;
 mod settle;
 #[cfg(feature = "tracing")]
 mod texts;

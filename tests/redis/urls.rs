@@ -2,7 +2,7 @@
 
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::redis::IntoConnectionInfo;
-use tower_redis_ratelimit::store::{Servers, Store};
+use tower_redis_ratelimit::store::{AnyStore, Servers, Store, StoreConfig};
 
 use crate::support::{RedisServer, check};
 
@@ -47,6 +47,30 @@ async fn every_part_of_a_url_applies() {
     }
 }
 
+#[tokio::test]
+async fn the_prefix_of_a_url_takes_precedence() {
+    let server = RedisServer::start();
+    let url = format!("{}?prefix=shop/eu", server.url());
+    let mut config = StoreConfig::default();
+    config.url = Some(url.clone());
+    config.prefix = "other".to_owned();
+    let stores: [AnyStore; 3] = [
+        RedisStore::connect_lazy(&url).unwrap().into(),
+        RedisStore::builder(&url).prefix("other").connect_lazy().unwrap().into(),
+        AnyStore::from_config(&config).unwrap(),
+    ];
+    for store in stores {
+        assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+        let keys: Vec<String> = server.command("KEYS *").await;
+        assert_eq!(keys, ["shop/eu:{ann}:test:g"], "{store:?}");
+        let _: String = server.command("FLUSHALL").await;
+    }
+    for prefix in ["", "a%20b", "{a}"] {
+        let error = RedisStore::connect_lazy(format!("redis://a/?prefix={prefix}")).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("{prefix:?} is not a valid key prefix: use 1 to 64")), "{error}");
+    }
+}
+
 /// What would not be read is refused.
 #[test]
 fn mistakes_in_a_url_are_named() {
@@ -59,16 +83,21 @@ fn mistakes_in_a_url_are_named() {
         ),
         ("redis+sentinel://app:hunter2@a:1,app:hunter2@b:2/mymaster", "more than one `@` before \"b:2\": write"),
         ("redis+cluster://app:hunter@2@a:1", "and an `@` in them as `%40`"),
-        ("redis://a/?protocl=resp3", "parameter `protocl` is unknown: write `protocol`"),
+        ("redis://a/?protocl=resp3", "parameter `protocl` is unknown: write `prefix`, `protocol`"),
         ("redis://a/?db=3", "parameter `db` is unknown"),
         ("redis+cluster://a:1?sentinel_user=app", "parameter `sentinel_user` is unknown"),
         (
             "redis+sentinel://a/mymaster?sentinel_pasword=hunter2",
-            "`sentinel_pasword` is unknown: write `protocol`, `sentinel_user`",
+            "`sentinel_pasword` is unknown: write `prefix`, `protocol`, `sentinel_user`",
         ),
         ("redis+unix:///tmp/redis?password=hunter2", "parameter `password` is unknown: write `db`, `user`, `pass`"),
+        ("redis://a/?prefx=shop", "parameter `prefx` is unknown: write `prefix`"),
+        ("redis+cluster://a?prefix=shop&prefix=x", "parameter `prefix` appears more than once"),
         ("redis://a/?protocol=resp2&protocol=resp3", "parameter `protocol` appears more than once"),
-        ("redis://app:1234?hunter2@a/", "its parameter is unknown: write `protocol`, and a `?` in a password as `%3F`"),
+        (
+            "redis://app:1234?hunter2@a/",
+            "its parameter is unknown: write `prefix`, `protocol`, and a `?` in a password as `%3F`",
+        ),
         ("redis://a/-1", "its database is -1"),
         ("redis+unix:///tmp/redis?db=-1", "its database is -1"),
         ("redis+sentinel://a/mymaster/-1", "its database is -1"),

@@ -2,7 +2,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use ipnet::IpNet;
 
-use super::Setting;
+use super::{Setting, deserialize};
 use crate::error::ConfigError;
 use crate::limit::Key;
 
@@ -15,6 +15,8 @@ impl Setting for Key {
         read(text).ok_or_else(|| ConfigError::choice("caller", text, Self::EXPECTED))
     }
 }
+
+deserialize!(Key);
 
 impl Key {
     /// The text that reads back as this key.

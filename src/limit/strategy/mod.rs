@@ -153,7 +153,7 @@ macro_rules! asked {
             pub const ALL: &'static [Self] = &[$($($kind,)*)*];
 
             /// Its name as text, without a parameter.
-            const fn name(self) -> &'static str {
+            pub(super) const fn name(self) -> &'static str {
                 match self { $(Self::$variant { .. } => $name,)* }
             }
 

@@ -11,4 +11,4 @@ pub use layer::CallLimitLayer;
 pub use service::CallLimit;
 
 /// Like tower's: one of several errors.
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
+pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;

@@ -1,11 +1,13 @@
 use std::fmt;
+use std::marker::PhantomData;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tower_layer::Layer;
 
-use super::Throttle;
 use super::service::Settings;
+use super::{AtMost, Forever, Throttle};
 use crate::gate::{Notifier, PolicySelector, Selector};
 use crate::in_flight::InFlightTracker;
 use crate::limit::Key;
@@ -66,13 +68,13 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// # Errors
 ///
 /// It adds none: errors are the inner service's. If the store cannot decide, the call waits, and the check is retried;
-/// see [`allow_on_error`](Self::allow_on_error). A failed check affects one service; after three in a row all waiters
+/// see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait) calls fail. A failed check affects one service; after three in a row all waiters
 /// pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, it continues at this instance's share.
 ///
 /// `poll_ready` has to be called within a tokio runtime.
-#[derive(Clone)]
-pub struct ThrottleLayer {
+pub struct ThrottleLayer<W = Forever> {
     settings: Settings,
+    waits: PhantomData<W>,
 }
 
 impl ThrottleLayer {
@@ -84,7 +86,46 @@ impl ThrottleLayer {
     pub fn new(store: impl Store, key: Key, policies: impl PolicySelector<()>) -> Self {
         let wait_queues = WaitQueues::new(store.clone(), InFlightTracker::new(&store, None), Bounds::DEFAULT);
         let policies = Selector::new(policies);
-        Self { settings: Settings { wait_queues, key, policies, allow_on_error: false, notifier: Notifier::default() } }
+        let notifier = Notifier::default();
+        let settings = Settings { wait_queues, key, policies, max_wait: None, allow_on_error: false, notifier };
+        Self { settings, waits: PhantomData }
+    }
+}
+
+impl<W> ThrottleLayer<W> {
+    /// Sets how long a call may wait. Defaults to as long as it takes.
+    ///
+    /// If the wait would be longer, `poll_ready` is ready as soon as that is known, mostly at once, and the call fails
+    /// without being made: with [`RateLimited`](crate::check::RateLimited), which says when to try again, or with the
+    /// [`StoreError`](crate::store::StoreError) if the store cannot decide. Errors are then boxed, like those of
+    /// tower's own layers. As with [`Limiter::wait`](crate::Limiter::wait), store calls do not count towards `max`.
+    ///
+    /// ```
+    /// use std::convert::Infallible;
+    /// use std::time::Duration;
+    /// use tower::{Service, ServiceBuilder, ServiceExt};
+    /// use tower_redis_ratelimit::check::RateLimited;
+    /// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, Strategy, ThrottleLayer};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    /// let policy = Policy::new("geocoder", Strategy::Gcra, Quota::per_minute(1))?;
+    /// let throttle = ThrottleLayer::new(LocalStore::default(), Key::new("geocoder"), policy);
+    /// let mut client = ServiceBuilder::new()
+    ///     .layer(throttle.max_wait(Duration::from_secs(10)))
+    ///     .service_fn(async |city: &str| Ok::<_, Infallible>(city.len()));
+    ///
+    /// assert_eq!(client.ready().await?.call("Oslo").await?, 4);
+    /// let error = client.ready().await?.call("Bergen").await.unwrap_err();
+    /// let limited = error.downcast_ref::<RateLimited>().expect("the next turn is in a minute");
+    /// assert_eq!(limited.retry_after().map(|wait| wait.as_secs()), Some(60));
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn max_wait(mut self, max: Duration) -> ThrottleLayer<AtMost> {
+        self.settings.max_wait = Some(max);
+        ThrottleLayer { settings: self.settings, waits: PhantomData }
     }
 
     /// Sets how many of its services may queue; one more tries again after 250 ms. Defaults to 10,000.
@@ -112,15 +153,21 @@ impl ThrottleLayer {
     }
 }
 
-impl<T> Layer<T> for ThrottleLayer {
-    type Service = Throttle<T>;
+impl<T, W> Layer<T> for ThrottleLayer<W> {
+    type Service = Throttle<T, W>;
 
-    fn layer(&self, inner: T) -> Throttle<T> {
+    fn layer(&self, inner: T) -> Throttle<T, W> {
         Throttle::new(inner, Arc::new(self.settings.clone()))
     }
 }
 
-impl fmt::Debug for ThrottleLayer {
+impl<W> Clone for ThrottleLayer<W> {
+    fn clone(&self) -> Self {
+        Self { settings: self.settings.clone(), waits: PhantomData }
+    }
+}
+
+impl<W> fmt::Debug for ThrottleLayer<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThrottleLayer")
             .field("policies", &self.settings.policies)

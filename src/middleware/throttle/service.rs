@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::marker::PhantomData;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,15 +11,21 @@ use tokio::runtime::{Handle, Id};
 use tokio::time::{Sleep, sleep};
 use tower_service::Service;
 
+use super::future::ThrottleFuture;
+use super::{AtMost, Forever};
 use crate::gate::{Notifier, Question, Selector};
-use crate::limit::{Key, Policies};
+use crate::limit::{Key, Policies, RateLimited};
+use crate::middleware::call_limit::BoxError;
+use crate::util::instant;
 use crate::wait_queues::{Acquire, Permit, Refusal, WaitQueues, WaitRequest};
 
-/// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes: ready when it has a permit.
-pub struct Throttle<T> {
+/// The service that a [`ThrottleLayer`](crate::ThrottleLayer) makes: ready when it has a permit, or with a
+/// [`max_wait`](crate::ThrottleLayer::max_wait) when it is known that there is none in time.
+pub struct Throttle<T, W = Forever> {
     inner: T,
     settings: Arc<Settings>,
     state: State,
+    waits: PhantomData<W>,
 }
 
 #[derive(Clone)]
@@ -26,6 +33,8 @@ pub(super) struct Settings {
     pub(super) wait_queues: WaitQueues,
     pub(super) key: Key,
     pub(super) policies: Selector<()>,
+    /// How long a call may wait. None: for as long as it takes.
+    pub(super) max_wait: Option<Duration>,
     /// Whether a call proceeds without a permit if the store cannot decide.
     pub(super) allow_on_error: bool,
     pub(super) notifier: Notifier,
@@ -38,6 +47,8 @@ enum State {
     Pausing(Pin<Box<Sleep>>, Option<Id>),
     /// None if unlimited, or if the store could not decide and that is allowed.
     Ready(Option<Permit>),
+    /// With a longest wait: why the next call fails.
+    Refused(BoxError),
 }
 
 /// How long to wait before the next try.
@@ -59,7 +70,8 @@ impl Settings {
     fn enqueue(&self) -> State {
         let Some(policies) = self.policies() else { return State::Ready(None) };
         let question = Question::new(self.key, 1, self.notifier.since());
-        let wanted = WaitRequest { key: self.key, policies, cost: 1, deadline: None };
+        let deadline = self.max_wait.and_then(|max| instant().checked_add(max));
+        let wanted = WaitRequest { key: self.key, policies, cost: 1, deadline };
         match self.wait_queues.join(wanted, None) {
             Ok(turn) => State::Waiting(turn, question),
             Err(refusal) => self.refused(refusal, &question),
@@ -79,9 +91,19 @@ impl Settings {
     }
 
     fn refused(&self, refusal: Refusal, question: &Question) -> State {
-        let Refusal::Failed(error) = refusal else { return State::pausing() };
-        self.notifier.answered(&self.key, question, &Err(error), false);
-        if self.allow_on_error { State::Ready(None) } else { State::pausing() }
+        let is_timed = self.max_wait.is_some();
+        let answer = match refusal {
+            Refusal::Denied(_) if !is_timed => return State::pausing(),
+            Refusal::Denied(decision) => Ok(decision),
+            Refusal::Failed(error) => Err(error),
+        };
+        self.notifier.answered(&self.key, question, &answer, false);
+        match answer {
+            Ok(denied) => State::Refused(RateLimited::new(denied).into()),
+            Err(_) if self.allow_on_error => State::Ready(None),
+            Err(error) if is_timed => State::Refused(error.into()),
+            Err(_) => State::pausing(),
+        }
     }
 }
 
@@ -95,7 +117,7 @@ impl State {
         match self {
             Self::Waiting(turn, _) => runtime().is_some_and(|here| here != turn.runtime()),
             Self::Pausing(_, there) => runtime() != *there,
-            Self::Idle | Self::Ready(_) => false,
+            Self::Idle | Self::Ready(_) | Self::Refused(_) => false,
         }
     }
 }
@@ -104,9 +126,9 @@ fn runtime() -> Option<Id> {
     Handle::try_current().ok().map(|runtime| runtime.id())
 }
 
-impl<T> Throttle<T> {
+impl<T, W> Throttle<T, W> {
     pub(super) fn new(inner: T, settings: Arc<Settings>) -> Self {
-        Self { inner, settings, state: State::Idle }
+        Self { inner, settings, state: State::Idle, waits: PhantomData }
     }
 
     /// The inner service.
@@ -123,24 +145,20 @@ impl<T> Throttle<T> {
     pub fn into_inner(self) -> T {
         self.inner
     }
-}
 
-impl<T: Service<R>, R> Service<R> for Throttle<T> {
-    type Response = T::Response;
-    type Error = T::Error;
-    type Future = T::Future;
-
-    /// # Panics
-    ///
-    /// Outside of a tokio runtime.
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), T::Error>> {
+    /// Ready when the inner service is, and there is a permit or a reason why not.
+    fn poll_permit<R>(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), T::Error>>
+    where
+        T: Service<R>,
+    {
         let ready = ready!(self.inner.poll_ready(cx));
         if ready.is_err() {
             // What is held goes on, or leaves the line.
             self.state = State::Idle;
             return Poll::Ready(ready);
         }
-        if self.state.is_elsewhere() {
+        // There may be one in time by now.
+        if self.state.is_elsewhere() || matches!(self.state, State::Refused(_)) {
             self.state = State::Idle;
         }
         loop {
@@ -154,34 +172,83 @@ impl<T: Service<R>, R> Service<R> for Throttle<T> {
                     ready!(pause.as_mut().poll(cx));
                     State::Idle
                 }
-                State::Ready(_) => return Poll::Ready(Ok(())),
+                State::Ready(_) | State::Refused(_) => return Poll::Ready(Ok(())),
             }
         }
     }
 
-    fn call(&mut self, request: R) -> T::Future {
+    /// Uses the permit.
+    ///
+    /// # Errors
+    ///
+    /// Why there is none, with a longest wait.
+    fn spend(&mut self) -> Result<(), BoxError> {
         match mem::replace(&mut self.state, State::Idle) {
             State::Ready(permit) => drop(permit.map(Permit::spend)),
+            State::Refused(error) => return Err(error),
             _ => self.settings.charge(),
         }
+        Ok(())
+    }
+}
+
+impl<T: Service<R>, R> Service<R> for Throttle<T> {
+    type Response = T::Response;
+    type Error = T::Error;
+    type Future = T::Future;
+
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), T::Error>> {
+        self.poll_permit(cx)
+    }
+
+    fn call(&mut self, request: R) -> T::Future {
+        // Without a longest wait, none is refused.
+        let _ = self.spend();
         self.inner.call(request)
     }
 }
 
+impl<T, R> Service<R> for Throttle<T, AtMost>
+where
+    T: Service<R, Error: Into<BoxError>>,
+{
+    type Response = T::Response;
+    type Error = BoxError;
+    type Future = ThrottleFuture<T::Future>;
+
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.poll_permit(cx).map_err(Into::into)
+    }
+
+    fn call(&mut self, request: R) -> Self::Future {
+        match self.spend() {
+            Ok(()) => ThrottleFuture::calling(self.inner.call(request)),
+            Err(error) => ThrottleFuture::refused(error),
+        }
+    }
+}
+
 /// Has no permit yet.
-impl<T: Clone> Clone for Throttle<T> {
+impl<T: Clone, W> Clone for Throttle<T, W> {
     fn clone(&self) -> Self {
         Self::new(self.inner.clone(), Arc::clone(&self.settings))
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Throttle<T> {
+impl<T: fmt::Debug, W> fmt::Debug for Throttle<T, W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let state = match self.state {
             State::Idle => "idle",
             State::Waiting(..) => "waiting",
             State::Pausing(..) => "pausing",
             State::Ready(_) => "ready",
+            State::Refused(_) => "refused",
         };
         f.debug_struct("Throttle").field("inner", &self.inner).field("state", &state).finish_non_exhaustive()
     }

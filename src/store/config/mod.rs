@@ -108,7 +108,7 @@ pub struct StoreConfig {
     /// host.
     #[cfg_attr(feature = "serde", serde(skip_serializing_if = "Option::is_none"))]
     pub server_name: Option<String>,
-    /// See [`RedisStoreBuilder::prefix`]. Defaults to `rl`.
+    /// See [`RedisStoreBuilder::prefix`]; that of the URL takes precedence. Defaults to `rl`.
     #[cfg_attr(feature = "serde", serde(deserialize_with = "formats::prefix"))]
     pub prefix: String,
     /// See [`RedisStoreBuilder::connections`]. Defaults to 2.

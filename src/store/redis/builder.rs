@@ -152,7 +152,8 @@ impl RedisStoreBuilder {
     }
 
     /// What the store's keys begin with: 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`. Stores with one
-    /// prefix share their counts. Defaults to `rl`.
+    /// prefix share their counts. A URL that names one, as `redis://127.0.0.1/?prefix=shop`, takes precedence: whoever
+    /// runs the program has written that. Defaults to `rl`.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
@@ -282,7 +283,10 @@ impl RedisStoreBuilder {
     ///
     /// For a wrong URL, prefix, certificate or server name, more than 1,024 partitions, and a timeout of zero; for `rediss://`
     /// without the feature `tls`, and for TLS settings without `rediss://`.
-    pub fn connect_lazy(self) -> Result<RedisStore, ConfigError> {
+    pub fn connect_lazy(mut self) -> Result<RedisStore, ConfigError> {
+        if let Some(prefix) = self.servers.take_prefix() {
+            self.prefix = prefix;
+        }
         if !is_name(&self.prefix, b"-_./:") {
             let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.`, `/` or `:`";
             return Err(ConfigError::invalid("key prefix", &self.prefix, fix));

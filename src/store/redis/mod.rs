@@ -8,6 +8,7 @@ mod batch;
 mod builder;
 mod instances;
 mod link;
+mod scan;
 mod script;
 mod servers;
 mod store;
@@ -21,6 +22,7 @@ pub use builder::RedisStoreBuilder;
 pub(super) use link::no_tls;
 #[cfg(feature = "tls")]
 pub(super) use link::{check_client, check_roots};
+pub use scan::{Counted, Scan};
 pub use servers::Servers;
 pub(super) use servers::wrong_url;
 pub use store::RedisStore;

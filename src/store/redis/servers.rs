@@ -16,7 +16,8 @@ use crate::error::ConfigError;
 /// | `redis+cluster://user:password@host:6379,host:6380` | a cluster: any of its nodes, of which one must answer at the start |
 /// | `redis+sentinel://user:password@host:26379,host:26380/mymaster/0` | the master of this name, with its user, password and database: all of its sentinels |
 ///
-/// Where sentinels want a user and a password too, they follow:
+/// Each may end with `?prefix=shop`: the [prefix](crate::store::RedisStoreBuilder::prefix) of the store, which then
+/// applies whatever the program has set. Where sentinels want a user and a password too, they follow:
 /// `?sentinel_user=user&sentinel_password=password`. With the feature `tls`, `rediss://`, `rediss+cluster://` and
 /// `rediss+sentinel://` speak TLS.
 ///
@@ -24,22 +25,26 @@ use crate::error::ConfigError;
 /// use tower_redis_ratelimit::store::Servers;
 /// use tower_redis_ratelimit::RedisStore;
 ///
-/// let store = RedisStore::connect_lazy("redis+cluster://10.0.0.1:6379,10.0.0.2:6379")?;
-/// // The same, and what `RedisStore::cluster` does.
+/// let store = RedisStore::connect_lazy("redis+cluster://10.0.0.1:6379,10.0.0.2:6379?prefix=shop")?;
+/// // The same.
 /// let servers = Servers::cluster(["redis://10.0.0.1:6379", "redis://10.0.0.2:6379"]);
-/// let store = RedisStore::builder(servers).connect_lazy()?;
+/// let store = RedisStore::builder(servers).prefix("shop").connect_lazy()?;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
 /// `Debug` shows addresses and no password.
 #[derive(Clone)]
-pub struct Servers(Result<Kind, ConfigError>);
+pub struct Servers {
+    kind: Result<Kind, ConfigError>,
+    /// The prefix that a URL names.
+    prefix: Option<String>,
+}
 
 impl Servers {
     /// A Redis Cluster, by the URLs of some of its nodes, which report the others. User, password and TLS are those of
     /// the first URL, for all nodes.
     pub fn cluster<U: IntoConnectionInfo>(nodes: impl IntoIterator<Item = U>) -> Self {
-        Self(cluster(nodes.into_iter().map(read)))
+        Self::new(cluster(nodes.into_iter().map(read)))
     }
 
     /// The master of Redis Sentinel that has this name, by the URLs of all sentinels.
@@ -57,11 +62,20 @@ impl Servers {
     /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
     /// ```
     pub fn sentinel<U: IntoConnectionInfo>(master: &str, sentinels: impl IntoIterator<Item = U>) -> Self {
-        Self(sentinel(master, sentinels.into_iter().map(read)))
+        Self::new(sentinel(master, sentinels.into_iter().map(read)))
+    }
+
+    fn new(kind: Result<Kind, ConfigError>) -> Self {
+        Self { kind, prefix: None }
+    }
+
+    /// Takes the prefix that the URL names.
+    pub(super) fn take_prefix(&mut self) -> Option<String> {
+        self.prefix.take()
     }
 
     pub(super) fn into_kind(self) -> Result<Kind, ConfigError> {
-        let mut kind = self.0?;
+        let mut kind = self.kind?;
         let databases: Vec<i64> = kind.all().iter().map(|server| server.redis_settings().db()).collect();
         match databases.into_iter().find(|database| *database < 0) {
             Some(database) => wrong(format_args!("its database is {database}, and the first one is 0")),
@@ -74,19 +88,20 @@ impl Servers {
         let (kind, parameters): (_, &[&str]) = match scheme {
             Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "cluster"), rest)) => {
                 let kind = nodes(scheme, rest).and_then(|nodes| cluster(nodes.into_iter().map(read)));
-                (kind, &["protocol"])
+                (kind, &["prefix", "protocol"])
             }
             Some(((scheme @ ("redis" | "rediss" | "valkey" | "valkeys"), "sentinel"), rest)) => {
-                (sentinel_of_url(scheme, rest), &["protocol", "sentinel_user", "sentinel_password"])
+                (sentinel_of_url(scheme, rest), &["prefix", "protocol", "sentinel_user", "sentinel_password"])
             }
             _ => match read(text) {
                 Ok(server) if matches!(server.addr(), ConnectionAddr::Unix(_)) => {
-                    (Ok(Kind::Server(Box::new(server))), &["db", "user", "pass", "protocol"])
+                    (Ok(Kind::Server(Box::new(server))), &["db", "user", "pass", "prefix", "protocol"])
                 }
-                server => (server.map(|server| Kind::Server(Box::new(server))), &["protocol"]),
+                server => (server.map(|server| Kind::Server(Box::new(server))), &["prefix", "protocol"]),
             },
         };
-        Self(kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind)))
+        let prefix = pairs(text).find_map(|pair| pair.strip_prefix("prefix=")).map(str::to_owned);
+        Self { kind: kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind)), prefix }
     }
 }
 
@@ -99,18 +114,23 @@ pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!("the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"))
 }
 
-/// Refuses unknown parameters.
-fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
+/// The parameters of a URL.
+fn pairs(url: &str) -> impl Iterator<Item = &str> {
     let url = url.split_once('#').map_or(url, |(url, _)| url);
     let query = url.split_once('?').map_or("", |(_, query)| query);
+    query.split('&').filter(|pair| !pair.is_empty())
+}
+
+/// Refuses unknown parameters.
+fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
+    let has_login = pairs(url).any(|pair| pair.contains('@'));
     let mut seen: Vec<&str> = vec![];
-    for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+    for pair in pairs(url) {
         let name = pair.split_once('=').map_or(pair, |(name, _)| name);
         let known_as = known.join("`, `");
         if !known.contains(&name) {
             // Perhaps it is a part of a password.
-            let is_shown =
-                !query.contains('@') && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
+            let is_shown = !has_login && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
             let name = if is_shown { format!(" `{name}`") } else { String::new() };
             return wrong(format_args!(
                 "its parameter{name} is unknown: write `{known_as}`, and a `?` in a password as `%3F`"
@@ -249,13 +269,13 @@ impl From<&String> for Servers {
 
 impl From<ConnectionInfo> for Servers {
     fn from(server: ConnectionInfo) -> Self {
-        Self(Ok(Kind::Server(Box::new(server))))
+        Self::new(Ok(Kind::Server(Box::new(server))))
     }
 }
 
 impl fmt::Debug for Servers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let nodes = match &self.0 {
+        let nodes = match &self.kind {
             Ok(Kind::Server(server)) => std::slice::from_ref(&**server),
             Ok(Kind::Sentinel { sentinels: nodes, .. } | Kind::Cluster(nodes)) => nodes,
             Err(_) => return f.write_str("unreadable"),
@@ -299,6 +319,23 @@ mod tests {
         }
         let one = Servers::cluster(["redis://a:1", "redis://b:2"]);
         assert_eq!(format!("{one:?}"), format!("{:?}", Servers::from("redis+cluster://a:1,b:2")));
+    }
+
+    #[test]
+    fn every_url_may_name_a_prefix() {
+        for url in [
+            "redis://a:1/0",
+            "redis://a:1?protocol=resp3",
+            "redis+unix:///tmp/redis?db=3",
+            "redis+cluster://user:password@a:1,b:2",
+            "redis+sentinel://a:1,b:2/mymaster/3?sentinel_password=x",
+        ] {
+            let between = if url.contains('?') { '&' } else { '?' };
+            let mut servers = Servers::from(format!("{url}{between}prefix=shop:eu/1"));
+            assert_eq!(servers.take_prefix().as_deref(), Some("shop:eu/1"), "{url}");
+            assert!(servers.into_kind().is_ok(), "{url}");
+            assert_eq!(Servers::from(url).take_prefix(), None, "{url}");
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 
 use super::instances;
+use super::scan::Scan;
 use super::worker::{Inner, RedisFuture};
 use crate::error::StoreError;
 use crate::limit::{Check, Key};
@@ -89,6 +90,26 @@ impl RedisStore {
     /// [`ErrorKind::NoRuntime`](crate::store::ErrorKind::NoRuntime) outside of a tokio runtime.
     pub fn announce(&self) -> Result<Instances, StoreError> {
         instances::announce(&self.inner)
+    }
+
+    /// Looks through what is counted under this store's prefix, on every master of a cluster: for
+    /// tools, since it reads the whole database. `examples/inspect.rs` is one. The Redis user needs `+scan` for it.
+    ///
+    /// ```no_run
+    /// use tower_redis_ratelimit::RedisStore;
+    ///
+    /// # async fn run() -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut scan = RedisStore::connect("redis://127.0.0.1/?prefix=shop").await?.scan();
+    /// while let Some(counts) = scan.next().await? {
+    ///     for count in counts {
+    ///         println!("{} is counted under {} ({})", count.key.reveal(), count.policy, count.strategy);
+    ///     }
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn scan(&self) -> Scan {
+        Scan::new(&self.inner)
     }
 }
 

@@ -125,6 +125,16 @@ impl Connection {
         Ok(replies)
     }
 
+    /// Sends a command that is no script.
+    ///
+    /// # Errors
+    ///
+    /// What befell the connection, or what the server has said.
+    pub(crate) async fn ask(&mut self, command: &Cmd) -> Result<Value, RedisError> {
+        let nothing = || Err((ErrorKind::UnexpectedReturnType, "no reply").into());
+        self.send(&[false], &[0], |_| command.clone()).await?.pop().unwrap_or_else(nothing)
+    }
+
     /// Sends these calls, and returns the replies to them.
     async fn send(
         &mut self,

@@ -4,7 +4,7 @@ use redis::{Cmd, Value};
 
 use super::wire;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Charged, Check, EachCharged, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
+use crate::limit::{Charged, Check, EachCharged, Key, Kind, Mode, Order, Policies, Policy, Verdict, Verdicts};
 
 /// What one script call asks.
 #[derive(Debug, Default)]
@@ -202,6 +202,15 @@ impl ScriptCall {
             _ => Err(StoreError::new(ErrorKind::Protocol)),
         }
     }
+}
+
+/// What the key of a count says after its prefix, as [`ScriptCall::push`] has written it: the caller, the policy's name,
+/// and the name of its strategy. None for other keys.
+pub(crate) fn read_key(rest: &str) -> Option<(Key, &str, &'static str)> {
+    let (caller, count) = rest.strip_prefix(":{")?.split_once("}:")?;
+    // What has an id is longer by that.
+    let (name, letter) = count.split_once(':')?;
+    Some((Key::of_redis(caller)?, name, Kind::name_of(letter)?))
 }
 
 /// An argument of packed numbers, lowest byte first.

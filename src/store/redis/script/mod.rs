@@ -7,7 +7,7 @@ mod wire;
 
 use std::sync::OnceLock;
 
-pub(super) use call::{Asked, Plan, ScriptCall, is_read_only};
+pub(super) use call::{Asked, Plan, ScriptCall, is_read_only, read_key};
 
 /// It decides the checks of a [`ScriptCall`].
 pub(super) static CHECK: Script = Script::new(wire::SCRIPT);

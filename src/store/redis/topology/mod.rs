@@ -109,6 +109,20 @@ impl Topology {
         self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.node(partition))
     }
 
+    /// The nodes that have keys of callers. None while one of them is not known.
+    pub(super) fn masters(&self) -> Option<Vec<Node>> {
+        let partitions = self.cluster().map_or_else(|| vec![0], |cluster| cluster.partition_of_each());
+        partitions.into_iter().map(|partition| self.node(partition)).collect()
+    }
+
+    /// What the keys of counts begin with, before the caller.
+    pub(super) fn prefixes(&self, prefix: &str) -> Vec<String> {
+        match self.cluster() {
+            None => vec![prefix.to_owned()],
+            Some(cluster) => (0..cluster.partitions()).map(|of| cluster.prefix(of as u16).to_owned()).collect(),
+        }
+    }
+
     /// The node that has the keys of no partition.
     pub(super) fn shared_node(&self) -> Option<Node> {
         self.cluster().map_or(Some(Node::ONLY), |cluster| cluster.shared_node())

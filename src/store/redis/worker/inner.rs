@@ -27,7 +27,7 @@ use crate::util::{contain, lock};
 
 pub(crate) struct Inner {
     pub(crate) topology: Topology,
-    pub(super) prefix: Box<str>,
+    pub(crate) prefix: Box<str>,
     /// Tells what this instance has in flight from what others have: random, and of 48 bits.
     pub(super) instance: u64,
     pub(super) limits: Limits,
@@ -46,6 +46,8 @@ pub(crate) struct Limits {
     pub(crate) timeout: Duration,
 }
 
+/// How many keys of the whole database a step of a scan looks at: Redis does nothing else for about half a millisecond.
+const SCAN_STEP: usize = 1_000;
 /// How many nodes may send a script elsewhere.
 const MAX_HOPS: usize = 4;
 
@@ -155,6 +157,26 @@ impl Inner {
             Err(StoreError::new(ErrorKind::NotReady))
         };
         within(self.limits.timeout, call).await.map_err(|error| error.at(self.topology.address(Some(node))))
+    }
+
+    /// Which keys match this pattern, of a node: one step from a cursor on, with the cursor of the next.
+    pub(crate) async fn scan(
+        self: &Arc<Self>,
+        node: Node,
+        cursor: u64,
+        pattern: &str,
+    ) -> Result<(u64, Vec<Vec<u8>>), StoreError> {
+        let target = self.with_queue(&runtime()?, Some(node), |queue, _| queue.target.clone());
+        let Some(Target { pool, .. }) = target else { return Err(StoreError::new(ErrorKind::NotReady)) };
+        let mut scan = redis::cmd("SCAN");
+        scan.arg(cursor).arg("MATCH").arg(pattern).arg("COUNT").arg(SCAN_STEP);
+        let call = async {
+            let mut failures = pool.failures();
+            let mut connection = pool.checkout(&mut failures).await?;
+            let reply = connection.ask(&scan).await.map_err(|error| error_of(&error))?;
+            redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
+        };
+        within(self.limits.timeout, call).await
     }
 
     /// Answers a check by what Redis said to a call that was sent at this time.

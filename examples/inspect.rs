@@ -1,0 +1,134 @@
+//! `cargo run --example inspect`
+//!
+//! What is counted in Redis, for people: which policies, who uses most of one, and one caller's counts, which it can reset.
+//! `REDIS_URL` says where (`redis://127.0.0.1/`): a server, sentinels or a cluster, and which prefix.
+//!
+//! ```sh
+//! export REDIS_URL='redis://127.0.0.1/?prefix=shop'
+//! cargo run --example inspect                                            # the policies, and how many callers each has
+//! cargo run --example inspect 'api 50/s burst 100'                       # its callers who have used most
+//! cargo run --example inspect 'api 50/s burst 100' user-42               # one of them
+//! cargo run --example inspect 'api 50/s burst 100' user-42 reset
+//! ```
+//!
+//! Redis knows no quotas, so a policy is written as the service has it: `name quota`, or with a strategy between them, as in
+//! `login sliding-log 5/15m` and `uploads in-flight 10/30s`. A caller is written as `user-42`, `ip:192.0.2.7`, `*` for all
+//! together, a tuple with commas, and an API key as `secret:sk-1` or by its hash, `~` and 32 digits: no secret is in Redis.
+//!
+//! The lists look through the whole database, a thousand keys at a time. The Redis user needs `+scan` for them. After a reset,
+//! an instance that has just denied the caller goes on until the wait that it told is over: it remembers denials.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::error::Error;
+
+use futures_util::future::try_join_all;
+use serde::Deserialize;
+use serde::de::value::{Error as NoKey, MapDeserializer, StrDeserializer};
+use tower_redis_ratelimit::check::Decision;
+use tower_redis_ratelimit::store::{Counted, StoreError};
+use tower_redis_ratelimit::{Key, Limiter, Policy, RedisStore};
+
+/// How many callers are shown.
+const TOP: usize = 20;
+/// How many are asked for at once, which the store does in one call.
+const TOGETHER: usize = 128;
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let url = env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
+    let store = RedisStore::connect(&url).await?;
+    let args: Vec<String> = env::args().skip(1).collect();
+    match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [] => policies(&store).await?,
+        [text] => hottest(&store, policy(text)?).await?,
+        [text, caller] => {
+            show(&Limiter::new(store, policy(text)?), key(caller)?).await?;
+        }
+        [text, caller, "reset"] => {
+            let limiter = Limiter::new(store, policy(text)?);
+            show(&limiter, key(caller)?).await?;
+            let _ = limiter.reset(key(caller)?).await?;
+            show(&limiter, key(caller)?).await?;
+        }
+        _ => return Err("write nothing, a policy, or a policy and a caller, with `reset` behind them".into()),
+    }
+    Ok(())
+}
+
+/// `name quota`, or `name strategy quota`.
+fn policy(text: &str) -> Result<Policy, NoKey> {
+    let (name, rest) = text.trim().split_once(' ').unwrap_or((text, ""));
+    // A strategy may have a number too, but none of its words begins with one.
+    let mut digits = rest.match_indices(|c: char| c.is_ascii_digit()).map(|(at, _)| at);
+    let (strategy, quota) =
+        rest.split_at(digits.find(|at| rest[..*at].trim_end().len() < *at || *at == 0).unwrap_or(0));
+    let strategy = Some(("strategy", strategy.trim())).filter(|(_, strategy)| !strategy.is_empty());
+    let fields = [("name", name), ("quota", quota)].into_iter().chain(strategy);
+    Policy::deserialize(MapDeserializer::new(fields))
+}
+
+/// A caller as in a file of settings, or as in Redis.
+fn key(text: &str) -> Result<Key, NoKey> {
+    Key::deserialize(StrDeserializer::new(text))
+}
+
+/// Prints how many callers each policy has.
+async fn policies(store: &RedisStore) -> Result<(), StoreError> {
+    let (mut callers, mut scan) = (BTreeMap::<(String, &str), usize>::new(), store.scan());
+    while let Some(counts) = scan.next().await? {
+        for count in counts {
+            *callers.entry((count.policy, count.strategy)).or_default() += 1;
+        }
+    }
+    println!("{:<24} {:<16} {:>8}", "policy", "strategy", "callers");
+    let mut before = "";
+    for ((policy, strategy), callers) in &callers {
+        println!("{policy:<24} {strategy:<16} {callers:>8}");
+        if policy == before {
+            println!(
+                "  ^ two strategies under one name: programs that share this prefix differ, and do not count together"
+            );
+        }
+        before = policy;
+    }
+    Ok(())
+}
+
+/// Prints the callers who have used most of a policy.
+async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
+    let strategy = policy.strategy().map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
+    let limiter = Limiter::new(store.clone(), policy.clone());
+    let (mut top, mut scan) = (Vec::<(Key, Decision)>::new(), store.scan());
+    while let Some(counts) = scan.next().await? {
+        let is_of = |count: &Counted| count.policy == policy.name() && strategy.starts_with(count.strategy);
+        let callers: Vec<Key> = counts.into_iter().filter(is_of).map(|count| count.key).collect();
+        for callers in callers.chunks(TOGETHER) {
+            let decisions = try_join_all(callers.iter().map(|caller| limiter.peek(*caller, 1))).await?;
+            top.extend(callers.iter().copied().zip(decisions));
+        }
+        top.sort_by_key(|(key, decision)| (decision.remaining(), key.reveal().to_owned()));
+        top.dedup_by_key(|(key, _)| *key);
+        top.truncate(TOP);
+    }
+    for (key, decision) in top {
+        print(key, &decision);
+    }
+    Ok(())
+}
+
+/// Prints the counts of one caller.
+async fn show(limiter: &Limiter<RedisStore>, key: Key) -> Result<(), StoreError> {
+    print(key, &limiter.peek(key, 1).await?);
+    Ok(())
+}
+
+fn print(key: Key, decision: &Decision) {
+    let (left, most) = (decision.remaining(), decision.capacity());
+    let next = match decision.retry_after() {
+        Some(wait) => format!("denied for {:.1} s", wait.as_secs_f64()),
+        None => "passes".to_owned(),
+    };
+    let reset = decision.reset_after().as_secs_f64();
+    println!("{:<40} {left:>7} of {most} left, {next}, all back in {reset:.1} s", key.reveal());
+}

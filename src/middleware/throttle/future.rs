@@ -1,0 +1,64 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use pin_project_lite::pin_project;
+
+use crate::middleware::call_limit::BoxError;
+use crate::util::polled_after_completion;
+
+pin_project! {
+    /// Resolves to the response of a [`Throttle`](super::Throttle) with a longest wait.
+    pub struct ThrottleFuture<F> {
+        #[pin]
+        state: State<F>,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State<F> {
+        Calling {
+            #[pin]
+            response: F,
+        },
+        Refused {
+            // None once it has been given.
+            error: Option<BoxError>,
+        },
+    }
+}
+
+impl<F> ThrottleFuture<F> {
+    pub(super) fn calling(response: F) -> Self {
+        Self { state: State::Calling { response } }
+    }
+
+    pub(super) fn refused(error: BoxError) -> Self {
+        Self { state: State::Refused { error: Some(error) } }
+    }
+}
+
+impl<F, Res, E> Future for ThrottleFuture<F>
+where
+    F: Future<Output = Result<Res, E>>,
+    E: Into<BoxError>,
+{
+    type Output = Result<Res, BoxError>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project().state.project() {
+            StateProj::Calling { response } => response.poll(cx).map_err(Into::into),
+            StateProj::Refused { error } => {
+                Poll::Ready(Err(error.take().unwrap_or_else(|| polled_after_completion("ThrottleFuture"))))
+            }
+        }
+    }
+}
+
+impl<F> fmt::Debug for ThrottleFuture<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThrottleFuture").finish_non_exhaustive()
+    }
+}
