@@ -147,8 +147,15 @@ where
     }
 }
 
-/// For an extractor that is not `Clone`, or one that is chosen when the program starts: an `Arc<dyn KeyExtractor>`.
+/// For an extractor that is not `Clone`.
 impl<R, K: KeyExtractor<R> + ?Sized> KeyExtractor<R> for Arc<K> {
+    fn extract(&self, request: &R) -> Result<Key, MissingKey> {
+        (**self).extract(request)
+    }
+}
+
+/// For one that is chosen when the program starts, and for a type with a name.
+impl<R: 'static> KeyExtractor<R> for Box<dyn KeyExtractor<R>> {
     fn extract(&self, request: &R) -> Result<Key, MissingKey> {
         (**self).extract(request)
     }

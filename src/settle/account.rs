@@ -107,6 +107,11 @@ impl Account {
         self.reserved.load(Relaxed)
     }
 
+    /// What was counted, if anything was.
+    pub(super) fn counted(&self) -> Option<u64> {
+        Some(self.units.load(Relaxed)).filter(|units| *units != UNUSED)
+    }
+
     /// Counts for this account, and for those around it.
     pub(super) fn count(&self, count: impl Fn(u64) -> u64 + Copy) {
         // The sum stays below what says that there is none.
@@ -120,8 +125,7 @@ impl Account {
 
 impl Drop for Account {
     fn drop(&mut self) {
-        let units = Some(*self.units.get_mut()).filter(|units| *units != UNUSED);
-        let counted = Counted { units, bytes: *self.bytes.get_mut() };
+        let counted = Counted { units: self.counted(), bytes: *self.bytes.get_mut() };
         let book = self.book.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         for reserved in std::mem::take(&mut book.open) {
             let cost = book.settlement.cost(reserved.cost(), counted);
