@@ -53,7 +53,11 @@ impl<D> Grant<D> {
 
     /// The decision, for the response.
     pub(crate) fn take_decision(&mut self) -> Option<Decision> {
-        self.decision.take()
+        let decision = self.decision.take()?;
+        Some(match &self.charge {
+            Some(charge) => charge.account().update(decision),
+            None => decision,
+        })
     }
 
     pub(crate) fn charge(&self) -> Option<&Charge> {
