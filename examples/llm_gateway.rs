@@ -1,9 +1,9 @@
 //! `cargo run --example llm_gateway`
 //!
 //! A gateway to a language model. Each API key has 1,000 tokens a minute, and 4 answers at a time, over all instances.
-//! What an answer may cost at most is reserved when it begins
-//! (`x-max-tokens`, or 200); what it has cost is settled when it ends, also if the client hangs up before. Settings by the environment: `PORT`
-//! (3000), `TOKENS` (`1000/min`), `STREAMS` (4), and `REDIS_URL` to share the counts among instances.
+//! What an answer may cost at most is reserved when it begins (the body's `max_tokens`); what it has cost is settled when
+//! it ends, also if the client hangs up before. Settings by the environment: `PORT` (3000), `TOKENS` (`1000/min`),
+//! `STREAMS` (4), and `REDIS_URL` to share the counts among instances.
 
 use std::convert::Infallible;
 use std::env;
@@ -11,11 +11,11 @@ use std::error::Error;
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::{Extension, Router, routing::post};
+use axum::{Json, Router, routing::post};
 use futures_util::stream;
-use http::request::Parts;
+use serde::Deserialize;
 use tower_redis_ratelimit::extract::HeaderKey;
-use tower_redis_ratelimit::settle::{Charge, Settlement};
+use tower_redis_ratelimit::settle::{Charge, ReserveError};
 use tower_redis_ratelimit::store::AnyStore;
 use tower_redis_ratelimit::{Policies, Policy, Quota, RateLimitLayer, Strategy};
 
@@ -27,33 +27,35 @@ async fn main() -> Result<(), Box<dyn Error>> {
 
     let tokens_a_minute = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, tokens)?;
     let policies = Policies::new([tokens_a_minute, Policy::in_flight("streams", streams)?])?;
-    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, HeaderKey::new("x-api-key")?, policies)
-        .cost(max_tokens)
-        .settle(|_response| Settlement::AtEnd);
-    let app = Router::new().route("/chat", post(chat)).layer(layer);
+    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, HeaderKey::new("x-api-key")?, policies);
+    let app = Router::new().route("/chat", post(chat)).layer(layer.until_body_end());
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
     println!("{tokens} tokens and {streams} answers at a time for each key. Try:");
-    println!("curl -iN -H 'x-api-key: alice' -d 'Tell me of the sea.' localhost:{port}/chat");
+    let question = r#"{"prompt":"Tell me of the sea.","max_tokens":200}"#;
+    println!("curl -iN -H 'x-api-key: alice' --json '{question}' localhost:{port}/chat");
     axum::serve(listener, app).await?;
     Ok(())
 }
 
-/// The most that the answer may have, by the request.
-fn max_tokens(request: &Parts) -> u32 {
-    request.headers.get("x-max-tokens").and_then(|max| max.to_str().ok()?.parse().ok()).unwrap_or(200)
+#[derive(Deserialize)]
+struct Question {
+    prompt: String,
+    /// The most that the answer may have.
+    max_tokens: u32,
 }
 
 /// Streams the model's answer, and charges the tokens of the question and each of the answer.
-async fn chat(Extension(charge): Extension<Charge>, prompt: String) -> Body {
+async fn chat(charge: Charge, Json(Question { prompt, max_tokens }): Json<Question>) -> Result<Body, ReserveError> {
+    charge.reserve(max_tokens).await?;
     charge.set(prompt.split_whitespace().count() as u32);
     let answer = stream::unfold((Model::answer(&prompt), charge), |(mut model, charge)| async move {
         let token = model.next().await?;
         charge.add(1);
         Some((Ok::<_, Infallible>(token), (model, charge)))
     });
-    Body::from_stream(answer)
+    Ok(Body::from_stream(answer))
 }
 
 /// A language model that says what it is told, a word at a time, three times over.

@@ -9,57 +9,54 @@ use std::env;
 use std::error::Error;
 use std::time::Duration;
 
-use axum::extract::{Path, Request};
-use axum::middleware::{Next, from_fn};
-use axum::{Router, response::Response, routing::post};
+use axum::extract::{Json, State};
+use axum::{Router, routing::post};
 use http::StatusCode;
-use tower_redis_ratelimit::extract::key_fn;
-use tower_redis_ratelimit::settle::Settlement;
+use serde::Deserialize;
+use tower_redis_ratelimit::settle::ReserveError;
 use tower_redis_ratelimit::store::AnyStore;
-use tower_redis_ratelimit::{Key, Policy, Quota, RateLimitLayer, Strategy};
+use tower_redis_ratelimit::{Key, Limiter, Policy, Quota, Strategy};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = setting("PORT", "3000")?;
     let quota: Quota = setting("FAILURES", "5/min")?;
-    let failures = Policy::new("login", Strategy::SlidingLog, quota)?;
-
-    let user = key_fn(|request| request.extensions.get().map(|User(name)| Key::new(name)));
-    let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, user, failures).settle(|response| match response
-        .status
-    {
-        StatusCode::UNAUTHORIZED => Settlement::Keep,
-        _ => Settlement::Refund,
-    });
-    // The last one is the outermost: the limit knows the user.
-    let app = Router::new().route("/login/{user}", post(login).layer(layer).layer(from_fn(note_user)));
+    let failures = Limiter::new(AnyStore::from_env("REDIS_URL")?, Policy::new("login", Strategy::SlidingLog, quota)?);
+    let app = Router::new().route("/login", post(login)).with_state(failures);
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();
-    println!("{quota} wrong passwords for each user. Try: curl -i -d 'open sesame' localhost:{port}/login/alice");
+    println!("{quota} wrong passwords for each user. Try:");
+    println!("curl -i --json '{{\"user\":\"alice\",\"password\":\"open sesame\"}}' localhost:{port}/login");
     axum::serve(listener, app).await?;
     Ok(())
 }
 
-#[derive(Clone)]
-struct User(String);
+#[derive(Deserialize)]
+struct Login {
+    user: String,
+    password: String,
+}
 
-/// Notes the user as `login` sees it, which is decoded: one user has many paths, such as `/login/alice` and
-/// `/login/%61lice`.
-async fn note_user(Path(user): Path<String>, mut request: Request, next: Next) -> Response {
-    request.extensions_mut().insert(User(user));
-    next.run(request).await
+async fn login(
+    State(failures): State<Limiter<AnyStore>>,
+    Json(login): Json<Login>,
+) -> Result<StatusCode, ReserveError> {
+    let attempt = failures.reserve(Key::new(&login.user), 1).await?;
+    // It counts from here on, also if the client hangs up.
+    attempt.set(1);
+    if !is_right(&login).await {
+        return Ok(StatusCode::UNAUTHORIZED);
+    }
+    attempt.settle(0);
+    Ok(StatusCode::OK)
 }
 
 /// Takes its time, as whoever looks at a password does.
-async fn login(Path(user): Path<String>, password: String) -> (StatusCode, String) {
-    println!("{user} tries");
+async fn is_right(login: &Login) -> bool {
+    println!("{} tries", login.user);
     tokio::time::sleep(Duration::from_millis(50)).await;
-    if password == "open sesame" {
-        (StatusCode::OK, format!("Welcome, {user}!\n"))
-    } else {
-        (StatusCode::UNAUTHORIZED, "Wrong password.\n".to_owned())
-    }
+    login.password == "open sesame"
 }
 
 /// A setting of the environment, or what it is by default.

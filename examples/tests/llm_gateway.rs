@@ -15,16 +15,17 @@ fn gateway() -> Example {
 }
 
 fn ask(gateway: &Example, key: &str, max: u32, words: usize) -> TcpStream {
-    gateway.post("/chat", &[&format!("x-api-key: {key}"), &format!("x-max-tokens: {max}")], &"word ".repeat(words))
+    let question = format!(r#"{{"prompt":"{}","max_tokens":{max}}}"#, "word ".repeat(words));
+    gateway.post("/chat", &[&format!("x-api-key: {key}"), "content-type: application/json"], &question)
 }
 
 /// Waits until so many tokens remain, by an answer that costs nothing.
 fn wait_until_remaining(gateway: &Example, key: &str, wanted: u32) {
     let mut remaining = 0;
     for _ in 0..10_000 {
-        let answer = Answer::read(ask(gateway, key, 1, 0));
+        let answer = Answer::read(ask(gateway, key, 0, 0));
         if answer.status == 200 {
-            // One is reserved, and refunded at the end.
+            // One is reserved by the layer, and refunded at the end.
             remaining = answer.remaining("tokens") + 1;
             if remaining == wanted {
                 return;
@@ -38,13 +39,17 @@ fn wait_until_remaining(gateway: &Example, key: &str, wanted: u32) {
 fn a_response_is_charged_its_tokens() {
     let gateway = gateway();
     let answer = Answer::read(ask(&gateway, "alice", 300, 5));
-    assert_eq!((answer.status, answer.remaining("tokens")), (200, 700), "what it may cost: {}", answer.head);
+    assert_eq!((answer.status, answer.remaining("tokens")), (200, 699), "what it may cost: {}", answer.head);
     assert_eq!(answer.body.matches("word").count(), 15);
     // 5 of the question and 15 of the answer.
     wait_until_remaining(&gateway, "alice", 980);
     // More than was reserved is charged too.
     assert_eq!(Answer::read(ask(&gateway, "alice", 10, 5)).status, 200);
     wait_until_remaining(&gateway, "alice", 960);
+    // An answer that may have too many is denied, and costs what every request does.
+    let denied = Answer::read(ask(&gateway, "alice", 960, 5));
+    assert_eq!((denied.status, denied.remaining("tokens")), (429, 959), "{}", denied.head);
+    wait_until_remaining(&gateway, "alice", 959);
 }
 
 #[test]
@@ -60,7 +65,7 @@ fn a_disconnected_client_pays_for_tokens_sent() {
     drop(stream);
     let mut remaining = 0;
     while remaining < 200 {
-        let answer = Answer::read(ask(&gateway, "bob", 1, 0));
+        let answer = Answer::read(ask(&gateway, "bob", 0, 0));
         remaining = if answer.status == 200 { answer.remaining("tokens") } else { 0 };
     }
     // 20 of the question, and fewer than the 60 that the whole answer has: writing fails soon after the client is gone.

@@ -48,6 +48,14 @@ impl<S: Store, R: 'static> Gate<S, R> {
 }
 
 impl<D> Grant<D> {
+    /// The decision with what the handler has reserved beside it.
+    pub(crate) fn update(&self, decision: Decision) -> Decision {
+        match &self.charge {
+            Some(charge) => charge.account().update(decision),
+            None => decision,
+        }
+    }
+
     pub(crate) fn charge(&self) -> Option<&Charge> {
         self.charge.as_ref()
     }

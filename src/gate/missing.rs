@@ -22,6 +22,8 @@ enum Problem {
     Text(Cow<'static, str>),
     /// The request lacks this header. Turned into text only when shown, since such requests may pass.
     NoHeader(HeaderName),
+    /// Nobody has put an extension of this type into the request.
+    NoExtension(&'static str),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -83,6 +85,16 @@ impl MissingKey {
         Self { problem: Problem::NoHeader(name.clone()), cause }
     }
 
+    /// The request lacks an extension of this type: the server is misconfigured, unless another extractor finds a key.
+    pub(crate) const fn extension(of_type: &'static str) -> Self {
+        Self { problem: Problem::NoExtension(of_type), cause: Cause::Misconfigured }
+    }
+
+    /// Whether the request may be counted by another key.
+    pub(super) const fn may_have_another(&self) -> bool {
+        self.is_absent() || matches!(self.problem, Problem::NoExtension(_))
+    }
+
     /// Whether the server is at fault, not the client.
     pub const fn is_misconfigured(&self) -> bool {
         matches!(self.cause, Cause::Misconfigured)
@@ -108,6 +120,12 @@ impl fmt::Display for MissingKey {
         match &self.problem {
             Problem::Text(text) => f.write_str(text),
             Problem::NoHeader(name) => write!(f, "the header {name} is missing"),
+            Problem::NoExtension(of_type) => write!(
+                f,
+                "a request has no `{of_type}` in its extensions: put the layer inside the authentication that inserts it \
+                 (of axum's layers, the last one is the outermost), or count requests without it by another key: \
+                 `.or(PeerIp)`"
+            ),
         }
     }
 }

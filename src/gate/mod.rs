@@ -24,7 +24,7 @@ use std::fmt;
 use std::sync::Arc;
 
 pub use choices::{OnError, OnMissingKey};
-pub use extract::{Global, KeyExtractor, key_fn};
+pub use extract::{Global, KeyExtractor, Or, key_fn};
 pub use missing::MissingKey;
 pub use select::{PolicySelector, policies_fn};
 pub(crate) use wait::Wait;

@@ -11,6 +11,8 @@ use sha2::{Digest, Sha256};
 /// characters `{ } : , ~` that give a Redis key its structure, and every [`secret`](Self::secret). So no
 /// caller can choose a cluster slot, name another's key, or make a key long.
 ///
+/// A number is the same key as its digits: `Key::from(42)` is `Key::new("42")`.
+///
 /// Keys of different kinds are different: a user named `192.0.2.7` is not counted with that [address](Self::ip), nor
 /// with a [`secret`](Self::secret) or a [`tuple`](Self::tuple) of the same bytes.
 ///
@@ -272,6 +274,19 @@ impl From<String> for Key {
     }
 }
 
+macro_rules! numbers {
+    ($($number:ty)+) => {$(
+        /// A number is the caller of its decimal digits: `42` is `"42"`, as in a file or a log.
+        impl From<$number> for Key {
+            fn from(number: $number) -> Self {
+                Self::new(itoa::Buffer::new().format(number))
+            }
+        }
+    )+};
+}
+
+numbers! { u8 u16 u32 u64 u128 usize i8 i16 i32 i64 i128 isize }
+
 impl Hash for Key {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.as_bytes().hash(state);
@@ -365,6 +380,14 @@ mod tests {
                 assert!(!keys[..i].contains(key), "{bytes:?}: {} twice", text(*key));
             }
         }
+    }
+
+    #[test]
+    fn a_number_is_its_digits() {
+        assert_eq!(Key::from(42_u64), Key::new("42"));
+        assert_eq!(Key::from(-7_i32), Key::new("-7"));
+        assert_eq!(text(Key::from(u128::MAX)), u128::MAX.to_string());
+        assert_eq!(Key::from(i128::MIN), Key::new(i128::MIN.to_string()));
     }
 
     #[test]

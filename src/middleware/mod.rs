@@ -5,6 +5,8 @@ pub mod call_limit;
 mod copies;
 mod dry_run;
 pub mod extract;
+#[cfg(feature = "axum")]
+mod handler;
 pub mod headers;
 pub mod rate_limit;
 pub mod reject;

@@ -1,4 +1,5 @@
-//! The queue of what is charged, refunded or renewed off the request path: nobody waits for it, and many go at once.
+//! The queue of what is charged, refunded or renewed off the request path: nobody waits for it, and many go at once. What a
+//! handler reserves goes through it too, so that an answer finds its request whoever has stopped waiting.
 
 mod pending_op;
 mod reserved;
@@ -33,7 +34,8 @@ use crate::util::{contain, instant, lock};
 /// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
 /// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more.
-///   But not a renewal: whoever asks for it does so again, with what is in flight then.
+///   But not a renewal: whoever asks for it does so again, with what is in flight then. Nor a take, for which a request
+///   waits.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of
 ///   it, and of what finds the queue full.
 /// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever
@@ -209,7 +211,7 @@ impl<S: Store> Shared<S> {
     /// The store has answered, or panicked.
     pub(super) fn ended(&self, op: PendingOp, answer: Result<Decision, StoreError>) {
         match answer {
-            Err(error) if error.is_unsent() && op.is_repeated() => op.tell(Err(error)),
+            Err(error) if error.is_unsent() && op.is_tried_once() => op.tell(Err(error)),
             Err(error) if error.is_unsent() && op.matters(instant()) => {
                 if let Some(op) = self.try_again(op) {
                     self.give_up(op, error);

@@ -32,6 +32,12 @@ impl Reserved {
         self.decision.refund(self.key, self.cost, now.saturating_duration_since(self.since)).next()
     }
 
+    /// What takes so much more for the caller. `None` if no policy counts costs.
+    pub(crate) fn ask_more(&self, units: u32) -> Option<Check> {
+        let policies = self.decision.policies().whole();
+        Some(Check::take(self.key, policies.without_in_flight()?, units).reserving(true))
+    }
+
     /// Has the caller charged `cost` instead.
     pub(crate) fn settle(self, cost: u32, refunds: &dyn RefundQueue) {
         let reserved = self.cost();

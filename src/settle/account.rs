@@ -7,7 +7,8 @@ use smallvec::SmallVec;
 use super::settlement::Counted;
 use super::{Charge, Settlement};
 use crate::in_flight::Lease;
-use crate::refunds::{RefundQueue, Reserved};
+use crate::limit::{Check, Decision};
+use crate::refunds::{PendingOp, RefundQueue, Reserved};
 use crate::util::lock;
 
 /// What one request has reserved. The last one who drops it settles it.
@@ -15,6 +16,8 @@ pub(crate) struct Account {
     refunds: Arc<dyn RefundQueue>,
     /// How much is reserved under the layer's policies, also in a dry run.
     reserved: AtomicU32,
+    /// How much of that the layer's decision does not know of. Written under the lock.
+    later: AtomicU32,
     /// What was counted, or [`UNUSED`].
     units: AtomicU64,
     bytes: AtomicU64,
@@ -24,11 +27,21 @@ pub(crate) struct Account {
 }
 
 struct Book {
-    /// What is not settled yet: under the layer's policies, or those of a dry run and of shadows.
-    open: SmallVec<[Reserved; 1]>,
+    open: Open,
     settlement: Settlement,
     /// Of the policies that count requests in flight: dropped with the account.
     in_flight: SmallVec<[Lease; 1]>,
+}
+
+/// What is not settled yet.
+#[derive(Default)]
+struct Open {
+    /// Under the layer's policies, or those of a dry run and of shadows.
+    reserved: SmallVec<[Reserved; 1]>,
+    /// Whether the first one is under policies that the layer enforces.
+    enforced: bool,
+    /// What the handler has reserved beside the first one.
+    later: Vec<Reserved>,
 }
 
 /// What a request costs in the place of what it has reserved.
@@ -45,11 +58,14 @@ impl Account {
     /// The account of a request that settles as the handles say. It may have reserved nothing.
     pub(crate) fn new(refunds: Arc<dyn RefundQueue>, reserved: Option<Reserved>, lease: Option<Lease>) -> Self {
         let in_flight = lease.into_iter().collect();
-        let book = Book { open: reserved.into_iter().collect(), settlement: Settlement::AtEnd, in_flight };
-        let reserved = AtomicU32::new(book.open.first().map_or(0, Reserved::cost));
+        let cost = reserved.as_ref().map_or(0, Reserved::cost);
+        let enforced = reserved.is_some();
+        let open = Open { reserved: reserved.into_iter().collect(), enforced, later: Vec::new() };
+        let book = Book { open, settlement: Settlement::AtEnd, in_flight };
         Self {
             refunds,
-            reserved,
+            reserved: AtomicU32::new(cost),
+            later: AtomicU32::new(0),
             units: AtomicU64::new(UNUSED),
             bytes: AtomicU64::new(0),
             book: Mutex::new(book),
@@ -74,7 +90,7 @@ impl Account {
             let mut book = lock(&self.book);
             book.in_flight.extend(lease);
             match book.settlement.cost_at_head(reserved.cost()) {
-                None => return book.open.push(reserved),
+                None => return book.open.reserved.push(reserved),
                 Some(cost) => cost,
             }
         };
@@ -84,18 +100,69 @@ impl Account {
     /// Settles by what is known when the head of the response is there, or says how to do so in the end. The cost under the
     /// layer's policies, if that is known.
     pub(crate) fn settle(&self, settlement: Settlement) -> Option<Settled> {
-        let reserved = self.reserved();
-        let cost = settlement.cost_at_head(reserved);
-        let open = {
+        let (open, known, cost) = {
             let mut book = lock(&self.book);
             book.settlement = settlement;
-            if cost.is_some() { std::mem::take(&mut book.open) } else { SmallVec::new() }
+            let reserved = self.reserved();
+            let cost = settlement.cost_at_head(reserved)?;
+            (std::mem::take(&mut book.open), reserved.saturating_sub(self.later.swap(0, Relaxed)), cost)
         };
-        for reserved in open {
-            let cost = settlement.cost(reserved.cost(), Counted::default());
-            reserved.settle(cost, &*self.refunds);
+        open.settle(|reserved| settlement.cost(reserved, Counted::default()), &*self.refunds);
+        Some(Settled { reserved: known, cost })
+    }
+
+    /// What asks for more under the layer's policies. `None` if nothing is reserved there, or all is settled.
+    pub(super) fn ask_more(&self, units: u32) -> Option<Check> {
+        let book = lock(&self.book);
+        book.open.reserved.first().filter(|_| book.open.enforced)?.ask_more(units)
+    }
+
+    /// Adds what was granted to that.
+    pub(super) fn add_more(&self, reserved: Reserved) {
+        let units = reserved.cost();
+        let settlement = {
+            let mut book = lock(&self.book);
+            if book.settlement.cost_at_head(units).is_none() {
+                book.open.later.push(reserved);
+                self.reserved.fetch_add(units, Relaxed);
+                self.later.fetch_add(units, Relaxed);
+                return;
+            }
+            book.settlement
+        };
+        // The head came first: if it has told the cost, that is charged already.
+        let kept = if settlement == Settlement::Keep { units } else { 0 };
+        reserved.settle(kept, &*self.refunds);
+    }
+
+    /// Refunds what was reserved as so much more.
+    pub(super) fn give_back(&self, units: u32) {
+        let given = {
+            let later = &mut lock(&self.book).open.later;
+            let Some(at) = later.iter().rposition(|reserved| reserved.cost() == units) else { return };
+            self.reserved.fetch_sub(units, Relaxed);
+            self.later.fetch_sub(units, Relaxed);
+            later.swap_remove(at)
+        };
+        given.settle(0, &*self.refunds);
+    }
+
+    /// The layer's decision with what was reserved after it.
+    pub(crate) fn update(&self, decision: Decision) -> Decision {
+        match self.later.load(Relaxed) {
+            0 => decision,
+            later => decision.settled(self.reserved().saturating_sub(later), self.reserved()),
         }
-        cost.map(|cost| Settled { reserved, cost })
+    }
+
+    /// Has this queue ask for a request.
+    pub(super) fn put(&self, op: PendingOp) {
+        self.refunds.put(op);
+    }
+
+    /// That of the layer around this one.
+    pub(super) fn outer(&self) -> Option<&Charge> {
+        self.outer.get()
     }
 
     /// So many bytes of the body were sent.
@@ -105,6 +172,11 @@ impl Account {
 
     pub(super) fn reserved(&self) -> u32 {
         self.reserved.load(Relaxed)
+    }
+
+    /// What was counted, if anything was.
+    pub(super) fn counted(&self) -> Option<u64> {
+        Some(self.units.load(Relaxed)).filter(|units| *units != UNUSED)
     }
 
     /// Counts for this account, and for those around it.
@@ -120,12 +192,34 @@ impl Account {
 
 impl Drop for Account {
     fn drop(&mut self) {
-        let units = Some(*self.units.get_mut()).filter(|units| *units != UNUSED);
-        let counted = Counted { units, bytes: *self.bytes.get_mut() };
+        let counted = Counted { units: self.counted(), bytes: *self.bytes.get_mut() };
         let book = self.book.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        for reserved in std::mem::take(&mut book.open) {
-            let cost = book.settlement.cost(reserved.cost(), counted);
-            reserved.settle(cost, &*self.refunds);
+        let settlement = book.settlement;
+        std::mem::take(&mut book.open).settle(|reserved| settlement.cost(reserved, counted), &*self.refunds);
+    }
+}
+
+impl Open {
+    /// Settles by what a request costs for which so much was reserved.
+    fn settle(self, cost: impl Fn(u32) -> u32, refunds: &dyn RefundQueue) {
+        let Self { reserved, mut later, .. } = self;
+        let more = later.iter().map(Reserved::cost).fold(0, u32::saturating_add);
+        let mut reserved = reserved.into_iter();
+        if let Some(last) = later.pop()
+            && let Some(first) = reserved.next()
+        {
+            // What was reserved last is refunded first, since all of it counts still.
+            let mut left = cost(first.cost().saturating_add(more));
+            for part in std::iter::once(first).chain(later) {
+                let kept = left.min(part.cost());
+                left -= kept;
+                part.settle(kept, refunds);
+            }
+            last.settle(left, refunds);
+        }
+        for tried in reserved {
+            let cost = cost(tried.cost().saturating_add(more));
+            tried.settle(cost, refunds);
         }
     }
 }

@@ -1,9 +1,14 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::Account;
+use tokio::sync::oneshot;
+
+use super::{Account, ReserveError};
+use crate::error::{ErrorKind, StoreError};
 use crate::in_flight::Lease;
-use crate::refunds::{RefundQueue, Reserved};
+use crate::limit::RateLimited;
+use crate::refunds::{PendingOp, RefundQueue, Reserved};
+use crate::util::instant;
 
 /// Counts what a request really costs: in the extensions of every request that passes a layer that
 /// [settles](crate::RateLimitLayer::settle), or holds what it has taken [until the body's
@@ -15,12 +20,11 @@ use crate::refunds::{RefundQueue, Reserved};
 /// job that continues the request keeps one. The response of an upgraded connection ends before the connection begins.
 ///
 /// ```
-/// use axum::Extension;
 /// use axum::body::Body;
 /// use futures_util::{StreamExt, stream};
 /// use tower_redis_ratelimit::settle::Charge;
 ///
-/// async fn chat(Extension(charge): Extension<Charge>) -> Body {
+/// async fn chat(charge: Charge) -> Body {
 ///     let tokens = stream::iter(["to", "ken", "s"]).inspect(move |_| charge.add(1));
 ///     Body::from_stream(tokens.map(Ok::<_, std::convert::Infallible>))
 /// }
@@ -58,7 +62,74 @@ impl Charge {
         self.account.count(|_| units.into());
     }
 
-    /// How much was reserved: what the request [costs](crate::RateLimitLayer::cost) beforehand. 0 if it is not counted.
+    /// Reserves more for the request, all or nothing, under the same policies: for what its body says of its cost, such as
+    /// the most tokens of an answer. It is settled with the rest.
+    ///
+    /// ```
+    /// use axum::Json;
+    /// use tower_redis_ratelimit::settle::{Charge, ReserveError};
+    ///
+    /// #[derive(serde::Deserialize)]
+    /// struct Question {
+    ///     prompt: String,
+    ///     max_tokens: u32,
+    /// }
+    ///
+    /// async fn chat(charge: Charge, Json(question): Json<Question>) -> Result<String, ReserveError> {
+    ///     // A request that is denied is answered with 429.
+    ///     charge.reserve(question.max_tokens).await?;
+    ///     let answer = question.prompt.to_uppercase();
+    ///     charge.set(answer.len() as u32);
+    ///     Ok(answer)
+    /// }
+    /// ```
+    ///
+    /// In nested layers it is reserved in all of them, or in none. It does nothing for an uncounted request, in a dry
+    /// run, under policies that only count requests in flight, and once the head of the response has settled the
+    /// request. A shadow is charged in the end.
+    ///
+    /// Dropping the future loses nothing: what is granted belongs to the request, and is settled with it.
+    ///
+    /// # Errors
+    ///
+    /// [`ReserveError::Denied`] if there is no room, and [`ReserveError::Failed`] if the store could not decide, whatever
+    /// the layer's [`OnError`](crate::reject::OnError) is.
+    pub async fn reserve(&self, units: u32) -> Result<(), ReserveError> {
+        let mut granted = Vec::new();
+        let mut next = Some(self);
+        while let Some(charge) = next {
+            if let Err(error) = charge.reserve_here(units).await {
+                granted.iter().for_each(|within: &&Self| within.account.give_back(units));
+                return Err(error);
+            }
+            granted.push(charge);
+            next = charge.account.outer();
+        }
+        Ok(())
+    }
+
+    /// Reserves for this layer.
+    async fn reserve_here(&self, units: u32) -> Result<(), ReserveError> {
+        let Some(check) = self.account.ask_more(units) else { return Ok(()) };
+        let (key, since, charge) = (*check.key(), instant(), self.clone());
+        let (tell, told) = oneshot::channel();
+        // By the queue, which hears the answer also if nobody waits for it any more: until then it holds the account.
+        self.account.put(PendingOp::ask_then(check, move |answer| {
+            let granted = match answer {
+                Ok(decision) if decision.is_allowed() => {
+                    charge.account.add_more(Reserved::new(decision, key, units, since));
+                    Ok(())
+                }
+                Ok(denied) => Err(ReserveError::Denied(RateLimited::new(denied))),
+                Err(error) => Err(ReserveError::Failed(error)),
+            };
+            let _ = tell.send(granted);
+        }));
+        told.await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).of_check().into()))
+    }
+
+    /// How much was reserved: what the request [costs](crate::RateLimitLayer::cost) beforehand, and what was
+    /// [added](Self::reserve). 0 if it is not counted.
     pub fn reserved(&self) -> u32 {
         self.account.reserved()
     }

@@ -8,7 +8,7 @@ use crate::limit::{Decision, RateLimited};
 use crate::refunds::{RefundQueue, Reserved};
 
 /// What a [`Limiter`](crate::Limiter) has [reserved](crate::Limiter::reserve) for a caller. Dropping it refunds all of
-/// it.
+/// it, but for what was [counted](Self::add).
 ///
 /// ```
 /// use tower_redis_ratelimit::settle::ReserveError;
@@ -60,6 +60,35 @@ impl Reservation {
         &self.decision
     }
 
+    /// Adds to what it costs when it is dropped. Without any, and without a [`set`](Self::set), it then costs nothing.
+    ///
+    /// So whatever was counted is charged when a stream is hung up, or a job is aborted:
+    ///
+    /// ```
+    /// # use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policy, Quota, Strategy};
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let tokens = Policy::new("tokens", Strategy::SlidingLog, Quota::per_minute(1_000))?;
+    /// # let limiter = Limiter::new(LocalStore::default(), tokens);
+    /// # let user = Key::new("user-42");
+    /// let answer = limiter.reserve(user, 600).await?;
+    /// for _token in ["Once", "upon"] {
+    ///     answer.add(1);
+    /// }
+    /// drop(answer);
+    /// assert_eq!(limiter.peek(user, 0).await?.remaining(), 998);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn add(&self, units: u32) {
+        self.account.count(|counted| counted.saturating_add(units.into()));
+    }
+
+    /// Sets what it costs when it is dropped, whatever was counted before.
+    pub fn set(&self, units: u32) {
+        self.account.count(|_| units.into());
+    }
+
     /// Charges this much instead of what was reserved: less is refunded, and more is
     /// [charged](crate::check::Check::charge) in any case.
     pub fn settle(self, cost: u32) {
@@ -74,14 +103,23 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // Nothing, if it is settled.
-        self.account.settle(Settlement::Refund);
+        // By what was counted: nothing, if it is settled.
+        if self.account.counted().is_none() {
+            self.account.settle(Settlement::Refund);
+        }
     }
 }
 
 impl fmt::Debug for Reservation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reservation").field("decision", &self.decision).finish_non_exhaustive()
+    }
+}
+
+/// So that whatever else is asked of a [`Limiter`](crate::Limiter) may fail by `?` beside a reservation.
+impl From<StoreError> for ReserveError {
+    fn from(error: StoreError) -> Self {
+        Self::Failed(error)
     }
 }
 

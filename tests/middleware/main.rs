@@ -8,6 +8,8 @@ mod client_ip;
 mod compose;
 mod cost;
 mod fields;
+#[cfg(feature = "axum")]
+mod handlers;
 mod messages;
 mod observe;
 #[cfg(feature = "axum")]

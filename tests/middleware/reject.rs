@@ -10,12 +10,13 @@ use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
 use serde_json::{Value, json};
 use tower::{Layer, service_fn};
+use tower_redis_ratelimit::check::Decision;
 use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, MissingKey, PeerIp};
 use tower_redis_ratelimit::reject::{HttpReject, OnMissingKey, Reason, Reject, Rejection};
 use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
+use tower_redis_ratelimit::{Key, Limiter, LocalStore, RateLimitLayer};
 
-use crate::support::*;
+use crate::support::{self, *};
 
 /// Makes sure of what all rejections have in common, and gives the problem.
 async fn problem<B: HttpBody<Error: Debug>>(response: Response<B>) -> Value {
@@ -41,6 +42,33 @@ async fn a_denial_is_the_drafts_problem_type() {
         "violated-policies": ["api"],
     });
     assert_eq!(problem(denied).await, expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_answers_as_the_layer_does() {
+    let by_layer = limited(layer("1/90s"));
+    send(&by_layer, request("alice")).await;
+    let by_layer = send(&by_layer, request("alice")).await;
+
+    let limiter = Limiter::new(LocalStore::default(), policy("api", "1/90s"));
+    limiter.reserve(Key::GLOBAL, 1).await.unwrap().keep();
+    let error = limiter.reserve(Key::GLOBAL, 1).await.unwrap_err();
+    let decision = limiter.take(Key::GLOBAL, 1).await.unwrap();
+    let by_handler: [Response<String>; 2] = [HttpReject::new().response(&error), HttpReject::new().response(&decision)];
+    for answer in by_handler {
+        assert_eq!((answer.status(), answer.headers()), (by_layer.status(), by_layer.headers()));
+        assert_eq!(answer.extensions().get::<Decision>(), by_layer.extensions().get());
+        assert_eq!(answer.body(), by_layer.body());
+    }
+    let own: Response<String> = HttpReject::new().json("{}").response(&error);
+    assert_eq!((own.body().as_str(), field(&own, "retry-after")), ("{}", Some("90")));
+
+    let failed: Response<String> = HttpReject::new().response(&support::error());
+    assert_eq!((failed.status().as_u16(), field(&failed, "retry-after")), (503, Some("1")));
+    assert_eq!(problem(failed).await["detail"], "The request could not be counted.");
+    let missing = MissingKey::unauthenticated("no token", HeaderValue::from_static("Bearer"));
+    let missing: Response<String> = HttpReject::new().response(Reason::MissingKey(&missing));
+    assert_eq!((missing.status().as_u16(), field(&missing, "www-authenticate")), (401, Some("Bearer")));
 }
 
 #[tokio::test]

@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use tokio::time::Instant;
 use tower_redis_ratelimit::check::{Outcome, Source};
-use tower_redis_ratelimit::settle::ReserveError;
+use tower_redis_ratelimit::settle::{Reservation, ReserveError};
 use tower_redis_ratelimit::{Key, Limiter, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::support::{RedisServer, STRATEGIES, free_port, policy, until};
@@ -167,6 +167,28 @@ async fn reservations_can_be_settled_kept_refunded() {
         assert_eq!(left(&limiter).await, 800, "{strategy:?}");
         reserve(10).await.settle(300);
         assert_eq!(left(&limiter).await, 500, "{strategy:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dropped_reservation_costs_what_was_counted() {
+    let limiter = limiter(Strategy::SlidingLog, LOG);
+    for (count, left_over) in [
+        ((|reservation| (0..30).for_each(|_| reservation.add(1))) as fn(&Reservation), 970),
+        (|reservation| reservation.add(150), 820),
+        (|reservation| reservation.set(0), 820),
+        (|reservation| (reservation.add(99), reservation.set(10)).1, 810),
+    ] {
+        let reservation = limiter.reserve(ANN, 100).await.unwrap();
+        count(&reservation);
+        drop(reservation);
+        assert_eq!(left(&limiter).await, left_over);
+    }
+    for (end, left_over) in [(Reservation::keep as fn(Reservation), 710), (|reservation| reservation.settle(5), 705)] {
+        let reservation = limiter.reserve(ANN, 100).await.unwrap();
+        reservation.add(50);
+        end(reservation);
+        assert_eq!(left(&limiter).await, left_over, "whatever was counted");
     }
 }
 

@@ -1,6 +1,7 @@
 use http::request::Parts;
 use http::{HeaderName, HeaderValue};
 
+use super::KeyOf;
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
@@ -95,9 +96,15 @@ impl KeyExtractor for HeaderKey {
                     None => MissingKey::new(problem),
                 })
             }
-            Some(value) if self.secret => Ok(Key::secret(value)),
-            Some(value) => Ok(Key::new(value)),
+            Some(value) => Ok(self.key_of(value)),
         }
+    }
+}
+
+impl<V: AsRef<[u8]>> KeyOf<V> for HeaderKey {
+    fn key_of(&self, value: V) -> Key {
+        let value = value.as_ref().trim_ascii();
+        if self.secret { Key::secret(value) } else { Key::new(value) }
     }
 }
 

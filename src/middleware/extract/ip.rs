@@ -1,5 +1,8 @@
+use std::net::IpAddr;
+
 use http::request::Parts;
 
+use super::KeyOf;
 use super::peer::{self, Peer};
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
@@ -11,7 +14,7 @@ use crate::limit::Key;
 /// [`peer()`](crate::extract::ClientIp::peer) counts the same way, with a configurable IPv6 prefix.
 ///
 /// The address is read from the request's extensions, from the first of these that is present: 1. an
-/// [`IpAddr`](std::net::IpAddr), which your application puts there if it knows better, 2. a
+/// [`IpAddr`], which your application puts there if it knows better, 2. a
 /// [`SocketAddr`](std::net::SocketAddr), 3. with the feature `axum`, axum's `ConnectInfo<SocketAddr>`, which
 /// `into_make_service_with_connect_info::<SocketAddr>()` puts there, or its `MockConnectInfo`, 4. with the feature
 /// `tonic`, tonic's `TcpConnectInfo`, which its server puts there, also beside the `TlsConnectInfo` of a connection
@@ -29,6 +32,12 @@ impl KeyExtractor for PeerIp {
             Peer::Unix => Ok(Key::UNIX),
             Peer::Unknown => Err(peer::unknown()),
         }
+    }
+}
+
+impl KeyOf<IpAddr> for PeerIp {
+    fn key_of(&self, address: IpAddr) -> Key {
+        Key::ip(address)
     }
 }
 

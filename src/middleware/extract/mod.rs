@@ -1,16 +1,20 @@
 //! Extractors of keys from HTTP requests.
 
 mod client_ip;
+mod extension;
 mod header;
 mod ip;
+mod key_of;
 mod peer;
 #[cfg(feature = "axum")]
 mod route;
 
-pub use crate::gate::{Global, KeyExtractor, MissingKey, key_fn};
+pub use crate::gate::{Global, KeyExtractor, MissingKey, Or, key_fn};
 pub use client_ip::{ClientIp, ClientIpBuilder};
+pub use extension::{ExtensionKey, by_extension};
 pub use header::HeaderKey;
 pub use ip::PeerIp;
+pub use key_of::KeyOf;
 #[cfg(feature = "axum")]
 pub use route::{MatchedEndpoint, MatchedRoute};
 

@@ -98,8 +98,14 @@ impl Headers {
 
     /// Puts the decision into the response's extensions, and adds its header fields.
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>) {
-        let within = response.extensions().get().map(Decision::is_allowed);
-        self.append_around(&decision, response.headers_mut(), within == Some(false));
+        let inner = response.extensions().get::<Decision>();
+        let within = inner.map(Decision::is_allowed);
+        // A handler's denial, by the layer's own policies.
+        let tells =
+            |inner: &Decision| inner.policies().iter().any(|policy| decision.policies().as_slice().contains(policy));
+        let told = within == Some(false) && inner.is_some_and(tells);
+        let fields = Self { draft: self.draft && !told, ..self };
+        fields.append_around(&decision, response.headers_mut(), within == Some(false));
         // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
         if within.is_none() {
             response.extensions_mut().insert(decision);

@@ -1,14 +1,13 @@
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use http::header::WWW_AUTHENTICATE;
+use http::Response;
 use http::request::Parts;
-use http::{Response, StatusCode};
 
 use super::settle::Rule;
 use crate::gate::{Gate, Refusal};
 use crate::middleware::headers::Headers;
-use crate::middleware::reject::{Reason, Reject, Rejection};
+use crate::middleware::reject::{Reason, Reject, Rejection, challenge};
 
 /// The settings of a layer: those of its gate, and of its responses.
 pub(super) struct Config<S, R, E> {
@@ -38,9 +37,7 @@ impl<S, R, E> Config<S, R, E> {
             Refusal::Unavailable(error) => respond(Reason::Unavailable(&error)),
             Refusal::MissingKey(missing) => {
                 let mut response = respond(Reason::MissingKey(&missing));
-                if let (Some(challenge), StatusCode::UNAUTHORIZED) = (missing.challenge(), response.status()) {
-                    response.headers_mut().entry(WWW_AUTHENTICATE).or_insert_with(|| challenge.clone());
-                }
+                challenge(&missing, &mut response);
                 response
             }
         }

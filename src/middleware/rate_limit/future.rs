@@ -197,7 +197,7 @@ where
                         response = settle(response, grant, decision, rule);
                     }
                     if let Some(decision) = decision.take() {
-                        headers.annotate(decision, &mut response);
+                        headers.annotate(grant.update(decision), &mut response);
                     }
                     if !grant.has_shadows() {
                         return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));

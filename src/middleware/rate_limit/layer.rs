@@ -32,13 +32,29 @@ use crate::store::Store;
 /// ```
 ///
 /// The [`Decision`](crate::check::Decision) is in the extensions of the response, and for the handler in those of the
-/// request. An uncounted request has none, so a handler takes an `Option<Extension<Decision>>`.
+/// request. An uncounted request has none, so a handler takes an `Option<Extension<Decision>>`, or with the feature `axum`
+/// an `Option<Decision>`.
 ///
-/// A denied request is answered by a [`Reject`](crate::reject::Reject); an error would close the connection. Put the
-/// layer behind authentication if its key is a user, and before it if its key is an address.
+/// A denied request is answered by a [`Reject`](crate::reject::Reject); an error would close the connection.
 ///
 /// A [`CallLimitLayer`](crate::CallLimitLayer) is for services other than HTTP, and for clients that need an error
 /// instead of a response.
+///
+/// # Where it stands
+///
+/// - Inside the authentication if its key is a user, and outside if its key is an address. Of the layers of an axum
+///   `Router`, the last one is the outermost.
+/// - Inside CORS: a browser asks first, without any key, and would be answered with 400; and it shows a script no denial
+///   without CORS fields. If the limit has to be outside, [`skip`](Self::skip) the method `OPTIONS`.
+/// - `Router::layer` is around the fallback too, so that unknown paths (404) are counted; `Router::route_layer` is not.
+///   Count them where the limit protects against scans.
+///
+/// # Its type
+///
+/// A field or a function's return type names the store and the extractor: `RateLimitLayer<RedisStore, PeerIp>`. Closures
+/// have no name, so box them, and whatever is chosen when the program starts:
+/// `RateLimitLayer<AnyStore, Box<dyn KeyExtractor>>`. One that settles is a
+/// `RateLimitLayer<S, K, HttpReject, UntilBodyEnd>`.
 pub struct RateLimitLayer<S, K, R = HttpReject, E = AsIs> {
     pub(super) settings: Settings<K, Config<S, R, E>>,
 }

@@ -3,8 +3,9 @@ use std::fmt::{self, Write as _};
 use http::header::{CACHE_CONTROL, CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderValue, Response};
 
-use super::{AFTER_FAILURE, Reason, Reject, Rejection};
+use super::{AFTER_FAILURE, Reason, Reject, Rejection, challenge};
 use crate::limit::Decision;
+use crate::middleware::headers::Headers;
 
 /// Rejects over HTTP, with a problem body (RFC 9457, `application/problem+json`).
 ///
@@ -101,7 +102,61 @@ impl HttpReject {
         Self { denied: Denied::Body(content_type, body.into()) }
     }
 
-    fn denied(&self, decision: &Decision, rejection: &Rejection<'_>) -> (HeaderValue, String) {
+    /// The response to a request that a handler refuses by what a [`Limiter`](crate::Limiter) has told it: a denial, with
+    /// the header fields [`Headers::DRAFT`](Headers::DRAFT) and `Retry-After`, or an error of the store.
+    ///
+    /// With the feature `axum`, the errors [`RateLimited`](crate::check::RateLimited),
+    /// [`ReserveError`](crate::settle::ReserveError) and [`StoreError`](crate::store::StoreError) are such responses
+    /// themselves, so that a handler may return them by `?`.
+    ///
+    /// ```
+    /// use http::Response;
+    /// use tower_redis_ratelimit::reject::HttpReject;
+    /// use tower_redis_ratelimit::{Key, Limiter, LocalStore};
+    ///
+    /// async fn search(limiter: &Limiter<LocalStore>, user: Key, words: u32) -> Response<String> {
+    ///     match limiter.take(user, words).await {
+    ///         Ok(decision) if decision.is_allowed() => Response::new("found it".to_owned()),
+    ///         Ok(denied) => HttpReject::new().detail("Not so fast.").response(&denied),
+    ///         Err(error) => HttpReject::new().response(&error),
+    ///     }
+    /// }
+    /// ```
+    pub fn response<'a, B: From<String>>(&self, reason: impl Into<Reason<'a>>) -> Response<B> {
+        let reason = reason.into();
+        let mut response = self.respond(reason);
+        match reason {
+            Reason::Denied(denied) => Headers::DRAFT.annotate(denied.clone(), &mut response),
+            Reason::MissingKey(missing) => challenge(missing, &mut response),
+            Reason::Unavailable(_) => {}
+        }
+        response
+    }
+
+    /// The response without the fields that every denial has.
+    fn respond<B: From<String>>(&self, reason: Reason<'_>) -> Response<B> {
+        let (content_type, body) = match reason {
+            Reason::Denied(decision) => self.denied(decision, reason),
+            Reason::MissingKey(_) => (PROBLEM, problem("about:blank", reason)),
+            Reason::Unavailable(_) => {
+                let kind = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
+                (PROBLEM, problem(kind, reason))
+            }
+        };
+        let mut response = Response::new(B::from(body));
+        *response.status_mut() = reason.status();
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, content_type);
+        // RFC 6585: a 429 is not to be stored by a cache.
+        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        // That of a denial is one of those fields.
+        if let Reason::Unavailable(_) = reason {
+            headers.insert(RETRY_AFTER, AFTER_FAILURE.as_secs().into());
+        }
+        response
+    }
+
+    fn denied(&self, decision: &Decision, reason: Reason<'_>) -> (HeaderValue, String) {
         let mut body = match &self.denied {
             Denied::Body(content_type, body) => return (content_type.clone(), body.clone()),
             Denied::Detail(_) | Denied::Problem => {
@@ -111,7 +166,7 @@ impl HttpReject {
         match &self.denied {
             Denied::Detail(detail) => body.push_str(detail),
             // It has no character that JSON would escape.
-            _ => drop(rejection.reason.tell(&mut body)),
+            _ => drop(reason.tell(&mut body)),
         }
         body.push_str("\",\"violated-policies\":[");
         let violated = decision.verdicts().filter(|(_, verdict)| !verdict.is_allowed());
@@ -131,32 +186,14 @@ const PROBLEM: HeaderValue = HeaderValue::from_static("application/problem+json"
 #[diagnostic::do_not_recommend]
 impl<B: From<String>> Reject<B> for HttpReject {
     fn reject(&self, rejection: Rejection<'_>) -> Response<B> {
-        let (content_type, body) = match rejection.reason() {
-            Reason::Denied(decision) => self.denied(decision, &rejection),
-            Reason::MissingKey(_) => (PROBLEM, problem("about:blank", &rejection)),
-            Reason::Unavailable(_) => {
-                let kind = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
-                (PROBLEM, problem(kind, &rejection))
-            }
-        };
-        let mut response = Response::new(B::from(body));
-        *response.status_mut() = rejection.status();
-        let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, content_type);
-        // RFC 6585: a 429 is not to be stored by a cache.
-        headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        // To a denial the layer adds when to retry.
-        if let Reason::Unavailable(_) = rejection.reason() {
-            headers.insert(RETRY_AFTER, AFTER_FAILURE.as_secs().into());
-        }
-        response
+        self.respond(rejection.reason())
     }
 }
 
-fn problem(kind: &str, rejection: &Rejection<'_>) -> String {
-    let mut body = open_problem(kind, rejection.status().canonical_reason().unwrap_or_default());
+fn problem(kind: &str, reason: Reason<'_>) -> String {
+    let mut body = open_problem(kind, reason.status().canonical_reason().unwrap_or_default());
     // A `String` takes every text.
-    let _ = rejection.reason.tell(&mut Escaped(&mut body));
+    let _ = reason.tell(&mut Escaped(&mut body));
     body.push_str("\"}\n");
     body
 }

@@ -7,6 +7,7 @@ mod http;
 use std::fmt;
 use std::time::Duration;
 
+use ::http::header::WWW_AUTHENTICATE;
 use ::http::request::Parts;
 use ::http::{Response, StatusCode};
 
@@ -18,7 +19,8 @@ pub use crate::gate::{OnError, OnMissingKey};
 use super::headers::{quota, retry_after};
 use crate::error::StoreError;
 use crate::gate::MissingKey;
-use crate::limit::Decision;
+use crate::limit::{Decision, RateLimited};
+use crate::settle::ReserveError;
 
 /// A request that does not pass, and why.
 ///
@@ -79,13 +81,7 @@ impl<'a> Rejection<'a> {
     /// 401 if it is [unauthenticated](MissingKey::unauthenticated), or 500 if it is the [server's
     /// fault](MissingKey::is_misconfigured).
     pub fn status(&self) -> StatusCode {
-        match self.reason {
-            Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
-            Reason::MissingKey(missing) if missing.is_misconfigured() => StatusCode::INTERNAL_SERVER_ERROR,
-            Reason::MissingKey(missing) if missing.challenge().is_some() => StatusCode::UNAUTHORIZED,
-            Reason::MissingKey(_) => StatusCode::BAD_REQUEST,
-            Reason::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
-        }
+        self.reason.status()
     }
 }
 
@@ -93,6 +89,16 @@ impl<'a> Rejection<'a> {
 const AFTER_FAILURE: Duration = Duration::from_secs(1);
 
 impl Reason<'_> {
+    fn status(&self) -> StatusCode {
+        match self {
+            Reason::Denied(_) => StatusCode::TOO_MANY_REQUESTS,
+            Reason::MissingKey(missing) if missing.is_misconfigured() => StatusCode::INTERNAL_SERVER_ERROR,
+            Reason::MissingKey(missing) if missing.challenge().is_some() => StatusCode::UNAUTHORIZED,
+            Reason::MissingKey(_) => StatusCode::BAD_REQUEST,
+            Reason::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+        }
+    }
+
     /// Writes the sentence for the client. Without formatting macros, which would take longer than the decision: it has
     /// to be fast in a flood of denials.
     fn tell(&self, to: &mut impl fmt::Write) -> fmt::Result {
@@ -121,6 +127,41 @@ impl Reason<'_> {
             Reason::MissingKey(missing) => write!(to, "{missing}"),
             Reason::Unavailable(_) => to.write_str("The request could not be counted."),
         }
+    }
+}
+
+/// The decision is a denial.
+impl<'a> From<&'a Decision> for Reason<'a> {
+    fn from(denied: &'a Decision) -> Self {
+        Self::Denied(denied)
+    }
+}
+
+impl<'a> From<&'a RateLimited> for Reason<'a> {
+    fn from(denied: &'a RateLimited) -> Self {
+        Self::Denied(denied.decision())
+    }
+}
+
+impl<'a> From<&'a StoreError> for Reason<'a> {
+    fn from(error: &'a StoreError) -> Self {
+        Self::Unavailable(error)
+    }
+}
+
+impl<'a> From<&'a ReserveError> for Reason<'a> {
+    fn from(error: &'a ReserveError) -> Self {
+        match error {
+            ReserveError::Denied(denied) => denied.into(),
+            ReserveError::Failed(error) => error.into(),
+        }
+    }
+}
+
+/// Adds the challenge of an unauthenticated client to a 401 that has none.
+pub(super) fn challenge<B>(missing: &MissingKey, response: &mut Response<B>) {
+    if let (Some(challenge), StatusCode::UNAUTHORIZED) = (missing.challenge(), response.status()) {
+        response.headers_mut().entry(WWW_AUTHENTICATE).or_insert_with(|| challenge.clone());
     }
 }
 

@@ -49,6 +49,8 @@ impl Store for Slow {
 #[derive(Debug, Clone)]
 struct Case {
     reserve: u32,
+    /// What the handler reserves besides, waiting for it so many polls.
+    more: Option<(u32, u8)>,
     settlement: Settlement,
     /// What the handle counts, in the handler and while the body is sent.
     counts: (Option<u32>, Option<u32>),
@@ -105,12 +107,12 @@ impl Seen {
         }
     }
 
-    /// What it is to be charged, if it has reserved something.
-    fn cost(&self, case: &Case) -> u32 {
-        let counted = self.units.lock().unwrap().map_or(case.reserve, |units| units as u32);
+    /// What it is to be charged, if it has reserved so much.
+    fn cost(&self, case: &Case, reserved: u32) -> u32 {
+        let counted = self.units.lock().unwrap().map_or(reserved, |units| units as u32);
         match case.settlement {
             _ if !self.head.load(Relaxed) => counted,
-            Settlement::Keep => case.reserve,
+            Settlement::Keep => reserved,
             Settlement::Refund => 0,
             Settlement::Cost(cost) => cost,
             Settlement::Bytes { per } => self.bytes.load(Relaxed).div_ceil(per.get().into()) as u32,
@@ -134,6 +136,10 @@ fn handle(
         let charge = request.extensions().get::<Charge>().unwrap().clone();
         drop(request);
         seen.count(&charge, case.counts.0);
+        if let Some((units, polls)) = case.more {
+            let charge = charge.clone();
+            poll_times(&mut Box::pin(async move { charge.reserve(units).await }), polls).await;
+        }
         yield_now().await;
         match case.end {
             End::InnerError => return Err("no response".into()),
@@ -224,9 +230,18 @@ fn case() -> impl proptest::strategy::Strategy<Value = Case> {
     ];
     let hold = prop_oneof![Just(Hold::Nobody), Just(Hold::Body), Just(Hold::Longer)];
     let counts = (proptest::option::of(0..30_u32), proptest::option::of(0..30_u32));
-    (0..20_u32, settlement, counts, 0..4_u8, end, hold).prop_map(|(reserve, settlement, counts, frames, end, hold)| {
-        Case { reserve, settlement, counts, frames, end, hold }
-    })
+    let more = proptest::option::of((0..20_u32, 0..12_u8));
+    (0..20_u32, more, settlement, counts, 0..4_u8, end, hold).prop_map(
+        |(reserve, more, settlement, counts, frames, end, hold)| Case {
+            reserve,
+            more,
+            settlement,
+            counts,
+            frames,
+            end,
+            hold,
+        },
+    )
 }
 
 type Everything = tower_redis_ratelimit::RateLimitLayer<Slow, ByNumber, HttpReject, UntilBodyEnd>;
@@ -269,10 +284,19 @@ impl World {
         let done =
             |settles: bool| log.iter().filter(|(of, mode)| *of == key && (*mode != Mode::Take) == settles).count();
         let (takes, settlements) = (done(false), done(true));
-        let cost = if takes == 1 { seen.cost(case) } else { 0 };
+        let more = case.more.map_or(0, |(units, _)| units);
+        let cost = match takes {
+            0 => 0,
+            1 => seen.cost(case, case.reserve),
+            _ => seen.cost(case, case.reserve + more),
+        };
         let charged = charged(&self.store.local, key, &self.policy);
-        let once = usize::from(takes == 1 && cost != case.reserve);
-        (charged != cost || settlements != once).then(|| {
+        let settled_once = match takes {
+            0 | 1 => settlements == usize::from(takes == 1 && cost != case.reserve),
+            // Each part is settled by itself.
+            _ => settlements <= 2,
+        };
+        (charged != cost || !settled_once).then(|| {
             format!("{case:?}: {charged} charged in the place of {cost}, {takes} takes, {settlements} settlements")
         })
     }
@@ -354,6 +378,7 @@ proptest! {
             // Another request comes, and is not denied.
             let other = Case {
                 reserve: 1,
+                more: None,
                 settlement: Settlement::Keep,
                 counts: (None, None),
                 frames: 0,

@@ -5,6 +5,7 @@ mod at_head;
 mod body;
 mod endings;
 mod in_flight;
+mod more;
 mod together;
 
 use std::convert::Infallible;

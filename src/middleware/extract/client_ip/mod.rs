@@ -14,6 +14,7 @@ pub use builder::ClientIpBuilder;
 use forwarded::Elements;
 use trust::Trust;
 
+use super::KeyOf;
 use super::peer::{self, Peer};
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
@@ -202,10 +203,16 @@ impl ClientIp {
 impl KeyExtractor for ClientIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
         match self.client(request) {
-            Peer::Address(address) => Ok(Key::network(address, self.ipv6_prefix)),
+            Peer::Address(address) => Ok(self.key_of(address)),
             Peer::Unix => Ok(Key::UNIX),
             Peer::Unknown => Err(peer::unknown()),
         }
+    }
+}
+
+impl KeyOf<IpAddr> for ClientIp {
+    fn key_of(&self, address: IpAddr) -> Key {
+        Key::network(address, self.ipv6_prefix)
     }
 }
 

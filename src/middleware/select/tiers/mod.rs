@@ -19,16 +19,17 @@ use crate::middleware::copies::Copies;
 /// under the policies given to `new`. Single callers may have [overrides](Self::caller).
 ///
 /// ```
-/// use tower_redis_ratelimit::extract::HeaderKey;
+/// use tower_redis_ratelimit::extract::{HeaderKey, KeyOf};
 /// use tower_redis_ratelimit::select::Tiers;
-/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+/// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
 /// let policy = |name, limit| Policy::new(name, Strategy::Gcra, Quota::per_minute(limit));
+/// let by_key = HeaderKey::new("x-api-key")?;
 /// let tiers = Tiers::new(policy("free", 60)?)
 ///     .tier("pro", policy("pro", 6_000)?)
 ///     .exempt("internal")
-///     .caller(Key::secret("the-key-of-our-largest-customer"), policy("large", 100_000)?);
-/// let layer = RateLimitLayer::new(LocalStore::default(), HeaderKey::new("x-api-key")?, tiers);
+///     .caller(by_key.key_of("the-key-of-our-largest-customer"), policy("large", 100_000)?);
+/// let layer = RateLimitLayer::new(LocalStore::default(), by_key, tiers);
 /// # let _ = layer;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
@@ -141,9 +142,8 @@ impl Tiers {
 
     /// The policies of one caller, whatever its plan: an override.
     ///
-    /// `key` is what the layer's extractor makes: [`Key::secret`] for a [`HeaderKey`](crate::extract::HeaderKey),
-    /// [`Key::new`] for one that is `readable`, [`Key::ip`] for an address. A look-up takes the same short time for any
-    /// number of callers.
+    /// `key` is what the layer's extractor makes of the caller's value: [`KeyOf`](crate::extract::KeyOf). A look-up takes
+    /// the same short time for any number of callers.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {
         self.callers([(key, policies)])

@@ -1,0 +1,130 @@
+use std::any::type_name;
+use std::fmt;
+use std::sync::Arc;
+
+use http::request::Parts;
+
+use super::KeyOf;
+use crate::gate::{KeyExtractor, MissingKey};
+use crate::limit::Key;
+
+/// Counts by what a layer in front has put into the request's extensions, such as the user that it has authenticated.
+/// Made by [`by_extension`].
+pub struct ExtensionKey<T> {
+    key: Arc<dyn Fn(&T) -> Key + Send + Sync>,
+}
+
+/// Counts by an extension of the request: `key` makes a key of it, a text or a number. A [`Key`] is one too, for a text
+/// that is not to be cloned.
+///
+/// ```
+/// use tower_redis_ratelimit::extract::{KeyExtractor, PeerIp, by_extension};
+/// use tower_redis_ratelimit::{Key, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+///
+/// /// In the extensions of each request that is authenticated.
+/// #[derive(Clone)]
+/// struct User {
+///     id: u64,
+///     team: String,
+/// }
+///
+/// # fn main() -> Result<(), tower_redis_ratelimit::ConfigError> {
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+/// let by_team = by_extension(|user: &User| Key::new(&user.team));
+/// // Who is not authenticated counts by the address.
+/// let by_user = by_extension(|user: &User| user.id).or(PeerIp);
+/// let layer = RateLimitLayer::new(LocalStore::default(), by_user, policy);
+/// # let _ = (layer, by_team);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// A request without the extension is one of a [misconfigured](MissingKey::misconfigured) server: as a rule its layers
+/// are in the wrong order. Where others than users come too, add an [`or`](KeyExtractor::or).
+pub fn by_extension<T, K: Into<Key>>(key: impl Fn(&T) -> K + Send + Sync + 'static) -> ExtensionKey<T> {
+    ExtensionKey { key: Arc::new(move |extension| key(extension).into()) }
+}
+
+impl<T: Send + Sync + 'static> KeyExtractor for ExtensionKey<T> {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        let extension = request.extensions.get().ok_or_else(|| MissingKey::extension(type_name::<T>()))?;
+        Ok(self.key_of(extension))
+    }
+}
+
+impl<T> KeyOf<&T> for ExtensionKey<T> {
+    fn key_of(&self, extension: &T) -> Key {
+        (self.key)(extension)
+    }
+}
+
+/// Shared, so that `T` does not have to be `Clone`.
+impl<T> Clone for ExtensionKey<T> {
+    fn clone(&self) -> Self {
+        Self { key: Arc::clone(&self.key) }
+    }
+}
+
+impl<T> fmt::Debug for ExtensionKey<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ExtensionKey").field(&format_args!("{}", type_name::<T>())).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::middleware::extract::{Global, HeaderKey, PeerIp};
+    use http::Request;
+
+    struct Id<N>(N);
+
+    fn with(extension: impl Clone + Send + Sync + 'static) -> Parts {
+        Request::builder().extension(extension).body(()).unwrap().into_parts().0
+    }
+
+    #[test]
+    fn counts_by_texts_and_numbers() {
+        let request = with(Arc::new(Id(42_u64)));
+        assert_eq!(by_extension(|user: &Arc<Id<u64>>| user.0).extract(&request), Ok(Key::new("42")));
+        assert_eq!(by_extension(|user: &Arc<Id<u64>>| user.0.to_string()).extract(&request), Ok(Key::new("42")));
+        assert_eq!(by_extension(|_: &Arc<Id<u64>>| "a team").extract(&request), Ok(Key::new("a team")));
+        assert_eq!(by_extension(|_: &Arc<Id<u64>>| Key::secret("sk")).extract(&request), Ok(Key::secret("sk")));
+    }
+
+    #[test]
+    fn a_missing_extension_tells_the_order() {
+        let by_user = by_extension(|user: &Id<u64>| user.0);
+        let missing = by_user.extract(&with(())).unwrap_err();
+        assert!(missing.is_misconfigured());
+        let told = missing.to_string();
+        assert!(told.contains("extract::extension::tests::Id<u64>` in its extensions"), "{told}");
+        assert!(told.contains("put the layer inside the authentication"), "{told}");
+    }
+
+    #[test]
+    fn a_second_choice_counts_the_others() {
+        let address: std::net::IpAddr = "192.0.2.7".parse().unwrap();
+        let by_user = by_extension(|user: &Arc<Id<u64>>| user.0).or(PeerIp);
+        let mut request = with(address);
+        assert_eq!(by_user.extract(&request), Ok(Key::ip(address)));
+        request.extensions.insert(Arc::new(Id(42_u64)));
+        assert_eq!(by_user.extract(&request), Ok(Key::new("42")));
+
+        let by_header = || HeaderKey::new("x-api-key").unwrap();
+        assert_eq!(by_header().or(Global).extract(&with(())), Ok(Key::GLOBAL));
+        let neither = by_user.or(by_header()).extract(&with(())).unwrap_err();
+        assert!(neither.is_misconfigured(), "the server noted no address: {neither}");
+        let neither = by_extension(|user: &Id<u64>| user.0).or(by_header()).extract(&with(())).unwrap_err();
+        assert_eq!(neither.to_string(), "the header x-api-key is missing");
+    }
+
+    #[test]
+    fn no_second_choice_for_what_is_wrong() {
+        let twice = Request::builder().header("x-api-key", "a").header("x-api-key", "b").body(()).unwrap();
+        let by_header = HeaderKey::new("x-api-key").unwrap().or(Global);
+        let malformed = by_header.extract(&twice.into_parts().0).unwrap_err();
+        assert!(!malformed.is_absent());
+        assert!(PeerIp.or(Global).extract(&with(())).unwrap_err().is_misconfigured());
+    }
+}

@@ -1,0 +1,55 @@
+//! Feature `axum`: what a handler takes out of a request, and what it answers.
+
+use std::convert::Infallible;
+
+use axum::extract::{FromRequestParts, OptionalFromRequestParts};
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use http::request::Parts;
+
+use super::reject::{HttpReject, Reason};
+use crate::error::StoreError;
+use crate::limit::{Decision, RateLimited};
+use crate::settle::{Charge, ReserveError};
+
+/// The charge of this request; 500 if no layer around the handler settles what requests have taken.
+impl<S: Sync> FromRequestParts<S> for Charge {
+    type Rejection = (StatusCode, &'static str);
+
+    async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
+        let problem =
+            "the handler takes a `Charge`, and no layer around it settles: add `.settle(..)` or `.until_body_end()`";
+        request.extensions.get().cloned().ok_or((StatusCode::INTERNAL_SERVER_ERROR, problem))
+    }
+}
+
+/// `None` if no layer around the handler settles what requests have taken.
+impl<S: Sync> OptionalFromRequestParts<S> for Charge {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Option<Self>, Infallible> {
+        Ok(request.extensions.get().cloned())
+    }
+}
+
+/// `None` for an uncounted request.
+impl<S: Sync> OptionalFromRequestParts<S> for Decision {
+    type Rejection = Infallible;
+
+    async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Option<Self>, Infallible> {
+        Ok(request.extensions.get().cloned())
+    }
+}
+
+macro_rules! responses {
+    ($($error:ty)+) => {$(
+        /// As [`HttpReject`] answers it.
+        impl IntoResponse for $error {
+            fn into_response(self) -> Response {
+                HttpReject::new().response(Reason::from(&self))
+            }
+        }
+    )+};
+}
+
+responses! { RateLimited ReserveError StoreError }

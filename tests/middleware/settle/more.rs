@@ -1,0 +1,284 @@
+//! What a handler reserves beside what its request costs beforehand.
+
+use std::time::Duration;
+
+use tokio::task::yield_now;
+use tokio::time::sleep;
+use tower_redis_ratelimit::check::{Decision, Mode};
+use tower_redis_ratelimit::extract::HeaderKey;
+use tower_redis_ratelimit::settle::ReserveError;
+use tower_redis_ratelimit::store::{Answer, ErrorKind, StoreError, WrapStore};
+use tower_redis_ratelimit::{Fallback, Policies};
+
+use super::*;
+
+type Outcome = Result<(), ReserveError>;
+
+/// What the handler of a request does with its charge.
+#[derive(Clone, Copy)]
+struct Plan {
+    more: u32,
+    count: Option<u32>,
+}
+
+/// Tells in the response's extensions what came of it.
+async fn more(request: Request<Plan>) -> Result<Response<String>, Infallible> {
+    let charge = request.extensions().get::<Charge>().expect("a handle").clone();
+    let Plan { more, count } = *request.body();
+    let outcome: Outcome = charge.reserve(more).await;
+    if let Some(count) = count {
+        charge.set(count);
+    }
+    let mut response = Response::new(String::new());
+    response.extensions_mut().insert((outcome, charge.reserved()));
+    Ok(response)
+}
+
+fn plan(more: u32, count: impl Into<Option<u32>>) -> Request<Plan> {
+    Request::builder().header(USER, "alice").body(Plan { more, count: count.into() }).unwrap()
+}
+
+fn outcome<B>(response: &Response<B>) -> &Outcome {
+    &response.extensions().get::<(Outcome, u32)>().unwrap().0
+}
+
+fn reserved<B>(response: &Response<B>) -> u32 {
+    response.extensions().get::<(Outcome, u32)>().unwrap().1
+}
+
+#[tokio::test]
+async fn more_is_settled_with_the_rest() {
+    for (count, cost) in [(None, 510), (Some(0), 0), (Some(7), 7), (Some(30), 30), (Some(510), 510), (Some(700), 700)] {
+        let counted = Count::new();
+        let service = counted.layer().until_body_end().layer(service_fn(more));
+        let response = send(&service, plan(500, count)).await;
+        assert!(outcome(&response).is_ok());
+        assert_eq!((reserved(&response), counted.charged()), (510, 510));
+        assert_eq!(decision(&response).unwrap().remaining(), 490, "as the head is sent");
+        assert_eq!(decision(&response).unwrap().granted(), 510);
+        drop(response);
+        assert_eq!(counted.charged(), cost, "{count:?}");
+    }
+}
+
+#[tokio::test]
+async fn the_head_may_settle_all_of_it() {
+    for (settlement, cost) in [(Settlement::Keep, 510), (Settlement::Refund, 0), (Settlement::Cost(40), 40)] {
+        let counted = Count::new();
+        let service = counted.settling(settlement).layer(service_fn(more));
+        let response = send(&service, plan(500, 3)).await;
+        assert_eq!(counted.charged(), cost, "{settlement:?}");
+        let told = decision(&response).unwrap();
+        assert_eq!((told.remaining(), told.granted()), (1_000 - cost, cost), "{settlement:?}");
+        // It is settled: nothing is reserved any more.
+        drop(response);
+        assert_eq!(counted.charged(), cost);
+    }
+}
+
+#[tokio::test]
+async fn without_room_nothing_is_reserved() {
+    let counted = Count::new();
+    let service = counted.layer().until_body_end().layer(service_fn(more));
+    let response = send(&service, plan(991, None)).await;
+    let Err(ReserveError::Denied(denied)) = outcome(&response) else { panic!("a denial") };
+    assert_eq!(denied.decision().remaining(), 990);
+    assert_eq!((reserved(&response), counted.charged()), (10, 10));
+    assert_eq!(decision(&response).unwrap().remaining(), 990);
+    drop(response);
+    assert_eq!(counted.charged(), 10, "what it costs beforehand");
+}
+
+/// The answer of a handler that passes the denial on has the fields of its policies once.
+#[cfg(feature = "axum")]
+#[tokio::test]
+async fn a_denied_handler_answers_as_the_layer() {
+    use axum::{Router, routing::get};
+
+    async fn much(charge: Charge) -> Result<(), ReserveError> {
+        charge.reserve(991).await
+    }
+    let counted = Count::new();
+    let app: Router = Router::new().route("/books", get(much)).layer(counted.layer().until_body_end());
+    let denied = send(&app, anonymous()).await;
+    assert_eq!(denied.status(), 429);
+    assert_eq!(denied.headers().get_all("ratelimit").iter().count(), 1);
+    assert!(field(&denied, "ratelimit").unwrap().starts_with("\"test\";r=990"));
+    assert!(!decision(&denied).unwrap().is_allowed());
+}
+
+#[tokio::test]
+async fn uncounted_requests_and_dry_runs_reserve_nothing() {
+    let counted = Count::new();
+    let skipping = counted.layer().until_body_end().skip(|_| true);
+    let trying = counted.layer().until_body_end().dry_run();
+    for (layer, charged) in [(skipping, 0), (trying, 10)] {
+        let response = send(&layer.layer(service_fn(more)), plan(5_000, None)).await;
+        assert!(outcome(&response).is_ok());
+        drop(response);
+        assert_eq!(counted.charged(), charged);
+    }
+}
+
+#[tokio::test]
+async fn a_shadow_is_charged_in_the_end() {
+    let counted = Count::new();
+    let layer = counted.layer().shadow(quota("new", "2000/d")).settle(|_| Settlement::Keep);
+    drop(send(&layer.layer(service_fn(more)), plan(500, None)).await);
+    let look = counted.layer().cost(|_| 0).shadow(quota("new", "2000/d")).layer(service_fn(hello::<String>));
+    let response = send(&look, request("alice")).await;
+    let tried: &tower_redis_ratelimit::check::DryRun = response.extensions().get().unwrap();
+    assert_eq!(tried.decisions()[0].remaining(), 2_000 - 510);
+}
+
+#[tokio::test]
+async fn nested_layers_reserve_all_or_nothing() {
+    for (limit, ok, charged_within) in [(600, true, 510), (400, false, 10)] {
+        let (outer, inner) = (Count::new(), Count::new());
+        let small = quota("small", &format!("{limit}/d"));
+        let around = RateLimitLayer::new(outer.store.clone(), Global, small.clone()).until_body_end();
+        let service = around.layer(inner.layer().until_body_end().layer(service_fn(more)));
+        let response = send(&service, plan(500, None)).await;
+        assert_eq!(outcome(&response).is_ok(), ok);
+        assert_eq!(inner.charged(), charged_within);
+        assert_eq!(charged(&outer.store, Key::GLOBAL, &small), if ok { 501 } else { 1 });
+        drop(response);
+        assert_eq!(inner.charged(), charged_within);
+    }
+}
+
+#[tokio::test]
+async fn more_is_no_request_in_flight() {
+    let (store, tokens) = (LocalStore::default(), quota("tokens", "1000/d"));
+    let streams = Policy::in_flight("streams", 1).unwrap();
+    let both = Policies::new([tokens.clone(), streams.clone()]).unwrap();
+    let by_user = HeaderKey::new(USER).unwrap().readable();
+    let service = RateLimitLayer::new(store.clone(), by_user, both).until_body_end().layer(service_fn(more));
+    let response = send(&service, plan(500, 20)).await;
+    assert!(outcome(&response).is_ok());
+    let alice = Key::new("alice");
+    assert_eq!((charged(&store, alice, &tokens), charged(&store, alice, &streams)), (501, 1));
+    drop(response);
+    assert_eq!((charged(&store, alice, &tokens), charged(&store, alice, &streams)), (20, 0));
+
+    let service = RateLimitLayer::new(store, Global, streams).until_body_end().layer(service_fn(more));
+    assert!(outcome(&send(&service, plan(500, 20)).await).is_ok(), "nothing counts costs");
+}
+
+/// Fails what costs more than 100, before it is sent or after.
+#[derive(Clone)]
+struct Failing(LocalStore, fn() -> StoreError);
+
+impl WrapStore for Failing {
+    type Inner = LocalStore;
+
+    fn inner(&self) -> &LocalStore {
+        &self.0
+    }
+
+    fn decide(&self, check: Check) -> Answer<<LocalStore as Store>::Future> {
+        match check.mode() {
+            Mode::Take if check.cost() > 100 => Answer::ready(Err((self.1)())),
+            _ => self.0.check(check),
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failing_store_reserves_nothing() {
+    for failure in [(|| StoreError::new(ErrorKind::Unreachable)) as fn() -> StoreError, || {
+        StoreError::new(ErrorKind::Unreachable).unsent()
+    }] {
+        let (store, policy) = (LocalStore::default(), quota("test", "1000/d"));
+        let layer = RateLimitLayer::new(Failing(store.clone(), failure), Global, policy.clone()).cost(|_| 10);
+        let response = send(&layer.until_body_end().layer(service_fn(more)), plan(500, 3)).await;
+        assert!(matches!(outcome(&response), Err(ReserveError::Failed(_))), "at once, and not tried again");
+        drop(response);
+        sleep(Duration::from_secs(5)).await;
+        assert_eq!(charged(&store, Key::GLOBAL, &policy), 3);
+    }
+}
+
+/// The first part is Redis's, the second one the local store's: each is settled where it was granted.
+#[tokio::test(start_paused = true)]
+async fn a_fallback_may_grant_what_is_more() {
+    let (primary, local, policy) = (LocalStore::default(), LocalStore::default(), quota("test", "1000/d"));
+    let unsent = || StoreError::new(ErrorKind::Unreachable).unsent();
+    let store = Fallback::new(Failing(primary.clone(), unsent), local.clone());
+    let layer = RateLimitLayer::new(store, Global, policy.clone()).cost(|_| 10).until_body_end();
+    let response = send(&layer.layer(service_fn(more)), plan(500, 30)).await;
+    assert!(outcome(&response).is_ok());
+    assert_eq!(charged(&primary, Key::GLOBAL, &policy), 10);
+    drop(response);
+    // The primary store answers again, and is told what was granted meanwhile.
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(charged(&primary, Key::GLOBAL, &policy), 30);
+}
+
+/// A store that takes so many polls to decide, and then to answer.
+#[derive(Clone)]
+struct Slow(LocalStore, u8);
+
+impl Store for Slow {
+    type Future = futures_util::future::BoxFuture<'static, Result<Decision, StoreError>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let Self(local, polls) = self.clone();
+        Answer::pending(Box::pin(async move {
+            for _ in 0..polls {
+                yield_now().await;
+            }
+            let answer = local.check(check).await;
+            for _ in 0..polls {
+                yield_now().await;
+            }
+            answer
+        }))
+    }
+}
+
+/// Dropped at each of its polls, a request is charged what it has counted, in all layers: nothing lost, nothing twice.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_wait_loses_nothing() {
+    let mut ends = [0, 0];
+    for count in [None, Some(7)] {
+        for dropped_after in 0..60 {
+            let (outer, inner) = (Count::new(), Count::new());
+            let slow = |count: &Count| {
+                let store = Slow(count.store.clone(), 2);
+                RateLimitLayer::new(store, Global, count.policy.clone()).cost(|_| 10).until_body_end()
+            };
+            let counting = service_fn(move |request: Request<Plan>| async move {
+                if let Some(count) = count {
+                    request.extensions().get::<Charge>().unwrap().set(count);
+                }
+                more(request).await
+            });
+            let mut service = slow(&outer).layer(slow(&inner).layer(counting));
+            let mut response = Box::pin(service.call(plan(500, None)));
+            let mut ended = false;
+            for _ in 0..dropped_after {
+                ended = std::future::poll_fn(|cx| Poll::Ready(response.as_mut().poll(cx).is_ready())).await;
+                if ended {
+                    break;
+                }
+                yield_now().await;
+            }
+            drop(response);
+            sleep(Duration::from_secs(1)).await;
+            ends[usize::from(ended)] += 1;
+            for charged in [outer.charged(), inner.charged()] {
+                match count {
+                    Some(count) => assert!([0, 10, count].contains(&charged), "{charged} at {dropped_after}"),
+                    None => assert!([0, 10, 510].contains(&charged), "{charged} at {dropped_after}"),
+                }
+            }
+            if let Some(count) = count
+                && ended
+            {
+                assert_eq!((outer.charged(), inner.charged()), (count, count));
+            }
+        }
+    }
+    assert!(ends.iter().all(|ends| *ends > 5), "{ends:?}: dropped, and not");
+}
