@@ -324,7 +324,7 @@ impl Drop for Dispatcher {
 
 /// Whether what is taken ahead may be owed under these policies.
 fn can_owe(policies: &Policies) -> bool {
-    policies.iter().all(|policy| policy.frees() == Frees::Gradually)
+    policies.iter().all(|policy| policy.frees().is_gradual())
 }
 
 /// Tells those who were taken out of the queue.

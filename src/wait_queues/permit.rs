@@ -151,7 +151,7 @@ impl Taken {
                 Frees::Gradually => decided.quota().units_in(left),
                 // It is paid for last, by so many refills to come.
                 Frees::InBatches => decided.quota().units_in_periods(left),
-                _ => self.cost,
+                Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => self.cost,
             };
             let cost = counted.min(self.cost(policy));
             let charged = match policy.frees() {
@@ -160,7 +160,9 @@ impl Taken {
                 Frees::InBatches => {
                     Some(Charged { age: 0, at: at.min(0), cost: cost.into(), reset: verdict.reset - age })
                 }
-                _ => Some(Charged { age, at, cost: cost.into(), reset: verdict.reset }),
+                Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
+                    Some(Charged { age, at, cost: cost.into(), reset: verdict.reset })
+                }
             };
             (policy, cost, charged)
         })

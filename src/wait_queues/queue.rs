@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::{Permit, Refusal, TICK, WaitRequest};
 use crate::error::StoreError;
-use crate::limit::{Decision, Frees, Policies, Policy, Verdict};
+use crate::limit::{Decision, Policies, Policy, Verdict};
 use crate::store::Wake;
 
 /// Those of one runtime who wait for one caller under the same policies.
@@ -172,7 +172,7 @@ impl WaitQueue {
     fn earliest(&self, wanted: &WaitRequest) -> Option<Instant> {
         let (known, next_at) = (self.known.as_ref()?, self.next_at?);
         // What is counted by windows tells too little.
-        if !wanted.policies.iter().all(|policy| policy.frees() == Frees::Gradually) {
+        if !wanted.policies.iter().all(|policy| policy.frees().is_gradual()) {
             return Some(next_at);
         }
         let units = self.units_before() + u64::from(wanted.cost);

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::limit::{Decision, Frees, Policies, Policy, Verdict};
+use crate::limit::{Decision, Policies, Policy, Verdict};
 
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -121,10 +121,7 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
         return verdict.wait.unsigned_abs();
     }
     let (reset, remaining) = (verdict.reset.unsigned_abs(), verdict.remaining.unsigned_abs());
-    let next = match policy.frees() {
-        Frees::Gradually => lasts(policy, 1).min(reset),
-        _ => reset,
-    };
+    let next = if policy.frees().is_gradual() { lasts(policy, 1).min(reset) } else { reset };
     lasts(policy, remaining).max(next)
 }
 

@@ -155,7 +155,7 @@ impl Ledger {
             let problem = format!("{passed} passed, {charged} charged, {refunded} refunded");
             self.breaks(Rule::Charged, Some(caller), problem);
         }
-        let room = room(plan.callers[caller].policy(), now) + refunded;
+        let room = simulation::flows(plan.callers[caller].policy(), now) + refunded;
         if passed > room {
             self.breaks(Rule::Early, Some(caller), format!("{passed} passed after {now} ms, with room for {room}"));
         }
@@ -238,7 +238,7 @@ impl Ledger {
                     self.breaks(Rule::Lost, Some(caller), problem);
                 }
                 // Of what flows back all the time the store counts parts of a unit, and tells whole ones. A debt it tells not.
-                let steady = i64::from(who.policy().frees() == Frees::Gradually);
+                let steady = i64::from(who.policy().frees().is_gradual());
                 let capacity = who.policy().params().capacity;
                 let costs = (real - steady).min(capacity)..=(real + unknown + steady).min(capacity);
                 if told == 0 && !costs.contains(&used) {
@@ -294,15 +294,6 @@ impl Ledger {
     }
 }
 
-/// How much may have passed by then: what a policy holds, and what has flowed back.
-fn room(policy: &Policy, now: u64) -> i64 {
-    let (capacity, period, elapsed) = (policy.params().capacity, policy.params().period, now as i64 * 1000);
-    match policy.frees() {
-        Frees::Gradually => capacity + capacity * elapsed / period + 1,
-        _ => capacity * (elapsed / period + 2),
-    }
-}
-
 /// How long it may take until somebody passes, at most, if instances take turns. What flows back at once does so within two
 /// periods.
 fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
@@ -310,6 +301,6 @@ fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
     match policy.frees() {
         Frees::OnRelease => LONGEST + 150,
         Frees::Gradually => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
-        _ => 2 * period,
+        Frees::InBatches | Frees::WithWindow | Frees::OneByOne | Frees::Fading => 2 * period,
     }
 }

@@ -107,7 +107,7 @@ fn a_warmed_state_grants_no_more() {
                 let resumed = State::resume(strategy.into(), params, now, followed);
                 let room = |state: &State, at: i64| preview(state, params, at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
-                let flows = if strategy.frees() == Frees::Gradually { 1 + params.ticks / params.interval } else { 0 };
+                let flows = if strategy.frees().is_gradual() { 1 + params.ticks / params.interval } else { 0 };
                 let lost = verdict.remaining - room(&resumed, now);
                 assert!((0..=flows).contains(&lost), "{:?} {followed:?}: {lost} lost", policies[0]);
                 for _ in 0..5 {
