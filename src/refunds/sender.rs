@@ -3,7 +3,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep};
 
 use super::{Flight, Next, Shared, panicked};
 use crate::store::Store;
@@ -42,7 +42,7 @@ impl<S: Store> Sender<S> {
     async fn wait(&mut self, until: Option<Instant>) {
         let shared = Arc::clone(&self.shared);
         let mut came = pin!(shared.came.notified());
-        let mut time = pin!(until.map(sleep_until));
+        let mut time = pin!(until.map(|until| sleep(until.saturating_duration_since(instant()))));
         let mut ended = Vec::new();
         poll_fn(|cx| {
             let mut i = 0;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout};
 
 use super::permit::Times;
 use super::queue::{Ask, Room, WaitQueue, Waiter};
@@ -279,7 +279,7 @@ impl Dispatcher {
         };
         // On its task: where a queue is joined, it is polled only for what is there at once.
         poll_fn(|cx| if cx.waker().will_wake(Waker::noop()) { Poll::Pending } else { Poll::Ready(()) }).await;
-        let _ = timeout_at(wakes_at, self.wake.notify.notified()).await;
+        let _ = timeout(wakes_at.saturating_duration_since(instant()), self.wake.notify.notified()).await;
         true
     }
 
