@@ -5,19 +5,19 @@ use std::task::Poll;
 
 use tokio::time::{Instant, sleep};
 
-use super::{Flight, Next, Shared, panicked};
+use super::{Flight, Next, SharedQueue, panicked};
 use crate::store::Store;
 use crate::util::{contain, instant};
 
 /// The task that sends what waits in a [`StoreQueue`](super::StoreQueue), until there is nothing.
 pub(super) struct Sender<S: Store> {
-    shared: Arc<Shared<S>>,
+    shared: Arc<SharedQueue<S>>,
     number: u64,
     flights: Vec<Flight<S>>,
 }
 
 impl<S: Store> Sender<S> {
-    pub(super) fn new(shared: Arc<Shared<S>>, number: u64) -> Self {
+    pub(super) fn new(shared: Arc<SharedQueue<S>>, number: u64) -> Self {
         Self { shared, number, flights: Vec::new() }
     }
 

@@ -20,7 +20,7 @@ use tokio::time::{Instant, advance};
 use self::clients::Client;
 use self::ledger::Rule;
 use self::plan::{Habit, Plan};
-use self::world::{Far, Notes, State, TIMEOUT, World};
+use self::world::{Far, Notes, TIMEOUT, World, WorldState};
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::in_flight::InFlightTracker;
@@ -49,7 +49,7 @@ fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     let seed = Seed::set(rng.u64(..), Duration::from_micros(plan.wall.unsigned_abs()));
     let world = World::new(plan, rng.fork(), kept);
     Simulated::new(&world, rng, seed).run();
-    let State { log, ledger, .. } = &mut *world.state();
+    let WorldState { log, ledger, .. } = &mut *world.state();
     Outcome::of(shown, log, &mut ledger.broken)
 }
 
@@ -128,7 +128,7 @@ impl<'a> Simulated<'a> {
 
     fn run(mut self) {
         let (callers, end, last) = {
-            let State { plan, .. } = &*self.world.state();
+            let WorldState { plan, .. } = &*self.world.state();
             let callers: Vec<_> = plan.callers.iter().map(|caller| (caller.habit, caller.clients)).collect();
             (callers, plan.end, plan.last())
         };
