@@ -14,7 +14,6 @@ use crate::limit::{Order, Policies};
 pub(super) struct Entry {
     /// Of one policy.
     policies: Policies,
-    lease: Duration,
     /// The layers whose requests are asked about or held, and how many of each. The last one stays.
     accesses: SmallVec<[(Arc<StoreAccess>, u32); 1]>,
     /// How many the store is being asked about, in each [`Phase`]; and how many are being released.
@@ -93,7 +92,6 @@ impl Origin {
 impl Entry {
     pub(super) fn new(policies: Policies, now: Instant) -> Self {
         Self {
-            lease: policies[0].quota().period(),
             policies,
             accesses: SmallVec::new(),
             asked: [0; 2],
@@ -118,7 +116,7 @@ impl Entry {
     }
 
     pub(super) fn lease(&self) -> Duration {
-        self.lease
+        self.policies[0].quota().period()
     }
 
     pub(super) fn accesses(&self) -> impl Iterator<Item = &Arc<StoreAccess>> {
@@ -129,9 +127,8 @@ impl Entry {
     /// is asked last says how long the store keeps what it counts: so of several lease times it is renewed by the
     /// shortest.
     pub(super) fn ask(&mut self, policies: &Policies, access: &Arc<StoreAccess>) -> Phase {
-        let quota = policies[0].quota();
-        if quota.period() < self.lease {
-            (self.policies, self.lease) = (policies.clone(), quota.period());
+        if policies[0].quota().period() < self.lease() {
+            self.policies = policies.clone();
         }
         match self.accesses.iter_mut().find(|(other, _)| Arc::ptr_eq(other, access)) {
             Some((_, count)) => *count += 1,
@@ -247,7 +244,7 @@ impl Entry {
     pub(super) fn is_due(&self, now: Instant) -> bool {
         let is_good = |doubt| self.is_ordered || self.leaving == [0; 2] || now >= doubt + PATIENCE;
         let is_doubtful = self.doubt.is_some_and(|doubt| now >= doubt && is_good(doubt));
-        let is_old = self.renewed.is_none_or(|renewed| now >= renewed + self.lease / 4);
+        let is_old = self.renewed.is_none_or(|renewed| now >= renewed + self.lease() / 4);
         let is_free = self.sync.is_none() && !self.correcting && now >= self.next_at;
         is_free && (is_doubtful || is_old && self.held > 0)
     }
@@ -336,7 +333,7 @@ impl Entry {
     pub(super) fn is_done(&self, now: Instant) -> bool {
         let is_idle = self.is_idle() && self.leaving == [0; 2] && self.sync.is_none() && !self.correcting;
         // What nobody has renewed for so long the store has forgotten.
-        is_idle && (self.doubt.is_none() || now >= self.written + self.lease)
+        is_idle && (self.doubt.is_none() || now >= self.written + self.lease())
     }
 
     /// Whether nothing is in flight.

@@ -294,7 +294,7 @@ impl Tracker {
         then: impl FnOnce(&Arc<Self>, Origin, u32) + Send + 'static,
     ) {
         let (tracker, asked) = (Arc::clone(self), Arc::clone(access));
-        access.refunds.put(PendingOp::ask_then(check, move |answer| {
+        access.refunds.put(PendingOp::of_check(check).then(move |answer| {
             let (answered, granted) = asked.read(&answer);
             tracker.heard(answered);
             then(&tracker, answered, granted);

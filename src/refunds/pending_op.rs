@@ -39,13 +39,8 @@ impl PendingOp {
         Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0 }
     }
 
-    /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without
-    /// a lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
-    pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
-        Self::of_check(check).then(then)
-    }
-
-    /// The same, which calls `then` with what came of it: see [`ask_then`](Self::ask_then).
+    /// The same, which calls `then` with what came of it: on the sender's task, or before this is put, and without a
+    /// lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
     pub(crate) fn then(self, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
         Self { then: Then(Some(Box::new(then))), ..self }
     }

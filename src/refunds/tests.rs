@@ -20,7 +20,7 @@ impl<S: Store> StoreQueue<S> {
     }
 
     fn send_then(&self, check: Check, then: impl FnOnce(Reply) + Send + 'static) {
-        self.put(PendingOp::ask_then(check, then));
+        self.put(PendingOp::of_check(check).then(then));
     }
 }
 

@@ -18,8 +18,7 @@ use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Check, Decision, Frees, Outcome, Policies, Policy};
 use crate::store::{Listener, Wake};
-use crate::util::instant;
-use crate::util::random;
+use crate::util::{instant, random};
 
 /// The task that serves a queue until nobody waits in it.
 pub(super) struct Dispatcher {
