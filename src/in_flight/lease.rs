@@ -3,15 +3,15 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-use super::entry::{Origin, Side};
-use super::{InFlightTracker, Place, Route, Tracker};
+use super::entry::{Origin, Phase};
+use super::{EntryId, InFlightTracker, StoreAccess, Tracker};
 use crate::error::StoreError;
 use crate::limit::{Decision, Key, Policies};
 
 /// What a request holds while it is in flight: it is released when this is dropped.
 ///
-/// Dropped before the store's answer is [told](Self::answered), it is not known whether the store counts it: it is then
-/// told how many are in flight.
+/// Dropped before the store has [answered](Self::answered), it is not known whether the store counts it: a sync finds
+/// out.
 ///
 /// Boxed: most requests hold none, and are moved often.
 #[must_use]
@@ -22,8 +22,8 @@ struct Inner {
     key: Key,
     /// Those that count what is in flight.
     policies: Policies,
-    /// Of each of these, on which side of a look it was asked about.
-    sides: SmallVec<[Side; 1]>,
+    /// Of each of these, in which phase it was asked about.
+    phases: SmallVec<[Phase; 1]>,
     state: State,
     /// Whether it is known what the store that keeps the count has answered.
     is_known: bool,
@@ -37,15 +37,15 @@ enum State {
 }
 
 impl Lease {
-    pub(super) fn new(in_flight: InFlightTracker, key: Key, policies: Policies, sides: SmallVec<[Side; 1]>) -> Self {
-        Self(Box::new(Inner { in_flight, key, policies, sides, state: State::Asked, is_known: false }))
+    pub(super) fn new(in_flight: InFlightTracker, key: Key, policies: Policies, phases: SmallVec<[Phase; 1]>) -> Self {
+        Self(Box::new(Inner { in_flight, key, policies, phases, state: State::Asked, is_known: false }))
     }
 
-    /// Tells what the store has answered: what it has granted is held from here on. What it has failed to decide is
+    /// The store has answered: what it has granted is held from here on. What it has failed to decide is
     /// held if the request [passes](Self::pass) all the same.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let answered = match answer {
-            Ok(decision) => self.0.in_flight.route().answered(decision),
+            Ok(decision) => self.0.in_flight.access().answered(decision),
             Err(error) => Origin::there(error.is_unsent()),
         };
         self.0.is_known = answered != Origin::Other;
@@ -62,35 +62,35 @@ impl Lease {
         self
     }
 
-    /// Leaves it counted: nobody tells when it ends, and its lease time does.
+    /// Leaves it counted until its lease time ends, since it is not known when the request does.
     pub(crate) fn leave_counted(mut self) {
         if self.0.state == State::Held {
             self.0.state = State::Over;
-            self.each(|tracker, place, _, route| tracker.left(place, route));
+            self.each(|tracker, id, _, access| tracker.left(id, access));
         }
     }
 
     fn hold(&mut self, answered: Origin) {
         if self.0.state == State::Asked {
             self.0.state = State::Held;
-            self.each(|tracker, place, side, _| tracker.granted(place, side, answered));
+            self.each(|tracker, id, phase, _| tracker.granted(id, phase, answered));
         }
     }
 
     fn leave(&mut self) {
         if self.0.state == State::Asked {
             self.0.state = State::Over;
-            self.each(|tracker, place, side, route| tracker.denied(place, side, route, Origin::there(self.0.is_known)));
+            self.each(|tracker, id, phase, access| tracker.denied(id, phase, access, Origin::there(self.0.is_known)));
         }
     }
 
-    fn each(&self, tell: impl Fn(&Arc<Tracker>, Place, Side, &Arc<Route>)) {
-        for (policy, side) in self.0.policies.iter().zip(&self.0.sides) {
-            tell(
+    fn each(&self, act: impl Fn(&Arc<Tracker>, EntryId, Phase, &Arc<StoreAccess>)) {
+        for (policy, phase) in self.0.policies.iter().zip(&self.0.phases) {
+            act(
                 self.0.in_flight.tracker(),
-                Place { key: self.0.key, count: policy.id() },
-                *side,
-                self.0.in_flight.route(),
+                EntryId { key: self.0.key, count: policy.id() },
+                *phase,
+                self.0.in_flight.access(),
             );
         }
     }
@@ -100,7 +100,7 @@ impl Drop for Lease {
     fn drop(&mut self) {
         self.leave();
         if self.0.state == State::Held {
-            self.each(|tracker, place, _, route| tracker.ended(place, route));
+            self.each(|tracker, id, _, access| tracker.ended(id, access));
         }
     }
 }

@@ -8,15 +8,15 @@
 //! - All layers over one store share its [tracker](registry), since the store counts what they hold as one.
 //! - A request is released by the store that its layer asks: a fallback, maybe, over the one that others ask.
 //! - What ends is released off the request path, once, whatever ends it.
-//! - Where the count is in doubt, the tracker looks how many the store counts. Takes and releases may come to it before
-//!   the look or after it, in any order, since they go by several connections. Redis tells when it decided each of
-//!   them: so the count is put right while requests come and end without a pause. Of a store that does not tell, only
-//!   what is wrong whatever came first is corrected. A correction gives so many back, or charges them, and may come in
-//!   any order too.
+//! - Where the count is in doubt, the tracker asks how many the store counts: a sync. Takes and releases may come to it before
+//!   the sync or after it, in any order, since they go by several connections. Redis says when it decided each of them:
+//!   so the count is put right while requests come and end without a pause. Of a store that does not say it, only what
+//!   is wrong whatever came first is corrected. A correction refunds so many, or charges them, and may come in any order
+//!   too.
 
 mod entry;
 mod lease;
-mod look;
+mod pending_sync;
 mod registry;
 mod renewer;
 #[cfg(test)]
@@ -32,7 +32,7 @@ use tokio::time::Instant;
 
 pub(crate) use self::lease::Lease;
 
-use self::entry::{Entry, Origin, Side, Wrong};
+use self::entry::{Entry, Origin, Phase, Wrong};
 use self::renewer::Heartbeat;
 use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Policies, Policy};
@@ -49,11 +49,11 @@ pub(crate) struct InFlightTracker(Arc<Inner>);
 struct Inner {
     /// Opened with the first request.
     tracker: Arc<OnceLock<Arc<Tracker>>>,
-    route: Arc<Route>,
+    access: Arc<StoreAccess>,
 }
 
-/// How a layer asks the store. Layers that share a tracker may ask it by different routes.
-struct Route {
+/// How a layer asks the store. Layers that share a tracker may have different ones.
+struct StoreAccess {
     identity: Option<usize>,
     /// Whether a decision was made where the count is kept.
     knows: Box<dyn Fn(&Decision) -> bool + Send + Sync>,
@@ -62,7 +62,7 @@ struct Route {
 
 /// What an instance has in flight in one store.
 struct Tracker {
-    shards: Box<[Mutex<HashMap<Place, Entry>>]>,
+    shards: Box<[Mutex<HashMap<EntryId, Entry>>]>,
     /// How many entries there are.
     len: AtomicUsize,
     /// Whether the last answers did not come from where the count is kept.
@@ -76,19 +76,19 @@ struct Tracker {
 
 /// What an entry is of: a caller, and what a policy counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Place {
+struct EntryId {
     key: Key,
     count: u64,
 }
 
 /// What is due of an entry.
 enum Due {
-    Look { held: u32 },
+    Sync { held: u32 },
     Correct(Wrong),
 }
 
-/// Those of an entry, of which the first one tells what the store counts.
-type Routes = SmallVec<[Arc<Route>; 1]>;
+/// Those of an entry, of which the first one asks what the store counts.
+type Accesses = SmallVec<[Arc<StoreAccess>; 1]>;
 
 const SHARDS: usize = 16;
 /// So many entries of which nothing is in flight may wait for the store to be back. The lease time makes up for the
@@ -96,7 +96,7 @@ const SHARDS: usize = 16;
 const MAX_IDLE: usize = 100_000;
 
 impl InFlightTracker {
-    /// The tracker of what is taken in `store`. `observer` is told of what could not be released.
+    /// The tracker of what is taken in `store`. `observer` is notified of what could not be released.
     pub(crate) fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         Self::over(Arc::default(), store, observer)
     }
@@ -107,37 +107,38 @@ impl InFlightTracker {
     }
 
     fn over(tracker: Arc<OnceLock<Arc<Tracker>>>, store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
-        Self(Arc::new(Inner { tracker, route: Arc::new(Route::new(store, observer)) }))
+        Self(Arc::new(Inner { tracker, access: Arc::new(StoreAccess::new(store, observer)) }))
     }
 
     /// What settles in the store.
     pub(crate) fn refunds(&self) -> &Arc<dyn RefundQueue> {
-        &self.0.route.refunds
+        &self.0.access.refunds
     }
 
-    fn route(&self) -> &Arc<Route> {
-        &self.0.route
+    fn access(&self) -> &Arc<StoreAccess> {
+        &self.0.access
     }
 
     fn tracker(&self) -> &Arc<Tracker> {
-        self.0.tracker.get_or_init(|| registry::find(self.0.route.identity))
+        self.0.tracker.get_or_init(|| registry::find(self.0.access.identity))
     }
 
     /// Enters a request that the store is about to be asked about. `None` if no policy counts what is in flight.
     ///
-    /// Tell the lease what the store has [answered](Lease::answered). From a grant on, it holds what was taken until it
+    /// The lease has to learn what the store has [answered](Lease::answered). From a grant on, it holds what was taken until it
     /// is dropped.
     pub(crate) fn hold(&self, key: Key, policies: &Policies) -> Option<Lease> {
         let policies = policies.in_flight()?;
         let (tracker, now) = (self.tracker(), instant());
-        let ask =
-            |policy: &Policy| tracker.ask(Place { key, count: policy.id() }, &policies.only(policy), self.route(), now);
-        let sides = policies.iter().map(ask).collect();
-        Some(Lease::new(self.clone(), key, policies.clone(), sides))
+        let ask = |policy: &Policy| {
+            tracker.ask(EntryId { key, count: policy.id() }, &policies.only(policy), self.access(), now)
+        };
+        let phases = policies.iter().map(ask).collect();
+        Some(Lease::new(self.clone(), key, policies.clone(), phases))
     }
 }
 
-impl Route {
+impl StoreAccess {
     fn new(store: &impl Store, observer: Option<Arc<dyn Observer>>) -> Self {
         let (identity, asked) = (store.identity(), store.clone());
         let knows = Box::new(move |decision: &Decision| asked.is_authoritative(decision));
@@ -169,131 +170,131 @@ impl Tracker {
         Self { shards, len, away, forgot, doubt, heartbeat }
     }
 
-    fn shard(&self, place: &Place) -> &Mutex<HashMap<Place, Entry>> {
-        let bytes = place.key.as_bytes();
-        let sum = bytes.iter().fold(place.count, |sum, byte| sum.rotate_left(5) ^ u64::from(*byte));
+    fn shard(&self, id: &EntryId) -> &Mutex<HashMap<EntryId, Entry>> {
+        let bytes = id.key.as_bytes();
+        let sum = bytes.iter().fold(id.count, |sum, byte| sum.rotate_left(5) ^ u64::from(*byte));
         &self.shards[(sum.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 60) as usize % SHARDS]
     }
 
     /// The store is about to be asked about a request.
-    fn ask(self: &Arc<Self>, place: Place, policies: &Policies, route: &Arc<Route>, now: Instant) -> Side {
-        let side = {
-            let entries = &mut *lock(self.shard(&place));
-            let entry = entries.entry(place).or_insert_with(|| {
+    fn ask(self: &Arc<Self>, id: EntryId, policies: &Policies, access: &Arc<StoreAccess>, now: Instant) -> Phase {
+        let phase = {
+            let entries = &mut *lock(self.shard(&id));
+            let entry = entries.entry(id).or_insert_with(|| {
                 self.len.fetch_add(1, Ordering::AcqRel);
                 Entry::new(policies.clone(), now)
             });
-            let side = entry.ask(policies, route);
+            let phase = entry.ask(policies, access);
             self.heartbeat.note(entry.lease());
-            side
+            phase
         };
         // Or what a runtime that has ended has left would wait for the next that ends.
-        route.refunds.wake();
+        access.refunds.wake();
         self.attend(now);
-        side
+        phase
     }
 
     /// What was asked about was granted, or passes for another reason.
-    fn granted(self: &Arc<Self>, place: Place, side: Side, answered: Origin) {
+    fn granted(self: &Arc<Self>, id: EntryId, phase: Phase, answered: Origin) {
         self.heard(answered);
-        self.change(place, |entry, now| entry.granted(side, answered, now));
+        self.change(id, |entry, now| entry.granted(phase, answered, now));
     }
 
     /// What was asked about is not in flight.
-    fn denied(self: &Arc<Self>, place: Place, side: Side, route: &Arc<Route>, answered: Origin) {
-        self.change(place, |entry, now| entry.denied(side, route, answered, now));
+    fn denied(self: &Arc<Self>, id: EntryId, phase: Phase, access: &Arc<StoreAccess>, answered: Origin) {
+        self.change(id, |entry, now| entry.denied(phase, access, answered, now));
     }
 
-    /// Nobody will tell when a request ends.
-    fn left(self: &Arc<Self>, place: Place, route: &Arc<Route>) {
-        self.change(place, |entry, _| entry.left(route));
+    /// It is not known when a request ends.
+    fn left(self: &Arc<Self>, id: EntryId, access: &Arc<StoreAccess>) {
+        self.change(id, |entry, _| entry.left(access));
     }
 
     /// A request has ended.
-    fn ended(self: &Arc<Self>, place: Place, route: &Arc<Route>) {
-        let change = |entry: &mut Entry, _| (entry.policies().clone(), entry.ended(route));
-        let Some((policies, (side, _unused))) = self.change(place, change) else { return };
+    fn ended(self: &Arc<Self>, id: EntryId, access: &Arc<StoreAccess>) {
+        let change = |entry: &mut Entry, _| (entry.policies().clone(), entry.ended(access));
+        let Some((policies, (phase, _unused))) = self.change(id, change) else { return };
         let since = instant();
-        self.ask_by(route, Check::refund(place.key, &policies, 1), move |tracker, answered, had| {
-            tracker.change(place, |entry, now| entry.released(side, since, answered, had, now));
+        self.ask_by(access, Check::refund(id.key, &policies, 1), move |tracker, answered, had| {
+            tracker.change(id, |entry, now| entry.released(phase, since, answered, had, now));
         });
     }
 
-    /// Changes an entry, and does what is due then: corrects what the store counts, or looks how many that is.
-    fn change<T>(self: &Arc<Self>, place: Place, change: impl FnOnce(&mut Entry, Instant) -> T) -> Option<T> {
+    /// Changes an entry, and does what is due then: corrects what the store counts, or asks how many that is.
+    fn change<T>(self: &Arc<Self>, id: EntryId, change: impl FnOnce(&mut Entry, Instant) -> T) -> Option<T> {
         let (result, due, _done) = {
-            let entries = &mut *lock(self.shard(&place));
-            let entry = entries.get_mut(&place)?;
+            let entries = &mut *lock(self.shard(&id));
+            let entry = entries.get_mut(&id)?;
             let now = instant();
             let result = change(entry, now);
             let due = match entry.wrong(now) {
                 Some(wrong) => Some(Due::Correct(wrong)),
-                None => entry.look(now).map(|held| Due::Look { held }),
+                None => entry.begin_sync(now).map(|held| Due::Sync { held }),
             };
-            let due = due.map(|due| (due, entry.policies().clone(), entry.routes().map(Arc::clone).collect()));
+            let due = due.map(|due| (due, entry.policies().clone(), entry.accesses().map(Arc::clone).collect()));
             if entry.is_in_doubt() {
                 self.doubt.store(true, Ordering::Release);
             }
-            (result, due, self.remove_if_done(entries, place, now))
+            (result, due, self.remove_if_done(entries, id, now))
         };
         match due {
-            Some((Due::Look { held }, policies, routes)) => self.look_at(place, held, &policies, routes),
-            Some((Due::Correct(wrong), policies, routes)) => self.correct(place, wrong, &policies, routes),
+            Some((Due::Sync { held }, policies, accesses)) => self.send_sync(id, held, &policies, accesses),
+            Some((Due::Correct(wrong), policies, accesses)) => self.correct(id, wrong, &policies, accesses),
             None => {}
         }
         Some(result)
     }
 
     /// What is removed may hold the last of a store, which is dropped without the lock.
-    fn remove_if_done(&self, entries: &mut HashMap<Place, Entry>, place: Place, now: Instant) -> Option<Entry> {
+    fn remove_if_done(&self, entries: &mut HashMap<EntryId, Entry>, id: EntryId, now: Instant) -> Option<Entry> {
         let is_full = || self.len.load(Ordering::Acquire) > MAX_IDLE;
-        entries.get(&place).filter(|entry| entry.is_done(now) || entry.is_idle() && is_full())?;
+        entries.get(&id).filter(|entry| entry.is_done(now) || entry.is_idle() && is_full())?;
         self.len.fetch_sub(1, Ordering::AcqRel);
-        entries.remove(&place)
+        entries.remove(&id)
     }
 
-    /// Looks how many the store counts, which renews them.
-    fn look_at(self: &Arc<Self>, place: Place, held: u32, policies: &Policies, routes: Routes) {
-        let renew = Check::renew(place.key, policies, held);
+    /// Asks how many the store counts, which renews them.
+    fn send_sync(self: &Arc<Self>, id: EntryId, held: u32, policies: &Policies, accesses: Accesses) {
+        let renew = Check::renew(id.key, policies, held);
         // Each may have another store that follows the one that counts.
-        for route in routes.iter().skip(1) {
-            route.refunds.put(PendingOp::of_check(renew.clone()));
+        for access in accesses.iter().skip(1) {
+            access.refunds.put(PendingOp::of_check(renew.clone()));
         }
-        self.ask_first(routes, renew, move |tracker, answered, counted| {
-            tracker.change(place, |entry, now| entry.looked(answered, counted, now));
+        self.ask_first(accesses, renew, move |tracker, answered, counted| {
+            tracker.change(id, |entry, now| entry.synced(answered, counted, now));
         });
     }
 
-    fn correct(self: &Arc<Self>, place: Place, wrong: Wrong, policies: &Policies, routes: Routes) {
+    fn correct(self: &Arc<Self>, id: EntryId, wrong: Wrong, policies: &Policies, accesses: Accesses) {
         let check = match wrong {
-            Wrong::TooMany(count) => Check::refund(place.key, policies, count),
-            Wrong::TooFew(count) => Check::charge(place.key, policies, count),
+            Wrong::TooMany(count) => Check::refund(id.key, policies, count),
+            Wrong::TooFew(count) => Check::charge(id.key, policies, count),
         };
-        self.ask_first(routes, check, move |tracker, answered, _| {
-            tracker.change(place, |entry, now| entry.corrected(answered, now));
+        self.ask_first(accesses, check, move |tracker, answered, _| {
+            tracker.change(id, |entry, now| entry.corrected(answered, now));
         });
     }
 
     fn ask_first(
         self: &Arc<Self>,
-        routes: Routes,
+        accesses: Accesses,
         check: Check,
         then: impl FnOnce(&Arc<Self>, Origin, u32) + Send + 'static,
     ) {
-        if let Some(route) = routes.into_iter().next() {
-            self.ask_by(&route, check, then);
+        if let Some(access) = accesses.into_iter().next() {
+            self.ask_by(&access, check, then);
         }
     }
 
-    /// Asks by this route, and calls `then` with where the answer came from, and what it grants.
+    /// Asks with this access, and calls `then` with where the answer came from, and what it grants.
     fn ask_by(
         self: &Arc<Self>,
-        route: &Arc<Route>,
+        access: &Arc<StoreAccess>,
         check: Check,
         then: impl FnOnce(&Arc<Self>, Origin, u32) + Send + 'static,
     ) {
-        let (tracker, asked) = (Arc::clone(self), Arc::clone(route));
-        route.refunds.put(PendingOp::ask_then(check, move |answer| {
+        let (tracker, asked) = (Arc::clone(self), Arc::clone(access));
+        access.refunds.put(PendingOp::of_check(check).then(move |answer| {
             let (answered, granted) = asked.read(&answer);
             tracker.heard(answered);
             then(&tracker, answered, granted);
@@ -313,7 +314,7 @@ impl Tracker {
     }
 
     /// Does what is due with time.
-    fn look(self: &Arc<Self>, now: Instant) {
+    fn tick(self: &Arc<Self>, now: Instant) {
         let forgot = self.forgot.swap(false, Ordering::AcqRel);
         let doubt = self.doubt.swap(false, Ordering::AcqRel);
         if !(forgot || doubt || self.heartbeat.is_due(now)) {
@@ -321,16 +322,16 @@ impl Tracker {
         }
         for shard in &self.shards {
             let mut due = Vec::new();
-            lock(shard).iter_mut().for_each(|(place, entry)| {
+            lock(shard).iter_mut().for_each(|(id, entry)| {
                 if forgot {
                     entry.ask_again();
                 }
                 if entry.is_in_doubt() || entry.is_due(now) {
-                    due.push(*place);
+                    due.push(*id);
                 }
             });
-            for place in due {
-                self.change(place, |_, _| ());
+            for id in due {
+                self.change(id, |_, _| ());
             }
         }
     }
@@ -343,8 +344,8 @@ impl fmt::Debug for InFlightTracker {
     }
 }
 
-impl fmt::Debug for Route {
+impl fmt::Debug for StoreAccess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Route").finish_non_exhaustive()
+        f.debug_struct("StoreAccess").finish_non_exhaustive()
     }
 }

@@ -8,28 +8,28 @@ use tokio::time::{Instant, sleep};
 use super::Tracker;
 use crate::util::{Span, Task, TaskOwner, instant};
 
-/// When the entries are looked at, and by which task: one at a time, on the runtime of whoever came first.
+/// When the entries are checked, and by which task: one at a time, on the runtime of whoever came first.
 #[derive(Debug)]
 pub(super) struct Heartbeat {
     task: TaskOwner,
     start: Instant,
-    /// When entries were last looked at to renew them, in microseconds since the start.
-    looked: AtomicI64,
+    /// When entries were last checked to renew them, in microseconds since the start.
+    checked: AtomicI64,
     /// The shortest lease time, in microseconds.
     shortest: AtomicI64,
 }
 
 /// How often the task looks for what is in doubt.
 const TICK: Duration = Duration::from_millis(250);
-/// How long a task may not be heard of until another takes over.
+/// How long a task may not renew its right until another takes over.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// A look of nobody.
+/// No check was ever.
 const NEVER: i64 = i64::MIN / 2;
 
 impl Heartbeat {
     pub(super) fn new(start: Instant) -> Self {
-        let (looked, shortest) = (AtomicI64::new(NEVER), AtomicI64::new(i64::MAX));
-        Self { task: TaskOwner::new(start), start, looked, shortest }
+        let (checked, shortest) = (AtomicI64::new(NEVER), AtomicI64::new(i64::MAX));
+        Self { task: TaskOwner::new(start), start, checked, shortest }
     }
 
     fn micros(&self, now: Instant) -> i64 {
@@ -39,23 +39,23 @@ impl Heartbeat {
     /// Among the entries is one of this lease time.
     pub(super) fn note(&self, lease: Duration) {
         let lease = i64::try_from(lease.as_micros()).unwrap_or(i64::MAX);
-        // Each request tells it, and hardly one makes it shorter.
+        // Each request notes it, and hardly one makes it shorter.
         if lease < self.shortest.load(Ordering::Relaxed) {
             self.shortest.fetch_min(lease, Ordering::Relaxed);
         }
     }
 
-    /// From one look to the next: what is renewed after a quarter of the lease time is renewed within a third.
+    /// From one check to the next: what is renewed after a quarter of the lease time is renewed within a third.
     fn gap(&self) -> Duration {
         Duration::from_micros(self.shortest.load(Ordering::Relaxed).unsigned_abs() / 12)
     }
 
-    /// Whether it is time to look at every entry.
+    /// Whether it is time to check every entry.
     pub(super) fn is_due(&self, now: Instant) -> bool {
         let (now, gap) = (self.micros(now), self.gap().min(Duration::from_secs(1)).as_micros() as i64);
-        let is_due = now.saturating_sub(self.looked.load(Ordering::Relaxed)) >= gap;
+        let is_due = now.saturating_sub(self.checked.load(Ordering::Relaxed)) >= gap;
         if is_due {
-            self.looked.store(now, Ordering::Relaxed);
+            self.checked.store(now, Ordering::Relaxed);
         }
         is_due
     }
@@ -69,7 +69,7 @@ impl Tracker {
         if owner.is_held(now) {
             return;
         }
-        let Ok(runtime) = Handle::try_current() else { return self.look(now) };
+        let Ok(runtime) = Handle::try_current() else { return self.tick(now) };
         if let Some(task) = owner.begin(runtime.id(), now, Span { begins: now, until: now + PATIENCE }) {
             // A runtime that has ended drops it at once.
             runtime.spawn(Arc::clone(self).renew(task));
@@ -83,7 +83,7 @@ impl Tracker {
             if !task.renew(now, now + PATIENCE) {
                 return;
             }
-            self.look(now);
+            self.tick(now);
             if self.len.load(Ordering::Acquire) == 0 {
                 drop(task);
                 // Who came just before that has found a task.

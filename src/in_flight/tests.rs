@@ -61,7 +61,7 @@ impl Wavering {
     }
 
     /// What it has been asked since, but for takes.
-    fn told(&self) -> Vec<(Mode, u32)> {
+    fn requests(&self) -> Vec<(Mode, u32)> {
         std::mem::take(&mut *lock(&self.asked)).into_iter().filter(|(mode, _)| *mode != Mode::Take).collect()
     }
 
@@ -82,7 +82,7 @@ impl Store for Wavering {
     fn check(&self, check: Check) -> Answer<Self::Future> {
         lock(&self.asked).push((check.mode(), check.cost()));
         let store = self.clone();
-        // As with Redis, it is decided a little later, and heard of later still.
+        // As with Redis, it is decided a little later, and answered later still.
         Answer::pending(Box::pin(async move {
             sleep((store.way)()).await;
             let mood = store.mood.load(Ordering::SeqCst);
@@ -158,19 +158,19 @@ async fn long_requests_are_counted_until_they_end() {
     let one = request(&store, &leases, ann).await.unwrap();
     sleep(20 * LEASE).await;
     assert_eq!(store.counted(ann), 1);
-    let renewals = store.told();
+    let renewals = store.requests();
     assert!(
-        renewals.iter().all(|told| *told == (Mode::Renew, 1)) && (60..=80).contains(&renewals.len()),
+        renewals.iter().all(|request| *request == (Mode::Renew, 1)) && (60..=80).contains(&renewals.len()),
         "{renewals:?}"
     );
     drop(one);
     until("it is released", || store.counted(ann) == 0 && entries(&leases) == 0).await;
-    assert_eq!(store.told(), [(Mode::Refund, 1)]);
+    assert_eq!(store.requests(), [(Mode::Refund, 1)]);
     sleep(LEASE).await;
-    assert_eq!(store.told(), [], "nobody is left to renew");
+    assert_eq!(store.requests(), [], "nobody is left to renew");
 }
 
-/// Layers over one store are one instance to it: what one of them tells must not leave out what the other holds.
+/// Layers over one store are one instance to it: what one of them reports must not leave out what the other holds.
 #[tokio::test(start_paused = true)]
 async fn layers_over_one_store_share_a_tracker() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));
@@ -201,7 +201,7 @@ async fn denied_requests_are_not_released() {
     }
     assert_eq!((held.len(), store.counted(ann)), (10, 10));
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(store.told(), []);
+    assert_eq!(store.requests(), []);
 }
 
 /// A client may go away before the store has answered: what was taken then is nobody's.
@@ -253,7 +253,7 @@ async fn an_idle_tracker_syncs_after_an_outage() {
     let leases = leases(&store);
     let one = request(&store, &leases, ann).await.unwrap();
     store.is(LOSES);
-    // It is back before anything was heard, and counts it anew.
+    // It is back before anything was answered, and counts it anew.
     drop(one);
     sleep(Duration::from_secs(1)).await;
     let _ = now(&store.there, Check::hold(ann, &policies(), 3));
@@ -261,7 +261,7 @@ async fn an_idle_tracker_syncs_after_an_outage() {
     until("it counts none", || store.counted(ann) == 0 && entries(&leases) == 0).await;
 }
 
-/// As by a failover, or a FLUSHALL: with nothing to tell that it did.
+/// As by a failover, or a FLUSHALL: with nothing that shows it.
 #[tokio::test(start_paused = true)]
 async fn forgotten_counts_return_within_a_third_lease() {
     let (store, ann, bob) = (Wavering::new(), Key::new("ann"), Key::new("bob"));
@@ -298,7 +298,7 @@ async fn an_outage_is_followed_by_immediate_renewal() {
     timeout(Duration::from_secs(1), wait).await.expect("within a second");
 }
 
-/// Requests of every ending, while the store is there, away, or not heard. In the end it counts none.
+/// Requests of every ending, while the store is there, away, or does not answer. In the end it counts none.
 #[tokio::test(start_paused = true)]
 async fn nothing_stays_counted_whatever_happens() {
     for seed in 0..30 {
@@ -413,8 +413,8 @@ async fn a_cancelled_request_frees_capacity_under_flood() {
     }
 }
 
-/// From far away, so that some begin and some end whenever the store is looked at, and some of each may have come
-/// before the look.
+/// From far away, so that some begin and some end in each sync, and some of each may have come
+/// before it.
 #[tokio::test(start_paused = true)]
 async fn a_distant_flood_releases_all_capacity() {
     let (store, ann) = (Wavering { way: || Duration::from_millis(10), ..Wavering::new() }, Key::new("ann"));
@@ -452,7 +452,7 @@ async fn a_distant_flood_releases_all_capacity() {
     assert_eq!(counted, held.len() as u32, "counted, and in flight");
 }
 
-/// What ends outside of a runtime, or on one that has ended, is told by the next one.
+/// What ends outside of a runtime, or on one that has ended, is reported by the next one.
 #[test]
 fn nothing_is_lost_with_a_runtime() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -499,9 +499,9 @@ async fn a_sync_waits_for_takes_in_transit() {
     let _ = now(&store.there, Check::take(ann, &policies(), 1));
     assert_eq!(store.counted(ann), 1);
     until("it counts none", || store.counted(ann) == 0 && entries(&leases) == 0).await;
-    let waited = store.told();
-    let (look, refund) = ((Mode::Renew, 0), (Mode::Refund, 1));
-    assert_eq!(waited, [look, look, refund, look, look], "and once more when all must have come");
+    let waited = store.requests();
+    let (sync, refund) = ((Mode::Renew, 0), (Mode::Refund, 1));
+    assert_eq!(waited, [sync, sync, refund, sync, sync], "and once more when all must have come");
 }
 
 /// What was counted for the requests that ended has run out, and others are counted by then.
@@ -522,7 +522,7 @@ async fn a_late_release_frees_no_other_request() {
         sleep(Duration::from_millis(20)).await;
         least = if second < 75 { u32::MAX } else { least.min(store.counted(ann)) };
     }
-    assert_eq!(least, 2, "{:?}", store.told());
+    assert_eq!(least, 2, "{:?}", store.requests());
 }
 
 /// A service that is not ready keeps a request waiting whose turn has come.
@@ -534,7 +534,7 @@ async fn an_unused_permit_counts_until_dropped() {
     let _held = request(&store, &leases, ann).await.unwrap();
     let wanted = || WaitRequest { key: ann, policies: policies(), cost: 1, deadline: None };
     let permit = turns.join(wanted(), None).unwrap().await.unwrap();
-    // Somebody goes away, so that the store is told how many are held.
+    // Somebody hangs up, so that a sync is due.
     assert!(timeout(Duration::from_millis(3), request(&store, &leases, ann)).await.is_err());
     sleep(2 * LEASE).await;
     assert_eq!(store.counted(ann), 2);
@@ -611,7 +611,7 @@ async fn a_limiter_without_store_identity_tracks_once() {
     assert_eq!((held.len(), least), (10, 10));
 }
 
-/// Panics when it is told of a failure.
+/// Panics when it is notified of a failure.
 struct Panics;
 
 impl Observer for Panics {
@@ -636,7 +636,7 @@ async fn an_observer_that_panics_ends_no_renewals() {
     assert_eq!(least, 1);
 }
 
-/// Drops what it keeps when it is told of a failure.
+/// Drops what it keeps when it is notified of a failure.
 #[derive(Clone, Default)]
 struct Drops(Arc<Mutex<Option<Reservation>>>);
 
@@ -647,7 +647,7 @@ impl Observer for Drops {
     }
 }
 
-/// It releases a request of the caller who is being looked after.
+/// It releases a request of the caller who is being synced.
 #[test]
 fn an_observer_may_drop_a_reservation() {
     let (done, wait) = std::sync::mpsc::channel();

@@ -6,7 +6,8 @@ use smallvec::SmallVec;
 use super::{Answered, Check, Decision, Key, Policy, Source, State, Verdicts, micros};
 
 /// What a store of one's own has counted of one caller, by the arithmetic of the strategies: in a map by the caller's key
-/// it is all that such a store needs.
+/// it is all that such a store needs. It is for memory, and cannot be serialized: a store that counts elsewhere decides
+/// by itself, and answers by [`Check::decided`].
 ///
 /// ```
 /// use std::collections::HashMap;

@@ -217,10 +217,14 @@ impl Policies {
         Self::of(self.0.policies.clone())
     }
 
-    /// The value that `make` derives from the list, computed once and kept with it. A list keeps one such value: `None`
-    /// if that has another type.
-    pub(crate) fn derived<T: Send + Sync + 'static>(&self, make: impl FnOnce(&Self) -> T) -> Option<&T> {
-        self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref()
+    /// Reads the value that `make` derives from the list, which is computed once and kept with it. A list keeps one:
+    /// a value of another type than the first is computed each time.
+    #[inline]
+    pub(crate) fn derived<T: Send + Sync + 'static, R>(&self, make: fn(&Self) -> T, read: impl FnOnce(&T) -> R) -> R {
+        match self.0.derived.get_or_init(|| Box::new(make(self))).downcast_ref() {
+            Some(kept) => read(kept),
+            None => read(&make(self)),
+        }
     }
 }
 
@@ -325,8 +329,8 @@ mod tests {
     #[test]
     fn derived_values_are_made_once() {
         let list = Policies::from(policy("one", 100));
-        assert_eq!(list.derived(|list| list.iter().len()), Some(&1));
-        assert_eq!(list.derived(|_| 2_usize), Some(&1));
-        assert_eq!(list.derived(|_| "another"), None);
+        assert_eq!(list.derived(|list| list.iter().len(), |len| *len), 1);
+        assert_eq!(list.derived(|_| 2_usize, |len| *len), 1);
+        assert_eq!(list.derived(|_| "another", |text| text.len()), 7);
     }
 }

@@ -166,7 +166,7 @@ impl Policy {
         let burst = part(quota.capacity());
         let by_limit = Quota::per(part(quota.limit()), quota.period()).burst(burst);
         let by_period = Quota::per(quota.limit(), quota.period().saturating_mul(instances.get())).burst(burst);
-        let by_period = Some(by_period).filter(|_| self.frees() == Frees::Gradually);
+        let by_period = Some(by_period).filter(|_| self.frees().is_gradual());
         let part = by_period.into_iter().chain([by_limit]).find_map(|part| Self::of_kind(name, *kind, part).ok());
         part.map_or_else(|| self.clone(), |part| part.of(self.clone()))
     }

@@ -1,6 +1,6 @@
 use smallvec::SmallVec;
 
-use super::{Frees, Policy};
+use super::Policy;
 
 /// The verdict of one policy on a check. A [`Store`](crate::store::Store) outside of this crate combines them into a
 /// [`Decision`](super::Decision) with [`Check::decided`](super::Check::decided).
@@ -33,9 +33,7 @@ impl Verdict {
         let time = i64::try_from(quota.time_for(back.unsigned_abs()).as_micros()).unwrap_or(i64::MAX);
         self.reset = match back {
             _ if self.remaining == capacity => 0,
-            _ if policy.frees() == Frees::Gradually => {
-                self.reset.saturating_sub(time.saturating_mul(back.signum())).max(0)
-            }
+            _ if policy.frees().is_gradual() => self.reset.saturating_sub(time.saturating_mul(back.signum())).max(0),
             // What begins to count is counted for a period.
             ..0 if self.reset == 0 => policy.params().period,
             _ => self.reset,

@@ -29,23 +29,23 @@ use crate::observe::{Observer, event, or_log};
 use crate::store::{Answer, Store};
 use crate::util::{contain, instant, lock};
 
-/// Sends checks that nobody waits for, each once, and tells of those that it could not send. Clones share it.
+/// Sends checks that nobody waits for, each once, and reports those that it could not send. Clones share it.
 ///
 /// - A store that answers at once, as a [`LocalStore`](crate::LocalStore) does, is asked at once. Any other is asked in
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
 /// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more.
 ///   But not a renewal: whoever asks for it does so again, with what is in flight then. Nor a take, for which a request
 ///   waits.
-/// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is told of
+/// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is notified of
 ///   it, and of what finds the queue full.
 /// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever
 ///   seen. If that ends, what is left waits for the next one that [sends](RefundQueue::put) or
 ///   [wakes](RefundQueue::wake) it on another. A runtime that stands still is not waited for.
 pub(crate) struct StoreQueue<S: Store> {
-    shared: Arc<Shared<S>>,
+    shared: Arc<SharedQueue<S>>,
 }
 
-pub(super) struct Shared<S: Store> {
+pub(super) struct SharedQueue<S: Store> {
     store: S,
     observer: Option<Arc<dyn Observer>>,
     work: Mutex<Work<S>>,
@@ -57,7 +57,7 @@ pub(super) struct Shared<S: Store> {
     home: OnceLock<Handle>,
 }
 
-/// Nothing waits: who comes asks the store.
+/// Nothing waits: `put` asks the store at once.
 const IDLE: u8 = 0;
 /// There is a sender: what comes goes with its next wave.
 const SENDING: u8 = 1;
@@ -72,13 +72,13 @@ struct Work<S: Store> {
     again_at: Option<Instant>,
     /// What has been asked, by whoever is no sender, or by one whose runtime has ended.
     asked: Vec<Flight<S>>,
-    sender: Option<Place>,
+    sender: Option<ActiveSender>,
     /// How many senders there were: each has a number.
     senders: u64,
 }
 
 #[derive(Clone, Copy)]
-struct Place {
+struct ActiveSender {
     runtime: Id,
     number: u64,
 }
@@ -122,7 +122,7 @@ pub(crate) trait RefundQueue: fmt::Debug + Send + Sync {
 }
 
 impl<S: Store> StoreQueue<S> {
-    /// Asks `store`, and tells `observer` of what could not be done.
+    /// Asks `store`, and notifies `observer` of what could not be done.
     pub(crate) fn new(store: S, observer: Option<Arc<dyn Observer>>) -> Self {
         let work = Work {
             fresh: VecDeque::new(),
@@ -133,7 +133,7 @@ impl<S: Store> StoreQueue<S> {
             senders: 0,
         };
         let (work, status, came) = (Mutex::new(work), AtomicU8::new(IDLE), Notify::new());
-        Self { shared: Arc::new(Shared { store, observer, work, status, came, home: OnceLock::new() }) }
+        Self { shared: Arc::new(SharedQueue { store, observer, work, status, came, home: OnceLock::new() }) }
     }
 }
 
@@ -162,7 +162,7 @@ impl<S: Store> RefundQueue for StoreQueue<S> {
     }
 }
 
-impl<S: Store> Shared<S> {
+impl<S: Store> SharedQueue<S> {
     fn status(&self) -> u8 {
         self.status.load(Ordering::Acquire)
     }
@@ -211,18 +211,18 @@ impl<S: Store> Shared<S> {
     /// The store has answered, or panicked.
     pub(super) fn ended(&self, op: PendingOp, answer: Result<Decision, StoreError>) {
         match answer {
-            Err(error) if error.is_unsent() && op.is_tried_once() => op.tell(Err(error)),
+            Err(error) if error.is_unsent() && op.is_tried_once() => op.answer(Err(error)),
             Err(error) if error.is_unsent() && op.matters(instant()) => {
                 if let Some(op) = self.try_again(op) {
                     self.give_up(op, error);
                 }
             }
             Err(error) => self.give_up(op, error),
-            Ok(decision) => op.tell(Ok(decision)),
+            Ok(decision) => op.answer(Ok(decision)),
         }
     }
 
-    /// Keeps what is to be tried again. Gives it back if too much waits.
+    /// Keeps what is to be tried again. Returns it if too much waits.
     fn try_again(&self, mut op: PendingOp) -> Option<PendingOp> {
         let work = &mut *lock(&self.work);
         if work.is_full() {
@@ -245,7 +245,7 @@ impl<S: Store> Shared<S> {
 
     fn give_up(&self, op: PendingOp, error: StoreError) {
         contain(|| or_log(self.observer.as_ref()).failed(&event::Failed::new(Some(op.key()), &error)));
-        op.tell(Err(error));
+        op.answer(Err(error));
     }
 
     /// Keeps what has been asked for a sender.
@@ -276,7 +276,7 @@ impl<S: Store> Shared<S> {
                 return;
             }
             work.senders += 1;
-            work.sender = Some(Place { runtime: runtime.id(), number: work.senders });
+            work.sender = Some(ActiveSender { runtime: runtime.id(), number: work.senders });
             self.status.store(SENDING, Ordering::Release);
             work.senders
         };
@@ -343,7 +343,7 @@ impl<S: Store> Work<S> {
     }
 
     /// Whether a sender has not sent what waits for it, and this is another runtime.
-    fn is_left_by(&self, sender: Place, runtime: &Handle) -> bool {
+    fn is_left_by(&self, sender: ActiveSender, runtime: &Handle) -> bool {
         let mut due = self.fresh.front().map(|op| op.put_at).into_iter().chain(self.again_at);
         sender.runtime != runtime.id() && due.any(|at| at + PATIENCE < instant())
     }

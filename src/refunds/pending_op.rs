@@ -6,7 +6,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies};
 use crate::util::instant;
 
-/// What is to be done in a store, and who is told of it.
+/// What is to be done in a store, and what is called with the answer.
 pub(crate) struct PendingOp {
     what: What,
     then: Then,
@@ -15,10 +15,10 @@ pub(crate) struct PendingOp {
     pub(super) tries: u32,
 }
 
-/// Is told what came of it, once: also if nobody is left to send it.
-struct Then(Option<Box<Tell>>);
+/// Called with the answer, once: also if nobody is left to send it.
+struct Then(Option<Box<Callback>>);
 
-type Tell = dyn FnOnce(Result<Decision, StoreError>) + Send;
+type Callback = dyn FnOnce(Result<Decision, StoreError>) + Send;
 
 enum What {
     Check(Check),
@@ -39,13 +39,8 @@ impl PendingOp {
         Self { what: What::Check(check), then: Then(None), put_at: instant(), tries: 0 }
     }
 
-    /// Asks this check, and calls `then` with what came of it: on the sender's task, or before this is put, and without
-    /// a lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
-    pub(crate) fn ask_then(check: Check, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
-        Self::of_check(check).then(then)
-    }
-
-    /// The same, with who is told what came of it: see [`ask_then`](Self::ask_then).
+    /// The same, which calls `then` with what came of it: on the sender's task, or before this is put, and without a
+    /// lock. If it was given up, the error says whether it is certain that it was [not sent](StoreError::is_unsent).
     pub(crate) fn then(self, then: impl FnOnce(Result<Decision, StoreError>) + Send + 'static) -> Self {
         Self { then: Then(Some(Box::new(then))), ..self }
     }
@@ -98,8 +93,8 @@ impl PendingOp {
         }
     }
 
-    /// Tells what came of it.
-    pub(super) fn tell(mut self, answer: Result<Decision, StoreError>) {
+    /// It has been answered.
+    pub(super) fn answer(mut self, answer: Result<Decision, StoreError>) {
         if let Some(then) = self.then.0.take() {
             then(answer);
         }

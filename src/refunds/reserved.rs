@@ -27,7 +27,7 @@ impl Reserved {
         self.cost
     }
 
-    /// What gives all of it back now. `None` if nothing of it counts any more.
+    /// The refund of all of it now. `None` if nothing of it counts any more.
     pub(crate) fn refund(&self, now: Instant) -> Option<Check> {
         self.decision.refund(self.key, self.cost, now.saturating_duration_since(self.since)).next()
     }

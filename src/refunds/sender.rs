@@ -3,21 +3,21 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
 
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep};
 
-use super::{Flight, Next, Shared, panicked};
+use super::{Flight, Next, SharedQueue, panicked};
 use crate::store::Store;
 use crate::util::{contain, instant};
 
 /// The task that sends what waits in a [`StoreQueue`](super::StoreQueue), until there is nothing.
 pub(super) struct Sender<S: Store> {
-    shared: Arc<Shared<S>>,
+    shared: Arc<SharedQueue<S>>,
     number: u64,
     flights: Vec<Flight<S>>,
 }
 
 impl<S: Store> Sender<S> {
-    pub(super) fn new(shared: Arc<Shared<S>>, number: u64) -> Self {
+    pub(super) fn new(shared: Arc<SharedQueue<S>>, number: u64) -> Self {
         Self { shared, number, flights: Vec::new() }
     }
 
@@ -42,7 +42,7 @@ impl<S: Store> Sender<S> {
     async fn wait(&mut self, until: Option<Instant>) {
         let shared = Arc::clone(&self.shared);
         let mut came = pin!(shared.came.notified());
-        let mut time = pin!(until.map(sleep_until));
+        let mut time = pin!(until.map(|until| sleep(until.saturating_duration_since(instant()))));
         let mut ended = Vec::new();
         poll_fn(|cx| {
             let mut i = 0;

@@ -20,7 +20,7 @@ impl<S: Store> StoreQueue<S> {
     }
 
     fn send_then(&self, check: Check, then: impl FnOnce(Reply) + Send + 'static) {
-        self.put(PendingOp::ask_then(check, then));
+        self.put(PendingOp::of_check(check).then(then));
     }
 }
 
@@ -112,10 +112,10 @@ fn costs(asked: Vec<(u32, oneshot::Sender<Reply>)>) -> Vec<u32> {
 fn an_immediate_store_needs_no_runtime() {
     let store = LocalStore::default();
     let queue = StoreQueue::new(store.clone(), None);
-    let told = Arc::new(AtomicU32::new(0));
-    let by_call = Arc::clone(&told);
+    let answered = Arc::new(AtomicU32::new(0));
+    let by_call = Arc::clone(&answered);
     queue.send_then(charge(3), move |answer| by_call.store(answer.unwrap().granted(), Relaxed));
-    assert_eq!(told.load(Relaxed), 3);
+    assert_eq!(answered.load(Relaxed), 3);
     let left = store.check(Check::peek(Key::GLOBAL, &policies(), 0)).now().remaining();
     assert_eq!((left, status(&queue)), (999_997, IDLE));
 }
@@ -145,8 +145,8 @@ async fn simultaneous_refunds_are_sent_together() {
 #[tokio::test(start_paused = true)]
 async fn unsent_refunds_are_retried_while_they_matter() {
     let (queue, mut asked, failures) = asking();
-    let told = Arc::new(AtomicU32::new(0));
-    let by_call = Arc::clone(&told);
+    let answered = Arc::new(AtomicU32::new(0));
+    let by_call = Arc::clone(&answered);
     queue.send_then(charge(1), move |answer| by_call.store(1 + u32::from(answer.is_err()), Relaxed));
     for _ in 0..5 {
         asked.next().await.1.send(unsent()).unwrap();
@@ -159,12 +159,12 @@ async fn unsent_refunds_are_retried_while_they_matter() {
     answer.send(done(1)).unwrap();
     other.send(done(2)).unwrap();
     idle(&queue).await;
-    assert_eq!((told.load(Relaxed), failures.0.load(Relaxed)), (1, 0));
+    assert_eq!((answered.load(Relaxed), failures.0.load(Relaxed)), (1, 0));
 
-    let by_call = Arc::clone(&told);
+    let by_call = Arc::clone(&answered);
     queue.send_then(charge(3), move |answer| by_call.store(10 + u32::from(answer.is_err()), Relaxed));
     let start = instant();
-    while told.load(Relaxed) == 1 {
+    while answered.load(Relaxed) == 1 {
         tokio::select! {
             (_, answer) = asked.next() => answer.send(unsent()).unwrap(),
             () = sleep(GAP) => {}
@@ -172,7 +172,7 @@ async fn unsent_refunds_are_retried_while_they_matter() {
     }
     let minute = instant() - start;
     assert!(minute >= Duration::from_secs(60) && minute < Duration::from_secs(62), "{minute:?}");
-    assert_eq!((told.load(Relaxed), failures.0.load(Relaxed)), (11, 1));
+    assert_eq!((answered.load(Relaxed), failures.0.load(Relaxed)), (11, 1));
     idle(&queue).await;
 }
 
@@ -319,10 +319,10 @@ fn each_refund_is_sent_once() {
 #[test]
 fn answers_left_by_stalled_runtimes_are_read() {
     let (queue, mut asked, _) = asking();
-    let (told, mut heard) = oneshot::channel();
+    let (answered, mut answer_read) = oneshot::channel();
     let still = Builder::new_current_thread().enable_all().build().unwrap();
     still.block_on(async {
-        queue.send_then(charge(1), move |answer| told.send(answer.map(drop)).unwrap());
+        queue.send_then(charge(1), move |answer| answered.send(answer.map(drop)).unwrap());
         // The sender has it.
         sleep(GAP * 2).await;
         queue.send(charge(2));
@@ -343,7 +343,7 @@ fn answers_left_by_stalled_runtimes_are_read() {
         queue.wake();
         idle(&queue).await;
     });
-    assert!(matches!(heard.try_recv(), Ok(Ok(()))), "its answer is heard");
+    assert!(matches!(answer_read.try_recv(), Ok(Ok(()))), "its answer is read");
 }
 
 /// Panics when it is asked, when it is to answer, or answers nothing: so its observer does.
@@ -372,23 +372,23 @@ impl Observer for Panicking {
 #[tokio::test(start_paused = true)]
 async fn a_panic_costs_one_event() {
     let queue = StoreQueue::new(Panicking, Some(Arc::new(Panicking)));
-    let told = Arc::new(Mutex::new(vec![]));
+    let answered = Arc::new(Mutex::new(vec![]));
     // Those of the second round come to a sender.
     for cost in [1, 2, 3, 4, 1, 2, 3, 4] {
-        let told = Arc::clone(&told);
-        queue.send_then(charge(cost), move |answer| lock(&told).push((cost, answer.is_ok())));
+        let answered = Arc::clone(&answered);
+        queue.send_then(charge(cost), move |answer| lock(&answered).push((cost, answer.is_ok())));
     }
     idle(&queue).await;
-    let mut told = std::mem::take(&mut *lock(&told));
-    told.sort_unstable();
-    assert_eq!(told, [1, 1, 2, 2, 3, 3, 4, 4].map(|cost| (cost, cost == 4)));
+    let mut answered = std::mem::take(&mut *lock(&answered));
+    answered.sort_unstable();
+    assert_eq!(answered, [1, 1, 2, 2, 3, 3, 4, 4].map(|cost| (cost, cost == 4)));
 }
 
 #[test]
 fn abandoned_refunds_are_reported() {
     let (queue, mut asked, _) = asking();
-    let (told, mut heard) = oneshot::channel();
-    queue.send_then(charge(1), move |answer| told.send(answer.is_ok()).unwrap());
+    let (answered, mut answer_read) = oneshot::channel();
+    queue.send_then(charge(1), move |answer| answered.send(answer.is_ok()).unwrap());
     drop(queue);
-    assert_eq!((asked.now().len(), heard.try_recv()), (1, Ok(false)));
+    assert_eq!((asked.now().len(), answer_read.try_recv()), (1, Ok(false)));
 }

@@ -114,7 +114,7 @@ impl Charge {
         let (key, since, charge) = (*check.key(), instant(), self.clone());
         let (tell, told) = oneshot::channel();
         // By the queue, which hears the answer also if nobody waits for it any more: until then it holds the account.
-        self.account.put(PendingOp::ask_then(check, move |answer| {
+        self.account.put(PendingOp::of_check(check).then(move |answer| {
             let granted = match answer {
                 Ok(decision) if decision.is_allowed() => {
                     charge.account.add_more(Reserved::new(decision, key, units, since));

@@ -32,7 +32,7 @@ impl Log {
 }
 
 impl Line {
-    /// Whether it tells something of this caller, or of all.
+    /// Whether it is about this caller, or about all.
     pub(crate) fn concerns(&self, caller: Option<usize>) -> bool {
         caller.is_none() || self.caller.is_none() || self.caller == caller
     }
@@ -55,7 +55,7 @@ pub(crate) fn shown(check: &Check) -> String {
         Mode::UpTo => format!("take up to {cost} of {key}{id}"),
         Mode::Peek => format!("peek {cost} of {key}{id}"),
         Mode::Charge => format!("charge {cost} to {key}{id}"),
-        Mode::Refund => format!("give {cost} back to {key}{id}"),
+        Mode::Refund => format!("refund {cost} to {key}{id}"),
         Mode::Reset => format!("reset {key}{id}"),
         Mode::Renew => format!("renew {cost} of {key}"),
         Mode::Hold => format!("hold {cost} of {key}"),

@@ -25,6 +25,8 @@ use std::thread;
 
 use fastrand::Rng;
 
+use crate::limit::{Frees, Policy};
+
 pub(crate) use log::{Line, Log, shown, verdict};
 
 /// How many seeds a test run takes.
@@ -228,6 +230,17 @@ impl<R: Rule> Report<R> {
                     ours.shortest = ours.shortest.min(theirs.shortest);
                 }
             }
+        }
+    }
+}
+
+/// What a store on its own may let pass within so many milliseconds: what a policy holds, and what flows back.
+pub(crate) fn flows(policy: &Policy, now: u64) -> i64 {
+    let (capacity, period, elapsed) = (policy.params().capacity, policy.params().period, now as i64 * 1000);
+    match policy.frees() {
+        Frees::Gradually => capacity + capacity * elapsed / period + 1,
+        Frees::InBatches | Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
+            capacity * (elapsed / period + 2)
         }
     }
 }

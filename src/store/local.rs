@@ -109,8 +109,7 @@ fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
 
 /// No state of this policy takes longer to be fresh again, even in full debt; in microseconds.
 fn longest_reset(policy: &Policy) -> i64 {
-    let refills = policy.quota().capacity() / policy.quota().limit().max(1);
-    2 * policy.params().period * (i64::from(refills) + 1)
+    2 * policy.counts_for().saturating_add(policy.params().period)
 }
 
 /// Whether a check has changed its states. If not, they must not be stored again: a state may also be counted under a

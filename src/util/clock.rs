@@ -34,6 +34,10 @@ fn micros(duration: Duration) -> i64 {
 /// Now, by tokio's clock.
 #[allow(clippy::disallowed_methods, reason = "the stores read the time here")]
 pub(crate) fn instant() -> Instant {
+    #[cfg(test)]
+    if let Some(now) = super::Seed::now() {
+        return now;
+    }
     Instant::now()
 }
 

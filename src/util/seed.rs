@@ -1,5 +1,5 @@
-//! What differs from one run to the next: random hashes, and where the wall clock stands. A simulation sets both, so that
-//! it can be replayed.
+//! What differs from one run to the next: random hashes, where the wall clock stands, and by how much the clocks of
+//! several runtimes differ. A simulation sets them, so that it can be replayed.
 
 #[cfg(not(test))]
 pub(crate) use std::hash::RandomState;
@@ -9,13 +9,15 @@ pub(crate) use seeded::{RandomState, Seed};
 
 #[cfg(test)]
 mod seeded {
-    use std::cell::RefCell;
+    use std::cell::{Cell, RefCell};
     use std::hash::BuildHasher;
     use std::time::Duration;
 
     use siphasher::sip::SipHasher13;
+    use tokio::time::Instant;
 
     thread_local! {
+        static NOW: Cell<Option<Instant>> = const { Cell::new(None) };
         static SEED: RefCell<Option<(fastrand::Rng, Duration)>> = const { RefCell::new(None) };
     }
 
@@ -30,6 +32,15 @@ mod seeded {
             Self(())
         }
 
+        /// From now on it is this time on all runtimes of this thread.
+        pub(crate) fn stands_at(&self, now: Instant) {
+            NOW.set(Some(now));
+        }
+
+        pub(crate) fn now() -> Option<Instant> {
+            NOW.get()
+        }
+
         pub(crate) fn wall() -> Option<Duration> {
             SEED.with_borrow(|seed| seed.as_ref().map(|(_, wall)| *wall))
         }
@@ -38,6 +49,7 @@ mod seeded {
     impl Drop for Seed {
         fn drop(&mut self) {
             SEED.set(None);
+            NOW.set(None);
         }
     }
 

@@ -8,13 +8,13 @@ use tokio::runtime::Id;
 use tokio::sync::oneshot;
 
 use super::queue::Answer;
-use super::{Permit, Place, Refusal, Shared};
+use super::{Permit, QueueId, Refusal, SharedQueues};
 use crate::error::{ErrorKind, StoreError};
 
 /// Resolves to a permit when its turn has come. Dropped, it leaves the queue.
 pub(crate) struct Acquire {
-    shared: Arc<Shared>,
-    place: Place,
+    shared: Arc<SharedQueues>,
+    id: QueueId,
     queue: u64,
     number: u64,
     answer: oneshot::Receiver<Answer>,
@@ -22,18 +22,18 @@ pub(crate) struct Acquire {
 
 impl Acquire {
     pub(super) fn new(
-        shared: Arc<Shared>,
-        place: Place,
+        shared: Arc<SharedQueues>,
+        id: QueueId,
         queue: u64,
         number: u64,
         answer: oneshot::Receiver<Answer>,
     ) -> Self {
-        Self { shared, place, queue, number, answer }
+        Self { shared, id, queue, number, answer }
     }
 
     /// The runtime that asks for it.
     pub(crate) fn runtime(&self) -> Id {
-        self.place.runtime
+        self.id.runtime
     }
 }
 
@@ -53,8 +53,8 @@ impl Future for Acquire {
 
 impl Drop for Acquire {
     fn drop(&mut self) {
-        // What it has been told and not read goes with the receiver: a permit then goes on to the next one.
-        drop(self.shared.with_queue(&self.place, self.queue, |queue| queue.leave(self.number)));
+        // An answer that it has not read goes with the receiver: a permit then goes on to the next one.
+        drop(self.shared.with_queue(&self.id, self.queue, |queue| queue.leave(self.number)));
     }
 }
 

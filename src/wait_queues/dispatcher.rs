@@ -9,22 +9,21 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout};
 
 use super::permit::Times;
 use super::queue::{Ask, Room, WaitQueue, Waiter};
-use super::{Permit, Place, Refusal, Shared, TICK};
+use super::{Permit, QueueId, Refusal, SharedQueues, TICK};
 use crate::error::StoreError;
 use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Check, Decision, Frees, Outcome, Policies, Policy};
 use crate::store::{Listener, Wake};
-use crate::util::instant;
-use crate::util::random;
+use crate::util::{instant, random};
 
 /// The task that serves a queue until nobody waits in it.
 pub(super) struct Dispatcher {
-    shared: Arc<Shared>,
-    place: Place,
+    shared: Arc<SharedQueues>,
+    id: QueueId,
     queue: u64,
     wake: Arc<Wake>,
     _listener: Listener,
@@ -35,7 +34,7 @@ pub(super) struct Dispatcher {
 enum Rested {
     /// It is time.
     Due,
-    /// There may be more room than was told.
+    /// There may be more room than the store said.
     Look,
     /// Nobody waits, or the queue has to be asked for again.
     Changed,
@@ -48,9 +47,9 @@ const LOOK: Duration = Duration::from_secs(30);
 const LOOKS: u32 = 16;
 /// From when the store was asked to when it is asked since something was refunded in this process.
 const GAP: Duration = Duration::from_millis(10);
-/// As many calls in a row may fail until all who wait are told.
+/// As many calls in a row may fail until all who wait are refused.
 pub(super) const MAX_FAILURES: u32 = 3;
-/// After how long a store that has failed is asked again: first, and when all have been told.
+/// After how long a store that has failed is asked again: first, and when all were refused.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONG_PAUSE: Duration = Duration::from_millis(250);
 /// For at most so long those wait on who came first the last times.
@@ -58,15 +57,15 @@ const STAND_BACK: Duration = Duration::from_millis(100);
 
 impl Dispatcher {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<SharedQueues>,
         in_flight: InFlightTracker,
-        place: Place,
+        id: QueueId,
         queue: &WaitQueue,
         policies: Policies,
     ) -> Self {
         let wake = Arc::clone(&queue.wake);
-        let listener = Listener::new(place.key, policies, Arc::clone(&wake));
-        Self { shared, place, queue: queue.number(), wake, _listener: listener, in_flight }
+        let listener = Listener::new(id.key, policies, Arc::clone(&wake));
+        Self { shared, id, queue: queue.number(), wake, _listener: listener, in_flight }
     }
 
     pub(super) async fn run(self) {
@@ -102,9 +101,9 @@ impl Dispatcher {
         pace: Pace,
         asked_at: Instant,
     ) -> impl Future<Output = (Ask, Result<Decision, StoreError>, Option<Lease>)> {
-        let check = Check::take_ahead(self.place.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
+        let check = Check::take_ahead(self.id.key, &ask.policies, ask.total(), pace.within(&ask, asked_at));
         // Before the store is asked.
-        let mut lease = self.in_flight.hold(self.place.key, &ask.policies);
+        let mut lease = self.in_flight.hold(self.id.key, &ask.policies);
         let answer = self.shared.store.ask(check);
         async move {
             let answer = answer.await;
@@ -151,12 +150,12 @@ impl Dispatcher {
                 let late = queue.left_over(&asks, instant());
                 (asks, late)
             })?;
-            tell(late);
+            refuse_all(late);
             if !asks.is_empty() {
                 return Some(asks);
             }
             // Somebody may have come since.
-            if self.shared.remove(&self.place, self.queue, false).is_some() {
+            if self.shared.remove(&self.id, self.queue, false).is_some() {
                 return None;
             }
         }
@@ -175,7 +174,7 @@ impl Dispatcher {
                     let times = Times { asked: asked_at, answered: now, due };
                     let permit = |&cost: &u32| {
                         let decision = decision.clone().due(cost);
-                        Permit::new(&self.shared, &self.in_flight, self.place, &ask.policies, cost, decision, times)
+                        Permit::new(&self.shared, &self.in_flight, self.id, &ask.policies, cost, decision, times)
                     };
                     ask.costs.iter().map(permit).collect::<Vec<_>>()
                 };
@@ -200,7 +199,7 @@ impl Dispatcher {
                 }
                 self.with_queue(WaitQueue::all_served);
             }
-            // There is less room than there was; if not less than it told, one is asked for.
+            // There is less room than there was; if not less than it said, one is asked for.
             Outcome::Denied { .. } if ask.costs.len() > 1 => {
                 let room = Room { units: room.units.saturating_sub(ask.cost()).min(decision.remaining()), ..room };
                 *pace = Pace { room, failures: 0, ..*pace };
@@ -234,7 +233,7 @@ impl Dispatcher {
 
     /// When what was taken ahead by this decision is due, by what the store says now: sooner, if something was refunded.
     async fn look(&self, decision: &Decision, ask: &Ask, due_at: Instant) -> Instant {
-        let peek = self.shared.store.ask(Check::peek(self.place.key, &ask.policies, 0)).await;
+        let peek = self.shared.store.ask(Check::peek(self.id.key, &ask.policies, 0)).await;
         let Ok(peek) = peek else { return due_at };
         // Another store does not know of it.
         if peek.source() != decision.source() {
@@ -279,22 +278,22 @@ impl Dispatcher {
         };
         // On its task: where a queue is joined, it is polled only for what is there at once.
         poll_fn(|cx| if cx.waker().will_wake(Waker::noop()) { Poll::Pending } else { Poll::Ready(()) }).await;
-        let _ = timeout_at(wakes_at, self.wake.notify.notified()).await;
+        let _ = timeout(wakes_at.saturating_duration_since(instant()), self.wake.notify.notified()).await;
         true
     }
 
     fn refuse_overdue(&self) {
-        tell(self.with_queue(|queue| queue.overdue(instant())).unwrap_or_default());
+        refuse_all(self.with_queue(|queue| queue.overdue(instant())).unwrap_or_default());
     }
 
-    /// Tells the one of this number no, if it still waits.
+    /// Refuses the one of this number, if it still waits.
     fn refuse(&self, number: u64, decision: Decision) {
         if let Some(waiter) = self.with_queue(|queue| queue.leave(number)).flatten() {
-            let _ = waiter.tell(Err(Refusal::Denied(decision)));
+            let _ = waiter.answer(Err(Refusal::Denied(decision)));
         }
     }
 
-    /// Tells the first that the store cannot decide, or all if it could not for several times; and leaves it alone for a
+    /// Reports to the first that the store cannot decide, or to all if it could not for several times; and leaves it alone for a
     /// while.
     async fn fail(&self, error: &StoreError, ask: &Ask, pace: &mut Pace) {
         *pace = Pace { room: Room::default(), failures: pace.failures + 1, ..*pace };
@@ -304,33 +303,33 @@ impl Dispatcher {
         };
         let until = instant() + pause;
         for waiter in self.with_queue(|queue| queue.fail(error, only, until)).into_iter().flatten() {
-            let _ = waiter.tell(Err(Refusal::Failed(error.clone())));
+            let _ = waiter.answer(Err(Refusal::Failed(error.clone())));
         }
         while instant() < until && self.doze(until, None).await {}
         self.with_queue(WaitQueue::try_again);
     }
 
     fn with_queue<T>(&self, act: impl FnOnce(&mut WaitQueue) -> T) -> Option<T> {
-        self.shared.with_queue(&self.place, self.queue, act)
+        self.shared.with_queue(&self.id, self.queue, act)
     }
 }
 
-/// If its runtime ends it takes the queue away, which tells those who wait.
+/// If its runtime ends it takes the queue away, which answers those who wait.
 impl Drop for Dispatcher {
     fn drop(&mut self) {
-        drop(self.shared.remove(&self.place, self.queue, true));
+        drop(self.shared.remove(&self.id, self.queue, true));
     }
 }
 
 /// Whether what is taken ahead may be owed under these policies.
 fn can_owe(policies: &Policies) -> bool {
-    policies.iter().all(|policy| policy.frees() == Frees::Gradually)
+    policies.iter().all(|policy| policy.frees().is_gradual())
 }
 
-/// Tells those who were taken out of the queue.
-fn tell(refused: Vec<(Waiter, Refusal)>) {
+/// Answers those who were taken out of the queue.
+fn refuse_all(refused: Vec<(Waiter, Refusal)>) {
     for (waiter, refusal) in refused {
-        let _ = waiter.tell(Err(refusal));
+        let _ = waiter.answer(Err(refusal));
     }
 }
 
@@ -354,8 +353,8 @@ struct Pace {
 impl Pace {
     /// For how much there is room, since so many requests in flight were `freed` here.
     fn room(&self, freed: u32) -> Room {
-        let told = self.room.places;
-        Room { places: self.most.map_or(told.max(freed), |most| told.min(most)), ..self.room }
+        let known = self.room.places;
+        Room { places: self.most.map_or(known.max(freed), |most| known.min(most)), ..self.room }
     }
 
     /// After so many checks at once. If all instances asked for all that comes free, most of them would ask in vain.

@@ -5,25 +5,25 @@
 //!
 //! **Few calls.** Only the dispatcher asks, for whoever is first, and so takes one permit ahead of time: charged at
 //! once, due later. So each process has at most one permit ahead, those of several processes are due one after another,
-//! and a call makes a grant. If the last answer tells that there is room for more, the next call takes for as many as
+//! and a call makes a grant. If the last answer says that there is room for more, the next call takes for as many as
 //! wait, but only what is there now: another process may have been faster. Of requests in flight each takes its own, so
 //! that these are as many calls at once, and fewer after some of them were denied. Where a strategy cannot owe, the
 //! dispatcher asks again when the denial says so. A queue that begins takes nothing ahead that is due later than
 //! [soon](dispatcher::SOON): whoever wants it may be gone by then.
 //!
-//! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: whoever gives up leaves what he would
-//! have had to the next one, and the last one leaves it to the store. A permit that is dropped unused goes the same
+//! **Nothing is lost.** A permit belongs to the queue, not to who asked for it: if a request gives up, its permit passes
+//! on to the next one, and from the last one back to the store. A permit that is dropped unused goes the same
 //! way. Before it is due there is no permit yet: if whoever is first wants something else by then, the dispatcher
 //! refunds what it took, and asks again. Only a runtime that ends keeps what it has taken ahead.
 //! What goes back to the store goes through the queue of [refunds](crate::settle): what was not sent is sent again, and
 //! what fails is reported.
 //!
-//! **Nobody waits for too long.** Whoever's time is up is refused when the store has told that there is no room for
+//! **Nobody waits for too long.** Whoever's time is up is refused when the store has said that there is no room for
 //! them. What is released in this process [wakes](crate::store::Wake) the dispatcher, and for what others refund it
 //! looks again now and then.
 //!
-//! **A store that fails.** A call that fails is told to whoever is first. The others wait on, until [several in a
-//! row](dispatcher::MAX_FAILURES) have failed; whoever comes then is told the same for a while, without a call.
+//! **A store that fails.** A call that fails is reported to whoever is first. The others wait on, until [several in a
+//! row](dispatcher::MAX_FAILURES) have failed; whoever comes then gets the same for a while, without a call.
 
 mod acquire;
 mod dispatcher;
@@ -60,13 +60,13 @@ use crate::util::{instant, lock};
 /// Who waits for a turn, of all callers. Clones share the queues.
 #[derive(Clone)]
 pub(crate) struct WaitQueues {
-    shared: Arc<Shared>,
+    shared: Arc<SharedQueues>,
     /// What permits hold in flight, and what they are given back by.
     in_flight: InFlightTracker,
     bounds: Bounds,
 }
 
-struct Shared {
+struct SharedQueues {
     store: Box<dyn ErasedStore>,
     queues: Mutex<Queues>,
     /// How many queues there are: while there are none, nobody looks for one.
@@ -91,7 +91,7 @@ impl<S: Store> ErasedStore for S {
 }
 
 struct Queues {
-    each: HashMap<Place, WaitQueue>,
+    each: HashMap<QueueId, WaitQueue>,
     waiting: Waiting,
     /// How many queues were ever made: each has a number.
     made: u64,
@@ -115,7 +115,7 @@ pub(crate) struct Bounds {
 /// Where one waits. Each runtime has queues of its own, so that nobody depends on a runtime that has ended or stands
 /// still.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Place {
+struct QueueId {
     runtime: Id,
     key: Key,
     /// Tells policies from others by all that they say: nobody waits behind those of a quota that was replaced.
@@ -166,7 +166,7 @@ impl WaitRequest {
         self.policies.iter().any(|policy| policy.never_fits(self.cost))
     }
 
-    /// What is told to one of too many before the store has said anything: to come again when a unit has flowed back.
+    /// What one of too many gets before the store has said anything: to come again when a unit has flowed back.
     fn denial(&self) -> Decision {
         let check = Check::take(self.key, &self.policies, self.cost);
         check.decided(Source::Local, 0, |policy| Verdict::denied(policy.quota().time_for(1)))
@@ -193,7 +193,7 @@ impl WaitQueues {
     pub(crate) fn new(store: impl Store, in_flight: InFlightTracker, bounds: Bounds) -> Self {
         let queues = Mutex::new(Queues { each: HashMap::new(), waiting: Waiting::default(), made: 0 });
         let count = AtomicUsize::new(0);
-        Self { shared: Arc::new(Shared { store: Box::new(store), queues, count }), in_flight, bounds }
+        Self { shared: Arc::new(SharedQueues { store: Box::new(store), queues, count }), in_flight, bounds }
     }
 
     /// The same queues, in which so many may wait.
@@ -207,10 +207,10 @@ impl WaitQueues {
             return None;
         }
         let runtime = Handle::try_current().ok()?;
-        let place = Place::of(&runtime, wanted);
+        let id = QueueId::of(&runtime, wanted);
         let Queues { each, waiting, .. } = &mut *lock(&self.shared.queues);
-        let queue = each.get_mut(&place)?;
-        Some(self.enqueue(queue, waiting, place, wanted.clone()))
+        let queue = each.get_mut(&id)?;
+        Some(self.enqueue(queue, waiting, id, wanted.clone()))
     }
 
     /// The same queues. What they give back is reported to the observer of this tracker if it fails.
@@ -237,19 +237,19 @@ impl WaitQueues {
     pub(crate) fn join(&self, wanted: WaitRequest, denied: Option<Decision>) -> Result<Acquire, Refusal> {
         let runtime = Handle::try_current()
             .map_err(|error| Refusal::Failed(StoreError::with_source(ErrorKind::NoRuntime, error).of_check()))?;
-        let place = Place::of(&runtime, &wanted);
+        let id = QueueId::of(&runtime, &wanted);
         self.in_flight.refunds().wake();
         let (turn, dispatcher) = {
             let Queues { each, waiting, made } = &mut *lock(&self.shared.queues);
-            if let Some(queue) = each.get_mut(&place) {
-                return self.enqueue(queue, waiting, place, wanted);
+            if let Some(queue) = each.get_mut(&id) {
+                return self.enqueue(queue, waiting, id, wanted);
             }
             let mut queue = WaitQueue::new(*made, &wanted, denied, instant());
             let policies = wanted.policies.clone();
-            let turn = self.enqueue(&mut queue, waiting, place, wanted)?;
-            let dispatcher = Dispatcher::new(Arc::clone(&self.shared), self.in_flight.clone(), place, &queue, policies);
+            let turn = self.enqueue(&mut queue, waiting, id, wanted)?;
+            let dispatcher = Dispatcher::new(Arc::clone(&self.shared), self.in_flight.clone(), id, &queue, policies);
             *made += 1;
-            each.insert(place, queue);
+            each.insert(id, queue);
             self.shared.count.fetch_add(1, Ordering::AcqRel);
             (turn, dispatcher)
         };
@@ -268,25 +268,25 @@ impl WaitQueues {
         &self,
         queue: &mut WaitQueue,
         waiting: &mut Waiting,
-        place: Place,
+        id: QueueId,
         wanted: WaitRequest,
     ) -> Result<Acquire, Refusal> {
         if let Some(error) = queue.failed() {
             return Err(Refusal::Failed(error.clone()));
         }
-        let is_full = waiting.all >= self.bounds.all || waiting.of(&place.key) >= self.bounds.each;
+        let is_full = waiting.all >= self.bounds.all || waiting.of(&id.key) >= self.bounds.each;
         if let Some(decision) = queue.refusal(&wanted, is_full, instant()) {
             return Err(Refusal::Denied(decision));
         }
         let (waiter, answer) = Waiter::new(wanted);
         let before = queue.len();
         let number = queue.push(waiter);
-        waiting.change(&place.key, before, queue.len());
-        Ok(Acquire::new(Arc::clone(&self.shared), place, queue.number(), number, answer))
+        waiting.change(&id.key, before, queue.len());
+        Ok(Acquire::new(Arc::clone(&self.shared), id, queue.number(), number, answer))
     }
 }
 
-impl Place {
+impl QueueId {
     fn of(runtime: &Handle, wanted: &WaitRequest) -> Self {
         let mut policies = DefaultHasher::new();
         for policy in &wanted.policies {
@@ -296,33 +296,33 @@ impl Place {
     }
 }
 
-impl Shared {
+impl SharedQueues {
     /// Calls `act` with the queue of this number, if it is still there.
-    fn with_queue<T>(&self, place: &Place, number: u64, act: impl FnOnce(&mut WaitQueue) -> T) -> Option<T> {
+    fn with_queue<T>(&self, id: &QueueId, number: u64, act: impl FnOnce(&mut WaitQueue) -> T) -> Option<T> {
         let queues = &mut *lock(&self.queues);
-        let queue = queues.each.get_mut(place).filter(|queue| queue.number() == number)?;
+        let queue = queues.each.get_mut(id).filter(|queue| queue.number() == number)?;
         let before = queue.len();
         let result = act(queue);
-        queues.waiting.change(&place.key, before, queue.len());
+        queues.waiting.change(&id.key, before, queue.len());
         Some(result)
     }
 
-    /// Takes out whoever is first at this place, if a permit of this cost is what it wants.
-    fn pop(&self, place: &Place, cost: u32) -> Option<Waiter> {
+    /// Takes out whoever is first in this queue, if a permit of this cost is what it wants.
+    fn pop(&self, id: &QueueId, cost: u32) -> Option<Waiter> {
         let queues = &mut *lock(&self.queues);
-        let queue = queues.each.get_mut(place)?;
+        let queue = queues.each.get_mut(id)?;
         let before = queue.len();
         let waiter = queue.pop(cost)?;
-        queues.waiting.change(&place.key, before, queue.len());
+        queues.waiting.change(&id.key, before, queue.len());
         Some(waiter)
     }
 
     /// Takes away the queue of this number, if nobody waits in it or if it `must` go.
-    fn remove(&self, place: &Place, number: u64, must: bool) -> Option<WaitQueue> {
+    fn remove(&self, id: &QueueId, number: u64, must: bool) -> Option<WaitQueue> {
         let queues = &mut *lock(&self.queues);
-        queues.each.get(place).filter(|queue| queue.number() == number && (must || queue.len() == 0))?;
-        let queue = queues.each.remove(place)?;
-        queues.waiting.change(&place.key, queue.len(), 0);
+        queues.each.get(id).filter(|queue| queue.number() == number && (must || queue.len() == 0))?;
+        let queue = queues.each.remove(id)?;
+        queues.waiting.change(&id.key, queue.len(), 0);
         self.count.fetch_sub(1, Ordering::AcqRel);
         Some(queue)
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::{Place, Shared};
+use super::{QueueId, SharedQueues};
 use crate::in_flight::{InFlightTracker, Lease};
 use crate::limit::{Charged, Check, Decision, Frees, Key, Policies, Policy, micros};
 use crate::refunds::{PendingOp, RefundQueue};
@@ -35,8 +35,8 @@ struct Taken {
 }
 
 struct Held {
-    shared: Arc<Shared>,
-    place: Place,
+    shared: Arc<SharedQueues>,
+    id: QueueId,
     refunds: Arc<dyn RefundQueue>,
     /// Of the policies that count requests in flight: released with the permit.
     lease: Option<Lease>,
@@ -62,17 +62,17 @@ pub(crate) struct Spent {
 
 impl Permit {
     pub(super) fn new(
-        shared: &Arc<Shared>,
+        shared: &Arc<SharedQueues>,
         in_flight: &InFlightTracker,
-        place: Place,
+        id: QueueId,
         policies: &Policies,
         cost: u32,
         decision: Decision,
         times: Times,
     ) -> Self {
         let (shared, refunds, policies) = (Arc::clone(shared), Arc::clone(in_flight.refunds()), policies.clone());
-        let taken = Taken { decision, key: place.key, policies, cost, times };
-        Self { taken, held: Some(Held { shared, place, refunds, lease: None }) }
+        let taken = Taken { decision, key: id.key, policies, cost, times };
+        Self { taken, held: Some(Held { shared, id, refunds, lease: None }) }
     }
 
     /// The same with what it holds in flight.
@@ -109,11 +109,11 @@ impl Permit {
     /// Hands it on to whoever is first in the queue, or gives what is still counted of it back to the store.
     pub(super) fn hand_on(mut self) {
         while let Some(held) = self.held.take() {
-            let next = self.taken.is_good().then(|| held.shared.pop(&held.place, self.taken.cost)).flatten();
+            let next = self.taken.is_good().then(|| held.shared.pop(&held.id, self.taken.cost)).flatten();
             let Some(waiter) = next else {
                 return self.taken.refunds().for_each(|op| held.refunds.put(op));
             };
-            match waiter.tell(Ok(Self { taken: self.taken.clone(), held: Some(held) })) {
+            match waiter.answer(Ok(Self { taken: self.taken.clone(), held: Some(held) })) {
                 Some(permit) => self = permit,
                 None => return,
             }
@@ -140,7 +140,7 @@ impl Taken {
     }
 
     /// How much of the cost each policy counts still, rounded up, as far as is known here. What has flowed back is
-    /// another's by now. What refills at once, a window or a log, is told of which charge that is: others may have been
+    /// another's by now. What refills at once, a window or a log, needs to know which charge that is: others may have been
     /// charged since.
     fn counted(&self, now: Instant) -> impl Iterator<Item = (&Policy, u32, Option<Charged>)> {
         let (age, at) = (micros(now.saturating_duration_since(self.times.asked)), self.decision.at());
@@ -151,7 +151,7 @@ impl Taken {
                 Frees::Gradually => decided.quota().units_in(left),
                 // It is paid for last, by so many refills to come.
                 Frees::InBatches => decided.quota().units_in_periods(left),
-                _ => self.cost,
+                Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => self.cost,
             };
             let cost = counted.min(self.cost(policy));
             let charged = match policy.frees() {
@@ -160,7 +160,9 @@ impl Taken {
                 Frees::InBatches => {
                     Some(Charged { age: 0, at: at.min(0), cost: cost.into(), reset: verdict.reset - age })
                 }
-                _ => Some(Charged { age, at, cost: cost.into(), reset: verdict.reset }),
+                Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
+                    Some(Charged { age, at, cost: cost.into(), reset: verdict.reset })
+                }
             };
             (policy, cost, charged)
         })

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::{Permit, Refusal, TICK, WaitRequest};
 use crate::error::StoreError;
-use crate::limit::{Decision, Frees, Policies, Policy, Verdict};
+use crate::limit::{Decision, Policies, Policy, Verdict};
 use crate::store::Wake;
 
 /// Those of one runtime who wait for one caller under the same policies.
@@ -106,8 +106,8 @@ impl Waiter {
         (Self { wanted, answer: sender }, answer)
     }
 
-    /// Tells the answer. Returns the permit if nobody waits for it any more.
-    pub(super) fn tell(self, answer: Answer) -> Option<Permit> {
+    /// Sends the answer. Returns the permit if nobody waits for it any more.
+    pub(super) fn answer(self, answer: Answer) -> Option<Permit> {
         self.answer.send(answer).err()?.ok()
     }
 }
@@ -140,7 +140,7 @@ impl WaitQueue {
         self.waiting.len()
     }
 
-    /// A denial that is known, when it was made, and the wait that it tells.
+    /// A denial that is known, when it was made, and its wait.
     pub(super) fn denied(&self) -> Option<(Decision, Instant, Duration)> {
         let Known { decision, at, .. } = self.known.as_ref()?;
         Some((decision.clone(), *at, decision.retry_after()?))
@@ -171,8 +171,8 @@ impl WaitQueue {
     /// No turn of one who comes now is before that, if those before it stay.
     fn earliest(&self, wanted: &WaitRequest) -> Option<Instant> {
         let (known, next_at) = (self.known.as_ref()?, self.next_at?);
-        // What is counted by windows tells too little.
-        if !wanted.policies.iter().all(|policy| policy.frees() == Frees::Gradually) {
+        // What is counted by windows shows too little.
+        if !wanted.policies.iter().all(|policy| policy.frees().is_gradual()) {
             return Some(next_at);
         }
         let units = self.units_before() + u64::from(wanted.cost);
@@ -242,7 +242,7 @@ impl WaitQueue {
         }
     }
 
-    /// Notes that the store could not decide, and is not asked again before then. Takes out who is told: the one of
+    /// Notes that the store could not decide, and is not asked again before then. Takes out who is refused: the one of
     /// this number, or all.
     pub(super) fn fail(&mut self, error: &StoreError, only: Option<u64>, until: Instant) -> Vec<Waiter> {
         self.trouble = Some(error.clone());
@@ -262,7 +262,7 @@ impl WaitQueue {
         self.has_failed = false;
     }
 
-    /// Takes out those whose time is up, with what they are told. Nobody is before anything is known, or after the time
+    /// Takes out those whose time is up, with their refusals. Nobody is before anything is known, or after the time
     /// for which it was: then the store is asked.
     pub(super) fn overdue(&mut self, now: Instant) -> Vec<(Waiter, Refusal)> {
         match self.next_at {

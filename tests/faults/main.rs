@@ -1,4 +1,4 @@
-//! Every way that we know in which Redis goes away, under load from four instances: what must hold in each of them.
+//! Every way that we know in which Redis fails, under load from four instances: what must hold in each of them.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "real servers fail in real time")]

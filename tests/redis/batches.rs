@@ -158,11 +158,12 @@ async fn foreign_values_cost_nobody_else() {
         let ann = || store.check(Check::take(Key::new("ann"), &policies, 1));
         assert!(ann().await.unwrap().is_allowed());
         let keys: Vec<String> = server.command("KEYS rl:{ann}*").await;
+        let length = server.command(&format!("STRLEN {}", keys[0])).await;
         let (seconds, micros): (i64, i64) = server.command("TIME").await;
 
         let mut pipe = redis::pipe();
         let mut checks = vec![];
-        for (i, foreign) in foreign_values(seconds * 1_000_000 + micros).into_iter().enumerate() {
+        for (i, foreign) in foreign_values(seconds * 1_000_000 + micros, length).into_iter().enumerate() {
             for (j, mode) in MODES.into_iter().enumerate() {
                 let caller = format!("{i}-{j}");
                 pipe.cmd(foreign.command).arg(keys[0].replace("ann", &caller)).arg(&foreign.arguments).ignore();
@@ -213,8 +214,8 @@ struct Foreign {
     alike: bool,
 }
 
-/// Of every type; and strings and lists that look more and more like ours.
-fn foreign_values(now: i64) -> Vec<Foreign> {
+/// Of every type; and strings and lists that look more and more like ours, of which one charge takes this length.
+fn foreign_values(now: i64, length: usize) -> Vec<Foreign> {
     const DAY: i64 = 86_400_000_000;
     let mut all = vec![];
     let mut add = |command, arguments: &[&[u8]], alike| {
@@ -231,8 +232,8 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
         add("RPUSH", &[text.as_bytes()], false);
     }
 
-    // As long as a state is, or as one of so many cells.
-    for length in [16, 19, 20, 21, 24, 17, 29, 36, 12 * 21] {
+    // As long as a state is, or nearly; and as one of one cell more, and of twenty.
+    for length in [length, length - 1, length + 1, length * 3 / 2, length / 2 * 21] {
         for byte in [0, 1, 0x7f, 0x80, 0xff, b'0'] {
             add("SET", &[&vec![byte; length]], true);
         }

@@ -1,4 +1,4 @@
-//! Redis goes away and comes back: no check fails, and counting goes on.
+//! Redis fails and comes back: no check fails, and counting goes on.
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};

@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tower::load_shed::LoadShed;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, RateLimited};
+use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::select::{Live, PolicySelector};
 use tower_redis_ratelimit::store::{Answer, ErrorKind, MockStore, Store, StoreError};
@@ -706,6 +707,43 @@ async fn unused_permits_spare_the_next_window() {
         used.push(store.check(Check::up_to(ANN, &policies, 100)).await.unwrap().granted());
     }
     assert_eq!(used, [100, 0]);
+}
+
+/// Counts what could not be done.
+#[derive(Clone, Default)]
+struct Failures(Arc<AtomicUsize>);
+
+impl Observer for Failures {
+    fn failed(&self, _: &event::Failed<'_>) {
+        self.0.fetch_add(1, SeqCst);
+    }
+}
+
+/// What was not sent is sent again; what may have been done is not, and the observer is notified.
+#[tokio::test(start_paused = true)]
+async fn failed_refunds_of_permits_are_retried_or_reported() {
+    for (error, tries, reported, remaining) in
+        [(StoreError::new(ErrorKind::Unreachable).unsent(), 3, 0, 100), (StoreError::new(ErrorKind::Timeout), 1, 1, 99)]
+    {
+        let (local, store, failures) = (LocalStore::default(), MockStore::new(), Failures::default());
+        let (asked, failing) = (local.clone(), AtomicU32::new(2));
+        store.answer(move |check| match check.mode() {
+            Mode::Refund if failing.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)).is_ok() => {
+                Err(error.clone())
+            }
+            _ => asked.check(check.clone()).now_or_never().unwrap(),
+        });
+        let policies = policy(Strategy::SlidingLog, "100/m");
+        let layer = ThrottleLayer::new(store.clone(), ANN, policies.clone()).observer(failures.clone());
+        let mut throttle = layer.layer(service_fn(ok::<()>));
+        ServiceExt::<()>::ready(&mut throttle).await.unwrap();
+        drop(throttle);
+        sleep(Duration::from_secs(5)).await;
+        let refunds = store.asked().iter().filter(|check| check.mode() == Mode::Refund).count();
+        assert_eq!((refunds, failures.0.load(SeqCst)), (tries, reported));
+        let peek = local.check(Check::peek(ANN, &policies, 1)).await.unwrap();
+        assert_eq!(peek.remaining(), remaining);
+    }
 }
 
 /// What is not due yet under one policy may have flowed back under another.

@@ -96,6 +96,8 @@ fn problem(page: &str, link: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     fn lines(page: &str, text: &str) -> Vec<usize> {
@@ -111,6 +113,47 @@ mod tests {
         assert_eq!(lines("README.md", "[a](docs/choosing.md)\n"), [1]);
         let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
         assert_eq!(lines("README.md", within), [4, 6]);
+    }
+
+    /// Adds a path, and all that is in it.
+    fn add(paths: &mut Vec<PathBuf>, path: PathBuf) {
+        if path.is_dir() {
+            fs::read_dir(&path).unwrap().for_each(|entry| add(paths, entry.unwrap().path()));
+        }
+        paths.push(path);
+    }
+
+    /// What looks like a path and is none.
+    const OTHERS: [&str; 2] = ["docs.rs", "requests/s"];
+
+    /// In pages, and in the comments of Lua. A path may leave out where it begins, as `gate/admit.rs` does.
+    #[test]
+    fn paths_named_in_texts_exist() {
+        let mut paths = vec![];
+        for path in ["CONTRIBUTING.md", "README.md", "benches", "docs", "examples", "lua", "src", "tests", "xtask"] {
+            add(&mut paths, root().join(path));
+        }
+        let is = |path: &Path, kinds: &[&str]| kinds.iter().any(|kind| path.extension().is_some_and(|it| it == *kind));
+        let is_folder = |name: &str| !name.is_empty() && paths.iter().any(|path| path.is_dir() && path.ends_with(name));
+        let mut lost = vec![];
+        for page in paths.iter().filter(|path| is(path, &["md", "lua"])) {
+            let text = fs::read_to_string(page).unwrap();
+            let lines = text.lines().filter(|line| is(page, &["md"]) || line.starts_with("--"));
+            let words = lines.flat_map(|line| line.split(|c: char| c.is_whitespace() || "`()[],;:|\"".contains(c)));
+            for word in words.map(|word| word.trim_end_matches(['.', '/'])) {
+                let is_code = is(Path::new(word), &["rs", "lua"]);
+                let is_path = is_code || word.split_once('/').is_some_and(|(folder, _)| is_folder(folder));
+                // `lua/<strategy>.lua` stands for many.
+                if is_path
+                    && !word.contains('<')
+                    && !OTHERS.contains(&word)
+                    && !paths.iter().any(|path| path.ends_with(word))
+                {
+                    lost.push(format!("{} names {word}", page.display()));
+                }
+            }
+        }
+        assert!(lost.is_empty(), "{lost:#?}");
     }
 
     #[test]

@@ -18,6 +18,17 @@ pub(crate) enum Frees {
 impl Frees {
     /// Whether it refills from a debt to a burst: then a quota may have a burst other than its limit.
     pub(crate) fn has_burst(self) -> bool {
-        matches!(self, Self::Gradually | Self::InBatches)
+        match self {
+            Self::Gradually | Self::InBatches => true,
+            Self::WithWindow | Self::OneByOne | Self::Fading | Self::OnRelease => false,
+        }
+    }
+
+    /// Whether it refills all the time, so that a debt is paid at a moment that is known.
+    pub(crate) fn is_gradual(self) -> bool {
+        match self {
+            Self::Gradually => true,
+            Self::InBatches | Self::WithWindow | Self::OneByOne | Self::Fading | Self::OnRelease => false,
+        }
     }
 }

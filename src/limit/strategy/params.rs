@@ -44,7 +44,9 @@ impl Params {
         let period = quota.period().as_micros();
         let (ticks, interval) = match frees {
             Frees::InBatches => (u128::from(quota.limit()), 1),
-            _ => rate(period, u128::from(quota.limit()), u128::from(capacity)),
+            Frees::Gradually | Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
+                rate(period, u128::from(quota.limit()), u128::from(capacity))
+            }
         };
         let finer = MIN_TICKS.div_ceil(interval);
         let (ticks, interval) = (finer * ticks, finer * interval);

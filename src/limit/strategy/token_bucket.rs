@@ -107,9 +107,10 @@ impl Algorithm for State {
 
     fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
         if params.in_batches() {
-            // The bucket is full at `until`, after so many whole periods.
+            // The bucket is full at `until`, after so many whole periods. A share, of which more may be used, is full later:
+            // none of these periods is over.
             let missing = used * params.interval;
-            let periods = div_ceil(missing, params.ticks);
+            let periods = div_ceil(missing, params.ticks).min(div_ceil(until - now, params.period));
             return Self { refilled: until - periods * params.period, missing, interval: params.interval };
         }
         let missing = (until - now).clamp(0, params.furthest) * params.ticks;

@@ -2,13 +2,13 @@
 //!
 //! The draft still changes; this is the one place that knows its syntax.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::iter;
 use std::time::Duration;
 
 use http::{HeaderMap, HeaderName, HeaderValue};
 
-use crate::limit::{Decision, Frees, Policies, Policy, Verdict};
+use crate::limit::{Decision, Policies, Policy, Verdict};
 
 const RATE_LIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -16,16 +16,15 @@ const RATE_LIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy"
 /// Adds the fields of a decision. Both fields are lists, so what a layer or server behind this one has added stays.
 pub(super) fn append(headers: &mut HeaderMap, decision: &Decision) {
     // Made once per list of policies.
-    if let Some(Texts { policy_field, .. }) = decision.policies().derived(Texts::new) {
-        headers.append(RATE_LIMIT_POLICY, policy_field.clone());
-    }
+    let policy_field = decision.policies().derived(Texts::new, |texts| texts.policy_field.clone());
+    headers.append(RATE_LIMIT_POLICY, policy_field);
     headers.append(RATE_LIMIT, rate_limit(decision));
 }
 
-/// The quota of the policy that decided, as in `50/s burst 100` or `4 requests at once`.
-pub(in crate::middleware) fn quota(decision: &Decision) -> &str {
-    let texts = decision.policies().derived(Texts::new);
-    texts.and_then(|texts| texts.quotas.get(decision.decider())).map_or("", String::as_str)
+/// Writes the quota of the policy that decided, as in `50/s burst 100` or `4 requests at once`.
+pub(in crate::middleware) fn write_quota(decision: &Decision, to: &mut impl fmt::Write) -> fmt::Result {
+    let quota = |texts: &Texts| to.write_str(texts.quotas.get(decision.decider()).map_or("", String::as_str));
+    decision.policies().derived(Texts::new, quota)
 }
 
 /// What does not change from request to request.
@@ -121,10 +120,7 @@ fn effective_window(policy: &Policy, verdict: &Verdict) -> u64 {
         return verdict.wait.unsigned_abs();
     }
     let (reset, remaining) = (verdict.reset.unsigned_abs(), verdict.remaining.unsigned_abs());
-    let next = match policy.frees() {
-        Frees::Gradually => lasts(policy, 1).min(reset),
-        _ => reset,
-    };
+    let next = if policy.frees().is_gradual() { lasts(policy, 1).min(reset) } else { reset };
     lasts(policy, remaining).max(next)
 }
 

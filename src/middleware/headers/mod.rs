@@ -8,7 +8,7 @@ mod legacy;
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, Response};
 
-pub(super) use draft::{quota, retry_after};
+pub(super) use draft::{retry_after, write_quota};
 pub use legacy::LegacyHeaders;
 
 use crate::limit::Decision;

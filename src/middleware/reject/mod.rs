@@ -16,7 +16,7 @@ pub use self::grpc::{GrpcOr, GrpcReject};
 pub use self::http::HttpReject;
 pub use crate::gate::{OnError, OnMissingKey};
 
-use super::headers::{quota, retry_after};
+use super::headers::{retry_after, write_quota};
 use crate::error::StoreError;
 use crate::gate::MissingKey;
 use crate::limit::{Decision, RateLimited};
@@ -106,7 +106,7 @@ impl Reason<'_> {
             Reason::Denied(decision) => match decision.retry_after() {
                 Some(wait) => {
                     to.write_str("The quota of ")?;
-                    to.write_str(quota(decision))?;
+                    write_quota(decision, to)?;
                     to.write_str(" is used up. Try again in ")?;
                     to.write_str(itoa::Buffer::new().format(retry_after(wait)))?;
                     to.write_str(" s.")

@@ -1,4 +1,4 @@
-//! Who asks, and what becomes of what they got.
+//! The clients, and what becomes of what they got.
 
 use std::future::Future;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use tokio::time::{sleep, timeout};
 
 use super::ledger::Rule;
 use super::plan::{Caller, Habit, LONGEST};
-use super::world::{Far, State, World};
+use super::world::{Far, World, WorldState};
 use crate::Limiter;
 use crate::error::StoreError;
 use crate::in_flight::Lease;
@@ -32,7 +32,7 @@ pub(super) struct Client {
 impl Client {
     pub(super) async fn run(mut self) {
         let (habit, most, drops, is_steady, end, last) = {
-            let State { plan, .. } = &*self.world.state();
+            let WorldState { plan, .. } = &*self.world.state();
             let Caller { habit, cost, drops, is_steady, .. } = plan.callers[self.caller];
             (habit, cost, drops, is_steady, plan.end, if is_steady { plan.last() } else { plan.end })
         };
@@ -149,7 +149,7 @@ async fn within<T>(patience: Option<Duration>, future: impl Future<Output = T>) 
     }
 }
 
-/// Somebody who waits for a turn; dropped, they have gone away.
+/// Somebody who waits for a turn; dropped, they have hung up.
 struct Waits<'a> {
     client: &'a Client,
     number: u64,
@@ -233,7 +233,7 @@ impl Held {
         }
     }
 
-    /// Before the store can hear of it.
+    /// Before it can come to the store.
     fn ends(&self, cost: u32) {
         let state = &mut *self.world.state();
         state.say(Some(self.caller), || format!("ends with a cost of {cost} for {}", self.cost));

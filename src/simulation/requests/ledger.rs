@@ -1,4 +1,4 @@
-//! What must hold, and the sums that tell whether it does.
+//! What must hold, and the sums that show whether it does.
 
 use std::collections::VecDeque;
 
@@ -26,7 +26,7 @@ pub(super) enum Rule {
     Failed,
     /// Nothing is settled twice.
     Twice,
-    /// What is to be settled is settled, or the observer is told.
+    /// What is to be settled is settled, or the observer is notified.
     Lost,
     /// In the end the store counts the real costs.
     Cost,
@@ -74,8 +74,8 @@ struct Sums {
     runs: u64,
     ran_back: i64,
     ran_charge: i64,
-    /// How often the observer was told that it has not.
-    told: u64,
+    /// How often the observer was notified that it has not.
+    reported: u64,
     /// What requests have cost in the end, and what those had asked for of which nobody knows.
     real: i64,
     unknown: i64,
@@ -155,7 +155,7 @@ impl Ledger {
             let problem = format!("{passed} passed, {charged} charged, {refunded} refunded");
             self.breaks(Rule::Charged, Some(caller), problem);
         }
-        let room = room(plan.callers[caller].policy(), now) + refunded;
+        let room = simulation::flows(plan.callers[caller].policy(), now) + refunded;
         if passed > room {
             self.breaks(Rule::Early, Some(caller), format!("{passed} passed after {now} ms, with room for {room}"));
         }
@@ -207,9 +207,9 @@ impl Ledger {
         self.callers[caller].unknown += cost;
     }
 
-    /// The observer is told that something was not settled.
-    pub(super) fn is_told(&mut self, caller: usize) {
-        self.callers[caller].told += 1;
+    /// The observer is notified that something was not settled.
+    pub(super) fn is_reported(&mut self, caller: usize) {
+        self.callers[caller].reported += 1;
     }
 
     /// Whatever was to be settled has run at most once.
@@ -227,21 +227,22 @@ impl Ledger {
     pub(super) fn rests(&mut self, plan: &Plan, caller: usize, used: i64) {
         self.was_steady(caller);
         let who = &plan.callers[caller];
-        let &Sums { settled, runs, told, real, unknown, in_flight, .. } = &self.callers[caller];
+        let &Sums { settled, runs, reported, real, unknown, in_flight, .. } = &self.callers[caller];
         match who.habit {
             Habit::Waiting => {}
             Habit::Reserving => {
                 self.runs_once(caller);
-                if runs + told < settled {
-                    let problem =
-                        format!("{settled} were to be settled, {runs} were, and of {told} the observer was told");
+                if runs + reported < settled {
+                    let problem = format!(
+                        "{settled} were to be settled, {runs} were, and of {reported} the observer was notified"
+                    );
                     self.breaks(Rule::Lost, Some(caller), problem);
                 }
-                // Of what flows back all the time the store counts parts of a unit, and tells whole ones. A debt it tells not.
-                let steady = i64::from(who.policy().frees() == Frees::Gradually);
+                // Of what flows back all the time the store counts parts of a unit, and reports whole ones. A debt it does not report.
+                let steady = i64::from(who.policy().frees().is_gradual());
                 let capacity = who.policy().params().capacity;
                 let costs = (real - steady).min(capacity)..=(real + unknown + steady).min(capacity);
-                if told == 0 && !costs.contains(&used) {
+                if reported == 0 && !costs.contains(&used) {
                     let problem =
                         format!("the store counts {used}, {real} were the real costs, and maybe {unknown} more");
                     self.breaks(Rule::Cost, Some(caller), problem);
@@ -263,7 +264,7 @@ impl Ledger {
         let sums = &mut self.callers[caller];
         sums.in_flight += 1;
         let (in_flight, policy) = (sums.in_flight, plan.callers[caller].policy());
-        // What stands still for longer than the lease time, or is not heard of, is counted no more.
+        // What stands still for longer than the lease time, or does not answer, is counted no more.
         let is_kept = plan.is_well() || policy.params().period > 10_000_000;
         if in_flight > policy.params().capacity && is_kept {
             let problem = format!("{in_flight} are in flight of {}", policy.params().capacity);
@@ -275,7 +276,7 @@ impl Ledger {
         self.callers[caller].in_flight -= 1;
     }
 
-    /// Requests never pause. The store counts so many of which it will not hear any more, if none were in flight.
+    /// Requests never pause. The store counts so many that will not be released, if none were in flight.
     pub(super) fn is_steady(&mut self, caller: usize, counted: i64) {
         let sums = &mut self.callers[caller];
         let surplus = counted - sums.in_flight;
@@ -294,15 +295,6 @@ impl Ledger {
     }
 }
 
-/// How much may have passed by then: what a policy holds, and what has flowed back.
-fn room(policy: &Policy, now: u64) -> i64 {
-    let (capacity, period, elapsed) = (policy.params().capacity, policy.params().period, now as i64 * 1000);
-    match policy.frees() {
-        Frees::Gradually => capacity + capacity * elapsed / period + 1,
-        _ => capacity * (elapsed / period + 2),
-    }
-}
-
 /// How long it may take until somebody passes, at most, if instances take turns. What flows back at once does so within two
 /// periods.
 fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
@@ -310,6 +302,6 @@ fn longest_gap(plan: &Plan, policy: &Policy, cost: u32) -> u64 {
     match policy.frees() {
         Frees::OnRelease => LONGEST + 150,
         Frees::Gradually => period * u64::from(cost) * plan.instances as u64 / capacity + 150,
-        _ => 2 * period,
+        Frees::InBatches | Frees::WithWindow | Frees::OneByOne | Frees::Fading => 2 * period,
     }
 }

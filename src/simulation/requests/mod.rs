@@ -15,16 +15,16 @@ use std::time::Duration;
 use fastrand::Rng;
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
-use tokio::time::advance;
+use tokio::time::{Instant, advance};
 
 use self::clients::Client;
 use self::ledger::Rule;
 use self::plan::{Habit, Plan};
-use self::world::{Far, Notes, State, TIMEOUT, World};
+use self::world::{Far, Notes, TIMEOUT, World, WorldState};
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::in_flight::InFlightTracker;
-use crate::util::Seed;
+use crate::util::{Seed, instant};
 use crate::wait_queues::{Bounds, WaitQueues};
 
 const REQUESTS: Simulation<Rule> = Simulation { name: "requests", run };
@@ -46,16 +46,18 @@ fn run(seed: u64, kept: bool) -> Outcome<Rule> {
     let mut rng = Rng::with_seed(seed);
     let plan = Plan::new(&mut rng);
     let shown = plan.to_string();
-    let _seed = Seed::set(rng.u64(..), Duration::from_micros(plan.wall.unsigned_abs()));
+    let seed = Seed::set(rng.u64(..), Duration::from_micros(plan.wall.unsigned_abs()));
     let world = World::new(plan, rng.fork(), kept);
-    Simulated::new(&world, rng).run();
-    let State { log, ledger, .. } = &mut *world.state();
+    Simulated::new(&world, rng, seed).run();
+    let WorldState { log, ledger, .. } = &mut *world.state();
     Outcome::of(shown, log, &mut ledger.broken)
 }
 
 struct Simulated<'a> {
     world: &'a World,
     rng: Rng,
+    seed: Seed,
+    start: Instant,
     runtimes: Vec<Clocked>,
     /// By the instance, for each caller.
     limiters: Vec<Vec<(Limiter<Far>, WaitQueues)>>,
@@ -92,7 +94,9 @@ impl Clocked {
 }
 
 impl<'a> Simulated<'a> {
-    fn new(world: &'a World, rng: Rng) -> Self {
+    fn new(world: &'a World, rng: Rng, seed: Seed) -> Self {
+        let start = instant();
+        seed.stands_at(start);
         let state = world.state();
         let plan = &state.plan;
         let limiters = (0..plan.instances).map(|instance| {
@@ -107,7 +111,7 @@ impl<'a> Simulated<'a> {
         });
         let limiters = limiters.collect();
         let runtimes = plan.runtimes.iter().map(|_| Clocked::new()).collect();
-        Self { world, rng, runtimes, limiters, now: 0, step: plan.step }
+        Self { world, rng, seed, start, runtimes, limiters, now: 0, step: plan.step }
     }
 
     fn client(&mut self, runtime: usize, caller: usize) -> Client {
@@ -124,7 +128,7 @@ impl<'a> Simulated<'a> {
 
     fn run(mut self) {
         let (callers, end, last) = {
-            let State { plan, .. } = &*self.world.state();
+            let WorldState { plan, .. } = &*self.world.state();
             let callers: Vec<_> = plan.callers.iter().map(|caller| (caller.habit, caller.clients)).collect();
             (callers, plan.end, plan.last())
         };
@@ -182,6 +186,7 @@ impl<'a> Simulated<'a> {
     fn passes_to(&mut self, until: u64) {
         while self.now < until {
             self.now = (self.now + self.rng.u64(1..=self.step)).min(until);
+            self.seed.stands_at(self.start + Duration::from_millis(self.now));
             self.world.passes_to(self.now);
             let first = self.rng.usize(..self.runtimes.len());
             for i in 0..self.runtimes.len() {
@@ -215,5 +220,5 @@ fn every_seed_keeps_the_rules() {
 
 #[test]
 fn a_seed_replays() {
-    REQUESTS.replays(0..50);
+    REQUESTS.replays(100..150);
 }

@@ -19,7 +19,7 @@ pub(super) struct Plan {
     pub(super) step: u64,
     /// How long a request takes at most, each way.
     pub(super) delay: u64,
-    /// When all faults are over, and nobody goes away any more. No client asks from then on, but for steady ones.
+    /// When all faults are over, and nobody hangs up any more. No client asks from then on, but for steady ones.
     pub(super) end: u64,
     /// Where the clock of the store starts, in microseconds since the Unix epoch.
     pub(super) wall: i64,
@@ -155,12 +155,12 @@ impl Plan {
         plan
     }
 
-    /// Whether nothing goes wrong, but that a client may go away.
+    /// Whether nothing goes wrong, but that a client may hang up.
     pub(super) fn is_well(&self) -> bool {
         self.faults.is_empty() && self.runtimes.iter().all(|it| it.ends_at.is_none() && it.still.is_none())
     }
 
-    /// When the callers of steady clients have all places back: what was sent may be heard of, or come to the store,
+    /// When the callers of steady clients have all places back: what was sent may be answered, or come to the store,
     /// long after the last fault.
     pub(super) fn heals_at(&self) -> u64 {
         self.end + if self.is_well() { 1000 } else { 4500 }
@@ -200,7 +200,7 @@ impl fmt::Display for Plan {
         for (i, Caller { policies, habit, cost, clients, drops, is_steady, .. }) in self.callers.iter().enumerate() {
             write!(f, "c{i} {habit:?}, cost up to {cost}, {clients} clients")?;
             write!(f, "{}", if *is_steady { ", which never pause" } else { "" })?;
-            write!(f, "{}:", if *drops { ", which go away" } else { "" })?;
+            write!(f, "{}:", if *drops { ", which hang up" } else { "" })?;
             policies.iter().try_for_each(|policy| write!(f, " {policy:?}"))?;
             writeln!(f)?;
         }

@@ -12,17 +12,17 @@ use tokio::sync::oneshot;
 use super::ledger::{Ledger, Rule};
 use super::plan::{Caller, Fault, Kind, Plan};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Source, State as Count};
+use crate::limit::{Check, Decision, Key, Mode, Source, State};
 use crate::observe::{Observer, event};
 use crate::simulation::{Log, shown, verdict};
 use crate::store::{Answer, Store};
 use crate::util::lock;
 
 #[derive(Debug, Clone)]
-pub(super) struct World(Arc<Mutex<State>>);
+pub(super) struct World(Arc<Mutex<WorldState>>);
 
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct WorldState {
     pub(super) plan: Plan,
     pub(super) ledger: Ledger,
     pub(super) log: Log,
@@ -30,7 +30,7 @@ pub(super) struct State {
     pub(super) now: u64,
     rng: Rng,
     /// What the store counts, of each caller by the policy.
-    counts: HashMap<(Key, u64), Count>,
+    counts: HashMap<(Key, u64), State>,
     /// What happens to requests, and when. Those of one moment in the order in which they were made.
     events: BTreeMap<(u64, u64), Event>,
     made: u64,
@@ -48,7 +48,7 @@ enum Event {
 }
 
 impl Event {
-    /// How many the store counts of this caller of which a client is about to hear, or which are about to be refunded.
+    /// How many the store counts of this caller whose client is about to get the answer, or which are about to be refunded.
     fn in_flight(&self, key: &Key) -> i64 {
         match self {
             Self::IsAnswered(Request { check, answer, .. }, Ok(decision))
@@ -77,7 +77,7 @@ struct Request {
 /// What becomes of a request, in milliseconds each.
 #[derive(Debug, Clone, Copy)]
 struct Fate {
-    /// How long it is not sent: who goes away before is not charged.
+    /// How long it is not sent: a request that is given up before is not charged.
     queued: u64,
     /// How long until it runs, from then on.
     sent: u64,
@@ -92,7 +92,7 @@ pub(super) const TIMEOUT: u64 = 1000;
 
 impl World {
     pub(super) fn new(plan: Plan, rng: Rng, kept: bool) -> Self {
-        Self(Arc::new(Mutex::new(State {
+        Self(Arc::new(Mutex::new(WorldState {
             ledger: Ledger::new(&plan),
             plan,
             log: Log { kept, ..Log::default() },
@@ -105,7 +105,7 @@ impl World {
         })))
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, WorldState> {
         lock(&self.0)
     }
 
@@ -135,9 +135,9 @@ impl World {
     }
 }
 
-type Told = (oneshot::Sender<Result<Decision, StoreError>>, Result<Decision, StoreError>);
+type Answered = (oneshot::Sender<Result<Decision, StoreError>>, Result<Decision, StoreError>);
 
-impl State {
+impl WorldState {
     pub(super) fn say(&mut self, caller: Option<usize>, text: impl FnOnce() -> String) {
         self.say_broken();
         self.log.say(self.now, caller, text);
@@ -152,7 +152,7 @@ impl State {
         self.ledger.breaks(rule, caller, problem);
     }
 
-    /// A client is told that the store cannot decide.
+    /// The store cannot decide for a client.
     pub(super) fn failed(&mut self, caller: usize, error: &StoreError) {
         self.say(Some(caller), || format!("fails: {error}"));
         if self.plan.is_well() {
@@ -174,16 +174,14 @@ impl State {
         let fate = match self.fate(instance) {
             Some(fate) => fate,
             None => {
-                self.say(self.caller(check.key()), || {
-                    format!("i{instance} is told that it is not sent: {}", shown(&check))
-                });
+                self.say(self.caller(check.key()), || format!("i{instance} cannot send: {}", shown(&check)));
                 return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).unsent()));
             }
         };
         self.say(self.caller(check.key()), || format!("i{instance} asks: {}", shown(&check)));
-        let (answer, told) = oneshot::channel();
+        let (answer, answered) = oneshot::channel();
         self.will(fate.queued, Event::Leaves(Request { instance, check, fate, answer }));
-        Answer::pending(Waiting(told))
+        Answer::pending(Waiting(answered))
     }
 
     /// None if it is not sent.
@@ -201,7 +199,7 @@ impl State {
         })
     }
 
-    fn happens(&mut self, event: Event) -> Option<Told> {
+    fn happens(&mut self, event: Event) -> Option<Answered> {
         match event {
             Event::Leaves(request) if request.answer.is_closed() => {
                 let Request { instance, check, .. } = request;
@@ -217,7 +215,7 @@ impl State {
             }
             Event::IsAnswered(Request { answer, instance, check, .. }, result) => {
                 if result.is_err() {
-                    self.say(self.caller(check.key()), || format!("i{instance} hears nothing of: {}", shown(&check)));
+                    self.say(self.caller(check.key()), || format!("i{instance} gets no answer: {}", shown(&check)));
                 }
                 return Some((answer, result));
             }
@@ -240,8 +238,8 @@ impl State {
         let places: Vec<_> = check.policies().iter().map(|policy| (*check.key(), policy.id())).collect();
         let mut counts = Vec::new();
         for (place, policy) in places.iter().zip(check.policies().iter()) {
-            let mut count = self.counts.remove(place).unwrap_or_else(|| Count::fresh(policy.kind()));
-            if let Count::InFlight(count) = &mut count {
+            let mut count = self.counts.remove(place).unwrap_or_else(|| State::fresh(policy.kind()));
+            if let State::InFlight(count) = &mut count {
                 count.ask_as(instance as u64 + 1);
             }
             counts.push(count);
@@ -304,7 +302,7 @@ impl Future for Waiting {
     }
 }
 
-/// Notes what an instance tells its observer.
+/// Notes what the observer of an instance is notified of.
 pub(super) struct Notes {
     pub(super) world: World,
     pub(super) instance: usize,
@@ -316,7 +314,7 @@ impl Observer for Notes {
         let (instance, kind) = (self.instance, event.error.kind().as_str());
         let mut state = self.world.state();
         let Some(caller) = state.caller(key) else { return };
-        state.ledger.is_told(caller);
+        state.ledger.is_reported(caller);
         state.say(Some(caller), || format!("i{instance} gives up what was to be settled: {kind}"));
     }
 }

@@ -10,7 +10,6 @@ use tokio::time::Instant;
 use super::Settings;
 use super::breaker::{Breaker, Ticket};
 use super::outage_log::{Budget, Caller, OutageLog};
-use super::reconciliation::Sums;
 use super::share;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source};
@@ -36,6 +35,13 @@ pub(super) struct Partition<P, F> {
     /// What has been reconciled, until the observer is notified.
     pub(super) sums: Mutex<Sums>,
     pub(super) clock: Clock,
+}
+
+/// What has been reconciled and not yet reported, in units of cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Sums {
+    pub(super) charged: u64,
+    pub(super) dropped: u64,
 }
 
 /// How the primary store was asked.

@@ -14,7 +14,7 @@ use tokio::time::sleep;
 
 use super::caller_log::{CallerLog, ReplayOp};
 use super::outage_log::CallerLogs;
-use super::partition::Partition;
+use super::partition::{Partition, Sums};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Key, Mode};
 use crate::observe::event;
@@ -35,13 +35,6 @@ const FULL: Duration = Duration::from_millis(2);
 
 /// After so many looks for what may be sent others get their turn on the runtime.
 const LOOKS: usize = 256;
-
-/// What was charged and not yet reported, in units of cost.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Sums {
-    charged: u64,
-    dropped: u64,
-}
 
 impl Window {
     const START: usize = 64;

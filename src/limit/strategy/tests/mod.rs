@@ -11,7 +11,7 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use super::ask::{Ask, Preview};
-use super::{Align, Frees, Params, Snapshot, Strategy, sliding_log, strategies};
+use super::{Align, Params, Snapshot, Strategy, sliding_log, strategies};
 use crate::limit::{Charged, Check, Key, Mode, Outcome, Policies, Policy, Quota, Refill, State};
 
 /// A state at a moment.

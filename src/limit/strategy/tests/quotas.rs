@@ -1,3 +1,5 @@
+use std::num::NonZeroU32;
+
 use super::*;
 
 /// Of a log and of cells, a caller who is asked under two near quotas in turn gets about what either would give it.
@@ -88,7 +90,7 @@ fn a_changed_quota_is_no_fresh_start() {
 }
 
 /// A state that goes on from what another store said grants no more than that store would have, now or later, and is
-/// fresh when it would have been.
+/// fresh when it would have been. Under a share, all instances together grant no more.
 #[test]
 fn a_warmed_state_grants_no_more() {
     let mut rng = Rng::with_seed(0);
@@ -106,13 +108,22 @@ fn a_warmed_state_grants_no_more() {
                 let followed = Snapshot { used: params.capacity - verdict.remaining, until: now + verdict.reset };
                 let resumed = State::resume(strategy.into(), params, now, followed);
                 let room = |state: &State, at: i64| preview(state, params, at).room;
+                let instances = NonZeroU32::new(rng.u32(1..=quota.limit().min(quota.capacity()).min(20))).unwrap();
+                let (share, whole) = (policies[0].share(instances), &policies[0]);
+                // Rounded up, as the local store does.
+                let capacity = share.params().capacity;
+                let used = capacity - verdict.remaining * capacity / params.capacity;
+                let part = State::resume(strategy.into(), share.params(), now, Snapshot { used, ..followed });
+                let room_of_all = |at| i64::from(instances.get()) * preview(&part, share.params(), at).room;
                 // A time is told rounded up to the microsecond, in which so much may flow back.
-                let flows = if strategy.frees() == Frees::Gradually { 1 + params.ticks / params.interval } else { 0 };
+                let flows = if strategy.frees().is_gradual() { 1 + params.ticks / params.interval } else { 0 };
                 let lost = verdict.remaining - room(&resumed, now);
                 assert!((0..=flows).contains(&lost), "{:?} {followed:?}: {lost} lost", policies[0]);
                 for _ in 0..5 {
                     let later = now + rng.i64(0..=verdict.reset);
                     assert!(room(&resumed, later) <= room(&state[0], later), "{:?} {followed:?}", policies[0]);
+                    let (all, most) = (room_of_all(later), room(&state[0], later));
+                    assert!(all <= most, "{whole:?} {followed:?}: {all} and not {most} by {instances}");
                 }
                 let fresh = room(&resumed, followed.until);
                 assert_eq!(fresh, params.capacity, "{:?} {followed:?} is not fresh in time", policies[0]);

@@ -29,7 +29,7 @@ use self::clients::{Client, Instance};
 use self::ledger::Rule;
 use self::plan::{Habit, Kind, Plan, Sharing};
 use self::primary::{Local, Primary};
-use self::world::{LogObserver, State, World};
+use self::world::{LogObserver, World, WorldState};
 use super::{Fallback, Share};
 use crate::simulation::{Outcome, Simulation};
 use crate::store::{Instances, LocalStore};
@@ -92,7 +92,7 @@ async fn live(plan: Plan, mut rng: Rng, kept: bool) -> Outcome<Rule> {
     if left > 0 {
         world.state().break_rule(Rule::Left, format!("{left} tasks live on, {REMAINS:?} after their stores"));
     }
-    let State { log, ledger, .. } = &mut *world.state();
+    let WorldState { log, ledger, .. } = &mut *world.state();
     Outcome::of(shown, log, &mut ledger.broken)
 }
 

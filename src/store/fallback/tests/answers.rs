@@ -105,8 +105,7 @@ async fn costs_above_a_share_are_denied_temporarily() {
         let Some(wait) = decision.retry_after() else { panic!("{strategy:?}: {:?}", decision.outcome()) };
         assert_eq!(decision.granted(), 0);
         // What a window or a log lets go, and when, is not known from outside.
-        let exact =
-            if strategy.frees() == Frees::Gradually { Duration::from_millis(20) } else { Duration::from_secs(100) };
+        let exact = if strategy.frees().is_gradual() { Duration::from_millis(20) } else { Duration::from_secs(100) };
         assert!(wait.abs_diff(alone) <= exact, "{strategy:?}: {wait:?} instead of {alone:?}");
         // There is room in the whole, and that is another's to give, until the next probe perhaps.
         let fresh = store.check(Check::peek(Key::new("bob"), &policies, 50)).await.unwrap();

@@ -20,7 +20,7 @@ use tokio::time::{advance, sleep};
 
 use super::{Fallback, Share};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Frees, Key, Policies, Policy, Strategy};
+use crate::limit::{Check, Decision, Key, Policies, Policy, Strategy};
 use crate::observe::{Observer, event};
 use crate::store::{Answer, LocalStore, Store};
 use crate::util::lock;

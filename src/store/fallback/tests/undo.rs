@@ -127,7 +127,7 @@ async fn a_refund_never_overtakes_its_charge() {
                 rest().await;
                 let used = primary.used(&policies).await;
                 assert!(
-                    used.abs_diff(before + 1) <= u32::from(strategy.frees() == Frees::Gradually),
+                    used.abs_diff(before + 1) <= u32::from(strategy.frees().is_gradual()),
                     "{strategy}: {used} are counted, of {before} and 1, after {later} s and {after} ms"
                 );
             }

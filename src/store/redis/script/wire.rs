@@ -102,6 +102,8 @@ pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
     match params.frees {
         Frees::Gradually => [params.capacity, params.interval, params.ticks, 0],
         Frees::InBatches => [params.capacity, params.interval, params.ticks, params.period],
-        _ => [params.capacity, params.period, params.offset.unwrap_or(-1), params.width],
+        Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
+            [params.capacity, params.period, params.offset.unwrap_or(-1), params.width]
+        }
     }
 }

@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::super::plan::{Caller, Habit, Plan, Sharing};
-use crate::limit::{Frees, Policy, Refill, Strategy, Verdict};
+use crate::limit::{Policy, Refill, Strategy, Verdict};
 
 /// What is known of one caller.
 #[derive(Debug, Default)]
@@ -101,7 +101,7 @@ impl Account {
     /// of it, since it keeps one count of both.
     pub(super) fn counts(&mut self, who: &Caller, now: u64) -> i64 {
         // It need not know to the moment when each began.
-        let lifetime = 2 * who.lifetime();
+        let lifetime = 2 * who.policies.longest_count().unsigned_abs() / 1000;
         let mut counts = 0;
         for grants in [&mut self.grants, &mut self.unanswered] {
             grants.retain(|(at, _)| at + lifetime >= now);
@@ -117,7 +117,15 @@ impl Account {
             Some(Strategy::FixedWindow(_) | Strategy::TokenBucket(Refill::Interval)) => {
                 self.alone.min(now as i64 * 1000 / period + 2)
             }
-            _ => 0,
+            Some(
+                Strategy::SlidingLog
+                | Strategy::SlidingWindow { .. }
+                | Strategy::SlidingCounter
+                | Strategy::TokenBucket(Refill::Greedy)
+                | Strategy::LeakyBucket
+                | Strategy::Gcra,
+            )
+            | None => 0,
         }
     }
 
@@ -161,7 +169,7 @@ impl Left {
     /// next one. It may be as good as whole: what is refunded of an older charge is less what has flowed back of it.
     fn at(&self, policy: &Policy, now: u64) -> (i64, i64) {
         let capacity = policy.params().capacity;
-        if policy.frees() != Frees::Gradually {
+        if !policy.frees().is_gradual() {
             return (self.remaining.min(capacity), capacity);
         }
         let whole = policy.quota().time_for(capacity.unsigned_abs()).as_micros() as i64;
@@ -200,27 +208,9 @@ impl Parts {
     }
 }
 
-/// What may flow back within so many milliseconds, in every store on its own.
-pub(super) fn flows(frees: Frees, period: i64, capacity: i64, now: u64) -> i64 {
-    let elapsed = now as i64 * 1000;
-    match frees {
-        Frees::Gradually => capacity + capacity * elapsed / period + 1,
-        _ => capacity * (elapsed / period + 2),
-    }
-}
-
 impl Caller {
     /// Whether nothing is ever refunded to it.
     pub(super) fn takes_only(&self) -> bool {
         matches!(self.habit, Habit::Steady | Habit::Bursting | Habit::Dropping)
-    }
-
-    /// After how many milliseconds a charge counts nothing any more.
-    pub(super) fn lifetime(&self) -> u64 {
-        let lifetimes = self.policies.iter().map(|policy| match policy.strategy() {
-            Some(Strategy::SlidingCounter | Strategy::SlidingWindow { .. }) => 2 * policy.params().period,
-            _ => policy.params().period,
-        });
-        lifetimes.max().unwrap_or(0).unsigned_abs() / 1000
     }
 }

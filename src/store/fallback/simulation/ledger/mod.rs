@@ -9,11 +9,11 @@ mod rules;
 
 pub(super) use rules::Rule;
 
-use accounts::{Account, Left, Parts, Sums, flows};
+use accounts::{Account, Left, Parts, Sums};
 
 use super::plan::{Habit, Plan};
-use crate::limit::{Check, Decision, Frees, Mode, Source};
-use crate::simulation::Breaks;
+use crate::limit::{Check, Decision, Mode, Source};
+use crate::simulation::{Breaks, flows};
 
 #[derive(Debug)]
 pub(super) struct Ledger {
@@ -248,15 +248,15 @@ impl Ledger {
         let (least, limit) = (who.policies.iter().map(|policy| {
             let capacity = policy.params().capacity;
             let parts = Parts::of(plan, capacity, self.fewer);
-            let flows = if who.lasting {
+            let flowing = if who.lasting {
                 0
             } else {
                 let period = policy.params().period;
                 let windows =
                     self.accounts[caller].iter().map(|account| account.windows(policy.strategy(), period, now));
-                flows(policy.frees(), period, capacity, now) + capacity * (self.opened + windows.sum::<i64>())
+                flows(policy, now) + capacity * (self.opened + windows.sum::<i64>())
             };
-            (capacity * (1 + forgotten) + parts.beyond(capacity, plan.instances) + flows, capacity)
+            (capacity * (1 + forgotten) + parts.beyond(capacity, plan.instances) + flowing, capacity)
         }))
         .min()
         .unwrap_or_default();
@@ -291,7 +291,7 @@ impl Ledger {
         if who.habit.reserves() {
             let Sums { told, reset_later, in_doubt, .. } = self.sums[caller];
             // Where the counts are in ticks, each of many is rounded up.
-            let off = i64::from(who.policies.iter().any(|policy| policy.frees() == Frees::Gradually));
+            let off = i64::from(who.policies.iter().any(|policy| policy.frees().is_gradual()));
             // What was granted before the primary store was told of a reset is forgotten there.
             let least = if reset_later || self.emptied > 0 { 0 } else { told - off };
             if !in_doubt && !(least..=told + off).contains(&used) {

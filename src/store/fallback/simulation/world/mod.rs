@@ -19,7 +19,7 @@ use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
 use super::primary::{Fate, Reply};
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State as Count, Verdicts};
+use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State, Verdicts};
 use crate::observe::{Observer, event};
 use crate::simulation::{Log, pick, shown, verdict};
 use crate::store::{LocalStore, Store};
@@ -27,10 +27,10 @@ use crate::util::instant;
 use crate::util::lock;
 
 #[derive(Debug, Clone)]
-pub(super) struct World(Arc<Mutex<State>>);
+pub(super) struct World(Arc<Mutex<WorldState>>);
 
 #[derive(Debug)]
-pub(super) struct State {
+pub(super) struct WorldState {
     pub(super) plan: Plan,
     pub(super) ledger: Ledger,
     pub(super) log: Log,
@@ -45,7 +45,7 @@ pub(super) struct State {
     calls: Vec<Option<(u64, Fate)>>,
     /// What the primary store counts, and which instances have said that they reconcile.
     counts: LocalStore,
-    held: Count,
+    held: State,
     /// The request of a client that runs now. Whatever else runs is of the instance's own.
     current: Option<usize>,
     asks: Vec<Ask>,
@@ -80,7 +80,7 @@ struct Request {
 
 impl World {
     pub(super) fn new(plan: Plan, rng: Rng, kept: bool, counts: LocalStore) -> Self {
-        let state = State {
+        let state = WorldState {
             ledger: Ledger::new(&plan),
             log: Log { kept, ..Log::default() },
             rng,
@@ -90,7 +90,7 @@ impl World {
             streaks: (0..plan.instances).map(|_| StreakModel::default()).collect(),
             calls: vec![None; plan.instances],
             counts,
-            held: Count::fresh(crate::limit::Kind::InFlight),
+            held: State::fresh(crate::limit::Kind::InFlight),
             current: None,
             asks: vec![],
             requests: vec![],
@@ -99,7 +99,7 @@ impl World {
         Self(Arc::new(Mutex::new(state)))
     }
 
-    pub(super) fn state(&self) -> MutexGuard<'_, State> {
+    pub(super) fn state(&self) -> MutexGuard<'_, WorldState> {
         lock(&self.0)
     }
 
@@ -112,7 +112,7 @@ impl World {
     }
 }
 
-impl State {
+impl WorldState {
     /// In milliseconds since the start.
     pub(super) fn now(&self) -> u64 {
         (instant() - self.start).as_millis() as u64
@@ -213,7 +213,7 @@ impl State {
     /// The primary store forgets everything.
     pub(super) fn empties(&mut self) {
         self.counts = LocalStore::default();
-        self.held = Count::fresh(crate::limit::Kind::InFlight);
+        self.held = State::fresh(crate::limit::Kind::InFlight);
         self.ledger.emptied += 1;
         self.say(None, || "Redis forgets everything".to_owned());
     }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-impl State {
+impl WorldState {
     /// A request comes to the primary store, or should. What becomes of it.
     pub(in super::super) fn arrives(&mut self, instance: usize, check: &Check) -> (usize, Fate) {
         let (request, caller, ask) = (self.requests.len(), self.caller(check), self.current);
@@ -151,7 +151,7 @@ impl State {
     /// Requests in flight are held by instance, which a local store cannot tell apart.
     fn holds(&mut self, instance: usize, check: &Check) -> Verdicts {
         let now = self.now() as i64 * 1000;
-        if let Count::InFlight(held) = &mut self.held {
+        if let State::InFlight(held) = &mut self.held {
             held.ask_as(instance as u64 + 1);
         }
         check.decide(std::slice::from_mut(&mut self.held), now)

@@ -4,36 +4,36 @@ use tokio::time::Instant;
 
 use crate::limit::Order;
 
-/// A look at how many the store counts, and how many it has to count at that moment.
+/// A question of how many the store counts, and how many it has to count at that moment.
 ///
-/// Takes and releases that nobody had heard of when it was sent may have come to the store before it or after it. A
-/// store that tells when it decided tells of each which it was.
+/// Takes and releases that were not answered when it was sent may have come to the store before it or after it. A
+/// store that says when it decided shows of each which it was.
 #[derive(Debug)]
-pub(super) struct Look {
+pub(super) struct PendingSync {
     /// How many were held when it was sent.
     pub(super) held: u32,
-    /// How many the store has to count, in whatever order these came; and in the order that it tells.
+    /// How many the store has to count, in whatever order these came; and in the order that it says.
     pub(super) certain: Range,
     pub(super) likely: Range,
-    /// Those that were answered before the look was: how many more each of them makes, and when it was decided.
+    /// Those that were answered before the sync was: how many more each of them makes, and when it was decided.
     early: Vec<(i64, Order)>,
     pub(super) seen: Option<Seen>,
     /// Whether the store may have counted otherwise.
     pub(super) is_doubtful: bool,
-    /// Whether something of which nobody will hear may come after it, and whether that is a release.
+    /// Whether something whose answer was lost may come after it, and whether that is a release.
     pub(super) is_early: bool,
     pub(super) is_unsure: bool,
     /// When more of that has come.
     pub(super) again_at: Option<Instant>,
 }
 
-/// What a look has said.
+/// What a sync has shown.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Seen {
     pub(super) counted: i64,
     pub(super) order: Option<Order>,
     pub(super) at: Instant,
-    /// Whether what is asked from then on is on another side.
+    /// Whether what is asked from then on is in another phase.
     pub(super) is_split: bool,
 }
 
@@ -44,10 +44,10 @@ pub(super) struct Range {
     pub(super) most: i64,
 }
 
-/// Of so many that are answered before the look it is noted when they were decided.
+/// Of so many that are answered before the sync it is noted when they were decided.
 const EARLY: usize = 1_000;
 
-impl Look {
+impl PendingSync {
     /// While so many are held, and so many are being released.
     pub(super) fn new(held: u32, leaving: u32) -> Self {
         let count = i64::from(held) + i64::from(leaving);
@@ -65,7 +65,7 @@ impl Look {
         }
     }
 
-    /// The store counts so many more, or fewer. `is_new` if that was asked on the side of what is asked now.
+    /// The store counts so many more, or fewer. `is_new` if that was asked in the phase of what is asked now.
     pub(super) fn counts(&mut self, more: i64, is_new: bool, order: Option<Order>) {
         match (order, self.seen) {
             (_, Some(seen)) if seen.is_split && is_new => {}
@@ -75,7 +75,7 @@ impl Look {
         }
     }
 
-    /// It may be that so many more, or fewer, were counted before the look.
+    /// It may be that so many more, or fewer, were counted before the sync.
     pub(super) fn may_count(&mut self, more: i64) {
         self.certain.may_be(more);
         self.likely.may_be(more);
