@@ -155,9 +155,9 @@ impl Account {
         }
     }
 
-    /// Has this queue ask for a request.
-    pub(super) fn put(&self, op: PendingOp) {
-        self.refunds.put(op);
+    /// Asks for the request.
+    pub(super) async fn ask(&self, op: PendingOp) {
+        self.refunds.ask(op).await;
     }
 
     /// That of the layer around this one.

@@ -282,3 +282,51 @@ async fn a_dropped_wait_loses_nothing() {
     }
     assert!(ends.iter().all(|ends| *ends > 5), "{ends:?}: dropped, and not");
 }
+
+/// Answers takes after a yield, and nothing else.
+#[derive(Clone)]
+struct OnlyTakes(LocalStore);
+
+impl Store for OnlyTakes {
+    type Future = futures_util::future::BoxFuture<'static, Result<Decision, StoreError>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let Self(local) = self.clone();
+        Answer::pending(Box::pin(async move {
+            yield_now().await;
+            match check.mode() {
+                Mode::Take => local.check(check).await,
+                _ => std::future::pending().await,
+            }
+        }))
+    }
+}
+
+fn over_takes() -> RateLimitLayer<OnlyTakes, Global> {
+    RateLimitLayer::new(OnlyTakes(LocalStore::default()), Global, quota("test", "1000000/d")).cost(|_| 10)
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_is_asked_before_what_nobody_waits_for() {
+    let layer = over_takes().settle(|_| Settlement::Refund);
+    let service = layer.layer(service_fn(more));
+    for _ in 0..2_000 {
+        drop(send(&service, plan(0, None)).await);
+    }
+    let response = tokio::time::timeout(Duration::from_millis(100), send(&service, plan(500, None))).await;
+    assert!(outcome(&response.expect("at once")).is_ok());
+}
+
+/// A runtime that stands still sends what nobody waits for, and a request on another one asks for more.
+#[test]
+fn more_is_asked_on_the_runtime_of_its_request() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let service = over_takes().settle(|_| Settlement::Refund).layer(service_fn(more));
+    let (still, other) = (runtime(), runtime());
+    still.block_on(async {
+        drop(send(&service, plan(0, None)).await);
+    });
+    let response =
+        other.block_on(async { tokio::time::timeout(Duration::from_secs(3), send(&service, plan(500, None))).await });
+    assert!(outcome(&response.expect("at once")).is_ok());
+}
