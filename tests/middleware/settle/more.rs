@@ -165,6 +165,27 @@ async fn more_is_no_request_in_flight() {
     assert!(outcome(&send(&service, plan(500, 20)).await).is_ok(), "nothing counts costs");
 }
 
+/// A sum that no `u32` holds is kept all the same.
+#[tokio::test(start_paused = true)]
+async fn more_than_a_check_may_cost_is_kept() {
+    const MUCH: u32 = 3_000_000_000;
+    for settlement in [Settlement::Keep, Settlement::AtEnd] {
+        let (store, policy) = (LocalStore::default(), quota("test", "4000000000/s"));
+        let twice = service_fn(async |request: Request<String>| {
+            let charge: &Charge = request.extensions().get().unwrap();
+            for _ in 0..2 {
+                sleep(Duration::from_secs(1)).await;
+                charge.reserve(MUCH).await.unwrap();
+            }
+            assert_eq!(charge.reserved(), u32::MAX);
+            Ok::<_, Infallible>(Response::new(String::new()))
+        });
+        let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).settle(move |_| settlement);
+        drop(send(&layer.layer(twice), request("alice")).await);
+        assert_eq!(charged(&store, Key::GLOBAL, &policy), MUCH, "{settlement:?}");
+    }
+}
+
 /// Fails what costs more than 100, before it is sent or after.
 #[derive(Clone)]
 struct Failing(LocalStore, fn() -> StoreError);
