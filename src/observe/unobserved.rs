@@ -45,6 +45,7 @@ mod log {
 mod log {
     use std::error::Error as _;
     use std::fmt;
+    use std::io::Write as _;
     use std::sync::Once;
 
     use super::{Observer, Unobserved, event};
@@ -65,7 +66,9 @@ mod log {
     fn tell(told: &Once, problem: fmt::Arguments<'_>) {
         if cfg!(debug_assertions) {
             told.call_once(|| {
-                eprintln!(
+                // `eprintln!` panics if nobody reads it any more.
+                let _ = writeln!(
+                    std::io::stderr(),
                     "tower-redis-ratelimit: {problem}\n\
                      It is said once, and in debug builds only: set an observer, or turn on the feature `tracing`."
                 );

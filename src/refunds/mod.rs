@@ -1,6 +1,7 @@
 //! The queue of what is charged, refunded or renewed off the request path: nobody waits for it, and many go at once. What a
-//! handler reserves goes through it too, so that an answer finds its request whoever has stopped waiting.
+//! handler reserves is asked at once, and comes here only if it stops waiting, so that the answer finds its request.
 
+mod awaited;
 mod pending_op;
 mod reserved;
 mod sender;
@@ -9,10 +10,12 @@ mod tests;
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::future::Future;
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use tokio::runtime::{Handle, Id};
@@ -22,6 +25,7 @@ use tokio::time::Instant;
 pub(crate) use self::pending_op::PendingOp;
 pub(crate) use self::reserved::Reserved;
 
+use self::awaited::Awaited;
 use self::sender::Sender;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::Decision;
@@ -35,7 +39,7 @@ use crate::util::{contain, instant, lock};
 ///   waves: what comes within [`GAP`] of the last wave goes with the next one, so that the store can send it together.
 /// - What the store says it has not sent is tried again, first soon and then once a second, until it matters no more.
 ///   But not a renewal: whoever asks for it does so again, with what is in flight then. Nor a take, for which a request
-///   waits.
+///   [waits](RefundQueue::ask), or has.
 /// - What was sent and is not known to be done is not sent again, or it might be done twice. The observer is notified of
 ///   it, and of what finds the queue full.
 /// - It sends on the runtime of whoever came first; what is put where there is none, on the first that it has ever
@@ -89,6 +93,12 @@ pub(super) struct Flight<S: Store> {
     pub(super) answer: Pin<Box<S::Future>>,
 }
 
+impl<S: Store> Flight<S> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Result<Decision, StoreError>> {
+        contain(|| self.answer.as_mut().poll(cx)).unwrap_or_else(|| Poll::Ready(Err(panicked())))
+    }
+}
+
 /// What a sender does next.
 pub(super) enum Next {
     Send(Vec<PendingOp>),
@@ -113,6 +123,10 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub(crate) trait RefundQueue: fmt::Debug + Send + Sync {
     /// Sends it. Nobody needs to wait: this returns at once.
     fn put(&self, op: PendingOp);
+
+    /// Asks it now, whatever waits, for a request that waits for this future. If it no longer does, a sender hears the
+    /// answer.
+    fn ask(&self, op: PendingOp) -> Pin<Box<dyn Future<Output = ()> + Send>>;
 
     /// Has what is left of a runtime that has ended sent on this one.
     fn wake(&self);
@@ -147,6 +161,12 @@ impl<S: Store> RefundQueue for StoreQueue<S> {
             }
         }
         self.shared.attend();
+    }
+
+    fn ask(&self, op: PendingOp) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        let mut asked = Vec::new();
+        self.shared.ask(op, instant(), &mut asked);
+        Box::pin(Awaited { shared: Arc::clone(&self.shared), asked })
     }
 
     fn copy(&self) -> Arc<dyn RefundQueue> {

@@ -5,9 +5,9 @@ use std::task::Poll;
 
 use tokio::time::{Instant, sleep};
 
-use super::{Flight, Next, SharedQueue, panicked};
+use super::{Flight, Next, SharedQueue};
 use crate::store::Store;
-use crate::util::{contain, instant};
+use crate::util::instant;
 
 /// The task that sends what waits in a [`StoreQueue`](super::StoreQueue), until there is nothing.
 pub(super) struct Sender<S: Store> {
@@ -47,8 +47,7 @@ impl<S: Store> Sender<S> {
         poll_fn(|cx| {
             let mut i = 0;
             while let Some(flight) = self.flights.get_mut(i) {
-                let poll = contain(|| flight.answer.as_mut().poll(cx)).unwrap_or_else(|| Poll::Ready(Err(panicked())));
-                match poll {
+                match flight.poll(cx) {
                     Poll::Ready(answer) => ended.push((self.flights.swap_remove(i).op, answer)),
                     Poll::Pending => i += 1,
                 }

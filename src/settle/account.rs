@@ -124,8 +124,9 @@ impl Account {
             let mut book = lock(&self.book);
             if book.settlement.cost_at_head(units).is_none() {
                 book.open.later.push(reserved);
-                self.reserved.fetch_add(units, Relaxed);
-                self.later.fetch_add(units, Relaxed);
+                for sum in [&self.reserved, &self.later] {
+                    sum.store(sum.load(Relaxed).saturating_add(units), Relaxed);
+                }
                 return;
             }
             book.settlement
@@ -155,9 +156,9 @@ impl Account {
         }
     }
 
-    /// Has this queue ask for a request.
-    pub(super) fn put(&self, op: PendingOp) {
-        self.refunds.put(op);
+    /// Asks for the request.
+    pub(super) async fn ask(&self, op: PendingOp) {
+        self.refunds.ask(op).await;
     }
 
     /// That of the layer around this one.
@@ -202,20 +203,22 @@ impl Drop for Account {
 impl Open {
     /// Settles by what a request costs for which so much was reserved.
     fn settle(self, cost: impl Fn(u32) -> u32, refunds: &dyn RefundQueue) {
-        let Self { reserved, mut later, .. } = self;
+        let Self { reserved, later, .. } = self;
         let more = later.iter().map(Reserved::cost).fold(0, u32::saturating_add);
         let mut reserved = reserved.into_iter();
-        if let Some(last) = later.pop()
+        if !later.is_empty()
             && let Some(first) = reserved.next()
         {
+            let all = first.cost().saturating_add(more);
+            let cost = cost(all);
+            let (mut back, mut missing) = (all.saturating_sub(cost), cost.saturating_sub(all));
             // What was reserved last is refunded first, since all of it counts still.
-            let mut left = cost(first.cost().saturating_add(more));
-            for part in std::iter::once(first).chain(later) {
-                let kept = left.min(part.cost());
-                left -= kept;
-                part.settle(kept, refunds);
+            for part in later.into_iter().rev().chain([first]) {
+                let refunded = back.min(part.cost());
+                back -= refunded;
+                let cost = part.cost() - refunded + std::mem::take(&mut missing);
+                part.settle(cost, refunds);
             }
-            last.settle(left, refunds);
         }
         for tried in reserved {
             let cost = cost(tried.cost().saturating_add(more));

@@ -113,8 +113,8 @@ impl Charge {
         let Some(check) = self.account.ask_more(units) else { return Ok(()) };
         let (key, since, charge) = (*check.key(), instant(), self.clone());
         let (tell, told) = oneshot::channel();
-        // By the queue, which hears the answer also if nobody waits for it any more: until then it holds the account.
-        self.account.put(PendingOp::of_check(check).then(move |answer| {
+        // It hears the answer also if nobody waits for it any more: until then it holds the account.
+        let op = PendingOp::of_check(check).then(move |answer| {
             let granted = match answer {
                 Ok(decision) if decision.is_allowed() => {
                     charge.account.add_more(Reserved::new(decision, key, units, since));
@@ -124,7 +124,8 @@ impl Charge {
                 Err(error) => Err(ReserveError::Failed(error)),
             };
             let _ = tell.send(granted);
-        }));
+        });
+        self.account.ask(op).await;
         told.await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::NoRuntime).of_check().into()))
     }
 

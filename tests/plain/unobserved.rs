@@ -2,7 +2,7 @@
 
 use std::convert::Infallible;
 use std::env;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
 use http::{Request, Response};
 use tower::{Layer, ServiceExt, service_fn};
@@ -10,12 +10,16 @@ use tower_redis_ratelimit::extract::{Global, KeyExtractor, PeerIp};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 
-/// What this test says, in a process of its own.
+/// Runs this test in a process of its own.
+fn ignored(test: &str) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", &format!("unobserved::{test}"), "--ignored", "--nocapture"]);
+    command
+}
+
+/// What it says.
 fn said(test: &str) -> String {
-    let output = Command::new(env::current_exe().unwrap())
-        .args(["--exact", &format!("unobserved::{test}"), "--ignored", "--nocapture"])
-        .output()
-        .unwrap();
+    let output = ignored(test).output().unwrap();
     assert!(output.status.success(), "{output:?}");
     String::from_utf8(output.stderr).unwrap()
 }
@@ -67,4 +71,13 @@ fn outages_and_misconfigurations_appear_once() {
         assert_eq!(said.matches(part).count(), times, "{part}: {said}");
     }
     assert_eq!(self::said("with_a_unit_observer"), "");
+}
+
+/// Whoever reads it may have gone.
+#[test]
+fn a_closed_standard_error_harms_no_request() {
+    let mut child = ignored("without_an_observer").stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    drop(child.stderr.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
 }

@@ -100,8 +100,10 @@ impl Servers {
                 server => (server.map(|server| Kind::Server(Box::new(server))), &["prefix", "protocol"]),
             },
         };
-        let prefix = pairs(text).find_map(|pair| pair.strip_prefix("prefix=")).map(str::to_owned);
-        Self { kind: kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind)), prefix }
+        let kind = kind.and_then(|kind| check_parameters(text, parameters).map(|()| kind));
+        // Of a URL that cannot be read, it may be a part of a password.
+        let prefix = kind.is_ok().then(|| pairs(text).find_map(|pair| pair.strip_prefix("prefix="))).flatten();
+        Self { prefix: prefix.map(str::to_owned), kind }
     }
 }
 
@@ -128,7 +130,7 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
     for pair in pairs(url) {
         let name = pair.split_once('=').map_or(pair, |(name, _)| name);
         let known_as = known.join("`, `");
-        if !known.contains(&name) {
+        if !known.contains(&name) || name == "prefix" && pair.contains('@') {
             // Perhaps it is a part of a password.
             let is_shown = !has_login && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
             let name = if is_shown { format!(" `{name}`") } else { String::new() };
@@ -335,6 +337,19 @@ mod tests {
             assert_eq!(servers.take_prefix().as_deref(), Some("shop:eu/1"), "{url}");
             assert!(servers.into_kind().is_ok(), "{url}");
             assert_eq!(Servers::from(url).take_prefix(), None, "{url}");
+        }
+    }
+
+    /// A `?` that should have been escaped.
+    #[test]
+    fn a_part_of_a_password_is_no_prefix() {
+        for url in [
+            "redis://user:6379?prefix=hunter2@host/",
+            "redis+cluster://user:1?prefix=hunter2@host",
+            "redis://user:1?prefix=hunter2!&x@host",
+        ] {
+            let error = crate::RedisStore::connect_lazy(url).unwrap_err().to_string();
+            assert!(!error.contains("hunter2"), "{error}");
         }
     }
 

@@ -165,6 +165,27 @@ async fn more_is_no_request_in_flight() {
     assert!(outcome(&send(&service, plan(500, 20)).await).is_ok(), "nothing counts costs");
 }
 
+/// A sum that no `u32` holds is kept all the same.
+#[tokio::test(start_paused = true)]
+async fn more_than_a_check_may_cost_is_kept() {
+    const MUCH: u32 = 3_000_000_000;
+    for settlement in [Settlement::Keep, Settlement::AtEnd] {
+        let (store, policy) = (LocalStore::default(), quota("test", "4000000000/s"));
+        let twice = service_fn(async |request: Request<String>| {
+            let charge: &Charge = request.extensions().get().unwrap();
+            for _ in 0..2 {
+                sleep(Duration::from_secs(1)).await;
+                charge.reserve(MUCH).await.unwrap();
+            }
+            assert_eq!(charge.reserved(), u32::MAX);
+            Ok::<_, Infallible>(Response::new(String::new()))
+        });
+        let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).settle(move |_| settlement);
+        drop(send(&layer.layer(twice), request("alice")).await);
+        assert_eq!(charged(&store, Key::GLOBAL, &policy), MUCH, "{settlement:?}");
+    }
+}
+
 /// Fails what costs more than 100, before it is sent or after.
 #[derive(Clone)]
 struct Failing(LocalStore, fn() -> StoreError);
@@ -281,4 +302,52 @@ async fn a_dropped_wait_loses_nothing() {
         }
     }
     assert!(ends.iter().all(|ends| *ends > 5), "{ends:?}: dropped, and not");
+}
+
+/// Answers takes after a yield, and nothing else.
+#[derive(Clone)]
+struct OnlyTakes(LocalStore);
+
+impl Store for OnlyTakes {
+    type Future = futures_util::future::BoxFuture<'static, Result<Decision, StoreError>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let Self(local) = self.clone();
+        Answer::pending(Box::pin(async move {
+            yield_now().await;
+            match check.mode() {
+                Mode::Take => local.check(check).await,
+                _ => std::future::pending().await,
+            }
+        }))
+    }
+}
+
+fn over_takes() -> RateLimitLayer<OnlyTakes, Global> {
+    RateLimitLayer::new(OnlyTakes(LocalStore::default()), Global, quota("test", "1000000/d")).cost(|_| 10)
+}
+
+#[tokio::test(start_paused = true)]
+async fn more_is_asked_before_what_nobody_waits_for() {
+    let layer = over_takes().settle(|_| Settlement::Refund);
+    let service = layer.layer(service_fn(more));
+    for _ in 0..2_000 {
+        drop(send(&service, plan(0, None)).await);
+    }
+    let response = tokio::time::timeout(Duration::from_millis(100), send(&service, plan(500, None))).await;
+    assert!(outcome(&response.expect("at once")).is_ok());
+}
+
+/// A runtime that stands still sends what nobody waits for, and a request on another one asks for more.
+#[test]
+fn more_is_asked_on_the_runtime_of_its_request() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let service = over_takes().settle(|_| Settlement::Refund).layer(service_fn(more));
+    let (still, other) = (runtime(), runtime());
+    still.block_on(async {
+        drop(send(&service, plan(0, None)).await);
+    });
+    let response =
+        other.block_on(async { tokio::time::timeout(Duration::from_secs(3), send(&service, plan(500, None))).await });
+    assert!(outcome(&response.expect("at once")).is_ok());
 }

@@ -111,8 +111,7 @@ impl Topology {
 
     /// The nodes that have keys of callers. None while one of them is not known.
     pub(super) fn masters(&self) -> Option<Vec<Node>> {
-        let partitions = self.cluster().map_or_else(|| vec![0], |cluster| cluster.partition_of_each());
-        partitions.into_iter().map(|partition| self.node(partition)).collect()
+        self.cluster().map_or_else(|| Some(vec![Node::ONLY]), |cluster| cluster.masters())
     }
 
     /// What the keys of counts begin with, before the caller.

@@ -102,10 +102,22 @@ impl Cluster {
 
     /// A partition of each master that has one.
     pub(crate) fn partition_of_each(&self) -> Vec<u16> {
-        let mut partitions: Vec<u16> = (0..self.partitions.len() as u16).collect();
-        partitions.sort_by_key(|partition| self.node(*partition));
-        partitions.dedup_by_key(|partition| self.node(*partition));
-        partitions
+        self.each_master().into_iter().map(|(_, partition)| partition).collect()
+    }
+
+    /// The masters that have partitions. None while one of them is not known.
+    pub(crate) fn masters(&self) -> Option<Vec<Node>> {
+        self.each_master().into_iter().map(|(node, _)| node).collect()
+    }
+
+    /// By one map, which may be replaced meanwhile.
+    fn each_master(&self) -> Vec<(Option<Node>, u16)> {
+        let map = self.map.load();
+        let owners = self.partitions.iter().map(|partition| map.owner(partition.slot));
+        let mut each: Vec<_> = owners.zip(0..).collect();
+        each.sort_unstable();
+        each.dedup_by_key(|(node, _)| *node);
+        each
     }
 
     /// Whether a partition's slot is being moved. Then some of its keys are here and some are there, and a call that
@@ -209,5 +221,37 @@ mod tests {
         // A slot that there is not, of a node that lies.
         cluster.learn(60_000, node("b", 1));
         assert_eq!(cluster.node(0), None);
+    }
+
+    /// To sort by what changes meanwhile may panic.
+    #[test]
+    fn masters_may_change_meanwhile() {
+        let seed = "redis://seed:1".into_connection_info().unwrap();
+        let cluster = Cluster::new(vec![seed], Dialer::new(Duration::from_secs(1), None), "rl", 1_024);
+        let mut rng = fastrand::Rng::with_seed(0);
+        let mut map = || {
+            let mut reply = format!("*{}\r\n", cluster.partitions.len());
+            for Partition { slot, .. } in &cluster.partitions {
+                let port = rng.u16(1..=9);
+                reply += &format!("*3\r\n:{slot}\r\n:{slot}\r\n*3\r\n$1\r\nn\r\n:{port}\r\n$2\r\ni{port}\r\n");
+            }
+            let reply = parse_redis_value(reply.as_bytes()).unwrap();
+            let slots = slots::read(&reply, &Address::new("seed", 1)).unwrap();
+            Arc::new(SlotMap::new(slots, |address| cluster.nodes.number(address)))
+        };
+        let maps = [map(), map(), map(), map()];
+        cluster.adopt(Arc::clone(&maps[0]));
+        let ends = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let each = maps.iter().cycle();
+                each.take_while(|_| !ends.load(Relaxed)).for_each(|map| cluster.adopt(Arc::clone(map)));
+            });
+            let masters =
+                || std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| cluster.partition_of_each().len()));
+            let counts: Vec<_> = (0..500).map(|_| masters().ok()).collect();
+            ends.store(true, Relaxed);
+            assert!(counts.iter().all(|count| *count == Some(9)), "{counts:?}");
+        });
     }
 }
