@@ -2,8 +2,8 @@
 //! that explains it. Codes stay as they are, so that a search or an alarm by one goes on working.
 
 macro_rules! mistakes {
-    ($($name:ident = $code:literal,)+) => {
-        $(pub(crate) const $name: &str = concat!(
+    ($($(#[$attribute:meta])* $name:ident = $code:literal,)+) => {
+        $($(#[$attribute])* pub(crate) const $name: &str = concat!(
             " (", $code, ": https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/pitfalls/index.html#",
             $code, ")"
         );)+
@@ -16,6 +16,7 @@ macro_rules! mistakes {
 mistakes! {
     NO_PEER_ADDRESS = "no-peer-address",
     NO_EXTENSION = "no-extension",
+    #[cfg_attr(not(feature = "axum"), expect(dead_code))]
     NO_CHARGE = "no-charge",
     COUNTED_TWICE = "counted-twice",
     IN_FLIGHT_WITHOUT_END = "in-flight-without-end",
