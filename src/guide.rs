@@ -69,6 +69,7 @@ pub mod settling {}
 
 /// Responses to clients: header fields, in the new and the old forms, and bodies.
 ///
+/// [pitfalls]: crate::guide::pitfalls
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
