@@ -1,14 +1,39 @@
 //! [answers]: crate::guide::answers
 //! [choosing]: crate::guide::choosing
+//! [comparison]: crate::guide::comparison
 //! [faults]: crate::guide::faults
 //! [keys]: crate::guide::keys
+//! [options]: crate::guide::options
 //! [performance]: crate::guide::performance
+//! [pitfalls]: crate::guide::pitfalls
 //! [recipes]: crate::guide::recipes
 //! [running]: crate::guide::running
 //! [servers]: crate::guide::servers
 //! [settling]: crate::guide::settling
 //! [waiting]: crate::guide::waiting
 #![doc = include_str!("../docs/README.md")]
+
+/// When to take this crate, and when another one.
+///
+/// [choosing]: crate::guide::choosing
+/// [faults]: crate::guide::faults
+/// [keys]: crate::guide::keys
+/// [performance]: crate::guide::performance
+/// [settling]: crate::guide::settling
+/// [waiting]: crate::guide::waiting
+#[doc = include_str!("../docs/comparison.md")]
+pub mod comparison {}
+
+/// What goes wrong mostly, what to check before going live, and what messages mean.
+///
+/// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
+/// [keys]: crate::guide::keys
+/// [metrics]: crate::guide::recipes#metrics-for-prometheus
+/// [running]: crate::guide::running
+/// [servers]: crate::guide::servers
+/// [settling]: crate::guide::settling
+#[doc = include_str!("../docs/pitfalls.md")]
+pub mod pitfalls {}
 
 /// Everyday limits, each as a program that shows what happens.
 ///
@@ -44,12 +69,22 @@ pub mod settling {}
 
 /// Responses to clients: header fields, in the new and the old forms, and bodies.
 ///
+/// [pitfalls]: crate::guide::pitfalls
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
-/// Where Redis is, settings, rights, sizes, upgrades, several regions.
+/// All options of layers, stores and what belongs to them, with their defaults.
+///
+/// [distance]: crate::guide::running#throughput-over-a-distance
+/// [managed]: crate::guide::running#a-managed-service-over-tls
+/// [partitions]: crate::guide::running#partitions
+#[doc = include_str!("../docs/options.md")]
+pub mod options {}
+
+/// Where Redis is, rights, sizes, upgrades, several regions.
 ///
 /// [faults]: crate::guide::faults
+/// [options]: crate::guide::options
 /// [performance]: crate::guide::performance
 /// [recipes]: crate::guide::recipes
 /// [servers]: crate::guide::servers

@@ -1,13 +1,14 @@
 // Of two definitions of a link the first one holds: here, README's links lead to the guides of this version.
 //! [answers]: guide::answers
 //! [choosing]: guide::choosing
+//! [comparison]: guide::comparison
 //! [faults]: guide::faults
 //! [guide]: guide
 //! [keys]: guide::keys
+//! [options]: guide::options
 //! [performance]: guide::performance
+//! [pitfalls]: guide::pitfalls
 //! [recipes]: guide::recipes
-//! [running]: guide::running
-//! [servers]: guide::servers
 //! [settling]: guide::settling
 //! [waiting]: guide::waiting
 //! [`extract`]: extract

@@ -7,6 +7,7 @@ use super::{Gate, Grant, Holds, KeyExtractor, MissingKey, OnError, OnMissingKey,
 use crate::error::StoreError;
 use crate::in_flight::Lease;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
+use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::store::{Answer, Store};
 use crate::util::instant;
 use crate::wait_queues::{self, Acquire, Permit, Spent, WaitRequest};
@@ -83,7 +84,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
     #[inline]
     pub(super) fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
         if self.holds == Holds::Nothing && policies.in_flight().is_some() {
-            self.notifier.misconfigured(NEVER_ENDS);
+            self.notifier.misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"));
             return policies.without_in_flight().cloned().map(Cow::Owned);
         }
         Some(policies)

@@ -3,6 +3,8 @@ use std::fmt;
 
 use http::{HeaderName, HeaderValue};
 
+use crate::observe::mistakes::NO_EXTENSION;
+
 /// No rate-limit key was found for a request.
 ///
 /// ```
@@ -124,7 +126,7 @@ impl fmt::Display for MissingKey {
                 f,
                 "a request has no `{of_type}` in its extensions: put the layer inside the authentication that inserts it \
                  (of axum's layers, the last one is the outermost), or count requests without it by another key: \
-                 `.or(PeerIp)`"
+                 `.or(PeerIp)`{NO_EXTENSION}"
             ),
         }
     }

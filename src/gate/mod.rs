@@ -41,6 +41,7 @@ use self::wait::Waiting;
 use crate::in_flight::InFlightTracker;
 use crate::limit::Policies;
 use crate::observe::Observer;
+use crate::observe::mistakes::IN_FLIGHT_WITHOUT_END;
 use crate::refunds::RefundQueue;
 use crate::store::Store;
 
@@ -137,7 +138,7 @@ impl<S, R> Gate<S, R> {
     pub(crate) fn assert_countable(&self) {
         for selector in self.shadows.iter().chain([&self.policies]) {
             let in_flight = matches!(selector, Selector::Fixed(policies) if policies.in_flight().is_some());
-            assert!(self.holds != Holds::Nothing || !in_flight, "{NEVER_ENDS}");
+            assert!(self.holds != Holds::Nothing || !in_flight, "{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}");
         }
     }
 }

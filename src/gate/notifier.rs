@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use super::{MissingKey, Question};
 use crate::error::StoreError;
 use crate::limit::{Decision, Key};
+use crate::observe::mistakes::COUNTED_TWICE;
 use crate::observe::{Observer, event, or_log};
 use crate::util::{instant, lock};
 
@@ -67,14 +68,14 @@ impl Notifier {
     /// A request has no key: reported if the server is at fault.
     pub(crate) fn missing(&self, missing: &MissingKey) {
         if missing.is_misconfigured() {
-            self.misconfigured(&missing.to_string());
+            self.misconfigured(missing);
         }
     }
 
     /// Reports what is wrong with the server.
-    pub(crate) fn misconfigured(&self, problem: &str) {
+    pub(crate) fn misconfigured(&self, problem: impl fmt::Display) {
         if self.misconfiguration.is_due() {
-            self.report(problem);
+            self.report(&problem.to_string());
         }
     }
 
@@ -87,7 +88,7 @@ impl Notifier {
             let name = policy.name();
             self.report(&format!(
                 "a request is counted twice by the policy {name:?}: a layer is there twice, or two layers share it; \
-                 add the layer once, or give each layer policies with names of its own"
+                 add the layer once, or give each layer policies with names of its own{COUNTED_TWICE}"
             ));
         }
     }

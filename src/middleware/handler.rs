@@ -10,16 +10,20 @@ use http::request::Parts;
 use super::reject::{HttpReject, Reason};
 use crate::error::StoreError;
 use crate::limit::{Decision, RateLimited};
+use crate::observe::mistakes::NO_CHARGE;
 use crate::settle::{Charge, ReserveError};
 
 /// The charge of this request; 500 if no layer around the handler settles what requests have taken.
 impl<S: Sync> FromRequestParts<S> for Charge {
-    type Rejection = (StatusCode, &'static str);
+    type Rejection = (StatusCode, String);
 
     async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
-        let problem =
-            "the handler takes a `Charge`, and no layer around it settles: add `.settle(..)` or `.until_body_end()`";
-        request.extensions.get().cloned().ok_or((StatusCode::INTERNAL_SERVER_ERROR, problem))
+        let missing = || {
+            let fix = "add `.settle(..)` or `.until_body_end()`";
+            let problem = format!("the handler takes a `Charge`, and no layer around it settles: {fix}{NO_CHARGE}");
+            (StatusCode::INTERNAL_SERVER_ERROR, problem)
+        };
+        request.extensions.get().cloned().ok_or_else(missing)
     }
 }
 

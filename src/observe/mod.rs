@@ -3,6 +3,7 @@
 pub mod event;
 #[cfg(feature = "metrics")]
 mod metrics;
+pub(crate) mod mistakes;
 #[cfg(feature = "tracing")]
 mod throttle;
 #[cfg(feature = "tracing")]

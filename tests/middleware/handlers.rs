@@ -94,7 +94,7 @@ async fn handlers_take_the_charge_and_the_decision() {
     }
     let missing = send(&limited, get("/charge")).await;
     assert_eq!(missing.status(), 500);
-    assert!(text(missing).await.contains("add `.settle(..)` or `.until_body_end()`"));
+    assert!(text(missing).await.contains("add `.settle(..)` or `.until_body_end()` (no-charge: https://docs.rs/"));
 }
 
 /// A `layer` of a router is around its fallback, too; a `route_layer` is not.

@@ -449,6 +449,9 @@ async fn in_flight_policies_are_skipped_and_reported() {
         let elapsed = start.elapsed().as_millis();
         assert!((took..took + 20).contains(&elapsed), "{elapsed} ms");
         let problems = problems.0.lock().unwrap();
-        assert!(problems.len() == 1 && problems[0].contains("`CallLimitLayer`"), "{problems:?}");
+        assert!(
+            problems.len() == 1 && problems[0].contains("`RateLimitLayer` (in-flight-in-throttle: "),
+            "{problems:?}"
+        );
     }
 }

@@ -6,15 +6,18 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 13] = [
+const PAGES: [&str; 16] = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/README.md",
     "docs/answers.md",
     "docs/choosing.md",
+    "docs/comparison.md",
     "docs/faults.md",
     "docs/keys.md",
+    "docs/options.md",
     "docs/performance.md",
+    "docs/pitfalls.md",
     "docs/recipes.md",
     "docs/running.md",
     "docs/servers.md",
@@ -81,7 +84,8 @@ fn has_heading(text: &str, anchor: &str) -> bool {
 
 fn problem(page: &str, link: &str) -> Option<String> {
     let (public, built) = DOCS;
-    let path = match link.strip_prefix(public) {
+    let (file, anchor) = link.split_once('#').map_or((link, None), |(file, anchor)| (file, Some(anchor)));
+    let path = match file.strip_prefix(public) {
         Some(path) => Path::new(built).join(path),
         None if link.starts_with("https://") => return None,
         None if page == "README.md" => {
@@ -89,9 +93,16 @@ fn problem(page: &str, link: &str) -> Option<String> {
                 "the registry and docs.rs show this page without its folder, so {link} leads nowhere"
             ));
         }
-        None => Path::new(page).parent()?.join(link),
+        None => Path::new(page).parent()?.join(file),
     };
-    (!root().join(&path).exists()).then(|| format!("{link} leads to {}, which does not exist", path.display()))
+    let target = root().join(&path);
+    if !target.exists() {
+        return Some(format!("{link} leads to {}, which does not exist", path.display()));
+    }
+    let anchor = anchor?;
+    let text = fs::read_to_string(target).unwrap_or_default();
+    let found = text.contains(&format!("id=\"{anchor}\"")) || has_heading(&text, anchor);
+    (!found).then(|| format!("{link} leads to a place that {} does not have", path.display()))
 }
 
 #[cfg(test)]
@@ -113,6 +124,8 @@ mod tests {
         assert_eq!(lines("README.md", "[a](docs/choosing.md)\n"), [1]);
         let within = "## A server, by TLS\n\n[a](#a-server-by-tls)\n[b](#a-server)\n some text\n[c](#some-text)\n";
         assert_eq!(lines("README.md", within), [4, 6]);
+        let elsewhere = "[a]: running.md#sizing\n[b]: running.md#none\n[c]: none.md#sizing\n";
+        assert_eq!(lines("docs/faults.md", elsewhere), [2, 3]);
     }
 
     /// Adds a path, and all that is in it.

@@ -100,6 +100,7 @@ mod tests {
         let told = missing.to_string();
         assert!(told.contains("extract::extension::tests::Id<u64>` in its extensions"), "{told}");
         assert!(told.contains("put the layer inside the authentication"), "{told}");
+        assert!(told.ends_with("guide/pitfalls/index.html#no-extension)"), "{told}");
     }
 
     #[test]

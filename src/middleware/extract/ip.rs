@@ -70,6 +70,7 @@ mod tests {
         }
         let missing = PeerIp.extract(&with(())).unwrap_err();
         assert!(missing.to_string().contains("into_make_service_with_connect_info"));
+        assert!(missing.to_string().ends_with("guide/pitfalls/index.html#no-peer-address)"), "{missing}");
     }
 
     #[cfg(unix)]

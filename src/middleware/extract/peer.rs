@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use http::request::Parts;
 
 use crate::gate::MissingKey;
+use crate::observe::mistakes::NO_PEER_ADDRESS;
 
 /// The other end of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -37,7 +38,7 @@ pub(super) fn unknown() -> MissingKey {
     let tonic = if cfg!(feature = "tonic") { "" } else { "; with tonic, turn on its feature `tonic`" };
     MissingKey::misconfigured(format!(
         "the address of the peer is not known: with axum, {axum}{SERVE}{tonic}; with another server, put it into the \
-         extensions of each request, as a `SocketAddr`"
+         extensions of each request, as a `SocketAddr`{NO_PEER_ADDRESS}"
     ))
 }
 

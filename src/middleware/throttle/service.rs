@@ -16,6 +16,7 @@ use super::{AtMost, Forever};
 use crate::gate::{Notifier, Question, Selector};
 use crate::limit::{Key, Policies, RateLimited};
 use crate::middleware::call_limit::BoxError;
+use crate::observe::mistakes::IN_FLIGHT_IN_THROTTLE;
 use crate::util::instant;
 use crate::wait_queues::{Acquire, Permit, Refusal, WaitQueues, WaitRequest};
 
@@ -62,7 +63,7 @@ impl Settings {
     fn policies(&self) -> Option<Policies> {
         let policies = self.policies.find(&(), Some(&self.key))?;
         if policies.in_flight().is_some() {
-            self.notifier.misconfigured(NEVER_ENDS);
+            self.notifier.misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_IN_THROTTLE}"));
         }
         policies.without_in_flight().cloned()
     }

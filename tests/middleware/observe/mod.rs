@@ -197,6 +197,7 @@ async fn a_repeated_layer_is_reported_once() {
     }
     let seen = problems(&notes);
     assert!(seen.len() == 1 && seen[0].contains("\"api\""), "{seen:?}");
+    assert!(seen[0].contains("(counted-twice: https://docs.rs/"), "{seen:?}");
 
     // Two layers that are not the same one.
     let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h")).observer(notes.clone());

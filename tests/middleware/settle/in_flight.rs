@@ -170,7 +170,10 @@ async fn layers_without_settlement_name_the_fix() {
     );
     let problems = problems.0.lock().unwrap();
     assert_eq!(problems.len(), 2);
-    assert!(problems.iter().all(|problem| problem.contains("`.until_body_end()`")), "{problems:?}");
+    assert!(
+        problems.iter().all(|problem| problem.contains("`.until_body_end()` to it (in-flight-without-end: ")),
+        "{problems:?}"
+    );
 }
 
 /// What such a layer has from the start makes it fail where it is made.

@@ -1,0 +1,37 @@
+//! How a server may be misconfigured. Each text about it ends with its code and the paragraph of `docs/pitfalls.md`
+//! that explains it. Codes stay as they are, so that a search or an alarm by one goes on working.
+
+macro_rules! mistakes {
+    ($($(#[$attribute:meta])* $name:ident = $code:literal,)+) => {
+        $($(#[$attribute])* pub(crate) const $name: &str = concat!(
+            " (", $code, ": https://docs.rs/tower-redis-ratelimit/latest/tower_redis_ratelimit/guide/pitfalls/index.html#",
+            $code, ")"
+        );)+
+
+        #[cfg(test)]
+        const CODES: &[&str] = &[$($code),+];
+    };
+}
+
+mistakes! {
+    NO_PEER_ADDRESS = "no-peer-address",
+    NO_EXTENSION = "no-extension",
+    #[cfg_attr(not(feature = "axum"), expect(dead_code))]
+    NO_CHARGE = "no-charge",
+    COUNTED_TWICE = "counted-twice",
+    IN_FLIGHT_WITHOUT_END = "in-flight-without-end",
+    IN_FLIGHT_IN_THROTTLE = "in-flight-in-throttle",
+}
+
+#[cfg(test)]
+mod tests {
+    use super::CODES;
+
+    #[test]
+    fn each_code_has_its_paragraph() {
+        let page = include_str!("../../docs/pitfalls.md");
+        let paragraphs: Vec<_> =
+            page.lines().filter_map(|line| line.strip_prefix("### `")?.strip_suffix('`')).collect();
+        assert_eq!(paragraphs, CODES);
+    }
+}
