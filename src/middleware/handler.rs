@@ -1,29 +1,33 @@
 //! Feature `axum`: what a handler takes out of a request, and what it answers.
 
 use std::convert::Infallible;
+use std::sync::LazyLock;
 
 use axum::extract::{FromRequestParts, OptionalFromRequestParts};
 use axum::response::{IntoResponse, Response};
-use http::StatusCode;
 use http::request::Parts;
 
 use super::reject::{HttpReject, Reason};
 use crate::error::StoreError;
+use crate::gate::{MissingKey, Notifier};
 use crate::limit::{Decision, RateLimited};
 use crate::observe::mistakes::NO_CHARGE;
 use crate::settle::{Charge, ReserveError};
 
-/// The charge of this request; 500 if no layer around the handler settles what requests have taken.
+/// The charge of this request; 500 if no layer around the handler settles what requests have taken. Why is in the log, and
+/// in the body of a debug build.
 impl<S: Sync> FromRequestParts<S> for Charge {
-    type Rejection = (StatusCode, String);
+    type Rejection = Response;
 
-    async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Self::Rejection> {
-        let missing = || {
+    async fn from_request_parts(request: &mut Parts, _: &S) -> Result<Self, Response> {
+        static NOTIFIER: LazyLock<Notifier> = LazyLock::new(Notifier::default);
+        request.extensions.get().cloned().ok_or_else(|| {
             let fix = "add `.settle(..)` or `.until_body_end()`";
             let problem = format!("the handler takes a `Charge`, and no layer around it settles: {fix}{NO_CHARGE}");
-            (StatusCode::INTERNAL_SERVER_ERROR, problem)
-        };
-        request.extensions.get().cloned().ok_or_else(missing)
+            let missing = MissingKey::misconfigured(problem);
+            NOTIFIER.missing(&missing);
+            HttpReject::new().response(Reason::MissingKey(&missing))
+        })
     }
 }
 
