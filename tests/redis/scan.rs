@@ -77,7 +77,9 @@ async fn a_scan_needs_its_right() {
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
     let mut scan = store.scan();
-    assert_eq!(scan.next().await.unwrap_err().kind(), ErrorKind::Permission);
+    let error = scan.next().await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Permission);
+    assert!(error.to_string().contains(&format!("the server 127.0.0.1:{} ", server.port())), "{error}");
     let _: String = server.command("ACL SETUSER limiter +scan").await;
     assert_eq!(scan.next().await.unwrap(), Some(vec![]));
 }
