@@ -208,7 +208,7 @@ impl Policy {
     }
 }
 
-pub(super) fn check_name(name: &str) -> Result<(), ConfigError> {
+pub(crate) fn check_name(name: &str) -> Result<(), ConfigError> {
     let fix = "use 1 to 64 ASCII letters, digits, `-`, `_`, `.` or `/`";
     if is_name(name, b"-_./") { Ok(()) } else { Err(ConfigError::invalid("policy name", name, fix)) }
 }

@@ -351,3 +351,29 @@ fn more_is_asked_on_the_runtime_of_its_request() {
         other.block_on(async { tokio::time::timeout(Duration::from_secs(3), send(&service, plan(500, None))).await });
     assert!(outcome(&response.expect("at once")).is_ok());
 }
+
+/// On a runtime that ends meanwhile, too.
+#[test]
+fn more_that_is_asked_as_a_runtime_ends_is_settled() {
+    for polls in 0..8 {
+        let counted = Count::new();
+        let layer = RateLimitLayer::new(Slow(counted.store.clone(), 2), Global, counted.policy.clone()).cost(|_| 10);
+        let service = layer.until_body_end().layer(service_fn(more));
+        let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let first = runtime();
+        first.block_on(async {
+            let service = service.clone();
+            tokio::spawn(async move { drop(send(&service, plan(500, Some(7))).await) });
+            for _ in 0..polls {
+                yield_now().await;
+            }
+        });
+        drop(first);
+        runtime().block_on(async {
+            drop(send(&service, plan(0, Some(0))).await);
+            sleep(Duration::from_millis(100)).await;
+        });
+        assert!([0, 7, 10, 510].contains(&counted.charged()), "{} after {polls}", counted.charged());
+        assert_ne!(counted.charged(), 500, "{polls}");
+    }
+}

@@ -4,7 +4,9 @@ use redis::{Cmd, Value};
 
 use super::wire;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{Charged, Check, EachCharged, Key, Kind, Mode, Order, Policies, Policy, Verdict, Verdicts};
+use crate::limit::{
+    Charged, Check, EachCharged, Key, Kind, Mode, Order, Policies, Policy, Verdict, Verdicts, check_name,
+};
 
 /// What one script call asks.
 #[derive(Debug, Default)]
@@ -209,7 +211,7 @@ impl ScriptCall {
 pub(crate) fn read_key(rest: &str) -> Option<(Key, &str, &'static str)> {
     let (caller, count) = rest.strip_prefix(":{")?.split_once("}:")?;
     // What has an id is longer by that.
-    let (name, letter) = count.split_once(':')?;
+    let (name, letter) = count.split_once(':').filter(|(name, _)| check_name(name).is_ok())?;
     Some((Key::of_redis(caller)?, name, Kind::name_of(letter)?))
 }
 

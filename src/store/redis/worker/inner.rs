@@ -176,7 +176,7 @@ impl Inner {
             let reply = connection.ask(&scan).await.map_err(|error| error_of(&error))?;
             redis::from_redis_value(reply).map_err(|error| error_of(&error.into()))
         };
-        within(self.limits.timeout, call).await
+        within(self.limits.timeout, call).await.map_err(|error| error.at(self.topology.address(Some(node))))
     }
 
     /// Answers a check by what Redis said to a call that was sent at this time.
