@@ -93,11 +93,8 @@ async fn a_sentinel_is_not_a_server() {
     let server = RedisServer::start();
     let sentinel = Sentinel::start(server.port(), 1, "");
     let address = format!("127.0.0.1:{}", sentinel.port);
-    let remedy = format!(
-        "the server {address} is a Redis Sentinel, which counts nothing: write `redis+sentinel://{address}/{NAME}`"
-    );
     for url in [format!("redis://{address}"), format!("redis+cluster://{address}")] {
-        refused(url, ErrorKind::Configuration, &remedy).await;
+        refused(url, ErrorKind::Refused, "to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`").await;
     }
 }
 

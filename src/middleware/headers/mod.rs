@@ -100,11 +100,10 @@ impl Headers {
     pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>) {
         let inner = response.extensions().get::<Decision>();
         let within = inner.map(Decision::is_allowed);
-        // A handler's denial, by the layer's own policies.
-        let tells =
-            |inner: &Decision| inner.policies().iter().any(|policy| decision.policies().as_slice().contains(policy));
-        let told = within == Some(false) && inner.is_some_and(tells);
-        let fields = Self { draft: self.draft && !told, ..self };
+        // A handler's denial, by the layer's own policies, has their fields already.
+        let is_own = |inner: &Decision| decision.policies().without_in_flight() == Some(inner.policies());
+        let is_there = within == Some(false) && inner.is_some_and(is_own);
+        let fields = Self { draft: self.draft && !is_there, ..self };
         fields.append_around(&decision, response.headers_mut(), within == Some(false));
         // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
         if within.is_none() {

@@ -7,7 +7,7 @@ use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, timeout};
 
-use super::errors::{error_of, error_of_sentinel};
+use super::errors::error_of;
 use crate::error::StoreError;
 use crate::store::redis::script::Script;
 use crate::util::instant;
@@ -78,11 +78,6 @@ impl Connection {
         self.failure = failure.map(error_of);
         self.broken = failure.is_some();
         self.used = instant();
-    }
-
-    /// What an error means that the server has answered a call with.
-    pub(crate) async fn explain(&mut self, error: &RedisError, server: &str) -> StoreError {
-        error_of_sentinel(error, &mut self.link.inner, &server).await.unwrap_or_else(|| error_of(error))
     }
 
     /// Has the pool make another connection, which may lead to another server; perhaps because this one is of no use.

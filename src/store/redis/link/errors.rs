@@ -1,15 +1,13 @@
 //! What redis-rs and Redis say is wrong, as errors of a store.
 
-use std::fmt;
 use std::future::Future;
 use std::time::Duration;
 
-use redis::aio::MultiplexedConnection;
 use redis::{ConnectionInfo, ErrorKind as Kind, ProtocolVersion, RedisError, ServerErrorKind};
 use tokio::time::timeout;
 
 use super::tls;
-use crate::error::{ConfigError, ErrorKind, StoreError};
+use crate::error::{ErrorKind, StoreError};
 
 /// A failure of redis-rs by what to do about it.
 pub(crate) fn error_of(error: &RedisError) -> StoreError {
@@ -44,8 +42,9 @@ pub(crate) fn error_of(error: &RedisError) -> StoreError {
         },
     };
     let mut reason = said(error);
-    if kind == ErrorKind::Refused && is_unknown(error) {
-        reason += ", which `RedisStore` needs: allow it";
+    if kind == ErrorKind::Refused && error.detail().is_some_and(|text| text.contains("unknown command")) {
+        reason +=
+            ", which `RedisStore` needs: allow it; or, to a Redis Sentinel, write `redis+sentinel://HOST:PORT/MASTER`";
     }
     let told = StoreError::explained(kind, reason);
     if was_not_run(kind, error) { told.unsent() } else { told }
@@ -91,32 +90,6 @@ fn was_not_run(kind: ErrorKind, error: &RedisError) -> bool {
         // Another script runs already; or no writes are taken, without a disk or replicas to write to.
         _ => matches!(error.code(), Some("BUSY" | "MISCONF" | "NOREPLICAS")),
     }
-}
-
-/// Whether the server does not know the command.
-fn is_unknown(error: &RedisError) -> bool {
-    error.detail().is_some_and(|text| text.contains("unknown command"))
-}
-
-/// A failure of a command that was not run, if it was unknown since the server is a Sentinel.
-pub(crate) async fn error_of_sentinel(
-    error: &RedisError,
-    connection: &mut MultiplexedConnection,
-    server: &impl fmt::Display,
-) -> Option<StoreError> {
-    if !is_unknown(error) {
-        return None;
-    }
-    let role = connection.send_packed_command(&redis::cmd("ROLE")).await.ok()?;
-    let (role, masters): (String, Vec<String>) = redis::from_redis_value(role).ok()?;
-    (role == "sentinel").then(|| {
-        let master = masters.first().map_or("mymaster", String::as_str);
-        let text = format!(
-            "the server {server} is a Redis Sentinel, which counts nothing: write `redis+sentinel://{server}/{master}`, with \
-             all of its sentinels"
-        );
-        StoreError::from(ConfigError::new(text)).unsent()
-    })
 }
 
 /// What redis-rs said, without what we sent: its own error would show callers' keys, and tells its text twice.

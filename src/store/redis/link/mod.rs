@@ -10,7 +10,7 @@ mod tls;
 
 pub(super) use connection::{Epoch, Link, Replies};
 pub(super) use dial::{Dialer, kept_alive, with_address};
-pub(super) use errors::{error_of, error_of_sentinel, not_run, within};
+pub(super) use errors::{error_of, not_run, within};
 pub(super) use pool::{Connect, Failures, Pool};
 pub(super) use tls::Tls;
 pub(in crate::store) use tls::no_tls;

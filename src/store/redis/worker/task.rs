@@ -248,7 +248,7 @@ impl Worker {
     /// What befalls all of them.
     async fn call(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
         self.sent = false;
-        within(self.inner.limits.timeout, self.attempt(node, pool, failures)).await.map_err(|error| {
+        within(self.inner.limits.timeout, self.attempt(pool, failures)).await.map_err(|error| {
             // What drives the connection may have been dropped with the runtime before this worker: Redis has not failed.
             let error = if error.is_of_connection() && runtime_is_ending() { no_runtime() } else { error };
             let error = error.at(self.inner.topology.address(Some(node)));
@@ -256,7 +256,7 @@ impl Worker {
         })
     }
 
-    async fn attempt(&mut self, node: Node, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
+    async fn attempt(&mut self, pool: &Pool, failures: &mut Failures) -> Result<Replies, StoreError> {
         let Self { inner, work, sent, .. } = self;
         let (calls, now) = (work.calls(), inner.now.load(Ordering::Relaxed));
         let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
@@ -270,7 +270,7 @@ impl Worker {
         }
         match (inner.topology.cluster(), replies.first()) {
             // Where there is one call for all, what it met is what all would meet.
-            (None, Some(Err(error))) => Err(connection.explain(error, &inner.topology.address(Some(node))).await),
+            (None, Some(Err(error))) => Err(error_of(error)),
             _ => Ok(replies),
         }
     }

@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout};
 
 use super::slots::{self, Address, SlotMap, Slots};
 use crate::error::{ConfigError, ErrorKind, StoreError};
-use crate::store::redis::link::{Dialer, error_of, error_of_sentinel, with_address, within};
+use crate::store::redis::link::{Dialer, error_of, with_address, within};
 use crate::store::redis::topology::node::Node;
 use crate::util::RandomState;
 use crate::util::instant;
@@ -129,11 +129,7 @@ impl Nodes {
                 );
                 Err(ConfigError::new(text).into())
             }
-            Ok(Value::ServerError(error)) => {
-                let error = error.into();
-                let sentinel = error_of_sentinel(&error, &mut connection, address).await;
-                Err(sentinel.unwrap_or_else(|| error_of(&error).at(address)))
-            }
+            Ok(Value::ServerError(error)) => Err(error_of(&error.into()).at(address)),
             Ok(reply) => match slots::read(&reply, address) {
                 Some(slots) if !slots.ranges.is_empty() => Ok((connection, slots)),
                 // It has not met the others yet, or was told to forget them.
