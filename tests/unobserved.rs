@@ -170,3 +170,26 @@ async fn a_unit_observer_turns_the_log_off() {
     assert_eq!(send(&peer).await, 500);
     assert_lines(&lines.take(), &[]);
 }
+
+#[tokio::test]
+#[ignore = "run by the test below, in a process of its own"]
+async fn without_a_subscriber() {
+    let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
+    for _ in 0..5 {
+        assert_eq!(send(&layer).await, 500);
+    }
+}
+
+/// The feature alone logs nothing.
+#[test]
+fn standard_error_stands_in_for_a_subscriber() {
+    let this = std::env::current_exe().unwrap();
+    let output = std::process::Command::new(this)
+        .args(["--exact", "without_a_subscriber", "--ignored", "--nocapture"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(said.matches("no-peer-address").count(), usize::from(cfg!(debug_assertions)) * 2, "{said}");
+    assert!(!cfg!(debug_assertions) || said.contains("turn on the feature `tracing` and set a subscriber"), "{said}");
+}

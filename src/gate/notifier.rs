@@ -81,7 +81,8 @@ impl Notifier {
 
     /// Reports, once, a request that a layer around this one has counted by a policy of this one.
     pub(crate) fn counted_twice(&self, outer: &Decision, inner: &Decision) {
-        let both = inner.policies().iter().find(|policy| outer.policies().as_slice().contains(policy));
+        // Of one name and strategy they share their count, whatever their quotas are.
+        let both = inner.policies().iter().find(|inner| outer.policies().iter().any(|outer| outer.id() == inner.id()));
         if let Some(policy) = both
             && !self.misconfiguration.reported_twice.swap(true, Relaxed)
         {

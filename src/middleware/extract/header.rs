@@ -1,5 +1,5 @@
 use http::request::Parts;
-use http::{HeaderName, HeaderValue};
+use http::{HeaderName, HeaderValue, header};
 
 use super::KeyOf;
 use crate::error::ConfigError;
@@ -21,8 +21,8 @@ use crate::limit::Key;
 /// Do not use a header with several spellings of the same value, since each is counted separately:
 /// - `Authorization`: `Bearer x`, `bearer x` and `Bearer x` are one credential and three values. Count by the
 ///   authenticated user.
-/// - `X-Forwarded-For` and `Forwarded`, **never**: proxies append to what the client has sent, so the client chooses
-///   the whole value, and can get a new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part
+/// - `X-Forwarded-For` and `Forwarded` are refused: proxies append to what the client has sent, so the client chooses
+///   the whole value, and could get a new key for every request. [`ClientIp`](crate::extract::ClientIp) reads the part
 ///   that your proxies wrote. Use it for headers with one address too, such as `X-Real-IP`: here, a client that
 ///   bypasses the proxy chooses its key, and each address of an IPv6 network has a separate count.
 /// - `Cookie`: clients may send it in several lines, and it holds more than the session.
@@ -46,9 +46,14 @@ impl HeaderKey {
     ///
     /// # Errors
     ///
-    /// For a text that cannot be the name of a header, such as `"api key"`.
+    /// For a text that cannot be the name of a header, such as `"api key"`; for `X-Forwarded-For` and `Forwarded`.
     pub fn new(name: impl AsRef<str>) -> Result<Self, ConfigError> {
-        Ok(Self { name: header_name(name.as_ref())?, secret: true, challenge: None })
+        let name = header_name(name.as_ref())?;
+        if [header::FORWARDED.as_str(), "x-forwarded-for"].contains(&name.as_str()) {
+            let fix = "the client writes it, and would choose its key: count by `ClientIp::x_forwarded_for()`, and say whom you trust";
+            return Err(ConfigError::invalid("header to count by", name.as_str(), fix));
+        }
+        Ok(Self { name, secret: true, challenge: None })
     }
 
     /// Keeps values readable in Redis, where [`Key::new`] does. Not for secrets.
@@ -184,6 +189,13 @@ mod tests {
         let parts = request(b"alice");
         for extractor in [by("x-user"), by("X-User"), by(&USER)] {
             assert_eq!(extractor.extract(&parts), Ok(Key::secret("alice")));
+        }
+        for name in ["X-Forwarded-For", "forwarded"] {
+            let error = HeaderKey::new(name).unwrap_err().to_string();
+            assert!(
+                error.contains("the client writes it") && error.contains("`ClientIp::x_forwarded_for()`"),
+                "{error}"
+            );
         }
         for name in ["", "x user", "x-user:", "x-us\u{e9}r", &"x".repeat(1 << 17)] {
             let error = HeaderKey::new(name).unwrap_err().to_string();

@@ -199,6 +199,11 @@ async fn a_repeated_layer_is_reported_once() {
     assert!(seen.len() == 1 && seen[0].contains("\"api\""), "{seen:?}");
     assert!(seen[0].contains("(counted-twice: https://docs.rs/"), "{seen:?}");
 
+    // Quotas may differ: the name is the count.
+    let tighter = layer("5/h").observer(notes.clone());
+    send(&tighter.layer(limited(layer("9/h").observer(notes.clone()))), request("alice")).await;
+    assert_eq!(problems(&notes).len(), 1);
+
     // Two layers that are not the same one.
     let another = RateLimitLayer::new(LocalStore::default(), Global, policy("all", "9/h")).observer(notes.clone());
     let service = another.layer(limited(layer("9/h").observer(notes.clone())));
