@@ -221,6 +221,41 @@ local function write(key, value, at)
   end
 end
 
+-- A state may end with the millisecond in which its key expires, without its upper bytes. Then a later one, if the key lives for
+-- as long, is written in place, which leaves the expiry alone and costs a third as much. So that this is often so, the key of a
+-- caller who comes again lives for longer than it has to.
+--
+-- To write in place under a key that is missing would make one without an expiry. But what this call has read is there: while a
+-- script runs no key expires, and none is evicted.
+
+-- When a key expires where a state counts until `at`: as it does already, if it lives for as long; then the second is nothing.
+-- Otherwise then, or later by `slack` times as long as the state counts, if there is a key; the second is that time as text.
+local function lasting(expires, at, slack)
+  if expires then
+    if (expires - at / 1000) % WRAP < WRAP / 2 then
+      return expires
+    end
+    at = at + slack * (at - keep - now)
+  end
+  local text = expiry(at)
+  return last_ms % WRAP, text
+end
+
+-- Stores a state that ends with what `lasting` has returned.
+local function write_state(key, state, text)
+  if text then
+    local reply = redis_pcall('SET', key, state, 'PXAT', text)
+    if reply.err then
+      good(reply)
+    end
+    return
+  end
+  local reply = redis_pcall('SETRANGE', key, '0', state)
+  if reply ~= #state then
+    good(reply)
+  end
+end
+
 -- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
 local reply = {
   nil,
