@@ -221,18 +221,21 @@ local function write(key, value, at)
   end
 end
 
--- A state may end with the millisecond in which its key expires, without its upper bytes. Then a later one, if the key lives for
--- as long, is written in place, which leaves the expiry alone and costs a third as much. So that this is often so, the key of a
--- caller who comes again lives for longer than it has to.
+-- A state may end with the millisecond in which its key expires, without its upper bytes. Then the next one is written in place
+-- if the key lives for as long: that leaves the expiry alone, and costs a third as much. So that this is often so, the key of a
+-- caller who comes again is given longer than it needs.
 --
--- To write in place under a key that is missing would make one without an expiry. But what this call has read is there: while a
--- script runs no key expires, and none is evicted.
+-- What writes in place would make a key that is missing, without an expiry. But a key that this call has read is there: while a
+-- script runs none expires, and none is evicted.
 
--- When a key expires where a state counts until `at`: as it does already, if it lives for as long; then the second is nothing.
--- Otherwise then, or later by `slack` times as long as the state counts, if there is a key; the second is that time as text.
+-- No key is to live for as many milliseconds: four years. One that seems to has a value that is not ours.
+local LONGEST = 2 ^ 37
+
+-- When the key of a state that counts until `at` expires: as before, if that is late enough. Otherwise then, or, of a key that
+-- there is, later by `slack` times as long as its state counts; the second is that time as text.
 local function lasting(expires, at, slack)
   if expires then
-    if (expires - at / 1000) % WRAP < WRAP / 2 then
+    if (expires - at / 1000) % WRAP < LONGEST then
       return expires
     end
     at = at + slack * (at - keep - now)
@@ -241,7 +244,7 @@ local function lasting(expires, at, slack)
   return last_ms % WRAP, text
 end
 
--- Stores a state that ends with what `lasting` has returned.
+-- Stores a state that ends with the first of what `lasting` has returned; `text` is the second.
 local function write_state(key, state, text)
   if text then
     local reply = redis_pcall('SET', key, state, 'PXAT', text)

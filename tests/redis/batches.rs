@@ -232,7 +232,7 @@ fn foreign_values(now: i64) -> Vec<Foreign> {
     }
 
     // As long as a state is, or as one of so many cells.
-    for length in [16, 19, 20, 21, 24, 17, 29, 36, 12 * 21] {
+    for length in [16, 19, 20, 21, 24, 26, 28, 17, 29, 36, 12 * 21] {
         for byte in [0, 1, 0x7f, 0x80, 0xff, b'0'] {
             add("SET", &[&vec![byte; length]], true);
         }
