@@ -1,11 +1,12 @@
 -- Fixed windows; the twin of src/limit/strategy/fixed_window.rs, which explains them.
 --
--- Stored: when the caller's window began, the time of the last charge, and what was granted in the window.
+-- Stored: when the caller's window began, the time of the last charge, and what was granted in the window; when
+-- the key expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, and what was granted in it.
 --
--- Uses decode and encode of call.lua; late, max, min and write of prelude.lua.
+-- Uses decode and encode of call.lua; lasting, late, max, min and write_state of prelude.lua.
 
-local FORMAT, LENGTH = '<i7i7I5', 19
+local FORMAT, LENGTH = '<i7i7I5I5', 24
 
 -- An offset of -1: a window begins at the first charge.
 local function policy(capacity, period, offset)
@@ -32,9 +33,11 @@ end
 
 local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
+    policy.expires = nil
     return window_start(policy, now, now), 0
   end
-  local start, last, count = decode(FORMAT, value)
+  local start, last, count
+  start, last, count, policy.expires = decode(FORMAT, value)
   count = min(count, 2 * policy.capacity)
   if start > now then
     return window_start(policy, now, now), count, nil, true
@@ -82,7 +85,8 @@ local function reset(policy, now, start, count)
 end
 
 local function save(policy, key, now, at, cost, start, count)
-  write(key, encode(FORMAT, start, now, count), at)
+  local expires, text = lasting(policy.expires, at, 0)
+  write_state(key, encode(FORMAT, start, now, count, expires), text)
 end
 
 return {

@@ -1,20 +1,25 @@
 -- The meter: what the leaky bucket and GCRA share, which say the same in two ways; the twin of
 -- src/limit/strategy/meter.rs.
 --
--- Stored: when the meter was filled last, its level then in ticks, and how many ticks made a unit of cost.
+-- Stored: when the meter was filled last, its level then in ticks, and how many ticks made a unit of cost; when the key
+-- expires, which the policy keeps from `load` to `save`.
 -- Registers: the level at now, in ticks.
 --
--- Uses decode and encode of call.lua; div_ceil, max, refill_functions and write of prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, lasting, max, refill_functions and write_state of
+-- prelude.lua.
 
 local function meter()
   local refilling, drained, kept = refill_functions()
-  local FORMAT, LENGTH = '<i7I7I7', 21
+  local FORMAT, LENGTH = '<i7I7I7I5', 26
 
   local function load(policy, key, now, value)
     if not value or #value ~= LENGTH then
+      policy.expires = nil
       return 0
     end
-    return drained(policy, now, decode(FORMAT, value))
+    local at, level, interval
+    at, level, interval, policy.expires = decode(FORMAT, value)
+    return drained(policy, now, at, level, interval)
   end
 
   local function room(policy, now, level)
@@ -41,7 +46,8 @@ local function meter()
   end
 
   local function save(policy, key, now, at, cost, level)
-    write(key, encode(FORMAT, now, level, policy.interval), at)
+    local expires, text = lasting(policy.expires, at, 1)
+    write_state(key, encode(FORMAT, now, level, policy.interval, expires), text)
   end
 
   return {

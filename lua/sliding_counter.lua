@@ -1,12 +1,12 @@
 -- Sliding counter; the twin of src/limit/strategy/sliding_counter.rs, which explains it.
 --
--- Stored: when the caller's window began, the time of the last charge, what was granted in the window, and what in the
--- window before.
+-- Stored: when the caller's window began, how long after that the last charge was, what was granted in the window, and what in
+-- the window before; when the key expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, what was granted in it, and what in the window before.
 --
--- Uses decode and encode of call.lua; floor, late, max, min and write of prelude.lua.
+-- Uses decode and encode of call.lua; floor, lasting, late, max, min and write_state of prelude.lua.
 
-local FORMAT, LENGTH = '<i7i7I5I5', 24
+local FORMAT, LENGTH = '<i7I6I5I5I5', 28
 
 -- Below this a double holds every whole number.
 local EXACT = 2 ^ 53
@@ -34,9 +34,12 @@ end
 local function load(policy, key, now, value)
   local period = policy.period
   if not value or #value ~= LENGTH then
+    policy.expires = nil
     return now - now % period, 0, 0
   end
-  local start, last, current, previous = decode(FORMAT, value)
+  local start, since, current, previous
+  start, since, current, previous, policy.expires = decode(FORMAT, value)
+  local last = start + since
   current, previous = min(current, 2 * policy.capacity), min(previous, 2 * policy.capacity)
   if start > now then
     return now - now % period, current, previous, true
@@ -109,7 +112,8 @@ local function reset(policy, now, start, current, previous)
 end
 
 local function save(policy, key, now, at, cost, start, current, previous)
-  write(key, encode(FORMAT, start, now, current, previous), at)
+  local expires, text = lasting(policy.expires, at, 0)
+  write_state(key, encode(FORMAT, start, now - start, current, previous, expires), text)
 end
 
 return {

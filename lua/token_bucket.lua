@@ -1,12 +1,14 @@
 -- Token bucket; the twin of src/limit/strategy/token_bucket.rs, which explains it.
 --
--- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token.
+-- Stored: when the bucket was refilled last, what it lacked then in ticks, and how many ticks made a token; when
+-- the key expires, which the policy keeps from `load` to `save`.
 -- Registers: the tokens at now, in ticks, and when they were refilled last.
 --
--- Uses decode and encode of call.lua; div_ceil, floor, max, min, refill_functions and write of prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, floor, lasting, max, min, refill_functions and write_state of
+-- prelude.lua.
 
 local refilling, drained, kept, kept_of = refill_functions()
-local FORMAT, LENGTH = '<i7I7I7', 21
+local FORMAT, LENGTH = '<i7I7I7I5', 26
 
 -- `ticks` flow in every microsecond if `period` is 0; else they come at once, after every period.
 local function policy(capacity, interval, ticks, period)
@@ -17,10 +19,11 @@ end
 
 local function load(policy, key, now, value)
   if not value or #value ~= LENGTH then
+    policy.expires = nil
     return policy.full, now
   end
-  local refilled, missing, interval = decode(FORMAT, value)
-  local future, _
+  local refilled, missing, interval, future, _
+  refilled, missing, interval, policy.expires = decode(FORMAT, value)
   if policy.period == 0 then
     missing, _, _, future = drained(policy, now, refilled, missing, interval)
     return policy.full - missing, now, nil, future
@@ -83,7 +86,8 @@ local function reset(policy, now, tokens, refilled)
 end
 
 local function save(policy, key, now, at, cost, tokens, refilled)
-  write(key, encode(FORMAT, refilled, policy.full - tokens, policy.interval), at)
+  local expires, text = lasting(policy.expires, at, 1)
+  write_state(key, encode(FORMAT, refilled, policy.full - tokens, policy.interval, expires), text)
 end
 
 return {

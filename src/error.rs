@@ -264,8 +264,8 @@ impl ErrorKind {
                 "the server refused to let us in: check the user and password in the URL (`redis://user:password@host/`)"
             }
             Self::Permission => {
-                "the server denies the Redis user a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set +del` \
-                 and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for RedisStore::announce, \
+                "the server denies the Redis user a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set \
+                 +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for RedisStore::announce, \
                  `+zremrangebyscore +zadd +zcard +pexpire`; in a Redis Cluster, `+asking +cluster|slots` (`+cluster` before 7.0); a user of sentinels, \
                  `+sentinel|master` (`+sentinel` before 7.0)"
             }

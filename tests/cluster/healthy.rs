@@ -193,7 +193,7 @@ async fn another_number_of_partitions_is_refused() {
 #[tokio::test]
 async fn the_documented_permissions_are_enough() {
     let cluster = Cluster::start(false).await;
-    let needed = "+evalsha +eval +time +mget +set +del +asking +cluster|slots";
+    let needed = "+evalsha +eval +time +mget +set +setrange +del +asking +cluster|slots";
     for node in &cluster.nodes {
         let _: String = node.server.command(&format!("ACL SETUSER app on >hunter2 ~rl:* {needed}")).await;
     }

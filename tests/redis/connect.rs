@@ -136,7 +136,7 @@ async fn a_right_of_logs_is_missing() {
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
-    let rights = "+evalsha +eval +time +mget +set +del";
+    let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let of_logs = "+lrange +rpush +lset +ltrim +lrem +pexpireat";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
@@ -164,7 +164,7 @@ async fn the_documented_rights_are_enough() {
 #[tokio::test]
 async fn the_user_may_not_ping() {
     let server = RedisServer::start();
-    let rights = "+evalsha +eval +time +mget +set +del";
+    let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());
     let one = std::num::NonZeroUsize::MIN;
@@ -199,7 +199,7 @@ impl Observer for Failures {
 #[tokio::test]
 async fn the_documented_rights_to_announce_are_enough() {
     let server = RedisServer::start();
-    let rights = "+evalsha +eval +time +mget +set +del";
+    let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let to_announce = "+zremrangebyscore +zadd +zcard +pexpire";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let url = format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port());

@@ -43,7 +43,7 @@ const NOT_NEEDED: [&str; 30] = [
 ];
 
 /// What all strategies need, and what only logs do.
-const NEEDED: [&str; 6] = ["evalsha", "eval", "time", "mget", "set", "del"];
+const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
 const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 
 /// A server without these commands.

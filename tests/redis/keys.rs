@@ -1,10 +1,13 @@
 //! What stands in Redis: short keys that expire, and callers who cannot reach each other's.
 
+use std::time::Duration;
+
+use futures_util::future::join_all;
 use tower_redis_ratelimit::check::Check;
 use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{Key, RedisStore, Strategy};
+use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy, redis};
 
-use crate::support::{RedisServer, STRATEGIES, policy};
+use crate::support::{RedisServer, STRATEGIES, policy, until};
 
 #[tokio::test]
 async fn a_key_reads_prefix_caller_policy_strategy() {
@@ -50,6 +53,121 @@ async fn every_key_expires_when_it_is_fresh() {
     }
 }
 
+/// Those whose states are written in place.
+fn constant() -> impl Iterator<Item = Strategy> {
+    let grows = |strategy: &Strategy| matches!(strategy, Strategy::SlidingLog | Strategy::SlidingWindow { .. });
+    STRATEGIES.into_iter().filter(move |strategy| !grows(strategy))
+}
+
+/// Who comes again is mostly written in place. For this, the key of a caller whose quota refills may live for up to
+/// twice as long as its state counts; that of a window ends with it.
+#[tokio::test]
+async fn most_charges_leave_the_expiry_alone() {
+    const CHARGES: u64 = 40;
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    for strategy in constant() {
+        let policies = policy(strategy, "1000/h");
+        let refills = !matches!(strategy, Strategy::FixedWindow(_) | Strategy::SlidingCounter);
+        let before = [server.calls("set").await, server.calls("setrange").await];
+        for _ in 0..CHARGES {
+            let decision = store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
+            let keys: Vec<String> = server.command("KEYS *").await;
+            let left: i64 = server.command(&format!("PTTL {}", keys[0])).await;
+            let reset = decision.reset_after().as_millis() as i64;
+            let most = if refills { 2 * reset } else { reset };
+            // Between the two answers some time may pass.
+            assert!((reset - 500..=most + 500).contains(&left), "{strategy:?}: {left} ms for a reset in {reset} ms");
+        }
+        let [set, in_place] = [server.calls("set").await - before[0], server.calls("setrange").await - before[1]];
+        assert_eq!(set + in_place, CHARGES, "{strategy:?}");
+        assert!(set <= 8, "{strategy:?}: {set} of {CHARGES} charges have set an expiry");
+        let _: String = server.command("FLUSHALL").await;
+    }
+}
+
+/// Whatever has become of a key since the last charge, the next one leaves none without an expiry. If somebody else has
+/// taken the expiry away, then one that finds the key older than it was to become.
+#[tokio::test]
+async fn no_charge_leaves_a_key_without_an_expiry() {
+    let server = RedisServer::start();
+    // Each denial is Redis's own.
+    let builder = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).denials(0);
+    let store = builder.connect_lazy().unwrap();
+    for strategy in constant() {
+        let take_of = async |policies: &Policies| {
+            assert!(store.check(Check::take(Key::new("ann"), policies, 1)).await.is_ok());
+        };
+        let policies = policy(strategy, "1000/h");
+        let take = async || take_of(&policies).await;
+        take().await;
+        let keys: Vec<String> = server.command("KEYS *").await;
+        let key = &keys[0];
+        let length: usize = server.command(&format!("STRLEN {key}")).await;
+        for change in [
+            format!("DEL {key}"),
+            format!("RENAME {key} other"),
+            format!("PEXPIRE {key} 0"),
+            format!("SET {key} garbage"),
+            format!("SET {key} {}", "0".repeat(length)),
+            format!("SET {key} {}", "0".repeat(length + 1)),
+        ] {
+            take().await;
+            take().await;
+            let _: redis::Value = server.command(&change).await;
+            take().await;
+            assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{strategy:?}: {change}");
+        }
+        let _: String = server.command("FLUSHALL").await;
+        let soon = policy(strategy, "10/1s");
+        take_of(&soon).await;
+        take_of(&soon).await;
+        assert_eq!(server.command::<i64>(&format!("PERSIST {key}")).await, 1);
+        until("the key has an expiry", async || {
+            take_of(&soon).await;
+            server.command::<i64>(&format!("PTTL {key}")).await > 0
+        })
+        .await;
+        let _: String = server.command("FLUSHALL").await;
+    }
+}
+
+/// Callers who come again and new ones, in the same script calls.
+#[tokio::test]
+async fn new_callers_beside_others_get_an_expiry() {
+    let server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect_lazy().unwrap();
+    for strategy in constant() {
+        let policies = policy(strategy, "1000/h");
+        let take = |i: usize| store.check(Check::take(Key::new(format!("caller-{i}")), &policies, 1));
+        for callers in [(0..60).step_by(3).collect::<Vec<_>>(), (0..60).collect()] {
+            assert!(join_all(callers.into_iter().map(take)).await.iter().all(Result::is_ok));
+        }
+        let keys: Vec<String> = server.command("KEYS *").await;
+        assert_eq!(keys.len(), 60);
+        for key in keys {
+            assert!(server.command::<i64>(&format!("PTTL {key}")).await > 0, "{strategy:?}: {key}");
+        }
+        let _: String = server.command("FLUSHALL").await;
+    }
+}
+
+/// What the script relies on when it writes in place.
+#[tokio::test]
+async fn no_key_expires_while_a_script_runs() {
+    let server = RedisServer::start();
+    let script = "local read = redis.call('MGET', KEYS[1])[1] \
+                  for i = 1, 3e7 do end \
+                  return { #read, redis.call('SETRANGE', KEYS[1], 0, 'new'), redis.call('PTTL', KEYS[1]) }";
+    let mut connection = server.connection().await;
+    let () = redis::cmd("SET").arg("k").arg("value").arg("PX").arg(20).query_async(&mut connection).await.unwrap();
+    let eval = redis::cmd("EVAL").arg(script).arg(1).arg("k").query_async(&mut connection).await;
+    let [read, written, left]: [i64; 3] = eval.unwrap();
+    assert_eq!([read, written], [5, 5]);
+    assert!(left >= 0, "{left} ms");
+    until("it has expired", async || server.command::<i64>("DBSIZE").await == 0).await;
+}
+
 #[tokio::test]
 async fn denials_and_peeks_write_nothing() {
     let server = RedisServer::start();
@@ -64,7 +182,8 @@ async fn denials_and_peeks_write_nothing() {
             let _ = store.check(check).await.unwrap();
         }
     }
-    assert_eq!((server.calls("set").await, server.calls("del").await), (0, 0));
+    let writes = [server.calls("set").await, server.calls("setrange").await, server.calls("del").await];
+    assert_eq!(writes, [0; 3]);
     let keys: i64 = server.command("DBSIZE").await;
     assert_eq!(keys, 0);
 }

@@ -72,7 +72,7 @@ async fn every_count_is_found_and_nothing_else() {
 #[tokio::test]
 async fn a_scan_needs_its_right() {
     let server = RedisServer::start();
-    let rights = "+evalsha +eval +time +mget +set +del";
+    let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
     let mut scan = store.scan();

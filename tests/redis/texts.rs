@@ -92,7 +92,7 @@ async fn failures(store: &RedisStore) -> Vec<StoreError> {
 
 #[tokio::test]
 async fn a_refused_command_shows_no_key() {
-    for command in ["EVALSHA", "EVAL", "TIME", "MGET", "SET", "DEL", "RPUSH", "LRANGE", "LSET"] {
+    for command in ["EVALSHA", "EVAL", "TIME", "MGET", "SET", "SETRANGE", "DEL", "RPUSH", "LRANGE", "LSET"] {
         let server = RedisServer::start_with(&["--rename-command", command, ""]);
         let failed = failures(&RedisStore::connect_lazy(server.url()).unwrap()).await;
         assert!(!failed.is_empty(), "{command}");
@@ -106,7 +106,7 @@ async fn a_refused_command_shows_no_key() {
 #[tokio::test]
 async fn a_refused_user_shows_no_secret() {
     let server = RedisServer::start();
-    for rights in ["-evalsha", "-eval", "-time", "-mget", "-set", "resetkeys ~other:*"] {
+    for rights in ["-evalsha", "-eval", "-time", "-mget", "-set", "-setrange", "resetkeys ~other:*"] {
         let _: String = server.command(&format!("ACL SETUSER telling-user reset on >hunter2 ~* +@all {rights}")).await;
         let url = format!("redis://telling-user:hunter2@127.0.0.1:{}/", server.port());
         let failed = failures(&RedisStore::connect_lazy(url).unwrap()).await;

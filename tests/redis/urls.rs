@@ -29,7 +29,7 @@ async fn every_part_of_a_url_applies() {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("redis.sock").to_str().unwrap().to_owned();
     let server = RedisServer::start_with(&["--unixsocket", &socket]);
-    let rights = "+evalsha +eval +time +mget +set +del +select";
+    let rights = "+evalsha +eval +time +mget +set +setrange +del +select";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let host = format!("127.0.0.1:{}", server.port());
     for (url, database, expected) in [

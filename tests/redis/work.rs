@@ -13,7 +13,7 @@ use tower_redis_ratelimit::{Key, Policies, RedisStore, Strategy};
 use crate::support::{RedisServer, STRATEGIES, policy};
 
 /// Those that change a key.
-const WRITES: [&str; 7] = ["set", "del", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
+const WRITES: [&str; 8] = ["set", "setrange", "del", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 
 /// What a search of so many charges takes, and what is done with its result.
 fn search(charges: usize) -> usize {

@@ -25,7 +25,7 @@ async fn refused(servers: impl Into<Servers>, kind: ErrorKind, remedy: &str) {
 #[tokio::test]
 async fn the_documented_rights_are_enough() {
     let server = RedisServer::start();
-    let rights = "+evalsha +eval +time +mget +set +del +role";
+    let rights = "+evalsha +eval +time +mget +set +setrange +del +role";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2/ resetkeys ~rl:* -@all {rights}")).await;
     let _: String = server.command("ACL SETUSER default on >hunter22").await;
     let more = format!("sentinel auth-pass {NAME} hunter22\n");
@@ -58,7 +58,7 @@ async fn the_documented_rights_are_enough() {
 #[tokio::test]
 async fn masters_are_recognized_without_the_role_command() {
     let server = RedisServer::start();
-    let rights = "+evalsha +eval +time +mget +set +del";
+    let rights = "+evalsha +eval +time +mget +set +setrange +del";
     let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
     let sentinel = Fake::start(server.port(), 1);
     let servers =

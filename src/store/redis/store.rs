@@ -16,7 +16,7 @@ use crate::store::{Answer, Instances, Store};
 /// never sent twice: only a script that Redis does not know, and so did not run, is sent again.
 ///
 /// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
-/// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +del`, and for
+/// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +setrange +del`, and for
 /// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
 ///
 /// # Redis Cluster
