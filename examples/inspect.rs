@@ -15,12 +15,14 @@
 //! `login sliding-log 5/15m` and `uploads in-flight 10/30s`. A caller is written as `user-42`, `ip:192.0.2.7`, `*` for all
 //! together, a tuple with commas, and an API key as `secret:sk-1` or by its hash, `~` and 32 digits: no secret is in Redis.
 //!
-//! The lists look through the whole database, a thousand keys at a time. The Redis user needs `+scan` for them. After a reset,
-//! an instance that has just denied the caller goes on until the wait that it told is over: it remembers denials.
+//! The lists look through the whole database, a thousand keys at a time, and so does the question for a caller who has used
+//! nothing: perhaps the policy is written wrongly. The Redis user needs `+scan` for that. After a reset, an instance that has
+//! just denied the caller goes on until the wait that it told is over: it remembers denials.
 
 use std::collections::BTreeMap;
 use std::env;
 use std::error::Error;
+use std::process::ExitCode;
 
 use futures_util::future::try_join_all;
 use serde::Deserialize;
@@ -35,21 +37,30 @@ const TOP: usize = 20;
 const TOGETHER: usize = 128;
 
 #[tokio::main]
-async fn main() -> Result<(), Box<dyn Error>> {
+async fn main() -> ExitCode {
+    let Err(error) = run().await else { return ExitCode::SUCCESS };
+    let mut causes = Some(&*error);
+    while let Some(cause) = causes {
+        eprintln!("{cause}");
+        causes = cause.source();
+    }
+    ExitCode::FAILURE
+}
+
+async fn run() -> Result<(), Box<dyn Error>> {
     let url = env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
     let store = RedisStore::connect(&url).await?;
     let args: Vec<String> = env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => policies(&store).await?,
         [text] => hottest(&store, policy(text)?).await?,
-        [text, caller] => {
-            show(&Limiter::new(store, policy(text)?), key(caller)?).await?;
-        }
+        [text, caller] => show(&store, policy(text)?, key(caller)?).await?,
         [text, caller, "reset"] => {
-            let limiter = Limiter::new(store, policy(text)?);
-            show(&limiter, key(caller)?).await?;
-            let _ = limiter.reset(key(caller)?).await?;
-            show(&limiter, key(caller)?).await?;
+            let (policy, key) = (policy(text)?, key(caller)?);
+            show(&store, policy.clone(), key).await?;
+            let limiter = Limiter::new(store, policy);
+            let _ = limiter.reset(key).await?;
+            print(key, &limiter.peek(key, 1).await?);
         }
         _ => return Err("write nothing, a policy, or a policy and a caller, with `reset` behind them".into()),
     }
@@ -73,14 +84,20 @@ fn key(text: &str) -> Result<Key, NoKey> {
     Key::deserialize(StrDeserializer::new(text))
 }
 
-/// Prints how many callers each policy has.
-async fn policies(store: &RedisStore) -> Result<(), StoreError> {
-    let (mut callers, mut scan) = (BTreeMap::<(String, &str), usize>::new(), store.scan());
+/// How many callers each policy has, by its name and strategy.
+async fn callers(store: &RedisStore) -> Result<BTreeMap<(String, &'static str), usize>, StoreError> {
+    let (mut callers, mut scan) = (BTreeMap::new(), store.scan());
     while let Some(counts) = scan.next().await? {
         for count in counts {
             *callers.entry((count.policy, count.strategy)).or_default() += 1;
         }
     }
+    Ok(callers)
+}
+
+/// Prints how many callers each policy has.
+async fn policies(store: &RedisStore) -> Result<(), StoreError> {
+    let callers = callers(store).await?;
     println!("{:<24} {:<16} {:>8}", "policy", "strategy", "callers");
     let mut before = "";
     for ((policy, strategy), callers) in &callers {
@@ -95,13 +112,31 @@ async fn policies(store: &RedisStore) -> Result<(), StoreError> {
     Ok(())
 }
 
+/// The strategy of a policy as counts name it.
+fn strategy(policy: &Policy) -> String {
+    let text = policy.strategy().map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
+    text.split('(').next().unwrap_or_default().to_owned()
+}
+
+/// Prints what is counted instead, if nothing is under this policy. Returns whether that is so.
+async fn is_missing(store: &RedisStore, policy: &Policy) -> Result<bool, StoreError> {
+    let (callers, strategy) = (callers(store).await?, strategy(policy));
+    if callers.keys().any(|(name, of)| name == policy.name() && strategy == *of) {
+        return Ok(false);
+    }
+    let others: Vec<String> = callers.keys().map(|(name, strategy)| format!("`{name} {strategy}`")).collect();
+    let others = if others.is_empty() { "nothing else".to_owned() } else { others.join(", ") };
+    println!("nothing is counted as `{} {strategy}`; there is {others}", policy.name());
+    Ok(true)
+}
+
 /// Prints the callers who have used most of a policy.
 async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
-    let strategy = policy.strategy().map_or_else(|| "in-flight".to_owned(), |strategy| strategy.to_string());
+    let strategy = strategy(&policy);
     let limiter = Limiter::new(store.clone(), policy.clone());
     let (mut top, mut scan) = (Vec::<(Key, Decision)>::new(), store.scan());
     while let Some(counts) = scan.next().await? {
-        let is_of = |count: &Counted| count.policy == policy.name() && strategy.starts_with(count.strategy);
+        let is_of = |count: &Counted| count.policy == policy.name() && strategy == count.strategy;
         let callers: Vec<Key> = counts.into_iter().filter(is_of).map(|count| count.key).collect();
         for callers in callers.chunks(TOGETHER) {
             let decisions = try_join_all(callers.iter().map(|caller| limiter.peek(*caller, 1))).await?;
@@ -111,6 +146,9 @@ async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
         top.dedup_by_key(|(key, _)| *key);
         top.truncate(TOP);
     }
+    if top.is_empty() {
+        is_missing(store, &policy).await?;
+    }
     for (key, decision) in top {
         print(key, &decision);
     }
@@ -118,8 +156,11 @@ async fn hottest(store: &RedisStore, policy: Policy) -> Result<(), StoreError> {
 }
 
 /// Prints the counts of one caller.
-async fn show(limiter: &Limiter<RedisStore>, key: Key) -> Result<(), StoreError> {
-    print(key, &limiter.peek(key, 1).await?);
+async fn show(store: &RedisStore, policy: Policy, key: Key) -> Result<(), StoreError> {
+    let decision = Limiter::new(store.clone(), policy.clone()).peek(key, 1).await?;
+    if decision.remaining() < decision.capacity() || !is_missing(store, &policy).await? {
+        print(key, &decision);
+    }
     Ok(())
 }
 

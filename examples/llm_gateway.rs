@@ -28,7 +28,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let tokens_a_minute = Policy::new("tokens", Strategy::SlidingWindow { cells: 60 }, tokens)?;
     let policies = Policies::new([tokens_a_minute, Policy::in_flight("streams", streams)?])?;
     let layer = RateLimitLayer::new(AnyStore::from_env("REDIS_URL")?, HeaderKey::new("x-api-key")?, policies);
-    let app = Router::new().route("/chat", post(chat)).layer(layer.until_body_end());
+    // An answer that is denied its tokens would keep what the layer takes at the start.
+    let app = Router::new().route("/chat", post(chat)).layer(layer.cost(|_| 0).until_body_end());
 
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     let port = listener.local_addr()?.port();

@@ -81,8 +81,18 @@ async fn look(url: &str) {
     assert!(reset.lines().last().unwrap().contains("100 of 100 left, passes, all back in 0.0 s"), "{reset}");
     let address = inspect(url, &["api.v2 10/h", "ip:192.0.2.7"]).unwrap();
     assert!(address.starts_with("ip:192.0.2.7 ") && address.contains(" 9 of 10 left"), "{address}");
+    for args in [&["api.v2 fixed-window 10/h"][..], &["api.v2 fixed-window 10/h", "ip:192.0.2.7"]] {
+        let missing = inspect(url, args).unwrap();
+        let expected =
+            "nothing is counted as `api.v2 fixed-window`; there is `api gcra`, `api sliding-log`, `api.v2 gcra`\n";
+        assert_eq!(missing, expected);
+    }
+    let unused = inspect(url, &["api.v2 10/h", "ip:192.0.2.8"]).unwrap();
+    assert!(unused.contains(" 10 of 10 left, passes"), "{unused}");
     let error = inspect(url, &["api sliding-window(10 cells) 10", "ann"]).unwrap_err();
-    assert!(error.contains("is not a valid quota"), "{error}");
+    assert!(error.starts_with("\"10\" is not a valid quota: "), "{error}");
+    let error = inspect("http://127.0.0.1/", &[]).unwrap_err();
+    assert!(error.starts_with("the store is set up wrongly: "), "{error}");
 }
 
 #[tokio::test]

@@ -110,9 +110,8 @@ impl<R, A: KeyExtractor<R>, B: KeyExtractor<R>> KeyExtractor<R> for Or<A, B> {
 /// there is [`by_extension`](crate::extract::by_extension).
 ///
 /// Do not count by the path as it is: it has many spellings. `/login/alice`, `/login/%61lice` and `/login/a%6cice` are
-/// one user and three keys, each with separate guesses. Decode the key, best where the handler does, as with axum's
-/// `Path` in a layer in front, which leaves it in the extensions: the recipe "Only failures count" in the
-/// [recipes](crate::guide::recipes) does so.
+/// one user and three keys, each with separate guesses. Count where the path is decoded: the recipe "Login attempts" in
+/// the [recipes](crate::guide::recipes) does so in the handler, with axum's `Path` and a [`Limiter`](crate::Limiter).
 ///
 /// ```
 /// use tower_redis_ratelimit::extract::key_fn;

@@ -84,6 +84,9 @@ impl Charge {
     /// }
     /// ```
     ///
+    /// If it is denied, the request still costs what the layer took at the start, 1 by default: with
+    /// [`.cost(|_| 0)`](crate::RateLimitLayer::cost) on the layer that is nothing.
+    ///
     /// In nested layers it is reserved in all of them, or in none. It does nothing for an uncounted request, in a dry
     /// run, under policies that only count requests in flight, and once the head of the response has settled the
     /// request. A shadow is charged in the end.

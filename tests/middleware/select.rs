@@ -329,6 +329,8 @@ fn wrong_patterns_are_refused() {
         let error = routes.route(pattern, policy("c", "1/m")).unwrap_err();
         assert!(error.to_string().starts_with(&format!("the route {pattern:?} cannot be used (")), "{error}");
     }
+    let error = Routes::new(policy("a", "1/m")).route("POST /users", policy("b", "1/m")).unwrap_err().to_string();
+    assert!(error.ends_with("for one method, write `.method(Method::POST, \"/users\", ..)`"), "{error}");
 }
 
 /// A selector may stand for one route, and one in a [`Live`].

@@ -85,6 +85,8 @@ fn mistakes_in_a_url_are_named() {
         ("redis+cluster://app:hunter@2@a:1", "and an `@` in them as `%40`"),
         ("redis://a/?protocl=resp3", "parameter `protocl` is unknown: write `prefix`, `protocol`"),
         ("redis://a/?db=3", "parameter `db` is unknown"),
+        ("redis://a/?timeout=5", "all else is set on the builder, or in `StoreConfig`"),
+        ("redis+cluster://a/3", "a cluster has no database but 0: write none"),
         ("redis+cluster://a:1?sentinel_user=app", "parameter `sentinel_user` is unknown"),
         (
             "redis+sentinel://a/mymaster?sentinel_pasword=hunter2",
@@ -111,6 +113,7 @@ fn mistakes_in_a_url_are_named() {
                 let text = error.to_string();
                 assert!(text.starts_with("the Redis URL cannot be used: "), "{text:?}");
                 assert!(text.contains(problem) && !text.contains("hunter2"), "{text:?} lacks {problem:?}");
+                assert!(!text.contains("write it like"), "a second fix: {text:?}");
             }
             Ok(store) => panic!("{store:?}, where {problem:?}"),
         }

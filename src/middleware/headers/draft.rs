@@ -184,6 +184,14 @@ mod tests {
         assert_eq!(fields(&policies, 3), ["\"day\";r=1;t=60", "\"day\";r=0;t=60", "\"day\";r=0;t=60"]);
     }
 
+    /// The window ends after 40 s.
+    #[test]
+    fn late_in_a_window_the_rest_lasts_longer() {
+        let clock = Strategy::FixedWindow(Align::Clock { offset: Duration::ZERO });
+        let policies = Policy::new("day", clock, Quota::per_minute(5)).unwrap().into();
+        assert_eq!(fields(&policies, 2), ["\"day\";r=4;t=48", "\"day\";r=3;t=40"]);
+    }
+
     #[test]
     fn requests_in_flight_have_no_window() {
         let policies = Policies::new([

@@ -134,6 +134,13 @@ const MAX_PARAMETERS: usize = 25;
 
 fn insert(router: &mut Router<Selector>, pattern: &str, policies: impl PolicySelector) -> Result<(), ConfigError> {
     if !pattern.starts_with('/') {
+        if let Some((method, path)) = pattern.split_once(" /") {
+            let method = method.to_ascii_uppercase();
+            return Err(ConfigError::new(format!(
+                "the route {pattern:?} cannot be used (it begins with a method): for one method, write \
+                 `.method(Method::{method}, \"/{path}\", ..)`"
+            )));
+        }
         return Err(wrong(pattern, "it does not begin with `/`"));
     }
     if !matches!(pattern.parse::<PathAndQuery>(), Ok(path) if path.path() == pattern) {

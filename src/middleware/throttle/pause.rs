@@ -26,7 +26,7 @@ use crate::store::Store;
 /// let (store, key) = (LocalStore::default(), Key::new("geocoder"));
 /// // However long the server says, no longer than five minutes.
 /// let pause = Pause::new(store.clone(), "geocoder-pause", Duration::from_secs(300))?;
-/// let rate = Policy::new("geocoder", Strategy::Gcra, Quota::per_second(50))?;
+/// let rate = Policy::new("geocoder", Strategy::Gcra, Quota::per_second(50).burst(5))?;
 ///
 /// let mut client = ServiceBuilder::new()
 ///     .layer(ThrottleLayer::new(store, key, Policies::new([rate, pause.policy()])?))

@@ -107,11 +107,12 @@ impl Servers {
     }
 }
 
-fn wrong<T>(what: impl fmt::Display) -> Result<T, ConfigError> {
-    Err(wrong_url(what))
+/// The URL itself is left out, since it may hold a password.
+fn wrong<T>(problem: impl fmt::Display) -> Result<T, ConfigError> {
+    Err(ConfigError::new(format!("the Redis URL cannot be used: {problem}")))
 }
 
-/// The URL itself is left out, since it may hold a password.
+/// For a problem that does not say what to write.
 pub(in crate::store) fn wrong_url(problem: impl fmt::Display) -> ConfigError {
     ConfigError::new(format!("the Redis URL cannot be used: {problem}; write it like `redis://:password@host:6379/0`"))
 }
@@ -135,7 +136,8 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
             let is_shown = !has_login && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
             let name = if is_shown { format!(" `{name}`") } else { String::new() };
             return wrong(format_args!(
-                "its parameter{name} is unknown: write `{known_as}`, and a `?` in a password as `%3F`"
+                "its parameter{name} is unknown: write `{known_as}`, and a `?` in a password as `%3F`; all else is set on the \
+                 builder, or in `StoreConfig`"
             ));
         }
         if seen.contains(&name) {
@@ -245,7 +247,7 @@ fn cluster(nodes: impl Iterator<Item = Result<ConnectionInfo, ConfigError>>) -> 
     } else if nodes.iter().any(|node| matches!(node.addr(), ConnectionAddr::Unix(_))) {
         wrong("the nodes of a cluster have no unix sockets")
     } else if nodes.iter().any(|node| node.redis_settings().db() != 0) {
-        wrong("a cluster has no database but 0")
+        wrong("a cluster has no database but 0: write none")
     } else {
         Ok(Kind::Cluster(nodes))
     }
