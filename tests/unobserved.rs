@@ -2,9 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
 
+#[path = "support/lines.rs"]
+mod lines;
+
 use std::convert::Infallible;
-use std::io;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::{Request, Response};
@@ -16,43 +17,8 @@ use tower_redis_ratelimit::{
     CallLimitLayer, Fallback, Key, Limiter, LocalStore, Policy, Quota, RateLimitLayer, Strategy, ThrottleLayer,
 };
 use tracing::Level;
-use tracing::subscriber::DefaultGuard;
 
-/// Collects what this thread logs.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl Lines {
-    fn collect() -> (Self, DefaultGuard) {
-        let lines = Self::default();
-        let writer = lines.clone();
-        let subscriber = tracing_subscriber::fmt()
-            .with_max_level(Level::INFO)
-            .with_writer(move || writer.clone())
-            .with_ansi(false)
-            .with_target(false)
-            .without_time()
-            .finish();
-        (lines, tracing::subscriber::set_default(subscriber))
-    }
-
-    /// What was logged since the last time.
-    fn take(&self) -> Vec<String> {
-        let bytes = std::mem::take(&mut *self.0.lock().unwrap());
-        String::from_utf8(bytes).unwrap().lines().map(|line| line.trim().to_owned()).collect()
-    }
-}
-
-impl io::Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
+use crate::lines::Lines;
 
 /// Makes sure that there are as many lines as parts, and that each has its part.
 #[track_caller]
@@ -84,7 +50,7 @@ fn outage(kind: ErrorKind) -> (MockStore, Fallback<MockStore, LocalStore>) {
 /// Two layers over one store are told of it once, and denials are nobody's business.
 #[tokio::test(start_paused = true)]
 async fn an_outage_is_logged_once() {
-    let (lines, _guard) = Lines::collect();
+    let (lines, _guard) = Lines::collect(Level::INFO);
     let (primary, store) = outage(ErrorKind::Unreachable);
     let layers = [layer(&store), layer(&store)];
     let mut statuses = vec![];
@@ -108,7 +74,7 @@ async fn an_outage_is_logged_once() {
 
 #[tokio::test(start_paused = true)]
 async fn failures_are_logged_once_a_minute() {
-    let (lines, _guard) = Lines::collect();
+    let (lines, _guard) = Lines::collect(Level::INFO);
     let store = MockStore::new();
     store.fail(StoreError::new(ErrorKind::Refused));
     for _ in 0..50 {
@@ -131,7 +97,7 @@ async fn failures_are_logged_once_a_minute() {
 
 #[tokio::test(start_paused = true)]
 async fn limiters_and_throttles_log_too() {
-    let (lines, _guard) = Lines::collect();
+    let (lines, _guard) = Lines::collect(Level::INFO);
     let (_, store) = outage(ErrorKind::ReadOnly);
     let limiter = Limiter::new(store, policy());
     for _ in 0..5 {
@@ -148,7 +114,7 @@ async fn limiters_and_throttles_log_too() {
 
 #[tokio::test]
 async fn a_misconfiguration_is_logged() {
-    let (lines, _guard) = Lines::collect();
+    let (lines, _guard) = Lines::collect(Level::INFO);
     let layer = RateLimitLayer::new(LocalStore::default(), PeerIp, policy());
     assert_eq!([send(&layer).await, send(&layer).await], [500; 2]);
     assert_lines(&lines.take(), &["ERROR the server is set up so that requests are not counted"]);
@@ -156,7 +122,7 @@ async fn a_misconfiguration_is_logged() {
 
 #[tokio::test(start_paused = true)]
 async fn a_unit_observer_turns_the_log_off() {
-    let (lines, _guard) = Lines::collect();
+    let (lines, _guard) = Lines::collect(Level::INFO);
     let (_, store) = outage(ErrorKind::Permission);
     let layer = layer(&store).observer(());
     for _ in 0..5 {

@@ -10,6 +10,8 @@ mod cost;
 mod fields;
 #[cfg(feature = "axum")]
 mod handlers;
+#[path = "../support/lines.rs"]
+mod lines;
 mod messages;
 mod observe;
 #[cfg(feature = "axum")]

@@ -1,8 +1,6 @@
 //! What is logged.
 
-use std::io;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::Request;
@@ -14,46 +12,10 @@ use tower_redis_ratelimit::extract::PeerIp;
 use tower_redis_ratelimit::observe::{Observer, TracingObserver, event};
 use tower_redis_ratelimit::store::{ErrorKind, MockStore, Store, StoreError};
 use tower_redis_ratelimit::{Key, LocalStore, RateLimitLayer};
-use tracing::subscriber::DefaultGuard;
 use tracing::{Level, field, info_span};
 
+use crate::lines::Lines;
 use crate::support::{Broken, ManualStore, anonymous, layer, layer_with, limited, manual_store, policy, request, send};
-
-/// Collects what this thread logs.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl Lines {
-    fn collect(level: Level) -> (Self, DefaultGuard) {
-        let lines = Self::default();
-        let writer = lines.clone();
-        let subscriber = tracing_subscriber::fmt()
-            .with_max_level(level)
-            .with_writer(move || writer.clone())
-            .with_ansi(false)
-            .with_target(false)
-            .without_time()
-            .finish();
-        (lines, tracing::subscriber::set_default(subscriber))
-    }
-
-    /// What was logged since the last time.
-    fn take(&self) -> Vec<String> {
-        let bytes = std::mem::take(&mut *self.0.lock().unwrap());
-        String::from_utf8(bytes).unwrap().lines().map(|line| line.trim().to_owned()).collect()
-    }
-}
-
-impl io::Write for Lines {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 fn exceeded(caller: &str, denied: u64) -> String {
     format!("INFO rate limit exceeded policy=\"api\" caller=\"{caller}\" denied={denied} dry_run=false")
