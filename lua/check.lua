@@ -282,7 +282,7 @@ if not only_runs then
       for i = from + 1, replied, 4 do
         answer = answer .. encode(ANSWER, max(0, reply[i]), reply[i + 1], reply[i + 3])
       end
-      write(key, answer, forget_at + keep)
+      write(key, answer, expiry(forget_at + keep))
     end
     replied = replied + 1
     reply[replied] = charged_at or now

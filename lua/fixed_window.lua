@@ -4,7 +4,7 @@
 -- the key expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, and what was granted in it.
 --
--- Uses decode and encode of call.lua; lasting, late, max, min and write_state of prelude.lua.
+-- Uses decode and encode of call.lua; lasting, late, max, min and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7i7I5I5', 24
 
@@ -86,7 +86,7 @@ end
 
 local function save(policy, key, now, at, cost, start, count)
   local expires, text = lasting(policy.expires, at, 0)
-  write_state(key, encode(FORMAT, start, now, count, expires), text)
+  write(key, encode(FORMAT, start, now, count, expires), text)
 end
 
 return {

@@ -9,7 +9,7 @@
 -- Registers: what this instance holds, what the others do, and when the last of theirs ends. What is stored of the others
 -- is kept in the policy until the next load.
 --
--- Uses instance, keep, decode and encode of call.lua; fail, max, min, read, try and write of prelude.lua.
+-- Uses instance, keep, decode and encode of call.lua; expiry, fail, max, min, read, try and write of prelude.lua.
 
 local HOLDER, LENGTH = '<I6I4i7I5', 22
 -- A request may end at any time: who waits asks again after so many microseconds.
@@ -60,9 +60,9 @@ end
 
 local function save(policy, key, now, at, cost, own)
   if own > 0 then
-    write(key, encode(HOLDER, instance, own, now, policy.lease) .. policy.rest, at)
+    write(key, encode(HOLDER, instance, own, now, policy.lease) .. policy.rest, expiry(at))
   elseif policy.rest ~= '' then
-    write(key, policy.rest, at)
+    write(key, policy.rest, expiry(at))
   else
     try('DEL', key)
   end

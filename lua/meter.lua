@@ -5,8 +5,7 @@
 -- expires, which the policy keeps from `load` to `save`.
 -- Registers: the level at now, in ticks.
 --
--- Uses decode and encode of call.lua; div_ceil, lasting, max, refill_functions and write_state of
--- prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, lasting, max, refill_functions and write of prelude.lua.
 
 local function meter()
   local refilling, drained, kept = refill_functions()
@@ -47,7 +46,7 @@ local function meter()
 
   local function save(policy, key, now, at, cost, level)
     local expires, text = lasting(policy.expires, at, 1)
-    write_state(key, encode(FORMAT, now, level, policy.interval, expires), text)
+    write(key, encode(FORMAT, now, level, policy.interval, expires), text)
   end
 
   return {

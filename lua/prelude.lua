@@ -213,14 +213,6 @@ local function expiry(at)
   return last_text
 end
 
--- Stores bytes under a key until `at`.
-local function write(key, value, at)
-  local reply = redis_pcall('SET', key, value, 'PXAT', expiry(at))
-  if reply.err then
-    good(reply)
-  end
-end
-
 -- A state may end with the millisecond in which its key expires, without its upper bytes. Then the next one is written in place
 -- if the key lives for as long: that leaves the expiry alone, and costs a third as much. So that this is often so, the key of a
 -- caller who comes again is given longer than it needs.
@@ -244,17 +236,18 @@ local function lasting(expires, at, slack)
   return last_ms % WRAP, text
 end
 
--- Stores a state that ends with the first of what `lasting` has returned; `text` is the second.
-local function write_state(key, state, text)
+-- Stores bytes under a key until the time that `expiry` has returned. Without one it writes a state in place, for which
+-- `lasting` has returned none.
+local function write(key, value, text)
   if text then
-    local reply = redis_pcall('SET', key, state, 'PXAT', text)
+    local reply = redis_pcall('SET', key, value, 'PXAT', text)
     if reply.err then
       good(reply)
     end
     return
   end
-  local reply = redis_pcall('SETRANGE', key, '0', state)
-  if reply ~= #state then
+  local reply = redis_pcall('SETRANGE', key, '0', value)
+  if reply ~= #value then
     good(reply)
   end
 end

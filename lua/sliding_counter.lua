@@ -4,7 +4,7 @@
 -- the window before; when the key expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, what was granted in it, and what in the window before.
 --
--- Uses decode and encode of call.lua; floor, lasting, late, max, min and write_state of prelude.lua.
+-- Uses decode and encode of call.lua; floor, lasting, late, max, min and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I6I5I5I5', 28
 
@@ -113,7 +113,7 @@ end
 
 local function save(policy, key, now, at, cost, start, current, previous)
   local expires, text = lasting(policy.expires, at, 0)
-  write_state(key, encode(FORMAT, start, now - start, current, previous, expires), text)
+  write(key, encode(FORMAT, start, now - start, current, previous, expires), text)
 end
 
 return {

@@ -410,14 +410,14 @@ local function save(policy, key, now, at, cost, sum, log, newest)
       end
     end
     if log.blocks == 0 then
-      write(key, cells_of(log) .. added, at)
+      write(key, cells_of(log) .. added, expiry(at))
       return
     elseif not log.foreign and write_list(key, log, added) and try('PEXPIREAT', key, expiry(at)) then
       return
     end
   end
   -- One charge of everything that counts, in place of a list that is not ours, or is half written, or would stay for ever.
-  write(key, one(min(newest, now), sum), at)
+  write(key, one(min(newest, now), sum), expiry(at))
 end
 
 return {

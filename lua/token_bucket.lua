@@ -4,8 +4,7 @@
 -- the key expires, which the policy keeps from `load` to `save`.
 -- Registers: the tokens at now, in ticks, and when they were refilled last.
 --
--- Uses decode and encode of call.lua; div_ceil, floor, lasting, max, min, refill_functions and write_state of
--- prelude.lua.
+-- Uses decode and encode of call.lua; div_ceil, floor, lasting, max, min, refill_functions and write of prelude.lua.
 
 local refilling, drained, kept, kept_of = refill_functions()
 local FORMAT, LENGTH = '<i7I7I7I5', 26
@@ -87,7 +86,7 @@ end
 
 local function save(policy, key, now, at, cost, tokens, refilled)
   local expires, text = lasting(policy.expires, at, 1)
-  write_state(key, encode(FORMAT, refilled, policy.full - tokens, policy.interval, expires), text)
+  write(key, encode(FORMAT, refilled, policy.full - tokens, policy.interval, expires), text)
 end
 
 return {
