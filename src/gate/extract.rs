@@ -10,8 +10,9 @@ use crate::limit::Key;
 /// Finds the key of a request: who it is from.
 ///
 /// [`PeerIp`](crate::extract::PeerIp), [`ClientIp`](crate::extract::ClientIp),
-/// [`HeaderKey`](crate::extract::HeaderKey), [`by_extension`](crate::extract::by_extension), [`Global`] and closures given
-/// to [`key_fn`] are extractors, with the feature `axum` also `MatchedRoute` and `MatchedEndpoint`. A tuple of extractors counts each combination separately:
+/// [`HeaderKey`](crate::extract::HeaderKey), [`by_extension`](crate::extract::by_extension), [`Global`] and closures
+/// given to [`key_fn`] are extractors, with the feature `axum` also `MatchedRoute` and `MatchedEndpoint`. A tuple of
+/// extractors counts each combination separately:
 /// `(PeerIp, HeaderKey::new("x-api-key")?)` every pair of an address and an API key.
 ///
 /// `R` is what it reads: for HTTP the [`Parts`], which are the request without its body. For other services it is the

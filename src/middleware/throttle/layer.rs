@@ -68,8 +68,8 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// # Errors
 ///
 /// It adds none: errors are the inner service's. If the store cannot decide, the call waits, and the check is retried;
-/// see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait) calls fail. A failed check affects one service; after three in a row all waiters
-/// pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, it continues at this instance's share.
+/// see [`allow_on_error`](Self::allow_on_error). With a [`max_wait`](Self::max_wait) calls fail. A failed check affects
+/// one service; after three in a row all waiters pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, it continues at this instance's share.
 ///
 /// `poll_ready` has to be called within a tokio runtime.
 pub struct ThrottleLayer<W = Forever> {
