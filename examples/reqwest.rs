@@ -1,8 +1,8 @@
 //! `cargo run --example reqwest --features reqwest`
 //!
 //! Two instances of a service call an API with reqwest. They keep to 50 requests a second together, and rather fail than wait for
-//! more than 5 seconds. But the API takes only 20 a second, and says so by a 429 with `Retry-After`: whoever is told to wait
-//! tells the others, so that nobody calls until then. The API is a server of this process, which counts what it denies.
+//! more than 5 seconds. But the API takes only 20 a second, and says so by a 429 with `Retry-After`: the instance that gets it
+//! notifies the others, so that nobody calls until then. The API is a server of this process, which counts what it denies.
 //!
 //! Settings by the environment: `RATE` (`50/s burst 5`), `API_RATE` (`20/s`), `CALLS` (60), and `REDIS_URL` to share the count
 //! among processes.
@@ -78,7 +78,7 @@ where
         made += 1;
         if response.status() == StatusCode::TOO_MANY_REQUESTS {
             denied += 1;
-            println!("instance {instance} is told to wait: {:?}", response.headers()["retry-after"]);
+            println!("instance {instance} got a 429, retry-after: {:?}", response.headers()["retry-after"]);
         }
     }
     Ok((made, denied))
