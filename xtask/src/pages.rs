@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 16] = [
+const PAGES: [&str; 17] = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/README.md",
@@ -19,6 +19,7 @@ const PAGES: [&str; 16] = [
     "docs/performance.md",
     "docs/pitfalls.md",
     "docs/recipes.md",
+    "docs/runbook.md",
     "docs/running.md",
     "docs/servers.md",
     "docs/settling.md",

@@ -65,6 +65,7 @@ fn unlabelled_metrics_exist_from_the_start() {
     let expected = [
         "ratelimit_degraded{store=\"default\"} 0",
         "ratelimit_dropped_total{store=\"default\"} 0",
+        "ratelimit_misconfigured_total{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
         "ratelimit_reconciled_total{store=\"default\"} 0",
     ];
@@ -87,6 +88,7 @@ fn tell_all(observer: &impl Observer) {
     decided.dry_run = true;
     observer.decided(&decided);
     observer.failed(&event::Failed::new(None, &error));
+    observer.misconfigured(&event::Misconfigured::new("no address"));
     observer.degraded(&event::Degraded::new(&error));
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
     observer.reconciled(&event::Reconciled::new(7, 1));
@@ -118,6 +120,7 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_degraded", "gauge"),
             ("ratelimit_dropped_total", "counter"),
             ("ratelimit_failures_total", "counter"),
+            ("ratelimit_misconfigured_total", "counter"),
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),
             ("ratelimit_reconciled_total", "counter"),
@@ -131,6 +134,7 @@ fn metrics_are_described_and_follow_openmetrics() {
         r#"ratelimit_check_seconds_bucket{store="default",le="1"} 1"#,
         r#"ratelimit_check_seconds_bucket{store="default",le="0.1"} 0"#,
         r#"ratelimit_outage_seconds_sum{store="default"} 3"#,
+        r#"ratelimit_misconfigured_total{store="default"} 1"#,
         r#"outcome="exceeds_capacity",source="local",dry_run="true"} 1"#,
     ] {
         assert!(rendered.contains(line), "{line} is missing in {rendered}");
