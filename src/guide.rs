@@ -39,6 +39,7 @@ pub mod pitfalls {}
 /// Everyday limits, each as a program that shows what happens.
 ///
 /// [answers]: crate::guide::answers
+/// [runbook]: crate::guide::runbook
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
