@@ -91,6 +91,10 @@ impl MetricsObserver {
         for name in ["ratelimit_reconciled_total", "ratelimit_dropped_total", "ratelimit_misconfigured_total"] {
             counter!(name, "store" => store.clone()).increment(0);
         }
+        for name in ["ratelimit_check_seconds", "ratelimit_outage_seconds", "ratelimit_batch_checks"] {
+            // Without one that begins at 0, Prometheus does not see the first outage.
+            drop(histogram!(name, "store" => store.clone()));
+        }
         Self { store }
     }
 
