@@ -127,4 +127,23 @@ mod tests {
             assert!(!is_allowed(license, &allowed), "{license}");
         }
     }
+    #[test]
+    fn pages_state_dependencies_and_rust_version() {
+        let read = |page: &str| fs::read_to_string(root().join(page)).unwrap();
+        let metadata = Metadata::read().unwrap();
+        let by_default = |dependency: &&Value| dependency["kind"].is_null() && dependency["optional"] == false;
+        let dependencies = metadata.library()["dependencies"].as_array().unwrap().iter().filter(by_default);
+        let dependencies: BTreeSet<&str> =
+            dependencies.map(|dependency| dependency["name"].as_str().unwrap()).collect();
+
+        let security = read("SECURITY.md");
+        let rows = security.lines().skip_while(|line| *line != "| crate | for |").skip(2);
+        let names = rows.map_while(|row| row.strip_prefix("| ")?.split(" |").next());
+        assert_eq!(
+            dependencies,
+            names.flat_map(|names| names.split(", ")).map(|name| name.trim_matches('`')).collect()
+        );
+
+        assert!(read("README.md").contains(&format!("Rust {} or later", metadata.rust_version())));
+    }
 }
