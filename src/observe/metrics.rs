@@ -61,9 +61,9 @@ use super::{Observer, event};
 /// ratelimit_degraded{store="default"} 0
 /// ```
 ///
-/// Query the denials per second with `rate(ratelimit_decisions_total{outcome=~"denied|exceeds_capacity",dry_run="false"}[5m])`.
-/// A clone of this crate has alert rules and a dashboard, in `examples/ops`: see
-/// [what to do when an alert fires](crate::guide::runbook).
+/// Query the denials per second with
+/// `rate(ratelimit_decisions_total{outcome=~"denied|exceeds_capacity",dry_run="false"}[5m])`. A clone of this crate has
+/// alert rules and a dashboard, in `examples/ops`: see [what to do when an alert fires](crate::guide::runbook).
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct MetricsObserver {
