@@ -384,6 +384,13 @@ mod tests {
         assert!(matches!(KINDS[KINDS.len() - 1], ErrorKind::NoRuntime));
     }
 
+    #[test]
+    fn the_runbook_says_what_to_do() {
+        let page = include_str!("../docs/runbook.md");
+        let missing = KINDS.into_iter().filter(|kind| !page.contains(&format!("`{}`", kind.as_str())));
+        assert_eq!(missing.collect::<Vec<_>>(), []);
+    }
+
     /// A store outside of this crate may be of another server.
     #[test]
     fn general_errors_do_not_mention_redis() {

@@ -7,6 +7,7 @@
 //! [performance]: crate::guide::performance
 //! [pitfalls]: crate::guide::pitfalls
 //! [recipes]: crate::guide::recipes
+//! [runbook]: crate::guide::runbook
 //! [running]: crate::guide::running
 //! [servers]: crate::guide::servers
 //! [settling]: crate::guide::settling
@@ -28,7 +29,7 @@ pub mod comparison {}
 ///
 /// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
 /// [keys]: crate::guide::keys
-/// [metrics]: crate::guide::recipes#metrics-for-prometheus
+/// [runbook]: crate::guide::runbook
 /// [running]: crate::guide::running
 /// [servers]: crate::guide::servers
 /// [settling]: crate::guide::settling
@@ -38,6 +39,7 @@ pub mod pitfalls {}
 /// Everyday limits, each as a program that shows what happens.
 ///
 /// [answers]: crate::guide::answers
+/// [runbook]: crate::guide::runbook
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
@@ -86,10 +88,26 @@ pub mod options {}
 /// [faults]: crate::guide::faults
 /// [options]: crate::guide::options
 /// [performance]: crate::guide::performance
-/// [recipes]: crate::guide::recipes
+/// [runbook]: crate::guide::runbook
 /// [servers]: crate::guide::servers
 #[doc = include_str!("../docs/running.md")]
 pub mod running {}
+
+/// What each alert means, what to look at, and what to do.
+///
+/// [by-hand]: crate::guide::running#one-caller-by-hand
+/// [codes]: crate::guide::pitfalls#what-a-message-means
+/// [faults]: crate::guide::faults
+/// [managed]: crate::guide::running#a-managed-service-over-tls
+/// [metrics]: crate::guide::recipes#metrics-for-prometheus
+/// [options]: crate::guide::options
+/// [otel]: crate::guide::recipes#metrics-and-spans-for-opentelemetry
+/// [pitfalls]: crate::guide::pitfalls#proxies
+/// [running]: crate::guide::running
+/// [servers]: crate::guide::servers
+/// [throughput]: crate::guide::running#throughput-over-a-distance
+#[doc = include_str!("../docs/runbook.md")]
+pub mod runbook {}
 
 /// Every fault that we know of: what is promised, and what was measured.
 ///

@@ -16,6 +16,7 @@ use super::{Observer, event};
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
+/// | `ratelimit_misconfigured_total` | counter, as often as it is [reported](Observer::misconfigured) | |
 ///
 /// The label `store` is the name of the observer: [`named`](Self::named), one for each [`Fallback`](crate::Fallback).
 /// No label has a caller's key: there would be as many series as callers. There are as many series as policy names, so
@@ -60,8 +61,9 @@ use super::{Observer, event};
 /// ratelimit_degraded{store="default"} 0
 /// ```
 ///
-/// Query the denials per second with `rate(ratelimit_decisions_total{outcome!="allowed",dry_run="false"}[5m])`, and
-/// alert on `ratelimit_degraded == 1`.
+/// Query the denials per second with
+/// `rate(ratelimit_decisions_total{outcome=~"denied|exceeds_capacity",dry_run="false"}[5m])`. A clone of this crate has
+/// alert rules and a dashboard, in `examples/ops`: see [what to do when an alert fires](crate::guide::runbook).
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct MetricsObserver {
@@ -86,8 +88,12 @@ impl MetricsObserver {
             // There may be one of this name already, which keeps its value.
             gauge!(name, "store" => store.clone()).increment(0.0);
         }
-        for name in ["ratelimit_reconciled_total", "ratelimit_dropped_total"] {
+        for name in ["ratelimit_reconciled_total", "ratelimit_dropped_total", "ratelimit_misconfigured_total"] {
             counter!(name, "store" => store.clone()).increment(0);
+        }
+        for name in ["ratelimit_check_seconds", "ratelimit_outage_seconds", "ratelimit_batch_checks"] {
+            // Without one that begins at 0, Prometheus does not see the first outage.
+            drop(histogram!(name, "store" => store.clone()));
         }
         Self { store }
     }
@@ -122,6 +128,10 @@ impl Observer for MetricsObserver {
         counter!("ratelimit_failures_total", "store" => self.store(), "kind" => kind).increment(1);
     }
 
+    fn misconfigured(&self, _: &event::Misconfigured<'_>) {
+        counter!("ratelimit_misconfigured_total", "store" => self.store()).increment(1);
+    }
+
     fn degraded(&self, _: &event::Degraded<'_>) {
         gauge!("ratelimit_degraded", "store" => self.store()).set(1);
     }
@@ -154,9 +164,9 @@ fn describe() {
         Unit::Count,
         "Checks that a store could not decide, by the kind of the error. A fallback may have decided them."
     );
+    // Gauges without a unit: from OpenTelemetry, Prometheus would get those of unit 1 as `.._ratio`.
     describe_gauge!(
         "ratelimit_degraded",
-        Unit::Count,
         "Whether the fallback decides, because the primary store has failed too often."
     );
     describe_histogram!("ratelimit_outage_seconds", Unit::Seconds, "How long the fallback decided, of each outage.");
@@ -171,9 +181,10 @@ fn describe() {
         "Cost that the fallback granted and that could not be charged to the primary store."
     );
     describe_histogram!("ratelimit_batch_checks", Unit::Count, "Checks decided by one script call in Redis.");
-    describe_gauge!(
-        "ratelimit_queue_checks",
+    describe_gauge!("ratelimit_queue_checks", "Checks that waited when a script call was last sent to Redis.");
+    describe_counter!(
+        "ratelimit_misconfigured_total",
         Unit::Count,
-        "Checks that waited when a script call was last sent to Redis."
+        "Reports of a misconfigured server, which cannot count requests as it should. The log says what is wrong."
     );
 }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::command::root;
 use crate::servers::{SERVERS, Server};
-use crate::{Result, redis};
+use crate::{Result, install};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 
@@ -32,7 +32,7 @@ struct Counts {
 
 /// Runs the tests with all servers, or with those whose names contain this. Prints the counts as a table.
 pub(crate) fn compat(only: &str) -> Result {
-    redis::redis_server()?;
+    install::redis_server()?;
     let servers: Vec<&Server> = SERVERS.iter().filter(|server| server.name.contains(only)).collect();
     if servers.is_empty() {
         let names: Vec<&str> = SERVERS.iter().map(|server| server.name).collect();

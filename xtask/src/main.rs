@@ -3,9 +3,10 @@
 mod api;
 mod command;
 mod compat;
+mod install;
 mod metadata;
+mod ops;
 mod pages;
-mod redis;
 mod servers;
 mod test;
 
@@ -19,6 +20,7 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask api                      lists the public names in xtask/api.txt, after `cargo doc --all-features`
        cargo xtask compat                   runs the tests that talk to a server with every version of it
        cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
+       cargo xtask ops                      checks the alert rules and the dashboard by Prometheus's `promtool`
        cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
        cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, or requests
        cargo xtask simulate NAME --from SEED  the same from this seed on
@@ -33,6 +35,7 @@ fn main() -> ExitCode {
         ["api"] => api::save(),
         ["compat"] => compat::compat(""),
         ["compat", server] => compat::compat(server),
+        ["ops"] => ops::ops(),
         ["simulate", ref args @ ..] => simulate(args, &["--release", "--package", "tower-redis-ratelimit"]),
         _ => Err(USAGE.to_owned()),
     };

@@ -1,19 +1,13 @@
 //! What `cargo metadata` tells of the library and of what it depends on.
 
 use std::collections::BTreeSet;
+use std::fs;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
 use crate::Result;
 use crate::command::root;
-
-/// What a license expression may come down to.
-const LICENSES: [&str; 7] =
-    ["Apache-2.0", "BSD-3-Clause", "BSL-1.0", "CDLA-Permissive-2.0", "ISC", "MIT", "Unicode-3.0"];
-
-/// What may be there in two versions: no dependency of ours has a choice. `syn` is for macros, and not linked.
-const TWICE: [&str; 2] = ["syn", "windows-sys"];
 
 pub(crate) struct Metadata(Value);
 
@@ -40,9 +34,11 @@ impl Metadata {
     }
 
     /// What the library needs, with all features on all platforms: every license is fit for any use, the Rust version
-    /// that we state is enough for all of it, and nothing is there in two versions.
+    /// that we state is enough for all of it, and nothing is there in two versions. Exceptions are in `deny.toml`.
     pub(crate) fn check_dependencies(&self) -> Result {
         let ours = version(self.library());
+        let rules = rules()?;
+        let (licenses, twice) = (&rules["licenses"]["allow"], &rules["bans"]["skip"]);
         let dependencies = self.dependencies()?;
         for package in &dependencies {
             let name = &package["name"];
@@ -51,11 +47,11 @@ impl Metadata {
                 return Err(format!("{name} needs Rust {needed}, more than the rust-version in Cargo.toml"));
             }
             let license = package["license"].as_str().unwrap_or_default();
-            if !is_allowed(license) {
-                return Err(format!("{name} is licensed as {license:?}, which xtask/src/metadata.rs does not allow"));
+            if !is_allowed(license, licenses) {
+                return Err(format!("{name} is licensed as {license:?}, which deny.toml does not allow"));
             }
-            let twice = dependencies.iter().any(|other| other["name"] == *name && other["id"] != package["id"]);
-            if twice && !TWICE.contains(&name.as_str().unwrap_or_default()) {
+            let is_twice = dependencies.iter().any(|other| other["name"] == *name && other["id"] != package["id"]);
+            if is_twice && !twice.as_array().into_iter().flatten().any(|known| known["crate"] == *name) {
                 return Err(format!("the library needs {name} in two versions, which costs each user time and space"));
             }
         }
@@ -98,6 +94,12 @@ impl Metadata {
     }
 }
 
+/// What cargo-deny checks too.
+fn rules() -> Result<Value> {
+    let text = fs::read_to_string(root().join("deny.toml")).map_err(|error| format!("deny.toml: {error}"))?;
+    toml::from_str(&text).map_err(|error| format!("deny.toml: {error}"))
+}
+
 /// `rust-version` as numbers; empty, and so below all others, where there is none.
 fn version(package: &Value) -> Vec<u32> {
     let text = package["rust_version"].as_str().unwrap_or_default();
@@ -105,9 +107,10 @@ fn version(package: &Value) -> Vec<u32> {
 }
 
 /// Whether an expression such as `(MIT OR Apache-2.0) AND Unicode-3.0` leaves us a choice that is allowed.
-fn is_allowed(license: &str) -> bool {
+fn is_allowed(license: &str, allowed: &Value) -> bool {
     let alternatives = |part: &str| part.replace(['(', ')'], "").replace('/', " OR ");
-    license.split(" AND ").all(|part| alternatives(part).split(" OR ").any(|name| LICENSES.contains(&name.trim())))
+    let is_allowed = |name: &str| allowed.as_array().into_iter().flatten().any(|known| *known == *name.trim());
+    license.split(" AND ").all(|part| alternatives(part).split(" OR ").any(is_allowed))
 }
 
 #[cfg(test)]
@@ -116,11 +119,31 @@ mod tests {
 
     #[test]
     fn license_expressions_need_an_allowed_choice() {
+        let allowed = rules().unwrap()["licenses"]["allow"].take();
         for license in ["MIT", "MIT/Apache-2.0", "(MIT OR Apache-2.0) AND Unicode-3.0", "GPL-3.0-only OR MIT"] {
-            assert!(is_allowed(license), "{license}");
+            assert!(is_allowed(license, &allowed), "{license}");
         }
         for license in ["", "GPL-3.0-only", "MIT AND GPL-3.0-only", "(MIT OR Apache-2.0) AND OpenSSL"] {
-            assert!(!is_allowed(license), "{license}");
+            assert!(!is_allowed(license, &allowed), "{license}");
         }
+    }
+    #[test]
+    fn pages_state_dependencies_and_rust_version() {
+        let read = |page: &str| fs::read_to_string(root().join(page)).unwrap();
+        let metadata = Metadata::read().unwrap();
+        let by_default = |dependency: &&Value| dependency["kind"].is_null() && dependency["optional"] == false;
+        let dependencies = metadata.library()["dependencies"].as_array().unwrap().iter().filter(by_default);
+        let dependencies: BTreeSet<&str> =
+            dependencies.map(|dependency| dependency["name"].as_str().unwrap()).collect();
+
+        let security = read("SECURITY.md");
+        let rows = security.lines().skip_while(|line| *line != "| crate | for |").skip(2);
+        let names = rows.map_while(|row| row.strip_prefix("| ")?.split(" |").next());
+        assert_eq!(
+            dependencies,
+            names.flat_map(|names| names.split(", ")).map(|name| name.trim_matches('`')).collect()
+        );
+
+        assert!(read("README.md").contains(&format!("Rust {} or later", metadata.rust_version())));
     }
 }

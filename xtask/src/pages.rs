@@ -6,9 +6,11 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 16] = [
+const PAGES: [&str; 19] = [
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "docs/README.md",
     "docs/answers.md",
     "docs/choosing.md",
@@ -19,6 +21,7 @@ const PAGES: [&str; 16] = [
     "docs/performance.md",
     "docs/pitfalls.md",
     "docs/recipes.md",
+    "docs/runbook.md",
     "docs/running.md",
     "docs/servers.md",
     "docs/settling.md",
@@ -143,7 +146,18 @@ mod tests {
     #[test]
     fn paths_named_in_texts_exist() {
         let mut paths = vec![];
-        for path in ["CONTRIBUTING.md", "README.md", "benches", "docs", "examples", "lua", "src", "tests", "xtask"] {
+        for path in [
+            "CONTRIBUTING.md",
+            "README.md",
+            "SECURITY.md",
+            "benches",
+            "docs",
+            "examples",
+            "lua",
+            "src",
+            "tests",
+            "xtask",
+        ] {
             add(&mut paths, root().join(path));
         }
         let is = |path: &Path, kinds: &[&str]| kinds.iter().any(|kind| path.extension().is_some_and(|it| it == *kind));
@@ -153,6 +167,7 @@ mod tests {
             let text = fs::read_to_string(page).unwrap();
             let lines = text.lines().filter(|line| is(page, &["md"]) || line.starts_with("--"));
             let words = lines.flat_map(|line| line.split(|c: char| c.is_whitespace() || "`()[],;:|\"".contains(c)));
+            let words = words.filter_map(|word| word.split('#').next());
             for word in words.map(|word| word.trim_end_matches(['.', '/'])) {
                 let is_code = is(Path::new(word), &["rs", "lua"]);
                 let is_path = is_code || word.split_once('/').is_some_and(|(folder, _)| is_folder(folder));

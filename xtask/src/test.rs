@@ -5,13 +5,13 @@ use std::thread;
 
 use crate::command::{cargo, run, succeeds};
 use crate::metadata::Metadata;
-use crate::{Result, api, pages, redis, simulate};
+use crate::{Result, api, install, pages, simulate};
 
 const LIBRARY: &str = "tower-redis-ratelimit";
 const NONE: &str = "--no-default-features";
 
 pub(crate) fn test() -> Result {
-    redis::redis_server()?;
+    install::redis_server()?;
     cargo(&["fmt", "--all", "--check"])?;
     let metadata = Metadata::read()?;
     metadata.check_dependencies()?;

@@ -63,12 +63,19 @@ fn unlabelled_metrics_exist_from_the_start() {
     let _guard = metrics::set_default_local_recorder(&recorder);
     let observer = MetricsObserver::new();
     let expected = [
+        "ratelimit_batch_checks_count{store=\"default\"} 0",
+        "ratelimit_check_seconds_count{store=\"default\"} 0",
         "ratelimit_degraded{store=\"default\"} 0",
         "ratelimit_dropped_total{store=\"default\"} 0",
+        "ratelimit_misconfigured_total{store=\"default\"} 0",
+        "ratelimit_outage_seconds_count{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
         "ratelimit_reconciled_total{store=\"default\"} 0",
     ];
-    assert_eq!(lines(&recorder.handle().render(), "ratelimit_"), expected);
+    let mut found = lines(&recorder.handle().render(), "ratelimit_");
+    // The parts of a histogram beside its count.
+    found.retain(|line| !["_bucket{", "_sum{", "quantile="].iter().any(|part| line.contains(part)));
+    assert_eq!(found, expected);
 
     observer.degraded(&event::Degraded::new(&StoreError::new(ErrorKind::Timeout)));
     let _again = MetricsObserver::new();
@@ -87,6 +94,7 @@ fn tell_all(observer: &impl Observer) {
     decided.dry_run = true;
     observer.decided(&decided);
     observer.failed(&event::Failed::new(None, &error));
+    observer.misconfigured(&event::Misconfigured::new("no address"));
     observer.degraded(&event::Degraded::new(&error));
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
     observer.reconciled(&event::Reconciled::new(7, 1));
@@ -118,6 +126,7 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_degraded", "gauge"),
             ("ratelimit_dropped_total", "counter"),
             ("ratelimit_failures_total", "counter"),
+            ("ratelimit_misconfigured_total", "counter"),
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),
             ("ratelimit_reconciled_total", "counter"),
@@ -131,6 +140,7 @@ fn metrics_are_described_and_follow_openmetrics() {
         r#"ratelimit_check_seconds_bucket{store="default",le="1"} 1"#,
         r#"ratelimit_check_seconds_bucket{store="default",le="0.1"} 0"#,
         r#"ratelimit_outage_seconds_sum{store="default"} 3"#,
+        r#"ratelimit_misconfigured_total{store="default"} 1"#,
         r#"outcome="exceeds_capacity",source="local",dry_run="true"} 1"#,
     ] {
         assert!(rendered.contains(line), "{line} is missing in {rendered}");
