@@ -3,33 +3,12 @@
 //! How many times a request allocates, in every case of `cargo bench --bench load`, with all that it makes the client of
 //! Redis do. `-- TEXT...` counts only the cases whose name has one of the texts.
 
-#![allow(
-    missing_docs,
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a benchmark fails by panicking"
-)]
-#![allow(clippy::disallowed_methods, reason = "a benchmark reads the time")]
-#![allow(unreachable_pub, dead_code, reason = "shared with another benchmark")]
-
-#[path = "load/cases.rs"]
-mod cases;
-#[path = "load/cluster.rs"]
-mod cluster;
-#[path = "load/meter.rs"]
-mod meter;
-#[path = "../tests/cluster/nodes.rs"]
-mod nodes;
-#[path = "../tests/support/mod.rs"]
-mod support;
+#![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]
 
 use std::env;
 
-use cases::{Case, Servers, What};
-use cluster::Sites;
-use meter::Amount;
-use support::RedisServer;
+use benches::cases::{self, Case, Servers, What};
+use benches::meter::Amount;
 use tokio::runtime;
 
 /// As many for each task, however many there are.
@@ -38,10 +17,10 @@ const MORE: u64 = 40 * 1024;
 
 fn main() {
     let texts: Vec<String> = env::args().skip(1).filter(|arg| !arg.starts_with("--")).collect();
-    let servers = Servers { single: RedisServer::start(), sites: Sites::default() };
+    let servers = Servers::start();
     for case in cases::named(&texts) {
         // Others do not run in this process, or make their own allocations beside those of a request.
-        if !matches!(case.0, What::Get | What::Http(_)) {
+        if !matches!(case.0, What::Get | What::Bare | What::Http(_)) {
             let count = (count(case, &servers, MORE) - count(case, &servers, FEW)) / (MORE - FEW) as f64;
             println!("{}: {count:.2}", case.full_name());
         }

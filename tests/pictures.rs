@@ -58,8 +58,10 @@ fn pictures() -> Result<Vec<(String, String)>> {
         inline.push_str(&definition(&name, &picture));
         files.push((format!("docs/strategies/{name}.svg"), picture));
     }
-    // That one is drawn by the load bench.
-    inline.push_str(&definition("throughput", &fs::read_to_string(path("docs/throughput.svg"))?));
+    // Those are drawn by the benches `load` and `growth`.
+    for name in ["throughput", "growth-callers", "growth-instances", "growth-requests", "growth-masters"] {
+        inline.push_str(&definition(name, &fs::read_to_string(path(&format!("docs/{name}.svg")))?));
+    }
     files.push(("docs/pictures.md".to_owned(), inline));
     Ok(files)
 }

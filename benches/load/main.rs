@@ -4,74 +4,59 @@
 //! all cases in turn, medians, ratios first. Client and server share the machine.
 //!
 //! `-- TEXT...` runs only the cases whose name has one of the texts: `-- cluster` those on a cluster, and what they are
-//! compared with. `-- --save` also writes the tables into
-//! `docs/performance.md` and draws `docs/throughput.svg`.
+//! compared with. `-- --quick` only tries them. `-- --save` also writes the tables into `docs/performance.md`, and draws
+//! `docs/throughput.svg`.
 
-#![allow(
-    missing_docs,
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a benchmark fails by panicking"
-)]
-#![allow(clippy::disallowed_methods, reason = "a benchmark reads the time")]
-#![allow(unreachable_pub, dead_code, reason = "shared with another benchmark")]
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 
-mod cases;
-mod cluster;
-mod meter;
-#[path = "../../tests/cluster/nodes.rs"]
-mod nodes;
 mod report;
-#[path = "../../tests/support/mod.rs"]
-mod support;
 
-use std::path::Path;
+use std::env;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::{env, fs};
+use std::time::Duration;
 
-use cases::{Case, Servers};
-use cluster::Sites;
-use meter::{Amount, Measure};
+use benches::cases::{self, Case, Servers};
+use benches::meter::{Amount, Measure};
+use benches::page;
 use report::Report;
-use support::RedisServer;
 use tokio::runtime;
 
-const ROUNDS: usize = 5;
+/// How many rounds, and how much of a case in each.
+const ROUNDS: (usize, Amount) = (5, Amount::Time(Duration::from_secs(1)));
+const QUICK: (usize, Amount) = (1, Amount::Time(Duration::from_millis(100)));
 
 fn main() {
     let (options, texts): (Vec<String>, Vec<String>) = env::args().skip(1).partition(|arg| arg.starts_with("--"));
-    let save = options.iter().any(|option| option == "--save");
+    let has = |option: &str| options.iter().any(|given| given == option);
+    let (save, (rounds, amount)) = (has("--save"), if has("--quick") { QUICK } else { ROUNDS });
     assert!(!save || texts.is_empty(), "--save writes what all cases have measured: leave out {texts:?}");
 
     let cases = cases::named(&texts);
     let allocations = allocations(&cases, &texts);
-    let servers = Arc::new(Servers { single: RedisServer::start(), sites: Sites::default() });
+    let servers = Arc::new(Servers::start());
     let mut measures = vec![vec![]; cases.len()];
-    for round in 1..=ROUNDS {
-        eprintln!("round {round} of {ROUNDS}");
+    for round in 1..=rounds {
+        eprintln!("round {round} of {rounds}");
         for (case, measures) in cases.iter().zip(&mut measures) {
-            measures.push(run(*case, &servers));
+            measures.push(run(*case, &servers, amount));
         }
     }
     let report = Report { cases, measures, allocations };
     let (ratios, table) = (report.ratios(), report.table());
     println!("{ratios}\n{table}");
     if save {
-        let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
-        let page = fs::read_to_string(docs.join("performance.md")).unwrap();
-        let page = replace(&replace(&page, "ratios", &ratios), "table", &table);
-        fs::write(docs.join("performance.md"), page).unwrap();
-        fs::write(docs.join("throughput.svg"), report.picture().unwrap()).unwrap();
+        page::save_table("ratios", &ratios);
+        page::save_table("table", &table);
+        page::save_picture("throughput", &report.picture().unwrap());
     }
 }
 
 /// On a runtime of its own, so that no task of one is in the way of another.
-fn run(case: Case, servers: &Arc<Servers>) -> Measure {
+fn run(case: Case, servers: &Arc<Servers>, amount: Amount) -> Measure {
     let runtime = runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let servers = Arc::clone(servers);
-    runtime.block_on(async move { tokio::spawn(async move { case.run(&servers, Amount::Time).await }).await.unwrap() })
+    runtime.block_on(async move { tokio::spawn(async move { case.run(&servers, amount).await }).await.unwrap() })
 }
 
 /// How many allocations a request takes: counted by a process of its own, since counting takes time.
@@ -87,12 +72,4 @@ fn allocations(cases: &[Case], texts: &[String]) -> Vec<Option<f64>> {
         line.map(|count| count.parse().expect(count))
     };
     cases.iter().map(count).collect()
-}
-
-/// Puts a table in the place of the one between two marks.
-fn replace(page: &str, mark: &str, table: &str) -> String {
-    let (open, close) = (format!("<!-- {mark} -->\n"), format!("<!-- end of {mark} -->"));
-    let start = page.find(&open).expect(&open) + open.len();
-    let end = page.find(&close).expect(&close);
-    format!("{}{table}{}", &page[..start], &page[end..])
 }

@@ -13,6 +13,7 @@ const SLOTS: usize = 16_384;
 pub struct Cluster {
     /// First the masters, then the replica of each, and then what was added.
     pub nodes: Vec<Node>,
+    masters: usize,
 }
 
 pub struct Node {
@@ -66,21 +67,26 @@ impl Cluster {
 
     /// As [`start`](Self::start), of nodes that announce another port than their own: that of a proxy.
     pub async fn start_known_as(with_replicas: bool, known_as: impl Fn(u16) -> u16) -> Self {
-        let count = if with_replicas { 2 * MASTERS } else { MASTERS };
+        Self::start_sized(MASTERS, with_replicas, known_as).await
+    }
+
+    /// As [`start_known_as`](Self::start_known_as), of so many masters.
+    pub async fn start_sized(masters: usize, with_replicas: bool, known_as: impl Fn(u16) -> u16) -> Self {
+        let count = if with_replicas { 2 * masters } else { masters };
         let nodes = join_all((0..count).map(|number| Node::start(number, &known_as))).await;
-        for (i, node) in nodes.iter().enumerate().take(MASTERS) {
+        for (i, node) in nodes.iter().enumerate().take(masters) {
             // One by one: Redis 6.2 knows no ranges.
             let slots: Vec<String> =
-                (SLOTS * i / MASTERS..SLOTS * (i + 1) / MASTERS).map(|slot| slot.to_string()).collect();
+                (SLOTS * i / masters..SLOTS * (i + 1) / masters).map(|slot| slot.to_string()).collect();
             let _: String = node.server.command(&format!("CLUSTER ADDSLOTS {}", slots.join(" "))).await;
         }
-        let cluster = Self { nodes };
+        let cluster = Self { nodes, masters };
         for node in &cluster.nodes[1..] {
             cluster.meet(node).await;
         }
         cluster.know_each_other().await;
-        for i in MASTERS..count {
-            let (node, master) = (&cluster.nodes[i], &cluster.nodes[i - MASTERS]);
+        for i in masters..count {
+            let (node, master) = (&cluster.nodes[i], &cluster.nodes[i - masters]);
             until("a replica knows its master", async || {
                 redis::cmd("CLUSTER")
                     .arg("REPLICATE")
@@ -91,7 +97,7 @@ impl Cluster {
             })
             .await;
         }
-        for i in MASTERS..count {
+        for i in masters..count {
             let node = &cluster.nodes[i];
             until("a replica follows its master", async || {
                 node.server.command::<String>("INFO replication").await.contains("master_link_status:up")
@@ -100,7 +106,7 @@ impl Cluster {
         }
         until("all nodes know all replicas", async || {
             let maps = join_all(cluster.nodes.iter().map(|node| node.server.command::<String>("CLUSTER NODES"))).await;
-            maps.iter().all(|map| map.matches(" slave ").count() + map.matches(",slave ").count() == count - MASTERS)
+            maps.iter().all(|map| map.matches(" slave ").count() + map.matches(",slave ").count() == count - masters)
         })
         .await;
         until("the cluster is well", async || {
@@ -141,7 +147,7 @@ impl Cluster {
 
     pub fn url(&self) -> String {
         let hosts: Vec<String> =
-            self.nodes.iter().take(MASTERS).map(|node| format!("127.0.0.1:{}", node.server.port())).collect();
+            self.nodes.iter().take(self.masters).map(|node| format!("127.0.0.1:{}", node.server.port())).collect();
         format!("redis+cluster://{}", hosts.join(","))
     }
 
@@ -155,7 +161,7 @@ impl Cluster {
 
     /// How often the masters have run a command.
     pub async fn calls(&self, command: &str) -> u64 {
-        join_all(self.nodes.iter().take(MASTERS).map(|node| node.server.calls(command))).await.into_iter().sum()
+        join_all(self.nodes.iter().take(self.masters).map(|node| node.server.calls(command))).await.into_iter().sum()
     }
 
     /// The node that serves a slot, as that node itself says.

@@ -6,7 +6,7 @@ use redis::aio::MultiplexedConnection;
 use tokio::sync::OnceCell;
 use tower_redis_ratelimit::{RedisStore, redis};
 
-use crate::cases::{Load, address, limited, one_by_one, serve};
+use crate::cases::{Load, address, by_address, limited, one_by_one, serve};
 use crate::meter::{Amount, Measure, load};
 use crate::nodes::{Cluster, MASTERS};
 use crate::support::{RedisServer, until};
@@ -79,7 +79,8 @@ impl Side {
         if self.who == Who::OneByOne {
             return pipelined(&masters, tasks, amount).await;
         }
-        serve(&masters, limited(RedisStore::connect(url).await.unwrap(), LOAD), LOAD, tasks, amount).await
+        let service = limited(RedisStore::connect(url).await.unwrap(), LOAD);
+        serve(&masters, &[service], by_address, LOAD, tasks, amount).await
     }
 }
 
@@ -115,7 +116,7 @@ async fn pipelined(masters: &[&RedisServer], tasks: u64, amount: Amount) -> Meas
     load(masters, tasks, amount, |mut meter| {
         let mut connections: Vec<MultiplexedConnection> = connections.clone();
         async move {
-            while meter.next() {
+            while meter.goes_on() {
                 let caller = meter.rng.u32(..LOAD.callers());
                 let slot = usize::from(slot(address(caller).to_string().as_bytes()));
                 let master = (1..MASTERS).filter(|master| slot >= SLOTS * master / MASTERS).count();

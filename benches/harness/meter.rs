@@ -1,15 +1,12 @@
 //! How a case is measured: so many tasks, each with one request after the other.
 
+use std::fs;
 use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use futures_util::future::join_all;
 
 use crate::support::RedisServer;
-
-/// How long a case warms up.
-const WARM: Duration = Duration::from_millis(500);
-const TIME: Duration = Duration::from_secs(1);
 
 /// One request in so many is timed.
 const SAMPLE: u64 = 8;
@@ -23,23 +20,41 @@ pub struct Measure {
     pub p99: f64,
     /// Microseconds of Redis's processor for each decision.
     pub server: f64,
+    /// The same of this process: the middleware, its client of Redis, and the tasks that ask. 0 where it is not known.
+    pub client: f64,
     /// Decisions for each script call.
     pub batch: f64,
     /// Decisions each time that a server has read from a connection.
     pub read: f64,
 }
 
+impl Measure {
+    /// What was measured of calls that decide so many each, for each decision.
+    pub fn for_each_of(self, decisions: f64) -> Self {
+        Self {
+            per_second: self.per_second * decisions,
+            server: self.server / decisions,
+            client: self.client / decisions,
+            batch: self.batch * decisions,
+            read: self.read * decisions,
+            ..self
+        }
+    }
+}
+
 /// How much a case is asked for.
 #[derive(Clone, Copy, Debug)]
 pub enum Amount {
-    /// As much as it can in a while, after it has warmed up.
-    Time,
+    /// As much as it can in a while, after half as long to warm up.
+    Time(Duration),
     /// So many requests in all.
     Count(u64),
 }
 
 /// What one task measures.
 pub struct Meter {
+    /// Which of the tasks it is.
+    pub task: usize,
     pub rng: Rng,
     end: Instant,
     most: u64,
@@ -51,7 +66,7 @@ pub struct Meter {
 
 impl Meter {
     /// Whether there is one more to do.
-    pub fn next(&mut self) -> bool {
+    pub fn goes_on(&mut self) -> bool {
         if self.count.is_multiple_of(SAMPLE) {
             let now = Instant::now();
             if now >= self.end {
@@ -75,13 +90,13 @@ pub async fn load<F>(servers: &[&RedisServer], tasks: u64, amount: Amount, task:
 where
     F: Future<Output = Meter> + Send + 'static,
 {
-    if let Amount::Time = amount {
-        run(tasks, 0, WARM, u64::MAX, &task).await;
+    if let Amount::Time(time) = amount {
+        run(tasks, 0, time / 2, u64::MAX, &task).await;
     }
     let before = Used::by(servers).await;
     let start = Instant::now();
     let meters = match amount {
-        Amount::Time => run(tasks, tasks, TIME, u64::MAX, &task).await,
+        Amount::Time(time) => run(tasks, tasks, time, u64::MAX, &task).await,
         Amount::Count(count) => run(tasks, tasks, Duration::from_secs(60), count.div_ceil(tasks), &task).await,
     };
     let elapsed = start.elapsed().as_secs_f64();
@@ -96,6 +111,7 @@ where
         p50: quantile(0.5),
         p99: quantile(0.99),
         server: (after.processor - before.processor) / count,
+        client: (after.own - before.own) / count,
         batch: count_by(count, after.calls - before.calls),
         read: count_by(count, after.reads - before.reads),
     }
@@ -113,16 +129,24 @@ where
     let end = Instant::now() + time;
     // Whatever is counted, it is not the growth of these.
     let times = || Vec::with_capacity(1 << 10);
-    let meter = |seed| Meter { rng: Rng::with_seed(seed), end, most, count: 0, start: None, times: times() };
-    let meters = join_all((seed..seed + tasks).map(|seed| tokio::spawn(task(meter(seed))))).await;
+    let meter = |task| Meter {
+        task: task as usize,
+        rng: Rng::with_seed(seed + task),
+        end,
+        most,
+        count: 0,
+        start: None,
+        times: times(),
+    };
+    let meters = join_all((0..tasks).map(|number| tokio::spawn(task(meter(number))))).await;
     meters.into_iter().map(Result::unwrap).collect()
 }
 
-/// What servers have done since they were started, all together.
-#[derive(Default)]
+/// What servers have done since they were started, all together, and this process.
 struct Used {
-    /// In microseconds.
+    /// In microseconds, as the next.
     processor: f64,
+    own: f64,
     /// Script calls.
     calls: u64,
     /// Reads from connections.
@@ -131,7 +155,7 @@ struct Used {
 
 impl Used {
     async fn by(servers: &[&RedisServer]) -> Self {
-        let mut used = Self::default();
+        let mut used = Self { processor: 0.0, own: own_processor(), calls: 0, reads: 0 };
         for server in servers {
             let info: String = server.command("INFO cpu").await;
             let of = |field: &str| -> f64 {
@@ -143,4 +167,11 @@ impl Used {
         }
         used
     }
+}
+
+/// For how many microseconds the threads of this process have run, as Linux counts them.
+fn own_processor() -> f64 {
+    let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+    let counts = threads.filter_map(|thread| fs::read_to_string(thread.path().join("schedstat")).ok());
+    counts.filter_map(|count| count.split(' ').next()?.parse::<f64>().ok()).sum::<f64>() / 1e3
 }

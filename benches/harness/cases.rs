@@ -10,27 +10,31 @@ use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
 use axum::routing::get;
+use fastrand::Rng;
 use futures_util::future::join_all;
 use http::{Request, Response};
 use redis::aio::MultiplexedConnection;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::OnceCell;
 use tower::util::MapRequestLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_governor::GovernorLayer;
 use tower_governor::governor::GovernorConfigBuilder;
 use tower_governor::key_extractor::PeerIpKeyExtractor;
-use tower_redis_ratelimit::extract::PeerIp;
+use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
+use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis};
 
 use crate::cluster::{Side, Sites};
 use crate::meter::{Amount, Measure, load};
+use crate::redis_cell;
 use crate::support::{self, RedisServer};
 
 /// Callers, where there are many.
-const MANY: u32 = 100_000;
+pub const MANY: u32 = 100_000;
 pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
 
 /// Between the requests of a connection, where the machine is to have time left: 64 of them ask some 7,000 times a
@@ -49,25 +53,46 @@ pub enum What {
     Multiplexed(Load),
     /// A script call for each request, over a pool of 16 connections, without pings.
     Pool(Load),
+    /// A GET and a SET with an expiry for each of so many keys, in a script that decides nothing: what Redis takes at
+    /// least for a decision that is read and written so.
+    Bare,
     /// `RedisStore` through the layer.
     Redis(Load),
+    /// The same, which knows callers by a header field.
+    RedisByHeader(Load),
+    /// `tower-redis-cell`, which knows callers by a header field too.
+    Cell(Load),
     /// `RedisStore` through a layer that holds each request until its body has ended, of 100,000 callers: a request is
     /// a take, and what it refunds.
     InFlight,
     /// `LocalStore` through the layer.
-    Local(Load),
+    Local(Load, Fields),
     /// `tower_governor`.
-    Governor(Load),
+    Governor(Load, Fields),
     /// An axum service over HTTP, under some layer.
     Http(Layers),
     /// A cluster, or what it is compared with.
     Beside(Side),
 }
 
-/// The servers of a run.
+/// The servers of a run. Those that few cases need are started once one needs them.
 pub struct Servers {
-    pub single: RedisServer,
-    pub sites: Sites,
+    single: RedisServer,
+    cell: OnceCell<RedisServer>,
+    sites: Sites,
+}
+
+impl Servers {
+    pub fn start() -> Self {
+        Self { single: RedisServer::start(), cell: OnceCell::new(), sites: Sites::default() }
+    }
+}
+
+/// Whether responses have header fields about the limit.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Fields {
+    With,
+    Without,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,6 +115,10 @@ pub enum Load {
     Many,
     /// As many, who are counted over an hour: the store holds all of them all the time.
     Hourly(Strategy),
+    /// So many, of whom Redis holds all from the first to the last: [`fill`] has charged each for a quarter of an hour.
+    Living(u32),
+    /// 100,000 callers, of whom the n-th asks a n-th as often as the first (Zipf's law), and none reaches the limit.
+    Zipf,
     /// One caller, who never reaches the limit.
     Granted,
     /// One caller, who has reached it.
@@ -108,16 +137,23 @@ fn all() -> Vec<Case> {
         What::Redis(Load::Granted),
         What::Redis(Load::Denied),
         What::InFlight,
-        What::Local(HOURLY),
-        What::Governor(HOURLY),
-        What::Local(Load::Granted),
-        What::Governor(Load::Granted),
-        What::Local(Load::Denied),
-        What::Governor(Load::Denied),
+        What::Local(HOURLY, Fields::With),
+        What::Governor(HOURLY, Fields::With),
+        What::Local(Load::Granted, Fields::With),
+        What::Governor(Load::Granted, Fields::With),
+        What::Local(Load::Denied, Fields::With),
+        What::Governor(Load::Denied, Fields::With),
     ] {
         cases.extend(CONCURRENCY.map(|tasks| Case(what, tasks)));
     }
-    cases.push(Case(What::Multiplexed(HOURLY), 256));
+    cases.extend(
+        [What::Local(HOURLY, Fields::Without), What::Governor(HOURLY, Fields::Without)].map(|what| Case(what, 64)),
+    );
+    cases.extend([Load::Zipf, Load::Living(MANY)].map(|load| Case(What::Redis(load), 256)));
+    for load in [Load::Many, HOURLY] {
+        cases.extend([What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256)));
+    }
+    cases.extend([What::Bare, What::Multiplexed(HOURLY)].map(|what| Case(what, 256)));
     cases.extend(support::STRATEGIES.map(|strategy| Case(What::Redis(Load::Hourly(strategy)), 256)));
     let layers = [Layers::Limited, Layers::Idle, Layers::None, Layers::Shared, Layers::Settled];
     cases.extend(layers.map(|layers| Case(What::Http(layers), 64)));
@@ -141,17 +177,23 @@ impl Case {
             Load::Many => "100k callers".to_owned(),
             Load::Hourly(Strategy::Gcra) => "100k callers by the hour".to_owned(),
             Load::Hourly(strategy) => format!("100k callers by the hour, {strategy:?}"),
+            Load::Living(callers) => format!("{callers} callers that all live"),
+            Load::Zipf => "100k callers by Zipf's law".to_owned(),
             Load::Granted => "one caller, granted".to_owned(),
             Load::Denied => "one caller, denied".to_owned(),
         };
+        let fields = |fields: &Fields| if *fields == Fields::With { "" } else { ", without header fields" };
         match &self.0 {
             What::Get => "redis-benchmark GET".to_owned(),
             What::Multiplexed(what) => format!("a script call each, multiplexed, {}", load(what)),
             What::Pool(what) => format!("a script call each, pool of 16, {}", load(what)),
+            What::Bare => "GET and SET with an expiry, in a script that decides nothing, 100k keys".to_owned(),
             What::Redis(what) => format!("RedisStore, {}", load(what)),
+            What::RedisByHeader(what) => format!("RedisStore by a header field, {}", load(what)),
+            What::Cell(what) => format!("tower-redis-cell by a header field, {}", load(what)),
             What::InFlight => "RedisStore, 100k callers, in flight".to_owned(),
-            What::Local(what) => format!("LocalStore, {}", load(what)),
-            What::Governor(what) => format!("tower_governor, {}", load(what)),
+            What::Local(what, with) => format!("LocalStore, {}{}", load(what), fields(with)),
+            What::Governor(what, with) => format!("tower_governor, {}{}", load(what), fields(with)),
             What::Http(Layers::Limited) => "axum over HTTP with LocalStore".to_owned(),
             What::Http(Layers::Idle) => "axum over HTTP with a layer that does nothing".to_owned(),
             What::Http(Layers::None) => "axum over HTTP without a layer".to_owned(),
@@ -177,8 +219,8 @@ impl Case {
                 load(&[server], tasks, amount, |mut meter| {
                     let mut connection = connection.clone();
                     async move {
-                        while meter.next() {
-                            one_by_one(&mut connection, what, meter.rng.u32(..what.callers())).await;
+                        while meter.goes_on() {
+                            one_by_one(&mut connection, what, what.caller(&mut meter.rng)).await;
                             meter.done();
                         }
                         meter
@@ -191,8 +233,8 @@ impl Case {
                 load(&[server], tasks, amount, |mut meter| {
                     let pool = pool.clone();
                     async move {
-                        while meter.next() {
-                            let caller = meter.rng.u32(..what.callers());
+                        while meter.goes_on() {
+                            let caller = what.caller(&mut meter.rng);
                             one_by_one(&mut pool.get().await.unwrap(), what, caller).await;
                             meter.done();
                         }
@@ -201,20 +243,41 @@ impl Case {
                 })
                 .await
             }
+            What::Bare => bare(server, tasks, amount).await,
             What::Redis(load) => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
+                if let Load::Living(_) = load {
+                    fill(store.clone(), load).await;
+                }
                 let service = limited(store, load);
-                load.hold(server, |caller| request(service.clone(), caller)).await;
-                serve(&[server], service, load, tasks, amount).await
+                load.hold(server, |caller| ask(service.clone(), by_address(caller))).await;
+                serve(&[server], &[service], by_address, load, tasks, amount).await
+            }
+            What::RedisByHeader(load) => {
+                let store = RedisStore::connect(server.url()).await.unwrap();
+                let service = layer(store, HeaderKey::new(HEADER).unwrap(), load).layer(service_fn(inner));
+                load.hold(server, |caller| ask(service.clone(), by_header(caller))).await;
+                serve(&[server], &[service], by_header, load, tasks, amount).await
+            }
+            What::Cell(load) => {
+                let server = servers.cell.get_or_init(redis_cell::start).await;
+                let _: String = server.command("FLUSHALL").await;
+                let service = redis_cell::layer(server, load.quota()).await.layer(service_fn(inner));
+                load.hold(server, |caller| ask(service.clone(), by_header(caller))).await;
+                serve(&[server], &[service], by_header, load, tasks, amount).await
             }
             What::InFlight => {
                 let store = RedisStore::connect(server.url()).await.unwrap();
                 let layer = RateLimitLayer::new(store, PeerIp, Policy::in_flight("api", 100).unwrap());
                 let service = layer.until_body_end().layer(service_fn(inner));
-                serve(&[server], service, Load::Many, tasks, amount).await
+                serve(&[server], &[service], by_address, Load::Many, tasks, amount).await
             }
-            What::Local(load) => serve(&[server], limited(LocalStore::default(), load), load, tasks, amount).await,
-            What::Governor(load) => governor(server, load, tasks, amount).await,
+            What::Local(load, fields) => {
+                let headers = if fields == Fields::With { Headers::default() } else { Headers::NONE };
+                let service = layer(LocalStore::default(), PeerIp, load).headers(headers).layer(service_fn(inner));
+                serve(&[server], &[service], by_address, load, tasks, amount).await
+            }
+            What::Governor(load, fields) => governor(server, load, fields, tasks, amount).await,
             What::Http(layers) => http(server, layers, tasks, amount).await,
             What::Beside(side) => side.run(&servers.sites, tasks, amount).await,
         }
@@ -225,7 +288,7 @@ impl Load {
     fn strategy(self) -> Strategy {
         match self {
             Self::Hourly(strategy) => strategy,
-            Self::Many | Self::Granted | Self::Denied => Strategy::Gcra,
+            _ => Strategy::Gcra,
         }
     }
 
@@ -234,6 +297,9 @@ impl Load {
         match self {
             Self::Many => Quota::per_second(100),
             Self::Hourly(_) => Quota::per_hour(1_000),
+            // A few callers ask hundreds of times a second each.
+            Self::Living(_) => Quota::per_hour(1_000).burst(24_000),
+            Self::Zipf => Quota::per_hour(1_000_000),
             Self::Granted => Quota::per_second(4_000_000),
             Self::Denied => Quota::per_hour(1),
         }
@@ -241,8 +307,29 @@ impl Load {
 
     pub fn callers(self) -> u32 {
         match self {
-            Self::Many | Self::Hourly(_) => MANY,
+            Self::Many | Self::Hourly(_) | Self::Zipf => MANY,
+            Self::Living(callers) => callers,
             Self::Granted | Self::Denied => 1,
+        }
+    }
+
+    /// Who asks next.
+    pub fn caller(self, rng: &mut Rng) -> u32 {
+        /// What part of the requests are of the first callers.
+        static SHARES: LazyLock<Vec<f64>> = LazyLock::new(|| {
+            let sums = (1..=MANY).scan(0.0, |sum, rank| {
+                *sum += 1.0 / f64::from(rank);
+                Some(*sum)
+            });
+            let sums: Vec<f64> = sums.collect();
+            sums.iter().map(|sum| sum / sums[sums.len() - 1]).collect()
+        });
+        match self {
+            Self::Zipf => {
+                let share = rng.f64();
+                SHARES.partition_point(|sum| *sum < share) as u32
+            }
+            _ => rng.u32(..self.callers()),
         }
     }
 
@@ -258,8 +345,8 @@ impl Load {
     }
 }
 
-fn layer<S: Store>(store: S, load: Load) -> RateLimitLayer<S, PeerIp> {
-    RateLimitLayer::new(store, PeerIp, Policy::new("api", load.strategy(), load.quota()).unwrap())
+fn layer<S: Store, K: KeyExtractor>(store: S, key: K, load: Load) -> RateLimitLayer<S, K> {
+    RateLimitLayer::new(store, key, Policy::new("api", load.strategy(), load.quota()).unwrap())
 }
 
 /// A service that does nothing, under a limit.
@@ -267,33 +354,65 @@ pub fn limited<S: Store>(
     store: S,
     load: Load,
 ) -> impl Service<Request<()>, Response = Response<Body>, Error = Infallible, Future: Send> + Clone + Send + 'static {
-    layer(store, load).layer(service_fn(inner))
+    layer(store, PeerIp, load).layer(service_fn(inner))
 }
 
-/// With header fields, as ours has.
-async fn governor(server: &RedisServer, load: Load, tasks: u64, amount: Amount) -> Measure {
+/// Charges each caller twice, so that each is held and written as one that has come before.
+pub async fn fill(store: RedisStore, load: Load) {
+    const TASKS: u32 = 512;
+    for cost in [250, 1] {
+        let layer = layer(store.clone(), PeerIp, load).cost(move |_request| cost);
+        let service = layer.layer(service_fn(inner));
+        let fill = |first| {
+            let service = service.clone();
+            tokio::spawn(async move {
+                for caller in (first..load.callers()).step_by(TASKS as usize) {
+                    ask(service.clone(), by_address(caller)).await;
+                }
+            })
+        };
+        join_all((0..TASKS).map(fill)).await.into_iter().for_each(Result::unwrap);
+    }
+}
+
+async fn governor(server: &RedisServer, load: Load, fields: Fields, tasks: u64, amount: Amount) -> Measure {
     let quota = load.quota();
     let mut config = GovernorConfigBuilder::default();
     let config = config.period(quota.period() / quota.limit()).burst_size(quota.capacity());
-    let config = config.key_extractor(PeerIpKeyExtractor).use_headers().finish();
-    let layer = GovernorLayer::new(config.unwrap());
-    serve(&[server], layer.layer(service_fn(inner)), load, tasks, amount).await
+    let mut config = config.key_extractor(PeerIpKeyExtractor);
+    match fields {
+        Fields::With => {
+            let service = GovernorLayer::new(config.use_headers().finish().unwrap()).layer(service_fn(inner));
+            serve(&[server], &[service], by_address, load, tasks, amount).await
+        }
+        Fields::Without => {
+            let service = GovernorLayer::new(config.finish().unwrap()).layer(service_fn(inner));
+            serve(&[server], &[service], by_address, load, tasks, amount).await
+        }
+    }
 }
 
 async fn inner(_: Request<()>) -> Result<Response<Body>, Infallible> {
     Ok(Response::new(Body::empty()))
 }
 
-/// Through a whole middleware.
-pub async fn serve<S, B>(servers: &[&RedisServer], service: S, what: Load, tasks: u64, amount: Amount) -> Measure
+/// Through a whole middleware, of one instance or of several.
+pub async fn serve<S, B>(
+    servers: &[&RedisServer],
+    instances: &[S],
+    request: fn(u32) -> Request<()>,
+    what: Load,
+    tasks: u64,
+    amount: Amount,
+) -> Measure
 where
     S: Service<Request<()>, Response = Response<B>, Error = Infallible, Future: Send> + Clone + Send + 'static,
 {
     load(servers, tasks, amount, |mut meter| {
-        let mut service = service.clone();
+        let mut service = instances[meter.task % instances.len()].clone();
         async move {
-            while meter.next() {
-                request(&mut service, meter.rng.u32(..what.callers())).await;
+            while meter.goes_on() {
+                ask(&mut service, request(what.caller(&mut meter.rng))).await;
                 meter.done();
                 // Where nothing waits, tasks take turns as requests would.
                 tokio::task::coop::consume_budget().await;
@@ -304,14 +423,25 @@ where
     .await
 }
 
-/// One request of one caller.
-async fn request<S, B>(mut service: S, caller: u32)
+async fn ask<S, B>(mut service: S, request: Request<()>)
 where
     S: Service<Request<()>, Response = Response<B>, Error = Infallible>,
 {
+    service.ready().await.unwrap().call(request).await.unwrap();
+}
+
+/// A request of one caller, whom its connection tells.
+pub fn by_address(caller: u32) -> Request<()> {
     let mut request = Request::new(());
     request.extensions_mut().insert(ConnectInfo(SocketAddr::new(IpAddr::from(address(caller)), 1)));
-    service.ready().await.unwrap().call(request).await.unwrap();
+    request
+}
+
+/// A header field that tells a caller.
+pub const HEADER: &str = "x-api-key";
+
+fn by_header(caller: u32) -> Request<()> {
+    Request::builder().header(HEADER, address(caller).to_string()).body(()).unwrap()
 }
 
 pub fn address(caller: u32) -> Ipv4Addr {
@@ -345,6 +475,44 @@ pub async fn one_by_one(connection: &mut MultiplexedConnection, load: Load, call
         .unwrap();
 }
 
+/// In calls as large as those of `RedisStore`, as many at a time as it takes for the requests.
+async fn bare(server: &RedisServer, requests: u64, amount: Amount) -> Measure {
+    const CALL: u32 = 85;
+    static SCRIPT: LazyLock<redis::Script> = LazyLock::new(|| {
+        redis::Script::new(
+            "for i = 1, #KEYS do
+               redis.call('GET', KEYS[i])
+               redis.call('SET', KEYS[i], ARGV[1], 'PX', ARGV[2])
+             end",
+        )
+    });
+    async fn call(connection: &mut MultiplexedConnection, callers: impl Iterator<Item = u32>) {
+        let mut call = SCRIPT.prepare_invoke();
+        // Keys and values as long as the store's.
+        for caller in callers {
+            call.key(format!("bare:{{{}}}:gcra:api", address(caller)));
+        }
+        let _: () = call.arg("a value of 21 letters").arg(3_600_000).invoke_async(connection).await.unwrap();
+    }
+    let calls = requests / u64::from(CALL);
+    let connections = join_all((0..calls).map(|_| server.connection())).await;
+    for first in (0..MANY).step_by(1_000) {
+        call(&mut connections[0].clone(), first..first + 1_000).await;
+    }
+    let measure = load(&[server], calls, amount, |mut meter| {
+        let mut connection = connections[meter.task].clone();
+        async move {
+            while meter.goes_on() {
+                call(&mut connection, (0..CALL).map(|_| meter.rng.u32(..MANY))).await;
+                meter.done();
+            }
+            meter
+        }
+    })
+    .await;
+    measure.for_each_of(f64::from(CALL))
+}
+
 /// 16 connections, each held for a call, without a ping at checkout.
 async fn pool(server: &RedisServer) -> bb8::Pool<bb8_redis::RedisConnectionManager> {
     let manager = bb8_redis::RedisConnectionManager::new(server.url()).unwrap();
@@ -365,7 +533,6 @@ async fn redis_benchmark(server: &RedisServer, clients: u64) -> Measure {
     Measure { per_second: fields[0], p50: fields[3] * 1e3, p99: fields[5] * 1e3, ..Measure::default() }
 }
 
-/// The example's service, and clients that keep their connections.
 /// Takes 2 for each request, in a window: what refills at once has nothing to refund.
 async fn windowed(server: &RedisServer) -> RateLimitLayer<RedisStore, PeerIp> {
     let store = RedisStore::connect(server.url()).await.unwrap();
@@ -373,12 +540,13 @@ async fn windowed(server: &RedisServer) -> RateLimitLayer<RedisStore, PeerIp> {
     RateLimitLayer::new(store, PeerIp, policy).cost(|_request| 2)
 }
 
+/// The example's service, and clients that keep their connections.
 async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) -> Measure {
     let app = Router::new().route("/", get(|| async { "Hello!\n" }));
     let app = match layers {
         Layers::None => app,
         Layers::Idle => app.layer(MapRequestLayer::new(|request: Request<Body>| request)),
-        Layers::Limited => app.layer(layer(LocalStore::default(), Load::Granted)),
+        Layers::Limited => app.layer(layer(LocalStore::default(), PeerIp, Load::Granted)),
         Layers::Shared => app.layer(windowed(server).await),
         Layers::Settled => app.layer(windowed(server).await.settle(|_response| Settlement::Cost(1))),
     };
@@ -396,7 +564,7 @@ async fn http(server: &RedisServer, layers: Layers, tasks: u64, amount: Amount) 
             if let Some(pause) = pause {
                 tokio::time::sleep(pause).await;
             }
-            if !meter.next() {
+            if !meter.goes_on() {
                 break;
             }
             stream.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();

@@ -1,0 +1,23 @@
+//! What the benches `allocations`, `growth` and `load` share: see `CONTRIBUTING.md`.
+
+#![allow(
+    missing_docs,
+    missing_debug_implementations,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a benchmark fails by panicking"
+)]
+#![allow(clippy::disallowed_methods, reason = "a benchmark reads the time")]
+
+pub mod cases;
+pub mod cluster;
+pub mod meter;
+#[path = "../../tests/cluster/nodes.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
+pub mod nodes;
+pub mod page;
+pub mod picture;
+mod redis_cell;
+#[path = "../../tests/support/mod.rs"]
+pub mod support;
