@@ -236,10 +236,12 @@ local function lasting(expires, at, slack)
   return last_ms % WRAP, text
 end
 
--- Stores bytes under a key until the time that `expiry` has returned. Without one it writes a state in place, for which
--- `lasting` has returned none.
+-- Stores bytes under a key until the time that `expiry` has returned, and remembers both. Without a time it writes a state in
+-- place, for which `lasting` has returned none.
+local written, written_text
 local function write(key, value, text)
   if text then
+    written, written_text = value, text
     local reply = redis_pcall('SET', key, value, 'PXAT', text)
     if reply.err then
       good(reply)
@@ -261,29 +263,10 @@ local reply = {
 }
 local replied, key_at = 0, 0
 
--- Why Redis refused to read or to write, as a number below 0. The words are those of the versions from 6.2 on.
-local function problem(err)
-  local function says(words)
-    return string.find(err, words, 1, true)
-  end
-  if says('OOM') then
-    return OUT_OF_MEMORY
-  elseif says('READONLY') then
-    return READ_ONLY
-  elseif says('NOPERM') or says('ermission') or says("can't run this command") then
-    return NO_PERMISSION
-  elseif says('MISCONF') or says('NOREPLICAS') then
-    -- It takes no writes at all: it cannot save to disk, or has too few replicas.
-    return NO_WRITES
-  end
-  return REFUSED
-end
-
--- Replaces the answers between two places in the reply by what was the matter.
+-- What failed: where its answers are in the reply, and why.
+local failures
 local function fail(from, to)
-  for i = from + 1, to, 4 do
-    reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem(trouble), 0, 0, 0
-  end
+  failures = { from = from, to = to, err = trouble, before = failures }
 end
 
 -- Repeats the answer that ends at a place in the reply, of so many numbers: who was denied is denied until time goes on.

@@ -429,4 +429,5 @@ return {
   refund = refund,
   reset = reset,
   save = save,
+  has_lists = true,
 }
