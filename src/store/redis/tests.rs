@@ -346,12 +346,15 @@ async fn uncharged_checks_write_nothing() {
 async fn agree(seed: u64, kind: Kind) {
     let server = RedisServer::start();
     let mut trace = Trace::new(seed, &server);
-    let policies: Vec<Policies> = (0..CALLERS)
+    // Callers of one policy share a run of the call.
+    let mut policies: Vec<Policies> = (0..CALLERS)
         .map(|_| {
             let kind = vary(&mut trace.rng, kind);
             policy("p", kind, &mut trace.rng).into()
         })
         .collect();
+    let (first, second) = policies.split_at_mut(CALLERS / 2);
+    second.iter_mut().for_each(|policies| *policies = first[0].clone());
     trace.run(&policies, STEPS).await;
 }
 
@@ -437,12 +440,19 @@ impl Trace {
         let mut waits = vec![Duration::from_micros(1)];
         let end = self.steps + steps;
         while self.steps < end {
+            // Takes alone are decided by another part of the script.
+            let only_takes = self.rng.bool();
             // Some ask several times at once: they share an entry of the batch.
             let checks: Vec<(usize, Check)> = (0..keys.len())
                 .flat_map(|i| {
                     let times = [1, 1, 2, 5][self.rng.usize(..4)];
                     let within = waits[self.rng.usize(..waits.len())];
-                    vec![(i, self.check(i, keys[i], &policies[i], within)); times]
+                    let check = if only_takes {
+                        Check::take(keys[i], &policies[i], self.cost(&policies[i]))
+                    } else {
+                        self.check(i, keys[i], &policies[i], within)
+                    };
+                    vec![(i, check); times]
                 })
                 .collect();
             let instance = self.rng.usize(..=self.others.len());
@@ -492,15 +502,8 @@ impl Trace {
                 return check;
             }
         }
-        let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
-        let cost = match rng.u8(..8) {
-            0 => 0,
-            1 => capacity,
-            2 => capacity.saturating_add(1),
-            3 => rng.u32(..=capacity),
-            4 => rng.u32(..=capacity) / 8,
-            _ => 1,
-        };
+        let cost = self.cost(policies);
+        let rng = &mut self.rng;
         if policies.iter().any(Policy::is_in_flight) {
             match rng.u8(..16) {
                 0 | 1 => return Check::renew(key, policies, cost),
@@ -517,6 +520,19 @@ impl Trace {
             4 if rng.u8(..8) == 0 => Check::reset(key, policies),
             5 | 6 => Check::take_ahead(key, policies, cost, within),
             _ => Check::take(key, policies, cost),
+        }
+    }
+
+    fn cost(&mut self, policies: &Policies) -> u32 {
+        let rng = &mut self.rng;
+        let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
+        match rng.u8(..8) {
+            0 => 0,
+            1 => capacity,
+            2 => capacity.saturating_add(1),
+            3 => rng.u32(..=capacity),
+            4 => rng.u32(..=capacity) / 8,
+            _ => 1,
         }
     }
 
