@@ -78,11 +78,15 @@ async fn several_policies() {
 /// A quota may change at any moment: both halves carry the state over alike.
 #[tokio::test]
 async fn changing_quotas() {
-    let server = RedisServer::start();
-    let mut trace = Trace::new(11, &server);
-    for _ in 0..150 {
-        let policies: Vec<Policies> = (0..CALLERS).map(|i| policy("changing", nth(i), &mut trace.rng).into()).collect();
-        trace.run(&policies, CALLERS * 10).await;
+    // Takes under GCRA alone are decided by another part of the script.
+    for kind_of in [nth, |_| Strategy::Gcra.into()] {
+        let server = RedisServer::start();
+        let mut trace = Trace::new(11, &server);
+        for _ in 0..150 {
+            let policies = (0..CALLERS).map(|i| policy("changing", kind_of(i), &mut trace.rng).into());
+            let policies: Vec<Policies> = policies.collect();
+            trace.run(&policies, CALLERS * 10).await;
+        }
     }
 }
 
@@ -260,6 +264,23 @@ async fn an_expired_log_frees_its_memory() {
     }
     let bytes: u64 = server.command("MEMORY USAGE rl:{ann}:log:o SAMPLES 0").await;
     assert!(bytes < 500, "{bytes} bytes");
+}
+
+/// A log that has become a list is no string, as if there was nothing.
+#[tokio::test]
+async fn a_long_log_is_kept_beside_new_callers() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(17, &server);
+    let policies = Policy::new("log", Strategy::SlidingLog, Quota::per_hour(1_000)).unwrap().into();
+    let take = |name| redis.check(Check::take(Key::new(name), &policies, 1));
+    for _ in 0..500 {
+        now.fetch_add(1, Relaxed);
+        take("ann").await.unwrap();
+    }
+    assert_eq!(server.command::<String>("TYPE rl:{ann}:log:o").await, "list");
+    let decisions = join_all(["eve", "ann"].map(take)).await;
+    let left: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+    assert_eq!(left, [999, 499]);
 }
 
 /// What refunds is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
