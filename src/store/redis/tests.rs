@@ -283,6 +283,17 @@ async fn a_long_log_is_kept_beside_new_callers() {
     assert_eq!(left, [999, 499]);
 }
 
+#[tokio::test]
+async fn unequal_takes_of_one_call_add_up() {
+    let server = RedisServer::start();
+    let Trace { redis, .. } = Trace::new(18, &server);
+    let policies = Policy::new("api", Strategy::Gcra, Quota::per_hour(10)).unwrap().into();
+    let take = |cost| redis.check(Check::take(Key::new("ann"), &policies, cost));
+    let decisions = join_all([1, 2, 3].map(take)).await;
+    let left: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+    assert_eq!(left, [9, 7, 4]);
+}
+
 /// What refunds is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
 /// server.
 #[tokio::test]
