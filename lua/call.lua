@@ -25,8 +25,9 @@
 -- A check may fail by itself. One that is denied, and a peek, write nothing; but a state of a time to come, which another
 -- clock has left behind, is put right by a denial too, or its caller might be locked out.
 --
--- Redis makes all functions and tables anew for each call. So a strategy is made only if it is asked for, and so is what
--- decides anything but takes under one policy without an id.
+-- Redis makes all functions and tables anew for each call. So what is asked most is decided without any (`usual.lua`).
+-- Otherwise a strategy is made only if it is asked for, and so is what decides anything but takes under one policy without an
+-- id.
 
 local CALL, POLICY, PLAN, PLAN_LENGTH, RUN = '<I4I4i7I6', '<I1i7i7i7i7', '<I1I4i7', 12, '<I4I4I4'
 local NUMBER, NUMBER_LENGTH = '<I4', 4
@@ -34,14 +35,16 @@ local CHARGE_OF, CHARGE_OF_LENGTH, RESET_OF, RESET_OF_LENGTH = '<I4i7i7', 18, '<
 
 local KEYS, ARGV = KEYS, ARGV
 local encode, decode = struct.pack, struct.unpack
-local byte = string.byte
+local byte, sub = string.byte, string.sub
+local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
+local redis_pcall = redis.pcall
 
 local policy_count, plan_count, now, instance = decode(CALL, ARGV[1])
 
 -- Redis expires keys by its own time; those of another are kept for a day longer than they need.
 local keep = 0
 do
-  local time = redis.pcall('TIME')
+  local time = redis_pcall('TIME')
   if time.err then
     return time
   end
@@ -53,8 +56,26 @@ do
   end
 end
 
--- The strategies by their number, and what counts requests in flight by its own; those that are asked for are made below.
-local strategies = {}
-for i = 2, 1 + policy_count do
-  strategies[byte(ARGV[i])] = true
-end
+-- What the meter stores, as meter.lua explains it.
+local METER, METER_LENGTH = '<i7I7I7I5', 26
+
+-- Sums and expiries are kept without what is above this: no two that are kept are as far apart.
+local WRAP = 2 ^ 40
+
+-- No key is to live for as many milliseconds: four years. One that seems to has a value that is not ours.
+local LONGEST = 2 ^ 37
+
+-- The most keys that one command reads: Lua passes no more than 8,000 values at a time.
+local MOST = 4000
+
+-- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
+local reply = {
+  nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
+}
+local replied, key_at = 0, 0
+
+-- What failed: where its answers are in the reply, and why.
+local failures

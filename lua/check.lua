@@ -10,34 +10,48 @@ local function takes(plan, entries, times)
   trouble = nil
   local values = read(key_at + 1, key_at + entries)
   local unread = trouble
+  -- Who has nothing charged is charged as the first such caller was: where that one's answers begin, and what was written.
+  local first, state, text
   for i = 1, entries do
-    local key, from, granted, reset = KEYS[key_at + i], n, 0
+    local key, value, from = KEYS[key_at + i], values[i], n
     trouble = unread
-    local a, b, c, dirty = load(policy, key, now, values[i])
-    local room = room_in(policy, now, a, b, c)
-    for time = 1, times do
-      local charged, wait = 0, 0
-      if room >= cost then
-        if cost > 0 then
-          a, b, c = charge(policy, key, now, cost, a, b, c)
-          -- What a charge takes of the room is just what it costs.
-          charged, granted, room = cost, granted + cost, room - cost
+    if first and not value then
+      for place = first + 1, first + 4 * times do
+        n = n + 1
+        reply[n] = reply[place]
+      end
+      write(key, state, text)
+    else
+      local granted, reset = 0
+      local a, b, c, dirty = load(policy, key, now, value)
+      local room = room_in(policy, now, a, b, c)
+      for time = 1, times do
+        local charged, wait = 0, 0
+        if room >= cost then
+          if cost > 0 then
+            a, b, c = charge(policy, key, now, cost, a, b, c)
+            -- What a charge takes of the room is just what it costs.
+            charged, granted, room = cost, granted + cost, room - cost
+          end
+        elseif cost > capacity then
+          wait = -1
+        else
+          wait = strategy.wait(policy, key, now, cost, a, b, c)
         end
-      elseif cost > capacity then
-        wait = -1
-      else
-        wait = strategy.wait(policy, key, now, cost, a, b, c)
+        reset = reset_in(policy, now, a, b, c)
+        reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = charged, room > 0 and room or 0, wait, reset
+        n = n + 4
+        if charged == 0 then
+          n = repeat_last(n, 4, times - time)
+          break
+        end
       end
-      reset = reset_in(policy, now, a, b, c)
-      reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = charged, room > 0 and room or 0, wait, reset
-      n = n + 4
-      if charged == 0 then
-        n = repeat_last(n, 4, times - time)
-        break
+      if not trouble and (granted > 0 or dirty) then
+        strategy.save(policy, key, now, now + reset + keep, granted, a, b, c)
+        if not (value or trouble or strategy.has_lists) then
+          first, state, text = from, written, written_text
+        end
       end
-    end
-    if not trouble and (granted > 0 or dirty) then
-      strategy.save(policy, key, now, now + reset + keep, granted, a, b, c)
     end
     if trouble then
       fail(from, n)
@@ -46,7 +60,7 @@ local function takes(plan, entries, times)
   key_at, replied = key_at + entries, n
 end
 
-local policies, plans, only_runs = {}, {}, true
+local policies, plans, only_runs = { nil }, { nil }, true
 for i = 1, policy_count do
   local number, first, second, third, fourth = decode(POLICY, ARGV[1 + i])
   local strategy = strategies[number]
@@ -57,7 +71,7 @@ end
 for i = 1, plan_count do
   local text = ARGV[1 + policy_count + i]
   local mode, cost, remember = decode(PLAN, text)
-  local plan = { mode = mode, cost = cost, remember = remember }
+  local plan = { nil, mode = mode, cost = cost, remember = remember, has_rate = false, run = false }
   if mode == TAKE_AHEAD then
     plan.within, plan.remember = remember, 0
   end
@@ -289,9 +303,6 @@ if not only_runs then
   end
 end
 
--- The most keys that one command reads: Lua passes no more than 8,000 values at a time.
-local MOST = 4000
-
 for i = 2 + policy_count + plan_count, #ARGV do
   local number, entries, times = decode(RUN, ARGV[i])
   local plan = plans[number]
@@ -309,5 +320,4 @@ for i = 2 + policy_count + plan_count, #ARGV do
     end
   end
 end
-reply[replied + 1] = now
-return reply
+

@@ -4,7 +4,7 @@
 -- the key expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, and what was granted in it.
 --
--- Uses decode and encode of call.lua; lasting, late, max, min and write of prelude.lua.
+-- Uses decode, encode, max and min of call.lua; lasting, late and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7i7I5I5', 24
 

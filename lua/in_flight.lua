@@ -9,7 +9,7 @@
 -- Registers: what this instance holds, what the others do, and when the last of theirs ends. What is stored of the others
 -- is kept in the policy until the next load.
 --
--- Uses instance, keep, decode and encode of call.lua; expiry, fail, max, min, read, try and write of prelude.lua.
+-- Uses instance, keep, decode, encode, max and min of call.lua; expiry, fail, read, try and write of prelude.lua.
 
 local HOLDER, LENGTH = '<I6I4i7I5', 22
 -- A request may end at any time: who waits asks again after so many microseconds.

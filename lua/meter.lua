@@ -5,19 +5,18 @@
 -- expires, which the policy keeps from `load` to `save`.
 -- Registers: the level at now, in ticks.
 --
--- Uses decode and encode of call.lua; div_ceil, lasting, max, refill_functions and write of prelude.lua.
+-- Uses decode, encode, max, METER and METER_LENGTH of call.lua; div_ceil, lasting, refill_functions and write of prelude.lua.
 
 local function meter()
   local refilling, drained, kept = refill_functions()
-  local FORMAT, LENGTH = '<i7I7I7I5', 26
 
   local function load(policy, key, now, value)
-    if not value or #value ~= LENGTH then
+    if not value or #value ~= METER_LENGTH then
       policy.expires = nil
       return 0
     end
     local at, level, interval
-    at, level, interval, policy.expires = decode(FORMAT, value)
+    at, level, interval, policy.expires = decode(METER, value)
     return drained(policy, now, at, level, interval)
   end
 
@@ -46,7 +45,7 @@ local function meter()
 
   local function save(policy, key, now, at, cost, level)
     local expires, text = lasting(policy.expires, at, 1)
-    write(key, encode(FORMAT, now, level, policy.interval, expires), text)
+    write(key, encode(METER, now, level, policy.interval, expires), text)
   end
 
   return {

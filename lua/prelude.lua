@@ -27,10 +27,6 @@
 -- and n + -n % d one rounded up. And it passes text to commands: Redis prints each number anew, and some versions of it print
 -- one that ends in many zeros as 1.79e+12.
 
-local redis_pcall = redis.pcall
-local floor, ceil, min, max = math.floor, math.ceil, math.min, math.max
-local sub = string.sub
-
 -- a / b, rounded up.
 local function div_ceil(a, b)
   return -floor(-a / b)
@@ -104,9 +100,6 @@ end
 -- For what is kept in order, as cells: a header, of a time and of the sum of all that was before; then for each cell, oldest
 -- first, a time and the sum of all up to it. Sums are kept without their upper bytes, so only differences count.
 local CELL, CELL_LENGTH = '<i7I5', 12
--- Sums start again at this, which no two that are kept are apart.
-local WRAP = 2 ^ 40
-
 -- Makes `search`, `cells_in`, `cell`, `sum_to`, `up_to`, `after` and `take_out`.
 local function cell_functions()
   -- Two neighbours between the places `near` and `far`, where `test` is true of the second, and of `far`, but neither of the
@@ -220,9 +213,6 @@ end
 -- What writes in place would make a key that is missing, without an expiry. But a key that this call has read is there: while a
 -- script runs none expires, and none is evicted.
 
--- No key is to live for as many milliseconds: four years. One that seems to has a value that is not ours.
-local LONGEST = 2 ^ 37
-
 -- When the key of a state that counts until `at` expires: as before, if that is late enough. Otherwise then, or, of a key that
 -- there is, later by `slack` times as long as its state counts; the second is that time as text.
 local function lasting(expires, at, slack)
@@ -236,10 +226,12 @@ local function lasting(expires, at, slack)
   return last_ms % WRAP, text
 end
 
--- Stores bytes under a key until the time that `expiry` has returned. Without one it writes a state in place, for which
--- `lasting` has returned none.
+-- Stores bytes under a key until the time that `expiry` has returned, and remembers both. Without a time it writes a state in
+-- place, for which `lasting` has returned none.
+local written, written_text
 local function write(key, value, text)
   if text then
+    written, written_text = value, text
     local reply = redis_pcall('SET', key, value, 'PXAT', text)
     if reply.err then
       good(reply)
@@ -252,38 +244,9 @@ local function write(key, value, text)
   end
 end
 
--- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.
-local reply = {
-  nil,
-  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
-  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
-  nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil, nil,
-}
-local replied, key_at = 0, 0
-
--- Why Redis refused to read or to write, as a number below 0. The words are those of the versions from 6.2 on.
-local function problem(err)
-  local function says(words)
-    return string.find(err, words, 1, true)
-  end
-  if says('OOM') then
-    return OUT_OF_MEMORY
-  elseif says('READONLY') then
-    return READ_ONLY
-  elseif says('NOPERM') or says('ermission') or says("can't run this command") then
-    return NO_PERMISSION
-  elseif says('MISCONF') or says('NOREPLICAS') then
-    -- It takes no writes at all: it cannot save to disk, or has too few replicas.
-    return NO_WRITES
-  end
-  return REFUSED
-end
-
--- Replaces the answers between two places in the reply by what was the matter.
+-- Notes that what is answered between two places in the reply has failed.
 local function fail(from, to)
-  for i = from + 1, to, 4 do
-    reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem(trouble), 0, 0, 0
-  end
+  failures = { from = from, to = to, err = trouble, before = failures }
 end
 
 -- Repeats the answer that ends at a place in the reply, of so many numbers: who was denied is denied until time goes on.
@@ -293,4 +256,10 @@ local function repeat_last(to, numbers, times)
     reply[i] = reply[i - numbers]
   end
   return to + numbers * times
+end
+
+-- The strategies by their number, and what counts requests in flight by its own; those that are asked for are made below.
+local strategies = {}
+for i = 2, 1 + policy_count do
+  strategies[byte(ARGV[i])] = true
 end

@@ -4,7 +4,7 @@
 -- the window before; when the key expires, which the policy keeps from `load` to `save`.
 -- Registers: when the window began that holds now, what was granted in it, and what in the window before.
 --
--- Uses decode and encode of call.lua; floor, lasting, late, max, min and write of prelude.lua.
+-- Uses decode, encode, floor, max and min of call.lua; lasting, late and write of prelude.lua.
 
 local FORMAT, LENGTH = '<i7I6I5I5I5', 28
 

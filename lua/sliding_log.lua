@@ -22,8 +22,8 @@
 --   log.new      a block that must be added
 --   log.foreign  whether something in a block's place is not ours
 --
--- Uses decode and encode of call.lua; CELL, CELL_LENGTH, cell_functions, expiry, good, max, min, redis_pcall, sub, trouble,
--- try, WRAP and write of prelude.lua.
+-- Uses decode, encode, max, min, redis_pcall, sub and WRAP of call.lua; CELL, CELL_LENGTH, cell_functions, expiry, good,
+-- trouble, try and write of prelude.lua.
 
 local search, cells_in, cell, sum_to, up_to, after, take_out = cell_functions()
 local LOOSE, FRONT = 32, 16
@@ -429,4 +429,5 @@ return {
   refund = refund,
   reset = reset,
   save = save,
+  has_lists = true,
 }

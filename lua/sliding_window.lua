@@ -4,7 +4,7 @@
 -- Registers: the sum of the cells within the period; the header and those cells as they are stored; when the newest of them
 -- ends.
 --
--- Uses encode of call.lua; CELL, cell_functions, expiry, max, min, try, WRAP and write of prelude.lua.
+-- Uses encode, max, min and WRAP of call.lua; CELL, cell_functions, expiry, try and write of prelude.lua.
 
 local search, cells_in, cell, sum_to, up_to, after, take_out = cell_functions()
 local FRESH = encode(CELL, 0, 0)

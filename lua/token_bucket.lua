@@ -4,7 +4,7 @@
 -- the key expires, which the policy keeps from `load` to `save`.
 -- Registers: the tokens at now, in ticks, and when they were refilled last.
 --
--- Uses decode and encode of call.lua; div_ceil, floor, lasting, max, min, refill_functions and write of prelude.lua.
+-- Uses decode, encode, floor, max and min of call.lua; div_ceil, lasting, refill_functions and write of prelude.lua.
 
 local refilling, drained, kept, kept_of = refill_functions()
 local FORMAT, LENGTH = '<i7I7I7I5', 26

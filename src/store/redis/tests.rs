@@ -78,11 +78,15 @@ async fn several_policies() {
 /// A quota may change at any moment: both halves carry the state over alike.
 #[tokio::test]
 async fn changing_quotas() {
-    let server = RedisServer::start();
-    let mut trace = Trace::new(11, &server);
-    for _ in 0..150 {
-        let policies: Vec<Policies> = (0..CALLERS).map(|i| policy("changing", nth(i), &mut trace.rng).into()).collect();
-        trace.run(&policies, CALLERS * 10).await;
+    // Takes under GCRA alone are decided by another part of the script.
+    for kind_of in [nth, |_| Strategy::Gcra.into()] {
+        let server = RedisServer::start();
+        let mut trace = Trace::new(11, &server);
+        for _ in 0..150 {
+            let policies = (0..CALLERS).map(|i| policy("changing", kind_of(i), &mut trace.rng).into());
+            let policies: Vec<Policies> = policies.collect();
+            trace.run(&policies, CALLERS * 10).await;
+        }
     }
 }
 
@@ -262,6 +266,34 @@ async fn an_expired_log_frees_its_memory() {
     assert!(bytes < 500, "{bytes} bytes");
 }
 
+/// A log that has become a list is no string, as if there was nothing.
+#[tokio::test]
+async fn a_long_log_is_kept_beside_new_callers() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(17, &server);
+    let policies = Policy::new("log", Strategy::SlidingLog, Quota::per_hour(1_000)).unwrap().into();
+    let take = |name| redis.check(Check::take(Key::new(name), &policies, 1));
+    for _ in 0..500 {
+        now.fetch_add(1, Relaxed);
+        assert!(take("ann").await.unwrap().is_allowed());
+    }
+    assert_eq!(server.command::<String>("TYPE rl:{ann}:log:o").await, "list");
+    let decisions = join_all(["eve", "ann"].map(take)).await;
+    let left: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+    assert_eq!(left, [999, 499]);
+}
+
+#[tokio::test]
+async fn unequal_takes_of_one_call_add_up() {
+    let server = RedisServer::start();
+    let Trace { redis, .. } = Trace::new(18, &server);
+    let policies = Policy::new("api", Strategy::Gcra, Quota::per_hour(10)).unwrap().into();
+    let take = |cost| redis.check(Check::take(Key::new("ann"), &policies, cost));
+    let decisions = join_all([1, 2, 3].map(take)).await;
+    let left: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+    assert_eq!(left, [9, 7, 4]);
+}
+
 /// What refunds is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
 /// server.
 #[tokio::test]
@@ -346,12 +378,15 @@ async fn uncharged_checks_write_nothing() {
 async fn agree(seed: u64, kind: Kind) {
     let server = RedisServer::start();
     let mut trace = Trace::new(seed, &server);
-    let policies: Vec<Policies> = (0..CALLERS)
+    // Callers of one policy share a run of the call.
+    let mut policies: Vec<Policies> = (0..CALLERS)
         .map(|_| {
             let kind = vary(&mut trace.rng, kind);
             policy("p", kind, &mut trace.rng).into()
         })
         .collect();
+    let (first, second) = policies.split_at_mut(CALLERS / 2);
+    second.iter_mut().for_each(|policies| *policies = first[0].clone());
     trace.run(&policies, STEPS).await;
 }
 
@@ -437,12 +472,19 @@ impl Trace {
         let mut waits = vec![Duration::from_micros(1)];
         let end = self.steps + steps;
         while self.steps < end {
+            // Takes alone are decided by another part of the script.
+            let only_takes = self.rng.bool();
             // Some ask several times at once: they share an entry of the batch.
             let checks: Vec<(usize, Check)> = (0..keys.len())
                 .flat_map(|i| {
                     let times = [1, 1, 2, 5][self.rng.usize(..4)];
                     let within = waits[self.rng.usize(..waits.len())];
-                    vec![(i, self.check(i, keys[i], &policies[i], within)); times]
+                    let check = if only_takes {
+                        Check::take(keys[i], &policies[i], self.cost(&policies[i]))
+                    } else {
+                        self.check(i, keys[i], &policies[i], within)
+                    };
+                    vec![(i, check); times]
                 })
                 .collect();
             let instance = self.rng.usize(..=self.others.len());
@@ -492,15 +534,8 @@ impl Trace {
                 return check;
             }
         }
-        let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
-        let cost = match rng.u8(..8) {
-            0 => 0,
-            1 => capacity,
-            2 => capacity.saturating_add(1),
-            3 => rng.u32(..=capacity),
-            4 => rng.u32(..=capacity) / 8,
-            _ => 1,
-        };
+        let cost = self.cost(policies);
+        let rng = &mut self.rng;
         if policies.iter().any(Policy::is_in_flight) {
             match rng.u8(..16) {
                 0 | 1 => return Check::renew(key, policies, cost),
@@ -517,6 +552,19 @@ impl Trace {
             4 if rng.u8(..8) == 0 => Check::reset(key, policies),
             5 | 6 => Check::take_ahead(key, policies, cost, within),
             _ => Check::take(key, policies, cost),
+        }
+    }
+
+    fn cost(&mut self, policies: &Policies) -> u32 {
+        let rng = &mut self.rng;
+        let capacity = policies[rng.usize(..policies.iter().len())].quota().capacity();
+        match rng.u8(..8) {
+            0 => 0,
+            1 => capacity,
+            2 => capacity.saturating_add(1),
+            3 => rng.u32(..=capacity),
+            4 => rng.u32(..=capacity) / 8,
+            _ => 1,
         }
     }
 

@@ -59,12 +59,15 @@ macro_rules! strategy {
 
 macro_rules! script {
     ($($variant:ident: $module:ident, $name:literal, $letter:literal, $number:literal, $kinds:tt;)*) => {
-        /// The script that decides: what the call asks, what the strategies share, each of them, the driver.
+        /// The script that decides: what the call asks; what is asked most, or what the strategies share, each of them
+        /// and the driver; the reply.
         pub(crate) const SCRIPT: &str = concat!(
             lua!("call"),
             "\n",
             numbers!(in_lua),
-            "\n",
+            $("local ", stringify!($module), " = ", $number, "\n",)*
+            lua!("usual"),
+            "\nif not usual then\n",
             lua!("prelude"),
             "\n",
             lua!("meter"),
@@ -72,6 +75,8 @@ macro_rules! script {
             strategy!("IN_FLIGHT", "in_flight"),
             "\n",
             lua!("check"),
+            "\nend\n",
+            lua!("reply"),
         );
     };
 }

@@ -1,0 +1,25 @@
+-- The reply, once all is decided.
+
+-- Replaces the answers to what failed by why, as a number below 0. The words are those of the versions from 6.2 on.
+while failures do
+  local function says(words)
+    return string.find(failures.err, words, 1, true)
+  end
+  local problem = REFUSED
+  if says('OOM') then
+    problem = OUT_OF_MEMORY
+  elseif says('READONLY') then
+    problem = READ_ONLY
+  elseif says('NOPERM') or says('ermission') or says("can't run this command") then
+    problem = NO_PERMISSION
+  elseif says('MISCONF') or says('NOREPLICAS') then
+    -- It takes no writes at all: it cannot save to disk, or has too few replicas.
+    problem = NO_WRITES
+  end
+  for i = failures.from + 1, failures.to, 4 do
+    reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem, 0, 0, 0
+  end
+  failures = failures.before
+end
+reply[replied + 1] = now
+return reply
