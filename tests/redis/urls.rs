@@ -77,11 +77,8 @@ fn mistakes_in_a_url_are_named() {
     let info = "redis://a/-1".into_connection_info().unwrap();
     let mut mistakes: Vec<(Servers, &str)> = vec![(info.into(), "its database is -1, and the first one is 0")];
     let of_text = [
-        (
-            "redis+cluster://app:hunter2@a:1,app:hunter2@b:2",
-            "more than one `@` before \"b:2\": write user and password once",
-        ),
-        ("redis+sentinel://app:hunter2@a:1,app:hunter2@b:2/mymaster", "more than one `@` before \"b:2\": write"),
+        ("redis+cluster://app:hunter2@a:1,app:hunter2@b:2", "more than one `@`: write user and password once"),
+        ("redis+sentinel://app:hunter2@a:1,app:hunter2@b:2/mymaster", "more than one `@`: write"),
         ("redis+cluster://app:hunter@2@a:1", "and an `@` in them as `%40`"),
         ("redis://a/?protocl=resp3", "parameter `protocl` is unknown: write `prefix`, `protocol`"),
         ("redis://a/?db=3", "parameter `db` is unknown"),

@@ -21,6 +21,7 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask compat                   runs the tests that talk to a server with every version of it
        cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
        cargo xtask ops                      checks the alert rules and the dashboard by Prometheus's `promtool`
+       cargo xtask fuzz [SECONDS]           runs each fuzz test for so long, or ten minutes
        cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
        cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, or requests
        cargo xtask simulate NAME --from SEED  the same from this seed on
@@ -36,6 +37,8 @@ fn main() -> ExitCode {
         ["compat"] => compat::compat(""),
         ["compat", server] => compat::compat(server),
         ["ops"] => ops::ops(),
+        ["fuzz"] => fuzz("600"),
+        ["fuzz", seconds] => fuzz(seconds),
         ["simulate", ref args @ ..] => simulate(args, &["--release", "--package", "tower-redis-ratelimit"]),
         _ => Err(USAGE.to_owned()),
     };
@@ -46,6 +49,13 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Damages what is read, for so many seconds in each test.
+fn fuzz(seconds: &str) -> Result {
+    let mut command = Command::new("cargo");
+    command.args(["test", "--release", "--all-features", "--package", "tower-redis-ratelimit", "--test", "fuzz"]);
+    run(command.args(["--", "--nocapture", "--test-threads=1"]).env("FUZZ_SECONDS", seconds))
 }
 
 /// Runs simulations, built in this way. They are unit tests, so that they see all parts of the library.

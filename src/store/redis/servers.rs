@@ -152,9 +152,9 @@ fn check_parameters(url: &str, known: &[&str]) -> Result<(), ConfigError> {
 fn split_login(authority: &str) -> Result<(&str, &str), ConfigError> {
     let (login, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
     match login.contains('@') {
+        // What follows may hold another password, of parameters without their `?`.
         true => wrong(format_args!(
-            "it has more than one `@` before {hosts:?}: write user and password once, before the first host, and an `@` in \
-             them as `%40`"
+            "it has more than one `@`: write user and password once, before the first host, and an `@` in them as `%40`"
         )),
         false => Ok((login, hosts)),
     }
