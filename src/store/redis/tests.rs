@@ -294,6 +294,67 @@ async fn unequal_takes_of_one_call_add_up() {
     assert_eq!(left, [9, 7, 4]);
 }
 
+/// Takes under one plan alone are decided by another part of the script (`usual.lua`): many callers in a call, of one quota
+/// after the other.
+#[tokio::test]
+async fn takes_under_one_plan() {
+    for kind in [Strategy::Gcra, Strategy::LeakyBucket] {
+        let server = RedisServer::start();
+        let mut trace = Trace::new(19, &server);
+        let mut states: Vec<Vec<State>> = (0..CALLERS).map(|_| vec![State::fresh(kind)]).collect();
+        let mut waits = vec![Duration::from_micros(1)];
+        for _ in 0..100 {
+            let quotas: Vec<Policies> = (0..3).map(|_| policy("p", kind.into(), &mut trace.rng).into()).collect();
+            for step in 0..20 {
+                let policies = &quotas[trace.rng.usize(..quotas.len())];
+                let cost = trace.cost(policies);
+                // No more than a batch, so that there is one call.
+                let mut checks: Vec<(usize, Check)> = vec![];
+                for i in (0..CALLERS).filter(|i| i % 20 <= step) {
+                    let times = [0, 1, 1, 2, 5][trace.rng.usize(..5)];
+                    let take = Check::take(Key::new(format!("caller-{i}")), policies, cost);
+                    checks.extend(vec![(i, take); times]);
+                }
+                checks.truncate(128);
+                let in_redis = join_all(checks.iter().map(|(_, check)| trace.redis.check(check.clone()))).await;
+                let mut seen = vec![];
+                for ((i, check), in_redis) in checks.iter().zip(in_redis) {
+                    let in_redis = in_redis.unwrap();
+                    let in_rust = in_rust(check, &mut states[*i], trace.now.load(Relaxed));
+                    assert_eq!(in_redis, in_rust, "Redis and Rust differ: {check:?}");
+                    seen.extend(in_redis.retry_after());
+                    seen.push(in_redis.reset_after());
+                }
+                if !seen.is_empty() {
+                    waits = seen;
+                }
+                trace.step(&waits);
+            }
+        }
+    }
+}
+
+/// What is packed for one caller is written for the next only if both have the same level.
+#[tokio::test]
+async fn levels_of_one_millisecond_stay_apart() {
+    for kind in [Strategy::Gcra, Strategy::LeakyBucket] {
+        let server = RedisServer::start();
+        let Trace { redis, .. } = Trace::new(20, &server);
+        // A unit flows back in less than a microsecond, so that both keys expire in one millisecond.
+        let policies = Policy::new("p", kind, Quota::per_second(2_000_000)).unwrap().into();
+        let take = |name, cost| redis.check(Check::take(Key::new(name), &policies, cost));
+        assert!(take("ann", 1).await.unwrap().is_allowed());
+        assert!(take("bob", 3).await.unwrap().is_allowed());
+        for left in [[1_999_998, 1_999_996], [1_999_997, 1_999_995]] {
+            // Then both need a later expiry, and are not written in place.
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            let decisions = join_all(["ann", "bob"].map(|name| take(name, 1))).await;
+            let all: Vec<u32> = decisions.into_iter().map(|decision| decision.unwrap().remaining()).collect();
+            assert_eq!(all, left);
+        }
+    }
+}
+
 /// What refunds is as old as Redis's clock says, however young it claims to be; unless that is the clock of another
 /// server.
 #[tokio::test]
