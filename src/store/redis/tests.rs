@@ -533,7 +533,7 @@ impl Trace {
         let mut waits = vec![Duration::from_micros(1)];
         let end = self.steps + steps;
         while self.steps < end {
-            // Takes alone are decided by another part of the script.
+            // The few that end a step of takes alone, at one cost, are decided by `usual.lua`; `takes_under_one_plan` has more.
             let only_takes = self.rng.bool();
             // Some ask several times at once: they share an entry of the batch.
             let checks: Vec<(usize, Check)> = (0..keys.len())
