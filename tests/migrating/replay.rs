@@ -37,10 +37,10 @@ pub(crate) fn trace(seed: u64, count: usize, quota: Quota, grain: i64, max_cost:
     let max_cost = max_cost.min(quota.capacity());
     let mut time = START;
     let mut request = || {
-        let gap = match rng.u32(..6 * quota.limit()) {
-            0 | 1 => rng.i64(..2 * period),
+        let gap = match rng.u32(0..6 * quota.limit()) {
+            0 | 1 => rng.i64(0..2 * period),
             even if even % 2 == 0 => 0,
-            _ => rng.i64(..period / i64::from(quota.limit()) * i64::from(max_cost + 3) / 2),
+            _ => rng.i64(0..period / i64::from(quota.limit()) * i64::from(max_cost + 3) / 2),
         };
         time += (gap + grain / 2) / grain * grain;
         Request { at: time, cost: if rng.bool() { 1 } else { rng.u32(1..=max_cost) } }

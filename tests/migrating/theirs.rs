@@ -73,8 +73,7 @@ pub(crate) fn redis_cell(quota: Quota) -> Theirs {
 
 /// bucket4j, `refillGreedy` or `refillIntervally`. The bucket is made full at the first request, and periods begin there.
 pub(crate) fn bucket4j(quota: Quota, intervally: bool) -> Theirs {
-    let (period, tokens, capacity) =
-        (nanos(quota.period()), i64::from(quota.limit()), i64::from(quota.capacity()));
+    let (period, tokens, capacity) = (nanos(quota.period()), i64::from(quota.limit()), i64::from(quota.capacity()));
     // How many there are, what they are short of the next one, in tokens times nanoseconds, and since when.
     let (mut size, mut rest, mut refilled) = (capacity, 0, None);
     Theirs::rust(move |now, cost| {
