@@ -293,14 +293,15 @@ fn decisions_agree_as_the_guide_says() {
     println!("{table}");
     assert!(wrong.is_empty(), "otherwise than the guide says: {wrong:#?}");
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/migrating.md");
-    let text = fs::read_to_string(&page).unwrap();
-    let (head, rest) = text.split_once("<!-- agreement -->\n").unwrap();
+    let saved = fs::read_to_string(&page).unwrap();
+    let (head, rest) = saved.split_once("<!-- agreement -->\n").unwrap();
     let (_, tail) = rest.split_once("<!-- end of agreement -->").unwrap();
-    let new = format!("{head}<!-- agreement -->\n{table}<!-- end of agreement -->{tail}");
+    let text = format!("{head}<!-- agreement -->\n{table}<!-- end of agreement -->{tail}");
     if env::var_os("SAVE").is_some() {
-        fs::write(&page, &new).unwrap();
+        fs::write(&page, text).unwrap();
+    } else {
+        assert!(saved == text, "{page:?} is out of date: run `SAVE=1 cargo test --package migrating-tests`");
     }
-    assert!(text == new, "docs/migrating.md is out of date: run `SAVE=1 cargo test --package migrating-tests`");
 }
 
 /// Which of the requests at these times pass.
@@ -317,6 +318,14 @@ fn zset_of_times_grants_a_whole_burst() {
     let unique = decide(zset(quota, "unique", "after"), burst);
     assert_eq!(unique.iter().filter(|granted| **granted).count(), 10);
     assert_eq!(unique, ours(&policy(Strategy::SlidingLog, quota), &at(burst)));
+}
+
+/// One a second, asked for twice a second.
+#[test]
+fn zset_that_adds_first_locks_out() {
+    let (times, quota) = ([0, 1, 2, 3, 4].map(|half| half * SECOND / 2), "1/s".parse().unwrap());
+    assert_eq!(decide(zset(quota, "unique", "before"), times), [true, false, false, false, false]);
+    assert_eq!(ours(&policy(Strategy::SlidingLog, quota), &at(times)), [true, false, true, false, true]);
 }
 
 /// The first window ends at 10 s, and there is room for one request in each. One at 9 s comes again at 11 s and at 12 s.

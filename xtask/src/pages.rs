@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 16] = [
+const PAGES: [&str; 17] = [
     "README.md",
     "CONTRIBUTING.md",
     "docs/README.md",
@@ -15,6 +15,7 @@ const PAGES: [&str; 16] = [
     "docs/comparison.md",
     "docs/faults.md",
     "docs/keys.md",
+    "docs/migrating.md",
     "docs/options.md",
     "docs/performance.md",
     "docs/pitfalls.md",
