@@ -3,6 +3,7 @@
 //! [comparison]: crate::guide::comparison
 //! [faults]: crate::guide::faults
 //! [keys]: crate::guide::keys
+//! [migrating]: crate::guide::migrating
 //! [options]: crate::guide::options
 //! [performance]: crate::guide::performance
 //! [pitfalls]: crate::guide::pitfalls
@@ -19,6 +20,7 @@
 /// [choosing]: crate::guide::choosing
 /// [faults]: crate::guide::faults
 /// [keys]: crate::guide::keys
+/// [migrating]: crate::guide::migrating
 /// [performance]: crate::guide::performance
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
@@ -44,14 +46,22 @@ pub mod pitfalls {}
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
 
-/// Which strategy fits which limit, and what it is called elsewhere.
+/// Which strategy fits which limit.
 ///
+/// [migrating]: crate::guide::migrating
 /// [recipes]: crate::guide::recipes
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}
+
+/// What to write for the settings of another limiter, what differs, and how to switch.
+///
+/// [comparison]: crate::guide::comparison
+/// [running]: crate::guide::running
+#[doc = include_str!("../docs/migrating.md")]
+pub mod migrating {}
 
 /// Who is counted: extractors of keys, headers, proxies.
 ///

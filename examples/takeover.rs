@@ -1,0 +1,78 @@
+//! `cargo run --example takeover redis-rate rate: api '10/s burst 20'`
+//!
+//! Charges what redis_rate (v9, v10) or redis-cell still counts to the policy that takes over, so that nobody gets a second burst.
+//! Run it as soon as your service has switched; what has passed in between becomes a debt, and is paid off. A second run within
+//! a period of the policy charges nothing twice.
+//!
+//! The arguments are `redis-rate` or `redis-cell`, what its keys begin with, and the name and the quota of your policy, which
+//! counts by `Gcra`. What follows in a key has to be the caller as your extractor names it: change `caller` if it is not.
+//! `REDIS_URL` says where (`redis://127.0.0.1/`): one server. The old keys stay; they expire by themselves.
+
+use std::collections::BTreeSet;
+use std::env;
+use std::error::Error;
+
+use futures_util::future::try_join_all;
+use tower_redis_ratelimit::check::Check;
+use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::{Key, Policies, Policy, RedisStore, Strategy, redis};
+
+/// The seconds from 1970 to 2017, where redis_rate begins to count.
+const YEAR_2017: f64 = 1_483_228_800.0;
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let args: Vec<String> = env::args().skip(1).collect();
+    let [system, prefix, name, quota] = &args[..] else {
+        return Err("write redis-rate or redis-cell, what its keys begin with, and the policy's name and quota".into());
+    };
+    let policy = Policy::new(name.as_str(), Strategy::Gcra, quota.parse()?)?;
+    let interval = policy.quota().period().as_secs_f64() / f64::from(policy.quota().limit());
+    let policies = Policies::from(policy);
+
+    let url = env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
+    let store = RedisStore::connect(&url).await?;
+    let mut redis = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    // SCAN may find a key twice.
+    let (mut keys, mut cursor) = (BTreeSet::new(), 0_u64);
+    loop {
+        let mut scan = redis::cmd("SCAN");
+        scan.arg(cursor).arg("MATCH").arg(format!("{prefix}*")).arg("COUNT").arg(1_000);
+        let found: Vec<String>;
+        (cursor, found) = scan.query_async(&mut redis).await?;
+        keys.extend(found);
+        if cursor == 0 {
+            break;
+        }
+    }
+    let (keys, mut charged): (Vec<String>, usize) = (keys.into_iter().collect(), 0);
+    for keys in keys.chunks(1_000) {
+        let mut read = redis::pipe();
+        read.cmd("MGET").arg(keys).cmd("TIME");
+        let (values, now): (Vec<Option<String>>, (f64, f64)) = read.query_async(&mut redis).await?;
+        let now = now.0 + now.1 / 1_000_000.0;
+        let charges = keys.iter().zip(&values).filter_map(|(key, value)| {
+            let used = ((free_at(system, value.as_deref()?)? - now) / interval).ceil() as u32;
+            let charge = Check::charge(caller(key.strip_prefix(prefix)?), &policies, used);
+            (used > 0).then(|| store.check(charge.with_id("takeover")))
+        });
+        charged += try_join_all(charges).await?.len();
+    }
+    println!("took over the counts of {charged} callers");
+    Ok(())
+}
+
+/// The caller that the rest of a key stands for.
+fn caller(rest: &str) -> Key {
+    Key::new(rest)
+}
+
+/// When all that was granted will have flowed back, in seconds since 1970. None if the value is something else.
+fn free_at(system: &str, value: &str) -> Option<f64> {
+    match system {
+        "redis-rate" => Some(value.parse::<f64>().ok()? + YEAR_2017),
+        // In nanoseconds.
+        "redis-cell" => Some(value.parse::<u64>().ok()? as f64 / 1e9),
+        _ => None,
+    }
+}

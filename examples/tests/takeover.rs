@@ -1,0 +1,97 @@
+//! `examples/takeover.rs` as it runs: what the old limiter has granted is not granted again.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "redis-cell counts by the time of day")]
+
+#[path = "../../tests/support/mod.rs"]
+mod support;
+
+use std::env;
+use std::env::consts::EXE_SUFFIX;
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use redis::aio::MultiplexedConnection;
+use tower_redis_ratelimit::{Key, Limiter, Policy, RedisStore, Strategy, redis};
+
+use crate::support::RedisServer;
+
+const REDIS_RATE: &str = include_str!("../../tests/migrating/lua/redis_rate_v9.lua");
+/// None flows back while the test runs.
+const QUOTA: &str = "10/h";
+
+/// What the example prints with these arguments.
+fn take_over(server: &RedisServer, system: &str, prefix: &str) -> String {
+    let test = env::current_exe().unwrap();
+    let example = test.ancestors().nth(2).unwrap().join(format!("examples/takeover{EXE_SUFFIX}"));
+    let args = [system, prefix, "api", QUOTA];
+    let output = Command::new(example).env("REDIS_URL", server.url()).args(args).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+async fn limiter(server: &RedisServer) -> Limiter<RedisStore> {
+    let store = RedisStore::builder(server.url()).timeout(Duration::from_secs(20)).connect().await.unwrap();
+    Limiter::new(store, Policy::new("api", Strategy::Gcra, QUOTA.parse().unwrap()).unwrap())
+}
+
+async fn remaining(limiter: &Limiter<RedisStore>, caller: &str) -> u32 {
+    limiter.peek(Key::new(caller), 1).await.unwrap().remaining()
+}
+
+/// How many of twenty requests redis_rate lets pass, by Redis's time.
+async fn redis_rate(redis: &mut MultiplexedConnection, caller: &str, requests: u32) -> u32 {
+    let mut passed = 0;
+    for _ in 0..requests {
+        let mut call = redis::cmd("EVAL");
+        call.arg(REDIS_RATE).arg(1).arg(format!("rate:{caller}")).arg(0).arg(1).arg(10).arg(3_600).arg(10);
+        passed += call.query_async::<u32>(redis).await.unwrap();
+    }
+    passed
+}
+
+#[tokio::test]
+async fn redis_rates_counts_are_taken_over() {
+    let server = RedisServer::start();
+    let mut redis = server.connection().await;
+    let callers = [("ann", 7, 7), ("bob", 20, 10), ("eve", 0, 0)];
+    for (caller, requests, passed) in callers {
+        assert_eq!(redis_rate(&mut redis, caller, requests).await, passed);
+    }
+    // More than one step of SCAN.
+    for number in 0..1_500 {
+        redis_rate(&mut redis, &format!("user-{number}"), 1).await;
+    }
+    let limiter = limiter(&server).await;
+    // Between the switch and the takeover: a debt.
+    assert!(limiter.take(Key::new("bob"), 4).await.unwrap().is_allowed());
+    for _ in 0..2 {
+        assert_eq!(take_over(&server, "redis-rate", "rate:"), "took over the counts of 1502 callers\n");
+        for (caller, left) in [("ann", 3), ("bob", 0), ("eve", 10), ("user-0", 9), ("user-1499", 9)] {
+            assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
+        }
+    }
+    let denied = limiter.take(Key::new("bob"), 1).await.unwrap();
+    let wait = denied.retry_after().unwrap();
+    let interval = Duration::from_secs(360);
+    assert!(wait > 4 * interval && wait <= 5 * interval, "the debt of 4 is paid off first: {wait:?}");
+}
+
+/// Its keys hold the time in nanoseconds at which all that was granted will have flowed back.
+#[tokio::test]
+async fn redis_cells_counts_are_taken_over() {
+    let server = RedisServer::start();
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap();
+    let interval = Duration::from_secs(360);
+    for (caller, granted) in [("ann", 7), ("bob", 10)] {
+        let tat = (now + granted * interval).as_nanos();
+        server.command::<()>(&format!("SET throttle/{caller} {tat}")).await;
+    }
+    server.command::<()>("SET throttle/other something").await;
+    server.command::<()>("HSET throttle/hash a 1").await;
+    let limiter = limiter(&server).await;
+    assert_eq!(take_over(&server, "redis-cell", "throttle/"), "took over the counts of 2 callers\n");
+    for (caller, left) in [("ann", 3), ("bob", 0), ("other", 10), ("hash", 10)] {
+        assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
+    }
+}
