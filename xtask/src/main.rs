@@ -54,7 +54,7 @@ fn main() -> ExitCode {
 /// Damages what is read, for so many seconds in each test.
 fn fuzz(seconds: &str) -> Result {
     let mut command = Command::new("cargo");
-    command.args(["test", "--release", "--all-features", "--package", "tower-redis-ratelimit", "--test", "fuzz"]);
+    command.args(["test", "--all-features", "--package", "tower-redis-ratelimit", "--test", "fuzz"]);
     run(command.args(["--", "--nocapture", "--test-threads=1"]).env("FUZZ_SECONDS", seconds))
 }
 
