@@ -14,7 +14,7 @@ use crate::damage::damage;
 use crate::each_seed;
 use crate::support::{RedisServer, STRATEGIES, check, policy, until};
 
-/// Stands before a server, and damages one reply in four while it is told to.
+/// Stands before a server, and damages one reply in four while it is switched on.
 struct Proxy {
     port: u16,
     damages: Arc<AtomicBool>,
