@@ -320,4 +320,3 @@ for i = 2 + policy_count + plan_count, #ARGV do
     end
   end
 end
-

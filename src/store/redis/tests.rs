@@ -266,7 +266,7 @@ async fn an_expired_log_frees_its_memory() {
     assert!(bytes < 500, "{bytes} bytes");
 }
 
-/// A log that has become a list is no string, as if there was nothing.
+/// MGET reads a log that has become a list as nothing.
 #[tokio::test]
 async fn a_long_log_is_kept_beside_new_callers() {
     let server = RedisServer::start();
