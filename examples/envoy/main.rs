@@ -21,11 +21,12 @@ use std::time::Duration;
 use std::{env, process, thread};
 
 use axum::routing::get;
+use axum::serve::ListenerExt;
 use envoy_types::pb::envoy::config::core::v3::HeaderValue;
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
 use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_service_server::{
-    self, RateLimitService, RateLimitServiceServer,
+    RateLimitService, RateLimitServiceServer,
 };
 use envoy_types::pb::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
 use envoy_types::pb::google::protobuf;
@@ -85,10 +86,9 @@ async fn run() -> Result<(), Box<dyn Error>> {
     let app = grpc.route("/metrics", get(async move || metrics.render()));
     let listener = tokio::net::TcpListener::bind(listen).await?;
     let port = listener.local_addr()?.port();
-    println!(
-        "gRPC on localhost:{port}/{}, metrics on localhost:{port}/metrics",
-        rate_limit_service_server::SERVICE_NAME
-    );
+    println!("localhost:{port}/ is for Envoy, localhost:{port}/metrics for Prometheus");
+    // Else the kernel keeps a short answer until Envoy has acknowledged the one before.
+    let listener = listener.tap_io(|connection| drop(connection.set_nodelay(true)));
     axum::serve(listener, app).await?;
     Ok(())
 }
@@ -142,8 +142,8 @@ impl RateLimitService for Service {
             let found = found.as_ref().filter(|(_, limit)| !is_replaced(limit));
             self.answer(found, descriptor, hits_addend)
         });
-        // Store calls of one moment share a round trip. Whether a request passes without an answer is up to Envoy.
-        let answers = try_join_all(answers).await.map_err(|error| Status::unavailable(error.to_string()))?;
+        // Checks of one moment share a round trip.
+        let answers = try_join_all(answers).await?;
         let (statuses, decisions): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
         let is_over = statuses.iter().any(|status| status.code() == Code::OverLimit);
         Ok(Response::new(RateLimitResponse {
@@ -156,13 +156,17 @@ impl RateLimitService for Service {
 }
 
 impl Service {
-    /// The status of one descriptor, and the decision that its client is told.
+    /// The status of one descriptor, and the decision that the client is told.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot decide: then `failure_mode_deny` of Envoy does.
     async fn answer(
         &self,
         found: Option<&(Key, Arc<Limit>)>,
         descriptor: &RateLimitDescriptor,
         hits_addend: u32,
-    ) -> Result<(DescriptorStatus, Option<Decision>), tower_redis_ratelimit::store::StoreError> {
+    ) -> Result<(DescriptorStatus, Option<Decision>), Status> {
         let status = |is_over| DescriptorStatus {
             code: if is_over { Code::OverLimit } else { Code::Ok }.into(),
             current_limit: found.and_then(|(_, limit)| limit.current.clone()),
@@ -174,18 +178,21 @@ impl Service {
             Rate::Banned => return Ok((status(!limit.shadow), None)),
             Rate::Counted(policies) => policies,
         };
-        // A descriptor may say 0; a request that says nothing does too.
+        // A request that does not say how many hits it is says 0. A descriptor that says 0 means it.
         let hits = descriptor.hits_addend.as_ref().map_or(u64::from(hits_addend.max(1)), |hits| hits.value);
         let hits = u32::try_from(hits).unwrap_or(u32::MAX);
         let (check, needed) = match hits {
             _ if descriptor.is_negative_hits => (Check::refund(*caller, policies, hits), 0),
             0 => (Check::peek(*caller, policies, 1), 0),
             1 => (Check::take(*caller, policies, 1), 1),
-            // What does not fit uses up what is left: a response that is counted when it has ended has been sent.
+            // What does not fit uses up what is left: it may be the cost of a response that has been sent.
             _ => (Check::up_to(*caller, policies, hits), hits),
         };
         let since = now();
-        let decision = self.store.check(check).await?;
+        let decision = self.store.check(check).await.map_err(|error| {
+            self.observer.failed(&event::Failed::new(Some(caller), &error));
+            Status::unavailable(error.to_string())
+        })?;
         let mut event = event::Decided::new(caller, &decision, since.elapsed());
         event.dry_run = limit.shadow;
         self.observer.decided(&event);

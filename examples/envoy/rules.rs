@@ -1,11 +1,10 @@
 //! Which limit a descriptor has, by files in the format of Envoy's own service.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{self, DirEntry};
-use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
+use std::{fs, io};
 
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
 use envoy_types::pb::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
@@ -31,13 +30,18 @@ const UNITS: [(Unit, Duration); 7] = [
 pub(crate) type Files = BTreeMap<PathBuf, String>;
 
 pub(crate) fn read(directory: &Path) -> Result<Files, String> {
-    let path = |entry: io::Result<DirEntry>| entry.map(|entry| entry.path());
-    let is_yaml = |path: &PathBuf| path.extension().is_some_and(|extension| extension == "yaml");
-    let read = |path: PathBuf| fs::read_to_string(&path).map(|text| (path, text));
-    let files = fs::read_dir(directory).and_then(|entries| {
-        entries.map(path).filter(|path| path.as_ref().map_or(true, is_yaml)).map(|path| path.and_then(read)).collect()
-    });
-    files.map_err(|error| format!("{}: {error}", directory.display()))
+    let read = || -> io::Result<Files> {
+        let mut files = Files::new();
+        for entry in fs::read_dir(directory)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "yaml") {
+                let text = fs::read_to_string(&path)?;
+                files.insert(path, text);
+            }
+        }
+        Ok(files)
+    };
+    read().map_err(|error| format!("{}: {error}", directory.display()))
 }
 
 /// What is in one file.

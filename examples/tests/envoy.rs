@@ -25,6 +25,7 @@ use tempfile::TempDir;
 use tokio::time::sleep;
 use tonic::transport::Channel;
 use tonic_health::pb::{HealthCheckRequest, health_client::HealthClient};
+use yaml_serde::Value;
 
 use crate::servers::RedisServer;
 use crate::support::{Answer, Example, connect};
@@ -41,17 +42,17 @@ struct Service {
 
 impl Service {
     async fn start(files: &[&str]) -> Self {
-        Self::with("{}", files).await
+        Self::with(("STORE", "{}"), files).await
     }
 
-    /// With this store.
-    async fn with(store: &str, files: &[&str]) -> Self {
+    /// With this setting.
+    async fn with(setting: (&str, &str), files: &[&str]) -> Self {
         let directory = TempDir::new().unwrap();
         for (number, text) in files.iter().enumerate() {
             fs::write(directory.path().join(format!("{number}.yaml")), text).unwrap();
         }
         let path = directory.path().to_str().unwrap();
-        let example = Example::start("envoy", &[("LISTEN", "127.0.0.1:0"), ("CONFIG", path), ("STORE", store)]);
+        let example = Example::start("envoy", &[("LISTEN", "127.0.0.1:0"), ("CONFIG", path), setting]);
         let client = RateLimitServiceClient::connect(format!("http://127.0.0.1:{}", example.port)).await.unwrap();
         Self { directory, example, client }
     }
@@ -333,7 +334,7 @@ descriptors:
   - key: user
     rate_limit: { quota: 3/h burst 1 }
   - key: all
-    rate_limit: { quota: 100/h, strategy: sliding-log }
+    rate_limit: { unit: week, requests_per_unit: 100, strategy: sliding-log }
 ";
     let mut service = Service::start(&[own]).await;
     let both = || request("own", [descriptor(&[("all", "")]), descriptor(&[("user", "ann")])]);
@@ -346,11 +347,15 @@ descriptors:
         fields[..3],
         [
             "ratelimit-policy: \"own.user\";q=3;w=3600",
-            "ratelimit-policy: \"own.all\";q=100;w=3600",
+            "ratelimit-policy: \"own.all\";q=100;w=604800",
             "ratelimit: \"own.user\";r=0;t=1200",
         ]
     );
-    assert!(fields[3].starts_with("ratelimit: \"own.all\";r=98;t=") && fields[4] == "retry-after: 1200", "{fields:?}");
+    // Long after the end of a window of the clock.
+    assert_eq!(fields[3..], ["ratelimit: \"own.all\";r=98;t=604800", "retry-after: 1200"]);
+
+    let mut silent = Service::with(("HEADERS", "[]"), &[own]).await;
+    assert!(silent.ask(both()).await.response_headers_to_add.is_empty());
 }
 
 #[tokio::test]
@@ -378,7 +383,8 @@ async fn a_changed_file_keeps_counts() {
 async fn instances_share_their_counts() {
     let server = RedisServer::start();
     let store = format!("{{ kind: redis, url: {:?}, timeout: 20s }}", server.url());
-    let (mut one, mut two) = (Service::with(&store, &[MESSAGING]).await, Service::with(&store, &[MESSAGING]).await);
+    let mut one = Service::with(("STORE", &store), &[MESSAGING]).await;
+    let mut two = Service::with(("STORE", &store), &[MESSAGING]).await;
     assert_eq!(one.one("messaging", &[("to_number", "1")]).await, (OK, Some(100), 99));
     assert_eq!(two.one("messaging", &[("to_number", "1")]).await, (OK, Some(100), 98));
 }
@@ -386,7 +392,7 @@ async fn instances_share_their_counts() {
 /// So that `failure_mode_deny` is Envoy's to follow.
 #[tokio::test]
 async fn a_failed_store_is_unavailable() {
-    let mut service = Service::with("{ kind: redis, url: redis://127.0.0.1:1/ }", &[MESSAGING]).await;
+    let mut service = Service::with(("STORE", "{ kind: redis, url: redis://127.0.0.1:1/ }"), &[MESSAGING]).await;
     let number = request("messaging", [descriptor(&[("to_number", "1")])]);
     assert_eq!(service.client.should_rate_limit(number).await.unwrap_err().code(), tonic::Code::Unavailable);
 
@@ -420,7 +426,33 @@ fn a_wrong_file_is_reported_at_startup() {
     }
 }
 
-/// Envoy, by the file that the documentation shows.
+/// What `docs/envoy.md` shows is what is tried here; Istio gets the same.
+#[test]
+fn the_page_shows_what_is_tried() {
+    let yaml = |text: &str| yaml_serde::from_str::<Value>(text).unwrap();
+    let page = include_str!("../../docs/envoy.md");
+    let blocks: Vec<&str> = page.split("```yaml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();
+    let [limits, filter, actions, istio] = blocks[..] else { panic!("{} blocks", blocks.len()) };
+    assert_eq!(yaml(limits), yaml(include_str!("../envoy/config/shop.yaml")));
+
+    let envoy = yaml(include_str!("../envoy/envoy.yaml"));
+    let manager = &envoy["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"];
+    let filter = &yaml(filter)["http_filters"][0];
+    assert_eq!(filter, &manager["http_filters"][0]);
+    let host = &manager["route_config"]["virtual_hosts"][0];
+    assert_eq!(yaml(actions)["rate_limits"], host["routes"][0]["route"]["rate_limits"]);
+
+    let istio: Vec<Value> = istio.split("---\n").map(yaml).collect();
+    let patch = |number: usize| istio[number]["spec"]["configPatches"][0]["patch"]["value"].clone();
+    let mut inserted = patch(1);
+    let grpc =
+        ["typed_config", "rate_limit_service", "grpc_service"].iter().fold(&mut inserted, |at, key| &mut at[*key]);
+    *grpc = filter["typed_config"]["rate_limit_service"]["grpc_service"].clone();
+    assert_eq!(&inserted, filter, "but for the name of the cluster");
+    assert_eq!(patch(2)["rate_limits"], host["rate_limits"]);
+}
+
+/// An Envoy by the file beside the example.
 struct Envoy {
     process: Child,
     port: u16,
