@@ -1,6 +1,7 @@
 //! `examples/envoy` as it runs: what Envoy's client is answered, and what Envoy's is.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "Envoy waits in real time")]
 
 #[path = "../../tests/support/mod.rs"]
 mod servers;
@@ -10,7 +11,7 @@ use std::io::Write;
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{env, fs};
 
 use envoy_types::pb::envoy::config::core::v3::HeaderValue;
@@ -389,6 +390,21 @@ async fn instances_share_their_counts() {
     assert_eq!(two.one("messaging", &[("to_number", "1")]).await, (OK, Some(100), 98));
 }
 
+/// With Nagle's algorithm an answer takes 40 ms, and Envoy waits for 20.
+#[tokio::test]
+async fn answers_come_within_envoys_timeout() {
+    let mut service = Service::start(&[MESSAGING]).await;
+    let number = ("to_number", "1");
+    let both = request("messaging", [descriptor(&[number]), descriptor(&[("message_type", "marketing"), number])]);
+    let mut in_time = 0;
+    for _ in 0..40 {
+        let start = Instant::now();
+        service.ask(both.clone()).await;
+        in_time += u32::from(start.elapsed() < Duration::from_millis(20));
+    }
+    assert!(in_time >= 20, "{in_time} of 40");
+}
+
 /// So that `failure_mode_deny` is Envoy's to follow.
 #[tokio::test]
 async fn a_failed_store_is_unavailable() {
@@ -420,7 +436,9 @@ fn a_wrong_file_is_reported_at_startup() {
         for (number, text) in files.iter().enumerate() {
             fs::write(directory.path().join(format!("{number}.yaml")), text).unwrap();
         }
-        let output = Example::command("envoy").env("CONFIG", directory.path()).output().unwrap();
+        // If it took the files, it would end because it has no such address.
+        let mut command = Example::command("envoy");
+        let output = command.env("CONFIG", directory.path()).env("LISTEN", "192.0.2.1:0").output().unwrap();
         let told = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && told.contains(problem), "{told}");
     }
