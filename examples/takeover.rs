@@ -1,12 +1,13 @@
 //! `cargo run --example takeover redis-rate rate: api '10/s burst 20'`
 //!
 //! Charges what redis_rate (v9, v10) or redis-cell still counts to the policy that takes over, so that nobody gets a second burst.
-//! Run it as soon as your service has switched; what has passed in between becomes a debt, and is paid off. A second run within
-//! a period of the policy charges nothing twice.
+//! Build it before, and run it as soon as your service has switched; what has passed in between becomes a debt, and is paid off.
+//! A second run within a period of the policy charges nothing twice.
 //!
 //! The arguments are `redis-rate` or `redis-cell`, what its keys begin with, and the name and the quota of your policy, which
-//! counts by `Gcra`. What follows in a key has to be the caller as your extractor names it: change `caller` if it is not.
-//! `REDIS_URL` says where (`redis://127.0.0.1/`): one server. The old keys stay; they expire by themselves.
+//! counts by `Gcra`. What follows in a key has to be the caller as your extractor names it: change `caller` if it is not, such
+//! as to `Key::ip` for addresses. `REDIS_URL` says where (`redis://127.0.0.1/`): one server, and your service's prefix if it
+//! has one (`?prefix=shop`). The old keys stay; they expire by themselves.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -25,6 +26,11 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let args: Vec<String> = env::args().skip(1).collect();
     let [system, prefix, name, quota] = &args[..] else {
         return Err("write redis-rate or redis-cell, what its keys begin with, and the policy's name and quota".into());
+    };
+    let free_at = match system.as_str() {
+        "redis-rate" => of_redis_rate,
+        "redis-cell" => of_redis_cell,
+        other => return Err(format!("{other:?} is not known: write `redis-rate` or `redis-cell`").into()),
     };
     let policy = Policy::new(name.as_str(), Strategy::Gcra, quota.parse()?)?;
     let interval = policy.quota().period().as_secs_f64() / f64::from(policy.quota().limit());
@@ -45,20 +51,26 @@ async fn main() -> Result<(), Box<dyn Error>> {
             break;
         }
     }
-    let (keys, mut charged): (Vec<String>, usize) = (keys.into_iter().collect(), 0);
+    let keys: Vec<String> = keys.into_iter().collect();
+    let (mut charged, mut example) = (0, None);
     for keys in keys.chunks(1_000) {
         let mut read = redis::pipe();
         read.cmd("MGET").arg(keys).cmd("TIME");
         let (values, now): (Vec<Option<String>>, (f64, f64)) = read.query_async(&mut redis).await?;
         let now = now.0 + now.1 / 1_000_000.0;
         let charges = keys.iter().zip(&values).filter_map(|(key, value)| {
-            let used = ((free_at(system, value.as_deref()?)? - now) / interval).ceil() as u32;
-            let charge = Check::charge(caller(key.strip_prefix(prefix)?), &policies, used);
-            (used > 0).then(|| store.check(charge.with_id("takeover")))
+            let used = ((free_at(value.as_deref()?)? - now) / interval).ceil() as u32;
+            let rest = key.strip_prefix(prefix)?;
+            let charge = Check::charge(caller(rest), &policies, used);
+            (used > 0).then(|| {
+                example.get_or_insert(rest);
+                store.check(charge.with_id("takeover"))
+            })
         });
         charged += try_join_all(charges).await?.len();
     }
-    println!("took over the counts of {charged} callers");
+    let such_as = example.map(|rest| format!(", such as {rest:?}")).unwrap_or_default();
+    println!("{} keys begin with {prefix:?}; took over the counts of {charged} callers{such_as}", keys.len());
     Ok(())
 }
 
@@ -68,11 +80,11 @@ fn caller(rest: &str) -> Key {
 }
 
 /// When all that was granted will have flowed back, in seconds since 1970. None if the value is something else.
-fn free_at(system: &str, value: &str) -> Option<f64> {
-    match system {
-        "redis-rate" => Some(value.parse::<f64>().ok()? + YEAR_2017),
-        // In nanoseconds.
-        "redis-cell" => Some(value.parse::<u64>().ok()? as f64 / 1e9),
-        _ => None,
-    }
+fn of_redis_rate(value: &str) -> Option<f64> {
+    Some(value.parse::<f64>().ok()? + YEAR_2017)
+}
+
+/// It counts in nanoseconds.
+fn of_redis_cell(value: &str) -> Option<f64> {
+    Some(value.parse::<u64>().ok()? as f64 / 1e9)
 }

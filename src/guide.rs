@@ -1,6 +1,7 @@
 //! [answers]: crate::guide::answers
 //! [choosing]: crate::guide::choosing
 //! [comparison]: crate::guide::comparison
+//! [envoy]: crate::guide::envoy
 //! [faults]: crate::guide::faults
 //! [keys]: crate::guide::keys
 //! [migrating]: crate::guide::migrating
@@ -20,6 +21,7 @@
 /// [choosing]: crate::guide::choosing
 /// [faults]: crate::guide::faults
 /// [keys]: crate::guide::keys
+/// [mesh]: crate::guide::envoy
 /// [migrating]: crate::guide::migrating
 /// [performance]: crate::guide::performance
 /// [settling]: crate::guide::settling
@@ -56,9 +58,20 @@ pub mod recipes {}
 #[doc = include_str!("../docs/choosing.md")]
 pub mod choosing {}
 
+/// Limits for services behind Envoy or Istio, with the files of Envoy's own rate limit service.
+///
+/// [answers]: crate::guide::answers
+/// [choosing]: crate::guide::choosing
+/// [migrating]: crate::guide::migrating
+/// [options]: crate::guide::options
+/// [runbook]: crate::guide::runbook
+#[doc = include_str!("../docs/envoy.md")]
+pub mod envoy {}
+
 /// What to write for the settings of another limiter, what differs, and how to switch.
 ///
 /// [comparison]: crate::guide::comparison
+/// [envoy]: crate::guide::envoy
 /// [running]: crate::guide::running
 #[doc = include_str!("../docs/migrating.md")]
 pub mod migrating {}

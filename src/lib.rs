@@ -2,6 +2,7 @@
 //! [answers]: guide::answers
 //! [choosing]: guide::choosing
 //! [comparison]: guide::comparison
+//! [envoy]: guide::envoy
 //! [faults]: guide::faults
 //! [guide]: guide
 //! [keys]: guide::keys

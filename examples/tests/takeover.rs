@@ -20,14 +20,14 @@ const REDIS_RATE: &str = include_str!("../../tests/migrating/lua/redis_rate_v9.l
 /// None flows back while the test runs.
 const QUOTA: &str = "10/h";
 
-/// What the example prints with these arguments.
-fn take_over(server: &RedisServer, system: &str, prefix: &str) -> String {
+/// What the example prints with these arguments, or why it fails.
+fn take_over(server: &RedisServer, system: &str, prefix: &str) -> Result<String, String> {
     let test = env::current_exe().unwrap();
     let example = test.ancestors().nth(2).unwrap().join(format!("examples/takeover{EXE_SUFFIX}"));
     let args = [system, prefix, "api", QUOTA];
     let output = Command::new(example).env("REDIS_URL", server.url()).args(args).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
 }
 
 async fn limiter(server: &RedisServer) -> Limiter<RedisStore> {
@@ -66,7 +66,8 @@ async fn redis_rates_counts_are_taken_over() {
     // Between the switch and the takeover: a debt.
     assert!(limiter.take(Key::new("bob"), 4).await.unwrap().is_allowed());
     for _ in 0..2 {
-        assert_eq!(take_over(&server, "redis-rate", "rate:"), "took over the counts of 1502 callers\n");
+        let told = "1502 keys begin with \"rate:\"; took over the counts of 1502 callers, such as \"ann\"\n";
+        assert_eq!(take_over(&server, "redis-rate", "rate:").unwrap(), told);
         for (caller, left) in [("ann", 3), ("bob", 0), ("eve", 10), ("user-0", 9), ("user-1499", 9)] {
             assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
         }
@@ -90,8 +91,19 @@ async fn redis_cells_counts_are_taken_over() {
     server.command::<()>("SET throttle/other something").await;
     server.command::<()>("HSET throttle/hash a 1").await;
     let limiter = limiter(&server).await;
-    assert_eq!(take_over(&server, "redis-cell", "throttle/"), "took over the counts of 2 callers\n");
+    let told = "4 keys begin with \"throttle/\"; took over the counts of 2 callers, such as \"ann\"\n";
+    assert_eq!(take_over(&server, "redis-cell", "throttle/").unwrap(), told);
     for (caller, left) in [("ann", 3), ("bob", 0), ("other", 10), ("hash", 10)] {
         assert_eq!(remaining(&limiter, caller).await, left, "of {caller}");
     }
+}
+
+/// A typing error must not look like a takeover of nothing.
+#[test]
+fn what_is_not_there_is_reported() {
+    let server = RedisServer::start();
+    let told = take_over(&server, "redis-rate", "rates:").unwrap();
+    assert_eq!(told, "0 keys begin with \"rates:\"; took over the counts of 0 callers\n");
+    let problem = take_over(&server, "redis_rate", "rate:").unwrap_err();
+    assert!(problem.contains("is not known: write `redis-rate` or `redis-cell`"), "{problem}");
 }

@@ -16,7 +16,7 @@ use tower_redis_ratelimit::store::Store;
 use tower_redis_ratelimit::strategy::{Align, Refill};
 use tower_redis_ratelimit::{Key, LocalStore, Policies, Policy, Quota, Strategy, redis};
 
-use crate::replay::{MILLISECOND, Request, SECOND, at, most, ours, trace};
+use crate::replay::{Ask, MILLISECOND, Request, SECOND, asked, at, most, ours, trace};
 use crate::support::RedisServer;
 use crate::theirs::{
     COUNTERS, HASH, ISTIO_FIXED, ISTIO_ROLLING, REDIS_RATE, REDISSON, SPRING, Theirs, ZSET, bucket4j, funnel, governor,
@@ -53,6 +53,7 @@ struct Case {
     max_cost: u32,
     make_theirs: fn(Quota) -> Theirs,
     make_ours: fn(Quota) -> Policies,
+    ask: Ask,
     differ: Differ,
     /// Whether theirs grants more in a period than ours does.
     exceeds: bool,
@@ -75,6 +76,7 @@ impl Case {
             max_cost: 1,
             make_theirs,
             make_ours,
+            ask: Check::take,
             differ: Never,
             exceeds: false,
         }
@@ -82,6 +84,10 @@ impl Case {
 
     fn costs(self) -> Self {
         Self { max_cost: 5, ..self }
+    }
+
+    fn ask(self, ask: Ask) -> Self {
+        Self { ask, ..self }
     }
 
     fn quotas(self, quotas: &'static [&'static str]) -> Self {
@@ -206,6 +212,7 @@ fn cases() -> Vec<Case> {
             .quotas(BUCKETS).costs().grain(|quota| micros(quota) as i64),
         Case::new("Envoy", "`FixedWindow(Align::Clock)`", counters, clock).quotas(&["1/s", "60/m", "600/h"]),
         Case::new("the same, `hits_addend` of 1 to 5", "the same", counters, clock).quotas(&["1/s", "60/m", "600/h"]).costs().differ(WeGrant),
+        Case::new("the same", "the same, by `Check::up_to`", counters, clock).quotas(&["1/s", "60/m", "600/h"]).costs().ask(Check::up_to),
         Case::new("Envoy, two descriptors", "two policies", two_counters, two_windows).quotas(&["60/m"]).differ(WeGrant),
         Case::new("tower_governor", "`Gcra`", governor, gcra).quotas(BUCKETS),
         Case::new("governor, 3 and 7 per second", "the same", governor, gcra).quotas(&["3/s", "7/s burst 20"]).costs(),
@@ -237,7 +244,7 @@ impl Counts {
                 let requests = trace(seed, REQUESTS, quota, (case.grain)(quota), case.max_cost);
                 let key = format!("{number}-{text}-{seed}");
                 let theirs = (case.make_theirs)(quota).decide(redis, &key, &requests);
-                let ours = ours(&(case.make_ours)(quota), &requests);
+                let ours = asked(case.ask, &(case.make_ours)(quota), &requests);
                 counts.add(quota, &requests, [&theirs, &ours]);
             }
         }

@@ -48,8 +48,16 @@ pub(crate) fn trace(seed: u64, count: usize, quota: Quota, grain: i64, max_cost:
     (0..count).map(|_| request()).collect()
 }
 
+/// How a request is asked about.
+pub(crate) type Ask = fn(Key, &Policies, u32) -> Check;
+
 /// Which of the requests ours lets pass: a `LocalStore`, which decides as Redis does, bit for bit, at the times of the trace.
 pub(crate) fn ours(policies: &Policies, requests: &[Request]) -> Vec<bool> {
+    asked(Check::take, policies, requests)
+}
+
+/// The same, if they are asked about otherwise.
+pub(crate) fn asked(ask: Ask, policies: &Policies, requests: &[Request]) -> Vec<bool> {
     let runtime = runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
     runtime.block_on(async {
         let store = LocalStore::default();
@@ -65,8 +73,8 @@ pub(crate) fn ours(policies: &Policies, requests: &[Request]) -> Vec<bool> {
                 advance(Duration::from_micros((request.at - now) as u64)).await;
                 now = request.at;
             }
-            let take = Check::take(Key::GLOBAL, policies, request.cost);
-            decided.push(store.check(take).await.unwrap().is_allowed());
+            let check = ask(Key::GLOBAL, policies, request.cost);
+            decided.push(store.check(check).await.unwrap().granted() == request.cost);
         }
         decided
     })

