@@ -1,6 +1,6 @@
 //! The events of an [`Observer`](crate::observe::Observer): a struct for each of its methods, of the same name.
 //!
-//! More fields may come. The `new` of each is for tests of your own observer.
+//! More fields may come. Make one by its `new` for tests of your own observer, and where you ask a store yourself.
 
 use std::time::Duration;
 
