@@ -137,6 +137,7 @@ pub mod runbook {}
 /// [choosing]: crate::guide::choosing
 /// [running]: crate::guide::running
 /// [servers]: crate::guide::servers
+#[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
 

@@ -1,4 +1,5 @@
-// Of two definitions of a link the first one holds: here, README's links lead to the guides of this version.
+// Of two definitions of a link the first one holds: here, README's links lead to the guides of this version, and its
+// picture is one that rustdoc can show.
 //! [answers]: guide::answers
 //! [choosing]: guide::choosing
 //! [comparison]: guide::comparison
@@ -15,6 +16,7 @@
 //! [`extract`]: extract
 //! [`reject`]: reject
 //! [`select`]: select
+#![doc = include_str!("../docs/pictures.md")]
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

@@ -58,8 +58,8 @@ fn pictures() -> Result<Vec<(String, String)>> {
         inline.push_str(&definition(&name, &picture));
         files.push((format!("docs/strategies/{name}.svg"), picture));
     }
-    // Those are drawn by the benches `load` and `growth`.
-    for name in ["throughput", "growth-callers", "growth-instances", "growth-requests", "growth-masters"] {
+    // Those are drawn by the benches `load` and `growth`, and the last one by `cargo xtask screenshots`.
+    for name in ["throughput", "growth-callers", "growth-instances", "growth-requests", "growth-masters", "dashboard"] {
         inline.push_str(&definition(name, &fs::read_to_string(path(&format!("docs/{name}.svg")))?));
     }
     files.push(("docs/pictures.md".to_owned(), inline));

@@ -238,7 +238,7 @@ descriptors:
         assert_eq!(response.response_headers_to_add.is_empty(), user == "user-a", "clients are told nothing of it");
     }
     assert_eq!(service.one("services", &[("service", "x"), ("user", "nobody")]).await, (OK, Some(0), 0));
-    let metrics = service.example.get("/metrics").body;
+    let metrics = Answer::read(service.example.get("/metrics")).body;
     let of_denials = |line: &&str| line.starts_with("ratelimit_decisions_total") && line.contains("=\"denied\"");
     let mut denials: Vec<&str> = metrics.lines().filter(of_denials).collect();
     denials.sort_unstable();

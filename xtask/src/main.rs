@@ -1,12 +1,14 @@
 //! `cargo xtask test`: everything that must hold before a change is merged, on any machine.
 
 mod api;
+mod browser;
 mod command;
 mod compat;
 mod install;
 mod metadata;
 mod ops;
 mod pages;
+mod screenshots;
 mod servers;
 mod test;
 
@@ -22,6 +24,7 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask compat SERVER            the same with some, such as \"Redis 8\"
        cargo xtask envoy                    runs `examples/envoy` behind an Envoy, which it fetches
        cargo xtask ops                      checks the alert rules and the dashboard by Prometheus's `promtool`
+       cargo xtask screenshots              tries the page of examples/dashboard in Chromium, and takes its pictures
        cargo xtask fuzz [SECONDS]           runs each fuzz test for so long, or ten minutes
        cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
        cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, or requests
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         ["compat", server] => compat::compat(server),
         ["envoy"] => envoy(),
         ["ops"] => ops::ops(),
+        ["screenshots"] => screenshots::screenshots(),
         ["fuzz"] => fuzz("600"),
         ["fuzz", seconds] => fuzz(seconds),
         ["simulate", ref args @ ..] => simulate(args, &["--release", "--package", "tower-redis-ratelimit"]),

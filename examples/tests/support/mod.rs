@@ -46,22 +46,27 @@ impl Example {
         while self.lines.recv_timeout(Duration::from_secs(60)).expect("it prints the line") != line {}
     }
 
-    pub(crate) fn get(&self, path: &str) -> Answer {
-        let mut stream = connect(self.port).unwrap();
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
-        Answer::read(stream)
-    }
-
     /// Sends a request with these lines of the head. Its answer is not read yet.
     pub(crate) fn post(&self, path: &str, head: &[&str], body: &str) -> TcpStream {
-        let mut stream = connect(self.port).unwrap();
         let head: String = head.iter().map(|line| format!("{line}\r\n")).collect();
-        let length = body.len();
-        let request = format!(
-            "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {length}\r\n{head}\r\n{body}"
-        );
-        stream.write_all(request.as_bytes()).unwrap();
+        self.send(&format!("POST {path} HTTP/1.1\r\ncontent-length: {}\r\n{head}", body.len()), body)
+    }
+
+    /// Asks for a page. It is not read yet.
+    pub(crate) fn get(&self, path: &str) -> TcpStream {
+        self.send(&format!("GET {path} HTTP/1.1\r\n"), "")
+    }
+
+    fn send(&self, head: &str, body: &str) -> TcpStream {
+        let mut stream = connect(self.port).unwrap();
+        stream.write_all(format!("{head}host: localhost\r\nconnection: close\r\n\r\n{body}").as_bytes()).unwrap();
         stream
+    }
+
+    /// Ends it as Ctrl-C does, so that it cleans up.
+    pub(crate) fn interrupt(&mut self) {
+        Command::new("kill").args(["-INT", &self.process.id().to_string()]).status().unwrap();
+        self.process.wait().unwrap();
     }
 }
 
@@ -96,6 +101,7 @@ impl Answer {
     }
 
     /// What remains of a policy, by the `RateLimit` field.
+    #[allow(dead_code, reason = "not every example answers with it")]
     pub(crate) fn remaining(&self, policy: &str) -> u32 {
         let item = self.head.split_once(&format!("\"{policy}\";r=")).unwrap_or_else(|| panic!("{}", self.head)).1;
         item.split(|other: char| !other.is_ascii_digit()).next().unwrap().parse().unwrap()

@@ -1,0 +1,155 @@
+//! `cargo xtask screenshots`: the page of `examples/dashboard`, tried in a browser, and its pictures.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+
+use crate::Result;
+use crate::browser::Browser;
+use crate::command::{cargo, root, succeeds};
+
+/// What pictures show of the page, besides the first one.
+const TIME_LINE: &str = "main > section";
+
+pub(crate) fn screenshots() -> Result {
+    let mut browser = Browser::start()?;
+    cargo(&["build", "--package", "examples", "--example", "dashboard"])?;
+    let example = Example::start()?;
+    let url = &example.url;
+
+    browser.look(1200, "light")?;
+    browser.open(url)?;
+    browser.until("decisions flow", &says("Redis decides", &for_seconds(40, "all(record.allowed) > 100")))?;
+    names(&mut browser)?;
+    save(&mut browser, "before", "body")?;
+
+    let by_redis = "!record.local && record.allowed.redis > 100";
+    let locally = "record.local === 3 && record.allowed.local > 100";
+    press(&mut browser, "kill")?;
+    let outage = says("Redis is stopped. The fallback decides", &for_seconds(12, locally));
+    browser.until("the fallback decides", &outage)?;
+    save(&mut browser, "outage", TIME_LINE)?;
+
+    press(&mut browser, "kill")?;
+    browser.until("Redis decides again", &says("Redis decides again", &for_seconds(8, by_redis)))?;
+    press(&mut browser, "freeze")?;
+    let outage = says("Redis is frozen. The fallback decides", &for_seconds(6, locally));
+    browser.until("the fallback decides", &outage)?;
+    press(&mut browser, "freeze")?;
+    browser.until("Redis decides again", &says("Redis decides again", &for_seconds(8, by_redis)))?;
+    browser.until("both outages are reconciled", "records.filter(record => record.reconciled).length > 1")?;
+    save(&mut browser, "after", TIME_LINE)?;
+    save_time_line(&mut browser)?;
+    browser.look(1200, "dark")?;
+    save(&mut browser, "dark", TIME_LINE)?;
+    browser.look(390, "light")?;
+    browser.until("a phone needs no scrolling to the right", "document.documentElement.scrollWidth <= 390")?;
+
+    browser.evaluate("$('free-limit').value = '20/s  burst 40'")?;
+    press(&mut browser, "free-limit")?;
+    browser.until("the limit is another", "$('free-limit').value === '20/s burst 40'")?;
+
+    let unanswered = browser.evaluate("sum(records.map(record => record.unanswered))")?;
+    if unanswered != 0 {
+        return Err(format!("{unanswered} requests were not answered"));
+    }
+    let others: Vec<_> =
+        browser.urls.iter().filter(|other| !other.starts_with(url) && !other.starts_with("data:")).collect();
+    if !others.is_empty() || !browser.errors.is_empty() {
+        return Err(format!("the page asks others for {others:?}, or has errors: {:#?}", browser.errors));
+    }
+    Ok(())
+}
+
+/// JavaScript for whether this is the state, and this holds too.
+fn says(state: &str, condition: &str) -> String {
+    format!("document.getElementById('state')?.textContent === '{state}' && {condition}")
+}
+
+/// JavaScript for whether each of the last records was so.
+fn for_seconds(seconds: u32, condition: &str) -> String {
+    format!("records.length >= {seconds} && records.slice(-{seconds}).every(record => {condition})")
+}
+
+/// Presses a button by the keyboard alone.
+fn press(browser: &mut Browser, button: &str) -> Result {
+    for _ in 0..50 {
+        if browser.evaluate("document.activeElement.id")? == button {
+            return browser.key("Enter");
+        }
+        browser.key("Tab")?;
+    }
+    Err(format!("no number of tabs leads to the button {button}"))
+}
+
+/// What can be used or looked at has a name.
+fn names(browser: &mut Browser) -> Result {
+    let roles = browser.roles()?;
+    for role in ["button", "textbox", "image", "table"] {
+        let names: Vec<_> = roles.iter().filter(|other| other.0 == role).map(|(_, name)| name).collect();
+        if names.is_empty() || names.iter().any(|name| name.is_empty()) {
+            return Err(format!("each {role} should have a name: {names:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// Takes a picture of the page, down to what this selector finds.
+fn save(browser: &mut Browser, name: &str, down_to: &str) -> Result {
+    // Without the ring around the button that was pressed.
+    browser.evaluate("document.activeElement.blur()")?;
+    write(&format!("examples/dashboard/{name}.png"), &browser.picture(down_to)?)
+}
+
+/// Saves the time line alone for the documentation, in the colors of its reader.
+fn save_time_line(browser: &mut Browser) -> Result {
+    let script = "(() => {
+        const picture = $('decisions').cloneNode(true);
+        const all = [...picture.querySelectorAll('*')];
+        const rules = [...document.styleSheets[0].cssRules].filter(({ selectorText, cssText }) =>
+            /:root/.test(cssText) || selectorText && all.some(element => element.matches(selectorText)));
+        const size = { width: $('decisions').clientWidth, height: 308 };
+        for (const [key, value] of Object.entries(size)) picture.setAttribute(key, value);
+        picture.setAttribute('viewBox', `0 0 ${size.width} ${size.height}`);
+        picture.setAttribute('font-family', 'system-ui, sans-serif');
+        picture.prepend(element('style', {}, rules.map(rule => rule.cssText).join('\\n')),
+            element('rect', { width: '100%', height: '100%', rx: 6, fill: 'var(--card)' }));
+        return new XMLSerializer().serializeToString(picture);
+    })()";
+    let picture = browser.evaluate(script)?;
+    write("docs/dashboard.svg", format!("{}\n", picture.as_str().unwrap_or_default()).as_bytes())
+}
+
+fn write(file: &str, bytes: &[u8]) -> Result {
+    fs::write(root().join(file), bytes).map_err(|error| format!("{file}: {error}"))
+}
+
+/// The example as a process.
+struct Example {
+    process: Child,
+    url: String,
+}
+
+impl Example {
+    fn start() -> Result<Self> {
+        let program = root().join("target/debug/examples/dashboard");
+        let mut command = Command::new(&program);
+        let mut process = command
+            .env("PORT", "0")
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| format!("{}: {error}", program.display()))?;
+        let lines = process.stdout.take().map(BufReader::new).into_iter().flat_map(BufRead::lines);
+        let mut words = lines.map_while(std::result::Result::ok);
+        let url = words.find_map(|line| line.split(' ').find(|word| word.starts_with("http://")).map(str::to_owned));
+        Ok(Self { process, url: url.ok_or("the example does not say where its page is")? })
+    }
+}
+
+impl Drop for Example {
+    fn drop(&mut self) {
+        // As Ctrl-C does, so that its Redis ends too.
+        succeeds("kill", &["-INT", &self.process.id().to_string()]);
+        let _ = self.process.wait();
+    }
+}
