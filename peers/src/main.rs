@@ -7,6 +7,7 @@
 //! only tries it. `--save` also writes the tables into `docs/peers.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
+#![allow(clippy::disallowed_methods, reason = "a benchmark reads the time")]
 
 mod exact;
 mod outage;

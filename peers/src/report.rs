@@ -69,7 +69,8 @@ impl Speeds {
     /// How many decisions a peer makes for each of ours, in the same round.
     fn of_ours(&self, peer: usize, case: usize) -> Option<f64> {
         let [theirs, ours] = [peer, 0].map(|peer| &self.measures[peer][case]);
-        let ratios: Vec<f64> = theirs.iter().zip(ours).map(|(theirs, ours)| theirs.per_second / ours.per_second).collect();
+        let ratios: Vec<f64> =
+            theirs.iter().zip(ours).map(|(theirs, ours)| theirs.per_second / ours.per_second).collect();
         (!ratios.is_empty()).then(|| median(ratios))
     }
 }
@@ -112,7 +113,8 @@ pub fn exact(granted: &[(&str, [(u64, u64); INSTANCES.len()])]) -> String {
     }
     let _ = writeln!(text, "\n|---|{}", "--:|".repeat(INSTANCES.len()));
     for (name, counts) in granted {
-        let counts = counts.map(|(least, most)| if least == most { most.to_string() } else { format!("{least}-{most}") });
+        let counts =
+            counts.map(|(least, most)| if least == most { most.to_string() } else { format!("{least}-{most}") });
         let _ = writeln!(text, "| {name} | {} |", counts.join(" | "));
     }
     text

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 20] = [
+const PAGES: [&str; 21] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -19,6 +19,7 @@ const PAGES: [&str; 20] = [
     "docs/keys.md",
     "docs/migrating.md",
     "docs/options.md",
+    "docs/peers.md",
     "docs/performance.md",
     "docs/pitfalls.md",
     "docs/recipes.md",
@@ -155,6 +156,8 @@ mod tests {
             "docs",
             "examples",
             "lua",
+            "peers/rocksdb",
+            "peers/src",
             "src",
             "tests",
             "xtask",

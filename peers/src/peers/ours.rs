@@ -80,7 +80,8 @@ fn service(
     store: impl Store,
     key: impl KeyExtractor,
     setup: Setup<'_>,
-) -> impl Service<Request<()>, Response = Response<Body>, Error: std::fmt::Debug, Future: Send> + Clone + Send + Sync + 'static {
+) -> impl Service<Request<()>, Response = Response<Body>, Error: std::fmt::Debug, Future: Send> + Clone + Send + Sync + 'static
+{
     let policy = |number| Policy::new(&format!("limit-{number}"), Strategy::Gcra, setup.quota).unwrap();
     let policies = Policies::new((0..setup.limits).map(policy)).unwrap();
     RateLimitLayer::new(store, key, policies).layer(service_fn(inner))

@@ -44,7 +44,7 @@ impl Peer for InMemory {
 
 fn service(storage: Arc<dyn Storage>, setup: Setup<'_>) -> impl Instance {
     let identity = |headers: &HeaderMap| Some(TierIdentity::new(headers.get(HEADER)?.to_str().ok()?, "tier"));
-    let quota = Quota::with_window(u32::try_from(setup.quota.limit()).unwrap(), setup.quota.period());
+    let quota = Quota::with_window(setup.quota.limit(), setup.quota.period());
     let tiers = Tiers::builder().tier("tier", quota).storage(storage).build();
     Layered(TierLimitLayer::new(tiers).identifier_fn(identity).layer(service_fn(inner)), by_header)
 }
