@@ -4,7 +4,7 @@ use benches::support::RedisServer;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::Quota;
 
-use crate::peer::{Answer, Instance, Peer, Setup};
+use crate::peer::{Answer, Instance, PATIENT, Peer, Setup};
 
 /// What flows back in a second is less than one.
 pub const LIMIT: u32 = 100;
@@ -14,7 +14,7 @@ pub const INSTANCES: [u32; 3] = [1, 2, 4];
 
 pub async fn granted(peer: impl Peer, instances: u32) -> u64 {
     let server: RedisServer = peer.server(&[]);
-    let setup = Setup { server: &server, quota: Quota::per_hour(LIMIT), limits: 1, instances };
+    let setup = Setup { server: &server, quota: Quota::per_hour(LIMIT), limits: 1, instances, deadline: PATIENT };
     let instances = join_all((0..instances).map(|_| peer.instance(setup))).await;
     let ask = |task| {
         let mut instance = instances[task as usize % instances.len()].clone();

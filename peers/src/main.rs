@@ -68,6 +68,7 @@ fn main() {
         [first].into_iter().chain(others).copied().collect()
     };
     let shared = named(&SHARED);
+    assert!(!has("--save") || value("--peer").is_none(), "--save writes of all peers: leave out --peer");
     let parts = ["speed", "outage", "exact"];
     let wants = |part: &str| has(part) || !parts.into_iter().any(has);
 

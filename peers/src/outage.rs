@@ -61,10 +61,10 @@ pub const AFTER: Duration = Duration::from_secs(5);
 const INSTANCES: u32 = 2;
 const TASKS: usize = 16;
 const PAUSE: Duration = Duration::from_millis(20);
+/// Our default.
+const DEADLINE: Duration = Duration::from_millis(100);
 /// How long a request is waited for.
 pub const PATIENCE: Duration = Duration::from_secs(10);
-/// What takes longer is a request that waited for Redis.
-const SLOW: Duration = Duration::from_millis(100);
 /// In the end, at once, of one caller.
 pub const AGAIN: u32 = 3_000;
 
@@ -94,14 +94,15 @@ struct Asked {
 
 impl Asked {
     fn is_bad(&self) -> bool {
-        self.wait > SLOW || matches!(self.answer, None | Some(Answer::Failed))
+        self.wait > DEADLINE || matches!(self.answer, None | Some(Answer::Failed))
     }
 }
 
 pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
     // What waits for a server is on no thread that runs requests.
     let mut server = spawn_blocking(move || peer.server(&KEEPS_ITS_DATA)).await.unwrap();
-    let setup = Setup { server: &server, quota: Quota::per_hour(LIMIT), limits: 1, instances: INSTANCES };
+    let setup =
+        Setup { server: &server, quota: Quota::per_hour(LIMIT), limits: 1, instances: INSTANCES, deadline: DEADLINE };
     let instances = join_all((0..INSTANCES).map(|_| peer.instance(setup))).await;
     let before = at_once(&instances, 0, BEFORE).await;
     // Those that tell Redis of their grants afterwards have told it.

@@ -1,6 +1,7 @@
 //! What a limiter has to say to be compared.
 
 use std::fmt::Debug;
+use std::time::Duration;
 
 use benches::cases::{HEADER, address};
 use benches::meter::{Amount, Measure};
@@ -41,7 +42,12 @@ pub struct Setup<'a> {
     pub limits: u32,
     /// How many instances there are.
     pub instances: u32,
+    /// How long a request may wait for Redis, where that can be set.
+    pub deadline: Duration,
 }
+
+/// Where Redis is there, so that a busy machine has none decide by itself.
+pub const PATIENT: Duration = Duration::from_secs(3);
 
 pub trait Instance: Clone + Send + Sync + 'static {
     fn ask(&mut self, caller: u32) -> impl Future<Output = Answer> + Send;

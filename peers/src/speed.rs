@@ -9,7 +9,7 @@ use fastrand::Rng;
 use futures_util::future::join_all;
 use tower_redis_ratelimit::Quota;
 
-use crate::peer::{Answer, Instance, Peer, Setup};
+use crate::peer::{Answer, Instance, PATIENT, Peer, Setup};
 
 /// Callers, where there are many.
 const MANY: u32 = 100_000;
@@ -67,7 +67,9 @@ impl Load {
 
 pub async fn measure(peer: impl Peer, server: &RedisServer, what: Load, tasks: u64, amount: Amount) -> Measure {
     let _: String = server.command("FLUSHALL").await;
-    let instance = peer.instance(Setup { server, quota: what.quota(), limits: what.limits(), instances: 1 }).await;
+    let instance = peer
+        .instance(Setup { server, quota: what.quota(), limits: what.limits(), instances: 1, deadline: PATIENT })
+        .await;
     if what != Load::ShortLived {
         ask_each(&instance, what.callers()).await;
     }

@@ -10,7 +10,6 @@ use limitador::{AsyncRateLimiter, RateLimiter};
 use redis_027::aio::{ConnectionManager, ConnectionManagerConfig};
 use tokio::task::unconstrained;
 
-use super::DEADLINE;
 use crate::peer::{Answer, Instance, Peer, Setup, name_of};
 use crate::speed::Load;
 
@@ -49,7 +48,7 @@ impl Peer for Limitador {
                     .max_cached_counters(CALLERS as usize)
                     .batch_size(1_000)
                     .flushing_period(Duration::from_millis(100))
-                    .response_timeout(DEADLINE);
+                    .response_timeout(setup.deadline);
                 AsyncRateLimiter::new_with_storage(Box::new(storage.build().await.unwrap()))
             }
         };
@@ -71,8 +70,8 @@ fn limit(number: u32, setup: Setup<'_>) -> Limit {
 /// Its default has no timeouts.
 async fn redis(setup: Setup<'_>) -> AsyncRedisStorage {
     let config = ConnectionManagerConfig::new()
-        .set_response_timeout(DEADLINE)
-        .set_connection_timeout(DEADLINE)
+        .set_response_timeout(setup.deadline)
+        .set_connection_timeout(setup.deadline)
         .set_number_of_retries(0);
     let client = redis_027::Client::open(setup.server.url()).unwrap();
     let connection = ConnectionManager::new_with_config(client, config).await.unwrap();

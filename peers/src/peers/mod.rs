@@ -9,14 +9,12 @@ mod redis_cell;
 mod trypema;
 
 use std::convert::Infallible;
-use std::time::Duration;
 
 use axum::body::Body;
-use benches::support::RedisServer;
 use http::{Request, Response};
 use redis::aio::{ConnectionManager, ConnectionManagerConfig};
 
-use crate::peer::Measured;
+use crate::peer::{Measured, Setup};
 
 /// They count in Redis. The first is who the others are compared with.
 pub const SHARED: [&dyn Measured; 9] = [
@@ -40,20 +38,17 @@ pub const LOCAL: [&dyn Measured; 5] = [
     &trypema::Trypema::Local,
 ];
 
-/// How long a request may wait for Redis, where that can be set: our default.
-const DEADLINE: Duration = Duration::from_millis(100);
-
 async fn inner(_: Request<()>) -> Result<Response<Body>, Infallible> {
     Ok(Response::new(Body::empty()))
 }
 
 /// The connection that redis-rs advises, with the deadline, and one attempt to connect for a request. Its defaults are
 /// 500 ms, a second, and six more attempts.
-async fn connection(server: &RedisServer) -> ConnectionManager {
+async fn connection(setup: Setup<'_>) -> ConnectionManager {
     let config = ConnectionManagerConfig::new()
-        .set_response_timeout(Some(DEADLINE))
-        .set_connection_timeout(Some(DEADLINE))
+        .set_response_timeout(Some(setup.deadline))
+        .set_connection_timeout(Some(setup.deadline))
         .set_number_of_retries(0);
-    let client = redis::Client::open(server.url()).unwrap();
+    let client = redis::Client::open(setup.server.url()).unwrap();
     client.get_connection_manager_with_config(config).await.unwrap()
 }

@@ -1,6 +1,7 @@
 //! This crate.
 
 use std::num::NonZeroU32;
+use std::time::Duration;
 
 use axum::body::Body;
 use benches::cases::{HEADER, by_address};
@@ -29,7 +30,9 @@ impl Peer for WithFallback {
 
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
         let instances = NonZeroU32::new(setup.instances).unwrap();
-        let store = Fallback::new(redis(setup).await, LocalStore::default()).share(Share::Fixed(instances));
+        // The store's own timeout is longer, as it is by default.
+        let redis = redis(setup, setup.deadline * 5 / 2).await;
+        let store = Fallback::new(redis, LocalStore::default()).deadline(setup.deadline).share(Share::Fixed(instances));
         Layered(service(store, header(), setup), by_header)
     }
 }
@@ -47,7 +50,7 @@ impl Peer for Alone {
     }
 
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
-        Layered(service(redis(setup).await, header(), setup), by_header)
+        Layered(service(redis(setup, setup.deadline).await, header(), setup), by_header)
     }
 }
 
@@ -68,8 +71,8 @@ impl Peer for Local {
     }
 }
 
-async fn redis(setup: Setup<'_>) -> RedisStore {
-    RedisStore::connect(setup.server.url()).await.unwrap()
+async fn redis(setup: Setup<'_>, timeout: Duration) -> RedisStore {
+    RedisStore::builder(setup.server.url()).timeout(timeout).connect().await.unwrap()
 }
 
 fn header() -> HeaderKey {

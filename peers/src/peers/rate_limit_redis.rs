@@ -6,7 +6,7 @@ use http::{Request, Response};
 use tower::{Layer, service_fn};
 use tower_rate_limit_redis::{KeyResolver, RateLimitLayer};
 
-use super::{DEADLINE, inner};
+use super::inner;
 use crate::peer::{Instance, Layered, Peer, Setup, by_header};
 use crate::speed::Load;
 
@@ -32,7 +32,7 @@ impl Peer for RateLimitRedis {
             .key_resolver(ByHeader)
             .capacity(u16::try_from(setup.quota.capacity()).unwrap())
             .emission_interval(setup.quota.period() / setup.quota.limit())
-            .timeout(DEADLINE)
+            .timeout(setup.deadline)
             .fail_open(true)
             .build();
         Layered(layer.layer(service_fn(inner)), by_header)
