@@ -72,24 +72,24 @@ fn main() {
     let parts = ["speed", "outage", "exact"];
     let wants = |part: &str| has(part) || !parts.into_iter().any(has);
 
-    let mut tables = vec![];
+    let show = |mark: &str, table: &str| {
+        println!("{mark}\n\n{table}");
+        if has("--save") {
+            page::save_table("peers.md", mark, table);
+        }
+    };
     if wants("speed") {
         let shared = speeds_of(&shared, &SHARED_CASES, rounds, amount);
         let local = speeds_of(&named(&LOCAL), &LOCAL_CASES, rounds, amount);
-        tables.push(("faster", report::faster(&[&shared, &local])));
-        tables.extend([("shared", shared.tables()), ("local", local.tables())]);
+        show("faster", &report::faster(&[&shared, &local]));
+        show("shared", &shared.tables());
+        show("local", &local.tables());
     }
     if wants("outage") {
-        tables.push(("outage", Fault::ALL.map(|fault| report::outage(fault, &outages(&shared, fault))).concat()));
+        show("outage", &Fault::ALL.map(|fault| report::outage(fault, &outages(&shared, fault))).concat());
     }
     if wants("exact") {
-        tables.push(("exact", report::exact(&exact(&shared, rounds))));
-    }
-    for (mark, table) in tables {
-        println!("{mark}\n\n{table}");
-        if has("--save") {
-            page::save_table("peers.md", mark, &table);
-        }
+        show("exact", &report::exact(&exact(&shared, rounds)));
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use benches::support::RedisServer;
 use futures_util::future::join_all;
+use tokio::sync::Mutex;
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
 use tower_redis_ratelimit::Quota;
@@ -99,11 +100,15 @@ impl Asked {
 }
 
 pub async fn run(peer: impl Peer, fault: Fault) -> Outage {
+    // One peer after the other, so that none waits for another's server when it connects.
+    static STARTING: Mutex<()> = Mutex::const_new(());
+    let starting = STARTING.lock().await;
     // What waits for a server is on no thread that runs requests.
     let mut server = spawn_blocking(move || peer.server(&KEEPS_ITS_DATA)).await.unwrap();
     let setup =
         Setup { server: &server, quota: Quota::per_hour(LIMIT), limits: 1, instances: INSTANCES, deadline: DEADLINE };
     let instances = join_all((0..INSTANCES).map(|_| peer.instance(setup))).await;
+    drop(starting);
     let before = at_once(&instances, 0, BEFORE).await;
     // Those that tell Redis of their grants afterwards have told it.
     sleep(Duration::from_secs(1)).await;

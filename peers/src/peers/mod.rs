@@ -44,11 +44,11 @@ async fn inner(_: Request<()>) -> Result<Response<Body>, Infallible> {
 
 /// The connection that redis-rs advises, with the deadline, and one attempt to connect for a request. Its defaults are
 /// 500 ms, a second, and six more attempts.
-async fn connection(setup: Setup<'_>) -> ConnectionManager {
+fn connection(setup: Setup<'_>) -> ConnectionManager {
     let config = ConnectionManagerConfig::new()
         .set_response_timeout(Some(setup.deadline))
         .set_connection_timeout(Some(setup.deadline))
         .set_number_of_retries(0);
     let client = redis::Client::open(setup.server.url()).unwrap();
-    client.get_connection_manager_with_config(config).await.unwrap()
+    client.get_connection_manager_lazy(config).unwrap()
 }

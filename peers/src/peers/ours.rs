@@ -31,7 +31,7 @@ impl Peer for WithFallback {
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
         let instances = NonZeroU32::new(setup.instances).unwrap();
         // The store's own timeout is longer, as it is by default.
-        let redis = redis(setup, setup.deadline * 5 / 2).await;
+        let redis = redis(setup, setup.deadline * 5 / 2);
         let store = Fallback::new(redis, LocalStore::default()).deadline(setup.deadline).share(Share::Fixed(instances));
         Layered(service(store, header(), setup), by_header)
     }
@@ -50,7 +50,7 @@ impl Peer for Alone {
     }
 
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
-        Layered(service(redis(setup, setup.deadline).await, header(), setup), by_header)
+        Layered(service(redis(setup, setup.deadline), header(), setup), by_header)
     }
 }
 
@@ -71,8 +71,8 @@ impl Peer for Local {
     }
 }
 
-async fn redis(setup: Setup<'_>, timeout: Duration) -> RedisStore {
-    RedisStore::builder(setup.server.url()).timeout(timeout).connect().await.unwrap()
+fn redis(setup: Setup<'_>, timeout: Duration) -> RedisStore {
+    RedisStore::builder(setup.server.url()).timeout(timeout).connect_lazy().unwrap()
 }
 
 fn header() -> HeaderKey {

@@ -22,7 +22,7 @@ impl Peer for RateTier {
     }
 
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
-        let redis = RedisStorage::new(connection(setup).await).timeout(setup.deadline);
+        let redis = RedisStorage::new(connection(setup)).timeout(setup.deadline);
         // It asks Redis again once a second, not every five.
         let storage = CircuitBreaker::new(redis, MemoryStorage::new()).open_for(Duration::from_secs(1));
         service(Arc::new(storage), setup)

@@ -32,7 +32,7 @@ impl Peer for RedisCell {
         let response = move |error: Error<'_>, request: &Request<()>| {
             Response::builder().status(status(error, request)).body(Body::empty()).unwrap()
         };
-        let (quota, connection) = (setup.quota, connection(setup).await);
+        let (quota, connection) = (setup.quota, connection(setup));
         // It lets one more pass at once than its burst says.
         let policy = Policy::new(quota.capacity() as usize - 1, quota.limit() as usize, quota.period(), 1);
         let config: RateLimitConfig<_, _, _, _> = RateLimitConfig::new(ByHeader(policy), response);

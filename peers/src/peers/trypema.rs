@@ -29,8 +29,8 @@ impl Peer for Trypema {
     async fn instance(&self, setup: Setup<'_>) -> impl Instance {
         let limiter = match self {
             Self::Local => Limiter::Local(build(LocalRateLimiterProvider::builder(), setup)),
-            Self::Redis => Limiter::Redis(build(RedisRateLimiterProvider::builder(connection(setup).await), setup)),
-            Self::Hybrid => Limiter::Hybrid(build(HybridRateLimiterProvider::builder(connection(setup).await), setup)),
+            Self::Redis => Limiter::Redis(build(RedisRateLimiterProvider::builder(connection(setup)), setup)),
+            Self::Hybrid => Limiter::Hybrid(build(HybridRateLimiterProvider::builder(connection(setup)), setup)),
         };
         let per_second = f64::from(setup.quota.limit()) / setup.quota.period().as_secs_f64();
         TrypemaInstance { limiter, rate: RateLimit::per_second_or_panic(per_second) }
