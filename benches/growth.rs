@@ -103,7 +103,7 @@ fn main() {
         let table = report.table();
         println!("{table}");
         if has("--save") {
-            page::save_table(report.series.name, &table);
+            page::save_table("performance.md", report.series.name, &table);
             page::save_picture(&format!("growth-{}", report.series.name), &report.picture());
         }
     }

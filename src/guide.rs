@@ -6,6 +6,7 @@
 //! [keys]: crate::guide::keys
 //! [migrating]: crate::guide::migrating
 //! [options]: crate::guide::options
+//! [peers]: crate::guide::peers
 //! [performance]: crate::guide::performance
 //! [pitfalls]: crate::guide::pitfalls
 //! [recipes]: crate::guide::recipes
@@ -23,11 +24,20 @@
 /// [keys]: crate::guide::keys
 /// [mesh]: crate::guide::envoy
 /// [migrating]: crate::guide::migrating
+/// [peers]: crate::guide::peers
 /// [performance]: crate::guide::performance
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/comparison.md")]
 pub mod comparison {}
+
+/// What was measured of other limiters and of this crate.
+///
+/// [comparison]: crate::guide::comparison
+/// [faults]: crate::guide::faults
+/// [performance]: crate::guide::performance
+#[doc = include_str!("../docs/peers.md")]
+pub mod peers {}
 
 /// What goes wrong mostly, what to check before going live, and what messages mean.
 ///

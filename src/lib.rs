@@ -8,6 +8,7 @@
 //! [guide]: guide
 //! [keys]: guide::keys
 //! [options]: guide::options
+//! [peers]: guide::peers
 //! [performance]: guide::performance
 //! [pitfalls]: guide::pitfalls
 //! [recipes]: guide::recipes

@@ -260,7 +260,7 @@ impl Case {
                 serve(&[server], &[service], by_header, load, tasks, amount).await
             }
             What::Cell(load) => {
-                let server = servers.cell.get_or_init(redis_cell::start).await;
+                let server = servers.cell.get_or_init(|| async { redis_cell::start(&[]) }).await;
                 let _: String = server.command("FLUSHALL").await;
                 let service = redis_cell::layer(server, load.quota()).await.layer(service_fn(inner));
                 load.hold(server, |caller| ask(service.clone(), by_header(caller))).await;

@@ -18,6 +18,6 @@ pub mod meter;
 pub mod nodes;
 pub mod page;
 pub mod picture;
-mod redis_cell;
+pub mod redis_cell;
 #[path = "../../tests/support/mod.rs"]
 pub mod support;

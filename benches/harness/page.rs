@@ -1,4 +1,4 @@
-//! `docs/performance.md` and its pictures, as a bench writes them.
+//! What a bench writes: tables into a page of `docs/`, and pictures beside it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,9 +7,9 @@ fn docs() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs")
 }
 
-/// Puts a table into the place of the one between two marks.
-pub fn save_table(mark: &str, table: &str) {
-    let path = docs().join("performance.md");
+/// Puts a table into the place of the one between two marks of a page.
+pub fn save_table(page: &str, mark: &str, table: &str) {
+    let path = docs().join(page);
     let page = fs::read_to_string(&path).unwrap();
     let (open, close) = (format!("<!-- {mark} -->\n"), format!("<!-- end of {mark} -->"));
     let start = page.find(&open).expect(&open) + open.len();

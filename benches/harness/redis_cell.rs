@@ -14,8 +14,9 @@ use tower_redis_ratelimit::{Quota, redis};
 use crate::cases::HEADER;
 use crate::support::RedisServer;
 
-pub(crate) async fn start() -> RedisServer {
-    RedisServer::start_with(&["--loadmodule", module().to_str().unwrap()])
+/// Starts a Redis with the module, with more arguments.
+pub fn start(args: &[&str]) -> RedisServer {
+    RedisServer::start_with(&[&["--loadmodule", module().to_str().unwrap()], args].concat())
 }
 
 pub(crate) async fn layer(

@@ -46,8 +46,8 @@ fn main() {
     let (ratios, table) = (report.ratios(), report.table());
     println!("{ratios}\n{table}");
     if save {
-        page::save_table("ratios", &ratios);
-        page::save_table("table", &table);
+        page::save_table("performance.md", "ratios", &ratios);
+        page::save_table("performance.md", "table", &table);
         page::save_picture("throughput", &report.picture().unwrap());
     }
 }
