@@ -13,7 +13,7 @@
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
 --                          times each of these is asked: takes of one caller that ask the same share an entry, so that
 --                          no key comes twice in a run of takes
--- Reply  whole numbers; for each entry, each time it is asked and each of its policies four:
+-- Reply  a string of whole numbers, of 8 bytes each; for each entry, each time it is asked and each of its policies four:
 --          granted         what was charged or refunded; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now
 --          wait            0 if this policy let it pass; microseconds until it would, or until what it took ahead is due;
@@ -65,7 +65,8 @@ local WRAP = 2 ^ 40
 -- No key is to live for as many milliseconds: four years. One that seems to has a value that is not ours.
 local LONGEST = 2 ^ 37
 
--- The most keys that one command reads: Lua passes no more than 8,000 values at a time.
+-- The most keys that one command reads, and numbers that are packed at once: Lua passes no more than 8,000 values at a
+-- time.
 local MOST = 4000
 
 -- It has room for twelve answers from the start: a table that grows is copied whenever it doubles.

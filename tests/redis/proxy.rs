@@ -203,9 +203,10 @@ fn write_reply(bytes: &mut Vec<u8>, reply: &Value) {
         Value::Int(number) => bytes.extend(format!(":{number}\r\n").bytes()),
         Value::Okay => bytes.extend(b"+OK\r\n"),
         Value::SimpleString(text) => bytes.extend(format!("+{text}\r\n").bytes()),
-        Value::Array(values) => {
-            bytes.extend(format!("*{}\r\n", values.len()).bytes());
-            values.iter().for_each(|value| write_reply(bytes, value));
+        Value::BulkString(string) => {
+            bytes.extend(format!("${}\r\n", string.len()).bytes());
+            bytes.extend(string);
+            bytes.extend(b"\r\n");
         }
         Value::ServerError(error) => {
             bytes.extend(format!("-{} {}\r\n", error.code(), error.details().unwrap_or_default()).bytes());

@@ -163,6 +163,11 @@ mod tests {
         numbers
     }
 
+    /// As the script packs it.
+    fn reply(numbers: impl IntoIterator<Item = i64>) -> Value {
+        Value::BulkString(numbers.into_iter().flat_map(i64::to_le_bytes).collect())
+    }
+
     #[test]
     fn equal_consecutive_checks_share_a_plan() {
         let (one, two) = (named(&["api"]), named(&["burst", "daily"]));
@@ -211,8 +216,8 @@ mod tests {
 
         // The answers of an entry follow each other, and go to its checks in their order.
         let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
-        let reply = Value::Array(answers.chain([1_790]).map(Value::Int).collect());
-        let read = batch.call.read(reply).unwrap().map(Result::unwrap);
+        let reply = reply(answers.chain([1_790]));
+        let read = batch.call.read(&reply).unwrap().map(Result::unwrap);
         let (left, order): (Vec<i64>, Vec<Order>) =
             read.map(|verdicts| (verdicts.first().remaining, (verdicts.at, verdicts.place))).unzip();
         assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
@@ -230,8 +235,8 @@ mod tests {
 
         // Its answer ends with when it was charged.
         let read = |charged_at| {
-            let reply = [1, 9, 0, 100, 1, 19, 0, 100, charged_at, 1_790].map(Value::Int);
-            batch.call.read(Value::Array(reply.into())).and_then(|mut all| all.next().unwrap())
+            let reply = reply([1, 9, 0, 100, 1, 19, 0, 100, charged_at, 1_790]);
+            batch.call.read(&reply).and_then(|mut all| all.next().unwrap())
         };
         let verdicts = read(1_000).unwrap();
         assert_eq!((verdicts.granted, verdicts.at, verdicts.age), (1, 1_000, 790));
@@ -242,8 +247,8 @@ mod tests {
     fn any_reply_is_verdicts_or_an_error() {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &named(&["api"]), 1));
-        let ints = |ints: &[i64]| Value::Array(ints.iter().map(|i| Value::Int(*i)).collect());
-        let read = |value| batch.call.read(value).and_then(|mut all| all.next().unwrap());
+        let ints = |ints: &[i64]| reply(ints.iter().copied());
+        let read = |value: Value| batch.call.read(&value).and_then(|mut all| all.next().unwrap());
 
         let verdicts = read(ints(&[1, 9, 0, 100, 1_790])).unwrap();
         assert_eq!((verdicts.granted, verdicts.at), (1, 1_790));
@@ -274,8 +279,10 @@ mod tests {
             ints(&[1, 9, 0, i64::MAX, 1]),
             ints(&[1, i64::MAX, 0, 1, 1]),
             ints(&[1, 9, i64::MAX, 1, 1]),
+            Value::Array(vec![Value::Int(1), Value::Int(9), Value::Int(0), Value::Int(100), Value::Int(1)]),
             Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0), Value::Int(1)]),
-            Value::Array(vec![Value::Int(1), Value::Int(9), Value::Int(0), Value::Int(100), Value::Nil]),
+            Value::BulkString(vec![0; 39]),
+            Value::BulkString(vec![0; 41]),
         ] {
             assert_eq!(read(wrong.clone()).unwrap_err().kind(), ErrorKind::Protocol, "{wrong:?}");
         }

@@ -178,31 +178,32 @@ impl ScriptCall {
     ///
     /// # Errors
     ///
-    /// [`ErrorKind::Protocol`] for a reply that is no list, or not as long as this call makes it, or does not end with
+    /// [`ErrorKind::Protocol`] for a reply that is no string, or not as long as this call makes it, or does not end with
     /// a time.
-    pub(crate) fn read(&self, reply: Value) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
+    pub(crate) fn read(&self, reply: &Value) -> Result<impl Iterator<Item = Result<Verdicts, StoreError>>, StoreError> {
         // Of an answer: four for each policy; and when it was charged, if it may have been before.
-        let numbers = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.asked.with_id);
+        let length = |plan: &Plan| 4 * plan.policies.iter().len() + usize::from(plan.asked.with_id);
         // Where the next answer of each entry begins.
         let mut end = 0;
         let mut next: Vec<usize> = Vec::with_capacity(self.entries.len());
         for entry in &self.entries {
             next.push(end);
-            end += numbers(&self.plans[entry.plan]) * entry.times as usize;
+            end += length(&self.plans[entry.plan]) * entry.times as usize;
         }
-        let Value::Array(values) = reply else { return Err(StoreError::new(ErrorKind::Protocol)) };
-        match values.get(end) {
-            Some(&Value::Int(at)) if values.len() == end + 1 && WHOLE.contains(&at) => {
-                Ok(self.checks.iter().map(move |entry| {
-                    let plan = &self.plans[self.entries[*entry].plan];
-                    let (from, length) = (next[*entry], numbers(plan));
-                    next[*entry] += length;
-                    let place = u32::try_from(from).unwrap_or(u32::MAX);
-                    verdicts(&values[from..from + length], &plan.policies, (at, place))
-                }))
-            }
-            _ => Err(StoreError::new(ErrorKind::Protocol)),
+        let (at, answers) = numbers(reply)
+            .and_then(|numbers| numbers.split_last())
+            .ok_or_else(|| StoreError::new(ErrorKind::Protocol))?;
+        let at = i64::from_le_bytes(*at);
+        if answers.len() != end || !WHOLE.contains(&at) {
+            return Err(StoreError::new(ErrorKind::Protocol));
         }
+        Ok(self.checks.iter().map(move |entry| {
+            let plan = &self.plans[self.entries[*entry].plan];
+            let from = next[*entry];
+            next[*entry] += length(plan);
+            let place = u32::try_from(from).unwrap_or(u32::MAX);
+            verdicts(&answers[from..next[*entry]], &plan.policies, (at, place))
+        }))
     }
 }
 
@@ -252,24 +253,28 @@ impl Packed {
 /// What the script tells of rooms and times, which a double holds exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 
+/// The numbers of a reply, lowest byte first. None if it has another shape.
+fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
+    let Value::BulkString(bytes) = reply else { return None };
+    let (numbers, rest) = bytes.as_chunks();
+    rest.is_empty().then_some(numbers)
+}
+
 /// One answer of this time and place: four numbers for each policy. If it has an id, then when it was charged.
 ///
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result<Verdicts, StoreError> {
+fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Result<Verdicts, StoreError> {
     let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
-    let answer = answer.chunks_exact(4);
-    let charged_at = match *answer.remainder() {
-        [] => at,
-        [Value::Int(charged_at)] if WHOLE.contains(&charged_at) => charged_at,
-        _ => return Err(protocol()),
-    };
-    let each = answer.zip(policies).map(|(answer, policy)| {
-        let [Value::Int(grants), Value::Int(remaining), Value::Int(wait), Value::Int(reset)] = *answer else {
-            return Err(protocol());
-        };
+    let (answer, charged_at) = answer.as_chunks();
+    let charged_at = charged_at.first().map_or(at, |charged_at| i64::from_le_bytes(*charged_at));
+    if !WHOLE.contains(&charged_at) {
+        return Err(protocol());
+    }
+    let each = answer.iter().zip(policies).map(|(answer, policy)| {
+        let [grants, remaining, wait, reset] = answer.map(i64::from_le_bytes);
         if policies.tells_granted(policy) {
             granted = granted.max(grants);
         }
@@ -278,9 +283,9 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
         {
             problem = i64::MIN;
         }
-        Ok(Verdict { remaining, wait, reset })
+        Verdict { remaining, wait, reset }
     });
-    let each = each.collect::<Result<_, _>>()?;
+    let each = each.collect();
     match problem {
         0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
         wire::REFUSED => {
@@ -303,5 +308,5 @@ fn verdicts(answer: &[Value], policies: &Policies, (at, place): Order) -> Result
 /// Whether the server is a replica, and so refused a check that would write.
 pub(crate) fn is_read_only(reply: &Value) -> bool {
     // Nothing else is told by this number.
-    matches!(reply, Value::Array(values) if values.contains(&Value::Int(wire::READ_ONLY)))
+    numbers(reply).is_some_and(|numbers| numbers.contains(&wire::READ_ONLY.to_le_bytes()))
 }

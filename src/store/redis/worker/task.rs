@@ -145,7 +145,7 @@ impl Worker {
             }
             let sent_at = self.inner.denials.now();
             match self.call(node, pool, &mut failures).await {
-                Ok(replies) => self.answer(replies, sent_at, node),
+                Ok(replies) => self.answer(&replies, sent_at, node),
                 Err(error) => self.fail(&error, node),
             }
             if self.inner.topology.cluster().is_some() {
@@ -276,14 +276,14 @@ impl Worker {
     }
 
     /// Answers the checks of each call by the reply to it, which was sent at this time.
-    fn answer(&mut self, replies: Replies, sent_at: i64, node: Node) {
+    fn answer(&mut self, replies: &Replies, sent_at: i64, node: Node) {
         let inner = &self.inner;
         let named = |error: StoreError| error.at(inner.topology.address(Some(node)));
         let (jobs, calls) = self.work.parts();
         let mut jobs = jobs.drain(..);
         for (call, reply) in calls.iter().zip(replies) {
             let own = jobs.by_ref().take(call.jobs);
-            match (reply.map(|reply| call.batch.call.read(reply)), inner.topology.cluster()) {
+            match (reply.as_ref().map(|reply| call.batch.call.read(reply)), inner.topology.cluster()) {
                 (Ok(Ok(verdicts)), _) => {
                     for (job, verdicts) in own.zip(verdicts) {
                         inner.decide(job, verdicts.map_err(named), sent_at);
@@ -295,7 +295,7 @@ impl Worker {
                         inner.refuse(job, error.clone());
                     }
                 }
-                (Err(error), Some(cluster)) => inner.requeue(inner.redirect(cluster, own.collect(), &error, node)),
+                (Err(error), Some(cluster)) => inner.requeue(inner.redirect(cluster, own.collect(), error, node)),
                 // `attempt` has taken it for one of all.
                 (Err(_), None) => {}
             }
