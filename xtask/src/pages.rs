@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 21] = [
+const PAGES: [&str; 23] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
