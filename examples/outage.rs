@@ -59,6 +59,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let store = Fallback::new(store, LocalStore::default()).share(Share::Fixed(INSTANCES));
         let policy = Policy::new("example", Strategy::Gcra, QUOTA)?;
         let service = RateLimitLayer::new(store, Global, policy)
+            .decision_in_response()
             .layer(service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(String::new()))));
         for _ in 0..16 {
             tokio::spawn(client(service.clone(), Arc::clone(&second)));

@@ -1,10 +1,8 @@
 //! A map of bounded size that drops expired entries gradually.
 
-use std::hash::BuildHasherDefault;
+use hashbrown::HashTable;
 
-use indexmap::IndexMap;
-
-use super::digest::{AsItIs, Digest};
+use super::digest::Digest;
 
 /// A map of bounded size, whose entries expire.
 ///
@@ -14,7 +12,9 @@ use super::digest::{AsItIs, Digest};
 /// replace each other in a few places, where one that has used more than the others mostly stays.
 #[derive(Debug)]
 pub(super) struct BoundedMap<V> {
-    slots: IndexMap<Digest, Slot<V>, BuildHasherDefault<AsItIs>>,
+    places: Vec<Place<V>>,
+    /// The place of each key.
+    index: HashTable<u32>,
     max: usize,
     /// The place at which the next search for an entry to drop begins.
     hand: u32,
@@ -23,6 +23,14 @@ pub(super) struct BoundedMap<V> {
     /// The places of newcomers. If an entry was removed since and another moved to its place, that one counts as a
     /// newcomer.
     newcomers: Vec<u32>,
+}
+
+/// In a cache line of its own, where it fits into one: with many keys, to look one up is to wait for its line.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Place<V> {
+    key: Digest,
+    slot: Slot<V>,
 }
 
 #[derive(Debug)]
@@ -68,37 +76,47 @@ impl Hold {
 
 impl<V: Ranked> BoundedMap<V> {
     pub(super) fn new(max: usize) -> Self {
-        Self { slots: IndexMap::default(), max, hand: 0, newcomers_hand: 0, newcomers: Vec::new() }
+        Self { places: Vec::new(), index: HashTable::new(), max, hand: 0, newcomers_hand: 0, newcomers: Vec::new() }
     }
 
     pub(super) fn len(&self) -> usize {
-        self.slots.len()
+        self.places.len()
     }
 
     pub(super) fn get(&self, key: Digest) -> Option<&Slot<V>> {
-        self.slots.get(&key)
+        self.places.get(self.find(key)?).map(|place| &place.slot)
     }
 
     pub(super) fn get_mut(&mut self, key: Digest) -> Option<&mut Slot<V>> {
-        self.slots.get_mut(&key)
+        self.at(self.find(key)?)
     }
 
     /// The place of a key, which holds until something is put or removed.
     pub(super) fn find(&self, key: Digest) -> Option<usize> {
-        self.slots.get_index_of(&key)
+        let is_there = |place: &u32| self.places.get(*place as usize).is_some_and(|place| place.key == key);
+        self.index.find(key.hash(), is_there).map(|place| *place as usize)
     }
 
     /// What is at a place.
     pub(super) fn at(&mut self, place: usize) -> Option<&mut Slot<V>> {
-        self.slots.get_index_mut(place).map(|(_, slot)| slot)
+        self.places.get_mut(place).map(|place| &mut place.slot)
     }
 
     pub(super) fn remove(&mut self, key: Digest) -> Option<V> {
-        self.slots.swap_remove(&key).map(|slot| slot.value)
+        self.remove_at(self.find(key)?)
     }
 
+    /// Moves the last entry to this place.
     pub(super) fn remove_at(&mut self, place: usize) -> Option<V> {
-        self.slots.swap_remove_index(place).map(|(_, slot)| slot.value)
+        let (hash, last) = (self.places.get(place)?.key.hash(), self.places.last()?.key.hash());
+        if let Ok(entry) = self.index.find_entry(hash, |at| *at as usize == place) {
+            entry.remove();
+        }
+        let gone = self.places.swap_remove(place);
+        if let Some(at) = self.index.find_mut(last, |at| *at as usize == self.places.len()) {
+            *at = place as u32;
+        }
+        Some(gone.slot.value)
     }
 
     /// Holds a value until it expires. One that has expired already only takes the place of what was held. Returns what
@@ -107,15 +125,17 @@ impl<V: Ranked> BoundedMap<V> {
         if hold.expires_at() <= now {
             return self.remove(key);
         }
-        if let Some(slot) = self.slots.get_mut(&key) {
+        if let Some(slot) = self.get_mut(key) {
             return Some(std::mem::replace(slot, Slot { value, hold }).value);
         }
-        let gone = self.make_room(self.slots.len() >= self.max, now);
-        if self.slots.len() == self.slots.capacity() {
+        let gone = self.make_room(self.places.len() >= self.max, now);
+        if self.places.len() == self.places.capacity() {
             // By an eighth, since doubling would leave up to half of the memory unused.
-            self.slots.reserve_exact(self.slots.len() / 8 + 4);
+            self.places.reserve_exact(self.places.len() / 8 + 4);
         }
-        self.slots.insert(key, Slot { value, hold });
+        let hash = |place: &u32| self.places.get(*place as usize).map_or(0, |place| place.key.hash());
+        self.index.insert_unique(key.hash(), self.places.len() as u32, hash);
+        self.places.push(Place { key, slot: Slot { value, hold } });
         gone
     }
 
@@ -125,10 +145,10 @@ impl<V: Ranked> BoundedMap<V> {
     pub(super) fn make_room(&mut self, full: bool, now: i64) -> Option<V> {
         let mut old: Option<(Hold, u32)> = None;
         for _ in 0..if full { 8 } else { 2 } {
-            if self.hand as usize >= self.slots.len() {
+            if self.hand as usize >= self.places.len() {
                 self.hand = 0;
             }
-            let (_, slot) = self.slots.get_index_mut(self.hand as usize)?;
+            let slot = &mut self.places.get_mut(self.hand as usize)?.slot;
             if slot.hold.expires_at() <= now {
                 return self.remove_at(self.hand as usize);
             }
@@ -157,9 +177,9 @@ impl<V: Ranked> BoundedMap<V> {
         let (mut least, mut highest) = (None, None);
         for look in 1..=4 {
             let index = (self.newcomers_hand as usize + look) % self.newcomers.len();
-            let slot = self.slots.get_index(self.newcomers[index] as usize);
+            let place = self.places.get(self.newcomers[index] as usize);
             // A place behind the last entry ranks highest: it is given to another newcomer.
-            let rank = slot.map_or(Hold(u64::MAX), |(_, slot)| slot.value.rank(slot.hold));
+            let rank = place.map_or(Hold(u64::MAX), |Place { slot, .. }| slot.value.rank(slot.hold));
             if least.is_none_or(|(least, _)| rank < least) {
                 least = Some((rank, index));
             }

@@ -1,7 +1,7 @@
 //! Hashes of keys: the keys of the maps of this process.
 
 use std::fmt;
-use std::hash::{BuildHasher, Hash, Hasher};
+use std::hash::BuildHasher;
 
 use siphasher::sip128::{Hash128, SipHasher13};
 
@@ -27,12 +27,10 @@ impl Digest {
     pub(super) fn part(self, parts: usize) -> usize {
         self.0[1] as usize & (parts - 1)
     }
-}
 
-/// A digest is a hash already.
-impl Hash for Digest {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        state.write_u64(self.0[0]);
+    /// Its hash in a map.
+    pub(super) fn hash(self) -> u64 {
+        self.0[0]
     }
 }
 
@@ -63,26 +61,6 @@ impl Digester {
 impl fmt::Debug for Digester {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Digester").finish_non_exhaustive()
-    }
-}
-
-/// A hasher that returns a digest as it is.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct AsItIs(u64);
-
-impl Hasher for AsItIs {
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
-        }
-    }
-
-    fn write_u64(&mut self, digest: u64) {
-        self.0 = digest;
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
     }
 }
 

@@ -7,7 +7,7 @@ use http::{HeaderMap, Response, StatusCode};
 use tokio::time::advance;
 use tower::Layer;
 use tower_redis_ratelimit::check::{Decision, Outcome, Source};
-use tower_redis_ratelimit::extract::Global;
+use tower_redis_ratelimit::extract::{Global, HeaderKey};
 use tower_redis_ratelimit::headers::{Headers, LegacyHeaders};
 use tower_redis_ratelimit::reject::{OnError, OnMissingKey, Rejection};
 use tower_redis_ratelimit::strategy::Align;
@@ -45,6 +45,16 @@ async fn request_and_response_carry_the_decision() {
     let denied = send(&service, request("alice")).await;
     assert!(decision(&denied).unwrap().retry_after().is_some());
     assert!(denied.extensions().get::<Seen>().is_none(), "the inner service has nothing to see");
+}
+
+/// As it is by default.
+#[tokio::test]
+async fn only_denials_are_in_responses() {
+    let user = HeaderKey::new(USER).unwrap();
+    let service = limited(RateLimitLayer::new(LocalStore::default(), user, policy("api", "1/h")));
+    let response = send(&service, request("alice")).await;
+    assert!(decision(&response).is_none() && matches!(response.extensions().get(), Some(Seen(Some(_)))));
+    assert!(decision(&send(&service, request("alice")).await).is_some_and(|decision| !decision.is_allowed()));
 }
 
 #[tokio::test]

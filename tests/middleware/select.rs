@@ -18,6 +18,7 @@ use crate::support::*;
 /// Counts by user, under what is selected.
 fn by(policies: impl PolicySelector) -> RateLimitLayer<LocalStore, HeaderKey> {
     RateLimitLayer::new(LocalStore::default(), HeaderKey::new(USER).unwrap().readable(), policies)
+        .decision_in_response()
 }
 
 /// The names and quotas in the fields of a response, without their windows.

@@ -37,7 +37,7 @@ pub(crate) fn layer(quota: &str) -> RateLimitLayer<LocalStore, HeaderKey> {
 
 /// The same in another store.
 pub(crate) fn layer_with<S: Store>(store: S, quota: &str) -> RateLimitLayer<S, HeaderKey> {
-    RateLimitLayer::new(store, HeaderKey::new(USER).unwrap().readable(), policy("api", quota))
+    RateLimitLayer::new(store, HeaderKey::new(USER).unwrap().readable(), policy("api", quota)).decision_in_response()
 }
 
 pub(crate) fn request(user: &str) -> Request<String> {

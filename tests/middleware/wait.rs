@@ -155,7 +155,8 @@ async fn a_dropped_waiter_passes_its_permit_on() {
 #[tokio::test(start_paused = true)]
 async fn waited_requests_are_annotated_as_allowed() {
     let layer = RateLimitLayer::new(LocalStore::default(), by_path(), policy(Strategy::Gcra, "1/s"))
-        .wait(Duration::from_secs(10));
+        .wait(Duration::from_secs(10))
+        .decision_in_response();
     let service = layer.layer(service_fn(async |request: Request<()>| {
         let decision = request.extensions().get::<Decision>().cloned();
         Ok::<_, std::convert::Infallible>(Response::new(format!(

@@ -77,7 +77,7 @@ async fn hyper_clients_get_the_servers_denial() {
     let server = Server::start().await;
     let by_host = key_fn(|request| request.uri.host().map(Key::new));
     let client = ServiceBuilder::new()
-        .layer(RateLimitLayer::new(LocalStore::default(), by_host, policy("api", "2/h")))
+        .layer(RateLimitLayer::new(LocalStore::default(), by_host, policy("api", "2/h")).decision_in_response())
         .map_response(|response: Response<_>| response.map(Body::new))
         .service(hyper());
     for (expected, status) in [("1", 200), ("2", 200), ("", 429)] {

@@ -96,8 +96,8 @@ impl Headers {
         }
     }
 
-    /// Puts the decision into the response's extensions, and adds its header fields.
-    pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>) {
+    /// Adds the header fields of a decision to its response, and if `shows`, the decision to the extensions.
+    pub(super) fn annotate<B>(self, decision: Decision, response: &mut Response<B>, shows: bool) {
         let inner = response.extensions().get::<Decision>();
         let within = inner.map(Decision::is_allowed);
         // A handler's denial, by the layer's own policies, has their fields already.
@@ -106,7 +106,7 @@ impl Headers {
         let fields = Self { draft: self.draft && !is_there, ..self };
         fields.append_around(&decision, response.headers_mut(), within == Some(false));
         // Where layers wrap each other, the innermost decision is kept: it is why the response is what it is.
-        if within.is_none() {
+        if shows && within.is_none() {
             response.extensions_mut().insert(decision);
         }
     }

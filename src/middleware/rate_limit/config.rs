@@ -15,6 +15,8 @@ pub(super) struct Config<S, R, E> {
     pub(super) reject: Arc<R>,
     /// The header fields of responses.
     pub(super) headers: Headers,
+    /// Whether the response to a request that passes has the decision in its extensions.
+    pub(super) shows_decision: bool,
     /// The rule that settles requests by their responses. None if only their [`Charge`](crate::settle::Charge) does, or
     /// nothing.
     pub(super) rule: Option<Arc<Rule>>,
@@ -31,7 +33,7 @@ impl<S, R, E> Config<S, R, E> {
         match refusal {
             Refusal::Denied(decision) => {
                 let mut response = respond(Reason::Denied(&decision));
-                self.headers.annotate(decision, &mut response);
+                self.headers.annotate(decision, &mut response, true);
                 response
             }
             Refusal::Unavailable(error) => respond(Reason::Unavailable(&error)),
@@ -45,15 +47,15 @@ impl<S, R, E> Config<S, R, E> {
 
     /// The same settings with another rejection.
     pub(super) fn with_reject<R2>(self, reject: R2) -> Config<S, R2, E> {
-        let Self { gate, headers, rule, ending, .. } = self;
-        Config { gate, reject: Arc::new(reject), headers, rule, ending }
+        let Self { gate, headers, shows_decision, rule, ending, .. } = self;
+        Config { gate, reject: Arc::new(reject), headers, shows_decision, rule, ending }
     }
 
     /// The same settings, with requests settled at the end.
     pub(super) fn with_rule<E2>(self, rule: Option<Rule>) -> Config<S, R, E2> {
-        let Self { mut gate, reject, headers, .. } = self;
+        let Self { mut gate, reject, headers, shows_decision, .. } = self;
         gate.settle();
-        Config { gate, reject, headers, rule: rule.map(Arc::new), ending: PhantomData }
+        Config { gate, reject, headers, shows_decision, rule: rule.map(Arc::new), ending: PhantomData }
     }
 }
 
@@ -64,6 +66,7 @@ impl<S: Clone, R, E> Clone for Config<S, R, E> {
             gate: self.gate.clone(),
             reject: Arc::clone(&self.reject),
             headers: self.headers,
+            shows_decision: self.shows_decision,
             rule: self.rule.as_ref().map(|rule| Arc::new(Rule::clone(rule))),
             ending: PhantomData,
         }

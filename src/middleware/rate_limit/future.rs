@@ -49,6 +49,7 @@ pin_project! {
             grant: Grant<D>,
             decision: Option<Decision>,
             headers: Headers,
+            shows_decision: bool,
             rule: Option<Arc<Rule>>,
         },
         // The inner future is gone: it may hold a permit, such as `ConcurrencyLimit`'s.
@@ -124,7 +125,8 @@ impl<F, Res, D, C> State<F, Res, D, C> {
             config.gate.notifier.counted_twice(&outer, decision);
         }
         let response = inner.call(Request::from_parts(parts, body));
-        Self::Calling { response, grant, decision, headers: config.headers, rule: config.rule.clone() }
+        let (headers, shows_decision, rule) = (config.headers, config.shows_decision, config.rule.clone());
+        Self::Calling { response, grant, decision, headers, shows_decision, rule }
     }
 
     fn answered(response: Res) -> Self {
@@ -190,14 +192,14 @@ where
                     };
                     call.go_on(admitted)
                 }
-                StateProj::Calling { response, grant, decision, headers, rule } => {
+                StateProj::Calling { response, grant, decision, headers, shows_decision, rule } => {
                     let _ = grant.poll_shadows(cx);
                     let mut response = ready!(response.poll(cx))?;
                     if let Some(rule) = rule {
                         response = settle(response, grant, decision, rule);
                     }
                     if let Some(decision) = decision.take() {
-                        headers.annotate(grant.update(decision), &mut response);
+                        headers.annotate(grant.update(decision), &mut response, *shows_decision);
                     }
                     if !grant.has_shadows() {
                         return Poll::Ready(Ok(E::wrap(response, grant.take_charge())));

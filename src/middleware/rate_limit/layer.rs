@@ -31,9 +31,9 @@ use crate::store::Store;
 /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
 /// ```
 ///
-/// The [`Decision`](crate::check::Decision) is in the extensions of the response, and for the handler in those of the
-/// request. An uncounted request has none, so a handler takes an `Option<Extension<Decision>>`, or with the feature `axum`
-/// an `Option<Decision>`.
+/// For the handler the [`Decision`](crate::check::Decision) is in the extensions of the request. An uncounted request has
+/// none, so a handler takes an `Option<Extension<Decision>>`, or with the feature `axum` an `Option<Decision>`. A denial
+/// is in the extensions of its response; [`decision_in_response`](Self::decision_in_response) has the others there too.
 ///
 /// A denied request is answered by a [`Reject`](crate::reject::Reject); an error would close the connection.
 ///
@@ -68,6 +68,7 @@ impl<S: Store, K: KeyExtractor> RateLimitLayer<S, K> {
             gate: Gate::new(store, policies, Holds::Nothing),
             reject: Arc::new(HttpReject::new()),
             headers: Headers::default(),
+            shows_decision: false,
             rule: None,
             ending: PhantomData,
         };
@@ -255,6 +256,33 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
     #[must_use]
     pub fn headers(self, headers: Headers) -> Self {
         self.change(|config| config.headers = headers)
+    }
+
+    /// Puts the [`Decision`](crate::check::Decision) on a request that passes into the extensions of its response, for
+    /// layers and clients around this layer; where it is settled by the response, as it is then. Of layers that wrap
+    /// each other, the innermost one's stays. Defaults to denials alone, since it is three allocations for each
+    /// request.
+    ///
+    /// ```
+    /// use http::{Request, Response};
+    /// use tower::{Layer, ServiceExt, service_fn};
+    /// use tower_redis_ratelimit::check::Decision;
+    /// use tower_redis_ratelimit::extract::Global;
+    /// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50))?;
+    /// let layer = RateLimitLayer::new(LocalStore::default(), Global, policy).decision_in_response();
+    /// let hello = |_| async { Ok::<_, std::io::Error>(Response::new("hello".to_owned())) };
+    /// let response = layer.layer(service_fn(hello)).oneshot(Request::new(())).await?;
+    /// assert_eq!(response.extensions().get().map(Decision::remaining), Some(49));
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn decision_in_response(self) -> Self {
+        self.change(|config| config.shows_decision = true)
     }
 
     /// Sets the [`Observer`] of every decision, of what no store could decide, and of a misconfigured server; and of

@@ -126,7 +126,7 @@ impl HttpReject {
         let reason = reason.into();
         let mut response = self.respond(reason);
         match reason {
-            Reason::Denied(denied) => Headers::DRAFT.annotate(denied.clone(), &mut response),
+            Reason::Denied(denied) => Headers::DRAFT.annotate(denied.clone(), &mut response, true),
             Reason::MissingKey(missing) => challenge(missing, &mut response),
             Reason::Unavailable(_) => {}
         }

@@ -92,7 +92,7 @@ async fn in_flight_ignores_cost_and_settlement() {
     for cost in [0, 500, 700] {
         let count = Count::new();
         let both = Policies::new([count.policy.clone(), uploads(4)]).unwrap();
-        let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 500);
+        let layer = RateLimitLayer::new(count.store.clone(), Global, both).cost(|_| 500).decision_in_response();
         let service = layer.settle(move |_| Settlement::Cost(cost)).layer(service_fn(hello::<String>));
         let response = send(&service, request("alice")).await;
         assert_eq!((count.charged(), taken(&count.store, 4)), (cost, 1));

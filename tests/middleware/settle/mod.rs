@@ -55,7 +55,7 @@ impl Count {
 
     /// Each request reserves 10.
     pub(crate) fn layer(&self) -> RateLimitLayer<LocalStore, Global> {
-        RateLimitLayer::new(self.store.clone(), Global, self.policy.clone()).cost(|_| 10)
+        RateLimitLayer::new(self.store.clone(), Global, self.policy.clone()).cost(|_| 10).decision_in_response()
     }
 
     pub(crate) fn settling(

@@ -104,7 +104,7 @@ async fn several_policies_settle_alike() {
     let other = quota("other", "200/d");
     let both = Policies::new([count.policy.clone(), other.clone()]).unwrap();
     for (cost, charged_by_now) in [(0, 0), (10, 10), (25, 35), (4, 39)] {
-        let layer = RateLimitLayer::new(count.store.clone(), Global, both.clone()).cost(|_| 10);
+        let layer = RateLimitLayer::new(count.store.clone(), Global, both.clone()).cost(|_| 10).decision_in_response();
         let service = layer.settle(move |_| Settlement::Cost(cost)).layer(service_fn(three));
         let response = send(&service, request("alice")).await;
         let decided = decision(&response).unwrap();
@@ -183,7 +183,7 @@ fn plain(rejection: Rejection<'_>) -> Response<String> {
 async fn settings_before_and_after_are_kept() {
     let count = Count::new();
     let key = || HeaderKey::new(USER).unwrap();
-    let layer = RateLimitLayer::new(count.store.clone(), key(), count.policy.clone());
+    let layer = RateLimitLayer::new(count.store.clone(), key(), count.policy.clone()).decision_in_response();
     let before = layer
         .clone()
         .cost(|_| 10)
