@@ -23,6 +23,7 @@ mod gate;
 #[cfg(doc)]
 pub mod guide;
 mod in_flight;
+mod leases;
 mod limit;
 mod limiter;
 mod middleware;
@@ -41,6 +42,7 @@ pub use error::ConfigError;
 pub use gate::wait;
 #[doc(inline)]
 pub use limit::{Key, Policies, Policy, Quota, Strategy};
+pub use leases::Leased;
 pub use limiter::Limiter;
 #[doc(inline)]
 pub use middleware::{CallLimitLayer, RateLimitLayer, ThrottleLayer};

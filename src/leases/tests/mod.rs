@@ -1,0 +1,2 @@
+mod strict;
+mod world;
