@@ -1,2 +1,4 @@
+mod block;
+mod load;
 mod strict;
 mod world;

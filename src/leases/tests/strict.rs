@@ -66,7 +66,9 @@ fn run(seed: u64, strategy: Strategy, seen: &mut Seen) {
     let instances = rng.u32(1..=4);
     let mut world = World::new(rng.u64(..), instances);
     let period = rng.u64(40..1_500) * 1_000;
-    let stated = Quota::per(rng.u32(40..3_000), Duration::from_micros(period));
+    // Small ones are often used up at once.
+    let limit = [rng.u32(40..400), rng.u32(400..3_000)][rng.usize(..2)];
+    let stated = Quota::per(limit, Duration::from_micros(period));
     let stated =
         if strategy.frees().has_burst() && rng.bool() { stated.burst(stated.limit() * rng.u32(1..4)) } else { stated };
     let lease = Duration::from_micros(rng.u64(10_000..period.max(20_002) / 2));
@@ -79,9 +81,11 @@ fn run(seed: u64, strategy: Strategy, seen: &mut Seen) {
     let mut frozen = vec![0; instances as usize];
     let mut spent = vec![];
     for _ in 0..400 {
+        let flood = if limit < 400 && rng.u8(..24) == 0 { stated.capacity().min(600) } else { 0 };
         let time = match rng.u8(..40) {
             0 => rng.i64(0..2 * lease),
             1 => rng.i64(0..=period as i64),
+            2..4 => lease * 3 / 8,
             _ => rng.i64(0..=lease / 12),
         };
         world.pass(time);
@@ -94,7 +98,7 @@ fn run(seed: u64, strategy: Strategy, seen: &mut Seen) {
             if first {
                 drop(world.run(i));
             }
-            let count = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=rates[i]) };
+            let count = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=rates[i]) } + flood;
             for _ in 0..count {
                 let cost = if rng.u8(..8) == 0 { rng.u32(1..4) } else { 1 };
                 let Some(decision) = world.take(i, key, &policies, cost) else { continue };
@@ -135,7 +139,7 @@ fn run(seed: u64, strategy: Strategy, seen: &mut Seen) {
 /// A block is charged before it is spent, and is not spent a lease time after that: see `docs/leases.md`.
 #[test]
 fn leases_never_exceed_the_quota() {
-    let seeds: u64 = std::env::var("LEASE_SEEDS").ok().map_or(60, |seeds| seeds.parse().unwrap());
+    let seeds: u64 = std::env::var("LEASE_SEEDS").ok().map_or(24, |seeds| seeds.parse().unwrap());
     for &strategy in Strategy::ALL {
         let mut seen = Seen::default();
         for seed in 0..seeds {
@@ -144,6 +148,6 @@ fn leases_never_exceed_the_quota() {
             }
         }
         println!("{strategy:?}: {seen:?}");
-        assert!(4 * seen.leased > seen.single && seen.refunded > 0 && seen.expired > 0, "{strategy:?}: {seen:?}");
+        assert!(8 * seen.leased > seen.single && seen.leased > 500 * seeds && seen.refunded > 0 && seen.expired > 0, "{strategy:?}: {seen:?}");
     }
 }
