@@ -5,6 +5,7 @@
 //! [faults]: guide::faults
 //! [guide]: guide
 //! [keys]: guide::keys
+//! [leases]: guide::leases
 //! [options]: guide::options
 //! [performance]: guide::performance
 //! [pitfalls]: guide::pitfalls
@@ -40,9 +41,9 @@ mod wait_queues;
 #[doc(inline)]
 pub use error::ConfigError;
 pub use gate::wait;
+pub use leases::Leased;
 #[doc(inline)]
 pub use limit::{Key, Policies, Policy, Quota, Strategy};
-pub use leases::Leased;
 pub use limiter::Limiter;
 #[doc(inline)]
 pub use middleware::{CallLimitLayer, RateLimitLayer, ThrottleLayer};

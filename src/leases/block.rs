@@ -32,7 +32,8 @@ impl Block {
     /// What this decision granted to an ask of this time, under policies that are leased for `lease`.
     pub(super) fn new(key: Key, number: u64, decision: Decision, asked_at: Instant, lease: Duration) -> Self {
         // Windows end by the clock of the store, which charged it after it was asked for.
-        let window = decision.verdicts().filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))));
+        let window =
+            decision.verdicts().filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))));
         let ends = window.map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64)).min();
         let lives = ends.map_or(lease, |ends| ends.min(lease));
         // Its last eighth is for a clock that runs slower than that of the store.

@@ -15,7 +15,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Lease, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
 use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{AsItIs, Digest, Share, Shards, Store};
+use crate::store::{AsItIs, Digest, Shards, Share, Store};
 use crate::util::{contain, instant, lock};
 
 /// The state of a [`Leased`](super::Leased), which its clones share.
@@ -163,9 +163,11 @@ impl<S: Store> Inner<S> {
         let now = instant();
         let pause_until = if little { now + asked.lease / 4 } else { now };
         let watch = Watch::new(self, asked, block.as_ref().map_or([pause_until; 2], Block::looks));
-        let ended = self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until, || {
-            self.is_shut_down.load(Relaxed)
-        });
+        let ended = self
+            .shards
+            .of(&asked.key)
+            .0
+            .answered(&asked, block, remaining, pause_until, || self.is_shut_down.load(Relaxed));
         self.end(ended);
         match Handle::try_current() {
             Ok(runtime) => drop(runtime.spawn(watch.run())),

@@ -12,9 +12,9 @@ mod block;
 mod caller;
 mod hot;
 mod inner;
-mod watch;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 use std::fmt;
 use std::pin::Pin;

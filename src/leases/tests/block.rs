@@ -52,7 +52,7 @@ async fn hot(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u3
 }
 
 #[tokio::test(start_paused = true)]
-async fn time_stands_still_before_the_clock_is_read() {
+async fn nothing_is_spent_after_a_stop() {
     let (policies, local) = (log(), LocalStore::default());
     let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
     let asked_at = Instant::now();
@@ -80,12 +80,15 @@ async fn a_block_dies_with_its_window() {
         let (reset, asked_at) = (decision.reset_after(), Instant::now());
         let block = Block::new(ann(), 1, decision, asked_at, LEASE);
         let lives = block.looks()[1] - asked_at;
-        assert!(lives <= reset && lives <= LEASE / 8 * 7 && lives >= reset.min(LEASE) / 8 * 6, "{lives:?} of {reset:?}");
+        assert!(
+            lives <= reset && lives <= LEASE / 8 * 7 && lives >= reset.min(LEASE) / 8 * 6,
+            "{lives:?} of {reset:?}"
+        );
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_quiet_caller_gets_its_rest_back() {
+async fn quiet_callers_get_their_rest_back() {
     let (local, policies, blocks) = (LocalStore::default(), log(), Arc::new(Blocks::default()));
     let (store, _) = hot(&local, &policies).await;
     store.observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
@@ -147,7 +150,7 @@ async fn each_quota_of_a_name_has_its_blocks() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn other_checks_are_those_of_the_shared_store() {
+async fn other_checks_go_to_the_shared_store() {
     let (local, policies) = (LocalStore::default(), log());
     let (store, _) = hot(&local, &policies).await;
     let take = |cost| Check::take(ann(), &policies, cost);

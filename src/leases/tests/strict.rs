@@ -148,6 +148,9 @@ fn leases_never_exceed_the_quota() {
             }
         }
         println!("{strategy:?}: {seen:?}");
-        assert!(8 * seen.leased > seen.single && seen.leased > 500 * seeds && seen.refunded > 0 && seen.expired > 0, "{strategy:?}: {seen:?}");
+        assert!(
+            8 * seen.leased > seen.single && seen.leased > 500 * seeds && seen.refunded > 0 && seen.expired > 0,
+            "{strategy:?}: {seen:?}"
+        );
     }
 }
