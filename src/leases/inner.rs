@@ -212,6 +212,12 @@ impl<S: Store> Inner<S> {
         }
     }
 
+    /// How many callers it knows.
+    #[cfg(test)]
+    pub(super) fn callers(&self) -> usize {
+        self.shards.iter().map(|shard| lock(&shard.callers).len()).sum()
+    }
+
     fn drain(&self) -> Vec<Block> {
         let mut blocks = Vec::new();
         for shard in self.shards.iter() {

@@ -13,6 +13,8 @@ mod caller;
 mod hot;
 mod inner;
 #[cfg(test)]
+mod simulation;
+#[cfg(test)]
 mod tests;
 mod watch;
 

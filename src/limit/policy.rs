@@ -113,7 +113,8 @@ impl Policy {
         }
     }
 
-    /// The same policy for stores that charge a block ahead and spend it within `time`, the lease time, which is short:
+    /// The same policy for a [`Leased`](crate::Leased) store, which charges a block ahead and spends it within `time`, the
+    /// lease time, which is short:
     /// from 10 ms to half of the time in which the burst refills, or to half of the period where there is no burst. All
     /// instances must lease for the same time, since they count by what this changes.
     ///

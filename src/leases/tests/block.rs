@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use super::world::Blocks;
 use crate::leases::block::{Block, Taken};
+use crate::leases::simulation::world::Blocks;
 use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Source, Strategy};
 use crate::observe::Observer;
 use crate::store::{Fallback, LocalStore, MockStore, Share, Store};

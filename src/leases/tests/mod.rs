@@ -1,4 +1,2 @@
 mod block;
 mod load;
-mod strict;
-mod world;

@@ -26,14 +26,14 @@ type Boxed = Pin<Box<dyn Future<Output = Answered> + Send>>;
 
 /// The shared store, as one instance reaches it.
 #[derive(Clone)]
-pub(super) struct Remote(Arc<Mutex<Shared>>);
+pub(in crate::leases) struct Remote(Arc<Mutex<Shared>>);
 
-pub(super) struct Shared {
+pub(in crate::leases) struct Shared {
     rng: Rng,
     /// Without a fault of any kind.
-    pub(super) is_healthy: bool,
+    pub(in crate::leases) is_healthy: bool,
     /// The longest that a check travels each way, in microseconds.
-    pub(super) travels: i64,
+    pub(in crate::leases) travels: i64,
     /// In microseconds of the true time.
     now: i64,
     /// By how much its clock is faster, in 1/1024.
@@ -41,8 +41,10 @@ pub(super) struct Shared {
     states: HashMap<(Key, u64), Vec<State>>,
     under_way: Vec<Travelling>,
     /// What was granted to single checks, and when by its clock.
-    pub(super) spent: Vec<(i64, u32)>,
-    pub(super) checks: u64,
+    pub(in crate::leases) spent: Vec<(i64, u32)>,
+    pub(in crate::leases) checks: u64,
+    /// What was granted to blocks.
+    pub(in crate::leases) ahead: u64,
 }
 
 struct Travelling {
@@ -67,7 +69,7 @@ enum Fate {
 const WALL: i64 = 1_790_000_000_000_000;
 
 impl Shared {
-    pub(super) fn clock(&self) -> i64 {
+    fn clock(&self) -> i64 {
         WALL + self.now * self.speed / 1024
     }
 
@@ -127,6 +129,8 @@ impl Shared {
         let verdicts = check.decide(states, now);
         if check.mode() == Mode::Take && verdicts.granted > 0 {
             self.spent.push((now, check.cost()));
+        } else if check.mode() == Mode::UpTo {
+            self.ahead += verdicts.granted as u64;
         }
         check.answer(verdicts, Source::Redis).decided_at(now)
     }
@@ -145,11 +149,11 @@ impl Store for Remote {
 
 /// What became of blocks.
 #[derive(Debug, Default)]
-pub(super) struct Blocks {
-    pub(super) ended: AtomicU64,
-    pub(super) charged: AtomicU64,
-    pub(super) refunded: AtomicU64,
-    pub(super) expired: AtomicU64,
+pub(in crate::leases) struct Blocks {
+    pub(in crate::leases) ended: AtomicU64,
+    pub(in crate::leases) charged: AtomicU64,
+    pub(in crate::leases) refunded: AtomicU64,
+    pub(in crate::leases) expired: AtomicU64,
 }
 
 impl Observer for Arc<Blocks> {
@@ -163,8 +167,8 @@ impl Observer for Arc<Blocks> {
 }
 
 /// One process.
-pub(super) struct Instance {
-    pub(super) store: Leased<Remote>,
+pub(in crate::leases) struct Instance {
+    pub(in crate::leases) store: Leased<Remote>,
     runtime: Option<Runtime>,
     start: Instant,
     /// When it began, in the true time.
@@ -173,20 +177,24 @@ pub(super) struct Instance {
     speed: i64,
     /// How far its runtime's clock has gone.
     ran: Duration,
-    pub(super) waiting: Vec<Boxed>,
+    waiting: Vec<Boxed>,
+    /// Until then it is stopped.
+    pub(in crate::leases) stopped_until: i64,
 }
 
-pub(super) struct World {
+pub(in crate::leases) struct World {
     seed: Seed,
-    pub(super) rng: Rng,
-    pub(super) remote: Remote,
-    pub(super) instances: Vec<Instance>,
-    pub(super) blocks: Arc<Blocks>,
-    pub(super) now: i64,
+    pub(in crate::leases) rng: Rng,
+    pub(in crate::leases) remote: Remote,
+    pub(in crate::leases) instances: Vec<Instance>,
+    pub(in crate::leases) blocks: Arc<Blocks>,
+    pub(in crate::leases) now: i64,
+    /// Whether an instance was.
+    pub(in crate::leases) is_killed: bool,
 }
 
 impl World {
-    pub(super) fn new(seed: u64, instances: u32) -> Self {
+    pub(in crate::leases) fn new(seed: u64, instances: u32) -> Self {
         let mut rng = Rng::with_seed(seed);
         let shared = Shared {
             rng: rng.fork(),
@@ -198,10 +206,11 @@ impl World {
             under_way: vec![],
             spent: vec![],
             checks: 0,
+            ahead: 0,
         };
         let seed = Seed::set(seed, Duration::from_micros(WALL as u64));
         let remote = Remote(Arc::new(Mutex::new(shared)));
-        let mut world = Self { seed, rng, remote, instances: vec![], blocks: Arc::default(), now: 0 };
+        let mut world = Self { seed, rng, remote, instances: vec![], blocks: Arc::default(), now: 0, is_killed: false };
         for _ in 0..instances {
             let instance = world.instance(instances);
             world.instances.push(instance);
@@ -209,11 +218,11 @@ impl World {
         world
     }
 
-    pub(super) fn shared<T>(&self, read: impl FnOnce(&mut Shared) -> T) -> T {
+    pub(in crate::leases) fn shared<T>(&self, read: impl FnOnce(&mut Shared) -> T) -> T {
         read(&mut lock(&self.remote.0))
     }
 
-    pub(super) fn instance(&mut self, of: u32) -> Instance {
+    fn instance(&mut self, of: u32) -> Instance {
         let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         let start = runtime.block_on(async { Instant::now() });
         self.seed.stands_at(start);
@@ -221,11 +230,21 @@ impl World {
         store.observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
         let speed = self.rng.i64(1024 - 64..=1024 + 64);
         let (began, ran) = (self.now, Duration::ZERO);
-        Instance { store, runtime: Some(runtime), start, began, speed, ran, waiting: vec![] }
+        Instance { store, runtime: Some(runtime), start, began, speed, ran, waiting: vec![], stopped_until: 0 }
+    }
+
+    /// What the shared store's clock shows.
+    pub(in crate::leases) fn clock(&self) -> i64 {
+        self.shared(|shared| shared.clock())
+    }
+
+    /// No check takes longer there and back.
+    pub(in crate::leases) fn longest_way(&self) -> i64 {
+        self.shared(|shared| 16 * shared.travels)
     }
 
     /// Time passes, for the shared store and for all clocks.
-    pub(super) fn pass(&mut self, time: i64) {
+    pub(in crate::leases) fn pass(&mut self, time: i64) {
         self.now += time;
         let now = self.now;
         self.shared(|shared| shared.go_on(now));
@@ -237,7 +256,7 @@ impl World {
     }
 
     /// What an instance does at this moment, before any of its timers has run.
-    pub(super) fn on<T>(&mut self, i: usize, act: impl FnOnce(&mut Instance) -> T) -> T {
+    pub(in crate::leases) fn on<T>(&mut self, i: usize, act: impl FnOnce(&mut Instance) -> T) -> T {
         self.seed.stands_at(self.instances[i].start + self.elapsed(i));
         let instance = &mut self.instances[i];
         let handle = instance.runtime.as_ref().map(|runtime| runtime.handle().clone());
@@ -246,7 +265,7 @@ impl World {
     }
 
     /// One check: its decision, if that is there at once.
-    pub(super) fn take(&mut self, i: usize, key: Key, policies: &Policies, cost: u32) -> Option<Decision> {
+    pub(in crate::leases) fn take(&mut self, i: usize, key: Key, policies: &Policies, cost: u32) -> Option<Decision> {
         self.on(i, |instance| match instance.store.check(Check::take(key, policies, cost)) {
             Answer::Ready { answer } => Some(answer.unwrap()),
             Answer::Pending { future } => {
@@ -257,7 +276,7 @@ impl World {
     }
 
     /// The runtime of an instance runs all that is due. Returns what has been answered.
-    pub(super) fn run(&mut self, i: usize) -> Vec<Answered> {
+    pub(in crate::leases) fn run(&mut self, i: usize) -> Vec<Answered> {
         let elapsed = self.elapsed(i);
         self.seed.stands_at(self.instances[i].start + elapsed);
         let instance = &mut self.instances[i];
@@ -283,14 +302,15 @@ impl World {
     }
 
     /// Another process takes the place of one, which is killed: it does nothing more.
-    pub(super) fn kill(&mut self, i: usize) {
+    pub(in crate::leases) fn kill(&mut self, i: usize) {
+        self.is_killed = true;
         let of = self.instances.len() as u32;
         let next = self.instance(of);
         std::mem::forget(std::mem::replace(&mut self.instances[i], next));
     }
 
     /// The same, of one that ends as it should.
-    pub(super) fn replace(&mut self, i: usize) {
+    pub(in crate::leases) fn end(&mut self, i: usize) {
         let of = self.instances.len() as u32;
         let next = self.instance(of);
         let Instance { store, runtime, .. } = std::mem::replace(&mut self.instances[i], next);
