@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Decision, Outcome, Source};
 use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig, StoreKind};
 use tower_redis_ratelimit::strategy::Refill;
-use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, RedisStore, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::outside::{InMemory, MEMORY};
 use crate::support::{RedisServer, STRATEGIES, policy};
@@ -34,10 +34,11 @@ async fn fallback() {
 async fn leased() {
     let server = RedisServer::start();
     let store = Leased::new(RedisStore::connect(server.url()).await.unwrap());
-    // Each counts ten in Redis.
+    // Each counts as the others do.
     let leased = |strategy| {
-        let quota = if is_gradual(strategy) { "10/100d burst 11" } else { "10/100d" };
-        Policy::new("test", strategy, quota.parse().unwrap()).unwrap().leased(Duration::from_secs(60)).unwrap().into()
+        let (lease, days) = (Duration::from_secs(60), Duration::from_secs(100 * 86_400));
+        let quota = if is_gradual(strategy) { Quota::per(10, days).burst(11) } else { Quota::per(10, days - lease) };
+        Policy::new("test", strategy, quota).unwrap().leased(lease).unwrap().into()
     };
     keeps_the_contract_under(store, Source::Redis, leased).await;
 }

@@ -19,7 +19,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Policies, Source, State};
 use crate::observe::{Observer, event};
 use crate::store::{Answer, Share, Store};
-use crate::util::{Seed, lock};
+use crate::util::{Seed, instant, lock};
 
 type Answered = Result<Decision, StoreError>;
 type Boxed = Pin<Box<dyn Future<Output = Answered> + Send>>;
@@ -170,7 +170,6 @@ impl Observer for Arc<Blocks> {
 pub(in crate::leases) struct Instance {
     pub(in crate::leases) store: Leased<Remote>,
     runtime: Option<Runtime>,
-    start: Instant,
     /// When it began, in the true time.
     began: i64,
     /// By how much its clock is faster, in 1/1024.
@@ -184,6 +183,8 @@ pub(in crate::leases) struct Instance {
 
 pub(in crate::leases) struct World {
     seed: Seed,
+    /// When each process began, by its own clock.
+    start: Instant,
     pub(in crate::leases) rng: Rng,
     pub(in crate::leases) remote: Remote,
     pub(in crate::leases) instances: Vec<Instance>,
@@ -208,9 +209,11 @@ impl World {
             checks: 0,
             ahead: 0,
         };
+        let start = instant();
         let seed = Seed::set(seed, Duration::from_micros(WALL as u64));
         let remote = Remote(Arc::new(Mutex::new(shared)));
-        let mut world = Self { seed, rng, remote, instances: vec![], blocks: Arc::default(), now: 0, is_killed: false };
+        let mut world =
+            Self { seed, start, rng, remote, instances: vec![], blocks: Arc::default(), now: 0, is_killed: false };
         for _ in 0..instances {
             let instance = world.instance(instances);
             world.instances.push(instance);
@@ -224,13 +227,12 @@ impl World {
 
     fn instance(&mut self, of: u32) -> Instance {
         let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
-        let start = runtime.block_on(async { Instant::now() });
-        self.seed.stands_at(start);
+        self.seed.stands_at(self.start);
         let store = Leased::new(self.remote.clone()).share(Share::Fixed(of.try_into().unwrap()));
         store.observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
         let speed = self.rng.i64(1024 - 64..=1024 + 64);
         let (began, ran) = (self.now, Duration::ZERO);
-        Instance { store, runtime: Some(runtime), start, began, speed, ran, waiting: vec![], stopped_until: 0 }
+        Instance { store, runtime: Some(runtime), began, speed, ran, waiting: vec![], stopped_until: 0 }
     }
 
     /// What the shared store's clock shows.
@@ -257,7 +259,7 @@ impl World {
 
     /// What an instance does at this moment, before any of its timers has run.
     pub(in crate::leases) fn on<T>(&mut self, i: usize, act: impl FnOnce(&mut Instance) -> T) -> T {
-        self.seed.stands_at(self.instances[i].start + self.elapsed(i));
+        self.seed.stands_at(self.start + self.elapsed(i));
         let instance = &mut self.instances[i];
         let handle = instance.runtime.as_ref().map(|runtime| runtime.handle().clone());
         let _runtime = handle.as_ref().map(|handle| handle.enter());
@@ -278,7 +280,7 @@ impl World {
     /// The runtime of an instance runs all that is due. Returns what has been answered.
     pub(in crate::leases) fn run(&mut self, i: usize) -> Vec<Answered> {
         let elapsed = self.elapsed(i);
-        self.seed.stands_at(self.instances[i].start + elapsed);
+        self.seed.stands_at(self.start + elapsed);
         let instance = &mut self.instances[i];
         let pass = elapsed.saturating_sub(instance.ran);
         instance.ran = elapsed;
@@ -311,10 +313,11 @@ impl World {
 
     /// The same, of one that ends as it should.
     pub(in crate::leases) fn end(&mut self, i: usize) {
+        let now = self.start + self.elapsed(i);
         let of = self.instances.len() as u32;
         let next = self.instance(of);
         let Instance { store, runtime, .. } = std::mem::replace(&mut self.instances[i], next);
-        self.seed.stands_at(self.instances[i].start);
+        self.seed.stands_at(now);
         if let Some(runtime) = runtime {
             let mut end = Box::pin(async move { store.shutdown().await });
             runtime.block_on(async {

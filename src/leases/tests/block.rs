@@ -5,13 +5,14 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
 use crate::leases::block::{Block, Taken};
 use crate::leases::simulation::world::Blocks;
 use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Source, Strategy};
 use crate::observe::Observer;
 use crate::store::{Fallback, LocalStore, MockStore, Share, Store};
+use crate::util::instant;
 use crate::{Leased, Limiter};
 
 const LEASE: Duration = Duration::from_millis(400);
@@ -55,7 +56,7 @@ async fn hot(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u3
 async fn nothing_is_spent_after_a_stop() {
     let (policies, local) = (log(), LocalStore::default());
     let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
-    let asked_at = Instant::now();
+    let asked_at = instant();
     let mut block = Block::new(ann(), 1, decision, asked_at, LEASE);
     let now = Cell::new(asked_at + LEASE / 8 * 7 - Duration::from_micros(1));
     let check = || Check::take(ann(), &policies, 1);
@@ -77,7 +78,7 @@ async fn a_block_dies_with_its_window() {
         let policies = policy(Strategy::FixedWindow(align), "1000/s").into();
         sleep(Duration::from_millis(850)).await;
         let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
-        let (reset, asked_at) = (decision.reset_after(), Instant::now());
+        let (reset, asked_at) = (decision.reset_after(), instant());
         let block = Block::new(ann(), 1, decision, asked_at, LEASE);
         let lives = block.looks()[1] - asked_at;
         assert!(
