@@ -36,8 +36,6 @@ pub(super) struct Ask {
     pub(super) at: Instant,
     /// What the caller is expected to want in half of a lease time.
     wanted: u32,
-    /// The cost of its last check.
-    cost: u32,
     remaining: u32,
 }
 
@@ -86,15 +84,8 @@ impl Caller {
         Err(check)
     }
 
-    /// The block to ask for after a check of this cost, if it is time for one. It is under way then, with the next of the
-    /// numbers.
-    pub(super) fn ask(
-        &mut self,
-        cost: u32,
-        lease: Duration,
-        now: &impl Fn() -> Instant,
-        numbers: &AtomicU64,
-    ) -> Option<Ask> {
+    /// The block to ask for after a check, if it is time for one. It is under way then, with the next of the numbers.
+    pub(super) fn ask(&mut self, lease: Duration, now: &impl Fn() -> Instant, numbers: &AtomicU64) -> Option<Ask> {
         if self.asked.is_some() || self.left() > u64::from(self.low) {
             return None;
         }
@@ -110,7 +101,7 @@ impl Caller {
         }
         let number = numbers.fetch_add(1, Relaxed);
         (self.asked, self.since, self.wanted) = (Some(number), at, 0);
-        Some(Ask { number, at, wanted, cost, remaining: self.remaining })
+        Some(Ask { number, at, wanted, remaining: self.remaining })
     }
 
     fn left(&self) -> u64 {
@@ -161,9 +152,9 @@ impl Caller {
 
 impl Ask {
     /// How much to ask for with so many instances, so that they share the end of a quota fairly. The first ask is for one
-    /// check only: what is left is not known before.
+    /// unit: what is left is not known before.
     pub(super) fn size(self, instances: u32) -> u32 {
-        self.wanted.min(fair(self.remaining, instances)).max(self.cost)
+        self.wanted.min(fair(self.remaining, instances)).max(1)
     }
 }
 

@@ -254,9 +254,8 @@ impl Shard {
         }
         let mut callers = lock(&self.callers);
         let Some(known) = callers.get_mut(&caller) else { return (Err(check), Next::Count) };
-        let cost = check.cost();
         let answer = known.spend(check, &instant, ended);
-        let next = known.ask(cost, lease, &instant, asks).map_or(Next::Nothing, Next::Ask);
+        let next = known.ask(lease, &instant, asks).map_or(Next::Nothing, Next::Ask);
         if matches!(next, Next::Nothing) && known.is_over(&instant) {
             callers.remove(&caller);
             self.len.store(callers.len(), Relaxed);
@@ -271,7 +270,7 @@ impl Shard {
             return None;
         }
         let known = callers.entry(caller).or_insert_with(|| Caller::new(instant(), cost));
-        let ask = known.ask(cost, lease, &instant, asks);
+        let ask = known.ask(lease, &instant, asks);
         self.len.store(callers.len(), Relaxed);
         ask
     }

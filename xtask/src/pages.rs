@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 20] = [
+const PAGES: [&str; 21] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -17,6 +17,7 @@ const PAGES: [&str; 20] = [
     "docs/comparison.md",
     "docs/faults.md",
     "docs/keys.md",
+    "docs/leases.md",
     "docs/migrating.md",
     "docs/options.md",
     "docs/performance.md",

@@ -256,3 +256,21 @@ async fn a_limiter_spends_blocks() {
     }
     assert!(leased > 350, "{leased}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn blocks_leave_enough_for_other_instances() {
+    let (local, policies) = (LocalStore::default(), log());
+    let store = Leased::new(local.clone()).share(Share::Fixed(NonZeroU32::new(4).unwrap()));
+    for (count, cost) in [(10, 900), (400, 1), (1, 1)] {
+        for _ in 0..count {
+            let before = left(&local, &policies).await;
+            let decision = store.check(Check::take(ann(), &policies, cost)).await.unwrap();
+            assert!(decision.is_allowed());
+            // Besides what it takes: an eighth of what is left, or one to know what is left.
+            let ahead = before - left(&local, &policies).await;
+            assert!(ahead <= cost + (before / 8).max(1), "{ahead} of {before}");
+            sleep(Duration::from_millis(1)).await;
+        }
+    }
+    assert_eq!(take(&store, &policies).await.source(), Source::Leased);
+}
