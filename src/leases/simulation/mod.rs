@@ -218,7 +218,7 @@ fn seeds_replay_exactly() {
 fn blocks_are_spent_refunded_and_expire() {
     for seed in 0..Strategy::ALL.len() as u64 {
         let mut sum = Decided::default();
-        for seed in (seed..180).step_by(Strategy::ALL.len()) {
+        for seed in (seed..90).step_by(Strategy::ALL.len()) {
             let Decided { leased, single, refunded, expired } = run(seed, false).1;
             sum.leased += leased;
             sum.single += single;
@@ -226,6 +226,6 @@ fn blocks_are_spent_refunded_and_expire() {
             sum.expired += expired;
         }
         let strategy = Strategy::ALL[seed as usize];
-        assert!(sum.leased > 1_000 && sum.refunded > 100 && sum.expired > 500, "{strategy:?}: {sum:?}");
+        assert!(sum.leased > 500 && sum.refunded > 50 && sum.expired > 250, "{strategy:?}: {sum:?}");
     }
 }
