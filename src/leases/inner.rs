@@ -141,8 +141,8 @@ impl<S: Store> Inner<S> {
         let (inner, queue) = (Arc::downgrade(self), self.queue().clone());
         self.queue().put(PendingOp::of_check(check).then(move |answer| match (inner.upgrade(), answer) {
             (Some(inner), answer) => inner.answered(asked, answer),
-            (None, Ok(decision)) => queue.put(asked.block(decision).into_refund()),
-            (None, Err(_)) => {}
+            (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund()),
+            (None, _) => {}
         }));
     }
 
@@ -154,9 +154,8 @@ impl<S: Store> Inner<S> {
                 remaining = decision.remaining();
                 block = Some(asked.block(decision)).filter(|block| block.left() > 0);
             }
-            // A fallback has decided instead. What it has noted is refunded; of other checks the primary store may have
-            // been charged, or not.
-            Ok(decision) if decision.at() < 0 => self.queue().put(asked.block(decision).into_refund()),
+            // A fallback has decided instead.
+            Ok(decision) if is_known(&decision) => self.queue().put(asked.block(decision).into_refund()),
             Ok(_) | Err(_) => {}
         }
         let little = fair(remaining, self.instances()) < LEAST;
@@ -225,6 +224,12 @@ impl<S: Store> Inner<S> {
         }
         blocks
     }
+}
+
+/// Whether it is certain where this was charged: by Redis, or by a fallback that has noted it. What a fallback grants after its
+/// deadline may be charged in the primary store, or not: a refund there could be of what others were charged.
+fn is_known(decision: &Decision) -> bool {
+    decision.at() != 0
 }
 
 impl<S: Store> Drop for Inner<S> {

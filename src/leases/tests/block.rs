@@ -1,17 +1,20 @@
 //! What one instance does with what it has charged ahead.
 
 use std::cell::Cell;
+use std::future::{Pending, pending};
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
 use tokio::time::sleep;
 
+use crate::error::StoreError;
 use crate::leases::block::{Block, Taken};
 use crate::leases::simulation::world::Blocks;
-use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Source, Strategy};
+use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
 use crate::observe::Observer;
-use crate::store::{Fallback, LocalStore, MockStore, Share, Store};
+use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
 use crate::{Leased, Limiter};
 
@@ -216,8 +219,8 @@ async fn outages_spend_blocks_and_charge_none() {
         let shared = LocalStore::default();
         move |check| {
             let decision = match shared.check(check.clone()) {
-                crate::store::Answer::Ready { answer } => answer?,
-                crate::store::Answer::Pending { .. } => unreachable!(),
+                Answer::Ready { answer } => answer?,
+                Answer::Pending { .. } => unreachable!(),
             };
             Ok(check.decided(Source::Other("shared"), decision.granted(), |_| {
                 crate::check::Verdict::allowed().with_remaining(decision.remaining())
@@ -229,7 +232,7 @@ async fn outages_spend_blocks_and_charge_none() {
         let _ = take(&store, &policies).await;
         sleep(Duration::from_millis(1)).await;
     }
-    redis.fail(crate::store::StoreError::new(crate::store::ErrorKind::Unreachable).unsent());
+    redis.fail(StoreError::new(crate::store::ErrorKind::Unreachable).unsent());
     let mut leased = 0;
     for _ in 0..4_000 {
         let decision = take(&store, &policies).await;
@@ -273,4 +276,39 @@ async fn blocks_leave_enough_for_other_instances() {
         }
     }
     assert_eq!(take(&store, &policies).await.source(), Source::Leased);
+}
+
+/// Never answers, and counts what it is to refund.
+#[derive(Clone, Default)]
+struct Stuck(Arc<AtomicU32>, Arc<AtomicU32>);
+
+impl Store for Stuck {
+    type Future = Pending<Result<Decision, StoreError>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        match check.mode() {
+            Mode::Refund => self.0.fetch_add(1, Relaxed),
+            Mode::UpTo => self.1.fetch_add(1, Relaxed),
+            _ => 0,
+        };
+        Answer::pending(pending())
+    }
+}
+
+/// Nobody knows whether it was charged in the primary store.
+#[tokio::test(start_paused = true)]
+async fn late_asks_are_not_refunded() {
+    for is_dropped in [true, false] {
+        let stuck = Stuck::default();
+        let mut store = Some(Leased::new(Fallback::new(stuck.clone(), LocalStore::default())));
+        for _ in 0..40 {
+            drop(store.as_ref().unwrap().check(Check::take(ann(), &log(), 1)));
+        }
+        if is_dropped {
+            store = None;
+        }
+        sleep(LEASE).await;
+        assert_eq!((stuck.0.load(Relaxed), stuck.1.load(Relaxed)), (0, 1), "refunds, and asks");
+        drop(store);
+    }
 }
