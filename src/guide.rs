@@ -4,6 +4,7 @@
 //! [envoy]: crate::guide::envoy
 //! [faults]: crate::guide::faults
 //! [keys]: crate::guide::keys
+//! [leases]: crate::guide::leases
 //! [migrating]: crate::guide::migrating
 //! [options]: crate::guide::options
 //! [peers]: crate::guide::peers
@@ -108,9 +109,14 @@ pub mod settling {}
 #[doc = include_str!("../docs/answers.md")]
 pub mod answers {}
 
+/// Quota that is charged ahead and spent in memory.
+#[doc = include_str!("../docs/leases.md")]
+pub mod leases {}
+
 /// All options of layers, stores and what belongs to them, with their defaults.
 ///
 /// [distance]: crate::guide::running#throughput-over-a-distance
+/// [leases]: crate::guide::leases
 /// [managed]: crate::guide::running#a-managed-service-over-tls
 /// [partitions]: crate::guide::running#partitions
 #[doc = include_str!("../docs/options.md")]

@@ -7,6 +7,7 @@
 //! [faults]: guide::faults
 //! [guide]: guide
 //! [keys]: guide::keys
+//! [leases]: guide::leases
 //! [options]: guide::options
 //! [peers]: guide::peers
 //! [performance]: guide::performance
@@ -27,6 +28,7 @@ mod gate;
 #[cfg(doc)]
 pub mod guide;
 mod in_flight;
+mod leases;
 mod limit;
 mod limiter;
 mod middleware;
@@ -43,6 +45,7 @@ mod wait_queues;
 #[doc(inline)]
 pub use error::ConfigError;
 pub use gate::wait;
+pub use leases::Leased;
 #[doc(inline)]
 pub use limit::{Key, Policies, Policy, Quota, Strategy};
 pub use limiter::Limiter;

@@ -26,7 +26,7 @@ use tower_redis_ratelimit::extract::{HeaderKey, KeyExtractor, PeerIp};
 use tower_redis_ratelimit::headers::Headers;
 use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::Store;
-use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis};
+use tower_redis_ratelimit::{Leased, LocalStore, Policy, Quota, RateLimitLayer, RedisStore, Strategy, redis};
 
 use crate::cluster::{Side, Sites};
 use crate::meter::{Amount, Measure, load};
@@ -36,6 +36,9 @@ use crate::support::{self, RedisServer};
 /// Callers, where there are many.
 pub const MANY: u32 = 100_000;
 pub const CONCURRENCY: [u64; 4] = [1, 64, 256, 1024];
+
+/// For how long blocks are leased.
+const LEASE: Duration = Duration::from_millis(250);
 
 /// Between the requests of a connection, where the machine is to have time left: 64 of them ask some 7,000 times a
 /// second.
@@ -58,7 +61,9 @@ pub enum What {
     Bare,
     /// `RedisStore` through the layer.
     Redis(Load),
-    /// The same, which knows callers by a header field.
+    /// The same, with what callers that come often will want charged ahead.
+    Leased(Load),
+    /// `RedisStore`, which knows callers by a header field.
     RedisByHeader(Load),
     /// `tower-redis-cell`, which knows callers by a header field too.
     Cell(Load),
@@ -136,6 +141,7 @@ fn all() -> Vec<Case> {
         What::Redis(Load::Many),
         What::Redis(Load::Granted),
         What::Redis(Load::Denied),
+        What::Leased(Load::Granted),
         What::InFlight,
         What::Local(HOURLY, Fields::With),
         What::Governor(HOURLY, Fields::With),
@@ -150,6 +156,7 @@ fn all() -> Vec<Case> {
         [What::Local(HOURLY, Fields::Without), What::Governor(HOURLY, Fields::Without)].map(|what| Case(what, 64)),
     );
     cases.extend([Load::Zipf, Load::Living(MANY)].map(|load| Case(What::Redis(load), 256)));
+    cases.extend([Load::Zipf, Load::Many].map(|load| Case(What::Leased(load), 256)));
     for load in [Load::Many, HOURLY] {
         cases.extend([What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256)));
     }
@@ -189,6 +196,7 @@ impl Case {
             What::Pool(what) => format!("a script call each, pool of 16, {}", load(what)),
             What::Bare => "GET and SET with an expiry, in a script that decides nothing, 100k keys".to_owned(),
             What::Redis(what) => format!("RedisStore, {}", load(what)),
+            What::Leased(what) => format!("Leased RedisStore, {}", load(what)),
             What::RedisByHeader(what) => format!("RedisStore by a header field, {}", load(what)),
             What::Cell(what) => format!("tower-redis-cell by a header field, {}", load(what)),
             What::InFlight => "RedisStore, 100k callers, in flight".to_owned(),
@@ -251,6 +259,12 @@ impl Case {
                 }
                 let service = limited(store, load);
                 load.hold(server, |caller| ask(service.clone(), by_address(caller))).await;
+                serve(&[server], &[service], by_address, load, tasks, amount).await
+            }
+            What::Leased(load) => {
+                let store = Leased::new(RedisStore::connect(server.url()).await.unwrap());
+                let policy = Policy::new("api", load.strategy(), load.quota()).unwrap().leased(LEASE).unwrap();
+                let service = RateLimitLayer::new(store, PeerIp, policy).layer(service_fn(inner));
                 serve(&[server], &[service], by_address, load, tasks, amount).await
             }
             What::RedisByHeader(load) => {

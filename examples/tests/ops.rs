@@ -43,6 +43,7 @@ fn notify(observer: &impl Observer) {
         observer.failed(&event::Failed::new(None, &StoreError::new(kind)));
     }
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
+    observer.leased(&event::Leased::new(64, 3, 2));
     observer.sends(&event::Sends::new(128, 5));
 }
 

@@ -64,18 +64,22 @@ pub enum Source {
     Cached,
     /// In this process, on its own count.
     Local,
+    /// In this process, by what was charged in Redis ahead: see [`Policy::leased`]. What remains is what is left of that
+    /// here. It counts as charged when that was: [`reset_after`](Decision::reset_after) is as it was told then.
+    Leased,
     /// In a [`Store`](crate::store::Store) outside of this crate, by its name, such as `"postgres"`. The name is a
     /// label of metrics.
     Other(&'static str),
 }
 
 impl Source {
-    /// Its name in lower case, as a label of a metric: `redis`, `cached`, `local`, or that of another store.
+    /// Its name in lower case, as a label of a metric: `redis`, `cached`, `local`, `leased`, or that of another store.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Redis => "redis",
             Self::Cached => "cached",
             Self::Local => "local",
+            Self::Leased => "leased",
             Self::Other(name) => name,
         }
     }
@@ -294,6 +298,15 @@ impl Decision {
     pub(crate) fn decided_at(mut self, at: i64) -> Self {
         self.verdicts.at = at;
         self
+    }
+
+    /// The decision on a check that takes its cost out of what this one granted to the caller so long ago, so that so much
+    /// is left of it. It is [refunded](Self::refund) as if it had been charged alone then.
+    pub(crate) fn part(&self, check: Check, left: u32, age: Duration) -> Self {
+        let mut verdicts = self.verdicts.clone();
+        (verdicts.granted, verdicts.age) = (check.cost().into(), self.verdicts.age + duration::micros(age));
+        verdicts.each.iter_mut().for_each(|verdict| verdict.remaining = left.into());
+        Self { decider: self.decider, ..check.answer(verdicts, Source::Leased) }
     }
 
     /// The verdict of each policy.

@@ -53,6 +53,8 @@ struct List {
     policies: SmallVec<[Policy; 1]>,
     /// Identifies what the list counts.
     id: u64,
+    /// How they are leased, if all of them are.
+    lease: Option<Lease>,
     /// Made of the addresses of the policies.
     identity: u64,
     /// Those that count requests in flight, and the others, if there are both.
@@ -61,6 +63,26 @@ struct List {
     part: Mutex<Option<(NonZeroU32, Policies)>>,
     /// A value derived from the list elsewhere.
     derived: OnceLock<Box<dyn Any + Send + Sync>>,
+}
+
+/// How a list of policies is leased.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Lease {
+    /// For how long at most.
+    pub(crate) time: Duration,
+    /// Identifies what is leased: other quotas of the same names are something else.
+    pub(crate) id: u64,
+}
+
+impl Lease {
+    fn of(policies: &[Policy]) -> Option<Self> {
+        let times = policies.iter().map(Policy::lease).collect::<Option<SmallVec<[Duration; 1]>>>()?;
+        let mut hasher = DefaultHasher::new();
+        for policy in policies {
+            (policy.name(), policy.kind(), policy.quota(), policy.lease()).hash(&mut hasher);
+        }
+        Some(Self { time: times.into_iter().min()?, id: hasher.finish() })
+    }
 }
 
 impl Policies {
@@ -100,8 +122,9 @@ impl Policies {
         let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
         let (in_flight, others): (SmallVec<_>, SmallVec<_>) = policies.iter().cloned().partition(Policy::is_in_flight);
         let split = (!in_flight.is_empty() && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
+        let lease = Lease::of(&policies);
         let (part, derived) = (Mutex::default(), OnceLock::new());
-        Self(Arc::new(List { policies, id, identity, split, part, derived }))
+        Self(Arc::new(List { policies, id, lease, identity, split, part, derived }))
     }
 
     /// All of them, in their order; there is at least one.
@@ -193,6 +216,12 @@ impl Policies {
     /// Identifies what this list counts.
     pub(crate) fn id(&self) -> u64 {
         self.0.id
+    }
+
+    /// How they are [leased](Policy::leased), if all of them are.
+    #[inline]
+    pub(crate) fn lease(&self) -> Option<Lease> {
+        self.0.lease
     }
 
     /// Whether both count on the same keys.

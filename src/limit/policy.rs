@@ -31,12 +31,16 @@ pub struct Policy(Arc<Inner>);
 
 /// Default lease time of requests in flight.
 const LEASE_TIME: Duration = Duration::from_secs(30);
+/// Below that a block hardly saves a call.
+const SHORTEST_LEASE: Duration = Duration::from_millis(10);
 
 struct Inner {
     name: Box<str>,
     kind: Kind,
     quota: Quota,
     params: Params,
+    /// The quota before it was [leased](Policy::leased), and for how long blocks are.
+    lease: Option<(Quota, Duration)>,
     /// The policy of which this is the share of an instance.
     whole: Option<Policy>,
     /// Identifies the count in a process, by the name and the letter of the kind in keys.
@@ -109,6 +113,83 @@ impl Policy {
         }
     }
 
+    /// The same policy for a [`Leased`](crate::Leased) store, which charges a block ahead and spends it within `time`, the
+    /// lease time, which is short:
+    /// from 10 ms to half of the time in which the burst refills, or to half of the period where there is no burst. All
+    /// instances must lease for the same time, since they count by what this changes.
+    ///
+    /// What is spent at one moment may have been charged a lease time before. So that no more is ever spent than the
+    /// quota allows, this makes the [`quota`](Self::quota) tighter:
+    ///
+    /// - [`Gcra`](Strategy::Gcra), [`LeakyBucket`](Strategy::LeakyBucket) and a
+    ///   [`TokenBucket`](Strategy::TokenBucket) that refills greedily: the burst is lowered by what refills in that
+    ///   time. The rate stays.
+    /// - [`SlidingLog`](Strategy::SlidingLog), [`SlidingWindow`](Strategy::SlidingWindow),
+    ///   [`SlidingCounter`](Strategy::SlidingCounter), and a token bucket that refills by the interval: the period is
+    ///   longer by that time.
+    /// - [`FixedWindow`](Strategy::FixedWindow): nothing changes, since a block ends with its window.
+    ///
+    /// As text it is `leased = "100ms"` in the table of the policy, beside the quota as it was before.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tower_redis_ratelimit::{Policy, Quota, Strategy};
+    ///
+    /// let time = Duration::from_millis(100);
+    /// let bucket = Policy::new("api", Strategy::Gcra, Quota::per_second(1_000))?.leased(time)?;
+    /// let log = Policy::new("api", Strategy::SlidingLog, Quota::per_second(1_000))?.leased(time)?;
+    /// assert_eq!(bucket.quota().to_string(), "1000/s burst 900");
+    /// assert_eq!(log.quota().to_string(), "1000/1100ms");
+    /// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// For a time that is too short or too long, or not a whole number of microseconds, and for a policy of requests
+    /// [in flight](Self::in_flight).
+    pub fn leased(self, time: Duration) -> Result<Self, ConfigError> {
+        if self.is_in_flight() {
+            let text = format!("{self:?} is leased: leave that out, since requests in flight are never charged ahead");
+            return Err(ConfigError::new(text));
+        }
+        let stated = self.stated();
+        let refills = match self.frees().is_gradual() {
+            true => stated.time_for(stated.capacity().into()),
+            false => stated.period(),
+        };
+        if time < SHORTEST_LEASE || time > refills / 2 || !time.subsec_nanos().is_multiple_of(1_000) {
+            return Err(ConfigError::new(format!(
+                "a lease of {time:?} of the quota `{stated}`: use whole microseconds from {SHORTEST_LEASE:?} to {:?}, or \
+                 raise the {}",
+                refills / 2,
+                if self.frees().is_gradual() { "burst" } else { "period" },
+            )));
+        }
+        let quota = match self.frees() {
+            Frees::Gradually => stated.burst(stated.capacity() - stated.units_in(time)),
+            Frees::InBatches | Frees::OneByOne | Frees::Fading => stated.with_period(stated.period() + time),
+            Frees::WithWindow if matches!(self.strategy(), Some(Strategy::SlidingWindow { .. })) => {
+                stated.with_period(stated.period() + time)
+            }
+            Frees::WithWindow | Frees::OnRelease => stated,
+        };
+        let mut leased = Self::of_kind(self.name(), self.kind(), quota)?;
+        if let Some(inner) = Arc::get_mut(&mut leased.0) {
+            inner.lease = Some((stated, time));
+        }
+        Ok(leased)
+    }
+
+    /// The quota as it was before the policy was leased.
+    pub(crate) fn stated(&self) -> Quota {
+        self.0.lease.map_or(self.0.quota, |(stated, _)| stated)
+    }
+
+    /// For how long it is [leased](Self::leased), if it is.
+    pub(crate) fn lease(&self) -> Option<Duration> {
+        self.0.lease.map(|(_, time)| time)
+    }
+
     /// A policy of the crate itself, known to be valid.
     pub(super) fn known(name: &str, kind: Kind, quota: Quota) -> Self {
         let params = Params::new(kind, quota).unwrap_or_else(|_| unreachable!("the quota is a good one"));
@@ -118,7 +199,7 @@ impl Policy {
     fn with_params(name: &str, kind: Kind, quota: Quota, params: Params) -> Self {
         let mut hasher = DefaultHasher::new();
         (name, kind.letter()).hash(&mut hasher);
-        Self(Arc::new(Inner { name: name.into(), kind, quota, params, whole: None, id: hasher.finish() }))
+        Self(Arc::new(Inner { name: name.into(), kind, quota, params, lease: None, whole: None, id: hasher.finish() }))
     }
 
     /// The name.
@@ -233,6 +314,7 @@ impl PartialEq for Policy {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
             || (self.name() == other.name() && self.kind() == other.kind() && self.quota() == other.quota())
+                && self.0.lease == other.0.lease
     }
 }
 
@@ -278,6 +360,41 @@ mod tests {
             "{error}"
         );
         assert!(log(100_000).is_ok());
+    }
+
+    #[test]
+    fn a_lease_tightens_the_quota() {
+        let leased = |strategy, quota: &str, ms| {
+            let policy = Policy::new("p", strategy, quota.parse().unwrap()).unwrap();
+            policy.leased(Duration::from_millis(ms)).map(|policy| policy.quota().to_string())
+        };
+        let sliding = Strategy::SlidingWindow { cells: 10 };
+        let interval = Strategy::TokenBucket(crate::limit::Refill::Interval);
+        for (strategy, quota) in [
+            (Strategy::Gcra, "999/s burst 899"),
+            (Strategy::LeakyBucket, "999/s burst 899"),
+            (Strategy::TokenBucket(Default::default()), "999/s burst 899"),
+            (interval, "999/1100ms"),
+            (Strategy::SlidingLog, "999/1100ms"),
+            (sliding, "999/1100ms"),
+            (Strategy::SlidingCounter, "999/1100ms"),
+            (Strategy::FixedWindow(Default::default()), "999/s"),
+        ] {
+            // 99.9 are refilled in a tenth of a second.
+            assert_eq!(leased(strategy, "999/s", 100).unwrap(), quota, "{strategy:?}");
+            assert!(leased(strategy, "999/s", 500).is_ok());
+            for (ms, fix) in [(9, "from 10ms to 500"), (501, "or raise the ")] {
+                let error = leased(strategy, "999/s", ms).unwrap_err().to_string();
+                assert!(error.starts_with("a lease of ") && error.contains(fix), "{error}");
+            }
+        }
+        assert_eq!(leased(Strategy::Gcra, "10/s burst 100", 5_000).unwrap(), "10/s burst 50");
+        let in_flight = Policy::in_flight("p", 4).unwrap().leased(Duration::from_millis(100));
+        assert!(in_flight.unwrap_err().to_string().contains("requests in flight"));
+        let policy = policy("p", Quota::per_second(1_000)).unwrap();
+        let [one, two] = [100, 200].map(|ms| policy.clone().leased(Duration::from_millis(ms)).unwrap());
+        assert_eq!(one.clone().leased(Duration::from_millis(200)), Ok(two.clone()), "from the quota as stated");
+        assert!(one != two && one != policy && one.stated() == policy.quota());
     }
 
     #[test]

@@ -75,6 +75,11 @@ impl Quota {
         self
     }
 
+    /// The same in another period.
+    pub(super) const fn with_period(self, period: Duration) -> Self {
+        Self { period, ..self }
+    }
+
     /// How much is granted in a period.
     pub const fn limit(&self) -> u32 {
         self.limit

@@ -110,6 +110,26 @@ impl Reconciled {
     }
 }
 
+/// A [`Leased`](crate::Leased) store spends nothing more of a block that it had charged ahead. All numbers are units of
+/// cost.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Leased {
+    /// How much was charged ahead.
+    pub charged: u64,
+    /// How much of that is refunded because the caller did not spend it, or at the end of the store.
+    pub refunded: u64,
+    /// How much of that was too old to be spent. What still counts of it is refunded.
+    pub expired: u64,
+}
+
+impl Leased {
+    /// So much of each.
+    pub const fn new(charged: u64, refunded: u64, expired: u64) -> Self {
+        Self { charged, refunded, expired }
+    }
+}
+
 /// A [`RedisStore`](crate::RedisStore) sends a script call; in a Redis Cluster, those of one round trip to a master.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]

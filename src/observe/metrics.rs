@@ -14,6 +14,7 @@ use super::{Observer, event};
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
+/// | `ratelimit_leased_total`, `ratelimit_lease_refunded_total`, `ratelimit_lease_expired_total` | counters, in units of cost: [charged ahead](crate::Leased), and of that refunded unspent, and too old | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
 /// | `ratelimit_misconfigured_total` | counter, as often as it is [reported](Observer::misconfigured) | |
@@ -88,7 +89,14 @@ impl MetricsObserver {
             // There may be one of this name already, which keeps its value.
             gauge!(name, "store" => store.clone()).increment(0.0);
         }
-        for name in ["ratelimit_reconciled_total", "ratelimit_dropped_total", "ratelimit_misconfigured_total"] {
+        for name in [
+            "ratelimit_reconciled_total",
+            "ratelimit_dropped_total",
+            "ratelimit_leased_total",
+            "ratelimit_lease_refunded_total",
+            "ratelimit_lease_expired_total",
+            "ratelimit_misconfigured_total",
+        ] {
             counter!(name, "store" => store.clone()).increment(0);
         }
         for name in ["ratelimit_check_seconds", "ratelimit_outage_seconds", "ratelimit_batch_checks"] {
@@ -146,6 +154,12 @@ impl Observer for MetricsObserver {
         counter!("ratelimit_dropped_total", "store" => self.store()).increment(dropped);
     }
 
+    fn leased(&self, &event::Leased { charged, refunded, expired }: &event::Leased) {
+        counter!("ratelimit_leased_total", "store" => self.store()).increment(charged);
+        counter!("ratelimit_lease_refunded_total", "store" => self.store()).increment(refunded);
+        counter!("ratelimit_lease_expired_total", "store" => self.store()).increment(expired);
+    }
+
     fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {
         histogram!("ratelimit_batch_checks", "store" => self.store()).record(checks as f64);
         gauge!("ratelimit_queue_checks", "store" => self.store()).set(waiting as f64);
@@ -179,6 +193,17 @@ fn describe() {
         "ratelimit_dropped_total",
         Unit::Count,
         "Cost that the fallback granted and that could not be charged to the primary store."
+    );
+    describe_counter!("ratelimit_leased_total", Unit::Count, "Cost that was charged ahead, to be spent in memory.");
+    describe_counter!(
+        "ratelimit_lease_refunded_total",
+        Unit::Count,
+        "Cost that was charged ahead and refunded, since the caller did not spend it."
+    );
+    describe_counter!(
+        "ratelimit_lease_expired_total",
+        Unit::Count,
+        "Cost that was charged ahead and not spent in time. What still counted of it was refunded."
     );
     describe_histogram!("ratelimit_batch_checks", Unit::Count, "Checks decided by one script call in Redis.");
     describe_gauge!("ratelimit_queue_checks", "Checks that waited when a script call was last sent to Redis.");

@@ -87,6 +87,11 @@ pub trait Observer: Send + Sync + 'static {
         let _ = event;
     }
 
+    /// What a [`Leased`](crate::Leased) store had charged ahead for a caller is spent, or the rest is refunded.
+    fn leased(&self, event: &event::Leased) {
+        let _ = event;
+    }
+
     /// A [`RedisStore`](crate::RedisStore) sends a script call.
     fn sends(&self, event: &event::Sends) {
         let _ = event;
@@ -120,6 +125,10 @@ macro_rules! tells {
 
         fn reconciled(&$self, event: &event::Reconciled) {
             $($observer.reconciled(event);)+
+        }
+
+        fn leased(&$self, event: &event::Leased) {
+            $($observer.leased(event);)+
         }
 
         fn sends(&$self, event: &event::Sends) {

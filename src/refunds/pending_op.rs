@@ -79,10 +79,10 @@ impl PendingOp {
         i64::try_from(age.as_micros()).is_ok_and(|age| age < counts_for)
     }
 
-    /// Whether it is not tried again if it was not sent: whoever puts a renewal does so again, and a request waits for
-    /// what it takes.
+    /// Whether it is not tried again if it was not sent: whoever puts a renewal or asks for a block does so again, and a
+    /// request waits for what it takes.
     pub(super) fn is_tried_once(&self) -> bool {
-        matches!(&self.what, What::Check(check) if matches!(check.mode(), Mode::Renew | Mode::Take))
+        matches!(&self.what, What::Check(check) if matches!(check.mode(), Mode::Renew | Mode::Take | Mode::UpTo))
     }
 
     /// What to ask for now. `None` if there is nothing to do any more.

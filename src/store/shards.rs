@@ -4,7 +4,7 @@ use crate::limit::Key;
 /// The state of a store in shards with separate locks: a `T` is a `Mutex` or an `RwLock`. Everything about one caller
 /// is in one shard.
 #[derive(Debug)]
-pub(super) struct Shards<T> {
+pub(crate) struct Shards<T> {
     /// Their number is a power of two.
     shards: Box<[T]>,
     digester: Digester,
@@ -12,23 +12,23 @@ pub(super) struct Shards<T> {
 
 impl<T> Shards<T> {
     /// At most `max` shards: the largest power of two that is no more, and at least one. `make` gets their number.
-    pub(super) fn new(max: usize, mut make: impl FnMut(usize) -> T) -> Self {
+    pub(crate) fn new(max: usize, mut make: impl FnMut(usize) -> T) -> Self {
         let count = 1 << max.max(1).ilog2();
         Self { shards: (0..count).map(|_| make(count)).collect(), digester: Digester::new() }
     }
 
     /// The shard of a caller, and the digest by which it knows the caller.
-    pub(super) fn of(&self, key: &Key) -> (&T, Digest) {
+    pub(crate) fn of(&self, key: &Key) -> (&T, Digest) {
         let caller = self.digester.digest(key);
         (&self.shards[caller.part(self.shards.len())], caller)
     }
 
-    pub(super) fn iter(&self) -> std::slice::Iter<'_, T> {
+    pub(crate) fn iter(&self) -> std::slice::Iter<'_, T> {
         self.shards.iter()
     }
 
     /// Makes the digests of all shards.
-    pub(super) fn digester(&self) -> &Digester {
+    pub(crate) fn digester(&self) -> &Digester {
         &self.digester
     }
 }

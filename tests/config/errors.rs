@@ -84,7 +84,7 @@ fn of_a_policy() {
         (json!({ "quota": "10/s" }), "missing field `name`"),
         (
             json!({ "name": "api", "quota": "10/s", "burst": 5 }),
-            "unknown field `burst`, expected one of `name`, `strategy`, `quota`",
+            "unknown field `burst`, expected one of `name`, `strategy`, `quota`, `leased`",
         ),
         (
             json!({ "name": "a b", "quota": "10/s" }),

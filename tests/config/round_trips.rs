@@ -18,7 +18,7 @@ use tower_redis_ratelimit::reject::{OnError, OnMissingKey};
 use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::store::{ShareConfig, StoreConfig, StoreKind};
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy};
+use tower_redis_ratelimit::{ConfigError, Key, Policies, Policy, Quota, Strategy};
 
 /// TOML has tables only at its top.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -61,11 +61,17 @@ fn strategies() -> impl Generate<Value = Strategy> {
 }
 
 fn policies() -> impl Generate<Value = Policies> {
-    let policy = ("[a-zA-Z0-9._/-]{1,60}", strategies(), quotas());
+    let policy = ("[a-zA-Z0-9._/-]{1,60}", strategies(), quotas(), option::of(1u32..=1_000));
     proptest::collection::vec(policy, 1..5).prop_filter_map("policies that can work", |policies| {
         let policies = policies.into_iter().enumerate();
         // The number makes the name unique.
-        let policies = policies.map(|(i, (name, strategy, quota))| Policy::new(&format!("{i}{name}"), strategy, quota));
+        let policies = policies.map(|(i, (name, strategy, quota, lease))| {
+            let policy = Policy::new(&format!("{i}{name}"), strategy, quota)?;
+            // Some part of the longest that most of them take.
+            let lease =
+                lease.map(|part| Duration::from_micros(quota.period().as_micros() as u64 / 2_000 * u64::from(part)));
+            Ok::<_, ConfigError>(lease.and_then(|time| policy.clone().leased(time).ok()).unwrap_or(policy))
+        });
         Policies::new(policies.collect::<Result<Vec<_>, _>>().ok()?).ok()
     })
 }

@@ -21,6 +21,7 @@ mod in_flight;
 #[path = "../support/in_flight.rs"]
 mod in_flight_load;
 mod keys;
+mod leases;
 mod memory;
 mod paths;
 mod pause;

@@ -6,7 +6,7 @@ use futures_util::future::join_all;
 use tower_redis_ratelimit::check::{Check, Decision, Outcome, Source};
 use tower_redis_ratelimit::store::{AnyStore, Store, StoreConfig, StoreKind};
 use tower_redis_ratelimit::strategy::Refill;
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, RedisStore, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::outside::{InMemory, MEMORY};
 use crate::support::{RedisServer, STRATEGIES, policy};
@@ -28,6 +28,23 @@ async fn fallback() {
     let redis = RedisStore::connect(server.url()).await.unwrap();
     let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
     keeps_the_contract(store, Source::Redis).await;
+}
+
+#[tokio::test]
+async fn leased() {
+    let server = RedisServer::start();
+    let store = Leased::new(RedisStore::connect(server.url()).await.unwrap());
+    // Each counts as the others do.
+    let leased = |strategy| {
+        let (lease, days) = (Duration::from_secs(60), Duration::from_secs(100 * 86_400));
+        let quota = if is_gradual(strategy) { Quota::per(10, days).burst(11) } else { Quota::per(10, days - lease) };
+        Policy::new("test", strategy, quota).unwrap().leased(lease).unwrap().into()
+    };
+    keeps_the_contract_under(store, Source::Redis, leased).await;
+}
+
+fn is_gradual(strategy: Strategy) -> bool {
+    matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy))
 }
 
 #[tokio::test]
@@ -57,9 +74,13 @@ async fn outside() {
 }
 
 async fn keeps_the_contract(store: impl Store, source: Source) {
+    keeps_the_contract_under(store, source, |strategy| policy(strategy, "10/100d")).await;
+}
+
+async fn keeps_the_contract_under(store: impl Store, source: Source, policies: fn(Strategy) -> Policies) {
     for (i, strategy) in STRATEGIES.into_iter().enumerate() {
         // Long enough that nothing flows back during the test: 10 per 100 days.
-        let caller = Caller { store: &store, policies: policy(strategy, "10/100d"), strategy, i };
+        let caller = Caller { store: &store, policies: policies(strategy), strategy, i };
         caller.takes_all_or_nothing(source).await;
         caller.grants_a_part().await;
         caller.peeks_without_charging().await;

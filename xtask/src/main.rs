@@ -27,7 +27,7 @@ usage: cargo xtask test                     checks all that CI checks, and runs 
        cargo xtask screenshots              tries the page of examples/dashboard in Chromium, and takes its pictures
        cargo xtask fuzz [SECONDS]           runs each fuzz test for so long, or ten minutes
        cargo xtask simulate [SEEDS]         runs the simulations with so many seeds each, or a million
-       cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, or requests
+       cargo xtask simulate NAME [SEEDS]    the same with one of them: fallback, requests, or leases
        cargo xtask simulate NAME --from SEED  the same from this seed on
        cargo xtask simulate NAME --seed SEED  replays a seed with its log";
 
@@ -79,6 +79,7 @@ fn simulate(args: &[&str], build: &[&str]) -> Result {
     let (test, args) = match args {
         ["fallback", args @ ..] => ("fallback::simulation::every_seed_keeps_the_rules", args),
         ["requests", args @ ..] => ("simulation::requests::every_seed_keeps_the_rules", args),
+        ["leases", args @ ..] => ("leases::simulation::every_seed_keeps_the_rules", args),
         args => ("::every_seed_keeps_the_rules", args),
     };
     let settings: &[(&str, &str)] = match args {

@@ -6,7 +6,7 @@ use std::path::Path;
 use crate::Result;
 use crate::command::root;
 
-const PAGES: [&str; 23] = [
+const PAGES: [&str; 24] = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
@@ -18,6 +18,7 @@ const PAGES: [&str; 23] = [
     "docs/envoy.md",
     "docs/faults.md",
     "docs/keys.md",
+    "docs/leases.md",
     "docs/migrating.md",
     "docs/options.md",
     "docs/peers.md",

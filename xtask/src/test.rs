@@ -34,7 +34,7 @@ pub(crate) fn test() -> Result {
     lowest_rust.join().map_err(|_| "the check with the lowest Rust panicked")??;
     // What follows is of the whole workspace, so that it is built once. That builds the examples too.
     cargo(&["test", "--workspace", "--all-features", "--doc"])?;
-    for (name, seeds) in [("fallback", "20000"), ("requests", "5000")] {
+    for (name, seeds) in [("fallback", "20000"), ("requests", "5000"), ("leases", "2000")] {
         simulate(&[name, seeds], &["--workspace", "--all-features"])?;
     }
     // Last, since its last lines are the counts.

@@ -1,7 +1,9 @@
-use serde::de::{Deserialize, Deserializer, Error};
+use std::time::Duration;
+
+use serde::de::{Deserialize, DeserializeSeed, Deserializer, Error};
 use serde::ser::{Serialize, Serializer};
 
-use super::{Field, Setting, deserialize};
+use super::{Field, Setting, deserialize, write_duration};
 use crate::error::ConfigError;
 use crate::limit::policy::check_name;
 use crate::limit::{Kind, Policies, Policy, Quota};
@@ -15,21 +17,43 @@ struct Table {
     #[serde(default)]
     strategy: Kind,
     quota: Quota,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    leased: Option<Span>,
+}
+
+/// A duration as text.
+struct Span(Duration);
+
+impl Serialize for Span {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        write_duration(&self.0, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Span {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Field::new("leased").deserialize(deserializer).map(Self)
+    }
 }
 
 impl Serialize for Policy {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Table { name: self.name().to_owned(), strategy: self.kind(), quota: self.quota() }.serialize(serializer)
+        let (name, leased) = (self.name().to_owned(), self.lease().map(Span));
+        Table { name, strategy: self.kind(), quota: self.stated(), leased }.serialize(serializer)
     }
 }
 
 impl<'de> Deserialize<'de> for Policy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let Table { name, strategy, quota } = Table::deserialize(deserializer)?;
+        let Table { name, strategy, quota, leased } = Table::deserialize(deserializer)?;
         check_name(&name).map_err(D::Error::custom)?;
         // The place that a format reports may be that of the whole list.
         let located = |error| D::Error::custom(format_args!("policy {name:?}: {error}"));
-        Self::of_kind(&name, strategy, quota).map_err(located)
+        let policy = Self::of_kind(&name, strategy, quota).map_err(located)?;
+        match leased {
+            Some(Span(time)) => policy.leased(time).map_err(located),
+            None => Ok(policy),
+        }
     }
 }
 

@@ -30,7 +30,7 @@ pub enum Share {
 }
 
 impl Share {
-    pub(super) fn instances(&self) -> NonZeroU32 {
+    pub(crate) fn instances(&self) -> NonZeroU32 {
         match self {
             Self::Fixed(instances) => *instances,
             Self::Alive(instances) => instances.alive(),

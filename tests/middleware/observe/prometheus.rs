@@ -67,6 +67,9 @@ fn unlabelled_metrics_exist_from_the_start() {
         "ratelimit_check_seconds_count{store=\"default\"} 0",
         "ratelimit_degraded{store=\"default\"} 0",
         "ratelimit_dropped_total{store=\"default\"} 0",
+        "ratelimit_lease_expired_total{store=\"default\"} 0",
+        "ratelimit_lease_refunded_total{store=\"default\"} 0",
+        "ratelimit_leased_total{store=\"default\"} 0",
         "ratelimit_misconfigured_total{store=\"default\"} 0",
         "ratelimit_outage_seconds_count{store=\"default\"} 0",
         "ratelimit_queue_checks{store=\"default\"} 0",
@@ -98,6 +101,7 @@ fn tell_all(observer: &impl Observer) {
     observer.degraded(&event::Degraded::new(&error));
     observer.recovered(&event::Recovered::new(Duration::from_secs(3)));
     observer.reconciled(&event::Reconciled::new(7, 1));
+    observer.leased(&event::Leased::new(64, 3, 2));
     observer.sends(&event::Sends::new(128, 5));
 }
 
@@ -126,6 +130,9 @@ fn metrics_are_described_and_follow_openmetrics() {
             ("ratelimit_degraded", "gauge"),
             ("ratelimit_dropped_total", "counter"),
             ("ratelimit_failures_total", "counter"),
+            ("ratelimit_lease_expired_total", "counter"),
+            ("ratelimit_lease_refunded_total", "counter"),
+            ("ratelimit_leased_total", "counter"),
             ("ratelimit_misconfigured_total", "counter"),
             ("ratelimit_outage_seconds", "histogram"),
             ("ratelimit_queue_checks", "gauge"),

@@ -3,6 +3,7 @@
 mod back;
 mod clock;
 mod definition;
+mod leased;
 mod quotas;
 mod two_quotas;
 

@@ -1,0 +1,82 @@
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::limit::{Check, Decision, Key, Strategy};
+use crate::refunds::PendingOp;
+
+/// What was charged ahead for one caller, and is spent in memory until it is too old.
+#[derive(Debug)]
+pub(super) struct Block {
+    pub(super) key: Key,
+    /// Each ask has its number.
+    pub(super) number: u64,
+    /// That of the whole block.
+    decision: Decision,
+    left: u32,
+    /// Before the store charged it.
+    asked_at: Instant,
+    dies_at: Instant,
+}
+
+/// What came of taking a part of a block.
+pub(super) enum Taken {
+    /// It has too little left.
+    TooLittle(Check),
+    /// It was too old by then: nothing of it may be spent any more.
+    TooOld(Check),
+    Part(Decision),
+}
+
+impl Block {
+    /// What this decision granted to an ask of this time, under policies that are leased for `lease`.
+    pub(super) fn new(key: Key, number: u64, decision: Decision, asked_at: Instant, lease: Duration) -> Self {
+        // Windows end by the clock of the store, which charged it after it was asked for.
+        let window =
+            decision.verdicts().filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))));
+        let ends = window.map(|(_, verdict)| Duration::from_micros(verdict.reset.max(0) as u64)).min();
+        let lives = ends.map_or(lease, |ends| ends.min(lease));
+        // Its last eighth is for a clock that runs slower than that of the store.
+        let dies_at = asked_at + lives / 8 * 7;
+        Self { key, number, left: decision.granted(), decision, asked_at, dies_at }
+    }
+
+    /// Takes the cost of a check out of it.
+    ///
+    /// The clock is read after that: if the process has stood still before, nothing that is too old is granted.
+    pub(super) fn take(&mut self, check: Check, now: &impl Fn() -> Instant) -> Taken {
+        let Some(left) = self.left.checked_sub(check.cost()) else { return Taken::TooLittle(check) };
+        let untouched = std::mem::replace(&mut self.left, left);
+        let now = now();
+        if self.is_dead(now) {
+            self.left = untouched;
+            return Taken::TooOld(check);
+        }
+        Taken::Part(self.decision.part(check, left, now - self.asked_at))
+    }
+
+    pub(super) fn left(&self) -> u32 {
+        self.left
+    }
+
+    pub(super) fn granted(&self) -> u32 {
+        self.decision.granted()
+    }
+
+    pub(super) fn is_dead(&self, now: Instant) -> bool {
+        now >= self.dies_at
+    }
+
+    /// When to see whether it is spent at all, and when it dies.
+    pub(super) fn looks(&self) -> [Instant; 2] {
+        [self.asked_at + (self.dies_at - self.asked_at) / 2, self.dies_at]
+    }
+
+    /// What refunds the rest of it.
+    pub(super) fn into_refund(self) -> PendingOp {
+        let (key, policies) = (self.key, self.decision.policies().clone());
+        PendingOp::refund(key, &policies, move |now| {
+            self.decision.refund(self.key, self.left, now.saturating_duration_since(self.asked_at)).next()
+        })
+    }
+}

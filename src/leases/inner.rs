@@ -1,0 +1,324 @@
+use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::time::Instant;
+
+use super::block::Block;
+use super::caller::{Ask, Caller, Ended, LEAST, fair};
+use super::hot::HotCallers;
+use super::watch::Watch;
+use crate::error::StoreError;
+use crate::limit::{Check, Decision, Key, Lease, Mode, Policies};
+use crate::observe::{Observer, event, or_log};
+use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
+use crate::store::{AsItIs, Digest, Shards, Share, Store};
+use crate::util::{contain, instant, lock};
+
+/// The state of a [`Leased`](super::Leased), which its clones share.
+pub(super) struct Inner<S: Store> {
+    pub(super) store: S,
+    share: Share,
+    hot: HotCallers,
+    shards: Shards<Shard>,
+    /// Made for the first ask, when the observer is known.
+    queue: OnceLock<StoreQueue<S>>,
+    observer: OnceLock<Arc<dyn Observer>>,
+    /// How many blocks were asked for.
+    asks: AtomicU64,
+    is_shut_down: AtomicBool,
+}
+
+/// Some of the callers that come often, by the caller and its policies.
+struct Shard {
+    callers: Mutex<HashMap<Digest, Caller, BuildHasherDefault<AsItIs>>>,
+    /// How many there are, so that other callers need no lock where there is none.
+    len: AtomicUsize,
+}
+
+/// What is to be done after a check, besides.
+enum Next {
+    Nothing,
+    Ask(Ask),
+    /// The caller is not known.
+    Count,
+}
+
+/// A block that was asked for: of whom, and when.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Asked {
+    key: Key,
+    caller: Digest,
+    lease: Duration,
+    number: u64,
+    at: Instant,
+}
+
+/// So many shards, and so many callers in each: beyond that, none is leased to.
+const SHARDS: usize = 64;
+const CALLERS: usize = 1_024;
+
+impl<S: Store> Inner<S> {
+    pub(super) fn new(store: S, share: Share) -> Self {
+        let shard = |_| Shard { callers: Mutex::default(), len: AtomicUsize::new(0) };
+        Self {
+            store,
+            share,
+            hot: HotCallers::new(),
+            shards: Shards::new(SHARDS, shard),
+            queue: OnceLock::new(),
+            observer: OnceLock::new(),
+            asks: AtomicU64::new(0),
+            is_shut_down: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.observer.get_or_init(|| Arc::clone(observer));
+    }
+
+    /// Decides by a block.
+    ///
+    /// # Errors
+    ///
+    /// With the same check, for the shared store.
+    #[inline]
+    pub(super) fn decide(self: &Arc<Self>, check: Check) -> Result<Decision, Check> {
+        match check.policies().lease() {
+            None => Err(check),
+            Some(lease) => self.decide_leased(check, lease),
+        }
+    }
+
+    fn decide_leased(self: &Arc<Self>, check: Check, lease: Lease) -> Result<Decision, Check> {
+        let (shard, caller) = self.shards.of(check.key());
+        let caller = caller.of_count(lease.id);
+        match check.mode() {
+            Mode::Take if check.cost() > 0 && check.id().is_none() && !check.reserves() => {}
+            Mode::Reset => {
+                // What they were charged is forgotten, so that there is nothing to refund.
+                shard.forget(caller);
+                return Err(check);
+            }
+            _ => return Err(check),
+        }
+        if self.is_shut_down.load(Relaxed) {
+            return Err(check);
+        }
+        let (key, cost) = (*check.key(), check.cost());
+        let mut ended = Ended::new();
+        let (answer, next) = shard.spend(caller, check, lease.time, &self.asks, &mut ended);
+        let ask = match next {
+            Next::Nothing => None,
+            Next::Ask(ask) => Some(ask),
+            Next::Count if !self.hot.count(caller, lease.time) => return answer,
+            Next::Count => shard.begin(caller, cost, lease.time, &self.asks),
+        };
+        if let Some(ask) = ask {
+            let policies = answer.as_ref().map_or_else(Check::policies, Decision::policies);
+            self.ask(Asked { key, caller, lease: lease.time, number: ask.number, at: ask.at }, policies, ask);
+        } else if answer.is_err() {
+            // The answer to an ask may be left of a runtime that has ended.
+            self.queue().wake();
+        }
+        self.end(ended);
+        answer
+    }
+
+    fn queue(&self) -> &StoreQueue<S> {
+        self.queue.get_or_init(|| StoreQueue::new(self.store.clone(), self.observer.get().cloned()))
+    }
+
+    fn instances(&self) -> u32 {
+        self.share.instances().get()
+    }
+
+    fn ask(self: &Arc<Self>, asked: Asked, policies: &Policies, ask: Ask) {
+        let check = Check::up_to(asked.key, policies, ask.size(self.instances()));
+        let (inner, queue) = (Arc::downgrade(self), self.queue().clone());
+        self.queue().put(PendingOp::of_check(check).then(move |answer| match (inner.upgrade(), answer) {
+            (Some(inner), answer) => inner.answered(asked, answer),
+            (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund()),
+            (None, _) => {}
+        }));
+    }
+
+    /// An ask has been answered, maybe late.
+    fn answered(self: &Arc<Self>, asked: Asked, answer: Result<Decision, StoreError>) {
+        let (mut remaining, mut block) = (0, None);
+        match answer {
+            Ok(decision) if self.store.is_authoritative(&decision) => {
+                remaining = decision.remaining();
+                block = Some(asked.block(decision)).filter(|block| block.left() > 0);
+            }
+            // A fallback has decided instead.
+            Ok(decision) if is_known(&decision) => self.queue().put(asked.block(decision).into_refund()),
+            Ok(_) | Err(_) => {}
+        }
+        let little = fair(remaining, self.instances()) < LEAST;
+        let now = instant();
+        let pause_until = if little { now + asked.lease / 4 } else { now };
+        let watch = Watch::new(self, asked, block.as_ref().map_or([pause_until; 2], Block::looks));
+        let ended = self
+            .shards
+            .of(&asked.key)
+            .0
+            .answered(&asked, block, remaining, pause_until, || self.is_shut_down.load(Relaxed));
+        self.end(ended);
+        match Handle::try_current() {
+            Ok(runtime) => drop(runtime.spawn(watch.run())),
+            // Nobody would refund what is left of it.
+            Err(_) => drop(watch),
+        }
+    }
+
+    /// How much is left of a block.
+    pub(super) fn left(&self, asked: &Asked) -> Option<u32> {
+        lock(&self.shards.of(&asked.key).0.callers).get(&asked.caller)?.left_of(asked.number)
+    }
+
+    /// Refunds what is left of a block, if it is there yet, and forgets a caller that has no other.
+    pub(super) fn give_up(&self, asked: &Asked) {
+        let block = self.shards.of(&asked.key).0.give_up(asked);
+        self.end(block.into_iter().collect());
+    }
+
+    fn end(&self, ended: Ended) {
+        for op in ended.into_iter().filter_map(|block| self.ended(block)) {
+            self.queue().put(op);
+        }
+    }
+
+    /// Notifies the observer that a block has ended. Returns what refunds the rest of it.
+    fn ended(&self, block: Block) -> Option<PendingOp> {
+        let left = u64::from(block.left());
+        let (refunded, expired) = if block.is_dead(instant()) { (0, left) } else { (left, 0) };
+        let event = event::Leased::new(block.granted().into(), refunded, expired);
+        contain(|| or_log(self.observer.get()).leased(&event));
+        (left > 0).then(|| block.into_refund())
+    }
+
+    /// Refunds what is left of all blocks, and asks for no other.
+    pub(super) async fn shut_down(&self) {
+        self.is_shut_down.store(true, Relaxed);
+        let refunds: Vec<_> = self.drain().into_iter().filter_map(|block| self.ended(block)).collect();
+        let asked: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
+        for refund in asked {
+            refund.await;
+        }
+    }
+
+    /// How many callers it knows.
+    #[cfg(test)]
+    pub(super) fn callers(&self) -> usize {
+        self.shards.iter().map(|shard| lock(&shard.callers).len()).sum()
+    }
+
+    fn drain(&self) -> Vec<Block> {
+        let mut blocks = Vec::new();
+        for shard in self.shards.iter() {
+            blocks.extend(lock(&shard.callers).values_mut().flat_map(Caller::drain));
+        }
+        blocks
+    }
+}
+
+/// Whether it is certain where this was charged: by Redis, or by a fallback that has noted it. What a fallback grants after its
+/// deadline may be charged in the primary store, or not: a refund there could be of what others were charged.
+fn is_known(decision: &Decision) -> bool {
+    decision.at() != 0
+}
+
+impl<S: Store> Drop for Inner<S> {
+    fn drop(&mut self) {
+        self.end(self.drain().into());
+    }
+}
+
+impl Asked {
+    fn block(&self, decision: Decision) -> Block {
+        Block::new(self.key, self.number, decision, self.at, self.lease)
+    }
+}
+
+impl Shard {
+    /// Decides a check by the blocks of its caller, if they have so much.
+    fn spend(
+        &self,
+        caller: Digest,
+        check: Check,
+        lease: Duration,
+        asks: &AtomicU64,
+        ended: &mut Ended,
+    ) -> (Result<Decision, Check>, Next) {
+        if self.len.load(Relaxed) == 0 {
+            return (Err(check), Next::Count);
+        }
+        let mut callers = lock(&self.callers);
+        let Some(known) = callers.get_mut(&caller) else { return (Err(check), Next::Count) };
+        let answer = known.spend(check, &instant, ended);
+        let next = known.ask(lease, &instant, asks).map_or(Next::Nothing, Next::Ask);
+        if matches!(next, Next::Nothing) && known.is_over(&instant) {
+            callers.remove(&caller);
+            self.len.store(callers.len(), Relaxed);
+        }
+        (answer, next)
+    }
+
+    /// Knows a caller from here on, that comes often.
+    fn begin(&self, caller: Digest, cost: u32, lease: Duration, asks: &AtomicU64) -> Option<Ask> {
+        let mut callers = lock(&self.callers);
+        if callers.len() >= CALLERS {
+            return None;
+        }
+        let known = callers.entry(caller).or_insert_with(|| Caller::new(instant(), cost));
+        let ask = known.ask(lease, &instant, asks);
+        self.len.store(callers.len(), Relaxed);
+        ask
+    }
+
+    /// Adds a block, if it is the one that the caller has asked for. Returns those that are not kept: without it, it was
+    /// late.
+    fn answered(
+        &self,
+        asked: &Asked,
+        block: Option<Block>,
+        remaining: u32,
+        pause_until: Instant,
+        is_shut_down: impl Fn() -> bool,
+    ) -> Ended {
+        let mut ended = Ended::new();
+        // Of a caller that was reset since there is nothing to refund, and nothing to spend.
+        if let Some(caller) = lock(&self.callers).get_mut(&asked.caller)
+            && caller.answered(asked.number, remaining, pause_until)
+            && let Some(block) = block
+        {
+            if block.is_dead(instant()) || is_shut_down() {
+                ended.push(block);
+            } else {
+                caller.add(block, &mut ended);
+            }
+        }
+        ended
+    }
+
+    fn give_up(&self, asked: &Asked) -> Option<Block> {
+        let mut callers = lock(&self.callers);
+        let caller = callers.get_mut(&asked.caller)?;
+        let block = caller.remove(asked.number);
+        if caller.is_idle() {
+            callers.remove(&asked.caller);
+            self.len.store(callers.len(), Relaxed);
+        }
+        block
+    }
+
+    fn forget(&self, caller: Digest) {
+        let mut callers = lock(&self.callers);
+        callers.remove(&caller);
+        self.len.store(callers.len(), Relaxed);
+    }
+}

@@ -1,0 +1,144 @@
+//! Leased quota: what a caller that comes often will want is charged ahead, a block at a time, and spent in memory.
+//!
+//! | file | has |
+//! |---|---|
+//! | `hot` | which callers come often |
+//! | `caller` | the blocks of one caller, and how large the next one is |
+//! | `block` | what was charged ahead, and until when it is spent |
+//! | `inner` | asks for blocks and refunds what is left of them, off the request path |
+//! | `watch` | when a block is refunded of which nothing is spent |
+
+mod block;
+mod caller;
+mod hot;
+mod inner;
+#[cfg(test)]
+mod simulation;
+#[cfg(test)]
+mod tests;
+mod watch;
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use self::inner::Inner;
+use crate::limit::{Check, Decision, Key};
+use crate::observe::Observer;
+use crate::store::{Answer, Share, Store};
+
+/// A store that answers callers that come often from memory, and never grants more than the quota.
+///
+/// It is around the store that is shared, and does so under [leased](crate::Policy::leased) policies only: all other
+/// checks are those of that store.
+///
+/// ```
+/// use std::time::Duration;
+/// use tower_redis_ratelimit::{Fallback, Leased, LocalStore, Policy, Quota, RedisStore, Strategy};
+///
+/// let store = Fallback::new(RedisStore::connect_lazy("redis://127.0.0.1/")?, LocalStore::default());
+/// let store = Leased::new(store);
+/// let policy = Policy::new("api", Strategy::Gcra, Quota::per_second(50_000))?.leased(Duration::from_millis(100))?;
+/// # let _ = (store, policy);
+/// # Ok::<(), tower_redis_ratelimit::ConfigError>(())
+/// ```
+///
+/// A caller comes often if its last 8 checks came within the lease time. What it will want in half of that time is then
+/// charged as a block, off the request path, and its [takes](Check::take) are answered from the block at once. The next
+/// block is charged when a quarter is left. A check that finds too little in the blocks is decided by the shared store.
+///
+/// - **Strict.** A block is spent within 7/8 of the lease time from when it was asked for, and within its window. The
+///   page [`leases`](crate::guide::leases) says why no more than the quota is granted then.
+/// - **Fair.** A block is at most a part of what remains: half of what each instance of the [`share`](Self::share) would
+///   get. With little left, each check is decided by the shared store.
+/// - **Refunded.** What is left of a block is refunded when it has not been spent from for a while, when it is too old,
+///   when the last clone of the store is dropped, and by [`shutdown`](Self::shutdown).
+/// - **Outages.** While the primary store of a [`Fallback`] inside cannot decide, blocks are spent, and no other is
+///   charged. Put this store around the fallback, not into it.
+/// - A [reset](Check::reset) drops the blocks of this instance. Other instances, and other lists of policies, may spend
+///   theirs for a lease time.
+/// - Checks with an id, those that wait or are settled afterwards, and those of a list of policies of which one is not
+///   leased are decided by the shared store.
+///
+/// Clones share the blocks.
+///
+/// [`Fallback`]: crate::Fallback
+pub struct Leased<S: Store> {
+    inner: Arc<Inner<S>>,
+}
+
+impl<S: Store> Leased<S> {
+    /// Around the store that all instances share.
+    pub fn new(store: S) -> Self {
+        Self { inner: Arc::new(Inner::new(store, Share::Fixed(std::num::NonZeroU32::MIN))) }
+    }
+
+    /// Sets how many instances share a quota. Defaults to 1. It bounds how much one of them has charged ahead, and too
+    /// small a number only means that the end of a quota is shared less fairly.
+    #[must_use]
+    pub fn share(self, share: Share) -> Self {
+        Self { inner: Arc::new(Inner::new(self.inner.store.clone(), share)) }
+    }
+
+    /// Refunds what is left of all blocks, and charges none from here on: for the end of a process, before its runtime
+    /// ends. The store still decides.
+    pub async fn shutdown(&self) {
+        self.inner.shut_down().await;
+    }
+}
+
+impl<S: Store> Store for Leased<S> {
+    type Future = S::Future;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        match self.inner.decide(check) {
+            Ok(decision) => Answer::ready(Ok(decision)),
+            Err(check) => self.inner.store.check(check),
+        }
+    }
+
+    fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
+        self.inner.store.withdraw(future)
+    }
+
+    fn warm(&self, key: &Key, decision: &Decision) {
+        self.inner.store.warm(key, decision);
+    }
+
+    fn partitions(&self) -> usize {
+        self.inner.store.partitions()
+    }
+
+    fn partition(&self, key: &Key) -> usize {
+        self.inner.store.partition(key)
+    }
+
+    fn is_authoritative(&self, decision: &Decision) -> bool {
+        self.inner.store.is_authoritative(decision)
+    }
+
+    fn identity(&self) -> Option<usize> {
+        self.inner.store.identity()
+    }
+
+    fn server(&self, key: &Key) -> Option<String> {
+        self.inner.store.server(key)
+    }
+
+    fn observe(&self, observer: &Arc<dyn Observer>) {
+        self.inner.observe(observer);
+        self.inner.store.observe(observer);
+    }
+}
+
+impl<S: Store> Clone for Leased<S> {
+    fn clone(&self) -> Self {
+        Self { inner: Arc::clone(&self.inner) }
+    }
+}
+
+impl<S: Store + fmt::Debug> fmt::Debug for Leased<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leased").field("store", &self.inner.store).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,330 @@
+//! Several instances over one shared count: each has a runtime and a clock of its own, and checks travel for a while, or get
+//! lost. One thread runs all of it, by a seed.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+use fastrand::Rng;
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::Leased;
+use crate::error::{ErrorKind, StoreError};
+use crate::limit::{Check, Decision, Key, Mode, Policies, Source, State};
+use crate::observe::{Observer, event};
+use crate::store::{Answer, Share, Store};
+use crate::util::{Seed, instant, lock};
+
+type Answered = Result<Decision, StoreError>;
+type Boxed = Pin<Box<dyn Future<Output = Answered> + Send>>;
+
+/// The shared store, as one instance reaches it.
+#[derive(Clone)]
+pub(in crate::leases) struct Remote(Arc<Mutex<Shared>>);
+
+pub(in crate::leases) struct Shared {
+    rng: Rng,
+    /// Without a fault of any kind.
+    pub(in crate::leases) is_healthy: bool,
+    /// The longest that a check travels each way, in microseconds.
+    pub(in crate::leases) travels: i64,
+    /// In microseconds of the true time.
+    now: i64,
+    /// By how much its clock is faster, in 1/1024.
+    speed: i64,
+    states: HashMap<(Key, u64), Vec<State>>,
+    under_way: Vec<Travelling>,
+    /// What was granted to single checks, and when by its clock.
+    pub(in crate::leases) spent: Vec<(i64, u32)>,
+    pub(in crate::leases) checks: u64,
+    /// What was granted to blocks.
+    pub(in crate::leases) ahead: u64,
+}
+
+struct Travelling {
+    check: Check,
+    decided_at: i64,
+    answered_at: i64,
+    fate: Fate,
+    answer: Option<Answered>,
+    to: Option<oneshot::Sender<Answered>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Fate {
+    Answered,
+    /// It is decided, and the answer is lost.
+    Lost,
+    /// It never arrives, and nobody knows.
+    Gone,
+    Unsent,
+}
+
+const WALL: i64 = 1_790_000_000_000_000;
+
+impl Shared {
+    fn clock(&self) -> i64 {
+        WALL + self.now * self.speed / 1024
+    }
+
+    fn send(&mut self, check: Check) -> oneshot::Receiver<Answered> {
+        let (to, answer) = oneshot::channel();
+        self.checks += 1;
+        let fate = match self.rng.u8(..40) {
+            _ if self.is_healthy => Fate::Answered,
+            0 => Fate::Lost,
+            1 => Fate::Gone,
+            2 => Fate::Unsent,
+            _ => Fate::Answered,
+        };
+        // Mostly soon, at times very late.
+        let mut way = || match self.rng.u8(..12) {
+            0 if !self.is_healthy => self.rng.i64(0..=8 * self.travels),
+            1 => 0,
+            _ => self.rng.i64(0..=self.travels / 4),
+        };
+        let decided_at = self.now + way();
+        let answered_at = decided_at + way();
+        self.under_way.push(Travelling { check, decided_at, answered_at, fate, answer: None, to: Some(to) });
+        answer
+    }
+
+    /// Decides what has arrived by then, and answers.
+    fn go_on(&mut self, until: i64) {
+        let mut under_way = std::mem::take(&mut self.under_way);
+        under_way.sort_by_key(|check| check.decided_at);
+        for check in under_way.iter_mut().filter(|check| check.answer.is_none() && check.decided_at <= until) {
+            self.now = check.decided_at.max(self.now);
+            check.answer = Some(match check.fate {
+                Fate::Answered => Ok(self.decide(check.check.clone())),
+                Fate::Lost => {
+                    let _ = self.decide(check.check.clone());
+                    Err(StoreError::new(ErrorKind::Timeout).of_check())
+                }
+                Fate::Gone => Err(StoreError::new(ErrorKind::Timeout).of_check()),
+                Fate::Unsent => Err(StoreError::new(ErrorKind::QueueFull).of_check().unsent()),
+            });
+        }
+        self.now = until;
+        for check in under_way.iter_mut().filter(|check| check.answered_at <= until) {
+            if let (Some(answer), Some(to)) = (check.answer.take(), check.to.take()) {
+                let _ = to.send(answer);
+            }
+        }
+        under_way.retain(|check| check.to.is_some());
+        self.under_way = under_way;
+    }
+
+    fn decide(&mut self, check: Check) -> Decision {
+        let now = self.clock();
+        let check = check.at_redis(now);
+        let fresh = || check.policies().iter().map(|policy| State::fresh(policy.kind())).collect();
+        let states = self.states.entry((*check.key(), check.policies().id())).or_insert_with(fresh);
+        let verdicts = check.decide(states, now);
+        if check.mode() == Mode::Take && verdicts.granted > 0 {
+            self.spent.push((now, check.cost()));
+        } else if check.mode() == Mode::UpTo {
+            self.ahead += verdicts.granted as u64;
+        }
+        check.answer(verdicts, Source::Redis).decided_at(now)
+    }
+}
+
+impl Store for Remote {
+    type Future = Boxed;
+
+    fn check(&self, check: Check) -> Answer<Boxed> {
+        let answer = lock(&self.0).send(check);
+        Answer::pending(Box::pin(async {
+            answer.await.unwrap_or_else(|_| Err(StoreError::new(ErrorKind::Timeout).of_check()))
+        }))
+    }
+}
+
+/// What became of blocks.
+#[derive(Debug, Default)]
+pub(in crate::leases) struct Blocks {
+    pub(in crate::leases) ended: AtomicU64,
+    pub(in crate::leases) charged: AtomicU64,
+    pub(in crate::leases) refunded: AtomicU64,
+    pub(in crate::leases) expired: AtomicU64,
+}
+
+impl Observer for Arc<Blocks> {
+    fn leased(&self, event: &event::Leased) {
+        assert!(event.refunded + event.expired <= event.charged, "{event:?}");
+        self.ended.fetch_add(1, Relaxed);
+        self.charged.fetch_add(event.charged, Relaxed);
+        self.refunded.fetch_add(event.refunded, Relaxed);
+        self.expired.fetch_add(event.expired, Relaxed);
+    }
+}
+
+/// One process.
+pub(in crate::leases) struct Instance {
+    pub(in crate::leases) store: Leased<Remote>,
+    runtime: Option<Runtime>,
+    /// When it began, in the true time.
+    began: i64,
+    /// By how much its clock is faster, in 1/1024.
+    speed: i64,
+    /// How far its runtime's clock has gone.
+    ran: Duration,
+    waiting: Vec<Boxed>,
+    /// Until then it is stopped.
+    pub(in crate::leases) stopped_until: i64,
+}
+
+pub(in crate::leases) struct World {
+    seed: Seed,
+    /// When each process began, by its own clock.
+    start: Instant,
+    pub(in crate::leases) rng: Rng,
+    pub(in crate::leases) remote: Remote,
+    pub(in crate::leases) instances: Vec<Instance>,
+    pub(in crate::leases) blocks: Arc<Blocks>,
+    pub(in crate::leases) now: i64,
+    /// Whether an instance was.
+    pub(in crate::leases) is_killed: bool,
+}
+
+impl World {
+    pub(in crate::leases) fn new(seed: u64, instances: u32) -> Self {
+        let mut rng = Rng::with_seed(seed);
+        let shared = Shared {
+            rng: rng.fork(),
+            is_healthy: false,
+            travels: rng.i64(100..20_000),
+            now: 0,
+            speed: rng.i64(1024 - 64..=1024 + 64),
+            states: HashMap::new(),
+            under_way: vec![],
+            spent: vec![],
+            checks: 0,
+            ahead: 0,
+        };
+        let start = instant();
+        let seed = Seed::set(seed, Duration::from_micros(WALL as u64));
+        let remote = Remote(Arc::new(Mutex::new(shared)));
+        let mut world =
+            Self { seed, start, rng, remote, instances: vec![], blocks: Arc::default(), now: 0, is_killed: false };
+        for _ in 0..instances {
+            let instance = world.instance(instances);
+            world.instances.push(instance);
+        }
+        world
+    }
+
+    pub(in crate::leases) fn shared<T>(&self, read: impl FnOnce(&mut Shared) -> T) -> T {
+        read(&mut lock(&self.remote.0))
+    }
+
+    fn instance(&mut self, of: u32) -> Instance {
+        let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+        self.seed.stands_at(self.start);
+        let store = Leased::new(self.remote.clone()).share(Share::Fixed(of.try_into().unwrap()));
+        store.observe(&(Arc::new(Arc::clone(&self.blocks)) as Arc<dyn Observer>));
+        let speed = self.rng.i64(1024 - 64..=1024 + 64);
+        let (began, ran) = (self.now, Duration::ZERO);
+        Instance { store, runtime: Some(runtime), began, speed, ran, waiting: vec![], stopped_until: 0 }
+    }
+
+    /// What the shared store's clock shows.
+    pub(in crate::leases) fn clock(&self) -> i64 {
+        self.shared(|shared| shared.clock())
+    }
+
+    /// No check takes longer there and back.
+    pub(in crate::leases) fn longest_way(&self) -> i64 {
+        self.shared(|shared| 16 * shared.travels)
+    }
+
+    /// Time passes, for the shared store and for all clocks.
+    pub(in crate::leases) fn pass(&mut self, time: i64) {
+        self.now += time;
+        let now = self.now;
+        self.shared(|shared| shared.go_on(now));
+    }
+
+    fn elapsed(&self, i: usize) -> Duration {
+        let Instance { began, speed, .. } = self.instances[i];
+        Duration::from_micros(((self.now - began) * speed / 1024) as u64)
+    }
+
+    /// What an instance does at this moment, before any of its timers has run.
+    pub(in crate::leases) fn on<T>(&mut self, i: usize, act: impl FnOnce(&mut Instance) -> T) -> T {
+        self.seed.stands_at(self.start + self.elapsed(i));
+        let instance = &mut self.instances[i];
+        let handle = instance.runtime.as_ref().map(|runtime| runtime.handle().clone());
+        let _runtime = handle.as_ref().map(|handle| handle.enter());
+        act(instance)
+    }
+
+    /// One check: its decision, if that is there at once.
+    pub(in crate::leases) fn take(&mut self, i: usize, key: Key, policies: &Policies, cost: u32) -> Option<Decision> {
+        self.on(i, |instance| match instance.store.check(Check::take(key, policies, cost)) {
+            Answer::Ready { answer } => Some(answer.unwrap()),
+            Answer::Pending { future } => {
+                instance.waiting.push(future);
+                None
+            }
+        })
+    }
+
+    /// The runtime of an instance runs all that is due. Returns what has been answered.
+    pub(in crate::leases) fn run(&mut self, i: usize) -> Vec<Answered> {
+        let elapsed = self.elapsed(i);
+        self.seed.stands_at(self.start + elapsed);
+        let instance = &mut self.instances[i];
+        let pass = elapsed.saturating_sub(instance.ran);
+        instance.ran = elapsed;
+        let Some(runtime) = &instance.runtime else { return vec![] };
+        runtime.block_on(async {
+            tokio::time::advance(pass).await;
+            for _ in 0..12 {
+                tokio::task::yield_now().await;
+            }
+        });
+        let mut answers = vec![];
+        let mut cx = Context::from_waker(Waker::noop());
+        instance.waiting.retain_mut(|future| match future.as_mut().poll(&mut cx) {
+            std::task::Poll::Ready(answer) => {
+                answers.push(answer);
+                false
+            }
+            std::task::Poll::Pending => true,
+        });
+        answers
+    }
+
+    /// Another process takes the place of one, which is killed: it does nothing more.
+    pub(in crate::leases) fn kill(&mut self, i: usize) {
+        self.is_killed = true;
+        let of = self.instances.len() as u32;
+        let next = self.instance(of);
+        std::mem::forget(std::mem::replace(&mut self.instances[i], next));
+    }
+
+    /// The same, of one that ends as it should.
+    pub(in crate::leases) fn end(&mut self, i: usize) {
+        let now = self.start + self.elapsed(i);
+        let of = self.instances.len() as u32;
+        let next = self.instance(of);
+        let Instance { store, runtime, .. } = std::mem::replace(&mut self.instances[i], next);
+        self.seed.stands_at(now);
+        if let Some(runtime) = runtime {
+            let mut end = Box::pin(async move { store.shutdown().await });
+            runtime.block_on(async {
+                let _ = end.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            });
+            drop(end);
+            drop(runtime);
+        }
+    }
+}

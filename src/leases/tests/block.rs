@@ -1,0 +1,314 @@
+//! What one instance does with what it has charged ahead.
+
+use std::cell::Cell;
+use std::future::{Pending, pending};
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use crate::error::StoreError;
+use crate::leases::block::{Block, Taken};
+use crate::leases::simulation::world::Blocks;
+use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
+use crate::observe::Observer;
+use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
+use crate::util::instant;
+use crate::{Leased, Limiter};
+
+const LEASE: Duration = Duration::from_millis(400);
+
+fn policy(strategy: Strategy, quota: &str) -> Policy {
+    Policy::new("p", strategy, quota.parse().unwrap()).unwrap().leased(LEASE).unwrap()
+}
+
+/// A log: what is refunded of it can be taken again at once.
+fn log() -> Policies {
+    policy(Strategy::SlidingLog, "10000/m").into()
+}
+
+fn ann() -> Key {
+    Key::new("ann")
+}
+
+async fn take<S: Store>(store: &S, policies: &Policies) -> Decision {
+    store.check(Check::take(ann(), policies, 1)).await.unwrap()
+}
+
+async fn left(store: &LocalStore, policies: &Policies) -> u32 {
+    store.check(Check::peek(ann(), policies, 1)).await.unwrap().remaining()
+}
+
+/// A store over `local` with a block of which some is spent, and how much is left of it.
+async fn hot(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u32) {
+    let store = Leased::new(local.clone());
+    for _ in 0..40 {
+        let _ = take(&store, policies).await;
+        sleep(Duration::from_millis(1)).await;
+    }
+    let decision = take(&store, policies).await;
+    assert_eq!(decision.source(), Source::Leased);
+    let left = decision.remaining();
+    assert!(left > 1);
+    (store, left)
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_spent_after_a_stop() {
+    let (policies, local) = (log(), LocalStore::default());
+    let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
+    let asked_at = instant();
+    let mut block = Block::new(ann(), 1, decision, asked_at, LEASE);
+    let now = Cell::new(asked_at + LEASE / 8 * 7 - Duration::from_micros(1));
+    let check = || Check::take(ann(), &policies, 1);
+    let Taken::Part(decision) = block.take(check(), &|| now.get()) else { panic!() };
+    assert_eq!((decision.remaining(), block.left()), (9, 9));
+    // A process that is stopped after it has looked for a block and before it reads the clock.
+    let stopped = || {
+        now.set(now.get() + Duration::from_micros(1));
+        now.get()
+    };
+    assert!(matches!(block.take(check(), &stopped), Taken::TooOld(_)));
+    assert_eq!(block.left(), 9, "all of it is refunded");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_dies_with_its_window() {
+    let local = LocalStore::default();
+    for align in [Align::default(), Align::FirstHit] {
+        let policies = policy(Strategy::FixedWindow(align), "1000/s").into();
+        sleep(Duration::from_millis(850)).await;
+        let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
+        let (reset, asked_at) = (decision.reset_after(), instant());
+        let block = Block::new(ann(), 1, decision, asked_at, LEASE);
+        let lives = block.looks()[1] - asked_at;
+        assert!(
+            lives <= reset && lives <= LEASE / 8 * 7 && lives >= reset.min(LEASE) / 8 * 6,
+            "{lives:?} of {reset:?}"
+        );
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn quiet_callers_get_their_rest_back() {
+    let (local, policies, blocks) = (LocalStore::default(), log(), Arc::new(Blocks::default()));
+    let (store, _) = hot(&local, &policies).await;
+    store.observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
+    assert!(left(&local, &policies).await < 10_000 - 41);
+    sleep(LEASE).await;
+    assert_eq!(left(&local, &policies).await, 10_000 - 41);
+    assert_eq!(take(&store, &policies).await.source(), Source::Local, "it does not come often any more");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_a_store_refunds_its_blocks() {
+    for is_told in [true, false] {
+        let (local, policies) = (LocalStore::default(), log());
+        let (store, _) = hot(&local, &policies).await;
+        if is_told {
+            store.shutdown().await;
+            assert_eq!(left(&local, &policies).await, 10_000 - 41);
+            assert_eq!(take(&store, &policies).await.source(), Source::Local);
+        } else {
+            drop(store);
+            assert_eq!(left(&local, &policies).await, 10_000 - 41);
+        }
+    }
+}
+
+#[test]
+fn the_end_of_a_runtime_refunds_its_blocks() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+    let (local, policies, first) = (LocalStore::default(), log(), runtime());
+    let (store, _) = first.block_on(hot(&local, &policies));
+    drop(first);
+    runtime().block_on(async {
+        assert_eq!(left(&local, &policies).await, 10_000 - 41);
+        assert!(take(&store, &policies).await.is_allowed());
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reset_drops_blocks() {
+    let (local, policies) = (LocalStore::default(), log());
+    let (store, _) = hot(&local, &policies).await;
+    let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
+    let decision = take(&store, &policies).await;
+    assert_eq!((decision.source(), decision.remaining()), (Source::Local, 9_999));
+    sleep(LEASE * 2).await;
+    assert_eq!(left(&local, &policies).await, 9_999, "nothing of before is refunded");
+}
+
+/// As in a rolling deploy, or on two routes.
+#[tokio::test(start_paused = true)]
+async fn each_quota_of_a_name_has_its_blocks() {
+    let (local, policies) = (LocalStore::default(), log());
+    let (store, left) = hot(&local, &policies).await;
+    let other = policy(Strategy::SlidingLog, "9000/m").into();
+    assert_eq!(take(&store, &other).await.source(), Source::Local);
+    let same = policy(Strategy::SlidingLog, "10000/m").into();
+    let decision = take(&store, &same).await;
+    assert_eq!((decision.source(), decision.remaining()), (Source::Leased, left - 1), "made anew, for each request");
+}
+
+#[tokio::test(start_paused = true)]
+async fn other_checks_go_to_the_shared_store() {
+    let (local, policies) = (LocalStore::default(), log());
+    let (store, _) = hot(&local, &policies).await;
+    let take = |cost| Check::take(ann(), &policies, cost);
+    for check in [
+        take(0),
+        take(5_000),
+        take(1).with_id("one"),
+        take(1).reserving(true),
+        Check::take_ahead(ann(), &policies, 1, LEASE),
+        Check::up_to(ann(), &policies, 1),
+        Check::peek(ann(), &policies, 1),
+        Check::charge(ann(), &policies, 1),
+        Check::refund(ann(), &policies, 1),
+    ] {
+        assert_eq!(store.check(check.clone()).await.unwrap().source(), Source::Local, "{check:?}");
+    }
+    assert_eq!(store.check(take(2)).await.unwrap().source(), Source::Leased);
+    let plain = Policy::new("plain", Strategy::Gcra, Quota::per_second(1_000)).unwrap();
+    let one_is_not = Policies::new([policies[0].clone(), plain.clone()]).unwrap();
+    let in_flight = Policies::new([policies[0].clone(), Policy::in_flight("calls", 1_000).unwrap()]).unwrap();
+    for policies in [plain.into(), one_is_not, in_flight] {
+        for _ in 0..40 {
+            let check = Check::take(ann(), &policies, 1);
+            assert_eq!(store.check(check).await.unwrap().source(), Source::Local, "{policies:?}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn several_policies_share_a_block() {
+    let local = LocalStore::default();
+    let hour = Policy::new("hour", Strategy::FixedWindow(Align::FirstHit), Quota::per_hour(2_000)).unwrap();
+    let hour = hour.leased(Duration::from_secs(1)).unwrap();
+    let policies = Policies::new([policy(Strategy::Gcra, "1000/s burst 5000"), hour]).unwrap();
+    let (store, rest) = hot(&local, &policies).await;
+    let decision = take(&store, &policies).await;
+    assert_eq!((decision.policy().name(), decision.remaining()), ("hour", rest - 1), "the one with the least left");
+    drop(store);
+    assert_eq!(left(&local, &policies).await, 2_000 - 42);
+}
+
+/// A decision of a block is refunded as any other.
+#[tokio::test(start_paused = true)]
+async fn leased_decisions_are_refunded() {
+    let (local, policies) = (LocalStore::default(), log());
+    let (store, _) = hot(&local, &policies).await;
+    let decision = store.check(Check::take(ann(), &policies, 2)).await.unwrap();
+    assert_eq!((decision.source(), decision.granted()), (Source::Leased, 2));
+    for back in decision.refund(ann(), 2, Duration::ZERO) {
+        assert_eq!(store.check(back).await.unwrap().granted(), 2);
+    }
+    drop(store);
+    assert_eq!(left(&local, &policies).await, 10_000 - 41);
+}
+
+/// Nothing is charged ahead by what a fallback grants: it would be charged to Redis afterwards.
+#[tokio::test(start_paused = true)]
+async fn outages_spend_blocks_and_charge_none() {
+    let (local, policies) = (LocalStore::default(), log());
+    let redis = MockStore::new();
+    redis.answer({
+        let shared = LocalStore::default();
+        move |check| {
+            let decision = match shared.check(check.clone()) {
+                Answer::Ready { answer } => answer?,
+                Answer::Pending { .. } => unreachable!(),
+            };
+            Ok(check.decided(Source::Other("shared"), decision.granted(), |_| {
+                crate::check::Verdict::allowed().with_remaining(decision.remaining())
+            }))
+        }
+    });
+    let store = Leased::new(Fallback::new(redis.clone(), local.clone())).share(Share::Fixed(NonZeroU32::MIN));
+    for _ in 0..60 {
+        let _ = take(&store, &policies).await;
+        sleep(Duration::from_millis(1)).await;
+    }
+    redis.fail(StoreError::new(crate::store::ErrorKind::Unreachable).unsent());
+    let mut leased = 0;
+    for _ in 0..4_000 {
+        let decision = take(&store, &policies).await;
+        match decision.source() {
+            Source::Leased => leased += 1,
+            Source::Local => {}
+            source => panic!("{source:?}"),
+        }
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert!((1..400).contains(&leased), "{leased}");
+    let granted = 4_000 - leased;
+    let counted = 10_000 - left(&local, &policies).await;
+    assert!(counted.abs_diff(granted) < 200, "{counted}, not {granted}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_limiter_spends_blocks() {
+    let limiter = Limiter::new(Leased::new(LocalStore::default()), log());
+    let mut leased = 0;
+    for _ in 0..400 {
+        leased += u32::from(limiter.take(ann(), 1).await.unwrap().source() == Source::Leased);
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert!(leased > 350, "{leased}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_leave_enough_for_other_instances() {
+    let (local, policies) = (LocalStore::default(), log());
+    let store = Leased::new(local.clone()).share(Share::Fixed(NonZeroU32::new(4).unwrap()));
+    for (count, cost) in [(10, 900), (400, 1), (1, 1)] {
+        for _ in 0..count {
+            let before = left(&local, &policies).await;
+            let decision = store.check(Check::take(ann(), &policies, cost)).await.unwrap();
+            assert!(decision.is_allowed());
+            // Besides what it takes: an eighth of what is left, or one to know what is left.
+            let ahead = before - left(&local, &policies).await;
+            assert!(ahead <= cost + (before / 8).max(1), "{ahead} of {before}");
+            sleep(Duration::from_millis(1)).await;
+        }
+    }
+    assert_eq!(take(&store, &policies).await.source(), Source::Leased);
+}
+
+/// Never answers, and counts what it is to refund.
+#[derive(Clone, Default)]
+struct Stuck(Arc<AtomicU32>, Arc<AtomicU32>);
+
+impl Store for Stuck {
+    type Future = Pending<Result<Decision, StoreError>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        match check.mode() {
+            Mode::Refund => self.0.fetch_add(1, Relaxed),
+            Mode::UpTo => self.1.fetch_add(1, Relaxed),
+            _ => 0,
+        };
+        Answer::pending(pending())
+    }
+}
+
+/// Nobody knows whether it was charged in the primary store.
+#[tokio::test(start_paused = true)]
+async fn late_asks_are_not_refunded() {
+    for is_dropped in [true, false] {
+        let stuck = Stuck::default();
+        let mut store = Some(Leased::new(Fallback::new(stuck.clone(), LocalStore::default())));
+        for _ in 0..40 {
+            drop(store.as_ref().unwrap().check(Check::take(ann(), &log(), 1)));
+        }
+        if is_dropped {
+            store = None;
+        }
+        sleep(LEASE).await;
+        assert_eq!((stuck.0.load(Relaxed), stuck.1.load(Relaxed)), (0, 1), "refunds, and asks");
+        drop(store);
+    }
+}

@@ -1,0 +1,2 @@
+mod block;
+mod load;

@@ -1,0 +1,66 @@
+//! What is charged ahead and spent later: of a policy that is leased, never more than the quota as it was stated allows.
+
+use super::*;
+
+/// What is spent within two times, as the definitions of the strategies bound it.
+fn most(model: &Model, from: i128, to: i128) -> i128 {
+    let Model { limit, period, burst, .. } = *model;
+    let periods = (to - from) / period;
+    match model.strategy {
+        Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy) => {
+            burst + (limit * (to - from)).div_euclid(period)
+        }
+        Strategy::TokenBucket(Refill::Interval) => burst + limit * (periods + 1),
+        Strategy::SlidingLog | Strategy::SlidingWindow { .. } => limit * (periods + 1),
+        // As many windows may be touched.
+        Strategy::SlidingCounter | Strategy::FixedWindow(_) => limit * (periods + 2),
+    }
+}
+
+/// Blocks are charged at random times, and each of their units is spent at a random time before the block dies. Between any
+/// two spendings no more is spent than the stated quota lets pass between two times so far apart.
+#[test]
+fn blocks_spent_late_stay_within_quota() {
+    for (seed, &strategy) in Strategy::ALL.iter().enumerate() {
+        let mut rng = Rng::with_seed(seed as u64);
+        let mut tight = 0;
+        for _ in 0..400 {
+            let strategy = vary(&mut rng, strategy);
+            let stated = Quota::per(rng.u32(2..60), Duration::from_micros(rng.u64(20_000..500_000)));
+            let stated = if strategy.frees().has_burst() { stated.burst(rng.u32(2..120)) } else { stated };
+            let policy = Policy::new("p", strategy, stated).unwrap();
+            let lease = Duration::from_micros(rng.u64(10_000..250_000));
+            let Ok(policies) = policy.leased(lease).map(Policies::from) else { continue };
+            let lease = lease.as_micros() as i64;
+            let model = Model::new(strategy, stated);
+            let (mut state, mut spent) = ([State::fresh(strategy)], vec![]);
+            let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
+            for _ in 0..60 {
+                now +=
+                    [0, 1, lease, rng.i64(0..lease), rng.i64(0..=stated.period().as_micros() as i64)][rng.usize(..5)];
+                let block = Check::up_to(Key::GLOBAL, &policies, rng.u32(1..=stated.capacity()));
+                let verdicts = block.decide(&mut state, now);
+                let window = matches!(strategy, Strategy::FixedWindow(_)).then(|| verdicts.first().reset);
+                let lives = lease.min(window.unwrap_or(lease));
+                // Often all at one end, so that the units of two blocks meet.
+                let end = [0, lives - 1][rng.usize(..2)];
+                for _ in 0..verdicts.granted {
+                    spent.push(i128::from(now + if rng.bool() { end } else { rng.i64(0..lives) }));
+                }
+            }
+            spent.sort_unstable();
+            for (i, from) in spent.iter().enumerate() {
+                for (j, to) in spent.iter().enumerate().skip(i) {
+                    let (count, most) = ((j - i + 1) as i128, most(&model, *from, *to));
+                    tight += i32::from(count == most);
+                    assert!(
+                        count <= most,
+                        "{strategy:?} {stated} for {lease} us: {count}, not {most}, in {} us",
+                        to - from
+                    );
+                }
+            }
+        }
+        println!("{strategy:?}: {tight} times just as much");
+    }
+}
