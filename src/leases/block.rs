@@ -14,6 +14,8 @@ pub(super) struct Block {
     /// That of the whole block.
     decision: Decision,
     left: u32,
+    /// How much of it was charged and not refunded by itself.
+    charged: u32,
     /// Before the store charged it.
     asked_at: Instant,
     dies_at: Instant,
@@ -38,7 +40,8 @@ impl Block {
         let lives = ends.map_or(lease, |ends| ends.min(lease));
         // Its last eighth is for a clock that runs slower than that of the store.
         let dies_at = asked_at + lives / 8 * 7;
-        Self { key, number, left: decision.granted(), decision, asked_at, dies_at }
+        let granted = decision.granted();
+        Self { key, number, left: granted, charged: granted, decision, asked_at, dies_at }
     }
 
     /// Takes the cost of a check out of it.
@@ -72,11 +75,19 @@ impl Block {
         [self.asked_at + (self.dies_at - self.asked_at) / 2, self.dies_at]
     }
 
-    /// What refunds the rest of it.
-    pub(super) fn into_refund(self) -> PendingOp {
+    /// Notes that so much of what was spent is refunded, maybe of this block.
+    pub(super) fn refunded(&mut self, cost: u32) {
+        self.charged = self.charged.saturating_sub(cost).max(self.left);
+    }
+
+    /// What refunds the rest of it. What has been spent flows back first, but of that no more than by now: a part of it that is
+    /// refunded later takes into account what flows back until then.
+    pub(super) fn into_refund(self, now: Instant) -> PendingOp {
         let (key, policies) = (self.key, self.decision.policies().clone());
+        let flown = policies.flown_in(now.saturating_duration_since(self.asked_at));
+        let decision = self.decision.of_charge(self.left.saturating_add(flown).min(self.charged));
         PendingOp::refund(key, &policies, move |now| {
-            self.decision.refund(self.key, self.left, now.saturating_duration_since(self.asked_at)).next()
+            decision.refund(self.key, self.left, now.saturating_duration_since(self.asked_at)).next()
         })
     }
 }

@@ -125,6 +125,11 @@ impl Caller {
         self.blocks.push(block);
     }
 
+    /// Notes that so much of what was spent is refunded.
+    pub(super) fn refunded(&mut self, cost: u32) {
+        self.blocks.iter_mut().for_each(|block| block.refunded(cost));
+    }
+
     /// How much is left of the block of this number, if there is one.
     pub(super) fn left_of(&self, number: u64) -> Option<u32> {
         self.blocks.iter().find(|block| block.number == number).map(Block::left)

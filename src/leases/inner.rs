@@ -98,9 +98,15 @@ impl<S: Store> Inner<S> {
         let caller = caller.of_count(lease.id);
         match check.mode() {
             Mode::Take if check.cost() > 0 && check.id().is_none() && !check.reserves() => {}
+            Mode::Refund => {
+                shard.refunded(caller, check.cost());
+                return Err(check);
+            }
             Mode::Reset => {
                 // What they were charged is forgotten, so that there is nothing to refund.
-                shard.forget(caller);
+                for block in shard.forget(caller) {
+                    self.notify(&block, 0, block.left());
+                }
                 return Err(check);
             }
             _ => return Err(check),
@@ -141,7 +147,7 @@ impl<S: Store> Inner<S> {
         let (inner, queue) = (Arc::downgrade(self), self.queue().clone());
         self.queue().put(PendingOp::of_check(check).then(move |answer| match (inner.upgrade(), answer) {
             (Some(inner), answer) => inner.answered(asked, answer),
-            (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund()),
+            (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund(instant())),
             (None, _) => {}
         }));
     }
@@ -155,7 +161,7 @@ impl<S: Store> Inner<S> {
                 block = Some(asked.block(decision)).filter(|block| block.left() > 0);
             }
             // A fallback has decided instead.
-            Ok(decision) if is_known(&decision) => self.queue().put(asked.block(decision).into_refund()),
+            Ok(decision) if is_known(&decision) => self.queue().put(asked.block(decision).into_refund(instant())),
             Ok(_) | Err(_) => {}
         }
         let little = fair(remaining, self.instances()) < LEAST;
@@ -194,11 +200,15 @@ impl<S: Store> Inner<S> {
 
     /// Notifies the observer that a block has ended. Returns what refunds the rest of it.
     fn ended(&self, block: Block) -> Option<PendingOp> {
-        let left = u64::from(block.left());
-        let (refunded, expired) = if block.is_dead(instant()) { (0, left) } else { (left, 0) };
-        let event = event::Leased::new(block.granted().into(), refunded, expired);
+        let (now, left) = (instant(), block.left());
+        let (refunded, expired) = if block.is_dead(now) { (0, left) } else { (left, 0) };
+        self.notify(&block, refunded, expired);
+        (left > 0).then(|| block.into_refund(now))
+    }
+
+    fn notify(&self, block: &Block, refunded: u32, expired: u32) {
+        let event = event::Leased::new(block.granted().into(), refunded.into(), expired.into());
         contain(|| or_log(self.observer.get()).leased(&event));
-        (left > 0).then(|| block.into_refund())
     }
 
     /// Refunds what is left of all blocks, and asks for no other.
@@ -316,9 +326,20 @@ impl Shard {
         block
     }
 
-    fn forget(&self, caller: Digest) {
+    /// Notes that so much of what a caller has spent is refunded.
+    fn refunded(&self, caller: Digest, cost: u32) {
+        if self.len.load(Relaxed) > 0
+            && let Some(caller) = lock(&self.callers).get_mut(&caller)
+        {
+            caller.refunded(cost);
+        }
+    }
+
+    /// The blocks of a caller that is not known from here on.
+    fn forget(&self, caller: Digest) -> Vec<Block> {
         let mut callers = lock(&self.callers);
-        callers.remove(&caller);
+        let forgotten = callers.remove(&caller);
         self.len.store(callers.len(), Relaxed);
+        forgotten.into_iter().flat_map(|mut caller| caller.drain().collect::<Vec<_>>()).collect()
     }
 }

@@ -309,6 +309,12 @@ impl Decision {
         Self { decider: self.decider, ..check.answer(verdicts, Source::Leased) }
     }
 
+    /// The same decision, if no more of it is charged.
+    pub(crate) fn of_charge(mut self, cost: u32) -> Self {
+        self.verdicts.granted = cost.into();
+        self
+    }
+
     /// The verdict of each policy.
     pub(crate) fn verdicts(&self) -> impl Iterator<Item = (&Policy, &Verdict)> {
         self.policies.iter().zip(&self.verdicts.each)

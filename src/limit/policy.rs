@@ -153,17 +153,23 @@ impl Policy {
             return Err(ConfigError::new(text));
         }
         let stated = self.stated();
-        let refills = match self.frees().is_gradual() {
-            true => stated.time_for(stated.capacity().into()),
-            false => stated.period(),
+        let is_gradual = self.frees().is_gradual();
+        let longest = match is_gradual {
+            true => stated.time_for(stated.capacity().into()) / 2,
+            false => stated.period() / 2,
         };
-        if time < SHORTEST_LEASE || time > refills / 2 || !time.subsec_nanos().is_multiple_of(1_000) {
-            return Err(ConfigError::new(format!(
-                "a lease of {time:?} of the quota `{stated}`: use whole microseconds from {SHORTEST_LEASE:?} to {:?}, or \
-                 raise the {}",
-                refills / 2,
-                if self.frees().is_gradual() { "burst" } else { "period" },
-            )));
+        let is_whole = time.subsec_nanos().is_multiple_of(1_000);
+        let is_small =
+            longest < SHORTEST_LEASE || is_gradual && stated.units_in(time.min(longest)) >= stated.capacity();
+        if is_small || !is_whole || !(SHORTEST_LEASE..=longest).contains(&time) {
+            let larger = if is_gradual { "burst" } else { "period" };
+            let text = match is_small {
+                true => format!("raise the {larger}, or leave the lease out"),
+                false => {
+                    format!("use whole microseconds from {SHORTEST_LEASE:?} to {longest:?}, or raise the {larger}")
+                }
+            };
+            return Err(ConfigError::new(format!("a lease of {time:?} of the quota `{stated}`: {text}")));
         }
         let quota = match self.frees() {
             Frees::Gradually => stated.burst(stated.capacity() - stated.units_in(time)),
@@ -389,6 +395,13 @@ mod tests {
             }
         }
         assert_eq!(leased(Strategy::Gcra, "10/s burst 100", 5_000).unwrap(), "10/s burst 50");
+        for quota in ["10/s burst 1", "1000/s burst 10"] {
+            let error = leased(Strategy::Gcra, quota, 10).unwrap_err().to_string();
+            assert_eq!(
+                error,
+                format!("a lease of 10ms of the quota `{quota}`: raise the burst, or leave the lease out")
+            );
+        }
         let in_flight = Policy::in_flight("p", 4).unwrap().leased(Duration::from_millis(100));
         assert!(in_flight.unwrap_err().to_string().contains("requests in flight"));
         let policy = policy("p", Quota::per_second(1_000)).unwrap();

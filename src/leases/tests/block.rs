@@ -12,8 +12,9 @@ use tokio::time::sleep;
 use crate::error::StoreError;
 use crate::leases::block::{Block, Taken};
 use crate::leases::simulation::world::Blocks;
-use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
+use crate::limit::{Align, Check, Decision, Key, Mode, Policies, Policy, Quota, Refill, Source, Strategy};
 use crate::observe::Observer;
+use crate::refunds::{RefundQueue, StoreQueue};
 use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
 use crate::{Leased, Limiter};
@@ -311,4 +312,90 @@ async fn late_asks_are_not_refunded() {
         assert_eq!((stuck.0.load(Relaxed), stuck.1.load(Relaxed)), (0, 1), "refunds, and asks");
         drop(store);
     }
+}
+
+/// How much others find in a bucket that they empty.
+async fn rest(local: &LocalStore, policies: &Policies) -> u32 {
+    local.check(Check::up_to(ann(), policies, u32::MAX)).await.unwrap().granted()
+}
+
+/// A part of a block is refunded before its rest is due, between that and when it is sent, or after that, which may be long:
+/// what has flowed back is refunded with one of them at most, or others get more than the burst.
+#[tokio::test(start_paused = true)]
+async fn what_flowed_back_is_refunded_once() {
+    let greedy = Strategy::TokenBucket(Refill::Greedy);
+    for strategy in [Strategy::Gcra, Strategy::LeakyBucket, greedy, Strategy::TokenBucket(Refill::Interval)] {
+        for (stopped, part) in [200, 9_000].into_iter().flat_map(|stopped| [0, 1, 2].map(|part| (stopped, part))) {
+            let (policies, local) = (Policies::from(policy(strategy, "1000/s burst 100000")), LocalStore::default());
+            let decision = local.check(Check::up_to(ann(), &policies, 40_000)).await.unwrap();
+            let mut block = Block::new(ann(), 1, decision, instant(), LEASE);
+            let Taken::Part(spent) = block.take(Check::take(ann(), &policies, 20_000), &instant) else { panic!() };
+            let since = instant();
+            let refund = async || {
+                for refund in spent.refund(ann(), 20_000, instant() - since) {
+                    let _ = local.check(refund).await.unwrap();
+                }
+            };
+            if part == 0 {
+                refund().await;
+                block.refunded(20_000);
+            }
+            let ended = block.into_refund(instant());
+            if part == 1 {
+                refund().await;
+            }
+            sleep(Duration::from_millis(stopped)).await;
+            let mut granted = rest(&local, &policies).await;
+            StoreQueue::new(local.clone(), None).put(ended);
+            if part == 2 {
+                refund().await;
+            }
+            granted += rest(&local, &policies).await;
+            assert!(granted <= 100_000, "{strategy:?} after {stopped} ms, {part}: {granted}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn refunds_of_parts_lower_that_of_the_rest() {
+    let (policies, local) = (Policies::from(policy(Strategy::Gcra, "1000/s burst 100000")), LocalStore::default());
+    let (store, mut before) = hot(&local, &policies).await;
+    // Until a large block has just been begun.
+    let left = loop {
+        let left = store.check(Check::take(ann(), &policies, 20)).await.unwrap().remaining();
+        if left > before + 1_000 && left < 10_000 {
+            break left;
+        }
+        before = left;
+        sleep(Duration::from_millis(1)).await;
+    };
+    let part = store.check(Check::take(ann(), &policies, left / 4)).await.unwrap();
+    assert_eq!(part.source(), Source::Leased);
+    for refund in part.refund(ann(), left / 4, Duration::ZERO) {
+        let _ = store.check(refund).await.unwrap();
+    }
+    sleep(Duration::from_millis(50)).await;
+    let _ = rest(&local, &policies).await;
+    drop(store);
+    let back = rest(&local, &policies).await;
+    assert!(back > 0 && back <= left - left / 4 - 50 + 20, "{back} of {left}: 50 have flowed back, 20 of them spent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_dropped_by_resets_are_observed() {
+    let (policies, local, blocks) = (log(), LocalStore::default(), Arc::new(Blocks::default()));
+    let store = Leased::new(local.clone());
+    let observer: Arc<dyn Observer> = Arc::new(blocks.clone());
+    store.observe(&observer);
+    let mut in_memory = 0;
+    for _ in 0..40 {
+        in_memory += u32::from(take(&store, &policies).await.source() == Source::Leased);
+        sleep(Duration::from_millis(1)).await;
+    }
+    let charged = 10_000 - left(&local, &policies).await;
+    let _ = store.check(Check::reset(ann(), &policies)).await.unwrap();
+    sleep(LEASE).await;
+    let [told, refunded, expired] =
+        [&blocks.charged, &blocks.refunded, &blocks.expired].map(|count| count.load(Relaxed));
+    assert_eq!((told, refunded + expired), (u64::from(charged - (40 - in_memory)), told - u64::from(in_memory)));
 }

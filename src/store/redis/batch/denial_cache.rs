@@ -5,8 +5,8 @@
 //! policies: one of 2 units that has to wait for 10 s says that 3 units have to wait for 10 s at least. Denials of
 //! several costs are kept beside each other, since that of a larger cost holds for longer.
 //!
-//! Where costs are settled later, other instances refund all the time, and nobody tells this one. So a check that
-//! reserves believes no denial for longer than a second.
+//! Where costs are settled later, or blocks are leased, other instances refund all the time, and nobody tells this one.
+//! So a check that reserves, or is under a policy that is leased, believes no denial for longer than a second.
 
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering::Relaxed};
 use std::sync::{PoisonError, RwLock};
@@ -80,8 +80,8 @@ const MAX_HITS: u8 = 15;
 /// For how long a cost that never fits is remembered: until nothing is charged any more, but not so long that what is
 /// told of the rest is of another day, and long enough for a flood of what a fresh caller asks.
 const NEVER_FITS: (i64, i64) = (1_000_000, 60_000_000);
-/// For how long a check that reserves believes a denial, in microseconds.
-const RESERVING: i64 = 1_000_000;
+/// For how long a denial is believed where others refund, in microseconds.
+const SHORT: i64 = 1_000_000;
 
 impl DenialCache {
     /// Holds at most about so many denials; 0 for none.
@@ -110,7 +110,7 @@ impl DenialCache {
         let (mut known, mut until) = (None, now);
         for denial in &caller.denials {
             // What never fits is given nothing back for.
-            let is_old = check.reserves() && denial.exceeds == 0 && now - denial.sent >= RESERVING;
+            let is_old = denial.exceeds == 0 && now - denial.sent >= SHORT && gets_refunds(check);
             if denial.expires_at > until && !is_old && denial.answers(&question) {
                 (known, until) = (Some(denial), denial.expires_at);
             }
@@ -314,6 +314,11 @@ impl Denial {
     }
 }
 
+/// Whether other instances refund all the time what is charged as this is.
+fn gets_refunds(check: &Check) -> bool {
+    check.reserves() || check.policies().iter().any(|policy| policy.lease().is_some())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -332,6 +337,21 @@ mod tests {
     /// How many denials are held.
     fn held(denials: &DenialCache) -> usize {
         denials.shards.iter().map(|shard| shard.read().unwrap().denials).sum()
+    }
+
+    #[test]
+    fn denials_under_leases_are_believed_briefly() {
+        let leased = Policy::new("leased", Strategy::SlidingLog, "100/h".parse().unwrap()).unwrap();
+        let leased = Policies::from(leased.leased(std::time::Duration::from_secs(1)).unwrap());
+        let verdict = Verdict { remaining: 0, wait: 3_600_000_000, reset: 3_600_000_000 };
+        let verdicts = Verdicts::new(0, smallvec![verdict]);
+        for (policies, age, is_known) in
+            [(&list("p"), SHORT, true), (&leased, SHORT / 2, true), (&leased, SHORT, false)]
+        {
+            let (denials, check) = (DenialCache::new(10), Check::take(Key::GLOBAL, policies, 1));
+            denials.learn(&check, &verdicts, denials.now() - age);
+            assert_eq!(denials.verdicts(&check).is_some(), is_known, "{policies:?} after {age} us");
+        }
     }
 
     #[test]
