@@ -71,7 +71,17 @@ impl Report {
         row("one caller, granted, of `redis-benchmark`", self.ratio(granted, GET, throughput), " x", "6 x");
         let of_local = self.ratio(granted, Case(What::Local(Load::Granted, Fields::With), 256), throughput);
         row("one caller, granted, of `LocalStore`", of_local, " x", "");
-        let zipf = self.ratio(Case(What::Redis(Load::Zipf), 256), REDIS, throughput);
+        let leased = |load| Case(What::Leased(load), 256);
+        let of_local =
+            self.ratio(leased(Load::Granted), Case(What::Local(Load::Granted, Fields::With), 256), throughput);
+        row("the same, leased, of `LocalStore`", of_local, " x", "0.7 x");
+        row("the same, leased, of `redis-benchmark`", self.ratio(leased(Load::Granted), GET, throughput), " x", "15 x");
+        let alone = self.median(Case(What::Leased(Load::Granted), 1), |m| m.p50);
+        row("the same, leased, one at a time, p50", alone, " us", "at most 2 us");
+        let zipf = Case(What::Redis(Load::Zipf), 256);
+        row("callers by Zipf's law, leased, of not", self.ratio(leased(Load::Zipf), zipf, throughput), " x", "1.5 x");
+        row("callers who ask alike, leased, of not", self.ratio(leased(Load::Many), REDIS, throughput), " x", "0.97 x");
+        let zipf = self.ratio(zipf, REDIS, throughput);
         row("callers by Zipf's law, of callers who ask alike", zipf, " x", "");
         let denied = self.median(Case(What::Redis(Load::Denied), 256), throughput).map(|value| value / 1e6);
         row("one caller, denied", denied, " M/s", "3 M/s");
