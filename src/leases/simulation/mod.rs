@@ -153,12 +153,18 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             let count = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=*rate) } + flood;
             let (at, before) = (world.now as u64 / 1_000, decided.leased);
             for _ in 0..count {
-                let cost = if rng.u8(..8) == 0 { rng.u32(1..4) } else { 1 };
+                // Large ones are refunded, so that little is left of a block that was charged as a whole.
+                let is_large = rng.u8(..32) == 0;
+                let cost = match rng.u8(..8) {
+                    _ if is_large => rng.u32(1..=stated.capacity() / 4),
+                    0 => rng.u32(1..4),
+                    _ => 1,
+                };
                 let Some(decision) = world.take(i, key, &policies, cost) else { continue };
                 assert!(decision.source() == Source::Leased && decision.is_allowed());
                 decided.leased += u64::from(cost);
                 // A request that is not served is refunded.
-                if rng.u8(..16) == 0 {
+                if is_large || rng.u8(..16) == 0 {
                     for back in decision.refund(key, cost, Duration::from_micros(rng.u64(..2_000))) {
                         world.on(i, |instance| drop(instance.store.check(back)));
                     }

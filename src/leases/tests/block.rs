@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::future::{Pending, pending};
 use std::num::NonZeroU32;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
@@ -398,4 +399,57 @@ async fn blocks_dropped_by_resets_are_observed() {
     let [told, refunded, expired] =
         [&blocks.charged, &blocks.refunded, &blocks.expired].map(|count| count.load(Relaxed));
     assert_eq!((told, refunded + expired), (u64::from(charged - (40 - in_memory)), told - u64::from(in_memory)));
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_that_come_rarely_get_no_block() {
+    let (policies, local) = (log(), LocalStore::default());
+    let store = Leased::new(local.clone());
+    for _ in 0..20 {
+        for _ in 0..7 {
+            assert_eq!(take(&store, &policies).await.source(), Source::Local);
+        }
+        sleep(2 * LEASE).await;
+    }
+    assert_eq!(left(&local, &policies).await, 10_000 - 20 * 7);
+}
+
+/// A store that charges blocks at once, and tells it late.
+#[derive(Clone)]
+struct Late(LocalStore);
+
+impl Store for Late {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let (local, is_late) = (self.0.clone(), check.mode() == Mode::UpTo);
+        Answer::pending(Box::pin(async move {
+            let answer = local.check(check).await;
+            if is_late {
+                sleep(Duration::from_millis(5)).await;
+            }
+            answer
+        }))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn blocks_told_after_the_end_are_refunded() {
+    for (checks, is_shut_down) in (30..60).flat_map(|checks| [(checks, true), (checks, false)]) {
+        let (policies, local) = (log(), LocalStore::default());
+        let store = Leased::new(Late(local.clone()));
+        let mut granted = 0;
+        for _ in 0..checks {
+            granted += take(&store, &policies).await.granted();
+            sleep(Duration::from_millis(1)).await;
+        }
+        let kept = is_shut_down.then(|| store.clone());
+        if is_shut_down {
+            store.shutdown().await;
+        }
+        drop(store);
+        sleep(Duration::from_millis(20)).await;
+        assert_eq!(left(&local, &policies).await, 10_000 - granted, "after {checks} checks");
+        drop(kept);
+    }
 }
