@@ -26,6 +26,7 @@ use axum::routing::{get, post};
 use futures_util::{Stream, StreamExt};
 use http::header::{CONTENT_SECURITY_POLICY, HOST, ORIGIN};
 use http::{HeaderValue, Method, StatusCode};
+use tokio::signal::unix::SignalKind;
 use tower::{Layer, service_fn};
 use tower_redis_ratelimit::extract::HeaderKey;
 use tower_redis_ratelimit::select::{Live, Tiers};
@@ -90,10 +91,12 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let port: u16 = env::var("PORT").unwrap_or_else(|_| "3000".to_owned()).parse()?;
     let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
     println!("Open http://localhost:{}/ and kill Redis. Ctrl-C ends it.", listener.local_addr()?.port());
+    let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {
         ended = axum::serve(listener, app) => Ok(ended?),
         // So that Redis ends too, even while it is frozen.
         stopped = tokio::signal::ctrl_c() => Ok(stopped?),
+        _ = terminated.recv() => Ok(()),
     }
 }
 

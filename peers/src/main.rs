@@ -3,8 +3,9 @@
 //! This crate beside other limiters, on Redis servers that it starts: decisions per second, what requests get while Redis is
 //! away, and how many of many requests at once are granted. `docs/peers.md` says what is compared, and how.
 //!
-//! `speed`, `outage` or `exact` has only that, and `--peer TEXT` only this crate and the peers whose name has the text. `--rounds N` takes the medians of so many rounds; the default is 3. `--quick`
-//! only tries it. `--save` also writes the tables into `docs/peers.md`.
+//! `speed`, `outage` or `exact` has only that, and `--peer TEXT` only this crate and the peers whose name has the text.
+//! `--rounds N` takes the medians of so many rounds; the default is 3. `--quick` only tries it. `--save` also writes the tables
+//! into `docs/peers.md`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark fails by panicking")]
 #![allow(clippy::disallowed_methods, reason = "a benchmark reads the time")]
@@ -58,6 +59,12 @@ const QUICK: Amount = Amount::Time(Duration::from_millis(100));
 
 fn main() {
     let args: Vec<String> = env::args().skip(1).collect();
+    let known = ["speed", "outage", "exact", "--peer", "--rounds", "--quick", "--save"];
+    let is_value = |i: usize| i > 0 && ["--peer", "--rounds"].contains(&args[i - 1].as_str());
+    if let Some((_, other)) = args.iter().enumerate().find(|(i, arg)| !is_value(*i) && !known.contains(&arg.as_str())) {
+        eprintln!("{other}: use [speed] [outage] [exact] [--peer TEXT] [--rounds N] [--quick] [--save]");
+        std::process::exit(2);
+    }
     let has = |option: &str| args.iter().any(|arg| arg == option);
     let value = |option: &str| Some(args.get(args.iter().position(|arg| arg == option)? + 1).expect(option).as_str());
     let rounds = value("--rounds").map_or(3, |rounds| rounds.parse().expect("--rounds N"));

@@ -36,7 +36,7 @@ pub fn faster(all: &[&Speeds]) -> String {
     }
     faster.sort_by(|(one, _), (other, _)| other.total_cmp(one));
     let rows = faster.iter().map(|(ratio, row)| format!("| {row} | {ratio:.2} x |\n"));
-    format!("| | case | at a time | decisions/s, of ours |\n|---|---|--:|--:|\n{}", rows.collect::<String>())
+    format!("| | case | at a time | times our decisions/s |\n|---|---|--:|--:|\n{}", rows.collect::<String>())
 }
 
 impl Speeds {
