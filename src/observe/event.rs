@@ -119,7 +119,7 @@ pub struct Leased {
     pub charged: u64,
     /// How much of that is refunded because the caller did not spend it, or at the end of the store.
     pub refunded: u64,
-    /// How much of that was too old to be spent. What still counts of it is refunded.
+    /// How much of that was too old to be spent, of which is refunded what still counts; or was forgotten by a reset.
     pub expired: u64,
 }
 
