@@ -110,6 +110,8 @@ pub mod settling {}
 pub mod answers {}
 
 /// Quota that is charged ahead and spent in memory.
+///
+#[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/leases.md")]
 pub mod leases {}
 
