@@ -101,7 +101,8 @@ fn draw(runs: &[Run]) -> String {
             let above: Vec<f64> =
                 below.iter().zip(points).map(|(below, point)| below + f64::from(*point) / seconds).collect();
             // A step for each point, and back along those below.
-            let forth: String = (0..POINTS).map(|p| format!("L{:.1} {:.1}H{:.1}", x(p), y(above[p]), x(p + 1))).collect();
+            let forth: String =
+                (0..POINTS).map(|p| format!("L{:.1} {:.1}H{:.1}", x(p), y(above[p]), x(p + 1))).collect();
             let back: String =
                 (0..POINTS).rev().map(|p| format!("L{:.1} {:.1}H{:.1}", x(p + 1), y(below[p]), x(p))).collect();
             let _ = writeln!(marks, "<path d=\"M{left} {:.1}{forth}{back}z\" fill=\"{color}\"/>", y(below[0]));
@@ -119,7 +120,8 @@ fn draw(runs: &[Run]) -> String {
         }
     }
     for value in [0, LIMIT / 2, LIMIT, DEMAND] {
-        let _ = writeln!(marks, "<text x=\"54\" y=\"{:.1}\" text-anchor=\"end\">{value}</text>", y(f64::from(value)) + 4.0);
+        let _ =
+            writeln!(marks, "<text x=\"54\" y=\"{:.1}\" text-anchor=\"end\">{value}</text>", y(f64::from(value)) + 4.0);
     }
     for ((part, color), at) in PARTS.iter().zip(COLORS).zip([0.0, 14.0, 28.0, 42.0]) {
         let share = DEMAND * part / PARTS.iter().sum::<u32>();

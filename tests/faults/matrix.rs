@@ -245,8 +245,8 @@ impl Scene {
 /// - Where Redis fails some instances while it answers others, these have the whole of what is left, and each of those
 ///   has its part of it: all but one part, at worst.
 ///
-/// Where callers are [leased](leased) to, what was charged ahead may be spent as well: at most half of each limit, as an
-/// instance has half of its part. The asks for blocks and the refunds of what is left fail too.
+/// Where callers are [leased](leased) to, what was charged ahead comes on top: of those who have used up their limits, nothing
+/// is. The asks for blocks and the refunds of what is left fail too.
 pub async fn run(fault: Fault) -> Outcome {
     run_as(fault, fault.setup()).await
 }
@@ -387,9 +387,6 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     if fault.is_partial() {
         let tight: u64 = CALLERS.iter().filter(|(_, kind)| *kind == Kind::Tight).map(|(_, kind)| kind.limit()).sum();
         bound += tight - tight / count;
-    }
-    if setup.leased {
-        bound += allowed / 2;
     }
     assert!(granted <= allowed + bound, "granted {granted} of {allowed}, {bound} more at most");
     if fault.is_outage() {

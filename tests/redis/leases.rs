@@ -14,9 +14,9 @@ use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy,
 
 use crate::support::{RedisServer, STRATEGIES};
 
-pub type Instance = Leased<Fallback<RedisStore, LocalStore>>;
+type Instance = Leased<Fallback<RedisStore, LocalStore>>;
 
-pub async fn instance(url: &str, of: u32) -> Instance {
+pub(crate) async fn instance(url: &str, of: u32) -> Instance {
     let redis = RedisStore::builder(url).timeout(Duration::from_secs(20)).connect().await.unwrap();
     let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
     Leased::new(store).share(Share::Fixed(NonZeroU32::new(of).unwrap()))

@@ -79,18 +79,21 @@ async fn callers_at_their_limit_are_seldom_asked_for() {
     assert!((2..=10).contains(&asks), "{asks} asks in 1 s, a quarter of a lease time apart");
 }
 
-/// It may have been charged.
+/// It may have been charged; and by the time that an unsent one could be sent, it may not be wanted any more.
 #[tokio::test(start_paused = true)]
 async fn unanswered_asks_are_not_repeated() {
-    let store = MockStore::new();
-    store.fail(StoreError::new(ErrorKind::Timeout).of_check());
-    let leased = Leased::new(store.clone());
-    for _ in 0..40 {
-        let _ = leased.check(Check::take(ann(), &log(), 1)).await;
-        sleep(Duration::from_millis(1)).await;
+    let error = || StoreError::new(ErrorKind::Timeout).of_check();
+    for error in [error(), error().unsent()] {
+        let store = MockStore::new();
+        store.fail(error);
+        let leased = Leased::new(store.clone());
+        for _ in 0..40 {
+            let _ = leased.check(Check::take(ann(), &log(), 1)).await;
+            sleep(Duration::from_millis(1)).await;
+        }
+        sleep(LEASE * 4).await;
+        assert_eq!(asks(&store), 1);
     }
-    sleep(LEASE * 4).await;
-    assert_eq!(asks(&store), 1);
 }
 
 /// A store that charges blocks when it is let to.
