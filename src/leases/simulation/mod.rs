@@ -116,11 +116,16 @@ struct Held {
 }
 
 /// A process is stopped, killed or ended at random, or another one begins.
-fn harm(world: &mut World, i: usize, lease: i64, log: &mut Log) {
+fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log) {
     let what = match world.rng.u16(..1_000) {
-        what @ 0..20 => {
-            let long = if what < 5 { 16 } else { 3 };
-            world.instances[i].stopped_until = world.now + world.rng.i64(0..long * lease);
+        what if what < 20 || is_frozen && what >= 900 => {
+            let time = match world.rng.u8(..4) {
+                0 => world.rng.i64(0..16 * lease),
+                // Until a block is about to die.
+                1 | 2 if is_frozen => lease * world.rng.i64(8..20) / 16,
+                _ => world.rng.i64(0..3 * lease),
+            };
+            world.instances[i].stopped_until = world.now + time;
             "stopped"
         }
         20..23 => {
@@ -168,15 +173,24 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let policies = quotas.map(leased);
     let replaced_at = if rng.u8(..4) == 0 { rng.u32(..160) } else { u32::MAX };
     let has_resets = rng.u8(..4) == 0;
+    // The first instance stands still again and again, and what it refunds is late, while all that is left is taken.
+    let is_frozen = rng.u8(..4) == 0;
     let instances = rng.u32(1..=4);
     let plan = format!("{strategy:?} {stated} for {lease} us on {instances} instances");
     let mut world = World::new(rng.u64(..), instances);
+    world.shared(|shared| shared.refuses = if is_frozen { 20 } else { 1 });
     let key = Key::new("ann");
     // How often each instance asks, in a step.
     let rates: Vec<u32> = (0..6).map(|_| rng.u32(1..20)).collect();
     let (mut spent, mut held): (Vec<_>, Vec<Held>) = (vec![], vec![]);
     for step in 0..160 {
-        let flood = if limit < 400 && rng.u8(..24) == 0 { stated.capacity().min(400) } else { 0 };
+        // So many checks at once of this cost, besides.
+        let (flood, flood_cost) = match rng.u8(..48) {
+            0 | 1 if limit < 400 => (stated.capacity().min(400), 1),
+            n if n >= if is_frozen { 40 } else { 47 } => (20, (stated.capacity() / 16).max(1)),
+            _ => (0, 0),
+        };
+        let before = world.now;
         let time = match rng.u8(..40) {
             0 => rng.i64(0..2 * lease),
             1 => rng.i64(0..=period as i64),
@@ -184,6 +198,8 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             _ => rng.i64(0..=lease / 12),
         };
         world.pass(time);
+        // When it goes on, it spends what it has left, and the others all that they get.
+        let goes_on = is_frozen && (before + 1..=world.now).contains(&world.instances[0].stopped_until);
         for i in 0..world.instances.len() {
             if world.instances[i].stopped_until > world.now {
                 continue;
@@ -205,12 +221,20 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                     world.send(i, back);
                 }
             }
-            let count = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=rates[i]) } + flood;
+            let few = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=rates[i]) };
+            let (flood, flood_cost) = match i {
+                0 if goes_on => (64, (stated.capacity() / 256).max(1)),
+                0 if is_frozen => (0, 0),
+                _ if goes_on => (20, (stated.capacity() / 16).max(1)),
+                _ => (flood, flood_cost),
+            };
+            let count = few + flood;
             let (at, before) = (world.now as u64 / 1_000, decided.leased);
-            for _ in 0..count {
+            for n in 0..count {
                 // Large ones are refunded, so that little is left of a block that was charged as a whole.
-                let is_large = rng.u8(..32) == 0;
+                let is_large = n < few && rng.u8(..32) == 0;
                 let cost = match rng.u8(..8) {
+                    _ if n >= few => flood_cost,
                     _ if is_large => rng.u32(1..=stated.capacity() / 4),
                     0 => rng.u32(1..4),
                     _ => 1,
@@ -235,7 +259,7 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             if !timers_first {
                 world.run(i);
             }
-            harm(&mut world, i, lease, &mut log);
+            harm(&mut world, i, lease, is_frozen && i == 0, &mut log);
         }
     }
     // Until all answers are there, and all blocks are too old.

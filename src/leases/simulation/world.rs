@@ -32,6 +32,8 @@ pub(in crate::leases) struct Shared {
     rng: Rng,
     /// Without a fault of any kind.
     pub(in crate::leases) is_healthy: bool,
+    /// How many of 40 refunds are not sent at first, and are sent again later.
+    pub(in crate::leases) refuses: u8,
     /// The longest that a check travels each way, in microseconds.
     pub(in crate::leases) travels: i64,
     /// In microseconds of the true time.
@@ -87,6 +89,7 @@ impl Shared {
             0 => Fate::Lost,
             1 => Fate::Gone,
             2 => Fate::Unsent,
+            n if check.mode() == Mode::Refund && n < 2 + self.refuses => Fate::Unsent,
             _ => Fate::Answered,
         };
         if check.mode() == Mode::Refund {
@@ -219,6 +222,7 @@ impl World {
         let shared = Shared {
             rng: rng.fork(),
             is_healthy: false,
+            refuses: 1,
             travels: rng.i64(100..20_000),
             now: 0,
             speed: rng.i64(1024 - 64..=1024 + 64),
