@@ -160,8 +160,11 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let limit = [rng.u32(40..400), rng.u32(400..3_000)][rng.usize(..2)];
     let stated = Quota::per(limit, Duration::from_micros(period));
     let stated = if strategy.frees().has_burst() && rng.bool() { stated.burst(limit * rng.u32(1..4)) } else { stated };
+    // The first instance stands still again and again, for many times as long as it leases, while all that is left is taken.
+    let is_frozen = rng.u8(..4) == 0;
     // A burst below the limit refills in less time, but none of these does.
-    let lease = rng.i64(10_000..=period as i64 / 2);
+    let longest = period as i64 / if is_frozen { 16 } else { 2 };
+    let lease = rng.i64(10_000..=longest.max(10_000));
     // By a larger one, not everywhere at once: both count on the same state.
     let replaced = Quota::per(limit + limit / 2, stated.period());
     let replaced = if strategy.frees().has_burst() { replaced.burst(stated.capacity() * 2) } else { replaced };
@@ -173,12 +176,13 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let policies = quotas.map(leased);
     let replaced_at = if rng.u8(..4) == 0 { rng.u32(..160) } else { u32::MAX };
     let has_resets = rng.u8(..4) == 0;
-    // The first instance stands still again and again, and what it refunds is late, while all that is left is taken.
-    let is_frozen = rng.u8(..4) == 0;
     let instances = rng.u32(1..=4);
     let plan = format!("{strategy:?} {stated} for {lease} us on {instances} instances");
     let mut world = World::new(rng.u64(..), instances);
-    world.shared(|shared| shared.refuses = if is_frozen { 20 } else { 1 });
+    if is_frozen {
+        let (is_healthy, refuses) = (rng.bool(), [0, 20][rng.usize(..2)]);
+        world.shared(|shared| (shared.is_healthy, shared.refuses) = (is_healthy, refuses));
+    }
     let key = Key::new("ann");
     // How often each instance asks, in a step.
     let rates: Vec<u32> = (0..6).map(|_| rng.u32(1..20)).collect();
@@ -216,11 +220,6 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                 log.say(world.now as u64 / 1_000, None, || format!("instance {i} resets"));
             }
             let now = world.now;
-            for Held { decision, part, from, .. } in held.extract_if(.., |held| held.i == i && held.until <= now) {
-                for back in decision.refund(key, part, Duration::from_micros((now - from) as u64)) {
-                    world.send(i, back);
-                }
-            }
             let few = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=rates[i]) };
             let (flood, flood_cost) = match i {
                 0 if goes_on => (64, (stated.capacity() / 256).max(1)),
@@ -251,8 +250,13 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
                 };
                 spent.push((world.clock(), cost - part));
                 if part > 0 {
-                    let until = now + if rng.bool() { 0 } else { rng.i64(0..4 * lease) };
+                    let until = now + if is_frozen || rng.bool() { 0 } else { rng.i64(0..4 * lease) };
                     held.push(Held { i, decision, part, from: now, until });
+                }
+            }
+            for Held { decision, part, from, .. } in held.extract_if(.., |held| held.i == i && held.until <= now) {
+                for back in decision.refund(key, part, Duration::from_micros((now - from) as u64)) {
+                    world.send(i, back);
                 }
             }
             log.say(at, None, || format!("instance {i}: {count} checks, {} from memory", decided.leased - before));

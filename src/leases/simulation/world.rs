@@ -85,11 +85,11 @@ impl Shared {
         let (to, answer) = oneshot::channel();
         self.checks += 1;
         let fate = match self.rng.u8(..40) {
+            n if check.mode() == Mode::Refund && (3..3 + self.refuses).contains(&n) => Fate::Unsent,
             _ if self.is_healthy => Fate::Answered,
             0 => Fate::Lost,
             1 => Fate::Gone,
             2 => Fate::Unsent,
-            n if check.mode() == Mode::Refund && n < 2 + self.refuses => Fate::Unsent,
             _ => Fate::Answered,
         };
         if check.mode() == Mode::Refund {
@@ -222,7 +222,7 @@ impl World {
         let shared = Shared {
             rng: rng.fork(),
             is_healthy: false,
-            refuses: 1,
+            refuses: 0,
             travels: rng.i64(100..20_000),
             now: 0,
             speed: rng.i64(1024 - 64..=1024 + 64),
