@@ -23,6 +23,8 @@ const PARTS: [u32; 4] = [8, 4, 2, 1];
 const LIMIT: u32 = 2_000;
 const DEMAND: u32 = LIMIT * 3 / 2;
 const LEASE: Duration = Duration::from_millis(100);
+/// A machine that stalls is no outage.
+const PATIENCE: Duration = Duration::from_secs(20);
 /// How often each instance asks for what is due, how many times in a point of the picture, and how many points there are.
 const TICK: Duration = Duration::from_millis(5);
 const TICKS: usize = 100;
@@ -56,8 +58,8 @@ async fn measure(name: &'static str, policies: Policies) -> Run {
     let server = RedisServer::start();
     let share = Share::Fixed(NonZeroU32::new(PARTS.len() as u32).unwrap());
     let stores = join_all(PARTS.map(async |_| {
-        let redis = RedisStore::connect(server.url()).await.unwrap();
-        Leased::new(Fallback::new(redis, LocalStore::default()).share(share.clone())).share(share.clone())
+        let redis = RedisStore::builder(server.url()).timeout(PATIENCE).connect().await.unwrap();
+        Leased::new(Fallback::new(redis, LocalStore::default()).deadline(PATIENCE)).share(share.clone())
     }))
     .await;
     let before = server.calls("evalsha").await;

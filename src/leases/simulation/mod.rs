@@ -335,7 +335,7 @@ fn seeds_replay_exactly() {
 fn blocks_are_spent_refunded_and_expire() {
     for seed in 0..Strategy::ALL.len() as u64 {
         let mut sum = Decided::default();
-        for seed in (seed..90).step_by(Strategy::ALL.len()) {
+        for seed in (seed..270).step_by(Strategy::ALL.len()) {
             let Decided { leased, single, refunded, expired } = run(seed, false).1;
             sum.leased += leased;
             sum.single += single;
