@@ -310,8 +310,9 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
         if !is_killed && !world.is_ended && shared.resets.is_empty() && charged != shared.told {
             broken.add(Rule::Returned, None, format!("{} were told to be charged, and {charged} ended", shared.told));
         }
-        // Of a bucket, all that is left may have flowed back.
-        let is_sent = !shared.is_unsent && !strategy.frees().has_burst();
+        // Of a bucket, all that is left may have flowed back, and a fixed window may have ended.
+        let may_be_nothing = strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
+        let is_sent = !shared.is_unsent && !may_be_nothing;
         let most = if world.is_ended { u64::MAX } else { refunded + expired };
         let sent = shared.sent_back;
         if !is_killed && is_sent && !(refunded..=most).contains(&sent) {
