@@ -1,5 +1,4 @@
-use std::collections::HashMap;
-use std::hash::BuildHasherDefault;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
@@ -15,7 +14,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Lease, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
 use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{AsItIs, Digest, Shards, Share, Store};
+use crate::store::{Digest, Shards, Share, Store};
 use crate::util::{contain, instant, lock};
 
 /// The state of a [`Leased`](super::Leased), which its clones share.
@@ -34,7 +33,7 @@ pub(super) struct Inner<S: Store> {
 
 /// Some of the callers that come often, by the caller and its policies.
 struct Shard {
-    callers: Mutex<HashMap<Digest, Caller, BuildHasherDefault<AsItIs>>>,
+    callers: Mutex<BTreeMap<Digest, Caller>>,
     /// How many there are, so that other callers need no lock where there is none.
     len: AtomicUsize,
 }

@@ -30,7 +30,7 @@ pub use instances::Instances;
 pub use local::LocalStore;
 pub use mock::MockStore;
 
-pub(crate) use digest::{AsItIs, Digest};
+pub(crate) use digest::Digest;
 pub(crate) use freed::{Listener, Wake};
 pub(crate) use shards::Shards;
 
