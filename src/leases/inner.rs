@@ -1,10 +1,11 @@
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::time::Instant;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
 
 use super::block::Block;
 use super::caller::{Ask, Caller, Ended, LEAST, fair};
@@ -28,7 +29,8 @@ pub(super) struct Inner<S: Store> {
     observer: OnceLock<Arc<dyn Observer>>,
     /// How many blocks were asked for.
     asks: AtomicU64,
-    is_shut_down: AtomicBool,
+    /// Whether no other block is asked for. Each ask that is under way has a receiver.
+    is_shut_down: watch::Sender<bool>,
 }
 
 /// Some of the callers that come often, by the caller and its policies.
@@ -59,6 +61,8 @@ pub(super) struct Asked {
 /// So many shards, and so many callers in each: beyond that, none is leased to.
 const SHARDS: usize = 64;
 const CALLERS: usize = 1_024;
+/// For how long whoever shuts down waits for answers: longer than the deadlines of stores, as a rule.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 impl<S: Store> Inner<S> {
     pub(super) fn new(store: S, share: Share) -> Self {
@@ -71,7 +75,7 @@ impl<S: Store> Inner<S> {
             queue: OnceLock::new(),
             observer: OnceLock::new(),
             asks: AtomicU64::new(0),
-            is_shut_down: AtomicBool::new(false),
+            is_shut_down: watch::Sender::new(false),
         }
     }
 
@@ -110,9 +114,6 @@ impl<S: Store> Inner<S> {
             }
             _ => return Err(check),
         }
-        if self.is_shut_down.load(Relaxed) {
-            return Err(check);
-        }
         let (key, cost) = (*check.key(), check.cost());
         let mut ended = Ended::new();
         let (answer, next) = shard.spend(caller, check, lease.time, &self.asks, &mut ended);
@@ -142,12 +143,19 @@ impl<S: Store> Inner<S> {
     }
 
     fn ask(self: &Arc<Self>, asked: Asked, policies: &Policies, ask: Ask) {
+        let under_way = self.is_shut_down.subscribe();
+        if *under_way.borrow() {
+            return;
+        }
         let check = Check::up_to(asked.key, policies, ask.size(self.instances()));
         let (inner, queue) = (Arc::downgrade(self), self.queue().clone());
-        self.queue().put(PendingOp::of_check(check).then(move |answer| match (inner.upgrade(), answer) {
-            (Some(inner), answer) => inner.answered(asked, answer),
-            (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund(instant())),
-            (None, _) => {}
+        self.queue().put(PendingOp::of_check(check).then(move |answer| {
+            match (inner.upgrade(), answer) {
+                (Some(inner), answer) => inner.answered(asked, answer),
+                (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund(instant())),
+                (None, _) => {}
+            }
+            drop(under_way);
         }));
     }
 
@@ -167,12 +175,7 @@ impl<S: Store> Inner<S> {
         let now = instant();
         let pause_until = if little { now + asked.lease / 4 } else { now };
         let watch = Watch::new(self, asked, block.as_ref().map_or([pause_until; 2], Block::looks));
-        let ended = self
-            .shards
-            .of(&asked.key)
-            .0
-            .answered(&asked, block, remaining, pause_until, || self.is_shut_down.load(Relaxed));
-        self.end(ended);
+        self.end(self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until));
         match Handle::try_current() {
             Ok(runtime) => drop(runtime.spawn(watch.run())),
             // Nobody would refund what is left of it.
@@ -210,9 +213,12 @@ impl<S: Store> Inner<S> {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 
-    /// Refunds what is left of all blocks, and asks for no other.
+    /// Refunds what is left of all blocks, also of those that are asked for just then, and asks for no other.
     pub(super) async fn shut_down(&self) {
-        self.is_shut_down.store(true, Relaxed);
+        self.is_shut_down.send_replace(true);
+        // An answer may be left of a runtime that has ended.
+        self.queue().wake();
+        let _ = timeout(PATIENCE, self.is_shut_down.closed()).await;
         let refunds: Vec<_> = self.drain().into_iter().filter_map(|block| self.ended(block)).collect();
         let asked: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
         for refund in asked {
@@ -291,21 +297,14 @@ impl Shard {
 
     /// Adds a block, if it is the one that the caller has asked for. Returns those that are not kept: without it, it was
     /// late.
-    fn answered(
-        &self,
-        asked: &Asked,
-        block: Option<Block>,
-        remaining: u32,
-        pause_until: Instant,
-        is_shut_down: impl Fn() -> bool,
-    ) -> Ended {
+    fn answered(&self, asked: &Asked, block: Option<Block>, remaining: u32, pause_until: Instant) -> Ended {
         let mut ended = Ended::new();
         // Of a caller that was reset since there is nothing to refund, and nothing to spend.
         if let Some(caller) = lock(&self.callers).get_mut(&asked.caller)
             && caller.answered(asked.number, remaining, pause_until)
             && let Some(block) = block
         {
-            if block.is_dead(instant()) || is_shut_down() {
+            if block.is_dead(instant()) {
                 ended.push(block);
             } else {
                 caller.add(block, &mut ended);

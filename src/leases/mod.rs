@@ -81,7 +81,11 @@ impl<S: Store> Leased<S> {
     }
 
     /// Refunds what is left of all blocks, and charges none from here on: for the end of a process, before its runtime
-    /// ends. The store still decides.
+    /// ends. It waits for blocks that the store is just charging, for a second at most. The store still decides.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
     pub async fn shutdown(&self) {
         self.inner.shut_down().await;
     }

@@ -315,6 +315,17 @@ async fn late_asks_are_not_refunded() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn shutdown_waits_a_second_at_most() {
+    let store = Leased::new(Stuck::default());
+    for _ in 0..40 {
+        drop(store.check(Check::take(ann(), &log(), 1)));
+    }
+    let start = instant();
+    store.shutdown().await;
+    assert_eq!((instant() - start).as_secs(), 1);
+}
+
 /// How much others find in a bucket that they empty.
 async fn rest(local: &LocalStore, policies: &Policies) -> u32 {
     local.check(Check::up_to(ann(), policies, u32::MAX)).await.unwrap().granted()
@@ -446,6 +457,7 @@ async fn blocks_told_after_the_end_are_refunded() {
         let kept = is_shut_down.then(|| store.clone());
         if is_shut_down {
             store.shutdown().await;
+            assert_eq!(left(&local, &policies).await, 10_000 - granted, "after {checks} checks");
         }
         drop(store);
         sleep(Duration::from_millis(20)).await;
