@@ -121,6 +121,10 @@ impl<S: Store> Store for Leased<S> {
         self.inner.store.is_authoritative(decision)
     }
 
+    fn leases(&self) -> bool {
+        true
+    }
+
     fn identity(&self) -> Option<usize> {
         self.inner.store.identity()
     }
