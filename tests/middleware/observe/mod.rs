@@ -221,13 +221,14 @@ async fn a_lease_for_nothing_is_reported_once() {
             let layer =
                 RateLimitLayer::new(Fallback::new(store.clone(), LocalStore::default()), Global, leased.clone());
             send(&limited(layer.observer(notes.clone())), request("alice")).await;
-            Limiter::new(store, leased.clone()).observer(notes.clone()).take(Key::GLOBAL, 1).await.unwrap();
+            let limiter = Limiter::new(store, leased.clone()).observer(notes.clone());
+            let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
         } else {
             let service = limited(RateLimitLayer::new(local.clone(), Global, leased.clone()).observer(notes.clone()));
             let limiter = Limiter::new(local, leased.clone()).observer(notes.clone());
             for _ in 0..3 {
                 send(&service, request("alice")).await;
-                limiter.take(Key::GLOBAL, 1).await.unwrap();
+                let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
             }
         }
         notes.take().into_iter().filter(|note| note.contains("leased")).collect::<Vec<_>>()
