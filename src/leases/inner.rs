@@ -58,6 +58,15 @@ pub(super) struct Asked {
     at: Instant,
 }
 
+/// A caller that may have a block.
+pub(super) struct Found<'a> {
+    lease: Lease,
+    shard: &'a Shard,
+    caller: Digest,
+    /// Whether it comes often, as far as that was counted.
+    is_hot: bool,
+}
+
 /// So many shards, and so many callers in each: beyond that, none is leased to.
 const SHARDS: usize = 64;
 const CALLERS: usize = 1_024;
@@ -83,24 +92,27 @@ impl<S: Store> Inner<S> {
         self.observer.get_or_init(|| Arc::clone(observer));
     }
 
+    /// Finds the caller of a check that a block may decide. Most callers neither have one nor come often, and this is all
+    /// that they cost.
+    #[inline]
+    pub(super) fn find(&self, check: &Check) -> Option<Found<'_>> {
+        let lease = check.policies().lease()?;
+        let (shard, caller) = self.shards.of(check.key());
+        let caller = caller.of_count(lease.id);
+        let is_alone = shard.len.load(Relaxed) == 0;
+        let is_hot = is_alone && is_spent(check) && self.hot.count(caller, lease.time);
+        (is_hot || !is_alone).then_some(Found { lease, shard, caller, is_hot })
+    }
+
     /// Decides by a block.
     ///
     /// # Errors
     ///
     /// With the same check, for the shared store.
-    #[inline]
-    pub(super) fn decide(self: &Arc<Self>, check: Check) -> Result<Decision, Check> {
-        match check.policies().lease() {
-            None => Err(check),
-            Some(lease) => self.decide_leased(check, lease),
-        }
-    }
-
-    fn decide_leased(self: &Arc<Self>, check: Check, lease: Lease) -> Result<Decision, Check> {
-        let (shard, caller) = self.shards.of(check.key());
-        let caller = caller.of_count(lease.id);
+    pub(super) fn decide(self: &Arc<Self>, check: Check, found: Found<'_>) -> Result<Decision, Check> {
+        let Found { lease, shard, caller, is_hot } = found;
         match check.mode() {
-            Mode::Take if check.cost() > 0 && check.id().is_none() && !check.reserves() => {}
+            _ if is_spent(&check) => {}
             Mode::Refund => {
                 shard.refunded(caller, check.cost());
                 return Err(check);
@@ -120,7 +132,7 @@ impl<S: Store> Inner<S> {
         let ask = match next {
             Next::Nothing => None,
             Next::Ask(ask) => Some(ask),
-            Next::Count if !self.hot.count(caller, lease.time) => return answer,
+            Next::Count if !is_hot && !self.hot.count(caller, lease.time) => return answer,
             Next::Count => shard.begin(caller, cost, lease.time, &self.asks),
         };
         if let Some(ask) = ask {
@@ -241,6 +253,11 @@ impl<S: Store> Inner<S> {
     }
 }
 
+/// Whether a block may be spent for this check.
+fn is_spent(check: &Check) -> bool {
+    check.mode() == Mode::Take && check.cost() > 0 && check.id().is_none() && !check.reserves()
+}
+
 /// Whether it is certain where this was charged: by Redis, or by a fallback that has noted it. What a fallback grants after its
 /// deadline may be charged in the primary store, or not: a refund there could be of what others were charged.
 fn is_known(decision: &Decision) -> bool {
@@ -269,9 +286,6 @@ impl Shard {
         asks: &AtomicU64,
         ended: &mut Ended,
     ) -> (Result<Decision, Check>, Next) {
-        if self.len.load(Relaxed) == 0 {
-            return (Err(check), Next::Count);
-        }
         let mut callers = lock(&self.callers);
         let Some(known) = callers.get_mut(&caller) else { return (Err(check), Next::Count) };
         let answer = known.spend(check, &instant, ended);
@@ -326,9 +340,7 @@ impl Shard {
 
     /// Notes that so much of what a caller has spent is refunded.
     fn refunded(&self, caller: Digest, cost: u32) {
-        if self.len.load(Relaxed) > 0
-            && let Some(caller) = lock(&self.callers).get_mut(&caller)
-        {
+        if let Some(caller) = lock(&self.callers).get_mut(&caller) {
             caller.refunded(cost);
         }
     }

@@ -95,7 +95,8 @@ impl<S: Store> Store for Leased<S> {
     type Future = S::Future;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        match self.inner.decide(check) {
+        let Some(found) = self.inner.find(&check) else { return self.inner.store.check(check) };
+        match self.inner.decide(check, found) {
             Ok(decision) => Answer::ready(Ok(decision)),
             Err(check) => self.inner.store.check(check),
         }
