@@ -7,12 +7,13 @@ use tokio::time::Instant;
 
 use super::{MissingKey, Question};
 use crate::error::StoreError;
-use crate::limit::{Decision, Key};
-use crate::observe::mistakes::COUNTED_TWICE;
+use crate::limit::{Decision, Key, Policies};
+use crate::observe::mistakes::{COUNTED_TWICE, NOT_LEASED};
 use crate::observe::{Observer, event, or_log};
+use crate::store::Store;
 use crate::util::{instant, lock};
 
-/// Notifies a layer's observer, or logs what needs attention if it has none. Clones are of the same layer.
+/// Notifies the observer of a layer, or of a limiter, or logs what needs attention if it has none. Clones are of the same one.
 #[derive(Clone, Default)]
 pub(crate) struct Notifier {
     observer: Option<Arc<dyn Observer>>,
@@ -25,6 +26,8 @@ struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
     /// Whether it was reported that requests are counted twice: only once, since that may be intended.
     reported_twice: AtomicBool,
+    /// The same of policies that are leased for nothing: a deploy may begin with them.
+    reported_unleased: AtomicBool,
 }
 
 const PAUSE: Duration = Duration::from_secs(60);
@@ -90,6 +93,19 @@ impl Notifier {
             self.report(&format!(
                 "a request is counted twice by the policy {name:?}: a layer is there twice, or two layers share it; \
                  add the layer once, or give each layer policies with names of its own{COUNTED_TWICE}"
+            ));
+        }
+    }
+
+    /// Reports, once, policies that are leased over a store that leases nothing.
+    #[inline]
+    pub(crate) fn unless_leased(&self, policies: &Policies, store: &impl Store) {
+        if policies.lease().is_some() && !store.leases() && !self.misconfiguration.reported_unleased.swap(true, Relaxed)
+        {
+            let name = policies[0].name();
+            self.report(&format!(
+                "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \
+                 `Leased`, or leave the lease out of the policy{NOT_LEASED}"
             ));
         }
     }

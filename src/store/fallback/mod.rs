@@ -235,6 +235,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
     }
 
+    fn leases(&self) -> bool {
+        self.partitions[0].primary.leases()
+    }
+
     fn identity(&self) -> Option<usize> {
         self.partitions[0].primary.identity()
     }
