@@ -68,7 +68,7 @@ local function meter()
   -- In how long so many ticks have drained.
   local function drains_in(policy, now, ticks, at)
     local count = (ticks + -ticks % policy.ticks) / policy.ticks
-    if policy.period > 0 then
+    if policy.period > 0 and count > 0 then
       return at + count * policy.period - now
     end
     return count
@@ -96,13 +96,6 @@ local function meter()
     return div_ceil(ticks, policy.interval), max(0, level - ticks), at
   end
 
-  local function reset(policy, now, level, at)
-    if level == 0 then
-      return 0
-    end
-    return drains_in(policy, now, level, at)
-  end
-
   local function save(policy, key, now, stop, cost, level, at)
     local expires, text = lasting(policy.expires, stop, 1)
     write(key, encode(METER, at, level, policy.interval, expires), text)
@@ -115,7 +108,7 @@ local function meter()
     wait = wait,
     charge = charge,
     refund = refund,
-    reset = reset,
+    reset = drains_in,
     save = save,
   }
 end

@@ -76,7 +76,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
     }
 
     fn reset_after(params: &Params, now: i64, [level, at, _]: Registers) -> i64 {
-        if level == 0 { 0 } else { Self::drains_in(params, now, level, at) }
+        Self::drains_in(params, now, level, at)
     }
 
     fn save(&mut self, params: &Params, _now: i64, _cost: i64, [level, at, _]: Registers) {
@@ -116,7 +116,7 @@ impl<const LETTER: char> Meter<LETTER> {
     /// In how long so many ticks have drained.
     fn drains_in(params: &Params, now: i64, ticks: i64, at: i64) -> i64 {
         let times = div_ceil(ticks, params.ticks);
-        if Self::in_batches(params) { at + times * params.period - now } else { times }
+        if Self::in_batches(params) && times > 0 { at + times * params.period - now } else { times }
     }
 
     /// How many times ticks have drained since a charge, which alone is certain to have been there all the time: what was
