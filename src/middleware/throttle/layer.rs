@@ -72,6 +72,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// one service; after three in a row all waiters pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, it continues at this instance's share.
 ///
 /// `poll_ready` has to be called within a tokio runtime.
+#[derive(Clone)]
 pub struct ThrottleLayer<W = Forever> {
     settings: Settings,
     waits: PhantomData<W>,
@@ -158,12 +159,6 @@ impl<T, W> Layer<T> for ThrottleLayer<W> {
 
     fn layer(&self, inner: T) -> Throttle<T, W> {
         Throttle::new(inner, Arc::new(self.settings.clone()))
-    }
-}
-
-impl<W> Clone for ThrottleLayer<W> {
-    fn clone(&self) -> Self {
-        Self { settings: self.settings.clone(), waits: PhantomData }
     }
 }
 
