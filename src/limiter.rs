@@ -1,3 +1,4 @@
+use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Deref;
 use std::sync::Arc;
@@ -34,7 +35,7 @@ use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Limiter<S> {
     store: S,
     policies: Policies,
@@ -212,5 +213,11 @@ impl<S: Store> Limiter<S> {
             lease.leave_counted();
         }
         Ok(decision)
+    }
+}
+
+impl<S: fmt::Debug> fmt::Debug for Limiter<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Limiter").field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
     }
 }

@@ -125,9 +125,3 @@ impl Misconfiguration {
         due
     }
 }
-
-impl fmt::Debug for Notifier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Notifier").finish_non_exhaustive()
-    }
-}
