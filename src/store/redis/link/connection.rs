@@ -2,11 +2,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, timeout};
 
+use super::driven::Driven;
 use super::errors::error_of;
 use crate::error::StoreError;
 use crate::store::redis::script::Script;
@@ -15,7 +15,7 @@ use crate::util::instant;
 /// A new connection.
 #[derive(Debug)]
 pub(crate) struct Link {
-    pub(crate) inner: MultiplexedConnection,
+    pub(crate) inner: Driven,
     /// For how long its server is the one to ask. None for as long as it answers.
     pub(crate) epoch: Option<Epoch>,
 }
@@ -152,7 +152,7 @@ impl Connection {
                     }
                     pipeline.add_command(command(call));
                 }
-                let replies = self.link.inner.send_packed_commands(&pipeline, 0, pipeline.len()).await;
+                let replies = self.link.inner.send_packed_commands(&pipeline).await;
                 replies.map(SmallVec::<[Value; 1]>::from_vec)
             }
         };

@@ -1,17 +1,21 @@
 //! Makes a connection to one server, and says why it cannot be made: of two ends of which only one speaks TLS, neither tells
 //! the other so.
 
+use std::future::Ready;
+use std::io;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use futures_util::future::select_ok;
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
-use redis::io::tcp::socket2::TcpKeepalive;
+use redis::io::tcp::socket2::{SockRef, TcpKeepalive};
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::driven::Driven;
 use super::errors::error_of_greeting;
 use super::names::{self, Host};
 use crate::error::{ErrorKind, StoreError};
@@ -37,7 +41,7 @@ impl Dialer {
     }
 
     /// A new connection to a server.
-    pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
+    pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let connection = match self.connected.load(Relaxed) {
             true => self.open(server).await.map_err(|error| error_of_greeting(&error, server)),
             false => self.open_first(server).await,
@@ -46,12 +50,21 @@ impl Dialer {
         connection.map_err(|error| error.at(server.addr()))
     }
 
-    async fn open(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, RedisError> {
+    async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
         // Redis-rs has times of its own.
         let mut config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.timeout))
             .set_response_timeout(Some(self.timeout.saturating_mul(2)));
-        if let ConnectionAddr::Tcp(host, _) | ConnectionAddr::TcpTls { host, .. } = server.addr() {
+        if let ConnectionAddr::Tcp(host, port) = server.addr() {
+            let opening = async {
+                let stream = connect(host, *port, server.tcp_settings()).await?;
+                MultiplexedConnection::new_with_config(server.redis_settings(), stream, config).await
+            };
+            let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
+            let (connection, driver) = timeout(self.timeout, opening).await.unwrap_or_else(late)?;
+            return Ok(Driven::new(connection, Some(driver)));
+        }
+        if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
             config = config.set_dns_resolver(Host(host.clone()));
         }
         // Redis-rs takes the host for the name. Its addresses are found apart.
@@ -59,12 +72,13 @@ impl Dialer {
             (Some(name), ConnectionAddr::TcpTls { port, .. }) => with_address(server, name, *port),
             _ => server.clone(),
         };
-        Client::open(named)?.get_multiplexed_async_connection_with_config(&config).await
+        let connection = Client::open(named)?.get_multiplexed_async_connection_with_config(&config).await?;
+        Ok(Driven::new(connection, None::<Ready<()>>))
     }
 
     /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
     /// connection without it.
-    async fn open_first(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
+    async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let mut opening = pin!(self.open(server));
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {
@@ -111,6 +125,20 @@ impl Dialer {
         };
         matches!(timeout(self.timeout / 4, asking).await, Ok(Some(reply)) if expected(reply))
     }
+}
+
+/// A stream to a host without TLS, as redis-rs would open one.
+async fn connect(host: &str, port: u16, settings: &TcpSettings) -> io::Result<TcpStream> {
+    let addresses = names::addresses(host, port).await?;
+    let (stream, _) = select_ok(addresses.into_iter().map(|address| Box::pin(TcpStream::connect(address)))).await?;
+    stream.set_nodelay(settings.nodelay())?;
+    let socket = SockRef::from(&stream);
+    if let Some(keepalive) = settings.keepalive() {
+        socket.set_tcp_keepalive(keepalive)?;
+    }
+    #[cfg(any(target_os = "android", target_os = "fuchsia", target_os = "linux"))]
+    socket.set_tcp_user_timeout(settings.user_timeout())?;
+    Ok(stream)
 }
 
 /// How to reach a server as another one, but at this address.
