@@ -13,7 +13,6 @@ use crate::store::redis::script::Script;
 use crate::util::instant;
 
 /// A new connection.
-#[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) inner: Driven,
     /// For how long its server is the one to ask. None for as long as it answers.
@@ -32,7 +31,6 @@ pub(crate) struct Epoch {
 pub(crate) type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 
 /// A connection that knows whether the last use of it failed.
-#[derive(Debug)]
 pub(crate) struct Connection {
     link: Link,
     pub(super) broken: bool,
@@ -54,9 +52,10 @@ impl Connection {
         Self { link, broken: false, proven: false, failure: None, used: instant(), patience }
     }
 
-    /// Whether its server is not the one to ask any more.
-    pub(super) fn is_over(&self) -> bool {
-        self.link.epoch.as_ref().is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
+    /// Whether its server has closed it, or is not the one to ask any more.
+    pub(super) fn is_over(&mut self) -> bool {
+        self.link.inner.is_lost()
+            || self.link.epoch.as_ref().is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
     }
 
     pub(super) fn has_rested(&self) -> bool {

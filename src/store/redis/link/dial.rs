@@ -1,13 +1,13 @@
 //! Makes a connection to one server, and says why it cannot be made: of two ends of which only one speaks TLS, neither tells
 //! the other so.
 
-use std::future::Ready;
 use std::io;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
-use futures_util::future::select_ok;
+use futures_util::FutureExt;
+use futures_util::future::{Fuse, select_ok};
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
 use redis::io::tcp::socket2::{SockRef, TcpKeepalive};
@@ -51,18 +51,13 @@ impl Dialer {
     }
 
     async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
-        // Redis-rs has times of its own.
-        let mut config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(self.timeout))
-            .set_response_timeout(Some(self.timeout.saturating_mul(2)));
+        // Redis-rs has times of its own. Whoever dials or asks has one too.
+        let mut config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
         if let ConnectionAddr::Tcp(host, port) = server.addr() {
-            let opening = async {
-                let stream = connect(host, *port, server.tcp_settings()).await?;
-                MultiplexedConnection::new_with_config(server.redis_settings(), stream, config).await
-            };
-            let late = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
-            let (connection, driver) = timeout(self.timeout, opening).await.unwrap_or_else(late)?;
-            return Ok(Driven::new(connection, Some(driver)));
+            let stream = connect(host, *port, server.tcp_settings()).await?;
+            let opening = MultiplexedConnection::new_with_config(server.redis_settings(), stream, config);
+            let (connection, driver) = opening.await?;
+            return Ok(Driven { connection, driver: driver.boxed().fuse() });
         }
         if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
             config = config.set_dns_resolver(Host(host.clone()));
@@ -73,7 +68,7 @@ impl Dialer {
             _ => server.clone(),
         };
         let connection = Client::open(named)?.get_multiplexed_async_connection_with_config(&config).await?;
-        Ok(Driven::new(connection, None::<Ready<()>>))
+        Ok(Driven { connection, driver: Fuse::terminated() })
     }
 
     /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a

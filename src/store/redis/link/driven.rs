@@ -1,116 +1,64 @@
 //! A connection that the task that asks over it drives itself.
 //!
-//! Redis-rs has a task for each connection, which writes what is asked and hands on the reply. So a call takes two more
-//! turns of the runtime; and where more than three tasks in a row wake each other, tokio wakes another thread to take a
-//! part of the work. That takes longer than the work, where one request comes at a time.
+//! Redis-rs would have a task for each connection, which writes what is asked and hands on the reply: two more turns of
+//! the runtime for a call. Where more than three tasks in a row wake each other, tokio also wakes another thread to take
+//! a part of the work, which takes longer than the work where one request comes at a time.
+//!
+//! So nobody reads while nobody asks: whoever is about to ask looks first whether the connection was lost meanwhile.
 
-use std::fmt;
 use std::future::poll_fn;
-use std::pin::{Pin, pin};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::task::{Context, Poll, Wake, Waker};
+use std::pin::pin;
+use std::task::{Context, Waker};
 
-use futures_util::task::AtomicWaker;
+use futures_util::FutureExt;
+use futures_util::future::{BoxFuture, Fuse, FusedFuture};
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, Value};
+use tokio::task::unconstrained;
 
-/// A connection, with what reads and writes it.
+/// What reads and writes a connection, until that is lost.
+pub(super) type Driver = Fuse<BoxFuture<'static, ()>>;
+
+/// A connection, with what reads and writes it; or nothing, where a task of redis-rs does.
 pub(crate) struct Driven {
-    connection: MultiplexedConnection,
-    driver: Driver,
-}
-
-/// What reads and writes a connection, while somebody asks.
-struct Driver {
-    /// None once the connection is lost, or where a task of redis-rs drives it.
-    future: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
-    asker: Arc<Asker>,
-    /// Wakes the asker.
-    waker: Waker,
-}
-
-/// The task that asks.
-#[derive(Default)]
-struct Asker {
-    task: AtomicWaker,
-    /// Whether it is being polled. What it then does wakes itself, as to ask wakes the driver: it goes round once more,
-    /// and the runtime need not know.
-    is_polled: AtomicBool,
-    is_woken: AtomicBool,
+    pub(super) connection: MultiplexedConnection,
+    pub(super) driver: Driver,
 }
 
 impl Driven {
-    /// A connection with its driver, if that is no task.
-    pub(super) fn new(
-        connection: MultiplexedConnection,
-        future: Option<impl Future<Output = ()> + Send + 'static>,
-    ) -> Self {
-        let asker = Arc::<Asker>::default();
-        let future = future.map(|future| Box::pin(future) as _);
-        let waker = Arc::clone(&asker).into();
-        Self { connection, driver: Driver { future, asker, waker } }
+    /// Whether it was lost while nobody asked, as far as this runtime has been told. Also takes the waker of who asked
+    /// last from the driver, so that it wakes nobody when it is asked.
+    pub(super) fn is_lost(&mut self) -> bool {
+        (&mut self.driver).now_or_never().is_some()
     }
 
     /// As redis-rs calls it.
     pub(crate) async fn send_packed_command(&mut self, command: &Cmd) -> Result<Value, RedisError> {
-        self.driver.drive(self.connection.send_packed_command(command)).await
+        drive(&mut self.driver, self.connection.send_packed_command(command)).await
     }
 
     /// The replies to all commands of a pipeline.
     pub(crate) async fn send_packed_commands(&mut self, pipeline: &Pipeline) -> Result<Vec<Value>, RedisError> {
-        self.driver.drive(self.connection.send_packed_commands(pipeline, 0, pipeline.len())).await
+        drive(&mut self.driver, self.connection.send_packed_commands(pipeline, 0, pipeline.len())).await
     }
 }
 
-impl fmt::Debug for Driven {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Driven").field(&self.connection).finish()
+/// Drives a connection until the answer is there.
+///
+/// To ask wakes the driver, and its answer wakes who asks. Both are this task, which runs just then: it would be
+/// scheduled once more. So neither gets to know its waker but the driver, for what comes from the server.
+async fn drive<T>(driver: &mut Driver, asking: impl Future<Output = T>) -> T {
+    // Tokio would interrupt what has no waker, and not go on with it.
+    let mut asking = pin!(unconstrained(asking));
+    if let Some(answer) = asking.as_mut().now_or_never() {
+        return answer;
     }
-}
-
-impl Driver {
-    /// Drives the connection until the answer is there.
-    async fn drive<T>(&mut self, asking: impl Future<Output = T>) -> T {
-        let mut asking = pin!(asking);
-        poll_fn(|cx| {
-            let Self { future, asker, waker } = self;
-            asker.task.register(cx.waker());
-            asker.is_polled.store(true, SeqCst);
-            let own = &mut Context::from_waker(waker);
-            let polled = loop {
-                asker.is_woken.store(false, SeqCst);
-                if let answer @ Poll::Ready(_) = asking.as_mut().poll(own) {
-                    break answer;
-                }
-                if future.as_mut().is_some_and(|driver| driver.as_mut().poll(own).is_ready()) {
-                    // What is asked learns of it by this.
-                    *future = None;
-                } else if !asker.is_woken.load(SeqCst) {
-                    break Poll::Pending;
-                }
-            };
-            asker.is_polled.store(false, SeqCst);
-            if polled.is_pending() && asker.is_woken.load(SeqCst) {
-                cx.waker().wake_by_ref();
-            }
-            polled
-        })
-        .await
-    }
-}
-
-impl Wake for Asker {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        self.is_woken.store(true, SeqCst);
-        if !self.is_polled.load(SeqCst) {
-            self.task.wake();
-        }
-    }
+    poll_fn(|cx| {
+        let _ = driver.poll_unpin(cx);
+        let waker = if driver.is_terminated() { cx.waker() } else { Waker::noop() };
+        asking.as_mut().poll(&mut Context::from_waker(waker))
+    })
+    .await
 }
 
 #[cfg(test)]
@@ -119,7 +67,7 @@ mod tests {
 
     use super::*;
 
-    /// Whether it comes before, while or after the task is polled.
+    /// Whether it comes before, while or after the task is polled, and however long that goes on.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn no_wake_is_lost() {
         let (sender, mut asked) = mpsc::unbounded_channel::<oneshot::Sender<u32>>();
@@ -130,22 +78,27 @@ mod tests {
                 answer.send(7).unwrap();
             }
         });
-        let future: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
-            while let Some(answer) = asked.recv().await {
+        let driver = async move {
+            for i in 0.. {
+                let Some(answer) = asked.recv().await else { return };
                 let (ask, told) = oneshot::channel();
-                echo.send(ask).unwrap();
+                // At once for many times, as if tokio need not run anything else.
+                if i % 1_000 < 500 {
+                    ask.send(7).unwrap()
+                } else {
+                    echo.send(ask).unwrap()
+                }
                 answer.send(told.await.unwrap()).unwrap();
             }
-        });
-        let asker = Arc::<Asker>::default();
-        let mut driver = Driver { future: Some(future), waker: Arc::clone(&asker).into(), asker };
+        };
+        let mut driver = driver.boxed().fuse();
         for _ in 0..10_000 {
             let ask = async {
                 let (answer, told) = oneshot::channel();
                 sender.send(answer).unwrap();
                 told.await
             };
-            assert_eq!(driver.drive(ask).await, Ok(7));
+            assert_eq!(drive(&mut driver, ask).await, Ok(7));
         }
     }
 }
