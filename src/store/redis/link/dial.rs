@@ -176,6 +176,16 @@ mod tests {
         assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(default)));
     }
 
+    #[tokio::test]
+    async fn streams_have_their_settings() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let stream = connect("127.0.0.1", port, &tcp_settings(&TcpSettings::default())).await.unwrap();
+        let socket = SockRef::from(&stream);
+        assert!(stream.nodelay().unwrap() && socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), KEEP_ALIVE);
+    }
+
     #[test]
     fn tcp_settings_of_the_application_stay() {
         let keepalive = TcpKeepalive::new().with_time(Duration::from_secs(7));
