@@ -1,6 +1,6 @@
-//! `cargo bench --bench allocations`
+//! `cargo bench -p benches --bench allocations`
 //!
-//! How many times a request allocates, in every case of `cargo bench --bench load`, with all that it makes the client of
+//! How many times a request allocates, in every case of `cargo bench -p benches --bench load`, with all that it makes the client of
 //! Redis do. `-- TEXT...` counts only the cases whose name has one of the texts.
 
 #![allow(missing_docs, clippy::unwrap_used, reason = "a benchmark fails by panicking")]

@@ -1,4 +1,4 @@
-//! `cargo bench --bench cluster_sizes`
+//! `cargo bench -p benches --bench cluster_sizes`
 //!
 //! A Redis Cluster as large as one likes, on paper: instances and masters are simulated, without a network, and each
 //! run gives the same figures. Prints the tables of `docs/running.md`: what is sent, and how often the map of slots is

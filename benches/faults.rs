@@ -1,4 +1,4 @@
-//! `cargo bench --bench faults`
+//! `cargo bench -p benches --bench faults`
 //!
 //! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints
 //! them as tables. `-- server` has only the first of them, `-- leased` the same of callers that are leased to, and

@@ -1,4 +1,4 @@
-//! `cargo bench --bench growth`
+//! `cargo bench -p benches --bench growth`
 //!
 //! How decisions per second, and what one takes of Redis and of the client, change as something grows: the callers whom
 //! Redis holds, the instances of a service, the requests at a time, and the masters of a cluster. All of them share the

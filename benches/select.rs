@@ -1,4 +1,4 @@
-//! `cargo bench --bench select`
+//! `cargo bench -p benches --bench select`
 //!
 //! What it costs to find the policies of a request: whole requests through a layer with a `LocalStore`, under policies that
 //! are always the same and under those that each selector finds; and the selectors alone.

@@ -1,4 +1,4 @@
-//! `cargo bench --bench server`
+//! `cargo bench -p benches --bench server`
 //!
 //! What every strategy costs Redis, beside the two classic scripts, in one run: server time per check in batches of 32
 //! (`usec_per_call` of the script call over its checks), and memory per key.

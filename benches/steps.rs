@@ -1,4 +1,4 @@
-//! `cargo bench --bench steps`
+//! `cargo bench -p benches --bench steps`
 //!
 //! The pure step of each strategy, without a store: one check decided on one state, granted and denied.
 

@@ -31,7 +31,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let layer = RateLimitLayer::new(store, PeerIp, policy).observer(Log);
     let app = Router::new().route("/", get(|| async { "Hello!\n" })).layer(layer);
 
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+    let listener =
+        tokio::net::TcpListener::bind(("127.0.0.1", port)).await.map_err(|error| format!("PORT {port}: {error}"))?;
     println!("{quota} per address, {counted}. Try: curl -i localhost:{}/", listener.local_addr()?.port());
     axum::serve(listener, app.into_make_service_with_connect_info::<SocketAddr>()).await?;
     Ok(())

@@ -1,23 +1,63 @@
--- The meter: what the leaky bucket and GCRA share, which say the same in two ways; the twin of
+-- The meter: what the leaky bucket, GCRA and the token bucket share, which say the same in three ways; the twin of
 -- src/limit/strategy/meter.rs.
 --
--- Stored: when the meter was filled last, its level then in ticks, and how many ticks made a unit of cost; when the key
+-- Stored: since when the meter drains, its level then in ticks, and how many ticks made a unit of cost; when the key
 -- expires, which the policy keeps from `load` to `save`.
--- Registers: the level at now, in ticks.
+-- Registers: the level at now, in ticks, and since when it drains.
 --
--- Uses decode, encode, max, METER and METER_LENGTH of call.lua; div_ceil, lasting, refill_functions and write of prelude.lua.
+-- Uses decode, encode, ceil, floor, max, min, METER and METER_LENGTH of call.lua; div_ceil, lasting and write of prelude.lua.
 
 local function meter()
-  local refilling, drained, kept = refill_functions()
+  -- `interval` ticks make a unit of cost. `ticks` drain in every microsecond if `period` is 0; else they do so at once, after
+  -- every period.
+  local function policy(capacity, interval, ticks, period)
+    local full = capacity * interval
+    return {
+      capacity = capacity,
+      interval = interval,
+      ticks = ticks,
+      period = period,
+      full = full,
+      -- Microseconds, or periods, that no debt reaches.
+      furthest = floor(2 * full / ticks) + 1,
+    }
+  end
 
   local function load(policy, key, now, value)
     if not value or #value ~= METER_LENGTH then
       policy.expires = nil
-      return 0
+      return 0, now
     end
     local at, level, interval
     at, level, interval, policy.expires = decode(METER, value)
-    return drained(policy, now, at, level, interval)
+    local period, elapsed, future = policy.period, now - at
+    if elapsed < 0 then
+      at, elapsed, future = now, 0, true
+    elseif period == 0 and elapsed >= policy.furthest then
+      return 0, now
+    end
+    -- If another quota counted them, as many units are owed: 2.5 units of 100 ticks each are 2.5 units of 7 ticks, rounded up
+    -- to 18.
+    if interval ~= policy.interval then
+      interval = max(1, interval)
+      local rest = level % interval
+      local units = min((level - rest) / interval, 2 * policy.capacity)
+      level = units * policy.interval + ceil(rest / interval * policy.interval)
+    end
+    local most = 2 * policy.full
+    if level > most then
+      level = most
+    end
+    if period == 0 then
+      level, at = level - elapsed * policy.ticks, now
+    else
+      local periods = min(floor(elapsed / period), div_ceil(level, policy.ticks))
+      level, at = level - periods * policy.ticks, at + periods * period
+    end
+    if level <= 0 then
+      return 0, now, nil, future
+    end
+    return level, at, nil, future
   end
 
   local function room(policy, now, level)
@@ -25,37 +65,50 @@ local function meter()
     return (left - left % interval) / interval
   end
 
-  local function wait(policy, key, now, cost, level)
-    return div_ceil(level + cost * policy.interval - policy.full, policy.ticks)
+  -- In how long so many ticks have drained.
+  local function drains_in(policy, now, ticks, at)
+    local count = (ticks + -ticks % policy.ticks) / policy.ticks
+    if policy.period > 0 and count > 0 then
+      return at + count * policy.period - now
+    end
+    return count
   end
 
-  local function charge(policy, key, now, cost, level)
-    return level + cost * policy.interval
+  local function wait(policy, key, now, cost, level, at)
+    return drains_in(policy, now, level + cost * policy.interval - policy.full, at)
   end
 
-  local function refund(policy, key, now, cost, of, level)
-    local ticks = kept(policy, cost, of)
-    return div_ceil(ticks, policy.interval), max(0, level - ticks)
+  local function charge(policy, key, now, cost, level, at)
+    return level + cost * policy.interval, at
   end
 
-  local function reset(policy, now, level)
-    local ticks = policy.ticks
-    return (level + -level % ticks) / ticks
+  -- What is left of the charge; its Rust half explains it.
+  local function refund(policy, key, now, cost, of, level, at)
+    local period, most = policy.period, 2 * policy.capacity
+    local times = min(of.age, policy.furthest)
+    if period > 0 then
+      local due = min(of.reset, policy.furthest * period)
+      local still = floor((now + max(0, due - of.age) - at + floor(period / 2)) / period)
+      times = max(0, min(div_ceil(due, period) - still, policy.furthest))
+    end
+    local left = min(of.cost, most) * policy.interval - times * policy.ticks
+    local ticks = max(0, min(left, min(cost, most) * policy.interval))
+    return div_ceil(ticks, policy.interval), max(0, level - ticks), at
   end
 
-  local function save(policy, key, now, at, cost, level)
-    local expires, text = lasting(policy.expires, at, 1)
-    write(key, encode(METER, now, level, policy.interval, expires), text)
+  local function save(policy, key, now, stop, cost, level, at)
+    local expires, text = lasting(policy.expires, stop, 1)
+    write(key, encode(METER, at, level, policy.interval, expires), text)
   end
 
   return {
-    policy = refilling,
+    policy = policy,
     load = load,
     room = room,
     wait = wait,
     charge = charge,
     refund = refund,
-    reset = reset,
+    reset = drains_in,
     save = save,
   }
 end

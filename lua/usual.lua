@@ -1,18 +1,20 @@
--- What is asked most: takes without an id under one policy, a leaky bucket or GCRA. They are decided just as check.lua and
--- meter.lua decide them, which explain it, but in one go: to make functions anew for each call and to call them for each
--- check would take as long as all the rest.
+-- What is asked most: takes without an id under one policy, a meter that drains in every microsecond. They are decided just as
+-- check.lua and meter.lua decide them, which explain it, but in one go: to make functions anew for each call and to call them
+-- for each check would take as long as all the rest.
 --
 -- Uses all of call.lua, and the numbers of modes and strategies.
 
 -- All states are read at once: under one plan no key comes twice.
-local usual = plan_count == 1 and #KEYS <= MOST
+local usual, zero = plan_count == 1 and #KEYS <= MOST, '\0\0\0\0\0\0\0'
 for i = 2, 1 + policy_count do
   local strategy = byte(ARGV[i])
-  usual = usual and (strategy == gcra or strategy == leaky_bucket)
+  -- A token bucket has no period then.
+  local is_greedy = strategy == token_bucket and sub(ARGV[i], 23) == zero
+  usual = usual and (strategy == gcra or strategy == leaky_bucket or is_greedy)
 end
 for i = 2 + policy_count, 1 + policy_count + plan_count do
   local text = ARGV[i]
-  usual = usual and byte(text) == TAKE and #text == PLAN_LENGTH + NUMBER_LENGTH and sub(text, 6, PLAN_LENGTH) == '\0\0\0\0\0\0\0'
+  usual = usual and byte(text) == TAKE and #text == PLAN_LENGTH + NUMBER_LENGTH and sub(text, 6, PLAN_LENGTH) == zero
 end
 local values = usual and redis_pcall('MGET', unpack(KEYS))
 usual = usual and not values.err

@@ -44,6 +44,7 @@ pub mod peers {}
 ///
 /// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
 /// [keys]: crate::guide::keys
+/// [leases]: crate::guide::leases
 /// [runbook]: crate::guide::runbook
 /// [running]: crate::guide::running
 /// [servers]: crate::guide::servers
@@ -111,6 +112,7 @@ pub mod answers {}
 
 /// Quota that is charged ahead and spent in memory.
 ///
+/// [pitfalls]: crate::guide::pitfalls#not-leased
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/leases.md")]
 pub mod leases {}

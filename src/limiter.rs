@@ -1,9 +1,11 @@
+use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::error::StoreError;
+use crate::gate::Notifier;
 use crate::in_flight::InFlightTracker;
 use crate::limit::{Check, Decision, Key, Policies, RateLimited};
 use crate::observe::Observer;
@@ -33,13 +35,14 @@ use crate::wait_queues::{Bounds, Spent, WaitQueues, WaitRequest};
 /// # Ok(())
 /// # }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Limiter<S> {
     store: S,
     policies: Policies,
     wait_queues: WaitQueues,
     /// The requests in flight of reservations, and what settles them.
     in_flight: InFlightTracker,
+    notifier: Notifier,
 }
 
 /// The [`Decision`] on what was asked for its effect: a charge, a refund or a reset. Unlike a decision, it need not be
@@ -60,18 +63,19 @@ impl<S: Store> Limiter<S> {
     pub fn new(store: S, policies: impl Into<Policies>) -> Self {
         let in_flight = InFlightTracker::new(&store, None);
         let wait_queues = WaitQueues::new(store.clone(), in_flight.clone(), Bounds::DEFAULT);
-        Self { store, policies: policies.into(), wait_queues, in_flight }
+        Self { store, policies: policies.into(), wait_queues, in_flight, notifier: Notifier::default() }
     }
 
     /// Sets the observer of the store, notified for example when a [`Fallback`](crate::Fallback) decides locally, if
-    /// the store has none yet; and of each [`Reservation`] that could not be settled. It is not notified of decisions,
-    /// which are returned. Defaults to [a log of what needs attention](Observer); `()` turns that off.
+    /// the store has none yet; of each [`Reservation`] that could not be settled; and of a policy that is leased for
+    /// nothing. It is not notified of decisions, which are returned. Defaults to [a log of what needs attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
         self.store.observe(&observer);
-        let in_flight = self.in_flight.observed(&self.store, observer);
-        Self { wait_queues: self.wait_queues.with_tracker(in_flight.clone()), in_flight, ..self }
+        let in_flight = self.in_flight.observed(&self.store, Arc::clone(&observer));
+        let wait_queues = self.wait_queues.with_tracker(in_flight.clone());
+        Self { wait_queues, in_flight, notifier: Notifier::new(observer), ..self }
     }
 
     /// Sets how many may [wait](Self::wait) in this process; one more is denied at once. Defaults to 10,000. Earlier
@@ -83,6 +87,7 @@ impl<S: Store> Limiter<S> {
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
     pub fn take(&self, key: Key, cost: u32) -> Answer<S::Future> {
+        self.notifier.unless_leased(&self.policies, &self.store);
         self.store.check(Check::take(key, &self.policies, cost))
     }
 
@@ -208,5 +213,11 @@ impl<S: Store> Limiter<S> {
             lease.leave_counted();
         }
         Ok(decision)
+    }
+}
+
+impl<S: fmt::Debug> fmt::Debug for Limiter<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Limiter").field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
     }
 }

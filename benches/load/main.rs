@@ -1,4 +1,4 @@
-//! `cargo bench --bench load`
+//! `cargo bench -p benches --bench load`
 //!
 //! Decisions per second through the whole middleware, beside what others do with the same Redis, in one run: rounds of
 //! all cases in turn, medians, ratios first. Client and server share the machine.

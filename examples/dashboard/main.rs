@@ -89,7 +89,8 @@ async fn main() -> Result<(), Box<dyn Error>> {
         .with_state(demo);
 
     let port: u16 = env::var("PORT").unwrap_or_else(|_| "3000".to_owned()).parse()?;
-    let listener = tokio::net::TcpListener::bind(("127.0.0.1", port)).await?;
+    let listener =
+        tokio::net::TcpListener::bind(("127.0.0.1", port)).await.map_err(|error| format!("PORT {port}: {error}"))?;
     println!("Open http://localhost:{}/ and kill Redis. Ctrl-C ends it.", listener.local_addr()?.port());
     let mut terminated = tokio::signal::unix::signal(SignalKind::terminate())?;
     tokio::select! {

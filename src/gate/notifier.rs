@@ -7,12 +7,13 @@ use tokio::time::Instant;
 
 use super::{MissingKey, Question};
 use crate::error::StoreError;
-use crate::limit::{Decision, Key};
-use crate::observe::mistakes::COUNTED_TWICE;
+use crate::limit::{Decision, Key, Policies};
+use crate::observe::mistakes::{COUNTED_TWICE, NOT_LEASED};
 use crate::observe::{Observer, event, or_log};
+use crate::store::Store;
 use crate::util::{instant, lock};
 
-/// Notifies a layer's observer, or logs what needs attention if it has none. Clones are of the same layer.
+/// Notifies the observer of a layer, or of a limiter, or logs what needs attention if it has none. Clones are of the same one.
 #[derive(Clone, Default)]
 pub(crate) struct Notifier {
     observer: Option<Arc<dyn Observer>>,
@@ -25,6 +26,8 @@ struct Misconfiguration {
     reported: Mutex<Option<Instant>>,
     /// Whether it was reported that requests are counted twice: only once, since that may be intended.
     reported_twice: AtomicBool,
+    /// The same of policies that are leased for nothing: a deploy may begin with them.
+    reported_unleased: AtomicBool,
 }
 
 const PAUSE: Duration = Duration::from_secs(60);
@@ -94,6 +97,19 @@ impl Notifier {
         }
     }
 
+    /// Reports, once, policies that are leased over a store that leases nothing.
+    #[inline]
+    pub(crate) fn unless_leased(&self, policies: &Policies, store: &impl Store) {
+        if policies.lease().is_some() && !store.leases() && !self.misconfiguration.reported_unleased.swap(true, Relaxed)
+        {
+            let name = policies[0].name();
+            self.report(&format!(
+                "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \
+                 `Leased`, or leave the lease out of the policy{NOT_LEASED}"
+            ));
+        }
+    }
+
     fn report(&self, problem: &str) {
         or_log(self.observer.as_ref()).misconfigured(&event::Misconfigured::new(problem));
     }
@@ -107,11 +123,5 @@ impl Misconfiguration {
             *last = Some(now);
         }
         due
-    }
-}
-
-impl fmt::Debug for Notifier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Notifier").finish_non_exhaustive()
     }
 }

@@ -9,7 +9,6 @@ use crate::refunds::Reserved;
 use crate::util::instant;
 
 /// The check of a request, and what the request holds from then on.
-#[derive(Debug)]
 pub(crate) struct Question {
     key: Key,
     cost: u32,

@@ -69,14 +69,13 @@ impl From<Duration> for Wait {
 }
 
 /// The requests of a layer that wait.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Waiting {
     max: Duration,
     queues: WaitQueues,
 }
 
 /// A request in its queue.
-#[derive(Debug)]
 pub(super) struct QueuedRequest {
     turn: Acquire,
     wanted: WaitRequest,

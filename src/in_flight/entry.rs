@@ -10,7 +10,6 @@ use super::pending_sync::{PendingSync, Seen};
 use crate::limit::{Order, Policies};
 
 /// What is known of the requests of one caller under one policy. Pure: the time is an argument.
-#[derive(Debug)]
 pub(super) struct Entry {
     /// Of one policy.
     policies: Policies,

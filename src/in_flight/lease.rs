@@ -1,4 +1,3 @@
-use std::fmt;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -102,14 +101,5 @@ impl Drop for Lease {
         if self.0.state == State::Held {
             self.each(|tracker, id, _, access| tracker.ended(id, access));
         }
-    }
-}
-
-impl fmt::Debug for Lease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lease")
-            .field("policies", &self.0.policies)
-            .field("state", &self.0.state)
-            .finish_non_exhaustive()
     }
 }

@@ -23,7 +23,6 @@ mod renewer;
 mod tests;
 
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -334,18 +333,5 @@ impl Tracker {
                 self.change(id, |_, _| ());
             }
         }
-    }
-}
-
-impl fmt::Debug for InFlightTracker {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let entries = self.0.tracker.get().map_or(0, |tracker| tracker.len.load(Ordering::Acquire));
-        f.debug_struct("InFlightTracker").field("entries", &entries).finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for StoreAccess {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StoreAccess").finish_non_exhaustive()
     }
 }

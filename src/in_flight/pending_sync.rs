@@ -8,7 +8,6 @@ use crate::limit::Order;
 ///
 /// Takes and releases that were not answered when it was sent may have come to the store before it or after it. A
 /// store that says when it decided shows of each which it was.
-#[derive(Debug)]
 pub(super) struct PendingSync {
     /// How many were held when it was sent.
     pub(super) held: u32,

@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use crate::limit::{Check, Decision, Key, Strategy};
+use crate::limit::{Check, Decision, Frees, Key, Policies, Strategy};
 use crate::refunds::PendingOp;
 
 /// What was charged ahead for one caller, and is spent in memory until it is too old.
@@ -84,10 +84,21 @@ impl Block {
     /// refunded later takes into account what flows back until then.
     pub(super) fn into_refund(self, now: Instant) -> PendingOp {
         let (key, policies) = (self.key, self.decision.policies().clone());
-        let flown = policies.flown_in(now.saturating_duration_since(self.asked_at));
+        let flown = flown_in(&policies, now.saturating_duration_since(self.asked_at));
         let decision = self.decision.of_charge(self.left.saturating_add(flown).min(self.charged));
         PendingOp::refund(key, &policies, move |now| {
             decision.refund(self.key, self.left, now.saturating_duration_since(self.asked_at)).next()
         })
     }
+}
+
+/// How much of a charge flows back at least in this time, whatever else is charged: nothing counts longer than a log or a
+/// window says.
+fn flown_in(policies: &Policies, time: Duration) -> u32 {
+    let flown = policies.iter().map(|policy| match policy.frees() {
+        Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
+        Frees::InBatches => policy.quota().units_in_periods(time).saturating_sub(policy.quota().limit()),
+        Frees::OneByOne | Frees::Fading | Frees::WithWindow | Frees::OnRelease => u32::MAX,
+    });
+    flown.min().unwrap_or(0)
 }

@@ -1,11 +1,11 @@
-use std::collections::HashMap;
-use std::hash::BuildHasherDefault;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::time::Instant;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
 
 use super::block::Block;
 use super::caller::{Ask, Caller, Ended, LEAST, fair};
@@ -15,7 +15,7 @@ use crate::error::StoreError;
 use crate::limit::{Check, Decision, Key, Lease, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
 use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{AsItIs, Digest, Shards, Share, Store};
+use crate::store::{Digest, Shards, Share, Store};
 use crate::util::{contain, instant, lock};
 
 /// The state of a [`Leased`](super::Leased), which its clones share.
@@ -29,12 +29,13 @@ pub(super) struct Inner<S: Store> {
     observer: OnceLock<Arc<dyn Observer>>,
     /// How many blocks were asked for.
     asks: AtomicU64,
-    is_shut_down: AtomicBool,
+    /// Whether no other block is asked for. Each ask that is under way has a receiver.
+    is_shut_down: watch::Sender<bool>,
 }
 
 /// Some of the callers that come often, by the caller and its policies.
 struct Shard {
-    callers: Mutex<HashMap<Digest, Caller, BuildHasherDefault<AsItIs>>>,
+    callers: Mutex<BTreeMap<Digest, Caller>>,
     /// How many there are, so that other callers need no lock where there is none.
     len: AtomicUsize,
 }
@@ -57,9 +58,20 @@ pub(super) struct Asked {
     at: Instant,
 }
 
+/// A caller that may have a block.
+pub(super) struct Found<'a> {
+    lease: Lease,
+    shard: &'a Shard,
+    caller: Digest,
+    /// Whether it comes often, as far as that was counted.
+    is_hot: bool,
+}
+
 /// So many shards, and so many callers in each: beyond that, none is leased to.
 const SHARDS: usize = 64;
 const CALLERS: usize = 1_024;
+/// For how long whoever shuts down waits for answers: longer than the deadlines of stores, as a rule.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 impl<S: Store> Inner<S> {
     pub(super) fn new(store: S, share: Share) -> Self {
@@ -72,7 +84,7 @@ impl<S: Store> Inner<S> {
             queue: OnceLock::new(),
             observer: OnceLock::new(),
             asks: AtomicU64::new(0),
-            is_shut_down: AtomicBool::new(false),
+            is_shut_down: watch::Sender::new(false),
         }
     }
 
@@ -80,24 +92,27 @@ impl<S: Store> Inner<S> {
         self.observer.get_or_init(|| Arc::clone(observer));
     }
 
+    /// Finds the caller of a check that a block may decide. Most callers neither have one nor come often, and this is all
+    /// that they cost.
+    #[inline]
+    pub(super) fn find(&self, check: &Check) -> Option<Found<'_>> {
+        let lease = check.policies().lease()?;
+        let (shard, caller) = self.shards.of(check.key());
+        let caller = caller.of_count(lease.id);
+        let is_alone = shard.len.load(Relaxed) == 0;
+        let is_hot = is_alone && is_spent(check) && self.hot.count(caller, lease.time);
+        (is_hot || !is_alone).then_some(Found { lease, shard, caller, is_hot })
+    }
+
     /// Decides by a block.
     ///
     /// # Errors
     ///
     /// With the same check, for the shared store.
-    #[inline]
-    pub(super) fn decide(self: &Arc<Self>, check: Check) -> Result<Decision, Check> {
-        match check.policies().lease() {
-            None => Err(check),
-            Some(lease) => self.decide_leased(check, lease),
-        }
-    }
-
-    fn decide_leased(self: &Arc<Self>, check: Check, lease: Lease) -> Result<Decision, Check> {
-        let (shard, caller) = self.shards.of(check.key());
-        let caller = caller.of_count(lease.id);
+    pub(super) fn decide(self: &Arc<Self>, check: Check, found: Found<'_>) -> Result<Decision, Check> {
+        let Found { lease, shard, caller, is_hot } = found;
         match check.mode() {
-            Mode::Take if check.cost() > 0 && check.id().is_none() && !check.reserves() => {}
+            _ if is_spent(&check) => {}
             Mode::Refund => {
                 shard.refunded(caller, check.cost());
                 return Err(check);
@@ -111,16 +126,13 @@ impl<S: Store> Inner<S> {
             }
             _ => return Err(check),
         }
-        if self.is_shut_down.load(Relaxed) {
-            return Err(check);
-        }
         let (key, cost) = (*check.key(), check.cost());
         let mut ended = Ended::new();
         let (answer, next) = shard.spend(caller, check, lease.time, &self.asks, &mut ended);
         let ask = match next {
             Next::Nothing => None,
             Next::Ask(ask) => Some(ask),
-            Next::Count if !self.hot.count(caller, lease.time) => return answer,
+            Next::Count if !is_hot && !self.hot.count(caller, lease.time) => return answer,
             Next::Count => shard.begin(caller, cost, lease.time, &self.asks),
         };
         if let Some(ask) = ask {
@@ -143,12 +155,19 @@ impl<S: Store> Inner<S> {
     }
 
     fn ask(self: &Arc<Self>, asked: Asked, policies: &Policies, ask: Ask) {
+        let under_way = self.is_shut_down.subscribe();
+        if *under_way.borrow() {
+            return;
+        }
         let check = Check::up_to(asked.key, policies, ask.size(self.instances()));
         let (inner, queue) = (Arc::downgrade(self), self.queue().clone());
-        self.queue().put(PendingOp::of_check(check).then(move |answer| match (inner.upgrade(), answer) {
-            (Some(inner), answer) => inner.answered(asked, answer),
-            (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund(instant())),
-            (None, _) => {}
+        self.queue().put(PendingOp::of_check(check).then(move |answer| {
+            match (inner.upgrade(), answer) {
+                (Some(inner), answer) => inner.answered(asked, answer),
+                (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund(instant())),
+                (None, _) => {}
+            }
+            drop(under_way);
         }));
     }
 
@@ -167,13 +186,10 @@ impl<S: Store> Inner<S> {
         let little = fair(remaining, self.instances()) < LEAST;
         let now = instant();
         let pause_until = if little { now + asked.lease / 4 } else { now };
-        let watch = Watch::new(self, asked, block.as_ref().map_or([pause_until; 2], Block::looks));
-        let ended = self
-            .shards
-            .of(&asked.key)
-            .0
-            .answered(&asked, block, remaining, pause_until, || self.is_shut_down.load(Relaxed));
-        self.end(ended);
+        // A caller is known at least until the end of its pause.
+        let looks = block.as_ref().map_or([pause_until; 2], |block| block.looks().map(|at| at.max(pause_until)));
+        let watch = Watch::new(self, asked, looks);
+        self.end(self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until));
         match Handle::try_current() {
             Ok(runtime) => drop(runtime.spawn(watch.run())),
             // Nobody would refund what is left of it.
@@ -211,9 +227,12 @@ impl<S: Store> Inner<S> {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 
-    /// Refunds what is left of all blocks, and asks for no other.
+    /// Refunds what is left of all blocks, also of those that are asked for just then, and asks for no other.
     pub(super) async fn shut_down(&self) {
-        self.is_shut_down.store(true, Relaxed);
+        self.is_shut_down.send_replace(true);
+        // An answer may be left of a runtime that has ended.
+        self.queue().wake();
+        let _ = timeout(PATIENCE, self.is_shut_down.closed()).await;
         let refunds: Vec<_> = self.drain().into_iter().filter_map(|block| self.ended(block)).collect();
         let asked: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
         for refund in asked {
@@ -234,6 +253,11 @@ impl<S: Store> Inner<S> {
         }
         blocks
     }
+}
+
+/// Whether a block may be spent for this check.
+fn is_spent(check: &Check) -> bool {
+    check.mode() == Mode::Take && check.cost() > 0 && check.id().is_none() && !check.reserves()
 }
 
 /// Whether it is certain where this was charged: by Redis, or by a fallback that has noted it. What a fallback grants after its
@@ -264,9 +288,6 @@ impl Shard {
         asks: &AtomicU64,
         ended: &mut Ended,
     ) -> (Result<Decision, Check>, Next) {
-        if self.len.load(Relaxed) == 0 {
-            return (Err(check), Next::Count);
-        }
         let mut callers = lock(&self.callers);
         let Some(known) = callers.get_mut(&caller) else { return (Err(check), Next::Count) };
         let answer = known.spend(check, &instant, ended);
@@ -292,21 +313,14 @@ impl Shard {
 
     /// Adds a block, if it is the one that the caller has asked for. Returns those that are not kept: without it, it was
     /// late.
-    fn answered(
-        &self,
-        asked: &Asked,
-        block: Option<Block>,
-        remaining: u32,
-        pause_until: Instant,
-        is_shut_down: impl Fn() -> bool,
-    ) -> Ended {
+    fn answered(&self, asked: &Asked, block: Option<Block>, remaining: u32, pause_until: Instant) -> Ended {
         let mut ended = Ended::new();
         // Of a caller that was reset since there is nothing to refund, and nothing to spend.
         if let Some(caller) = lock(&self.callers).get_mut(&asked.caller)
             && caller.answered(asked.number, remaining, pause_until)
             && let Some(block) = block
         {
-            if block.is_dead(instant()) || is_shut_down() {
+            if block.is_dead(instant()) {
                 ended.push(block);
             } else {
                 caller.add(block, &mut ended);
@@ -319,7 +333,7 @@ impl Shard {
         let mut callers = lock(&self.callers);
         let caller = callers.get_mut(&asked.caller)?;
         let block = caller.remove(asked.number);
-        if caller.is_idle() {
+        if caller.is_over(&instant) {
             callers.remove(&asked.caller);
             self.len.store(callers.len(), Relaxed);
         }
@@ -328,9 +342,7 @@ impl Shard {
 
     /// Notes that so much of what a caller has spent is refunded.
     fn refunded(&self, caller: Digest, cost: u32) {
-        if self.len.load(Relaxed) > 0
-            && let Some(caller) = lock(&self.callers).get_mut(&caller)
-        {
+        if let Some(caller) = lock(&self.callers).get_mut(&caller) {
             caller.refunded(cost);
         }
     }

@@ -81,7 +81,11 @@ impl<S: Store> Leased<S> {
     }
 
     /// Refunds what is left of all blocks, and charges none from here on: for the end of a process, before its runtime
-    /// ends. The store still decides.
+    /// ends. It waits for blocks that the store is just charging, for a second at most. The store still decides.
+    ///
+    /// # Panics
+    ///
+    /// Outside of a tokio runtime.
     pub async fn shutdown(&self) {
         self.inner.shut_down().await;
     }
@@ -91,7 +95,8 @@ impl<S: Store> Store for Leased<S> {
     type Future = S::Future;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        match self.inner.decide(check) {
+        let Some(found) = self.inner.find(&check) else { return self.inner.store.check(check) };
+        match self.inner.decide(check, found) {
             Ok(decision) => Answer::ready(Ok(decision)),
             Err(check) => self.inner.store.check(check),
         }
@@ -115,6 +120,10 @@ impl<S: Store> Store for Leased<S> {
 
     fn is_authoritative(&self, decision: &Decision) -> bool {
         self.inner.store.is_authoritative(decision)
+    }
+
+    fn leases(&self) -> bool {
+        true
     }
 
     fn identity(&self) -> Option<usize> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::{Frees, Kind, Policy, Quota, Strategy};
+use super::{Kind, Policy, Quota, Strategy};
 use crate::error::ConfigError;
 
 /// The policies of one check: one or more with different names, decided all or nothing.
@@ -222,17 +222,6 @@ impl Policies {
     #[inline]
     pub(crate) fn lease(&self) -> Option<Lease> {
         self.0.lease
-    }
-
-    /// How much of a charge flows back at least in this time, whatever else is charged: nothing counts longer than a log or a
-    /// window says.
-    pub(crate) fn flown_in(&self, time: Duration) -> u32 {
-        let flown = self.iter().map(|policy| match policy.frees() {
-            Frees::Gradually => policy.quota().units_in(time).saturating_sub(1),
-            Frees::InBatches => policy.quota().units_in_periods(time).saturating_sub(policy.quota().limit()),
-            Frees::OneByOne | Frees::Fading | Frees::WithWindow | Frees::OnRelease => u32::MAX,
-        });
-        flown.min().unwrap_or(0)
     }
 
     /// Whether both count on the same keys.

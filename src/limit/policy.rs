@@ -129,7 +129,8 @@ impl Policy {
     ///   longer by that time.
     /// - [`FixedWindow`](Strategy::FixedWindow): nothing changes, since a block ends with its window.
     ///
-    /// As text it is `leased = "100ms"` in the table of the policy, beside the quota as it was before.
+    /// Stores count by that. Header fields and messages state the quota as it was before, and as text it is
+    /// `leased = "100ms"` beside that quota, in the table of the policy.
     ///
     /// ```
     /// use std::time::Duration;
@@ -186,7 +187,7 @@ impl Policy {
         Ok(leased)
     }
 
-    /// The quota as it was before the policy was leased.
+    /// The quota as it was before the policy was leased, for people to read.
     pub(crate) fn stated(&self) -> Quota {
         self.0.lease.map_or(self.0.quota, |(stated, _)| stated)
     }
@@ -240,7 +241,7 @@ impl Policy {
         !self.is_in_flight() && self.quota().capacity() < cost
     }
 
-    /// The quota.
+    /// The quota that stores count by: that of a [leased](Self::leased) policy is tighter than it was before.
     pub fn quota(&self) -> Quota {
         self.0.quota
     }
@@ -311,7 +312,11 @@ impl fmt::Debug for Policy {
             Kind::Rate(strategy) => strategy,
             kind => kind,
         };
-        write!(f, "Policy({} {kind:?} {})", self.name(), self.quota())
+        write!(f, "Policy({} {kind:?} {}", self.name(), self.stated())?;
+        match self.lease() {
+            Some(time) => write!(f, " leased {time:?})"),
+            None => f.write_str(")"),
+        }
     }
 }
 
@@ -407,6 +412,7 @@ mod tests {
         let policy = policy("p", Quota::per_second(1_000)).unwrap();
         let [one, two] = [100, 200].map(|ms| policy.clone().leased(Duration::from_millis(ms)).unwrap());
         assert_eq!(one.clone().leased(Duration::from_millis(200)), Ok(two.clone()), "from the quota as stated");
+        assert_eq!(format!("{policy:?}, {one:?}"), "Policy(p Gcra 1000/s), Policy(p Gcra 1000/s leased 100ms)");
         assert!(one != two && one != policy && one.stated() == policy.quota());
     }
 

@@ -42,7 +42,7 @@ impl RateLimited {
 impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let policy = self.decision.policy();
-        let (quota, name) = (policy.quota(), policy.name());
+        let (quota, name) = (policy.stated(), policy.name());
         match self.retry_after() {
             Some(wait) => write!(f, "the quota of {quota} ({name}) is used up; try again in {wait:?}"),
             None => {
@@ -54,3 +54,19 @@ impl fmt::Display for RateLimited {
 }
 
 impl std::error::Error for RateLimited {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limit::{Check, Key, Policy, Quota, Source, Strategy, Verdict};
+
+    #[test]
+    fn a_leased_quota_is_as_written() {
+        let policy = Policy::new("api", Strategy::SlidingLog, Quota::per_second(2)).unwrap();
+        let policies = policy.leased(Duration::from_millis(100)).unwrap().into();
+        let check = Check::take(Key::GLOBAL, &policies, 1);
+        let denied = check.decided(Source::Local, 0, |_| Verdict::denied(Duration::from_secs(1)));
+        let text = "the quota of 2/s (api) is used up; try again in 1s";
+        assert_eq!(RateLimited::new(denied).to_string(), text);
+    }
+}

@@ -1,12 +1,10 @@
-use std::fmt;
-
 use crate::limit::Decision;
 
 /// The decisions of policies that reject nothing: in the extensions of a response.
 ///
 /// It is present behind a layer in [dry run](crate::RateLimitLayer::dry_run), or with a
 /// [shadow](crate::RateLimitLayer::shadow).
-#[derive(Clone, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct DryRun {
     decisions: Vec<Decision>,
 }
@@ -25,11 +23,5 @@ impl DryRun {
 
     pub(super) fn extend(&mut self, decisions: impl Iterator<Item = Decision>) {
         self.decisions.extend(decisions);
-    }
-}
-
-impl fmt::Debug for DryRun {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(&self.decisions).finish()
     }
 }

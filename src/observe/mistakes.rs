@@ -21,6 +21,7 @@ mistakes! {
     COUNTED_TWICE = "counted-twice",
     IN_FLIGHT_WITHOUT_END = "in-flight-without-end",
     IN_FLIGHT_IN_THROTTLE = "in-flight-in-throttle",
+    NOT_LEASED = "not-leased",
 }
 
 #[cfg(test)]

@@ -162,7 +162,7 @@ impl Observer for TracingObserver {
     fn failed(&self, &event::Failed { key, error }: &event::Failed<'_>) {
         trace!(
             caller = key.map(|key| self.shown(key)),
-            kind = ?error.kind(),
+            kind = error.kind().as_str(),
             error = error as &dyn StdError,
             "rate limit check failed"
         );
@@ -178,7 +178,7 @@ impl Observer for TracingObserver {
 
     fn degraded(&self, &event::Degraded { error }: &event::Degraded<'_>) {
         warn!(
-            kind = ?error.kind(),
+            kind = error.kind().as_str(),
             error = error as &dyn StdError,
             "rate limits are local: the shared store has failed too often"
         );
@@ -232,6 +232,6 @@ fn denied(span: &Span, (who, denied): Told<Denied>) {
 
 fn failed(span: &Span, (error, failed): Told<StoreError>) {
     if let Some(error) = error {
-        warn!(parent: span, kind = ?error.kind(), error = &error as &dyn StdError, failed, "rate limit checks failed");
+        warn!(parent: span, kind = error.kind().as_str(), error = &error as &dyn StdError, failed, "rate limit checks failed");
     }
 }

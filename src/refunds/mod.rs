@@ -9,7 +9,6 @@ mod sender;
 mod tests;
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -120,7 +119,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A [`StoreQueue`] of any store.
-pub(crate) trait RefundQueue: fmt::Debug + Send + Sync {
+pub(crate) trait RefundQueue: Send + Sync {
     /// Sends it. Nobody needs to wait: this returns at once.
     fn put(&self, op: PendingOp);
 
@@ -372,12 +371,5 @@ impl<S: Store> Work<S> {
 impl<S: Store> Clone for StoreQueue<S> {
     fn clone(&self) -> Self {
         Self { shared: Arc::clone(&self.shared) }
-    }
-}
-
-impl<S: Store> fmt::Debug for StoreQueue<S> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let work = lock(&self.shared.work);
-        f.debug_struct("StoreQueue").field("waiting", &(work.fresh.len() + work.again.len())).finish_non_exhaustive()
     }
 }

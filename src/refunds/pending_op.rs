@@ -1,5 +1,3 @@
-use std::fmt;
-
 use tokio::time::Instant;
 
 use crate::error::{ErrorKind, StoreError};
@@ -106,11 +104,5 @@ impl Drop for Then {
         if let Some(then) = self.0.take() {
             then(Err(StoreError::new(ErrorKind::NoRuntime)));
         }
-    }
-}
-
-impl fmt::Debug for PendingOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PendingOp").field("key", self.key()).finish_non_exhaustive()
     }
 }

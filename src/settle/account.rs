@@ -1,4 +1,3 @@
-use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -224,11 +223,5 @@ impl Open {
             let cost = cost(tried.cost().saturating_add(more));
             tried.settle(cost, refunds);
         }
-    }
-}
-
-impl fmt::Debug for Account {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Account").field("reserved", &self.reserved()).finish_non_exhaustive()
     }
 }

@@ -1,7 +1,7 @@
 //! Hashes of keys: the keys of the maps of this process.
 
 use std::fmt;
-use std::hash::{BuildHasher, Hash, Hasher};
+use std::hash::BuildHasher;
 
 use siphasher::sip128::{Hash128, SipHasher13};
 
@@ -12,7 +12,7 @@ use crate::util::RandomState;
 ///
 /// The hash is seeded with a secret, so that no caller can choose keys that share a digest or crowd one part of a map. By
 /// chance, two of a million keys share one with a probability of 1 in 10^27.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Digest([u64; 2]);
 
 impl Digest {
@@ -34,16 +34,9 @@ impl Digest {
     }
 }
 
-/// A digest is a hash already.
-impl Hash for Digest {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        state.write_u64(self.0[0]);
-    }
-}
-
 /// Makes digests. Each digester has its own seed, which its clones share.
 #[derive(Clone)]
-pub(crate) struct Digester(SipHasher13);
+pub(super) struct Digester(SipHasher13);
 
 impl Digester {
     pub(super) fn new() -> Self {
@@ -68,26 +61,6 @@ impl Digester {
 impl fmt::Debug for Digester {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Digester").finish_non_exhaustive()
-    }
-}
-
-/// A hasher that returns a digest as it is.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct AsItIs(u64);
-
-impl Hasher for AsItIs {
-    fn write(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(*byte);
-        }
-    }
-
-    fn write_u64(&mut self, digest: u64) {
-        self.0 = digest;
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
     }
 }
 

@@ -30,7 +30,7 @@ pub use instances::Instances;
 pub use local::LocalStore;
 pub use mock::MockStore;
 
-pub(crate) use digest::{AsItIs, Digest};
+pub(crate) use digest::Digest;
 pub(crate) use freed::{Listener, Wake};
 pub(crate) use shards::Shards;
 
@@ -103,6 +103,13 @@ pub trait Store: Clone + Send + Sync + 'static {
     fn is_authoritative(&self, decision: &Decision) -> bool {
         let _ = decision;
         true
+    }
+
+    /// Whether it has charged ahead what it spends in memory under [leased](crate::Policy::leased) policies, as a
+    /// [`Leased`](crate::Leased) store has. Such a policy over a store that has not is
+    /// [misconfigured](Observer::misconfigured). Defaults to `false`.
+    fn leases(&self) -> bool {
+        false
     }
 
     /// Identifies this store and its clones in this process, for example by the address of their shared state. All
@@ -197,6 +204,10 @@ impl<W: WrapStore> Store for W {
 
     fn is_authoritative(&self, decision: &Decision) -> bool {
         self.inner().is_authoritative(decision)
+    }
+
+    fn leases(&self) -> bool {
+        self.inner().leases()
     }
 
     fn identity(&self) -> Option<usize> {

@@ -28,7 +28,7 @@ impl<T> Shards<T> {
     }
 
     /// Makes the digests of all shards.
-    pub(crate) fn digester(&self) -> &Digester {
+    pub(super) fn digester(&self) -> &Digester {
         &self.digester
     }
 }

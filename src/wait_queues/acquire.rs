@@ -1,4 +1,3 @@
-use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -55,11 +54,5 @@ impl Drop for Acquire {
     fn drop(&mut self) {
         // An answer that it has not read goes with the receiver: a permit then goes on to the next one.
         drop(self.shared.with_queue(&self.id, self.queue, |queue| queue.leave(self.number)));
-    }
-}
-
-impl fmt::Debug for Acquire {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Acquire").field("number", &self.number).finish_non_exhaustive()
     }
 }

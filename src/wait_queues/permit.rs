@@ -1,4 +1,3 @@
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -215,11 +214,5 @@ impl Drop for Permit {
         if self.held.is_some() {
             Self { taken: self.taken.clone(), held: self.held.take() }.hand_on();
         }
-    }
-}
-
-impl fmt::Debug for Permit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Permit").field("decision", &self.taken.decision).finish_non_exhaustive()
     }
 }

@@ -84,8 +84,10 @@ async fn uneven_instances_use_up_a_leased_quota() {
         let (plain, leased, saved) = (sum(|r| r.1[0]), sum(|r| r.1[1]), sum(|r| r.2));
         println!("{strategy:?}: {leased} of {plain}, {saved} from memory, in {time:?}");
         assert!(leased <= most(*strategy, *quota, time), "{strategy:?}: {leased} in {time:?}");
-        // Windows and a busy machine make a difference; `leases::tests::load` has the clock in its hand.
-        assert!(leased * 100 >= plain * 80, "{strategy:?}: {leased}, and without leases {plain}");
+        // A busy machine asks for less. Windows of two lengths turn at moments of their own, and one may grant two limits
+        // by the end: no more than the rate is wanted. `leases::tests::load` has the clock in its hand.
+        let wanted = plain.min((time.as_secs_f64() / quota.period().as_secs_f64() * f64::from(quota.limit())) as u32);
+        assert!(leased * 100 >= wanted * 80, "{strategy:?}: {leased}, and without leases {plain}");
         assert!(saved > 0, "{strategy:?}");
     }
 }

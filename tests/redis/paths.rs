@@ -65,6 +65,31 @@ async fn a_silently_lost_connection_costs_one_check() {
     until("it is connected anew", async || store.check(check("ann", "100/h")).await.is_ok()).await;
 }
 
+/// Redis closes connections that were idle for longer than its `timeout`, those that it is told to, and all when it is
+/// killed. The next check is decided all the same, over a new one.
+#[tokio::test]
+async fn closed_connections_are_replaced() {
+    let mut server = RedisServer::start();
+    let store = RedisStore::builder(server.url()).connections(ONE).timeout(Duration::from_secs(20));
+    let store = store.connect_lazy().unwrap();
+    let left = async || store.check(check("ann", "100/100d")).await.unwrap().remaining();
+    assert_eq!(left().await, 99);
+    let _: String = server.command("CONFIG SET timeout 1").await;
+    let clients = async || server.command::<String>("CLIENT LIST TYPE normal").await.lines().count();
+    until("it is closed", async || clients().await == 1).await;
+    assert_eq!(left().await, 98);
+    let _: String = server.command("CONFIG SET timeout 0").await;
+    for remaining in [97, 96, 95] {
+        // It was used just now: a ping would not find out.
+        let killed: u64 = server.command("CLIENT KILL TYPE normal").await;
+        assert_eq!((killed, left().await), (1, remaining));
+    }
+    server.kill();
+    server.restart();
+    let _: String = server.command("PING").await;
+    assert_eq!(left().await, 99, "Redis has forgotten");
+}
+
 /// A check that writes nothing, such as a peek, is decided by a replica too. Another of its batch shows what the server
 /// is.
 #[tokio::test]

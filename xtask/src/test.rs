@@ -52,7 +52,7 @@ fn alone(features: &str) -> Result {
     cargo(&["clippy", "--package", LIBRARY, "--lib", features, "--", "-D", "warnings"])
 }
 
-fn document(features: &[&str]) -> Result {
+pub(crate) fn document(features: &[&str]) -> Result {
     let mut command = Command::new("cargo");
     command.args(["doc", "--quiet", "--no-deps", "--lib"]).args(features);
     run(command.env("RUSTDOCFLAGS", "-D warnings"))

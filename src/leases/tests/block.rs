@@ -315,6 +315,17 @@ async fn late_asks_are_not_refunded() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn shutdown_waits_a_second_at_most() {
+    let store = Leased::new(Stuck::default());
+    for _ in 0..40 {
+        drop(store.check(Check::take(ann(), &log(), 1)));
+    }
+    let start = instant();
+    store.shutdown().await;
+    assert_eq!((instant() - start).as_secs(), 1);
+}
+
 /// How much others find in a bucket that they empty.
 async fn rest(local: &LocalStore, policies: &Policies) -> u32 {
     local.check(Check::up_to(ann(), policies, u32::MAX)).await.unwrap().granted()
@@ -435,7 +446,8 @@ impl Store for Late {
 
 #[tokio::test(start_paused = true)]
 async fn blocks_told_after_the_end_are_refunded() {
-    for (checks, is_shut_down) in (30..60).flat_map(|checks| [(checks, true), (checks, false)]) {
+    let ends = (0..60).map(|checks| (checks, true)).chain((30..60).map(|checks| (checks, false)));
+    for (checks, is_shut_down) in ends {
         let (policies, local) = (log(), LocalStore::default());
         let store = Leased::new(Late(local.clone()));
         let mut granted = 0;
@@ -446,6 +458,7 @@ async fn blocks_told_after_the_end_are_refunded() {
         let kept = is_shut_down.then(|| store.clone());
         if is_shut_down {
             store.shutdown().await;
+            assert_eq!(left(&local, &policies).await, 10_000 - granted, "after {checks} checks");
         }
         drop(store);
         sleep(Duration::from_millis(20)).await;

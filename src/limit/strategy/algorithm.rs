@@ -21,13 +21,13 @@ pub(crate) trait Algorithm: Default {
     fn parameter(_: Strategy) -> Option<String> {
         None
     }
-    /// The strategy with this parameter, in or out of bounds.
+    /// This strategy with another parameter, in or out of bounds.
     ///
     /// # Errors
     ///
     /// What is wrong with the text.
-    fn with_parameter(_: &str) -> Result<Strategy, &'static str> {
-        Err("this strategy has no parameter")
+    fn with_parameter(_: Strategy, _: &str) -> Result<Strategy, &'static str> {
+        Err(NO_PARAMETER)
     }
 
     /// The state as it is at `now`: what has expired is gone, and what this policy could not have made is lowered to the
@@ -55,6 +55,8 @@ pub(crate) trait Algorithm: Default {
     /// used up.
     fn resume(params: &Params, now: i64, followed: Snapshot) -> Self;
 }
+
+pub(super) const NO_PARAMETER: &str = "this strategy has no parameter";
 
 /// What is known of a caller that another store counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -82,7 +82,7 @@ impl Algorithm for State {
         }
     }
 
-    fn with_parameter(text: &str) -> Result<Strategy, &'static str> {
+    fn with_parameter(_: Strategy, text: &str) -> Result<Strategy, &'static str> {
         let align = match text.split_once('+') {
             None if text == "first-hit" => Align::FirstHit,
             None if text == "clock" => Align::default(),

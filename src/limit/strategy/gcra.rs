@@ -20,7 +20,7 @@
 //! takes it as paid off at its own rate since the last charge. A denial writes nothing, so what one quota denies does
 //! not touch what the other would grant.
 
-pub(crate) type State = super::meter::Meter<true>;
+pub(crate) type State = super::meter::Meter<'g'>;
 
 /// The definition: see `tests`.
 #[cfg(test)]

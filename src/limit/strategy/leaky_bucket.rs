@@ -14,7 +14,7 @@
 //! **Two quotas under one name.** They share the level, in units, and each leaks it at its own rate since the last
 //! charge.
 
-pub(crate) type State = super::meter::Meter<false>;
+pub(crate) type State = super::meter::Meter<'b'>;
 
 /// The definition: see `tests`.
 #[cfg(test)]

@@ -1,63 +1,137 @@
 //! A meter: what is charged fills it, and it drains at the rate of the quota.
 //!
-//! [`LeakyBucket`](super::Strategy::LeakyBucket) and [`Gcra`](super::Strategy::Gcra) are two ways to say this. The
-//! level of the bucket is the backlog of GCRA: how far its theoretical arrival time is ahead of now. Each has its own
-//! counts.
+//! [`LeakyBucket`](super::Strategy::LeakyBucket), [`Gcra`](super::Strategy::Gcra) and
+//! [`TokenBucket`](super::Strategy::TokenBucket) are three ways to say this. The level of the leaky bucket is the backlog
+//! of GCRA: how far its theoretical arrival time is ahead of now. And it is what a token bucket lacks, which drains at once
+//! after each period if it is refilled by the [interval](Refill::Interval). Each has its own counts.
 
-use super::algorithm::{Algorithm, Refunded, Registers};
-use super::arithmetic::{div_ceil, drained, kept};
-use super::{Frees, Params, Snapshot, Strategy};
+use super::algorithm::{Algorithm, NO_PARAMETER, Refunded, Registers};
+use super::arithmetic::{div_ceil, share};
+use super::{Frees, Params, Refill, Snapshot, Strategy};
 use crate::limit::Charged;
 
-/// A type for each of the two: functions that both call are not inlined, and a take then runs a twentieth more instructions.
+/// A type for each, by its letter: functions that several call are not inlined, and a take then runs a twentieth more
+/// instructions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Meter<const IS_GCRA: bool> {
-    /// When it was filled last.
-    filled: i64,
+pub(crate) struct Meter<const LETTER: char> {
+    /// Since when it drains.
+    at: i64,
     /// Its level then, in ticks.
     level: i64,
     /// How many ticks made a unit of cost.
     interval: i64,
 }
 
-/// Registers: the level at now, in ticks.
-impl<const IS_GCRA: bool> Algorithm for Meter<IS_GCRA> {
-    fn frees(_: Strategy) -> Frees {
-        Frees::Gradually
+/// Registers: the level at now, in ticks, and since when it drains.
+impl<const LETTER: char> Algorithm for Meter<LETTER> {
+    fn frees(strategy: Strategy) -> Frees {
+        if strategy == Strategy::TokenBucket(Refill::Interval) { Frees::InBatches } else { Frees::Gradually }
+    }
+
+    fn parameter(strategy: Strategy) -> Option<String> {
+        (strategy == Strategy::TokenBucket(Refill::Interval)).then(|| "interval".to_owned())
+    }
+
+    fn with_parameter(strategy: Strategy, text: &str) -> Result<Strategy, &'static str> {
+        match (strategy, text) {
+            (Strategy::TokenBucket(_), "greedy") => Ok(Strategy::TokenBucket(Refill::Greedy)),
+            (Strategy::TokenBucket(_), "interval") => Ok(Strategy::TokenBucket(Refill::Interval)),
+            (Strategy::TokenBucket(_), _) => Err("its refill is neither `greedy` nor `interval`"),
+            _ => Err(NO_PARAMETER),
+        }
     }
 
     fn load(&self, params: &Params, now: i64) -> (Registers, bool) {
-        let (level, future) = drained(params, now, self.filled, self.level, self.interval);
-        ([level, 0, 0], future)
+        let (at, in_batches) = (self.at.min(now), Self::in_batches(params));
+        let (elapsed, future) = (now - at, self.at > now);
+        if !in_batches && elapsed >= params.furthest {
+            return ([0, now, 0], false);
+        }
+        let level = self.level_under(params).min(2 * params.full);
+        let (level, at) = if in_batches {
+            let periods = elapsed.div_euclid(params.period).min(div_ceil(level, params.ticks));
+            (level - periods * params.ticks, at + periods * params.period)
+        } else {
+            (level - elapsed * params.ticks, now)
+        };
+        (if level > 0 { [level, at, 0] } else { [0, now, 0] }, future)
     }
 
     fn room(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
         (params.full - level).div_euclid(params.interval)
     }
 
-    fn wait(&self, params: &Params, _now: i64, cost: i64, [level, ..]: Registers) -> i64 {
-        div_ceil(level + cost * params.interval - params.full, params.ticks)
+    fn wait(&self, params: &Params, now: i64, cost: i64, [level, at, _]: Registers) -> i64 {
+        Self::drains_in(params, now, level + cost * params.interval - params.full, at)
     }
 
-    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [level, ..]: Registers) -> Registers {
-        [level + cost * params.interval, 0, 0]
+    fn charge(&mut self, params: &Params, _now: i64, cost: i64, [level, at, _]: Registers) -> Registers {
+        [level + cost * params.interval, at, 0]
     }
 
-    fn refund(&mut self, params: &Params, _now: i64, cost: i64, of: &Charged, [level, ..]: Registers) -> Refunded {
-        let ticks = kept(params, cost, of);
-        ([(level - ticks).max(0), 0, 0], div_ceil(ticks, params.interval))
+    fn refund(&mut self, params: &Params, now: i64, cost: i64, of: &Charged, [level, at, _]: Registers) -> Refunded {
+        let [cost, charge] = [cost, of.cost].map(|cost| cost.min(2 * params.capacity) * params.interval);
+        let ticks = (charge - Self::times_since(params, now, of, at) * params.ticks).clamp(0, cost);
+        ([(level - ticks).max(0), at, 0], div_ceil(ticks, params.interval))
     }
 
-    fn reset_after(params: &Params, _now: i64, [level, ..]: Registers) -> i64 {
-        div_ceil(level, params.ticks)
+    fn reset_after(params: &Params, now: i64, [level, at, _]: Registers) -> i64 {
+        Self::drains_in(params, now, level, at)
     }
 
-    fn save(&mut self, params: &Params, now: i64, _cost: i64, [level, ..]: Registers) {
-        *self = Self { filled: now, level, interval: params.interval };
+    fn save(&mut self, params: &Params, _now: i64, _cost: i64, [level, at, _]: Registers) {
+        *self = Self { at, level, interval: params.interval };
     }
 
-    fn resume(params: &Params, now: i64, Snapshot { until, .. }: Snapshot) -> Self {
+    fn resume(params: &Params, now: i64, Snapshot { used, until }: Snapshot) -> Self {
+        if Self::in_batches(params) {
+            // It is empty at `until`, after so many whole periods. A share, of which more may be used, is empty later: none
+            // of these periods is over.
+            let level = used * params.interval;
+            let periods = div_ceil(level, params.ticks).min(div_ceil(until - now, params.period));
+            return Self { at: until - periods * params.period, level, interval: params.interval };
+        }
         let level = (until - now).clamp(0, params.furthest) * params.ticks;
-        Self { filled: now, level, interval: params.interval }
+        Self { at: now, level, interval: params.interval }
+    }
+}
+
+impl<const LETTER: char> Meter<LETTER> {
+    /// Whether it drains at once, after each period. Of the others this is known when they are compiled.
+    fn in_batches(params: &Params) -> bool {
+        LETTER == 't' && params.frees == Frees::InBatches
+    }
+
+    /// The level in ticks of this policy. If another quota counted it, as many units are owed: 2.5 units of 100 ticks each
+    /// are 2.5 units of 7 ticks, rounded up to 18.
+    fn level_under(&self, params: &Params) -> i64 {
+        #[cold]
+        fn converted(params: &Params, level: i64, interval: i64) -> i64 {
+            let (units, rest) = (level.div_euclid(interval), level.rem_euclid(interval));
+            units.min(2 * params.capacity) * params.interval + share(params.interval, rest, interval)
+        }
+        if self.interval == params.interval { self.level } else { converted(params, self.level, self.interval.max(1)) }
+    }
+
+    /// In how long so many ticks have drained.
+    fn drains_in(params: &Params, now: i64, ticks: i64, at: i64) -> i64 {
+        let times = div_ceil(ticks, params.ticks);
+        if Self::in_batches(params) && times > 0 { at + times * params.period - now } else { times }
+    }
+
+    /// How many times ticks have drained since a charge, which alone is certain to have been there all the time: what was
+    /// charged before it may have been refunded, and what came after it counts by itself. So what could have flowed back
+    /// since is not refunded again, but for what is left of the rest of the charge, which flows back first.
+    ///
+    /// Where they drain at once, it is as often as they were to when it was charged, but for how often they still are to:
+    /// no debt takes more times.
+    fn times_since(params: &Params, now: i64, of: &Charged, at: i64) -> i64 {
+        let (period, most) = (params.period, params.furthest);
+        if !Self::in_batches(params) {
+            return of.age.min(most);
+        }
+        let reset = of.reset.min(most * period);
+        let still = (now + (reset - of.age).max(0) - at + period / 2).div_euclid(period);
+        (div_ceil(reset, period) - still).clamp(0, most)
     }
 }

@@ -184,7 +184,7 @@ macro_rules! asked {
 
             /// See [`Algorithm::with_parameter`].
             fn with_parameter(self, text: &str) -> Result<Self, &'static str> {
-                match self { $(Self::$variant { .. } => $variant::with_parameter(text),)* }
+                match self { $(Self::$variant { .. } => $variant::with_parameter(self, text),)* }
             }
         }
     };

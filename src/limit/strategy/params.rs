@@ -69,11 +69,6 @@ impl Params {
         }
         Ok(params)
     }
-
-    /// Whether ticks come at once, after every period, and not in every microsecond.
-    pub(super) fn in_batches(&self) -> bool {
-        self.frees == Frees::InBatches
-    }
 }
 
 /// Ticks per microsecond and ticks per unit of cost, so that `interval / ticks` is `period / limit`.

@@ -59,7 +59,7 @@ impl Algorithm for State {
     }
 
     /// A number alone could as well be seconds.
-    fn with_parameter(text: &str) -> Result<Strategy, &'static str> {
+    fn with_parameter(_: Strategy, text: &str) -> Result<Strategy, &'static str> {
         let (digits, unit) = duration::split(text);
         let cells = quota::whole(digits).filter(|_| matches!(unit.trim_start(), "cell" | "cells"));
         let cells = cells.ok_or("its parameter is not a number of cells, such as `10 cells`")?;

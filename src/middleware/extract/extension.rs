@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use http::request::Parts;
 
-use super::KeyOf;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
@@ -52,8 +51,10 @@ impl<T: Send + Sync + 'static> KeyExtractor for ExtensionKey<T> {
     }
 }
 
-impl<T> KeyOf<&T> for ExtensionKey<T> {
-    fn key_of(&self, extension: &T) -> Key {
+impl<T> ExtensionKey<T> {
+    /// The key of requests with this extension, for [a single caller's policies](crate::select::Tiers::caller) and for a
+    /// [`Limiter`](crate::Limiter).
+    pub fn key_of(&self, extension: &T) -> Key {
         (self.key)(extension)
     }
 }

@@ -1,7 +1,6 @@
 use http::request::Parts;
 use http::{HeaderName, HeaderValue, header};
 
-use super::KeyOf;
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
@@ -81,6 +80,13 @@ impl HeaderKey {
         self.challenge = Some(challenge);
         self
     }
+
+    /// The key of requests with this value, for [a single caller's policies](crate::select::Tiers::caller) and for a
+    /// [`Limiter`](crate::Limiter).
+    pub fn key_of(&self, value: impl AsRef<[u8]>) -> Key {
+        let value = value.as_ref().trim_ascii();
+        if self.secret { Key::secret(value) } else { Key::new(value) }
+    }
 }
 
 impl KeyExtractor for HeaderKey {
@@ -103,13 +109,6 @@ impl KeyExtractor for HeaderKey {
             }
             Some(value) => Ok(self.key_of(value)),
         }
-    }
-}
-
-impl<V: AsRef<[u8]>> KeyOf<V> for HeaderKey {
-    fn key_of(&self, value: V) -> Key {
-        let value = value.as_ref().trim_ascii();
-        if self.secret { Key::secret(value) } else { Key::new(value) }
     }
 }
 

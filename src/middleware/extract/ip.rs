@@ -2,7 +2,6 @@ use std::net::IpAddr;
 
 use http::request::Parts;
 
-use super::KeyOf;
 use super::peer::{self, Peer};
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
@@ -25,19 +24,21 @@ use crate::limit::Key;
 #[derive(Debug, Clone, Copy, Default)]
 pub struct PeerIp;
 
-impl KeyExtractor for PeerIp {
-    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        match peer::explicit(request).map_or_else(|| Peer::of(request), Peer::Address) {
-            Peer::Address(address) => Ok(Key::ip(address)),
-            Peer::Unix => Ok(Key::UNIX),
-            Peer::Unknown => Err(peer::unknown()),
-        }
+impl PeerIp {
+    /// The key of requests from this address, for [a single caller's policies](crate::select::Tiers::caller) and for a
+    /// [`Limiter`](crate::Limiter).
+    pub fn key_of(&self, address: IpAddr) -> Key {
+        Key::ip(address)
     }
 }
 
-impl KeyOf<IpAddr> for PeerIp {
-    fn key_of(&self, address: IpAddr) -> Key {
-        Key::ip(address)
+impl KeyExtractor for PeerIp {
+    fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
+        match peer::explicit(request).map_or_else(|| Peer::of(request), Peer::Address) {
+            Peer::Address(address) => Ok(self.key_of(address)),
+            Peer::Unix => Ok(Key::UNIX),
+            Peer::Unknown => Err(peer::unknown()),
+        }
     }
 }
 

@@ -4,7 +4,6 @@ mod client_ip;
 mod extension;
 mod header;
 mod ip;
-mod key_of;
 mod peer;
 #[cfg(feature = "axum")]
 mod route;
@@ -14,12 +13,13 @@ pub use client_ip::{ClientIp, ClientIpBuilder};
 pub use extension::{ExtensionKey, by_extension};
 pub use header::HeaderKey;
 pub use ip::PeerIp;
-pub use key_of::KeyOf;
 #[cfg(feature = "axum")]
 pub use route::{MatchedEndpoint, MatchedRoute};
 
 #[cfg(test)]
 mod tests {
+    use std::net::{IpAddr, SocketAddr};
+
     use super::*;
     use crate::gate::{Global, KeyExtractor, key_fn};
     use crate::limit::Key;
@@ -40,5 +40,35 @@ mod tests {
         let nobody = |_: &Parts| None;
         assert!((Global, nobody).extract(&parts).is_err());
         assert_eq!(Global.extract(&parts), Ok(Key::GLOBAL));
+    }
+
+    #[test]
+    fn key_of_is_the_key_that_requests_have() {
+        #[derive(Clone)]
+        struct User(u64);
+
+        let address: SocketAddr = "[2001:db8::7]:1".parse().unwrap();
+        let request = Request::builder().header("x-api-key", " sk-1 ").extension(address).extension(User(42));
+        let request = request.body(()).unwrap().into_parts().0;
+        let ip: IpAddr = "2001:db8::8".parse().unwrap();
+        let secret = || HeaderKey::new("x-api-key").unwrap();
+        let by_user = by_extension(|user: &User| user.0);
+
+        for extractor in [secret(), secret().readable()] {
+            assert_eq!(extractor.extract(&request), Ok(extractor.key_of("sk-1")));
+            assert_eq!(extractor.extract(&request), Ok(extractor.key_of(" sk-1")));
+        }
+        for prefix in [48, 64] {
+            let client = ClientIp::peer().ipv6_prefix(prefix).unwrap();
+            assert_eq!(client.extract(&request), Ok(client.key_of(ip)));
+        }
+        assert_eq!(by_user.extract(&request), Ok(by_user.key_of(&User(42))));
+        let [user, peer, header] = [by_user.key_of(&User(42)), PeerIp.key_of(ip), secret().key_of("sk-1")];
+        assert_eq!((PeerIp, secret()).extract(&request), Ok(Key::tuple(&[peer, header])));
+        let three = (by_user, PeerIp, secret());
+        assert_eq!(three.extract(&request), Ok(Key::tuple(&[user, peer, header])));
+        let four = (three, PeerIp, PeerIp, secret());
+        let nested = Key::tuple(&[user, peer, header]);
+        assert_eq!(four.extract(&request), Ok(Key::tuple(&[nested, peer, peer, header])));
     }
 }

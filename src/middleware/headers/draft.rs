@@ -39,7 +39,7 @@ impl Texts {
     fn new(policies: &Policies) -> Self {
         let mut text = String::new();
         for policy in policies.iter() {
-            let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.quota());
+            let (separator, quota) = (if text.is_empty() { "" } else { ", " }, policy.stated());
             let _ = write!(text, "{separator}\"{}\";q={};", policy.name(), quota.limit());
             let _ = match policy.is_in_flight() {
                 // The draft's unit for requests in flight, which have no window.
@@ -49,8 +49,8 @@ impl Texts {
             };
         }
         let quotas = policies.iter().map(|policy| match policy.is_in_flight() {
-            true => format!("{} requests at once", policy.quota().limit()),
-            false => policy.quota().to_string(),
+            true => format!("{} requests at once", policy.stated().limit()),
+            false => policy.stated().to_string(),
         });
         let quotas = quotas.collect();
         Self { policy_field: value(text.as_bytes()), quotas }
@@ -208,6 +208,16 @@ mod tests {
         let texts = Texts::new(&policies);
         assert_eq!(texts.policy_field, "\"tokens\";q=3;w=60, \"streams\";q=2;qu=\"concurrent-requests\"");
         assert_eq!(texts.quotas, ["3/m", "2 requests at once"]);
+    }
+
+    /// Its period is 1.1 seconds in the store: what remains lasts so long.
+    #[test]
+    fn a_leased_quota_is_as_written() {
+        let policy = Policy::new("api", Strategy::SlidingLog, Quota::per_second(2)).unwrap();
+        let policies = policy.leased(Duration::from_millis(100)).unwrap().into();
+        let texts = Texts::new(&policies);
+        assert_eq!((texts.policy_field, &*texts.quotas[0]), (HeaderValue::from_static("\"api\";q=2;w=1"), "2/s"));
+        assert_eq!(fields(&policies, 3), ["\"api\";r=1;t=2", "\"api\";r=0;t=2", "\"api\";r=0;t=2"]);
     }
 
     #[test]

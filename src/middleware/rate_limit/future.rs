@@ -47,7 +47,8 @@ pin_project! {
             #[pin]
             response: F,
             grant: Grant<D>,
-            decision: Option<Decision>,
+            // What the response tells of the decision is made of this. None if it tells nothing.
+            annotated: Option<Decision>,
             headers: Headers,
             shows_decision: bool,
             rule: Option<Arc<Rule>>,
@@ -119,14 +120,17 @@ impl<F, Res, D, C> State<F, Res, D, C> {
         {
             charge.count_for(outer);
         }
-        if let Some(decision) = &decision
-            && let Some(outer) = parts.extensions.insert(decision.clone())
+        let (headers, shows_decision, rule) = (config.headers, config.shows_decision, config.rule.clone());
+        let is_annotated = shows_decision || headers != Headers::NONE;
+        let annotated = decision.as_ref().filter(|_| is_annotated).cloned();
+        if let Some(decision) = decision
+            && let Some(outer) = parts.extensions.insert(decision)
+            && let Some(inner) = parts.extensions.get()
         {
-            config.gate.notifier.counted_twice(&outer, decision);
+            config.gate.notifier.counted_twice(&outer, inner);
         }
         let response = inner.call(Request::from_parts(parts, body));
-        let (headers, shows_decision, rule) = (config.headers, config.shows_decision, config.rule.clone());
-        Self::Calling { response, grant, decision, headers, shows_decision, rule }
+        Self::Calling { response, grant, annotated, headers, shows_decision, rule }
     }
 
     fn answered(response: Res) -> Self {
@@ -192,13 +196,13 @@ where
                     };
                     call.go_on(admitted)
                 }
-                StateProj::Calling { response, grant, decision, headers, shows_decision, rule } => {
+                StateProj::Calling { response, grant, annotated, headers, shows_decision, rule } => {
                     let _ = grant.poll_shadows(cx);
                     let mut response = ready!(response.poll(cx))?;
                     if let Some(rule) = rule {
-                        response = settle(response, grant, decision, rule);
+                        response = settle(response, grant, annotated, rule);
                     }
-                    if let Some(decision) = decision.take() {
+                    if let Some(decision) = annotated.take() {
                         headers.annotate(grant.update(decision), &mut response, *shows_decision);
                     }
                     if !grant.has_shadows() {

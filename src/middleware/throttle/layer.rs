@@ -72,6 +72,7 @@ use crate::wait_queues::{Bounds, WaitQueues};
 /// one service; after three in a row all waiters pause for 250 ms. With a [`Fallback`](crate::Fallback) as the store, it continues at this instance's share.
 ///
 /// `poll_ready` has to be called within a tokio runtime.
+#[derive(Clone)]
 pub struct ThrottleLayer<W = Forever> {
     settings: Settings,
     waits: PhantomData<W>,
@@ -161,17 +162,8 @@ impl<T, W> Layer<T> for ThrottleLayer<W> {
     }
 }
 
-impl<W> Clone for ThrottleLayer<W> {
-    fn clone(&self) -> Self {
-        Self { settings: self.settings.clone(), waits: PhantomData }
-    }
-}
-
 impl<W> fmt::Debug for ThrottleLayer<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ThrottleLayer")
-            .field("policies", &self.settings.policies)
-            .field("wait_queues", &self.settings.wait_queues)
-            .finish_non_exhaustive()
+        f.debug_struct("ThrottleLayer").field("policies", &self.settings.policies).finish_non_exhaustive()
     }
 }

@@ -1,10 +1,12 @@
 //! The log of one caller: what was granted, refunded and reset, to be replayed on the primary store.
 
+use std::iter::repeat;
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use indexmap::IndexMap;
 use smallvec::SmallVec;
 
+use super::charges::Charges;
 use super::refunds::{Refund, Refunds};
 use crate::limit::{Charged, Check, Decision, EachCharged, Key, Mode, Policies, State};
 
@@ -22,10 +24,10 @@ pub(super) struct CallerLog {
     before: IndexMap<Key, Once>,
     after: IndexMap<Key, Once>,
     refunds: Refunds,
-    /// What is to be charged without an id, as each whole policy would count it alone: so it lapses as it would there.
-    charge: SmallVec<[State; 1]>,
+    /// What is to be charged without an id.
+    charge: Charges,
     /// The same with what is charged under ids, to tell when each of these lapses. `None` until there is one.
-    all: Option<SmallVec<[State; 1]>>,
+    all: Option<Charges>,
     /// How much of a limit the caller has used, in 255ths.
     used: u8,
 }
@@ -55,8 +57,8 @@ pub(super) struct ReplayOp {
     expires_at: i64,
     /// What it refunds without an id.
     refund: Option<Refund>,
-    /// What this charges, as each policy counts it; empty if that is not known, or there is an id. And of which log.
-    charge: SmallVec<[State; 1]>,
+    /// What this charges, if that is known for each policy and there is no id. And of which log.
+    charge: Option<Charges>,
     first: i64,
     used: u8,
 }
@@ -84,8 +86,13 @@ impl CallerLog {
 
     pub(super) fn new(policies: Policies) -> Self {
         let (before, after, refunds) = (IndexMap::new(), IndexMap::new(), Refunds::default());
-        let (charge, number) = (fresh(&policies), another());
+        let (charge, number) = (Charges::none(&policies), another());
         Self { policies, number, first: number, before, after, refunds, charge, all: None, used: 0 }
+    }
+
+    /// Begins with a decision of the fallback, which charged so much: whatever else that counted, the primary store counts.
+    pub(super) fn begin(&mut self, decision: &Decision, charged: u32, now: i64) {
+        self.charge = Charges::after(&self.policies, decision.clone().settled(charged, 0), now);
     }
 
     /// By which a charge is known that is noted now.
@@ -116,7 +123,7 @@ impl CallerLog {
     /// Whether nothing is left to be done.
     pub(super) fn is_done(&self, now: i64) -> bool {
         let ids = self.before.len() + self.after.len();
-        ids == 0 && self.refunds.is_empty() && self.counts(&self.charge, now).all(|count| count == 0)
+        ids == 0 && self.refunds.is_empty() && self.charge.left(&self.policies, now).all(|left| left == 0)
     }
 
     /// How much of a limit the caller had used when it was last granted something, in 255ths, rounded down.
@@ -143,8 +150,8 @@ impl CallerLog {
     pub(super) fn add(&mut self, mode: Mode, id: Option<Key>, cost: u64, of: &[Charged], now: i64, sent: bool) {
         let Some(id) = id else {
             return match mode {
-                Mode::Charge => drop(self.count(Mode::Charge, cost, now)),
-                Mode::Reset => self.reset(self.undone(now), now),
+                Mode::Charge => self.charge(cost, now),
+                Mode::Reset => self.reset(self.undone(now)),
                 _ => self.refund(cost, of, now),
             };
         };
@@ -152,7 +159,7 @@ impl CallerLog {
             return;
         }
         let mut expires_at = match mode {
-            Mode::Charge => self.count_with_id(mode, cost, now),
+            Mode::Charge => self.charge_with_id(cost, now),
             _ => self.undone(now),
         };
         if sent {
@@ -161,8 +168,11 @@ impl CallerLog {
         let amount = Amount { cost, expires_at };
         self.after.insert(id, Once { mode, amount });
         match mode {
-            Mode::Reset => self.reset(expires_at, now),
-            Mode::Refund => drop(self.count_with_id(mode, cost, now)),
+            Mode::Reset => self.reset(expires_at),
+            Mode::Refund => {
+                let of = repeat(Charged::just_now(i64::try_from(cost).unwrap_or(i64::MAX)));
+                self.all.get_or_insert_with(|| self.charge.clone()).refund(&self.policies, cost, of, now);
+            }
             _ => {}
         }
     }
@@ -175,7 +185,7 @@ impl CallerLog {
 
     /// Records again what is still to be done, before all of this.
     pub(super) fn put_back(&mut self, op: ReplayOp, now: i64) {
-        let ReplayOp { id, mode, cost, expires_at, refund, mut charge, first, used, .. } = op;
+        let ReplayOp { id, mode, cost, expires_at, refund, charge, first, used, .. } = op;
         let amount = Amount { cost, expires_at };
         self.used = self.used.max(used);
         match (mode, id) {
@@ -183,7 +193,7 @@ impl CallerLog {
                 if !self.has_id(&id) {
                     self.before.insert(id, Once { mode, amount });
                     if mode == Mode::Charge {
-                        self.count_with_id(mode, cost, now);
+                        self.charge_with_id(cost, now);
                     }
                 }
             }
@@ -192,21 +202,22 @@ impl CallerLog {
             // The reset came after it.
             (_, None) if self.refunds.reset_until.is_some() => {}
             (_, None) => {
-                if charge.is_empty() {
-                    charge = fresh(&self.policies);
-                    count(&self.policies, &mut charge, Mode::Charge, cost, now);
-                }
+                let policies = &self.policies;
+                let mut older = charge.unwrap_or_else(|| {
+                    let mut charge = self.charge.emptied();
+                    charge.charge(policies, repeat(cost), now);
+                    charge
+                });
                 // What has been refunded since comes first of this.
-                self.refunds.spend(&self.policies, &mut charge, first, now);
-                let left = self.counts(&charge, now).max().unwrap_or(0);
+                self.refunds.spend(policies, &mut older, first, now);
+                let left = older.left(policies, now).max().unwrap_or(0);
                 // As old as it was, or what fails again and again would never lapse: rather what has been charged since gets newer.
-                let newer: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
-                for ((policy, state), newer) in self.policies.iter().zip(&mut charge).zip(newer) {
-                    Mode::Charge.count(policy, state, i64::try_from(newer).unwrap_or(i64::MAX), now);
+                older.charge(policies, self.charge.left(policies, now), now);
+                if let Some(all) = &mut self.all {
+                    all.charge(policies, repeat(left), now);
                 }
-                self.charge = charge;
+                self.charge = older;
                 self.first = self.first.min(first);
-                self.count_in_all(Mode::Charge, left, now);
             }
         }
     }
@@ -232,47 +243,32 @@ impl CallerLog {
     /// A charge of just now, as the first of a caller.
     fn just_now(&self, cost: u64, now: i64) -> EachCharged {
         let cost = u32::try_from(cost).unwrap_or(u32::MAX);
-        let mut states = fresh(&self.policies);
+        let mut states: SmallVec<[State; 1]> = self.policies.iter().map(|policy| State::fresh(policy.kind())).collect();
         let verdicts = Check::charge(Key::GLOBAL, &self.policies, cost).decide(&mut states, now);
         let charged = Charged { age: 0, at: -self.number, cost: cost.into(), reset: 0 };
         verdicts.each.iter().map(|verdict| Charged { reset: verdict.reset, ..charged }).collect()
     }
 
     /// Forgets what is still to be charged.
-    fn reset(&mut self, until: i64, now: i64) {
-        self.count(Mode::Refund, u64::MAX, now);
+    fn reset(&mut self, until: i64) {
+        (self.charge, self.all) = (Charges::none(&self.policies), None);
         self.number = another();
         self.first = self.number;
         self.refunds.reset(until);
         self.before.append(&mut self.after);
     }
 
-    /// Counts on what is to be charged without an id. The most that a policy counted.
-    fn count(&mut self, mode: Mode, cost: u64, now: i64) -> u64 {
-        self.count_in_all(mode, cost, now);
-        count(&self.policies, &mut self.charge, mode, cost, now)
-    }
-
-    fn count_in_all(&mut self, mode: Mode, cost: u64, now: i64) {
-        if let Some(all) = &mut self.all {
-            count(&self.policies, all, mode, cost, now);
+    fn charge(&mut self, cost: u64, now: i64) {
+        for charges in self.all.iter_mut().chain([&mut self.charge]) {
+            charges.charge(&self.policies, repeat(cost), now);
         }
     }
 
-    /// Counts on what is to be charged under ids too. When all of that lapses.
-    fn count_with_id(&mut self, mode: Mode, cost: u64, now: i64) -> i64 {
+    /// Charges under an id. When all of that lapses.
+    fn charge_with_id(&mut self, cost: u64, now: i64) -> i64 {
         let all = self.all.get_or_insert_with(|| self.charge.clone());
-        count(&self.policies, all, mode, cost, now);
-        let verdicts = Check::peek(Key::GLOBAL, &self.policies, 0).decide(all, now);
-        now.saturating_add(verdicts.each.iter().map(|verdict| verdict.reset).max().unwrap_or(0))
-    }
-
-    /// How much of a charge still counts, under each policy.
-    fn counts<'a>(&'a self, charge: &'a [State], now: i64) -> impl Iterator<Item = u64> + 'a {
-        self.policies.iter().zip(charge).map(move |(policy, state)| {
-            let all = i64::from(u32::MAX);
-            Mode::Refund.count(policy, &mut state.clone(), all, now).max(0) as u64
-        })
+        all.charge(&self.policies, repeat(cost), now);
+        now.saturating_add(all.reset_after(&self.policies, now))
     }
 
     /// Takes out a little of what is to be done in a stage, but for what no longer counts. `false` if nothing is left in it.
@@ -280,7 +276,7 @@ impl CallerLog {
         let (policies, first, used) = (&self.policies, self.first, self.used);
         let op = |id, mode, Amount { cost, expires_at }| {
             let policies = policies.clone();
-            ReplayOp { key, policies, id, mode, cost, expires_at, refund: None, charge: SmallVec::new(), first, used }
+            ReplayOp { key, policies, id, mode, cost, expires_at, refund: None, charge: None, first, used }
         };
         if let Some((id, Once { mode, amount })) = match stage {
             0 => self.before.pop(),
@@ -304,7 +300,7 @@ impl CallerLog {
             }));
             return true;
         }
-        let counts: SmallVec<[u64; 1]> = self.counts(&self.charge, now).collect();
+        let counts: SmallVec<[u64; 1]> = self.charge.left(policies, now).collect();
         if stage != 2 || counts.iter().all(|count| *count == 0) {
             return false;
         }
@@ -315,14 +311,14 @@ impl CallerLog {
                 policies.iter().zip(&counts).filter(|(_, count)| **count > charged).map(|(policy, _)| policy.clone());
             let mut op = op(None, Mode::Charge, Amount { cost: next - charged, expires_at: now });
             if counts.iter().all(|count| *count == next) {
-                op.charge = self.charge.clone();
+                op.charge = Some(self.charge.clone());
             } else if counts.contains(&charged) {
                 op.policies = Policies::new(some).unwrap_or(op.policies);
             }
             ops.push(op);
             charged = next;
         }
-        self.charge = fresh(policies);
+        self.charge = self.charge.emptied();
         true
     }
 
@@ -340,17 +336,6 @@ impl CallerLog {
 fn another() -> i64 {
     static NUMBERS: AtomicI64 = AtomicI64::new(1);
     NUMBERS.fetch_add(1, Ordering::Relaxed)
-}
-
-fn fresh(policies: &Policies) -> SmallVec<[State; 1]> {
-    policies.iter().map(|policy| State::fresh(policy.kind())).collect()
-}
-
-/// Counts on one state for each policy. The most that a policy counted.
-fn count(policies: &Policies, states: &mut [State], mode: Mode, cost: u64, now: i64) -> u64 {
-    let cost = i64::from(u32::try_from(cost).unwrap_or(u32::MAX));
-    let counted = policies.iter().zip(states).map(|(policy, state)| mode.count(policy, state, cost, now)).max();
-    counted.map_or(0, |counted| counted.max(0) as u64)
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! | `future` | one check: the primary store's answer until the deadline, then the fallback's |
 //! | `partition` | who decides a check, and what is learned of it |
 //! | `breaker` | when the primary store is not asked any more |
-//! | `outage_log`, `caller_log`, `refunds` | what the fallback granted, refunded and reset, until the primary store knows |
+//! | `outage_log`, `caller_log`, `charges`, `refunds` | what the fallback granted, refunded and reset, until the primary store knows |
 //! | `recovery` | the task that looks for the primary store, and closes the breaker |
 //! | `reconciliation` | what is in the log is done in the primary store |
 //! | `announcement` | how instances know of each other that they reconcile |
@@ -14,6 +14,7 @@
 mod announcement;
 mod breaker;
 mod caller_log;
+mod charges;
 mod future;
 #[cfg(test)]
 mod model;
@@ -233,6 +234,10 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     fn is_authoritative(&self, decision: &Decision) -> bool {
         // A local one is that of the fallback, unless both are local.
         decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
+    }
+
+    fn leases(&self) -> bool {
+        self.partitions[0].primary.leases()
     }
 
     fn identity(&self) -> Option<usize> {

@@ -139,7 +139,7 @@ impl OutageLog {
     pub(super) fn put_back(&self, op: ReplayOp, now: i64) {
         let (key, policies) = (op.key, op.policies.clone());
         let (id, mode, cost) = (op.id, op.mode, op.cost);
-        self.caller(&key).change(&policies, id.as_ref(), mode, cost, |log| log.put_back(op, now));
+        self.caller(&key).change(&policies, id.as_ref(), mode, cost, |log, _| log.put_back(op, now));
     }
 
     /// Records again what is left of a log that was taken out, as [`put_back`](Self::put_back) does.
@@ -263,7 +263,11 @@ impl Caller<'_> {
         }
         let mode = if matches!(mode, Mode::Refund | Mode::Reset) { mode } else { Mode::Charge };
         let (cost, now, mut number) = (u64::from(cost), now(), 0);
-        self.change(policies, id, mode, cost, |log| {
+        let charged = if mode == Mode::Charge { decision.granted() } else { 0 };
+        self.change(policies, id, mode, cost, |log, is_new| {
+            if is_new {
+                log.begin(decision, charged, now);
+            }
             log.go_under(policies);
             log.add(mode, id.copied(), cost, check.charged(), now, sent);
             log.set_used(decision);
@@ -273,18 +277,19 @@ impl Caller<'_> {
         Some(number)
     }
 
-    /// Changes the log under some policies, or drops what would be beyond the bound.
+    /// Changes the log under some policies, which may be a new one, or drops what would be beyond the bound.
     fn change(
         &mut self,
         policies: &Policies,
         id: Option<&Key>,
         mode: Mode,
         cost: u64,
-        change: impl FnOnce(&mut CallerLog),
+        change: impl FnOnce(&mut CallerLog, bool),
     ) {
         let place = self.place(policies);
         let has_id = |id| place.is_some_and(|place| self.shard.logs[self.key][place].has_id(id));
-        let more = place.is_none() || id.is_some_and(|id| !has_id(id));
+        let is_new = place.is_none();
+        let more = is_new || id.is_some_and(|id| !has_id(id));
         let budget = &self.outages.budget;
         if more && !budget.has_room(1) {
             self.shard.dropped += if mode == Mode::Charge { cost } else { 0 };
@@ -298,7 +303,7 @@ impl Caller<'_> {
                 (logs.len() - 1, 0)
             }
         };
-        change(&mut logs[place]);
+        change(&mut logs[place], is_new);
         budget.take(logs[place].len() - before);
     }
 }

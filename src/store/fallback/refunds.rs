@@ -2,7 +2,8 @@
 
 use smallvec::SmallVec;
 
-use crate::limit::{Charged, EachCharged, LONGEST, Policies, State};
+use super::charges::Charges;
+use crate::limit::{Charged, EachCharged, LONGEST, Policies};
 
 /// What was refunded without an id, oldest first; a reset is before all of it.
 #[derive(Debug, Default)]
@@ -48,16 +49,12 @@ impl Refund {
     ///
     /// When the charge was made tells how much of it is left, and not until when it was to count: that is of a window which
     /// may have begun before that of the log.
-    pub(super) fn take_out(&self, policies: &Policies, states: &mut [State], now: i64) -> u64 {
+    pub(super) fn take_out(&self, policies: &Policies, charges: &mut Charges, now: i64) -> u64 {
         if !self.counts(now) {
             return 0;
         }
-        let cost = i64::from(u32::try_from(self.cost).unwrap_or(u32::MAX));
-        let given =
-            self.charged(now).into_iter().zip(policies).zip(states).map(|((charged, policy), state)| {
-                Charged { reset: LONGEST, ..charged }.refund(policy, state, cost, now)
-            });
-        given.max().unwrap_or(0).max(0) as u64
+        let of = self.charged(now).into_iter().map(|charged| Charged { reset: LONGEST, ..charged });
+        charges.refund(policies, self.cost, of, now)
     }
 }
 
@@ -91,7 +88,7 @@ impl Refunds {
     }
 
     /// Takes out of a charge what was refunded since, the oldest first. The charge was noted in logs from this number on.
-    pub(super) fn spend(&mut self, policies: &Policies, charge: &mut [State], first: i64, now: i64) {
+    pub(super) fn spend(&mut self, policies: &Policies, charge: &mut Charges, first: i64, now: i64) {
         for refund in self.each.iter_mut().filter(|refund| refund.log_number().is_some_and(|number| number >= first)) {
             refund.cost -= refund.take_out(policies, charge, now).min(refund.cost);
         }

@@ -298,7 +298,8 @@ async fn unequal_takes_of_one_call_add_up() {
 /// after the other.
 #[tokio::test]
 async fn takes_under_one_plan() {
-    for kind in [Strategy::Gcra, Strategy::LeakyBucket] {
+    let [greedy, interval] = [Refill::Greedy, Refill::Interval].map(Strategy::TokenBucket);
+    for kind in [Strategy::Gcra, Strategy::LeakyBucket, greedy, interval] {
         let server = RedisServer::start();
         let mut trace = Trace::new(19, &server);
         let mut states: Vec<Vec<State>> = (0..CALLERS).map(|_| vec![State::fresh(kind)]).collect();
@@ -337,7 +338,7 @@ async fn takes_under_one_plan() {
 /// What is packed for one caller is written for the next only if both have the same level.
 #[tokio::test]
 async fn levels_of_one_millisecond_stay_apart() {
-    for kind in [Strategy::Gcra, Strategy::LeakyBucket] {
+    for kind in [Strategy::Gcra, Strategy::LeakyBucket, Strategy::TokenBucket(Refill::Greedy)] {
         let server = RedisServer::start();
         let Trace { redis, .. } = Trace::new(20, &server);
         // A unit flows back in less than a microsecond, so that both keys expire in one millisecond.

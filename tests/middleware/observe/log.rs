@@ -87,13 +87,19 @@ async fn failures_are_throttled_but_breaker_changes_logged() {
     }
     observer.failed(&event::Failed::new(None, &refused));
     let logged = lines.take();
-    assert!(logged[0].starts_with("WARN rate limit checks failed kind=Timeout error="), "{logged:?}");
-    assert!(logged[0].ends_with("failed=1") && logged[1].contains("kind=Refused") && logged.len() == 2, "{logged:?}");
+    assert!(logged[0].starts_with("WARN rate limit checks failed kind=\"timeout\" error="), "{logged:?}");
+    assert!(
+        logged[0].ends_with("failed=1") && logged[1].contains("kind=\"refused\"") && logged.len() == 2,
+        "{logged:?}"
+    );
     advance(Duration::from_secs(60)).await;
     // Without another failure the next decision logs them.
     send(&limited(layer("9/h").observer(observer.clone())), request("alice")).await;
     let logged = lines.take();
-    assert!(logged[0].contains("kind=Timeout") && logged[0].ends_with("failed=99") && logged.len() == 1, "{logged:?}");
+    assert!(
+        logged[0].contains("kind=\"timeout\"") && logged[0].ends_with("failed=99") && logged.len() == 1,
+        "{logged:?}"
+    );
 
     for _ in 0..2 {
         observer.degraded(&event::Degraded::new(&timeout));

@@ -18,7 +18,7 @@ use tower_redis_ratelimit::extract::{Global, PeerIp};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
-use tower_redis_ratelimit::{Fallback, Key, Limiter, LocalStore, RateLimitLayer, RedisStore};
+use tower_redis_ratelimit::{Fallback, Key, Leased, Limiter, LocalStore, RateLimitLayer, RedisStore};
 
 use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
 
@@ -209,6 +209,34 @@ async fn a_repeated_layer_is_reported_once() {
     let service = another.layer(limited(layer("9/h").observer(notes.clone())));
     send(&service, request("alice")).await;
     assert_eq!(problems(&notes), [""; 0]);
+}
+
+#[tokio::test]
+async fn a_lease_for_nothing_is_reported_once() {
+    let leased = policy("api", "9/s").leased(Duration::from_millis(100)).unwrap();
+    let problems = async |is_leased: bool| {
+        let (notes, local) = (Notes::default(), LocalStore::default());
+        if is_leased {
+            let store = Leased::new(local);
+            let layer =
+                RateLimitLayer::new(Fallback::new(store.clone(), LocalStore::default()), Global, leased.clone());
+            send(&limited(layer.observer(notes.clone())), request("alice")).await;
+            let limiter = Limiter::new(store, leased.clone()).observer(notes.clone());
+            let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+        } else {
+            let service = limited(RateLimitLayer::new(local.clone(), Global, leased.clone()).observer(notes.clone()));
+            let limiter = Limiter::new(local, leased.clone()).observer(notes.clone());
+            for _ in 0..3 {
+                send(&service, request("alice")).await;
+                let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
+            }
+        }
+        notes.take().into_iter().filter(|note| note.contains("leased")).collect::<Vec<_>>()
+    };
+    assert_eq!(problems(true).await, [""; 0]);
+    let seen = problems(false).await;
+    assert!(seen.len() == 2 && seen[0] == seen[1], "of the layer, and of the limiter: {seen:?}");
+    assert!(seen[0].contains("\"api\" is leased") && seen[0].contains("(not-leased: https://docs.rs/"), "{seen:?}");
 }
 
 /// Wherever a request happens to be handled.

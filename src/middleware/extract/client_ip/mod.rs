@@ -14,7 +14,6 @@ pub use builder::ClientIpBuilder;
 use forwarded::Elements;
 use trust::Trust;
 
-use super::KeyOf;
 use super::peer::{self, Peer};
 use crate::error::ConfigError;
 use crate::gate::{KeyExtractor, MissingKey};
@@ -182,6 +181,12 @@ impl ClientIp {
         }
     }
 
+    /// The key of requests from this address, for [a single caller's policies](crate::select::Tiers::caller) and for a
+    /// [`Limiter`](crate::Limiter).
+    pub fn key_of(&self, address: IpAddr) -> Key {
+        Key::network(address, self.ipv6_prefix)
+    }
+
     /// The client's address, for your own use. `None` for a process on a unix socket, or if the server recorded no
     /// address.
     pub fn address(&self, request: &Parts) -> Option<IpAddr> {
@@ -207,12 +212,6 @@ impl KeyExtractor for ClientIp {
             Peer::Unix => Ok(Key::UNIX),
             Peer::Unknown => Err(peer::unknown()),
         }
-    }
-}
-
-impl KeyOf<IpAddr> for ClientIp {
-    fn key_of(&self, address: IpAddr) -> Key {
-        Key::network(address, self.ipv6_prefix)
     }
 }
 

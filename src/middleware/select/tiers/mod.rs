@@ -19,7 +19,7 @@ use crate::middleware::copies::Copies;
 /// under the policies given to `new`. Single callers may have [overrides](Self::caller).
 ///
 /// ```
-/// use tower_redis_ratelimit::extract::{HeaderKey, KeyOf};
+/// use tower_redis_ratelimit::extract::HeaderKey;
 /// use tower_redis_ratelimit::select::Tiers;
 /// use tower_redis_ratelimit::{LocalStore, Policy, Quota, RateLimitLayer, Strategy};
 ///
@@ -142,7 +142,8 @@ impl Tiers {
 
     /// The policies of one caller, whatever its plan: an override.
     ///
-    /// `key` is what the layer's extractor makes of the caller's value: [`KeyOf`](crate::extract::KeyOf). A look-up takes
+    /// `key` is what the layer's extractor makes of the caller's value, whatever it does to that: its `key_of`, as of a
+    /// [`HeaderKey`](crate::extract::HeaderKey::key_of). Of a tuple it is the [`Key::tuple`] of its parts. A look-up takes
     /// the same short time for any number of callers.
     #[must_use]
     pub fn caller(self, key: Key, policies: impl Into<Policies>) -> Self {

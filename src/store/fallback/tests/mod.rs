@@ -3,6 +3,7 @@
 mod answers;
 mod breaker;
 mod far;
+mod flow_back;
 mod partitions;
 mod reconcile;
 mod reconciliation;

@@ -160,6 +160,21 @@ async fn refunds_during_an_outage_are_applied() {
     }
 }
 
+/// What the instance has not granted itself is refunded where it was.
+#[tokio::test(start_paused = true)]
+async fn refunds_beyond_noted_charges_are_applied() {
+    for share in [1, 4] {
+        let (store, primary, _) = pair(share);
+        let policies = policies(Strategy::Gcra, "100/100d");
+        let _ = ask(&store, take(&policies, 60)).await;
+        open(&store, &primary).await;
+        assert!(ask(&store, take(&policies, 5)).await.is_allowed());
+        let _ = ask(&store, Check::refund(ann(), &policies, 15)).await;
+        close(&store, &primary).await;
+        assert_eq!(primary.used(&policies).await, 50);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn resets_during_an_outage_are_applied() {
     for share in [1, 4] {

@@ -2,20 +2,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use redis::aio::MultiplexedConnection;
 use redis::{Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value};
 use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, timeout};
 
+use super::driven::Driven;
 use super::errors::error_of;
 use crate::error::StoreError;
 use crate::store::redis::script::Script;
 use crate::util::instant;
 
 /// A new connection.
-#[derive(Debug)]
 pub(crate) struct Link {
-    pub(crate) inner: MultiplexedConnection,
+    pub(crate) inner: Driven,
     /// For how long its server is the one to ask. None for as long as it answers.
     pub(crate) epoch: Option<Epoch>,
 }
@@ -32,7 +31,6 @@ pub(crate) struct Epoch {
 pub(crate) type Replies = SmallVec<[Result<Value, RedisError>; 1]>;
 
 /// A connection that knows whether the last use of it failed.
-#[derive(Debug)]
 pub(crate) struct Connection {
     link: Link,
     pub(super) broken: bool,
@@ -54,9 +52,10 @@ impl Connection {
         Self { link, broken: false, proven: false, failure: None, used: instant(), patience }
     }
 
-    /// Whether its server is not the one to ask any more.
-    pub(super) fn is_over(&self) -> bool {
-        self.link.epoch.as_ref().is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
+    /// Whether its server has closed it, or is not the one to ask any more.
+    pub(super) fn is_over(&mut self) -> bool {
+        self.link.inner.is_lost()
+            || self.link.epoch.as_ref().is_some_and(|epoch| epoch.current.load(Ordering::Acquire) != epoch.number)
     }
 
     pub(super) fn has_rested(&self) -> bool {
@@ -152,7 +151,7 @@ impl Connection {
                     }
                     pipeline.add_command(command(call));
                 }
-                let replies = self.link.inner.send_packed_commands(&pipeline, 0, pipeline.len()).await;
+                let replies = self.link.inner.send_packed_commands(&pipeline).await;
                 replies.map(SmallVec::<[Value; 1]>::from_vec)
             }
         };

@@ -1,17 +1,21 @@
 //! Makes a connection to one server, and says why it cannot be made: of two ends of which only one speaks TLS, neither tells
 //! the other so.
 
+use std::io;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use futures_util::FutureExt;
+use futures_util::future::{Fuse, select_ok};
 use redis::aio::MultiplexedConnection;
 use redis::io::tcp::TcpSettings;
-use redis::io::tcp::socket2::TcpKeepalive;
+use redis::io::tcp::socket2::{SockRef, TcpKeepalive};
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisError};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::driven::Driven;
 use super::errors::error_of_greeting;
 use super::names::{self, Host};
 use crate::error::{ErrorKind, StoreError};
@@ -37,7 +41,7 @@ impl Dialer {
     }
 
     /// A new connection to a server.
-    pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
+    pub(crate) async fn dial(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let connection = match self.connected.load(Relaxed) {
             true => self.open(server).await.map_err(|error| error_of_greeting(&error, server)),
             false => self.open_first(server).await,
@@ -46,12 +50,16 @@ impl Dialer {
         connection.map_err(|error| error.at(server.addr()))
     }
 
-    async fn open(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, RedisError> {
-        // Redis-rs has times of its own.
-        let mut config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(self.timeout))
-            .set_response_timeout(Some(self.timeout.saturating_mul(2)));
-        if let ConnectionAddr::Tcp(host, _) | ConnectionAddr::TcpTls { host, .. } = server.addr() {
+    async fn open(&self, server: &ConnectionInfo) -> Result<Driven, RedisError> {
+        // Redis-rs has times of its own. Whoever dials or asks has one too.
+        let mut config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
+        if let ConnectionAddr::Tcp(host, port) = server.addr() {
+            let stream = connect(host, *port, server.tcp_settings()).await?;
+            let opening = MultiplexedConnection::new_with_config(server.redis_settings(), stream, config);
+            let (connection, driver) = opening.await?;
+            return Ok(Driven { connection, driver: driver.boxed().fuse() });
+        }
+        if let ConnectionAddr::TcpTls { host, .. } = server.addr() {
             config = config.set_dns_resolver(Host(host.clone()));
         }
         // Redis-rs takes the host for the name. Its addresses are found apart.
@@ -59,12 +67,13 @@ impl Dialer {
             (Some(name), ConnectionAddr::TcpTls { port, .. }) => with_address(server, name, *port),
             _ => server.clone(),
         };
-        Client::open(named)?.get_multiplexed_async_connection_with_config(&config).await
+        let connection = Client::open(named)?.get_multiplexed_async_connection_with_config(&config).await?;
+        Ok(Driven { connection, driver: Fuse::terminated() })
     }
 
     /// A Redis without TLS takes the greeting for the beginning of a command, and waits for the rest; one with TLS closes a
     /// connection without it.
-    async fn open_first(&self, server: &ConnectionInfo) -> Result<MultiplexedConnection, StoreError> {
+    async fn open_first(&self, server: &ConnectionInfo) -> Result<Driven, StoreError> {
         let mut opening = pin!(self.open(server));
         let opened = match server.addr() {
             ConnectionAddr::TcpTls { host, port, .. } => {
@@ -113,6 +122,20 @@ impl Dialer {
     }
 }
 
+/// A stream to a host without TLS, as redis-rs would open one.
+async fn connect(host: &str, port: u16, settings: &TcpSettings) -> io::Result<TcpStream> {
+    let addresses = names::addresses(host, port).await?;
+    let (stream, _) = select_ok(addresses.into_iter().map(|address| Box::pin(TcpStream::connect(address)))).await?;
+    stream.set_nodelay(settings.nodelay())?;
+    let socket = SockRef::from(&stream);
+    if let Some(keepalive) = settings.keepalive() {
+        socket.set_tcp_keepalive(keepalive)?;
+    }
+    #[cfg(any(target_os = "android", target_os = "fuchsia", target_os = "linux"))]
+    socket.set_tcp_user_timeout(settings.user_timeout())?;
+    Ok(stream)
+}
+
 /// How to reach a server as another one, but at this address.
 pub(crate) fn with_address(other: &ConnectionInfo, host: &str, port: u16) -> ConnectionInfo {
     let host = host.to_owned();
@@ -151,6 +174,16 @@ mod tests {
         assert!(ours.nodelay());
         let default = TcpKeepalive::new().with_time(KEEP_ALIVE);
         assert_eq!(format!("{:?}", ours.keepalive()), format!("{:?}", Some(default)));
+    }
+
+    #[tokio::test]
+    async fn streams_have_their_settings() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let stream = connect("127.0.0.1", port, &tcp_settings(&TcpSettings::default())).await.unwrap();
+        let socket = SockRef::from(&stream);
+        assert!(stream.nodelay().unwrap() && socket.keepalive().unwrap());
+        assert_eq!(socket.tcp_keepalive_time().unwrap(), KEEP_ALIVE);
     }
 
     #[test]

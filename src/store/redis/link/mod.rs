@@ -1,8 +1,9 @@
-//! Connections to one server: how it is [dialed](Dialer), what goes over a [connection], which of a [pool](Pool) still
-//! work, and when not even to try. Which server that is, is for others to know.
+//! Connections to one server: how it is [dialed](Dialer), who [drives](Driven) a connection and what goes over [it](connection),
+//! which of a [pool](Pool) still work, and when not even to try. Which server that is, is for others to know.
 
 mod connection;
 mod dial;
+mod driven;
 mod errors;
 mod names;
 mod pool;
@@ -10,6 +11,7 @@ mod tls;
 
 pub(super) use connection::{Epoch, Link, Replies};
 pub(super) use dial::{Dialer, kept_alive, with_address};
+pub(super) use driven::Driven;
 pub(super) use errors::{error_of, not_run, within};
 pub(super) use pool::{Connect, Failures, Pool};
 pub(super) use tls::Tls;

@@ -280,7 +280,8 @@ mod tests {
         for _ in 0..2 {
             assert!(cluster.connect(cluster.shared_node().unwrap()).await.is_ok());
             *lock(&id) = "b";
-            for error in [ask().await.unwrap_err(), cluster.connect(cluster.shared_node().unwrap()).await.unwrap_err()]
+            for error in
+                [ask().await.unwrap_err(), cluster.connect(cluster.shared_node().unwrap()).await.err().unwrap()]
             {
                 assert_eq!(error.kind(), ErrorKind::NotReady);
                 let cause = std::error::Error::source(&error).unwrap().to_string();

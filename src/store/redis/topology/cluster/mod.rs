@@ -22,7 +22,6 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
-use redis::aio::MultiplexedConnection;
 use redis::{ConnectionInfo, RedisError};
 use siphasher::sip::SipHasher13;
 
@@ -34,7 +33,7 @@ use self::nodes::Nodes;
 use super::node::Node;
 use crate::error::StoreError;
 use crate::limit::Key;
-use crate::store::redis::link::Dialer;
+use crate::store::redis::link::{Dialer, Driven};
 use crate::util::Clock;
 
 pub(crate) struct Cluster {
@@ -138,7 +137,7 @@ impl Cluster {
     }
 
     /// A new connection to a node of this cluster.
-    pub(crate) async fn connect(&self, node: Node) -> Result<MultiplexedConnection, StoreError> {
+    pub(crate) async fn connect(&self, node: Node) -> Result<Driven, StoreError> {
         self.nodes.connect(node, |slots| self.map.load().is_of_cluster(slots)).await
     }
 

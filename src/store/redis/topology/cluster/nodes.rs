@@ -7,13 +7,12 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use redis::aio::MultiplexedConnection;
 use redis::{ConnectionInfo, ErrorKind as Kind, RedisError, ServerErrorKind, Value};
 use tokio::time::{Instant, timeout};
 
 use super::slots::{self, Address, SlotMap, Slots};
 use crate::error::{ConfigError, ErrorKind, StoreError};
-use crate::store::redis::link::{Dialer, error_of, with_address, within};
+use crate::store::redis::link::{Dialer, Driven, error_of, with_address, within};
 use crate::store::redis::topology::node::Node;
 use crate::util::RandomState;
 use crate::util::instant;
@@ -95,11 +94,7 @@ impl Nodes {
 
     /// A new connection to a node, which tells that it is of the same cluster: by now, its address may be that of
     /// another server.
-    pub(super) async fn connect(
-        &self,
-        node: Node,
-        is_ours: impl Fn(&Slots) -> bool,
-    ) -> Result<MultiplexedConnection, StoreError> {
+    pub(super) async fn connect(&self, node: Node, is_ours: impl Fn(&Slots) -> bool) -> Result<Driven, StoreError> {
         let address = self.address(node).ok_or_else(|| StoreError::new(ErrorKind::Unreachable))?;
         match self.ask(&address).await {
             Ok((connection, slots)) if is_ours(&slots) => Ok(connection),
@@ -115,7 +110,7 @@ impl Nodes {
     }
 
     /// What a node says of the slots, and the connection that it was asked over.
-    async fn ask(&self, address: &Address) -> Result<(MultiplexedConnection, Slots), StoreError> {
+    async fn ask(&self, address: &Address) -> Result<(Driven, Slots), StoreError> {
         let mut connection = self.dialer.dial(&with_address(&self.seeds[0], &address.host, address.port)).await?;
         let mut cmd = redis::cmd("CLUSTER");
         cmd.arg("SLOTS");

@@ -22,14 +22,13 @@ use std::time::Duration;
 
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use redis::aio::MultiplexedConnection;
 use redis::{ConnectionInfo, ErrorKind as Kind, ServerErrorKind, Value};
 use tokio::runtime::Handle;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use self::quorum::{Master, Quorum};
 use crate::error::{ConfigError, ErrorKind, StoreError};
-use crate::store::redis::link::{Dialer, Epoch, Link, error_of, with_address, within};
+use crate::store::redis::link::{Dialer, Driven, Epoch, Link, error_of, with_address, within};
 use crate::util::instant;
 use crate::util::lock;
 use crate::util::{RandomState, Span, Task, TaskOwner, jittered};
@@ -120,11 +119,7 @@ impl Sentinels {
     }
 
     /// Asks a sentinel, over this connection if there is one. It is gone if the sentinel does not answer.
-    async fn ask(
-        &self,
-        connection: &mut Option<MultiplexedConnection>,
-        server: &ConnectionInfo,
-    ) -> Result<Master, StoreError> {
+    async fn ask(&self, connection: &mut Option<Driven>, server: &ConnectionInfo) -> Result<Master, StoreError> {
         let mut open = match connection.take() {
             Some(open) => open,
             None => self.to_sentinels.dial(server).await?,
@@ -152,7 +147,7 @@ impl Sentinels {
     }
 
     /// A connection to a server that says that it is a master.
-    async fn verify(&self, master: &Master) -> Result<MultiplexedConnection, StoreError> {
+    async fn verify(&self, master: &Master) -> Result<Driven, StoreError> {
         let server = with_address(&self.master, &master.host, master.port);
         let mut connection = self.to_master.dial(&server).await?;
         let verified = match connection.send_packed_command(&redis::cmd("ROLE")).await {
@@ -217,12 +212,12 @@ impl Sentinels {
     /// Asks one sentinel after the other, for as long as there is the store. If it tells of another master, asks all of
     /// them.
     async fn run_watch(this: Weak<Self>, _task: Task) {
-        let mut connections: Vec<Option<MultiplexedConnection>> = vec![];
+        let mut connections: Vec<Option<Driven>> = vec![];
         let mut turn = RandomState::new().hash_one(0) as usize;
         loop {
             sleep(jittered(WATCH, 0.8..1.2)).await;
             let Some(this) = this.upgrade() else { return };
-            connections.resize(this.sentinels.len(), None);
+            connections.resize_with(this.sentinels.len(), || None);
             turn = turn.wrapping_add(1) % connections.len();
             let told = timeout(WATCH, this.ask(&mut connections[turn], &this.sentinels[turn])).await;
             let Ok(Ok(master)) = told else { continue };

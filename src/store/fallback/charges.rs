@@ -1,0 +1,108 @@
+//! What is to be charged, as each whole policy counts it on top of what the primary store counts by itself.
+//!
+//! Let `[x]` be what a bucket counts by now of what it was charged, `u` what the primary store had counted when an
+//! instance began to grant by itself, and `g` what it has granted since. It charges `[u + g] - [u]`, not `[g]`: until `u`
+//! has flowed back, nothing else does.
+//!
+//! - That is never more than `g`, since a bucket counts of two charges at most what it counts of each alone.
+//! - If no other instance has granted anything, the primary store counts `[u]` and then `[u + g]`: what it would count
+//!   without the outage.
+//! - With grants `g1 .. gn` of `n` instances it counts `[u] + sum([u + gi] - [u])`. That is never more than `[u + sum(gi)]`:
+//!   the more a bucket is charged, the shorter it is empty, when nothing flows back. Nor is it less until `u` has flowed back,
+//!   as `[u + gi] - [u]` is `gi` by then. From then on up to `n` times the rate flows back, since no instance knows of the
+//!   others' grants. At its part of the rate a caller of one instance would be charged what has flowed back.
+//!
+//! Windows and logs count each charge by itself: there `[u + g] - [u]` is `[g]`.
+
+use smallvec::SmallVec;
+
+use crate::limit::{Charged, Check, Decision, Key, Mode, Policies, Policy, Snapshot, State};
+
+type States = SmallVec<[State; 1]>;
+
+/// See above: a state for each policy.
+#[derive(Debug, Clone)]
+pub(super) struct Charges {
+    /// What the primary store counts by itself.
+    before: States,
+    /// That and what is to be charged.
+    all: States,
+}
+
+impl Charges {
+    pub(super) fn none(policies: &Policies) -> Self {
+        Self::on(policies.iter().map(|policy| State::fresh(policy.kind())).collect())
+    }
+
+    /// None, where an instance has counted so much of its part of each policy: then the primary store counts as much of
+    /// the whole.
+    pub(super) fn after(policies: &Policies, counted: Decision, now: i64) -> Self {
+        let mut parts = counted.verdicts().filter(|(part, _)| !part.is_in_flight());
+        let before = policies.iter().map(|policy| match parts.next() {
+            Some((part, verdict)) if policy.frees().has_burst() && verdict.reset > 0 => {
+                let [whole, part] = [policy, part].map(|policy| policy.params().capacity);
+                let used = (i128::from(part - verdict.remaining) * i128::from(whole) / i128::from(part)) as i64;
+                // A part may be rounded down, and then flows back later; and a fallback of a user's may tell any time.
+                let periods = (used as u64).div_ceil(policy.quota().limit().into()) as i64;
+                let until = now + verdict.reset.min(periods * policy.params().period);
+                State::resume(policy.kind(), policy.params(), now, Snapshot { used, until })
+            }
+            _ => State::fresh(policy.kind()),
+        });
+        Self::on(before.collect())
+    }
+
+    fn on(before: States) -> Self {
+        Self { all: before.clone(), before }
+    }
+
+    /// The same without what is to be charged.
+    pub(super) fn emptied(&self) -> Self {
+        Self::on(self.before.clone())
+    }
+
+    /// How much is to be charged under each policy: what still counts.
+    pub(super) fn left<'a>(&'a self, policies: &'a Policies, now: i64) -> impl Iterator<Item = u64> + 'a {
+        let each = policies.iter().zip(self.before.iter().zip(&self.all));
+        each.map(move |(policy, (before, all))| left(policy, before, all, now))
+    }
+
+    /// When all of it lapses, in microseconds from now.
+    pub(super) fn reset_after(&mut self, policies: &Policies, now: i64) -> i64 {
+        let verdicts = Check::peek(Key::GLOBAL, policies, 0).decide(&mut self.all, now);
+        verdicts.each.iter().map(|verdict| verdict.reset).max().unwrap_or(0)
+    }
+
+    pub(super) fn charge(&mut self, policies: &Policies, costs: impl IntoIterator<Item = u64>, now: i64) {
+        for ((policy, state), cost) in policies.iter().zip(&mut self.all).zip(costs) {
+            Mode::Charge.count(policy, state, clamped(cost), now);
+        }
+    }
+
+    /// Takes a charge out again, or a part of it: of what is to be charged, not of what the primary store counts. The most
+    /// that a policy took out.
+    pub(super) fn refund(
+        &mut self,
+        policies: &Policies,
+        cost: u64,
+        of: impl IntoIterator<Item = Charged>,
+        now: i64,
+    ) -> u64 {
+        let each = policies.iter().zip(self.before.iter().zip(&mut self.all)).zip(of);
+        let given = each.map(|((policy, (before, all)), of)| {
+            // A window or a log counts nothing before: it need not be copied to see how much is left.
+            let most = if policy.frees().has_burst() { left(policy, before, all, now) } else { cost };
+            of.refund(policy, all, clamped(cost.min(most)), now)
+        });
+        given.max().unwrap_or(0).max(0) as u64
+    }
+}
+
+fn left(policy: &Policy, before: &State, all: &State, now: i64) -> u64 {
+    let counted = |state: &State| Mode::Refund.count(policy, &mut state.clone(), u32::MAX.into(), now);
+    (counted(all) - counted(before)).max(0) as u64
+}
+
+fn clamped(cost: u64) -> i64 {
+    u32::try_from(cost).unwrap_or(u32::MAX).into()
+}
