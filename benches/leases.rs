@@ -1,4 +1,4 @@
-//! `cargo bench --bench leases`
+//! `cargo bench -p benches --bench leases`
 //!
 //! Grants per second of four instances that share one limit and are asked for one and a half times as much, in parts of 8, 4, 2
 //! and 1: without leases, and with them. `-- --save` draws `docs/leases-plot.svg`.

@@ -24,7 +24,7 @@ use proxy::Mode;
 
 rows!(tests);
 
-/// The rows in which callers that are leased to could get most; `cargo bench --bench faults -- leased` has all.
+/// The rows in which callers that are leased to could get most; `cargo bench -p benches --bench faults -- leased` has all.
 mod leased {
     use super::*;
     use crate::matrix::leased as run;
