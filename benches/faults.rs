@@ -1,8 +1,8 @@
 //! `cargo bench -p benches --bench faults`
 //!
 //! Runs every fault of `tests/faults` and of `tests/cluster` one after the other, with the same assertions, and prints
-//! them as tables. `-- server` has only the first of them, and `-- cluster` only the second. `-- reconcile` tells how
-//! long it takes to charge many callers after an outage.
+//! them as tables. `-- server` has only the first of them, `-- leased` the same of callers that are leased to, and
+//! `-- cluster` the one of a cluster. `-- reconcile` tells how long it takes to charge many callers after an outage.
 
 #![allow(
     missing_docs,
@@ -46,6 +46,13 @@ fn main() {
         println!("{HEAD} |\n{LINE}|");
         for (name, fault) in matrix::ROWS {
             let row = run(name, matrix::run(*fault));
+            println!("{} |", line(name, &row));
+        }
+    }
+    if wants("leased") {
+        println!("{HEAD} |\n{LINE}|");
+        for (name, fault) in matrix::ROWS {
+            let row = run(name, matrix::leased(*fault));
             println!("{} |", line(name, &row));
         }
     }

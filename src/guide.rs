@@ -113,6 +113,7 @@ pub mod answers {}
 /// Quota that is charged ahead and spent in memory.
 ///
 /// [pitfalls]: crate::guide::pitfalls#not-leased
+#[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/leases.md")]
 pub mod leases {}
 

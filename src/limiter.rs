@@ -68,7 +68,8 @@ impl<S: Store> Limiter<S> {
 
     /// Sets the observer of the store, notified for example when a [`Fallback`](crate::Fallback) decides locally, if
     /// the store has none yet; of each [`Reservation`] that could not be settled; and of a policy that is leased for
-    /// nothing. It is not notified of decisions, which are returned. Defaults to [a log of what needs attention](Observer); `()` turns that off.
+    /// nothing. It is not notified of decisions, which are returned. Defaults to [a log of what needs
+    /// attention](Observer); `()` turns that off.
     #[must_use]
     pub fn observer(self, observer: impl Observer) -> Self {
         let observer: Arc<dyn Observer> = Arc::new(observer);
@@ -218,6 +219,10 @@ impl<S: Store> Limiter<S> {
 
 impl<S: fmt::Debug> fmt::Debug for Limiter<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Limiter").field("store", &self.store).field("policies", &self.policies).finish_non_exhaustive()
+        f.debug_struct("Limiter")
+            .field("store", &self.store)
+            .field("policies", &self.policies)
+            .field("wait_queues", &self.wait_queues)
+            .finish_non_exhaustive()
     }
 }

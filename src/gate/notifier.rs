@@ -100,8 +100,8 @@ impl Notifier {
     /// Reports, once, policies that are leased over a store that leases nothing.
     #[inline]
     pub(crate) fn unless_leased(&self, policies: &Policies, store: &impl Store) {
-        if policies.lease().is_some() && !store.leases() && !self.misconfiguration.reported_unleased.swap(true, Relaxed)
-        {
+        let reported = &self.misconfiguration.reported_unleased;
+        if policies.lease().is_some() && !store.leases() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
             let name = policies[0].name();
             self.report(&format!(
                 "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \

@@ -144,14 +144,9 @@ impl Caller {
         self.blocks.drain(..)
     }
 
-    /// Whether it has no block, and none is asked for.
-    pub(super) fn is_idle(&self) -> bool {
-        self.blocks.is_empty() && self.asked.is_none()
-    }
-
-    /// Whether it also does not wait until it may ask.
+    /// Whether it has no block, none is asked for, and it does not wait until it may ask.
     pub(super) fn is_over(&self, now: &impl Fn() -> Instant) -> bool {
-        self.is_idle() && now() >= self.pause_until
+        self.blocks.is_empty() && self.asked.is_none() && now() >= self.pause_until
     }
 }
 

@@ -186,7 +186,9 @@ impl<S: Store> Inner<S> {
         let little = fair(remaining, self.instances()) < LEAST;
         let now = instant();
         let pause_until = if little { now + asked.lease / 4 } else { now };
-        let watch = Watch::new(self, asked, block.as_ref().map_or([pause_until; 2], Block::looks));
+        // A caller is known at least until the end of its pause.
+        let looks = block.as_ref().map_or([pause_until; 2], |block| block.looks().map(|at| at.max(pause_until)));
+        let watch = Watch::new(self, asked, looks);
         self.end(self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until));
         match Handle::try_current() {
             Ok(runtime) => drop(runtime.spawn(watch.run())),
@@ -331,7 +333,7 @@ impl Shard {
         let mut callers = lock(&self.callers);
         let caller = callers.get_mut(&asked.caller)?;
         let block = caller.remove(asked.number);
-        if caller.is_idle() {
+        if caller.is_over(&instant) {
             callers.remove(&asked.caller);
             self.len.store(callers.len(), Relaxed);
         }

@@ -31,6 +31,7 @@ mod permit;
 mod queue;
 
 use std::collections::HashMap;
+use std::fmt;
 use std::future::Future;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroUsize;
@@ -324,6 +325,12 @@ impl SharedQueues {
         queues.waiting.change(&id.key, queue.len(), 0);
         self.count.fetch_sub(1, Ordering::AcqRel);
         Some(queue)
+    }
+}
+
+impl fmt::Debug for WaitQueues {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WaitQueues").field("waiting", &lock(&self.shared.queues).waiting.all).finish_non_exhaustive()
     }
 }
 

@@ -11,9 +11,9 @@ use tokio::time::sleep;
 use tower_redis_ratelimit::check::{Check, Source};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{ErrorKind, Share, Store};
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, RedisStore, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, RedisStore, Strategy};
 
-use crate::support::policy;
+use crate::support::{leased, policy};
 
 const INSTANCES: usize = 4;
 pub const TASKS: usize = 64;
@@ -50,11 +50,13 @@ pub struct Setup {
     pub connections: usize,
     /// The store's, not the fallback's.
     pub timeout: Duration,
+    /// Whether what callers will want is charged ahead.
+    pub leased: bool,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { instances: INSTANCES, connections: 2, timeout: Duration::from_millis(250) }
+        Self { instances: INSTANCES, connections: 2, timeout: Duration::from_millis(250), leased: false }
     }
 }
 
@@ -67,14 +69,18 @@ impl Kind {
         }
     }
 
-    fn policies(self) -> Policies {
-        policy(Strategy::Gcra, &format!("{}/100d", self.limit()))
+    /// Leased or not, they count alike.
+    fn policies(self, is_leased: bool) -> Policies {
+        if !is_leased {
+            return policy(Strategy::Gcra, &format!("{}/100d", self.limit()));
+        }
+        leased(Strategy::Gcra, self.limit() as u32, Duration::from_millis(400))
     }
 }
 
 pub fn peek(caller: usize) -> Check {
     let (name, kind) = CALLERS[caller];
-    Check::peek(Key::new(name), &kind.policies(), 1)
+    Check::peek(Key::new(name), &kind.policies(false), 1)
 }
 
 /// What the store of an instance has reported to its observer.
@@ -87,6 +93,9 @@ pub struct Events {
     pub recovered: AtomicU64,
     pub charged: AtomicU64,
     pub dropped: AtomicU64,
+    /// What was left of blocks, and the largest of them.
+    pub left: AtomicU64,
+    pub largest: AtomicU64,
 }
 
 #[derive(Clone, Default)]
@@ -106,6 +115,11 @@ impl Observer for Notes {
         self.0.dropped.fetch_add(event.dropped, SeqCst);
     }
 
+    fn leased(&self, event: &event::Leased) {
+        self.0.left.fetch_add(event.refunded + event.expired, SeqCst);
+        self.0.largest.fetch_max(event.charged, SeqCst);
+    }
+
     fn failed(&self, event: &event::Failed<'_>) {
         self.0.failed.fetch_add(1, SeqCst);
         self.0.kinds.lock().unwrap().insert(event.error.kind());
@@ -115,6 +129,8 @@ impl Observer for Notes {
 /// One process of the service: a store with connections of its own.
 pub struct Instance {
     pub store: Fallback<RedisStore, LocalStore>,
+    /// Around it: the same under policies that are not leased.
+    leased: Leased<Fallback<RedisStore, LocalStore>>,
     pub events: Arc<Events>,
     /// Whether a caller was denied by this instance alone, and by Redis.
     denied: [[AtomicBool; CALLERS.len()]; 2],
@@ -122,15 +138,16 @@ pub struct Instance {
 }
 
 impl Instance {
-    pub fn new(url: &str, Setup { instances, connections, timeout }: Setup) -> Self {
+    pub fn new(url: &str, Setup { instances, connections, timeout, .. }: Setup) -> Self {
         let notes = Notes::default();
         let connections = NonZeroUsize::new(connections).unwrap();
+        let share = Share::Fixed(NonZeroU32::new(instances as u32).unwrap());
         let redis = RedisStore::builder(url).timeout(timeout).connections(connections).connect_lazy().unwrap();
-        let store = Fallback::new(redis, LocalStore::default())
-            .deadline(DEADLINE)
-            .share(Share::Fixed(NonZeroU32::new(instances as u32).unwrap()))
-            .observer(notes.clone());
-        Self { store, events: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
+        let store =
+            Fallback::new(redis, LocalStore::default()).deadline(DEADLINE).share(share.clone()).observer(notes.clone());
+        let leased = Leased::new(store.clone()).share(share);
+        leased.observe(&(Arc::new(notes.clone()) as Arc<dyn Observer>));
+        Self { store, leased, events: notes.0, denied: Default::default(), by_redis: AtomicU64::new(0) }
     }
 
     /// How many requests Redis has decided for it.
@@ -171,6 +188,7 @@ pub struct Sums {
 pub struct Load {
     pub instances: Arc<[Instance]>,
     pub sums: Arc<Sums>,
+    leased: bool,
     /// Whether the tight callers ask too.
     tight: Arc<AtomicBool>,
     /// Whether they ask many times at once while their instance goes on by itself.
@@ -184,6 +202,7 @@ impl Load {
         Self {
             instances: (0..setup.instances).map(|_| Instance::new(url, setup)).collect(),
             sums: Arc::default(),
+            leased: setup.leased,
             tight: Arc::default(),
             burst: Arc::default(),
             stop: Arc::default(),
@@ -195,20 +214,20 @@ impl Load {
     pub async fn introduce(&self) {
         for instance in &*self.instances {
             for caller in 0..CALLERS.len() {
-                ask(instance, &self.sums, caller, &take(caller)).await;
+                ask(instance, &self.sums, caller, &take(caller, self.leased)).await;
             }
         }
     }
 
     /// Starts all tasks.
     pub fn start(&mut self) {
-        let count = self.instances.len();
+        let (count, leased) = (self.instances.len(), self.leased);
         for i in 0..count * TASKS {
             let (instances, sums) = (Arc::clone(&self.instances), Arc::clone(&self.sums));
             let (tight, burst, stop) = (Arc::clone(&self.tight), Arc::clone(&self.burst), Arc::clone(&self.stop));
             self.tasks.spawn(async move {
                 let instance = &instances[i % count];
-                let checks: Vec<Check> = (0..CALLERS.len()).map(take).collect();
+                let checks: Vec<Check> = (0..CALLERS.len()).map(|caller| take(caller, leased)).collect();
                 let (mut healthy, mut open) = (vec![], vec![]);
                 // Not all at once.
                 let mut pause = sums.pause(LONGEST_PAUSE * i as u32 / (count * TASKS) as u32).await;
@@ -252,11 +271,14 @@ impl Load {
         self.burst.store(true, SeqCst);
     }
 
-    /// Lets every task finish its request.
+    /// Lets every task finish its request, and refunds what is left of blocks.
     pub async fn stop(&mut self) {
         self.stop.store(true, SeqCst);
         while let Some(task) = self.tasks.join_next().await {
             task.expect("a task of the load panicked");
+        }
+        for instance in &*self.instances {
+            instance.leased.shutdown().await;
         }
     }
 
@@ -301,15 +323,15 @@ impl Sums {
     }
 }
 
-pub fn take(caller: usize) -> Check {
+pub fn take(caller: usize, leased: bool) -> Check {
     let (name, kind) = CALLERS[caller];
-    Check::take(Key::new(name), &kind.policies(), 1)
+    Check::take(Key::new(name), &kind.policies(leased), 1)
 }
 
 /// How long it took, in microseconds.
 async fn ask(instance: &Instance, sums: &Sums, caller: usize, check: &Check) -> u64 {
     let since = Instant::now();
-    let decision = instance.store.check(check.clone()).await;
+    let decision = instance.leased.check(check.clone()).await;
     let took = since.elapsed().as_micros() as u64;
     sums.requests.fetch_add(1, SeqCst);
     sums.worst.fetch_max(took, SeqCst);

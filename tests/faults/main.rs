@@ -24,6 +24,32 @@ use proxy::Mode;
 
 rows!(tests);
 
+/// The rows in which callers that are leased to could get most; `cargo bench -p benches --bench faults -- leased` has all.
+mod leased {
+    use super::*;
+    use crate::matrix::leased as run;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn killed_and_restarted_empty() {
+        println!("{:?}", run(Fault::KilledEmpty).await);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn frozen() {
+        println!("{:?}", run(Fault::Frozen).await);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn very_slow() {
+        println!("{:?}", run(Fault::Path(Mode::Delay(Duration::from_millis(500)))).await);
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn charged_and_not_answered() {
+        println!("{:?}", run(Fault::Path(Mode::Swallow)).await);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_deadline_alone_bounds_the_wait() {
     for mode in [Mode::Silent, Mode::BlackHole, Mode::Swallow, Mode::Delay(Duration::from_secs(5))] {

@@ -16,7 +16,7 @@ use crate::support::{RedisServer, STRATEGIES};
 
 type Instance = Leased<Fallback<RedisStore, LocalStore>>;
 
-async fn instance(url: &str, of: u32) -> Instance {
+pub(crate) async fn instance(url: &str, of: u32) -> Instance {
     let redis = RedisStore::builder(url).timeout(Duration::from_secs(20)).connect().await.unwrap();
     let store = Fallback::new(redis, LocalStore::default()).deadline(Duration::from_secs(60));
     Leased::new(store).share(Share::Fixed(NonZeroU32::new(of).unwrap()))

@@ -14,7 +14,8 @@ use redis::AsyncConnectionConfig;
 use redis::aio::MultiplexedConnection;
 use tempfile::TempDir;
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::{Key, Policies, Policy, Strategy, redis};
+use tower_redis_ratelimit::strategy::Refill;
+use tower_redis_ratelimit::{Key, Policies, Policy, Quota, Strategy, redis};
 
 pub struct RedisServer {
     child: Child,
@@ -186,6 +187,22 @@ pub fn check(caller: &str, quota: &str) -> Check {
 /// A policy named `test`.
 pub fn policy(strategy: Strategy, quota: &str) -> Policies {
     Policy::new("test", strategy, quota.parse().expect("a quota")).expect("a policy").into()
+}
+
+/// A policy that may be charged ahead for so long, and counts in Redis as [`policy`] of so many per 100 days does.
+pub fn leased(strategy: Strategy, limit: u32, time: Duration) -> Policies {
+    let period = Duration::from_secs(100 * 86_400);
+    let quota = if is_gradual(strategy) {
+        Quota::per(limit, period).burst(limit + 1)
+    } else {
+        Quota::per(limit, period - time)
+    };
+    Policy::new("test", strategy, quota).and_then(|policy| policy.leased(time)).expect("a policy").into()
+}
+
+/// Whether it frees what was charged little by little.
+pub fn is_gradual(strategy: Strategy) -> bool {
+    matches!(strategy, Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy))
 }
 
 /// Every strategy that there is.

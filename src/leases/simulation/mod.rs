@@ -1,5 +1,6 @@
 //! A simulation: instances over one shared count, whose checks and answers are late, lost or never sent, whose clocks differ,
-//! and which are stopped, killed and ended at any moment. Never more than the quota as it was stated is spent.
+//! and which are stopped, killed and ended at any moment, join and leave. Callers come often, all at once and not at all, are
+//! reset, refund parts soon and late, and get another quota. Never more than the quota as it was stated is spent.
 
 pub(super) mod world;
 
@@ -9,9 +10,8 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use self::world::World;
-use crate::limit::{Align, Key, Policies, Policy, Quota, Refill, Source, Strategy};
+use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Refill, Source, Strategy};
 use crate::simulation::{Breaks, Log, Outcome, Simulation};
-use crate::store::Store;
 
 /// What holds in every run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,7 +23,7 @@ enum Rule {
     /// What is spent from memory was charged ahead, once; and all that was charged is spent, or refunded, or is lost with a
     /// process or an answer.
     ChargedOnce,
-    /// A while after the last check no instance holds anything.
+    /// A while after the last check no instance holds anything, and what it says that it has refunded has been sent.
     Returned,
 }
 
@@ -43,38 +43,53 @@ fn most(strategy: Strategy, quota: Quota, from: i64, to: i64) -> i64 {
         }
         Strategy::TokenBucket(Refill::Interval) => burst + limit * (periods + 1),
         Strategy::SlidingLog | Strategy::SlidingWindow { .. } => limit * (periods + 1),
-        Strategy::SlidingCounter | Strategy::FixedWindow(_) => limit * (periods + 2),
+        // Of the window before as much counts as the window that slides has of it.
+        Strategy::SlidingCounter => limit + (limit * (to - from).max(period) + period - 1) / period,
+        Strategy::FixedWindow(_) => limit * (periods + 2),
     }
 }
 
-/// Whether more was spent between any two times than may be, or in a window of the clock.
+/// Whether more was spent between any two times than may be, or in a window of the clock. What is charged ahead is spent or
+/// refunded within `outlives`: up to then after a reset, what had been charged before may come on top.
 ///
 /// # Errors
 ///
 /// What was too much.
-fn check_spent(strategy: Strategy, quota: Quota, spent: &[(i64, u32)]) -> Result<(), String> {
+fn check_spent(
+    strategy: Strategy,
+    quota: Quota,
+    spent: &[(i64, u32)],
+    resets: &[i64],
+    outlives: i64,
+) -> Result<(), String> {
+    // How much it was in all up to each time.
     let mut sums: Vec<(i64, i64)> = vec![];
     for &(at, cost) in spent {
+        let sum = sums.last().map_or(0, |(_, sum)| *sum) + i64::from(cost);
         match sums.last_mut() {
-            Some((last, sum)) if *last == at => *sum += i64::from(cost),
-            _ => sums.push((at, i64::from(cost))),
+            Some(last) if last.0 == at => last.1 = sum,
+            _ => sums.push((at, sum)),
         }
     }
-    for (i, (from, _)) in sums.iter().enumerate() {
-        let mut sum = 0;
-        for (to, more) in &sums[i..] {
-            sum += more;
-            let most = most(strategy, quota, *from, *to);
-            if sum > most {
-                return Err(format!("{sum} were spent from {from} on in {} us, and not {most}", to - from));
+    let mut before = 0;
+    for (from, sum) in &sums {
+        let reset = |to| resets.iter().filter(|at| (*from - outlives..=to).contains(*at)).count() as i64;
+        let most = |to| most(strategy, quota, *from, to) + reset(to) * most(strategy, quota, *from, *from);
+        let mut bound = most(*from);
+        // What may be spent grows with time, so that most of the times need no look.
+        while let Some((to, sum)) = sums.get(sums.partition_point(|(_, sum)| sum - before <= bound)) {
+            bound = most(*to);
+            if sum - before > bound {
+                return Err(format!("{} were spent from {from} on in {} us, and not {bound}", sum - before, to - from));
             }
         }
+        before = *sum;
     }
     if let Strategy::FixedWindow(Align::Clock { offset }) = strategy {
         let (period, offset) = (quota.period().as_micros() as i64, offset.as_micros() as i64);
-        for window in sums.chunk_by(|one, two| (one.0 - offset) / period == (two.0 - offset) / period) {
-            let sum: i64 = window.iter().map(|(_, sum)| sum).sum();
-            if sum > i64::from(quota.limit()) {
+        for window in spent.chunk_by(|one, two| (one.0 - offset) / period == (two.0 - offset) / period) {
+            let sum: i64 = window.iter().map(|(_, cost)| i64::from(*cost)).sum();
+            if resets.is_empty() && sum > i64::from(quota.limit()) {
                 return Err(format!("{sum} were spent in the window of {}", window[0].0));
             }
         }
@@ -91,20 +106,44 @@ struct Decided {
     expired: u64,
 }
 
-/// A process is stopped, killed or ended at random.
-fn harm(world: &mut World, i: usize, lease: i64, log: &mut Log) {
+/// A part of a decision that is refunded later.
+struct Held {
+    i: usize,
+    decision: Decision,
+    part: u32,
+    from: i64,
+    until: i64,
+}
+
+/// A process is stopped, killed or ended at random, or another one begins.
+fn harm(world: &mut World, i: usize, lease: i64, is_frozen: bool, log: &mut Log) {
     let what = match world.rng.u16(..1_000) {
-        0..20 => {
-            world.instances[i].stopped_until = world.now + world.rng.i64(0..3 * lease);
+        what if what < 20 || is_frozen && what >= 900 => {
+            let time = match world.rng.u8(..4) {
+                0 => world.rng.i64(0..16 * lease),
+                // Until a block is about to die.
+                1 | 2 if is_frozen => lease * world.rng.i64(8..20) / 16,
+                _ => world.rng.i64(0..3 * lease),
+            };
+            world.instances[i].stopped_until = world.now + time;
             "stopped"
         }
-        20..24 => {
+        20..23 => {
             world.kill(i);
             "killed"
         }
-        24..28 => {
+        23..26 => {
             world.end(i);
             "ended"
+        }
+        26..28 => {
+            world.end(i);
+            world.instances[i].stopped_until = i64::MAX;
+            "ended for good"
+        }
+        28..30 if world.instances.len() < 6 => {
+            world.join();
+            "joined by another"
         }
         _ => return,
     };
@@ -121,19 +160,41 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     let limit = [rng.u32(40..400), rng.u32(400..3_000)][rng.usize(..2)];
     let stated = Quota::per(limit, Duration::from_micros(period));
     let stated = if strategy.frees().has_burst() && rng.bool() { stated.burst(limit * rng.u32(1..4)) } else { stated };
+    // The first instance stands still again and again, for many times as long as it leases, while all that is left is taken.
+    let is_frozen = rng.u8(..4) == 0;
     // A burst below the limit refills in less time, but none of these does.
-    let lease = rng.i64(10_000..=period as i64 / 2);
-    let leased = Policy::new("p", strategy, stated).and_then(|p| p.leased(Duration::from_micros(lease as u64)));
-    let policies = Policies::from(leased.unwrap());
+    let longest = period as i64 / if is_frozen { 16 } else { 2 };
+    let lease = rng.i64(10_000..=longest.max(10_000));
+    // By a larger one, not everywhere at once: both count on the same state.
+    let replaced = Quota::per(limit + limit / 2, stated.period());
+    let replaced = if strategy.frees().has_burst() { replaced.burst(stated.capacity() * 2) } else { replaced };
+    let quotas = [stated, replaced];
+    let leased = |quota| {
+        let policy = Policy::new("p", strategy, quota).and_then(|p| p.leased(Duration::from_micros(lease as u64)));
+        Policies::from(policy.unwrap())
+    };
+    let policies = quotas.map(leased);
+    let replaced_at = if rng.u8(..4) == 0 { rng.u32(..160) } else { u32::MAX };
+    let has_resets = rng.u8(..4) == 0;
     let instances = rng.u32(1..=4);
     let plan = format!("{strategy:?} {stated} for {lease} us on {instances} instances");
     let mut world = World::new(rng.u64(..), instances);
+    if is_frozen {
+        let (is_healthy, refuses) = (rng.bool(), [0, 20][rng.usize(..2)]);
+        world.shared(|shared| (shared.is_healthy, shared.refuses) = (is_healthy, refuses));
+    }
     let key = Key::new("ann");
     // How often each instance asks, in a step.
-    let rates: Vec<u32> = (0..instances).map(|_| rng.u32(1..20)).collect();
-    let mut spent = vec![];
-    for _ in 0..160 {
-        let flood = if limit < 400 && rng.u8(..24) == 0 { stated.capacity().min(400) } else { 0 };
+    let rates: Vec<u32> = (0..6).map(|_| rng.u32(1..20)).collect();
+    let (mut spent, mut held): (Vec<_>, Vec<Held>) = (vec![], vec![]);
+    for step in 0..160 {
+        // So many checks at once of this cost, besides.
+        let (flood, flood_cost) = match rng.u8(..48) {
+            0 | 1 if limit < 400 => (stated.capacity().min(400), 1),
+            n if n >= if is_frozen { 40 } else { 47 } => (20, (stated.capacity() / 16).max(1)),
+            _ => (0, 0),
+        };
+        let before = world.now;
         let time = match rng.u8(..40) {
             0 => rng.i64(0..2 * lease),
             1 => rng.i64(0..=period as i64),
@@ -141,7 +202,9 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             _ => rng.i64(0..=lease / 12),
         };
         world.pass(time);
-        for (i, rate) in rates.iter().enumerate() {
+        // When it goes on, it spends what it has left, and the others all that they get.
+        let goes_on = is_frozen && (before + 1..=world.now).contains(&world.instances[0].stopped_until);
+        for i in 0..world.instances.len() {
             if world.instances[i].stopped_until > world.now {
                 continue;
             }
@@ -150,63 +213,112 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
             if timers_first {
                 world.run(i);
             }
-            let count = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=*rate) } + flood;
+            // Not all of them at once.
+            let policies = &policies[usize::from(step >= replaced_at.saturating_add(4 * i as u32))];
+            if has_resets && rng.u8(..200) == 0 {
+                world.send(i, Check::reset(key, policies));
+                log.say(world.now as u64 / 1_000, None, || format!("instance {i} resets"));
+            }
+            let now = world.now;
+            let few = if rng.u8(..6) == 0 { 0 } else { rng.u32(..=rates[i]) };
+            let (flood, flood_cost) = match i {
+                0 if goes_on => (64, (stated.capacity() / 256).max(1)),
+                0 if is_frozen => (0, 0),
+                _ if goes_on => (20, (stated.capacity() / 16).max(1)),
+                _ => (flood, flood_cost),
+            };
+            let count = few + flood;
             let (at, before) = (world.now as u64 / 1_000, decided.leased);
-            for _ in 0..count {
+            for n in 0..count {
                 // Large ones are refunded, so that little is left of a block that was charged as a whole.
-                let is_large = rng.u8(..32) == 0;
+                let is_large = n < few && rng.u8(..32) == 0;
                 let cost = match rng.u8(..8) {
+                    _ if n >= few => flood_cost,
                     _ if is_large => rng.u32(1..=stated.capacity() / 4),
                     0 => rng.u32(1..4),
                     _ => 1,
                 };
-                let Some(decision) = world.take(i, key, &policies, cost) else { continue };
+                let Some(decision) = world.take(i, key, policies, cost) else { continue };
                 assert!(decision.source() == Source::Leased && decision.is_allowed());
                 decided.leased += u64::from(cost);
-                // A request that is not served is refunded.
-                if is_large || rng.u8(..16) == 0 {
-                    for back in decision.refund(key, cost, Duration::from_micros(rng.u64(..2_000))) {
-                        world.on(i, |instance| drop(instance.store.check(back)));
-                    }
-                } else {
-                    spent.push((world.clock(), cost));
+                // A request that is not served is refunded, or a part of it, at once or later.
+                let part = match rng.u8(..16) {
+                    0..10 if is_large => cost,
+                    _ if is_large => rng.u32(1..=cost),
+                    0 => cost,
+                    _ => 0,
+                };
+                spent.push((world.clock(), cost - part));
+                if part > 0 {
+                    let until = now + if is_frozen || rng.bool() { 0 } else { rng.i64(0..4 * lease) };
+                    held.push(Held { i, decision, part, from: now, until });
+                }
+            }
+            for Held { decision, part, from, .. } in held.extract_if(.., |held| held.i == i && held.until <= now) {
+                for back in decision.refund(key, part, Duration::from_micros((now - from) as u64)) {
+                    world.send(i, back);
                 }
             }
             log.say(at, None, || format!("instance {i}: {count} checks, {} from memory", decided.leased - before));
             if !timers_first {
                 world.run(i);
             }
-            harm(&mut world, i, lease, &mut log);
+            harm(&mut world, i, lease, is_frozen && i == 0, &mut log);
         }
     }
     // Until all answers are there, and all blocks are too old.
     for _ in 0..40 {
         world.pass(2 * lease / 10 + world.longest_way() / 10);
-        (0..instances as usize).for_each(|i| drop(world.run(i)));
+        (0..world.instances.len()).for_each(|i| drop(world.run(i)));
     }
-    let held: usize = world.instances.iter().map(|instance| instance.store.inner.callers()).sum();
     let at = world.now as u64 / 1_000;
+    check_blocks(&world, strategy, &decided, &mut broken);
+    let [refunded, expired] = [&world.blocks.refunded, &world.blocks.expired].map(|sum| sum.load(Relaxed));
+    let (mut single, resets) =
+        world.shared(|shared| (std::mem::take(&mut shared.spent), std::mem::take(&mut shared.resets)));
+    decided = Decided { single: single.len(), refunded, expired, ..decided };
+    spent.append(&mut single);
+    spent.sort_unstable();
+    let outlives = 16 * lease + world.longest_way();
+    let quota = quotas[usize::from(replaced_at < u32::MAX)];
+    if let Err(problem) = check_spent(strategy, quota, &spent, &resets, outlives) {
+        broken.add(Rule::NeverAbove, None, problem);
+    }
+    broken.say(&mut log, at);
+    (Outcome::of(plan, &mut log, &mut broken), decided)
+}
+
+/// What has become of all blocks.
+fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &mut Breaks<Rule>) {
+    let held: usize = world.instances.iter().map(|instance| instance.store.inner.callers()).sum();
     if held > 0 {
         broken.add(Rule::Returned, None, format!("{held} callers are held"));
     }
     let [charged, refunded, expired] =
         [&world.blocks.charged, &world.blocks.refunded, &world.blocks.expired].map(|sum| sum.load(Relaxed));
-    let ahead = world.shared(|shared| shared.ahead);
-    if decided.leased > ahead || charged > ahead {
-        broken.add(Rule::ChargedOnce, None, format!("{charged}, and {} spent, of {ahead}", decided.leased));
-    }
-    if !world.is_killed && charged != decided.leased + refunded + expired {
-        let problem = format!("{charged} charged, {} spent, {refunded} refunded, {expired} expired", decided.leased);
-        broken.add(Rule::ChargedOnce, None, problem);
-    }
-    spent.append(&mut world.shared(|shared| std::mem::take(&mut shared.spent)));
-    decided = Decided { single: spent.len(), refunded, expired, ..decided };
-    spent.sort_unstable();
-    if let Err(problem) = check_spent(strategy, stated, &spent) {
-        broken.add(Rule::NeverAbove, None, problem);
-    }
-    broken.say(&mut log, at);
-    (Outcome::of(plan, &mut log, &mut broken), decided)
+    let (leased, is_killed) = (decided.leased, !world.killed.is_empty());
+    world.shared(|shared| {
+        let ahead = shared.ahead;
+        if leased > ahead || charged > ahead {
+            broken.add(Rule::ChargedOnce, None, format!("{charged}, and {leased} spent, of {ahead}"));
+        }
+        if !is_killed && charged != leased + refunded + expired {
+            let problem = format!("{charged} charged, {leased} spent, {refunded} refunded, {expired} expired");
+            broken.add(Rule::ChargedOnce, None, problem);
+        }
+        // What is charged while its caller is reset, or its process ends, may be lost.
+        if !is_killed && !world.is_ended && shared.resets.is_empty() && charged != shared.told {
+            broken.add(Rule::Returned, None, format!("{} were told to be charged, and {charged} ended", shared.told));
+        }
+        // Of a bucket, all that is left may have flowed back, and a fixed window may have ended.
+        let may_be_nothing = strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
+        let is_sent = !shared.is_unsent && !may_be_nothing;
+        let most = if world.is_ended { u64::MAX } else { refunded + expired };
+        let sent = shared.sent_back;
+        if !is_killed && is_sent && !(refunded..=most).contains(&sent) {
+            broken.add(Rule::Returned, None, format!("{sent} were sent back of {refunded}, and {most} at most"));
+        }
+    });
 }
 
 #[test]
@@ -224,7 +336,7 @@ fn seeds_replay_exactly() {
 fn blocks_are_spent_refunded_and_expire() {
     for seed in 0..Strategy::ALL.len() as u64 {
         let mut sum = Decided::default();
-        for seed in (seed..90).step_by(Strategy::ALL.len()) {
+        for seed in (seed..270).step_by(Strategy::ALL.len()) {
             let Decided { leased, single, refunded, expired } = run(seed, false).1;
             sum.leased += leased;
             sum.single += single;

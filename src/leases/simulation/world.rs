@@ -32,6 +32,8 @@ pub(in crate::leases) struct Shared {
     rng: Rng,
     /// Without a fault of any kind.
     pub(in crate::leases) is_healthy: bool,
+    /// How many of 40 refunds are not sent at first, and are sent again later.
+    pub(in crate::leases) refuses: u8,
     /// The longest that a check travels each way, in microseconds.
     pub(in crate::leases) travels: i64,
     /// In microseconds of the true time.
@@ -42,9 +44,15 @@ pub(in crate::leases) struct Shared {
     under_way: Vec<Travelling>,
     /// What was granted to single checks, and when by its clock.
     pub(in crate::leases) spent: Vec<(i64, u32)>,
+    /// When it has forgotten what it had counted, by its clock.
+    pub(in crate::leases) resets: Vec<i64>,
     pub(in crate::leases) checks: u64,
-    /// What was granted to blocks.
+    /// What was granted to blocks, and how much of that an instance was told.
     pub(in crate::leases) ahead: u64,
+    pub(in crate::leases) told: u64,
+    /// What the instances have sent to be refunded of their blocks, and whether some of it was refused first.
+    pub(in crate::leases) sent_back: u64,
+    pub(in crate::leases) is_unsent: bool,
 }
 
 struct Travelling {
@@ -77,12 +85,19 @@ impl Shared {
         let (to, answer) = oneshot::channel();
         self.checks += 1;
         let fate = match self.rng.u8(..40) {
+            n if check.mode() == Mode::Refund && (3..3 + self.refuses).contains(&n) => Fate::Unsent,
             _ if self.is_healthy => Fate::Answered,
             0 => Fate::Lost,
             1 => Fate::Gone,
             2 => Fate::Unsent,
             _ => Fate::Answered,
         };
+        if check.mode() == Mode::Refund {
+            match fate {
+                Fate::Unsent => self.is_unsent = true,
+                _ => self.sent_back += u64::from(check.cost()),
+            }
+        }
         // Mostly soon, at times very late.
         let mut way = || match self.rng.u8(..12) {
             0 if !self.is_healthy => self.rng.i64(0..=8 * self.travels),
@@ -114,7 +129,10 @@ impl Shared {
         self.now = until;
         for check in under_way.iter_mut().filter(|check| check.answered_at <= until) {
             if let (Some(answer), Some(to)) = (check.answer.take(), check.to.take()) {
-                let _ = to.send(answer);
+                let granted = answer.as_ref().map_or(0, |decision| decision.granted().into());
+                if to.send(answer).is_ok() && check.check.mode() == Mode::UpTo {
+                    self.told += granted;
+                }
             }
         }
         under_way.retain(|check| check.to.is_some());
@@ -131,6 +149,8 @@ impl Shared {
             self.spent.push((now, check.cost()));
         } else if check.mode() == Mode::UpTo {
             self.ahead += verdicts.granted as u64;
+        } else if check.mode() == Mode::Reset {
+            self.resets.push(now);
         }
         check.answer(verdicts, Source::Redis).decided_at(now)
     }
@@ -190,8 +210,10 @@ pub(in crate::leases) struct World {
     pub(in crate::leases) instances: Vec<Instance>,
     pub(in crate::leases) blocks: Arc<Blocks>,
     pub(in crate::leases) now: i64,
-    /// Whether an instance was.
-    pub(in crate::leases) is_killed: bool,
+    /// They hold what they held, and do nothing more.
+    pub(in crate::leases) killed: Vec<Instance>,
+    /// Whether an instance has.
+    pub(in crate::leases) is_ended: bool,
 }
 
 impl World {
@@ -200,20 +222,34 @@ impl World {
         let shared = Shared {
             rng: rng.fork(),
             is_healthy: false,
+            refuses: 0,
             travels: rng.i64(100..20_000),
             now: 0,
             speed: rng.i64(1024 - 64..=1024 + 64),
             states: HashMap::new(),
             under_way: vec![],
             spent: vec![],
+            resets: vec![],
             checks: 0,
             ahead: 0,
+            told: 0,
+            sent_back: 0,
+            is_unsent: false,
         };
         let start = instant();
         let seed = Seed::set(seed, Duration::from_micros(WALL as u64));
         let remote = Remote(Arc::new(Mutex::new(shared)));
-        let mut world =
-            Self { seed, start, rng, remote, instances: vec![], blocks: Arc::default(), now: 0, is_killed: false };
+        let mut world = Self {
+            seed,
+            start,
+            rng,
+            remote,
+            instances: vec![],
+            blocks: Arc::default(),
+            now: 0,
+            killed: vec![],
+            is_ended: false,
+        };
         for _ in 0..instances {
             let instance = world.instance(instances);
             world.instances.push(instance);
@@ -303,19 +339,38 @@ impl World {
         answers
     }
 
-    /// Another process takes the place of one, which is killed: it does nothing more.
+    /// An instance has this checked, and does not wait for the answer.
+    pub(in crate::leases) fn send(&mut self, i: usize, check: Check) {
+        let sent_back = self.shared(|shared| shared.sent_back);
+        self.on(i, |instance| drop(instance.store.check(check)));
+        // Of a block it was not.
+        self.shared(|shared| shared.sent_back = sent_back);
+    }
+
+    /// One that may be wrong about how many there are.
+    fn another(&mut self) -> Instance {
+        let of = self.rng.u32(1..=6);
+        self.instance(of)
+    }
+
+    /// There is one more from here on.
+    pub(in crate::leases) fn join(&mut self) {
+        let next = self.another();
+        self.instances.push(next);
+    }
+
+    /// Another process takes the place of one, which is killed.
     pub(in crate::leases) fn kill(&mut self, i: usize) {
-        self.is_killed = true;
-        let of = self.instances.len() as u32;
-        let next = self.instance(of);
-        std::mem::forget(std::mem::replace(&mut self.instances[i], next));
+        let next = self.another();
+        let killed = std::mem::replace(&mut self.instances[i], next);
+        self.killed.push(killed);
     }
 
     /// The same, of one that ends as it should.
     pub(in crate::leases) fn end(&mut self, i: usize) {
         let now = self.start + self.elapsed(i);
-        let of = self.instances.len() as u32;
-        let next = self.instance(of);
+        self.is_ended = true;
+        let next = self.another();
         let Instance { store, runtime, .. } = std::mem::replace(&mut self.instances[i], next);
         self.seed.stands_at(now);
         if let Some(runtime) = runtime {

@@ -20,26 +20,26 @@ use crate::store::{Answer, Fallback, LocalStore, MockStore, Share, Store};
 use crate::util::instant;
 use crate::{Leased, Limiter};
 
-const LEASE: Duration = Duration::from_millis(400);
+pub(super) const LEASE: Duration = Duration::from_millis(400);
 
 fn policy(strategy: Strategy, quota: &str) -> Policy {
     Policy::new("p", strategy, quota.parse().unwrap()).unwrap().leased(LEASE).unwrap()
 }
 
 /// A log: what is refunded of it can be taken again at once.
-fn log() -> Policies {
+pub(super) fn log() -> Policies {
     policy(Strategy::SlidingLog, "10000/m").into()
 }
 
-fn ann() -> Key {
+pub(super) fn ann() -> Key {
     Key::new("ann")
 }
 
-async fn take<S: Store>(store: &S, policies: &Policies) -> Decision {
+pub(super) async fn take<S: Store>(store: &S, policies: &Policies) -> Decision {
     store.check(Check::take(ann(), policies, 1)).await.unwrap()
 }
 
-async fn left(store: &LocalStore, policies: &Policies) -> u32 {
+pub(super) async fn left(store: &LocalStore, policies: &Policies) -> u32 {
     store.check(Check::peek(ann(), policies, 1)).await.unwrap().remaining()
 }
 
@@ -282,7 +282,7 @@ async fn blocks_leave_enough_for_other_instances() {
 
 /// Never answers, and counts what it is to refund.
 #[derive(Clone, Default)]
-struct Stuck(Arc<AtomicU32>, Arc<AtomicU32>);
+pub(super) struct Stuck(Arc<AtomicU32>, Arc<AtomicU32>);
 
 impl Store for Stuck {
     type Future = Pending<Result<Decision, StoreError>>;

@@ -1,2 +1,3 @@
+mod asks;
 mod block;
 mod load;

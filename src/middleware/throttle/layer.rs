@@ -164,6 +164,9 @@ impl<T, W> Layer<T> for ThrottleLayer<W> {
 
 impl<W> fmt::Debug for ThrottleLayer<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ThrottleLayer").field("policies", &self.settings.policies).finish_non_exhaustive()
+        f.debug_struct("ThrottleLayer")
+            .field("policies", &self.settings.policies)
+            .field("wait_queues", &self.settings.wait_queues)
+            .finish_non_exhaustive()
     }
 }

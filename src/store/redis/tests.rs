@@ -486,7 +486,11 @@ fn policy(name: &str, kind: Kind, rng: &mut Rng) -> Policy {
         2 => limit.saturating_mul(2),
         _ => limit,
     };
-    Policy::of_kind(name, kind, quota.burst(burst)).or_else(|_| Policy::of_kind(name, kind, quota)).unwrap()
+    let policy =
+        Policy::of_kind(name, kind, quota.burst(burst)).or_else(|_| Policy::of_kind(name, kind, quota)).unwrap();
+    // What is leased is counted under a tighter quota.
+    let leased = policy.clone().leased(Duration::from_micros(period / rng.u64(2..100)));
+    leased.ok().filter(|_| rng.bool()).unwrap_or(policy)
 }
 
 struct Trace {

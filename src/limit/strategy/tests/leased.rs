@@ -12,8 +12,10 @@ fn most(model: &Model, from: i128, to: i128) -> i128 {
         }
         Strategy::TokenBucket(Refill::Interval) => burst + limit * (periods + 1),
         Strategy::SlidingLog | Strategy::SlidingWindow { .. } => limit * (periods + 1),
+        // Of the window before as much counts as the window that slides has of it.
+        Strategy::SlidingCounter => limit + (limit * (to - from).max(period) + period - 1) / period,
         // As many windows may be touched.
-        Strategy::SlidingCounter | Strategy::FixedWindow(_) => limit * (periods + 2),
+        Strategy::FixedWindow(_) => limit * (periods + 2),
     }
 }
 

@@ -1,0 +1,146 @@
+//! When a block is asked for, and how large it is.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::Semaphore;
+use tokio::time::{advance, sleep};
+
+use super::block::{LEASE, Stuck, ann, log, take};
+use crate::Leased;
+use crate::error::{ErrorKind, StoreError};
+use crate::leases::block::Block;
+use crate::leases::caller::{Ask, Caller, Ended};
+use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
+use crate::store::{Answer, LocalStore, MockStore, Store};
+use crate::util::instant;
+
+fn ask(caller: &mut Caller) -> Option<Ask> {
+    caller.ask(LEASE, &instant, &AtomicU64::new(1))
+}
+
+fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
+    caller.spend(Check::take(ann(), policies, cost), &instant, &mut Ended::new())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quarter_left_asks_for_the_next() {
+    let (policies, mut caller) = (log(), Caller::new(instant(), 1));
+    let decision = LocalStore::default().check(Check::up_to(ann(), &policies, 100)).await.unwrap();
+    caller.add(Block::new(ann(), 0, decision, instant(), LEASE), &mut Ended::new());
+    for left in (0..100).rev() {
+        assert!(spend(&mut caller, &policies, 1).is_ok());
+        assert_eq!(ask(&mut caller).is_some(), left == 25, "{left} are left");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_block_is_for_half_a_lease() {
+    let (policies, mut caller) = (log(), Caller::new(instant(), 1));
+    let rich = |caller: &mut Caller, number| caller.answered(number, u32::MAX, instant());
+    assert_eq!(ask(&mut caller).map(|ask| ask.size(1)), Some(1), "it is not known how much is left");
+    assert!(rich(&mut caller, 1));
+    for _ in 0..40 {
+        advance(Duration::from_millis(1)).await;
+        let _ = spend(&mut caller, &policies, 3);
+    }
+    assert_eq!(ask(&mut caller).map(|ask| ask.size(1)), Some(600), "3 a millisecond, for 200 ms");
+    assert!(rich(&mut caller, 1));
+    let _ = spend(&mut caller, &policies, 40);
+    assert_eq!(ask(&mut caller).map(|ask| ask.size(1)), Some(320), "all of it came in one moment");
+}
+
+fn asks(store: &MockStore) -> usize {
+    store.asked().iter().filter(|check| check.mode() == Mode::UpTo).count()
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_at_their_limit_are_seldom_asked_for() {
+    let (store, local) = (MockStore::new(), LocalStore::default());
+    store.answer(move |check| match local.check(check.clone()) {
+        Answer::Ready { answer } => answer,
+        Answer::Pending { .. } => unreachable!(),
+    });
+    let leased = Leased::new(store.clone());
+    let few = Policy::new("p", Strategy::SlidingLog, Quota::per_minute(20)).unwrap().leased(LEASE).unwrap().into();
+    let asks_in = async |millis| {
+        let before = asks(&store);
+        for _ in 0..millis {
+            let _ = take(&leased, &few).await;
+            sleep(Duration::from_millis(1)).await;
+        }
+        asks(&store) - before
+    };
+    let _ = asks_in(200).await;
+    let asks = asks_in(1_000).await;
+    assert!((2..=10).contains(&asks), "{asks} asks in 1 s, a quarter of a lease time apart");
+}
+
+/// It may have been charged; and by the time that an unsent one could be sent, it may not be wanted any more.
+#[tokio::test(start_paused = true)]
+async fn unanswered_asks_are_not_repeated() {
+    let error = || StoreError::new(ErrorKind::Timeout).of_check();
+    for error in [error(), error().unsent()] {
+        let store = MockStore::new();
+        store.fail(error);
+        let leased = Leased::new(store.clone());
+        for _ in 0..40 {
+            let _ = leased.check(Check::take(ann(), &log(), 1)).await;
+            sleep(Duration::from_millis(1)).await;
+        }
+        sleep(LEASE * 4).await;
+        assert_eq!(asks(&store), 1);
+    }
+}
+
+/// A store that charges blocks when it is let to.
+#[derive(Clone)]
+struct Held(LocalStore, Arc<Semaphore>);
+
+impl Store for Held {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let Self(local, permits) = self.clone();
+        Answer::pending(Box::pin(async move {
+            let is_ask = check.mode() == Mode::UpTo;
+            let _permit = if is_ask { permits.acquire().await.ok() } else { None };
+            local.check(check).await
+        }))
+    }
+}
+
+#[test]
+fn other_runtimes_wait_for_asks_on() {
+    let runtime = || -> Runtime { Builder::new_current_thread().enable_time().start_paused(true).build().unwrap() };
+    let (policies, permits, first) = (log(), Arc::new(Semaphore::new(0)), runtime());
+    let store = Leased::new(Held(LocalStore::default(), Arc::clone(&permits)));
+    let some = async || {
+        let mut leased = 0;
+        for _ in 0..40 {
+            leased += u32::from(take(&store, &policies).await.source() == Source::Leased);
+            sleep(Duration::from_millis(1)).await;
+        }
+        leased
+    };
+    assert_eq!(first.block_on(some()), 0);
+    drop(first);
+    permits.add_permits(1);
+    assert!(runtime().block_on(some()) > 0, "it got a block");
+}
+
+/// Memory does not grow with callers.
+#[tokio::test(start_paused = true)]
+async fn callers_with_blocks_are_bounded() {
+    const MOST: usize = 64 * 1_024;
+    let (leased, policies) = (Leased::new(Stuck::default()), log());
+    for caller in 0..MOST as u64 + 6_000 {
+        for _ in 0..16 {
+            drop(leased.check(Check::take(Key::from(caller), &policies, 1)));
+        }
+    }
+    assert!((MOST - 1_000..=MOST).contains(&leased.inner.callers()), "{}", leased.inner.callers());
+}
