@@ -168,20 +168,20 @@ async fn a_hanging_server_settles_nothing_twice() {
     }
 }
 
-/// Redis dies and comes back empty. What is charged beyond what was reserved is what comes after.
+/// Redis hangs, dies and comes back empty. What is charged beyond what was reserved is what comes after.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_server_charges_nothing_twice() {
     let mut server = RedisServer::start();
     let failures = Failures::default();
-    // Of each connection it has to be found out that it is broken, and what that was tried with may have been done.
     let store = RedisStore::builder(server.url()).connections(NonZeroUsize::MIN).connect_lazy().unwrap();
     let limiter = Limiter::new(store, policy(WINDOW, "10000/d")).observer(failures.clone());
     let held = reserve(&limiter).await;
-    server.kill();
+    server.freeze();
     let mut held = held.into_iter();
     held.by_ref().take(5).for_each(|reserved| reserved.settle(RESERVED + 7));
-    // The connection broke, so that it is not known what became of what was sent over it.
+    // It is not answered, so that it is not known what became of it.
     until("it is reported", async || failures.0.load(Relaxed) > 0).await;
+    server.kill();
     held.for_each(|reserved| reserved.settle(RESERVED + 7));
     tokio::time::sleep(Duration::from_millis(200)).await;
     server.restart();
