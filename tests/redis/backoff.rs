@@ -1,10 +1,13 @@
 //! Those who ask on, though Redis cannot be reached or refuses, do not connect each time.
 
 use std::num::NonZeroUsize;
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpListener;
 use tower_redis_ratelimit::RedisStore;
 use tower_redis_ratelimit::store::{ErrorKind, Store};
 
@@ -50,6 +53,30 @@ async fn failing_checks_connect_now_and_then() {
             until("it decides", async || store.check(check("ann", "10000/s")).await.is_ok()).await;
         }
     }
+}
+
+/// A server may answer the greeting, and hang up then.
+#[tokio::test]
+async fn lost_connections_are_made_now_and_then() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    let made = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&made);
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            count.fetch_add(1, SeqCst);
+            let _ = stream.read(&mut [0; 4_096]).await;
+            let _ = stream.write_all(b"+OK\r\n+OK\r\n").await;
+        }
+    });
+    let store = RedisStore::builder(url).timeout(PATIENT).connect_lazy().unwrap();
+    let since = Instant::now();
+    for _ in 0..200 {
+        let error = store.check(check("ann", "10/s")).await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
+    }
+    let (made, most) = (made.load(SeqCst), 4 + since.elapsed().as_millis() as usize / 50);
+    assert!(made <= most, "{made} connections, more than {most}");
 }
 
 /// A server that lets in no second connection goes on deciding over the first.

@@ -156,7 +156,8 @@ impl<C: Connect> Pool<C> {
                 }
                 lost = true;
             }
-            connection.give_up(None);
+            // One that is new, and lost already, is a failure to connect.
+            connection.give_up(Some(StoreError::new(ErrorKind::Unreachable)));
         }
     }
 
