@@ -1,5 +1,5 @@
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -29,8 +29,11 @@ pub(super) struct Inner<S: Store> {
     observer: OnceLock<Arc<dyn Observer>>,
     /// How many blocks were asked for.
     asks: AtomicU64,
-    /// Whether no other block is asked for. Each ask that is under way has a receiver.
-    is_shut_down: watch::Sender<bool>,
+    /// Each ask that is under way has a receiver.
+    under_way: watch::Sender<()>,
+    /// Whether nothing is leased any more, and whether no block is kept either.
+    is_shut_down: AtomicBool,
+    is_drained: AtomicBool,
 }
 
 /// Some of the callers that come often, by the caller and its policies.
@@ -84,7 +87,9 @@ impl<S: Store> Inner<S> {
             queue: OnceLock::new(),
             observer: OnceLock::new(),
             asks: AtomicU64::new(0),
-            is_shut_down: watch::Sender::new(false),
+            under_way: watch::Sender::default(),
+            is_shut_down: AtomicBool::new(false),
+            is_drained: AtomicBool::new(false),
         }
     }
 
@@ -126,6 +131,9 @@ impl<S: Store> Inner<S> {
             }
             _ => return Err(check),
         }
+        if self.is_shut_down.load(Relaxed) {
+            return Err(check);
+        }
         let (key, cost) = (*check.key(), check.cost());
         let mut ended = Ended::new();
         let (answer, next) = shard.spend(caller, check, lease.time, &self.asks, &mut ended);
@@ -155,8 +163,8 @@ impl<S: Store> Inner<S> {
     }
 
     fn ask(self: &Arc<Self>, asked: Asked, policies: &Policies, ask: Ask) {
-        let under_way = self.is_shut_down.subscribe();
-        if *under_way.borrow() {
+        let under_way = self.under_way.subscribe();
+        if self.is_shut_down.load(SeqCst) {
             return;
         }
         let check = Check::up_to(asked.key, policies, ask.size(self.instances()));
@@ -189,7 +197,8 @@ impl<S: Store> Inner<S> {
         // A caller is known at least until the end of its pause.
         let looks = block.as_ref().map_or([pause_until; 2], |block| block.looks().map(|at| at.max(pause_until)));
         let watch = Watch::new(self, asked, looks);
-        self.end(self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until));
+        let is_drained = || self.is_drained.load(SeqCst);
+        self.end(self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until, is_drained));
         match Handle::try_current() {
             Ok(runtime) => drop(runtime.spawn(watch.run())),
             // Nobody would refund what is left of it.
@@ -229,10 +238,11 @@ impl<S: Store> Inner<S> {
 
     /// Refunds what is left of all blocks, also of those that are asked for just then, and asks for no other.
     pub(super) async fn shut_down(&self) {
-        self.is_shut_down.send_replace(true);
+        self.is_shut_down.store(true, SeqCst);
         // An answer may be left of a runtime that has ended.
         self.queue().wake();
-        let _ = timeout(PATIENCE, self.is_shut_down.closed()).await;
+        let _ = timeout(PATIENCE, self.under_way.closed()).await;
+        self.is_drained.store(true, SeqCst);
         let refunds: Vec<_> = self.drain().into_iter().filter_map(|block| self.ended(block)).collect();
         let asked: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
         for refund in asked {
@@ -313,14 +323,21 @@ impl Shard {
 
     /// Adds a block, if it is the one that the caller has asked for. Returns those that are not kept: without it, it was
     /// late.
-    fn answered(&self, asked: &Asked, block: Option<Block>, remaining: u32, pause_until: Instant) -> Ended {
+    fn answered(
+        &self,
+        asked: &Asked,
+        block: Option<Block>,
+        remaining: u32,
+        pause_until: Instant,
+        is_drained: impl Fn() -> bool,
+    ) -> Ended {
         let mut ended = Ended::new();
         // Of a caller that was reset since there is nothing to refund, and nothing to spend.
         if let Some(caller) = lock(&self.callers).get_mut(&asked.caller)
             && caller.answered(asked.number, remaining, pause_until)
             && let Some(block) = block
         {
-            if block.is_dead(instant()) {
+            if block.is_dead(instant()) || is_drained() {
                 ended.push(block);
             } else {
                 caller.add(block, &mut ended);

@@ -427,17 +427,17 @@ async fn callers_that_come_rarely_get_no_block() {
 
 /// A store that charges blocks at once, and tells it late.
 #[derive(Clone)]
-struct Late(LocalStore);
+struct Late(LocalStore, Duration);
 
 impl Store for Late {
     type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let (local, is_late) = (self.0.clone(), check.mode() == Mode::UpTo);
+        let (Self(local, late), is_late) = (self.clone(), check.mode() == Mode::UpTo);
         Answer::pending(Box::pin(async move {
             let answer = local.check(check).await;
             if is_late {
-                sleep(Duration::from_millis(5)).await;
+                sleep(late).await;
             }
             answer
         }))
@@ -449,7 +449,7 @@ async fn blocks_told_after_the_end_are_refunded() {
     let ends = (0..60).map(|checks| (checks, true)).chain((30..60).map(|checks| (checks, false)));
     for (checks, is_shut_down) in ends {
         let (policies, local) = (log(), LocalStore::default());
-        let store = Leased::new(Late(local.clone()));
+        let store = Leased::new(Late(local.clone(), Duration::from_millis(5)));
         let mut granted = 0;
         for _ in 0..checks {
             granted += take(&store, &policies).await.granted();
@@ -465,4 +465,22 @@ async fn blocks_told_after_the_end_are_refunded() {
         assert_eq!(left(&local, &policies).await, 10_000 - granted, "after {checks} checks");
         drop(kept);
     }
+}
+
+/// Later than whoever shuts down waits.
+#[tokio::test(start_paused = true)]
+async fn blocks_told_long_after_the_end_are_refunded() {
+    let quota = Quota::per(10_000, Duration::from_secs(100));
+    let policy = Policy::new("p", Strategy::SlidingLog, quota).unwrap().leased(Duration::from_secs(20)).unwrap();
+    let (policies, local) = (policy.into(), LocalStore::default());
+    let store = Leased::new(Late(local.clone(), Duration::from_secs(3)));
+    let mut granted = 0;
+    for _ in 0..3_500 {
+        granted += take(&store, &policies).await.granted();
+        sleep(Duration::from_millis(1)).await;
+    }
+    store.shutdown().await;
+    assert!(left(&local, &policies).await < 10_000 - granted);
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(left(&local, &policies).await, 10_000 - granted);
 }

@@ -74,6 +74,7 @@ impl Charges {
     }
 
     pub(super) fn charge(&mut self, policies: &Policies, costs: impl IntoIterator<Item = u64>, now: i64) {
+        self.drain(policies, now);
         for ((policy, state), cost) in policies.iter().zip(&mut self.all).zip(costs) {
             Mode::Charge.count(policy, state, clamped(cost), now);
         }
@@ -88,6 +89,7 @@ impl Charges {
         of: impl IntoIterator<Item = Charged>,
         now: i64,
     ) -> u64 {
+        self.drain(policies, now);
         let each = policies.iter().zip(self.before.iter().zip(&mut self.all)).zip(of);
         let given = each.map(|((policy, (before, all)), of)| {
             // A window or a log counts nothing before: it need not be copied to see how much is left.
@@ -95,6 +97,18 @@ impl Charges {
             of.refund(policy, all, clamped(cost.min(most)), now)
         });
         given.max().unwrap_or(0).max(0) as u64
+    }
+
+    /// Notes what has flowed back of both. A quota may change: each of them drains by the same quotas at the same times, or
+    /// their difference would say nothing.
+    fn drain(&mut self, policies: &Policies, now: i64) {
+        for (policy, state) in
+            [&mut self.before, &mut self.all].into_iter().flat_map(|states| policies.iter().zip(states))
+        {
+            if policy.frees().has_burst() && Mode::Charge.count(policy, state, 1, now) == 1 {
+                Mode::Refund.count(policy, state, 1, now);
+            }
+        }
     }
 }
 
@@ -105,4 +119,58 @@ fn left(policy: &Policy, before: &State, all: &State, now: i64) -> u64 {
 
 fn clamped(cost: u64) -> i64 {
     u32::try_from(cost).unwrap_or(u32::MAX).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+    use std::time::Duration;
+
+    use fastrand::Rng;
+
+    use super::*;
+    use crate::limit::{Quota, Source, Strategy};
+    use crate::simulation::pick;
+    use crate::store::{LocalStore, Store};
+
+    fn policies(strategy: Strategy, rng: &mut Rng) -> Policies {
+        let (limit, period) = (rng.u32(1..2_000), Duration::from_secs(rng.u64(1..7_200)));
+        let quota = Quota::per(limit, period);
+        let quota = if strategy.frees().has_burst() { quota.burst(rng.u32(1..3_000)) } else { quota };
+        Policy::new("test", strategy, quota).unwrap().into()
+    }
+
+    /// Whatever an instance has counted, and however often the quota changes.
+    #[tokio::test]
+    async fn no_more_is_charged_than_was_granted() {
+        for seed in 0..4_000 {
+            let mut rng = Rng::with_seed(seed);
+            let strategy = *pick(&mut rng, Strategy::ALL);
+            let mut current = policies(strategy, &mut rng);
+            let (local, mut now) = (LocalStore::default(), 1_700_000_000_000_000);
+            let part: Policies = current.share(NonZeroU32::new(rng.u32(1..8)).unwrap()).into();
+            let counted = local.check(Check::charge(Key::GLOBAL, &part, rng.u32(0..4_000))).await.unwrap();
+            assert_eq!(counted.source(), Source::Local);
+            let (mut charges, mut granted) = (Charges::after(&current, counted.settled(0, 0), now), 0);
+            for _ in 0..10 {
+                let most: u64 = charges.left(&current, now).sum();
+                match rng.u8(..4) {
+                    0 => current = policies(strategy, &mut rng),
+                    1 => {
+                        let of = Charged::just_now(rng.i64(0..2_000));
+                        let given = charges.refund(&current, rng.u64(0..2_000), [of], now);
+                        assert!(given <= most, "seed {seed}");
+                    }
+                    _ => {
+                        let cost = rng.u64(0..2_000);
+                        charges.charge(&current, [cost], now);
+                        granted += cost;
+                    }
+                }
+                let left: u64 = charges.left(&current, now).sum();
+                assert!(left <= granted, "seed {seed}, {current:?}: {left} of {granted}");
+                now += rng.i64(0..3_600_000_000);
+            }
+        }
+    }
 }
