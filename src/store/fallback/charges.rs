@@ -148,7 +148,7 @@ mod tests {
             let strategy = *pick(&mut rng, Strategy::ALL);
             let mut current = policies(strategy, &mut rng);
             let (local, mut now) = (LocalStore::default(), 1_700_000_000_000_000);
-            let part: Policies = current.share(NonZeroU32::new(rng.u32(1..8)).unwrap()).into();
+            let part = current.share(NonZeroU32::new(rng.u32(1..8)).unwrap());
             let counted = local.check(Check::charge(Key::GLOBAL, &part, rng.u32(0..4_000))).await.unwrap();
             assert_eq!(counted.source(), Source::Local);
             let (mut charges, mut granted) = (Charges::after(&current, counted.settled(0, 0), now), 0);
