@@ -168,12 +168,14 @@ impl<S: Store> Inner<S> {
             return;
         }
         let check = Check::up_to(asked.key, policies, ask.size(self.instances()));
-        let (inner, queue) = (Arc::downgrade(self), self.queue().clone());
+        let (inner, queue) = (Arc::downgrade(self), self.queue().downgrade());
         self.queue().put(PendingOp::of_check(check).then(move |answer| {
-            match (inner.upgrade(), answer) {
-                (Some(inner), answer) => inner.answered(asked, answer),
-                (None, Ok(decision)) if is_known(&decision) => queue.put(asked.block(decision).into_refund(instant())),
-                (None, _) => {}
+            match (inner.upgrade(), answer, queue()) {
+                (Some(inner), answer, _) => inner.answered(asked, answer),
+                (None, Ok(decision), Some(queue)) if is_known(&decision) => {
+                    queue.put(asked.block(decision).into_refund(instant()));
+                }
+                (None, _, _) => {}
             }
             drop(under_way);
         }));

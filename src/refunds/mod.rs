@@ -148,6 +148,12 @@ impl<S: Store> StoreQueue<S> {
         let (work, status, came) = (Mutex::new(work), AtomicU8::new(IDLE), Notify::new());
         Self { shared: Arc::new(SharedQueue { store, observer, work, status, came, home: OnceLock::new() }) }
     }
+
+    /// The queue, as long as anybody else has it: for what waits in it, or it would never be dropped.
+    pub(crate) fn downgrade(&self) -> impl Fn() -> Option<Self> + Send + use<S> {
+        let shared = Arc::downgrade(&self.shared);
+        move || Some(Self { shared: shared.upgrade()? })
+    }
 }
 
 impl<S: Store> RefundQueue for StoreQueue<S> {
