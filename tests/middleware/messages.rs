@@ -3,7 +3,7 @@
 use std::env;
 use std::fs;
 use std::io::Write as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// What the compiler says to these statements, or nothing if they compile.
@@ -32,14 +32,16 @@ fn complaint(statements: &str) -> Option<String> {
     (!output.status.success()).then(|| String::from_utf8(output.stderr).unwrap())
 }
 
-/// The library that these tests were built with: it is beside them, and the newest if there are several.
+/// The library that these tests were built with: it is beside them, and the newest of those that were there before them.
 fn library() -> PathBuf {
-    let beside = env::current_exe().unwrap().parent().unwrap().to_owned();
-    let libraries = fs::read_dir(beside).unwrap().map(|entry| entry.unwrap()).filter(|entry| {
-        let name = entry.file_name().into_string().unwrap_or_default();
-        name.starts_with("libtower_redis_ratelimit-") && name.ends_with(".rlib")
+    let tests = env::current_exe().unwrap();
+    let built = |path: &Path| path.metadata().unwrap().modified().unwrap();
+    let beside = fs::read_dir(tests.parent().unwrap()).unwrap().map(|entry| entry.unwrap().path());
+    let libraries = beside.filter(|path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("libtower_redis_ratelimit-") && name.ends_with(".rlib") && built(path) <= built(&tests)
     });
-    libraries.max_by_key(|entry| entry.metadata().unwrap().modified().unwrap()).expect("the library").path()
+    libraries.max_by_key(|path| built(path)).expect("the library")
 }
 
 /// Makes sure that the wrong statements are answered with all of these texts, and that the right ones compile.

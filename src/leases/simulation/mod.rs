@@ -312,9 +312,9 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
         }
         // Of a bucket, all that is left may have flowed back, and a fixed window may have ended.
         let may_be_nothing = strategy.frees().has_burst() || matches!(strategy, Strategy::FixedWindow(_));
-        let is_sent = !shared.is_unsent && !may_be_nothing;
-        let most = if world.is_ended { u64::MAX } else { refunded + expired };
-        let sent = shared.sent_back;
+        // A process that ends may end before it has sent what it refunds.
+        let is_sent = !shared.is_unsent && !may_be_nothing && !world.is_ended;
+        let (sent, most) = (shared.sent_back, refunded + expired);
         if !is_killed && is_sent && !(refunded..=most).contains(&sent) {
             broken.add(Rule::Returned, None, format!("{sent} were sent back of {refunded}, and {most} at most"));
         }
