@@ -10,7 +10,7 @@ use std::time::Duration;
 use fastrand::Rng;
 
 use self::world::World;
-use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Refill, Source, Strategy};
+use crate::limit::{Align, Check, Decision, Key, Policies, Policy, Quota, Source, Strategy, most_spent};
 use crate::simulation::{Breaks, Log, Outcome, Simulation};
 
 /// What holds in every run.
@@ -32,22 +32,6 @@ impl crate::simulation::Rule for Rule {
 }
 
 const LEASES: Simulation<Rule> = Simulation { name: "leases", run: |seed, kept| run(seed, kept).0 };
-
-/// What may be spent from one time to another, as the strategies are defined.
-fn most(strategy: Strategy, quota: Quota, from: i64, to: i64) -> i64 {
-    let (limit, period) = (i64::from(quota.limit()), quota.period().as_micros() as i64);
-    let (burst, periods) = (i64::from(quota.capacity()), (to - from) / period);
-    match strategy {
-        Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy) => {
-            burst + limit * (to - from) / period
-        }
-        Strategy::TokenBucket(Refill::Interval) => burst + limit * (periods + 1),
-        Strategy::SlidingLog | Strategy::SlidingWindow { .. } => limit * (periods + 1),
-        // Of the window before as much counts as the window that slides has of it.
-        Strategy::SlidingCounter => limit + (limit * (to - from).max(period) + period - 1) / period,
-        Strategy::FixedWindow(_) => limit * (periods + 2),
-    }
-}
 
 /// Whether more was spent between any two times than may be, or in a window of the clock. What is charged ahead is spent or
 /// refunded within `outlives`: up to then after a reset, what had been charged before may come on top.
@@ -74,7 +58,7 @@ fn check_spent(
     let mut before = 0;
     for (from, sum) in &sums {
         let reset = |to| resets.iter().filter(|at| (*from - outlives..=to).contains(*at)).count() as i64;
-        let most = |to| most(strategy, quota, *from, to) + reset(to) * most(strategy, quota, *from, *from);
+        let most = |to| most_spent(strategy, quota, to - *from) + reset(to) * most_spent(strategy, quota, 0);
         let mut bound = most(*from);
         // What may be spent grows with time, so that most of the times need no look.
         while let Some((to, sum)) = sums.get(sums.partition_point(|(_, sum)| sum - before <= bound)) {

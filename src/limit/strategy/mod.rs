@@ -25,6 +25,9 @@ mod tests;
 mod text;
 mod token_bucket;
 
+#[cfg(test)]
+pub(crate) use tests::most_spent;
+
 pub use fixed_window::Align;
 pub use token_bucket::Refill;
 

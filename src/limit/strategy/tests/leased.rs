@@ -2,18 +2,17 @@
 
 use super::*;
 
-/// What is spent within two times, as the definitions of the strategies bound it.
-fn most(model: &Model, from: i128, to: i128) -> i128 {
-    let Model { limit, period, burst, .. } = *model;
-    let periods = (to - from) / period;
-    match model.strategy {
-        Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy) => {
-            burst + (limit * (to - from)).div_euclid(period)
-        }
+/// What may be spent from a time to another that is so much later, in microseconds, as the definitions of the strategies
+/// bound it.
+pub(crate) fn most_spent(strategy: Strategy, quota: Quota, time: i64) -> i64 {
+    let (limit, period) = (i64::from(quota.limit()), quota.period().as_micros() as i64);
+    let (burst, periods) = (i64::from(quota.capacity()), time / period);
+    match strategy {
+        Strategy::Gcra | Strategy::LeakyBucket | Strategy::TokenBucket(Refill::Greedy) => burst + limit * time / period,
         Strategy::TokenBucket(Refill::Interval) => burst + limit * (periods + 1),
         Strategy::SlidingLog | Strategy::SlidingWindow { .. } => limit * (periods + 1),
         // Of the window before as much counts as the window that slides has of it.
-        Strategy::SlidingCounter => limit + (limit * (to - from).max(period) + period - 1) / period,
+        Strategy::SlidingCounter => limit + (limit * time.max(period) + period - 1) / period,
         // As many windows may be touched.
         Strategy::FixedWindow(_) => limit * (periods + 2),
     }
@@ -34,7 +33,6 @@ fn blocks_spent_late_stay_within_quota() {
             let lease = Duration::from_micros(rng.u64(10_000..250_000));
             let Ok(policies) = policy.leased(lease).map(Policies::from) else { continue };
             let lease = lease.as_micros() as i64;
-            let model = Model::new(strategy, stated);
             let (mut state, mut spent) = ([State::fresh(strategy)], vec![]);
             let mut now = 1_790_000_000_000_000 + rng.i64(0..1_000_000);
             for _ in 0..60 {
@@ -47,13 +45,13 @@ fn blocks_spent_late_stay_within_quota() {
                 // Often all at one end, so that the units of two blocks meet.
                 let end = [0, lives - 1][rng.usize(..2)];
                 for _ in 0..verdicts.granted {
-                    spent.push(i128::from(now + if rng.bool() { end } else { rng.i64(0..lives) }));
+                    spent.push(now + if rng.bool() { end } else { rng.i64(0..lives) });
                 }
             }
             spent.sort_unstable();
             for (i, from) in spent.iter().enumerate() {
                 for (j, to) in spent.iter().enumerate().skip(i) {
-                    let (count, most) = ((j - i + 1) as i128, most(&model, *from, *to));
+                    let (count, most) = ((j - i + 1) as i64, most_spent(strategy, stated, to - from));
                     tight += i32::from(count == most);
                     assert!(
                         count <= most,

@@ -7,6 +7,8 @@ mod leased;
 mod quotas;
 mod two_quotas;
 
+pub(crate) use leased::most_spent;
+
 use std::time::Duration;
 
 use fastrand::Rng;
