@@ -97,15 +97,16 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, policies that are leased over a store that leases nothing.
+    /// Reports, once, a policy that is leased over a store that leases nothing, or beside one that is not leased.
     #[inline]
     pub(crate) fn unless_leased(&self, policies: &Policies, store: &impl Store) {
         let reported = &self.misconfiguration.reported_unleased;
-        if policies.lease().is_some() && !store.leases() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
-            let name = policies[0].name();
+        let is_leased = || policies.lease().is_some() && store.leases();
+        if policies.is_leased() && !is_leased() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
+            let name = policies.iter().find(|policy| policy.lease().is_some()).map_or("", |policy| policy.name());
             self.report(&format!(
                 "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \
-                 `Leased`, or leave the lease out of the policy{NOT_LEASED}"
+                 `Leased` and lease all policies of a list, or leave the lease out of the policy{NOT_LEASED}"
             ));
         }
     }

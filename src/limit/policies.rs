@@ -55,6 +55,7 @@ struct List {
     id: u64,
     /// How they are leased, if all of them are.
     lease: Option<Lease>,
+    is_leased: bool,
     /// Made of the addresses of the policies.
     identity: u64,
     /// Those that count requests in flight, and the others, if there are both.
@@ -122,9 +123,9 @@ impl Policies {
         let (id, identity) = (hash(Policy::id), hash(|policy| policy.address() as u64));
         let (in_flight, others): (SmallVec<_>, SmallVec<_>) = policies.iter().cloned().partition(Policy::is_in_flight);
         let split = (!in_flight.is_empty() && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
-        let lease = Lease::of(&policies);
+        let (lease, is_leased) = (Lease::of(&policies), policies.iter().any(|policy| policy.lease().is_some()));
         let (part, derived) = (Mutex::default(), OnceLock::new());
-        Self(Arc::new(List { policies, id, lease, identity, split, part, derived }))
+        Self(Arc::new(List { policies, id, lease, is_leased, identity, split, part, derived }))
     }
 
     /// All of them, in their order; there is at least one.
@@ -222,6 +223,12 @@ impl Policies {
     #[inline]
     pub(crate) fn lease(&self) -> Option<Lease> {
         self.0.lease
+    }
+
+    /// Whether one of them at least is leased. Beside one that is not, it is for nothing.
+    #[inline]
+    pub(crate) fn is_leased(&self) -> bool {
+        self.0.is_leased
     }
 
     /// Whether both count on the same keys.

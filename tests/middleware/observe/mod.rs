@@ -18,7 +18,7 @@ use tower_redis_ratelimit::extract::{Global, PeerIp};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
-use tower_redis_ratelimit::{Fallback, Key, Leased, Limiter, LocalStore, RateLimitLayer, RedisStore};
+use tower_redis_ratelimit::{Fallback, Key, Leased, Limiter, LocalStore, Policies, RateLimitLayer, RedisStore};
 
 use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
 
@@ -237,6 +237,11 @@ async fn a_lease_for_nothing_is_reported_once() {
     let seen = problems(false).await;
     assert!(seen.len() == 2 && seen[0] == seen[1], "of the layer, and of the limiter: {seen:?}");
     assert!(seen[0].contains("\"api\" is leased") && seen[0].contains("(not-leased: https://docs.rs/"), "{seen:?}");
+
+    let (notes, list) = (Notes::default(), Policies::new([policy("all", "99/s"), leased]).unwrap());
+    let beside = RateLimitLayer::new(Leased::new(LocalStore::default()), Global, list).observer(notes.clone());
+    send(&limited(beside), request("alice")).await;
+    assert!(notes.take().iter().any(|note| note.contains("\"api\" is leased for nothing")), "beside one that is not");
 }
 
 /// Wherever a request happens to be handled.
