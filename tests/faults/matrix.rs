@@ -349,7 +349,8 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     assert!(recovery.is_none_or(|recovery| recovery < may_take), "back after {recovery:?}, of {may_take:?}");
     let stalled = sums.longest_stall();
     assert!(worst <= DEADLINE + SLACK + stalled, "a request waited for {worst:?}, and the machine for {stalled:?}");
-    if let Some(kind) = fault.shows_as() {
+    // Of those who are leased to few checks fail, and maybe none in this way.
+    if let Some(kind) = fault.shows_as().filter(|_| !setup.leased) {
         let shown = instances.iter().any(|instance| instance.events.kinds.lock().unwrap().contains(&kind));
         assert!(shown, "no check failed with {kind:?}");
     }
