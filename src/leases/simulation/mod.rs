@@ -291,7 +291,7 @@ fn check_blocks(world: &World, strategy: Strategy, decided: &Decided, broken: &m
             broken.add(Rule::ChargedOnce, None, problem);
         }
         // What is charged while its caller is reset, or its process ends, may be lost.
-        if !is_killed && !world.is_ended && shared.resets.is_empty() && charged != shared.told {
+        if !is_killed && !world.is_ended && !shared.is_reset && charged != shared.told {
             broken.add(Rule::Returned, None, format!("{} were told to be charged, and {charged} ended", shared.told));
         }
         // Of a bucket, all that is left may have flowed back, and a fixed window may have ended.

@@ -53,6 +53,8 @@ pub(in crate::leases) struct Shared {
     /// What the instances have sent to be refunded of their blocks, and whether some of it was refused first.
     pub(in crate::leases) sent_back: u64,
     pub(in crate::leases) is_unsent: bool,
+    /// Whether an instance was told to reset a caller, though the shared store may never hear of it.
+    pub(in crate::leases) is_reset: bool,
 }
 
 struct Travelling {
@@ -84,6 +86,7 @@ impl Shared {
     fn send(&mut self, check: Check) -> oneshot::Receiver<Answered> {
         let (to, answer) = oneshot::channel();
         self.checks += 1;
+        self.is_reset |= check.mode() == Mode::Reset;
         let fate = match self.rng.u8(..40) {
             n if check.mode() == Mode::Refund && (3..3 + self.refuses).contains(&n) => Fate::Unsent,
             _ if self.is_healthy => Fate::Answered,
@@ -235,6 +238,7 @@ impl World {
             told: 0,
             sent_back: 0,
             is_unsent: false,
+            is_reset: false,
         };
         let start = instant();
         let seed = Seed::set(seed, Duration::from_micros(WALL as u64));
