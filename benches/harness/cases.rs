@@ -139,9 +139,10 @@ fn all() -> Vec<Case> {
         What::Multiplexed(Load::Many),
         What::Pool(Load::Many),
         What::Redis(Load::Many),
+        What::Leased(Load::Many),
         What::Redis(Load::Granted),
-        What::Redis(Load::Denied),
         What::Leased(Load::Granted),
+        What::Redis(Load::Denied),
         What::InFlight,
         What::Local(HOURLY, Fields::With),
         What::Governor(HOURLY, Fields::With),
@@ -155,8 +156,9 @@ fn all() -> Vec<Case> {
     cases.extend(
         [What::Local(HOURLY, Fields::Without), What::Governor(HOURLY, Fields::Without)].map(|what| Case(what, 64)),
     );
-    cases.extend([Load::Zipf, Load::Living(MANY)].map(|load| Case(What::Redis(load), 256)));
-    cases.extend([Load::Zipf, Load::Many].map(|load| Case(What::Leased(load), 256)));
+    for what in [What::Redis(Load::Zipf), What::Leased(Load::Zipf), What::Redis(Load::Living(MANY))] {
+        cases.push(Case(what, 256));
+    }
     for load in [Load::Many, HOURLY] {
         cases.extend([What::RedisByHeader(load), What::Cell(load)].map(|what| Case(what, 256)));
     }
