@@ -263,7 +263,8 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
     decided = Decided { single: single.len(), refunded, expired, ..decided };
     spent.append(&mut single);
     spent.sort_unstable();
-    let outlives = 16 * lease + world.longest_way();
+    // Nothing stands still for longer than it is stopped, and until the next step.
+    let outlives = 16 * lease + period as i64 + world.longest_way();
     let quota = quotas[usize::from(replaced_at < u32::MAX)];
     if let Err(problem) = check_spent(strategy, quota, &spent, &resets, outlives) {
         broken.add(Rule::NeverAbove, None, problem);
