@@ -93,7 +93,7 @@ impl Check {
         Self { extra, ..Self::refund(key, policies, cost) }
     }
 
-    /// Forgets all charges of the caller.
+    /// Forgets all charges of the caller. What is refunded afterwards of a charge made before is taken out of later ones.
     pub fn reset(key: Key, policies: &Policies) -> Self {
         Self::new(key, policies, Mode::Reset, 0)
     }
