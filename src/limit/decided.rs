@@ -121,6 +121,54 @@ mod tests {
             _ => Verdict::allowed(),
         });
         assert_eq!((decision.granted(), decision.policy().name()), (0, "ten"));
+
+        let equal = check.decided(SOURCE, 2, |_| Verdict::allowed().with_remaining(1));
+        assert_eq!(equal.policy().name(), "ten", "the first");
+        assert_ne!(equal, decision);
+    }
+
+    #[test]
+    fn nothing_is_refunded_of_lapsed_charges() {
+        let (key, policies, second) = (Key::GLOBAL, policies(), Duration::from_secs(1));
+        let verdict = Verdict::allowed().with_reset_after(second);
+        let whole = Check::take(key, &policies, 2).decided(SOURCE, 2, |_| verdict);
+        let part = whole.part(Check::take(key, &policies, 1), 1, second / 2);
+        let just_before = Duration::from_micros(999_999);
+        for (decision, cost, age, refunds) in [
+            (&whole, 2, just_before, 1),
+            (&whole, 2, second, 0),
+            (&whole, 0, just_before, 0),
+            (&part, 1, just_before - second / 2, 1),
+            (&part, 1, second / 2, 0),
+        ] {
+            assert_eq!(decision.refund(key, cost, age).count(), refunds, "{cost} after {age:?}");
+        }
+    }
+
+    /// Of 6 in a minute 4 are used, or none, and so many more or less are charged.
+    #[test]
+    fn settling_changes_the_reset() {
+        let second = Duration::from_secs;
+        for (strategy, used, cost, reset) in [
+            (Strategy::Gcra, 4, 1, 50),
+            (Strategy::Gcra, 4, -1, 30),
+            (Strategy::Gcra, 4, -4, 0),
+            (Strategy::Gcra, 0, 1, 10),
+            (Strategy::SlidingLog, 4, 1, 40),
+            (Strategy::SlidingLog, 4, -1, 40),
+            (Strategy::SlidingLog, 4, -4, 0),
+            (Strategy::SlidingLog, 0, 1, 60),
+        ] {
+            let policies = Policy::new("test", strategy, Quota::per_minute(6)).unwrap().into();
+            let verdict = Verdict::allowed().with_remaining(6 - used).with_reset_after(second(u64::from(used) * 10));
+            let decision = Check::charge(Key::GLOBAL, &policies, 0).decided(SOURCE, 0, |_| verdict);
+            let settled = decision.settled(4, 4_u32.wrapping_add_signed(cost));
+            assert_eq!(settled.reset_after(), second(reset), "{strategy}: {cost} beside {used}");
+        }
+        let uploads = Policy::in_flight("uploads", 6).unwrap().into();
+        let verdict = Verdict::allowed().with_remaining(2).with_reset_after(second(30));
+        let settled = Check::take(Key::GLOBAL, &uploads, 4).decided(SOURCE, 4, |_| verdict).settled(4, 0);
+        assert_eq!((settled.remaining(), settled.reset_after()), (2, second(30)), "it is in flight still");
     }
 
     #[test]
@@ -139,6 +187,9 @@ mod tests {
         assert_eq!(numbers(Check::peek(key, &policies, 2), 99, many), (0, 5));
         assert_eq!(numbers(Check::refund(key, &policies, 2), 99, many), (2, 5));
         assert_eq!(numbers(Check::reset(key, &policies), 99, many), (99, 5));
+        let uploads = Policy::in_flight("uploads", 5).unwrap().into();
+        assert_eq!(numbers(Check::take(key, &uploads, 2), 99, many), (2, 4), "of one request");
+        assert_eq!(numbers(Check::charge(key, &uploads, 2), 99, many), (2, 3), "of two requests");
 
         let denied = Verdict::denied(Duration::ZERO).with_remaining(u32::MAX).with_reset_after(Duration::ZERO);
         for (check, remaining) in [

@@ -4,6 +4,8 @@ use http::Request;
 use http::request::Parts;
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+#[cfg(feature = "axum")]
+use tower_redis_ratelimit::extract::{KeyExtractor, MatchedRoute};
 use tower_redis_ratelimit::select::{PolicySelector, Tier, Tiers};
 use tower_redis_ratelimit::{Key, Policies, Policy, Quota};
 
@@ -105,6 +107,8 @@ fn callers_are_found_by_their_keys() {
         ("tenant-7,ip:192.0.2.7", Key::tuple(&[Key::new("tenant-7"), ip("192.0.2.7")])),
         ("a,secret:b", Key::tuple(&[Key::new("a"), Key::secret("b")])),
         ("*", Key::GLOBAL),
+        #[cfg(feature = "axum")]
+        ("route:none", MatchedRoute.extract(&request("free")).unwrap()),
     ] {
         let text = json!({ "default": { "name": "free", "quota": "1/s" }, "callers": { text: "exempt" } });
         let tiers: Tiers = read(text.clone()).unwrap();
@@ -161,6 +165,7 @@ fn errors() {
         (caller("secret:"), no_caller("secret:")),
         (caller("ip:tenant-7"), no_caller("ip:tenant-7")),
         (caller("ip:192.0.2.0/24"), no_caller("ip:192.0.2.0/24")),
+        (caller("ip:2001/64"), no_caller("ip:2001/64")),
         (caller("ip:2001:db8::/0"), no_caller("ip:2001:db8::/0")),
         (caller("ip:2001:db8::/129"), no_caller("ip:2001:db8::/129")),
         (caller("~8c3ba5a8"), no_caller("~8c3ba5a8")),

@@ -348,6 +348,26 @@ async fn selectors_are_made_of_selectors() {
     assert_eq!(quotas(&send(&service, export).await), "\"api\";q=5");
 }
 
+/// Also by one of a user's, with what is a selector by itself.
+#[tokio::test]
+async fn a_selector_may_ask_another() {
+    struct ByPath;
+    impl PolicySelector for ByPath {
+        fn policies(&self, request: &Parts, key: Option<&Key>) -> Option<Policies> {
+            let policy = policy("api", "5/m");
+            match request.uri.path() {
+                "/policy" => policy.policies(request, key),
+                "/list" => Policies::from(policy).policies(request, key),
+                _ => Some(Arc::new(policy)).policies(request, key),
+            }
+        }
+    }
+    let service = limited(by(ByPath));
+    for path in ["/policy", "/list", "/option"] {
+        assert_eq!(quotas(&send(&service, on(Method::GET, path)).await), "\"api\";q=5", "{path}");
+    }
+}
+
 /// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
 /// others hold.
 #[tokio::test]

@@ -203,3 +203,23 @@ fn search(mut near: usize, mut far: usize, test: impl Fn(usize) -> bool) -> (usi
     }
     (near, far)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// There is a log for each caller.
+    #[test]
+    fn a_log_takes_memory_as_needed() {
+        let mut charges = Charges::one(0, 1);
+        let room = |charges: &Charges| charges.queue().map(|queue| (queue.len(), queue.capacity())).unwrap();
+        for time in 0..1_000 {
+            (0..3).for_each(|_| charges.add(0, time, 1));
+            let (len, room) = room(&charges);
+            assert_eq!(len as i64, time + 2, "those of one time are one");
+            assert!(room <= len + len / 4 + 2, "{room} for {len}");
+        }
+        charges.drop_before(990);
+        assert_eq!(room(&charges), (11, 22));
+    }
+}

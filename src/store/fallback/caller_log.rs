@@ -379,6 +379,7 @@ mod tests {
             log.add(Mode::Charge, Some(Key::new(id)), 5, &[], later, false);
         }
         assert_eq!(log.len(), 4);
+        assert!(!log.is_done(later));
         let ops = ops_at(log, later);
         assert!(ops.iter().all(|op| op.mode == Mode::Charge));
         assert_eq!(ops.iter().map(|op| op.cost).sum::<u64>(), 10);
@@ -432,6 +433,57 @@ mod tests {
         assert!(ops_at(log, 4 * HOUR).is_empty());
     }
 
+    #[test]
+    fn what_came_first_is_done_first() {
+        let mut log = log();
+        log.add(Mode::Charge, Some(Key::new("id")), 1, &[], 0, false);
+        log.add(Mode::Refund, None, 7, &[], 0, false);
+        log.add(Mode::Charge, None, 5, &[], 0, false);
+        let mut stage = |stage| {
+            let mut ops = vec![];
+            while log.take_some(Key::GLOBAL, stage, 0, &mut ops) {}
+            ops.iter().map(|op| (op.mode, op.cost)).collect::<Vec<_>>()
+        };
+        assert_eq!([0, 1, 2].map(&mut stage), [[(Mode::Charge, 1)], [(Mode::Refund, 7)], [(Mode::Charge, 5)]]);
+    }
+
+    /// It was under way when it was refunded, and has failed.
+    #[test]
+    fn a_charge_noted_again_is_refunded_once() {
+        let mut log = log();
+        log.add(Mode::Charge, None, 10, &[], 0, false);
+        let taken = ops(std::mem::replace(&mut log, self::log()));
+        log.add(Mode::Refund, None, 4, &[], 0, false);
+        taken.into_iter().for_each(|op| log.put_back(op, 0));
+        let ops = ops(log);
+        assert_eq!(ops.iter().map(|op| (op.mode, op.cost)).collect::<Vec<_>>(), [(Mode::Charge, 6)]);
+    }
+
+    /// By what was charged before it and not refunded, at whatever time that was noted again.
+    #[test]
+    fn later_ids_lapse_after_earlier_ones() {
+        const HOUR: i64 = 3_600_000_000;
+        let new = || CallerLog::new(Policy::new("test", Strategy::Gcra, Quota::per_day(24)).unwrap().into());
+        let id = |name| Some(Key::new(name));
+        let left = |log, hours| ops_at(log, hours * HOUR).iter().filter(|op| op.id == id("last")).count();
+        for (refunded, again, hours) in [(false, false, 11), (true, false, 1), (false, true, 11)] {
+            for (at, expected) in [(hours - 1, 1), (hours, 0)] {
+                let mut log = new();
+                log.add(Mode::Charge, id("first"), 10, &[], 0, false);
+                if refunded {
+                    log.add(Mode::Refund, id("refund"), 10, &[], 0, false);
+                }
+                if again {
+                    let ops = ops(log);
+                    log = new();
+                    ops.into_iter().for_each(|op| log.put_back(op, 0));
+                }
+                log.add(Mode::Charge, id("last"), 1, &[], 0, false);
+                assert_eq!(left(log, at), expected, "after {at} hours");
+            }
+        }
+    }
+
     proptest! {
         /// Also if part of it was to be done and was not, and is noted again.
         #[test]
@@ -456,13 +508,13 @@ mod tests {
 
         /// What was charged before a reset is forgotten, also under an id.
         #[test]
-        fn a_reset_forgets_earlier_charges_only(before in 0u64..5, after in 0u64..5, again: bool) {
+        fn a_reset_forgets_earlier_charges_only(before in 0u64..5, after in 0u64..5, again: bool, by_id: bool) {
             let mut log = log();
             for id in 0..before {
                 log.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
             }
             let taken = if again { ops(std::mem::replace(&mut log, self::log())) } else { vec![] };
-            log.add(Mode::Reset, None, 0, &[], 0, false);
+            log.add(Mode::Reset, by_id.then(|| Key::new("reset")), 0, &[], 0, false);
             for id in before..before + after {
                 log.add(Mode::Charge, Some(Key::new(id.to_string())), 1, &[], 0, false);
             }

@@ -299,3 +299,20 @@ impl<P: Store, F: Store> Drop for Reconciliation<'_, P, F> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_window_follows_the_answers() {
+        let (mut window, deadline) = (Window::of(1), Duration::from_millis(100));
+        let mut after = |took, ops| {
+            (0..ops).for_each(|_| window.learn(Duration::from_millis(took), deadline));
+            window.now
+        };
+        assert_eq!([after(24, 10), after(25, 5), after(90, 1)], [74, 69, 68]);
+        assert_eq!([after(0, 10_000), after(25, 10_000)], [Window::MOST, Window::START]);
+        assert_eq!(Window::of(100).now, Window::LEAST);
+    }
+}

@@ -18,7 +18,7 @@ use tower_redis_ratelimit::extract::{Global, PeerIp};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnMissingKey;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
-use tower_redis_ratelimit::{Fallback, Key, Leased, Limiter, LocalStore, Policies, RateLimitLayer, RedisStore};
+use tower_redis_ratelimit::{Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore};
 
 use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
 
@@ -183,6 +183,9 @@ async fn layers_report_misconfigurations_once_a_minute() {
     let client = limited(crate::support::layer("1/h").observer(notes.clone()));
     assert_eq!(send(&client, anonymous()).await.status(), 400);
     assert_eq!(notes.take().len(), 0, "a client's mistake is none of the server's");
+    let exempt = RateLimitLayer::new(LocalStore::default(), PeerIp, None::<Policy>).observer(notes.clone());
+    assert_eq!(send(&limited(exempt), anonymous()).await.status(), 200);
+    assert_eq!(notes.take().len(), 0, "nobody needs the key of an exempt request");
 }
 
 #[tokio::test(start_paused = true)]
@@ -224,7 +227,8 @@ async fn a_lease_for_nothing_is_reported_once() {
             let limiter = Limiter::new(store, leased.clone()).observer(notes.clone());
             let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
         } else {
-            let service = limited(RateLimitLayer::new(local.clone(), Global, leased.clone()).observer(notes.clone()));
+            let store = Fallback::new(local.clone(), LocalStore::default());
+            let service = limited(RateLimitLayer::new(store, Global, leased.clone()).observer(notes.clone()));
             let limiter = Limiter::new(local, leased.clone()).observer(notes.clone());
             for _ in 0..3 {
                 send(&service, request("alice")).await;

@@ -1,5 +1,6 @@
 //! What a handler reserves beside what its request costs beforehand.
 
+use std::error::Error;
 use std::time::Duration;
 
 use tokio::task::yield_now;
@@ -207,13 +208,15 @@ impl WrapStore for Failing {
 
 #[tokio::test(start_paused = true)]
 async fn a_failing_store_reserves_nothing() {
-    for failure in [(|| StoreError::new(ErrorKind::Unreachable)) as fn() -> StoreError, || {
-        StoreError::new(ErrorKind::Unreachable).unsent()
-    }] {
+    fn refused() -> StoreError {
+        StoreError::with_source(ErrorKind::Unreachable, std::io::Error::other("refused"))
+    }
+    for failure in [refused, || refused().unsent()] {
         let (store, policy) = (LocalStore::default(), quota("test", "1000/d"));
         let layer = RateLimitLayer::new(Failing(store.clone(), failure), Global, policy.clone()).cost(|_| 10);
         let response = send(&layer.until_body_end().layer(service_fn(more)), plan(500, 3)).await;
-        assert!(matches!(outcome(&response), Err(ReserveError::Failed(_))), "at once, and not tried again");
+        let Err(error @ ReserveError::Failed(_)) = outcome(&response) else { panic!("at once, and not tried again") };
+        assert_eq!(error.source().unwrap().to_string(), "refused");
         drop(response);
         sleep(Duration::from_secs(5)).await;
         assert_eq!(charged(&store, Key::GLOBAL, &policy), 3);
@@ -375,5 +378,23 @@ fn more_that_is_asked_as_a_runtime_ends_is_settled() {
         });
         assert!([0, 7, 10, 510].contains(&counted.charged()), "{} after {polls}", counted.charged());
         assert_ne!(counted.charged(), 500, "{polls}");
+    }
+}
+
+/// The handler does not wait for the answer: the request costs what the head has told.
+#[tokio::test(start_paused = true)]
+async fn a_grant_after_the_head_is_settled() {
+    for (settlement, cost) in [(Settlement::Keep, 510), (Settlement::Refund, 0), (Settlement::Cost(40), 40)] {
+        let counted = Count::new();
+        let layer = RateLimitLayer::new(Slow(counted.store.clone(), 3), Global, counted.policy.clone());
+        let service = layer.cost(|_| 10).settle(move |_| settlement).layer(service_fn(async |request| {
+            let request: Request<String> = request;
+            let charge = request.extensions().get::<Charge>().unwrap();
+            assert!(charge.reserve(500).now_or_never().is_none());
+            Ok::<_, Infallible>(Response::new(String::new()))
+        }));
+        drop(send(&service, request("alice")).await);
+        sleep(Duration::from_secs(1)).await;
+        assert_eq!(counted.charged(), cost, "{settlement:?}");
     }
 }

@@ -1,5 +1,7 @@
 //! What is answered, when, and what an answer teaches the fallback.
 
+use std::pin::pin;
+
 use super::*;
 use crate::limit::Outcome;
 use crate::util::instant;
@@ -110,9 +112,39 @@ async fn costs_above_a_share_are_denied_temporarily() {
         // There is room in the whole, and that is another's to give, until the next probe perhaps.
         let fresh = store.check(Check::peek(Key::new("bob"), &policies, 50)).await.unwrap();
         assert_eq!(fresh.outcome(), Outcome::Denied { retry_after: Duration::from_millis(250) }, "{strategy:?}");
+        let carol = async |cost| store.check(Check::take(Key::new("carol"), &policies, cost)).await.unwrap();
+        assert!(carol(1).await.is_allowed());
+        assert_eq!(
+            carol(50).await.outcome(),
+            Outcome::Denied { retry_after: Duration::from_millis(250) },
+            "{strategy:?}"
+        );
         assert_eq!(take(101).await.unwrap().outcome(), Outcome::ExceedsCapacity, "{strategy:?}");
         assert!(store.check(Check::take(Key::new("bob"), &policies, 25)).await.unwrap().is_allowed());
     }
+}
+
+/// The fallback knows which of this instance's requests are in flight.
+#[tokio::test(start_paused = true)]
+async fn in_flight_requests_count_in_an_outage() {
+    let (store, primary, _) = pair(1);
+    let uploads = Policies::from(Policy::in_flight("uploads", 2).unwrap());
+    let take = async || store.check(Check::take(ann(), &uploads, 1)).await.unwrap().is_allowed();
+    assert_eq!([take().await, take().await, take().await], [true, true, false]);
+    open(&store, &primary).await;
+    assert!(!take().await);
+    let _ = store.check(Check::refund(ann(), &uploads, 1)).await.unwrap();
+    assert_eq!([take().await, take().await], [true, false]);
+}
+
+/// What the primary store has charged is not taken back.
+#[tokio::test(start_paused = true)]
+async fn sent_checks_are_not_withdrawn() {
+    let (store, primary, _) = pair(1);
+    primary.set(Manner::Swallows);
+    let check = Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1);
+    let Answer::Pending { future } = store.check(check) else { unreachable!() };
+    assert!(!store.withdraw(pin!(future)));
 }
 
 #[tokio::test(start_paused = true)]

@@ -147,6 +147,51 @@ async fn no_instance_is_waited_for_forever() {
     announcing.abort();
 }
 
+/// Another instance reconciles for three seconds. Meanwhile the primary store does not say so twice, or fails again.
+#[tokio::test(start_paused = true)]
+async fn who_waits_sees_the_store_fail() {
+    for fails in [false, true] {
+        let far = Far::new(Duration::from_millis(2));
+        let store = far.fallback(2);
+        cut(&store, &far).await;
+        far.set(Some(Duration::from_millis(2)));
+        let other = far.of(1, Duration::ZERO);
+        for tenth in 0..30 {
+            drop(other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 1)));
+            match tenth {
+                15 if fails => far.set(None),
+                15 => far.unanswered.store(2, Relaxed),
+                _ => {}
+            }
+            sleep(Duration::from_millis(100)).await;
+            assert!(store.is_degraded(), "after {tenth} tenths of a second");
+        }
+        drop(other.hold(&Check::hold(Key::PROBE, &Policies::reconciling(), 0)));
+        assert_eq!(far.unanswered.load(Relaxed), 0);
+        sleep(Duration::from_secs(2)).await;
+        assert_eq!(store.is_degraded(), fails);
+    }
+}
+
+/// While an instance reconciles, it grants some more.
+#[tokio::test(start_paused = true)]
+async fn steady_traffic_does_not_delay_recovery() {
+    let far = Far::new(Duration::from_millis(20));
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    cut(&store, &far).await;
+    far.set(Some(Duration::from_millis(20)));
+    let start = instant();
+    for i in 0.. {
+        if !store.is_degraded() {
+            break;
+        }
+        let _ = take(&store, caller(i), &policies).await;
+        assert!(start.elapsed() < Duration::from_secs(1));
+        sleep(Duration::from_millis(1)).await;
+    }
+}
+
 /// A unit counts for 3.6 s, and the reconciliation takes longer.
 #[tokio::test(start_paused = true)]
 async fn charges_lapsing_during_reconciliation_are_skipped() {
@@ -259,6 +304,24 @@ async fn a_failed_reconciliation_keeps_unsent_charges() {
     far.set(Some(Duration::from_millis(1)));
     recovery(&store).await;
     assert_eq!(lock(&far.seen).order.len(), 5_000);
+}
+
+/// Charges that came before a refund, the refund, and those after it.
+#[tokio::test(start_paused = true)]
+async fn one_reconciliation_goes_through_all_stages() {
+    let far = Far::new(Duration::from_millis(2));
+    let store = far.fallback(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    cut(&store, &far).await;
+    let take = |cost| Check::take(ann(), &policies, cost);
+    for check in [take(20).with_id("one"), take(5).with_id("two"), Check::refund(ann(), &policies, 15), take(7)] {
+        let _ = store.check(check).await.unwrap();
+    }
+    far.set(Some(Duration::from_millis(2)));
+    let partition = &store.partitions[0];
+    assert!(partition.reconcile(&task()).await && partition.outages.is_empty());
+    let peek = far.counts.check(Check::peek(ann(), &policies, 0)).await.unwrap();
+    assert_eq!(peek.capacity() - peek.remaining(), 20 + 5 - 15 + 7);
 }
 
 /// One caller may have any number of ids.

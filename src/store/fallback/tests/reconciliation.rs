@@ -45,6 +45,7 @@ async fn an_unanswered_id_is_charged_once() {
         assert!(ask(&store, id("one")).await.is_allowed());
         assert!(ask(&store, id("three")).await.is_allowed());
         close(&store, &primary).await;
+        assert_eq!(primary.used(&policies).await, 3);
         for one in ["one", "two", "three"] {
             assert!(ask(&store, id(one)).await.is_allowed());
         }
@@ -140,13 +141,14 @@ async fn a_repeated_id_lapses_as_one_charge() {
 #[tokio::test(start_paused = true)]
 async fn refunds_during_an_outage_are_applied() {
     for share in [1, 4] {
-        let (store, primary, _) = pair(share);
+        let (store, primary, reconciled) = pair(share);
         let policies = policies(Strategy::Gcra, "100/100d");
         let _ = ask(&store, take(&policies, 60)).await;
         open(&store, &primary).await;
         let _ = ask(&store, Check::refund(ann(), &policies, 60)).await;
         close(&store, &primary).await;
         assert_eq!(primary.used(&policies).await, 0, "of 60 that were refunded");
+        assert_eq!(reconciled.events(), [], "nothing was charged");
 
         // More than there is, and then less again.
         open(&store, &primary).await;
@@ -196,17 +198,22 @@ async fn resets_during_an_outage_are_applied() {
 }
 
 /// A third of the callers is charged, and then the primary store fails again: what it was not sent waits for the next
-/// time, and what it may have charged is not sent again.
+/// time, and what it may have charged is not sent again without an id.
 #[tokio::test(start_paused = true)]
 async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
     let policies = policies(Strategy::Gcra, "100/100d");
     let caller = |i: usize| Key::new(i.to_string());
-    let fates: [(fn() -> StoreError, u64); 2] = [(queue_full, 0), (unreachable, 20)];
-    for (error, lost) in fates {
+    let queue_full: fn() -> StoreError = queue_full;
+    for (error, id, lost) in [(queue_full, None, 0), (unreachable, None, 20), (unreachable, Some("payment-7"), 0)] {
         let (store, primary, reconciled) = pair(1);
         open(&store, &primary).await;
         for i in 0..30 {
-            assert!(ask(&store, Check::take(caller(i), &policies, 1)).await.is_allowed());
+            let check = Check::take(caller(i), &policies, 1);
+            let check = match id {
+                Some(id) => check.with_id(id),
+                None => check,
+            };
+            assert!(ask(&store, check).await.is_allowed());
         }
         // The probe is answered too.
         primary.set(Manner::Answers(11, error));
@@ -225,6 +232,59 @@ async fn an_interrupted_reconciliation_resumes_where_it_stopped() {
             reconciled.events().iter().fold((0, 0), |sum, event| (sum.0 + event.0, sum.1 + event.1));
         assert_eq!((used, charged, dropped), (30 - lost, 30 - lost, lost), "{:?}", error());
     }
+}
+
+/// Only what is under way then may have been charged, and is not sent again.
+#[tokio::test(start_paused = true)]
+async fn a_failed_reconciliation_risks_few_charges() {
+    let (store, primary, reconciled) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    open(&store, &primary).await;
+    for i in 0..500 {
+        let _ = ask(&store, Check::take(Key::new(i.to_string()), &policies, 1)).await;
+    }
+    // The probe is answered.
+    primary.set(Manner::Answers(1, unreachable));
+    while reconciled.events().is_empty() {
+        sleep(Duration::from_millis(5)).await;
+    }
+    let (charged, dropped) = reconciled.events()[0];
+    assert!(charged == 0 && (1..=64).contains(&dropped), "{dropped} of 500 are lost");
+}
+
+/// Two layers have policies of their own for a caller.
+#[tokio::test(start_paused = true)]
+async fn each_list_of_policies_is_reconciled() {
+    let (store, primary, _) = pair(1);
+    let [api, login] = ["api", "login"]
+        .map(|name| Policies::from(Policy::new(name, Strategy::Gcra, "100/100d".parse().unwrap()).unwrap()));
+    open(&store, &primary).await;
+    for policies in [&api, &login, &api] {
+        assert!(ask(&store, take(policies, 7)).await.is_allowed());
+    }
+    close(&store, &primary).await;
+    assert_eq!((primary.used(&api).await, primary.used(&login).await), (14, 7));
+}
+
+/// One is left behind by a runtime that stands still.
+#[tokio::test(start_paused = true)]
+async fn a_reconciliation_ends_only_its_own() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    open(&store, &primary).await;
+    let keys: Vec<Key> = (0..100).map(|i| Key::new(i.to_string())).collect();
+    let outages = &store.partitions[0].outages;
+    let numbers = [outages.begin(), outages.begin()];
+    for (key, number) in keys.iter().zip(numbers.into_iter().cycle()) {
+        let _ = ask(&store, Check::take(*key, &policies, 1)).await;
+        outages.take(number, key);
+    }
+    let held = || keys.iter().filter(|key| outages.caller(key).is_held()).count();
+    assert_eq!(held(), 100);
+    outages.reconciled(numbers[1]);
+    assert_eq!(held(), 50);
+    outages.reconciled(numbers[0]);
+    assert_eq!(held(), 0);
 }
 
 /// What has flowed back under the tighter policy still counts under the other.
@@ -293,6 +353,28 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
         assert!(held <= 160, "{held} callers are held of at most 160");
         assert_eq!(held as u64 + dropped, granted, "what is lost is reported");
     }
+}
+
+/// Each id takes room, once.
+#[test]
+fn the_ids_of_a_caller_are_bounded() {
+    let (outages, local) = (OutageLog::new(Budget::new(10)), LocalStore::default());
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let note = |id: u32| {
+        let check = take(&policies, 1).with_id(id.to_string());
+        let Answer::Ready { answer } = local.check(check.clone()) else { unreachable!() };
+        assert!(outages.caller(&ann()).note(&check, false, &answer.unwrap(), || 0).is_some());
+    };
+    let dropped = || {
+        let mut callers = std::collections::BTreeMap::new();
+        (0..outages.shards()).map(|shard| outages.list(shard, &mut callers)).sum::<u64>()
+    };
+    // The caller takes room too.
+    (0..20).chain(0..9).for_each(note);
+    assert_eq!(dropped(), 20 - 9);
+    outages.take(outages.begin(), &ann());
+    (20..29).for_each(note);
+    assert_eq!(dropped(), 0, "there is room again");
 }
 
 /// Logs of one name are under the quota that was asked last, as the counts of the stores are.

@@ -38,6 +38,46 @@ fn a_stalled_runtime_does_not_delay_recovery() {
     }
 }
 
+/// Others rely on it while it is heard of. Then one of them takes over, and it ends.
+#[test]
+fn one_runtime_recovers_at_a_time() {
+    let (first, second) = (runtime(), runtime());
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    let ask = || async {
+        let _ = store.check(Check::take(ann(), &policies, 1)).await.unwrap();
+    };
+    let tasks = || [&first, &second].map(|runtime| runtime.metrics().num_alive_tasks());
+    let later = |time| [&first, &second].map(|runtime| runtime.block_on(async { sleep(time).await }));
+    first.block_on(open(&store, &primary));
+    for _ in 0..3 {
+        second.block_on(ask());
+        assert_eq!(tasks(), [1, 0]);
+        later(Duration::from_secs(1));
+    }
+    second.block_on(async { advance(Duration::from_secs(3_600)).await });
+    second.block_on(ask());
+    assert_eq!(tasks(), [1, 1]);
+    later(Duration::from_secs(1));
+    assert_eq!(tasks(), [0, 1]);
+}
+
+/// The runtime on which it was granted has ended.
+#[test]
+fn a_success_has_grants_reconciled() {
+    let (store, primary, _) = pair(1);
+    let policies = policies(Strategy::Gcra, "100/100d");
+    primary.set(Manner::Each(queue_full));
+    let _ = runtime().block_on(async { store.check(Check::take(ann(), &policies, 7)).await }).unwrap();
+    assert!(!store.is_degraded());
+    primary.set(Manner::AtOnce);
+    runtime().block_on(async {
+        let _ = store.check(Check::peek(Key::new("bob"), &policies, 1)).await.unwrap();
+        sleep(Duration::from_secs(1)).await;
+        assert_eq!(primary.used(&policies).await, 7);
+    });
+}
+
 /// Ten charges are sent when the runtime ends. The others are sent on the next one.
 #[test]
 fn the_next_runtime_reconciles_the_rest() {
