@@ -116,7 +116,8 @@ async fn instances_share_the_rate_without_a_herd() {
         let takes_turns = takes_ahead && burst >= 3;
         for tasks in each.chunks(if takes_turns { 150 } else { 50 }) {
             let (least, most) = (tasks.iter().min().unwrap(), tasks.iter().max().unwrap());
-            assert!(most - least <= if takes_turns { 3 } else { 1 }, "{strategy:?} {quota}: {tasks:?}");
+            // One may have its first turn before the last has come, and one turn more at the end.
+            assert!(most - least <= if takes_turns { 3 } else { 2 }, "{strategy:?} {quota}: {tasks:?}");
         }
     }
 }
