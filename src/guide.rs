@@ -42,7 +42,7 @@ pub mod comparison {}
 #[doc = include_str!("../docs/peers.md")]
 pub mod peers {}
 
-/// What goes wrong mostly, what to check before going live, and what messages mean.
+/// What mostly goes wrong, what to check before going live, and what messages mean.
 ///
 /// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
 /// [keys]: crate::guide::keys
