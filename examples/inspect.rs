@@ -17,7 +17,7 @@
 //!
 //! The lists look through the whole database, a thousand keys at a time, and so does the question for a caller who has used
 //! nothing: perhaps the policy is written wrongly. The Redis user needs `+scan` for that. After a reset, an instance that has
-//! just denied the caller goes on until the wait that it told is over: it remembers denials.
+//! just denied the caller goes on until its `Retry-After` is over: it remembers denials.
 
 use std::collections::BTreeMap;
 use std::env;

@@ -1,4 +1,4 @@
-//! `cargo run --example takeover redis-rate rate: api '10/s burst 20'`
+//! `cargo run --example takeover redis-rate rate: api '1000/h'`
 //!
 //! Charges what redis_rate (v9, v10) or redis-cell still counts to the policy that takes over, so that nobody gets a second burst.
 //! Build it before, and run it as soon as your service has switched; what has passed in between becomes a debt, and is paid off.

@@ -36,11 +36,13 @@ pub mod comparison {}
 ///
 /// [comparison]: crate::guide::comparison
 /// [faults]: crate::guide::faults
+/// [leases]: crate::guide::leases
+/// [mesh]: crate::guide::envoy
 /// [performance]: crate::guide::performance
 #[doc = include_str!("../docs/peers.md")]
 pub mod peers {}
 
-/// What goes wrong mostly, what to check before going live, and what messages mean.
+/// What mostly goes wrong, what to check before going live, and what messages mean.
 ///
 /// [dry-run]: crate::guide::recipes#a-dry-run-beside-an-enforced-limit
 /// [keys]: crate::guide::keys
@@ -56,6 +58,7 @@ pub mod pitfalls {}
 ///
 /// [answers]: crate::guide::answers
 /// [runbook]: crate::guide::runbook
+/// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/recipes.md")]
 pub mod recipes {}
@@ -63,7 +66,6 @@ pub mod recipes {}
 /// Which strategy fits which limit.
 ///
 /// [migrating]: crate::guide::migrating
-/// [recipes]: crate::guide::recipes
 /// [settling]: crate::guide::settling
 /// [waiting]: crate::guide::waiting
 #[doc = include_str!("../docs/pictures.md")]
@@ -91,6 +93,7 @@ pub mod migrating {}
 /// Who is counted: extractors of keys, headers, proxies.
 ///
 /// [recipes]: crate::guide::recipes
+/// [two]: crate::guide::recipes#a-limit-for-the-whole-service-beside-that-of-each-caller
 #[doc = include_str!("../docs/keys.md")]
 pub mod keys {}
 
@@ -157,6 +160,7 @@ pub mod runbook {}
 /// [choosing]: crate::guide::choosing
 /// [running]: crate::guide::running
 /// [servers]: crate::guide::servers
+/// [settling]: crate::guide::settling
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/faults.md")]
 pub mod faults {}
@@ -169,6 +173,7 @@ pub mod servers {}
 
 /// Decisions per second, beside what others do, and where the time goes.
 ///
+/// [partitions]: crate::guide::running#partitions
 #[doc = include_str!("../docs/pictures.md")]
 #[doc = include_str!("../docs/performance.md")]
 pub mod performance {}

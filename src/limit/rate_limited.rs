@@ -44,7 +44,11 @@ impl fmt::Display for RateLimited {
         let policy = self.decision.policy();
         let (quota, name) = (policy.stated(), policy.name());
         match self.retry_after() {
-            Some(wait) => write!(f, "the quota of {quota} ({name}) is used up; try again in {wait:?}"),
+            Some(wait) => {
+                let left = self.decision.remaining() > 0;
+                let problem = if left { "has too little left for this call" } else { "is used up" };
+                write!(f, "the quota of {quota} ({name}) {problem}; try again in {wait:?}")
+            }
             None => {
                 let capacity = self.decision.capacity();
                 write!(f, "the call's cost exceeds the maximum burst of {capacity} ({name})")

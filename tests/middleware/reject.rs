@@ -254,10 +254,16 @@ async fn a_rejection_displays_as_a_sentence() {
     let service = limited(sentence(layer("1/h").cost(|request| if request.uri.path() == "/all" { 2 } else { 1 })));
     let at_fault = limited(sentence(RateLimitLayer::new(LocalStore::default(), PeerIp, policy("api", "1/h"))));
     let broken = limited(sentence(layer_with(Broken, "1/h")));
+    let scarce = limited(sentence(layer("3/h").cost(|_| 2)));
     let mut all = request("alice");
     *all.uri_mut() = "/all".parse().unwrap();
     send(&service, request("alice")).await;
+    send(&scarce, request("alice")).await;
     for (response, expected) in [
+        (
+            send(&scarce, request("alice")).await,
+            "The quota of 3/h has too little left for this request. Try again in 1200 s.",
+        ),
         (send(&service, request("alice")).await, "The quota of 1/h is used up. Try again in 3600 s."),
         (send(&service, all).await, "The request's cost exceeds the maximum burst of 1."),
         (send(&service, anonymous()).await, "the header x-user is missing"),

@@ -43,8 +43,28 @@ pub(crate) fn check() -> Result {
         if let Some((number, problem)) = problems(page, &text).first() {
             return Err(format!("{page}:{number}: {problem}"));
         }
+        if let Some(module) = page.strip_prefix("docs/") {
+            check_module(module.trim_end_matches(".md").trim_end_matches("README"))?;
+        }
     }
     Ok(())
+}
+
+/// Fails if a module of the guide, as rustdoc shows it, has a link to a file: there only modules are.
+fn check_module(name: &str) -> Result {
+    let path = root().join(DOCS.1).join("tower_redis_ratelimit/guide").join(name).join("index.html");
+    let html = fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+    match file_link(&html) {
+        Some(link) => {
+            Err(format!("the guide's {name:?} links to {link}: write `[text][name]`, and the name in src/guide.rs"))
+        }
+        None => Ok(()),
+    }
+}
+
+fn file_link(html: &str) -> Option<&str> {
+    let links = html.split("href=\"").skip(1).filter_map(|rest| rest.split(['"', '#']).next());
+    links.filter(|link| !link.contains("://")).find(|link| link.ends_with(".md"))
 }
 
 /// What is wrong with a page, by the number of the line.
@@ -136,6 +156,14 @@ mod tests {
         assert_eq!(lines("README.md", within), [4, 6]);
         let elsewhere = "[a]: running.md#sizing\n[b]: running.md#none\n[c]: none.md#sizing\n";
         assert_eq!(lines("docs/faults.md", elsewhere), [2, 3]);
+    }
+
+    #[test]
+    fn modules_link_to_modules() {
+        let html =
+            r#"<a href="../keys/index.html">a</a> <a href="https://a.b/c.md">b</a> <a href="keys.md#users">c</a>"#;
+        assert_eq!(file_link(html), Some("keys.md"));
+        assert_eq!(file_link(&html.replace("keys.md", "keys")), None);
     }
 
     /// Adds a path, and all that is in it.

@@ -107,7 +107,9 @@ impl Reason<'_> {
                 Some(wait) => {
                     to.write_str("The quota of ")?;
                     write_quota(decision, to)?;
-                    to.write_str(" is used up. Try again in ")?;
+                    let left = decision.remaining() > 0;
+                    to.write_str(if left { " has too little left for this request" } else { " is used up" })?;
+                    to.write_str(". Try again in ")?;
                     to.write_str(itoa::Buffer::new().format(retry_after(wait)))?;
                     to.write_str(" s.")
                 }

@@ -79,6 +79,7 @@ async fn closures_give_key_and_cost() {
     let denied = limited(printed(&service, Job { tenant: "acme", pages: 40 }));
     assert_eq!(denied.retry_after(), Some(Duration::from_secs(20)));
     assert_eq!((denied.decision().policy().name(), denied.decision().remaining()), ("jobs", 20));
+    assert_eq!(denied.to_string(), "the quota of 60/m (jobs) has too little left for this call; try again in 20s");
     assert_eq!(printed(&service, Job { tenant: "other", pages: 60 }).unwrap(), "60 for other");
     advance(Duration::from_secs(20)).await;
     assert_eq!(printed(&service, Job { tenant: "acme", pages: 40 }).unwrap(), "40 for acme");
