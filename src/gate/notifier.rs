@@ -101,8 +101,8 @@ impl Notifier {
     #[inline]
     pub(crate) fn unless_leased(&self, policies: &Policies, store: &impl Store) {
         let reported = &self.misconfiguration.reported_unleased;
-        let is_leased = || policies.lease().is_some() && store.leases();
-        if policies.is_leased() && !is_leased() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
+        let takes_effect = || policies.lease().is_some() && store.leases();
+        if policies.is_leased() && !takes_effect() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
             let name = policies.iter().find(|policy| policy.lease().is_some()).map_or("", |policy| policy.name());
             self.report(&format!(
                 "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \

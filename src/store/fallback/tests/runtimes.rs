@@ -38,7 +38,7 @@ fn a_stalled_runtime_does_not_delay_recovery() {
     }
 }
 
-/// Others rely on it while it is heard of. Then one of them takes over, and it ends.
+/// The other begins no recovery while this one goes on. If it stands still for an hour, the other does, and it ends.
 #[test]
 fn one_runtime_recovers_at_a_time() {
     let (first, second) = (runtime(), runtime());
