@@ -294,12 +294,20 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     // On a machine that stalls, Redis may fail some instances before anybody is spent.
     let early = load.total(|events| &events.failed);
     let opened_early = load.total(|events| &events.degraded);
-    let second_helping = early + opened_early * Kind::Spent.limit() / instances.len() as u64;
+    let mut forgotten = vec![0; CALLERS.len()];
+    if fault.forgets() {
+        // With what is charged ahead.
+        let redis = asker(&scene).await;
+        for (i, count) in forgotten.iter_mut().enumerate() {
+            *count = counted(&redis, i).await;
+        }
+    }
     let since = Instant::now();
     scene.inject(fault).await;
-    let redis_granted = || CALLERS.iter().enumerate().map(|(i, _)| load.sums.redis[i].load(SeqCst)).collect::<Vec<_>>();
-    // A grant that is recorded only now was forgotten too.
-    let forgotten = if fault.forgets() { redis_granted() } else { vec![0; CALLERS.len()] };
+    if fault.forgets() {
+        // A grant that is recorded only now was forgotten too.
+        forgotten.iter_mut().zip(&load.sums.redis).for_each(|(count, sum)| *count = sum.load(SeqCst).max(*count));
+    }
     load.tighten();
     if matches!(fault, Fault::Path(Mode::Waver(..))) {
         load.burst();
@@ -373,6 +381,9 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
         reconciled(&forgotten, &scene, &load, setup.leased).await;
     }
     let (dropped, charged) = (load.total(|events| &events.dropped), load.total(|events| &events.charged));
+    // Once Redis has forgotten them, the spent are granted something again.
+    let unanswered = if fault.forgets() { failed } else { early };
+    let second_helping = unanswered + opened_early * Kind::Spent.limit() / instances.len() as u64;
     let (mut granted, mut allowed) = (0, 0);
     for (i, (name, kind)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind != Kind::Ample) {
         let (of_it, may) = (get(&sums.redis, i) + get(&sums.local, i), kind.limit() + forgotten[i]);
@@ -422,41 +433,52 @@ async fn run_as(fault: Fault, setup: Setup) -> Outcome {
     }
 }
 
+/// A store of its own.
+async fn asker(scene: &Scene) -> RedisStore {
+    RedisStore::builder(scene.server.url()).timeout(Duration::from_secs(10)).connect().await.unwrap()
+}
+
+/// How much of this caller's limit is charged.
+async fn counted(redis: &RedisStore, caller: usize) -> u64 {
+    CALLERS[caller].1.limit() - u64::from(redis.check(peek(caller)).await.unwrap().remaining())
+}
+
 /// No charge twice, and none lost: what Redis counts in the end is what it has granted, and what the instances have
 /// granted meanwhile. Only of a check that it was asked and did not answer is it not known.
 ///
-/// Of what Redis has forgotten, at most what was under way at that moment is not known either, with what was charged ahead
-/// by then. Of blocks, all may have been charged that was to be refunded, or was asked for and not answered.
+/// Of what Redis has forgotten, at most what was under way at that moment is not known either, checks and blocks. What was
+/// charged ahead is spent after that, or refunded from what was charged then. Of blocks, all may have been charged that was to
+/// be refunded, or was asked for and not answered.
 async fn reconciled(forgotten: &[u64], scene: &Scene, load: &Load, leased: bool) {
-    let redis = RedisStore::builder(scene.server.url()).timeout(Duration::from_secs(10)).connect().await.unwrap();
+    let redis = asker(scene).await;
     // Of the others, more is asked for than there is to charge.
-    for (i, (name, kind)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind == Kind::Ample) {
-        let used = async || {
-            let left = redis.check(peek(i)).await.unwrap().remaining();
-            kind.limit() - u64::from(left)
-        };
+    for (i, (name, _)) in CALLERS.iter().enumerate().filter(|(_, (_, kind))| *kind == Kind::Ample) {
+        let used = async || counted(&redis, i).await;
         let by_us = load.sums.local[i].load(SeqCst);
         let largest = load.instances.iter().map(|i| i.events.largest.load(SeqCst)).max().unwrap_or(0);
         let of_blocks = load.total(|events| &events.left);
-        let by_redis = match forgotten[i] {
-            0 => load.sums.redis[i].load(SeqCst),
+        let by_redis = load.sums.redis[i].load(SeqCst);
+        let gone = match forgotten[i] {
+            0 => 0,
             forgotten => {
-                let ahead = if leased { of_blocks + largest * 2 * load.instances.len() as u64 } else { 0 };
-                let unknown = forgotten + (load.instances.len() * TASKS) as u64 + ahead;
-                load.sums.redis[i].load(SeqCst).saturating_sub(unknown)
+                let block = if leased { largest } else { 0 };
+                forgotten + load.instances.len() as u64 * (TASKS as u64 + block)
             }
         };
         let failed = load.total(|events| &events.failed);
-        let unsure = || failed + load.total(|events| &events.dropped);
+        let unsure = || gone + failed + load.total(|events| &events.dropped);
         // The last charges are under way for a moment after the recovery.
         until(&format!("{by_us} of {name} are reconciled, but for {}", unsure()), async || {
             used().await + unsure() >= by_redis + by_us
         })
         .await;
         let used = used().await;
-        assert!(used >= by_redis, "{name}: Redis has lost some of the {by_redis} that it granted: {used}");
+        assert!(
+            used + gone >= by_redis,
+            "{name}: of {by_redis} that Redis granted it has lost more than {gone}: {used}"
+        );
         // A check that was charged and not answered was granted here, once.
-        let most = load.sums.redis[i].load(SeqCst) + by_us + of_blocks + failed * largest;
+        let most = by_redis + by_us + of_blocks + failed * largest;
         assert!(used <= most, "{name}: {used} were charged of {most} at most, {by_redis} of them granted by Redis");
     }
 }
