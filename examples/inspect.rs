@@ -23,6 +23,7 @@ use std::collections::BTreeMap;
 use std::env;
 use std::error::Error;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use serde::Deserialize;
@@ -49,7 +50,8 @@ async fn main() -> ExitCode {
 
 async fn run() -> Result<(), Box<dyn Error>> {
     let url = env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
-    let store = RedisStore::connect(&url).await?;
+    // Whoever looks has more time than a request.
+    let store = RedisStore::builder(&url).timeout(Duration::from_secs(10)).connect().await?;
     let args: Vec<String> = env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         [] => policies(&store).await?,
