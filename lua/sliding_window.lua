@@ -28,13 +28,11 @@ local function load(policy, key, now, value)
   if newest <= start then
     return 0, FRESH, 0
   end
-  local oldest = count > 1 and cell(value, 1) or newest
-  if oldest <= start then
+  if count > 1 and cell(value, 1) <= start then
     local gone = search(1, count, function(place)
       return cell(value, place) > start
     end)
-    oldest, base = cell(value, gone)
-    oldest = cell(value, gone + 1)
+    base = select(2, cell(value, gone))
     value, count = encode(CELL, last, base) .. after(value, gone), count - gone
   end
   local future = last > now
@@ -49,15 +47,11 @@ local function load(policy, key, now, value)
     return sum, value, newest, future
   end
   -- Of a longer period, since no cell of this one ends later, or of a clock that has gone back: what does is as if it had
-  -- been charged by the last charge.
-  local kept = 0
-  newest = cell_end(policy, last)
-  if oldest <= latest then
-    kept = select(2, search(count, 1, function(place)
-      return cell(value, place) <= latest
-    end))
-    newest = max(newest, (cell(value, kept)))
-  end
+  -- been charged by the last charge, whose time is in the header.
+  local _, kept = search(count, 0, function(place)
+    return cell(value, place) <= latest
+  end)
+  newest = max(cell_end(policy, last), (cell(value, kept)))
   if newest <= start then
     return 0, FRESH, 0
   end

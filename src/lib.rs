@@ -1,23 +1,13 @@
 // Of two definitions of a link the first one holds: here, README's links lead to the guides of this version, and its
 // picture is one that rustdoc can show.
-//! [answers]: guide::answers
 //! [choosing]: guide::choosing
 //! [comparison]: guide::comparison
-//! [envoy]: guide::envoy
 //! [faults]: guide::faults
 //! [guide]: guide
 //! [keys]: guide::keys
-//! [leases]: guide::leases
-//! [options]: guide::options
-//! [peers]: guide::peers
 //! [performance]: guide::performance
 //! [pitfalls]: guide::pitfalls
 //! [recipes]: guide::recipes
-//! [settling]: guide::settling
-//! [waiting]: guide::waiting
-//! [`extract`]: extract
-//! [`reject`]: reject
-//! [`select`]: select
 #![doc = include_str!("../docs/pictures.md")]
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -1,22 +1,21 @@
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::block::Block;
-use super::caller::{Ask, Caller, Ended, LEAST, fair};
+use super::caller::{Ask, Ended, LEAST, fair};
 use super::hot::HotCallers;
-use super::watch::Watch;
+use super::shard::{Asked, Next, Shard};
 use crate::error::StoreError;
-use crate::limit::{Check, Decision, Key, Lease, Mode, Policies};
+use crate::limit::{Check, Decision, Lease, Mode, Policies};
 use crate::observe::{Observer, event, or_log};
 use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
 use crate::store::{Digest, Shards, Share, Store};
-use crate::util::{contain, instant, lock};
+use crate::util::{contain, instant};
 
 /// The state of a [`Leased`](super::Leased), which its clones share.
 pub(super) struct Inner<S: Store> {
@@ -36,31 +35,6 @@ pub(super) struct Inner<S: Store> {
     is_drained: AtomicBool,
 }
 
-/// Some of the callers that come often, by the caller and its policies.
-struct Shard {
-    callers: Mutex<BTreeMap<Digest, Caller>>,
-    /// How many there are, so that other callers need no lock where there is none.
-    len: AtomicUsize,
-}
-
-/// What is to be done after a check, besides.
-enum Next {
-    Nothing,
-    Ask(Ask),
-    /// The caller is not known.
-    Count,
-}
-
-/// A block that was asked for: of whom, and when.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Asked {
-    key: Key,
-    caller: Digest,
-    lease: Duration,
-    number: u64,
-    at: Instant,
-}
-
 /// A caller that may have a block.
 pub(super) struct Found<'a> {
     lease: Lease,
@@ -70,20 +44,25 @@ pub(super) struct Found<'a> {
     is_hot: bool,
 }
 
-/// So many shards, and so many callers in each: beyond that, none is leased to.
+/// Has what is left of a block refunded when nothing is spent of it, and at the latest when it is dropped: when the block is
+/// too old, and with its runtime.
+struct Watch<S: Store> {
+    inner: Weak<Inner<S>>,
+    asked: Asked,
+    looks: [Instant; 2],
+}
+
 const SHARDS: usize = 64;
-const CALLERS: usize = 1_024;
 /// For how long whoever shuts down waits for answers: longer than the deadlines of stores, as a rule.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 impl<S: Store> Inner<S> {
     pub(super) fn new(store: S, share: Share) -> Self {
-        let shard = |_| Shard { callers: Mutex::default(), len: AtomicUsize::new(0) };
         Self {
             store,
             share,
             hot: HotCallers::new(),
-            shards: Shards::new(SHARDS, shard),
+            shards: Shards::new(SHARDS, |_| Shard::default()),
             queue: OnceLock::new(),
             observer: OnceLock::new(),
             asks: AtomicU64::new(0),
@@ -104,7 +83,7 @@ impl<S: Store> Inner<S> {
         let lease = check.policies().lease()?;
         let (shard, caller) = self.shards.of(check.key());
         let caller = caller.of_count(lease.id);
-        let is_alone = shard.len.load(Relaxed) == 0;
+        let is_alone = shard.len() == 0;
         let is_hot = is_alone && is_spent(check) && self.hot.count(caller, lease.time);
         (is_hot || !is_alone).then_some(Found { lease, shard, caller, is_hot })
     }
@@ -198,25 +177,13 @@ impl<S: Store> Inner<S> {
         let pause_until = if little { now + asked.lease / 4 } else { now };
         // A caller is known at least until the end of its pause.
         let looks = block.as_ref().map_or([pause_until; 2], |block| block.looks().map(|at| at.max(pause_until)));
-        let watch = Watch::new(self, asked, looks);
+        let watch = Watch { inner: Arc::downgrade(self), asked, looks };
         let is_drained = || self.is_drained.load(SeqCst);
         self.end(self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until, is_drained));
-        match Handle::try_current() {
-            Ok(runtime) => drop(runtime.spawn(watch.run())),
-            // Nobody would refund what is left of it.
-            Err(_) => drop(watch),
+        // Without a runtime nobody would refund what is left of it, and the drop of the watch does at once.
+        if let Ok(runtime) = Handle::try_current() {
+            drop(runtime.spawn(watch.run()));
         }
-    }
-
-    /// How much is left of a block.
-    pub(super) fn left(&self, asked: &Asked) -> Option<u32> {
-        lock(&self.shards.of(&asked.key).0.callers).get(&asked.caller)?.left_of(asked.number)
-    }
-
-    /// Refunds what is left of a block, if it is there yet, and forgets a caller that has no other.
-    pub(super) fn give_up(&self, asked: &Asked) {
-        let block = self.shards.of(&asked.key).0.give_up(asked);
-        self.end(block.into_iter().collect());
     }
 
     fn end(&self, ended: Ended) {
@@ -255,15 +222,11 @@ impl<S: Store> Inner<S> {
     /// How many callers it knows.
     #[cfg(test)]
     pub(super) fn callers(&self) -> usize {
-        self.shards.iter().map(|shard| lock(&shard.callers).len()).sum()
+        self.shards.iter().map(Shard::len).sum()
     }
 
     fn drain(&self) -> Vec<Block> {
-        let mut blocks = Vec::new();
-        for shard in self.shards.iter() {
-            blocks.extend(lock(&shard.callers).values_mut().flat_map(Caller::drain));
-        }
-        blocks
+        self.shards.iter().flat_map(Shard::drain).collect()
     }
 }
 
@@ -284,93 +247,28 @@ impl<S: Store> Drop for Inner<S> {
     }
 }
 
-impl Asked {
-    fn block(&self, decision: Decision) -> Block {
-        Block::new(self.key, self.number, decision, self.at, self.lease)
+impl<S: Store> Watch<S> {
+    async fn run(self) {
+        let mut left = self.left();
+        for at in self.looks {
+            sleep(at.saturating_duration_since(instant())).await;
+            if left.is_some() && self.left() == left {
+                return;
+            }
+            left = self.left();
+        }
+    }
+
+    fn left(&self) -> Option<u32> {
+        self.inner.upgrade()?.shards.of(&self.asked.key).0.left(&self.asked)
     }
 }
 
-impl Shard {
-    /// Decides a check by the blocks of its caller, if they have so much.
-    fn spend(
-        &self,
-        caller: Digest,
-        check: Check,
-        lease: Duration,
-        asks: &AtomicU64,
-        ended: &mut Ended,
-    ) -> (Result<Decision, Check>, Next) {
-        let mut callers = lock(&self.callers);
-        let Some(known) = callers.get_mut(&caller) else { return (Err(check), Next::Count) };
-        let answer = known.spend(check, &instant, ended);
-        let next = known.ask(lease, &instant, asks).map_or(Next::Nothing, Next::Ask);
-        if matches!(next, Next::Nothing) && known.is_over(&instant) {
-            callers.remove(&caller);
-            self.len.store(callers.len(), Relaxed);
+impl<S: Store> Drop for Watch<S> {
+    fn drop(&mut self) {
+        if let Some(inner) = self.inner.upgrade() {
+            let block = inner.shards.of(&self.asked.key).0.give_up(&self.asked);
+            inner.end(block.into_iter().collect());
         }
-        (answer, next)
-    }
-
-    /// Knows a caller from here on, that comes often.
-    fn begin(&self, caller: Digest, cost: u32, lease: Duration, asks: &AtomicU64) -> Option<Ask> {
-        let mut callers = lock(&self.callers);
-        if callers.len() >= CALLERS {
-            return None;
-        }
-        let known = callers.entry(caller).or_insert_with(|| Caller::new(instant(), cost));
-        let ask = known.ask(lease, &instant, asks);
-        self.len.store(callers.len(), Relaxed);
-        ask
-    }
-
-    /// Adds a block, if it is the one that the caller has asked for. Returns those that are not kept: without it, it was
-    /// late.
-    fn answered(
-        &self,
-        asked: &Asked,
-        block: Option<Block>,
-        remaining: u32,
-        pause_until: Instant,
-        is_drained: impl Fn() -> bool,
-    ) -> Ended {
-        let mut ended = Ended::new();
-        // Of a caller that was reset since there is nothing to refund, and nothing to spend.
-        if let Some(caller) = lock(&self.callers).get_mut(&asked.caller)
-            && caller.answered(asked.number, remaining, pause_until)
-            && let Some(block) = block
-        {
-            if block.is_dead(instant()) || is_drained() {
-                ended.push(block);
-            } else {
-                caller.add(block, &mut ended);
-            }
-        }
-        ended
-    }
-
-    fn give_up(&self, asked: &Asked) -> Option<Block> {
-        let mut callers = lock(&self.callers);
-        let caller = callers.get_mut(&asked.caller)?;
-        let block = caller.remove(asked.number);
-        if caller.is_over(&instant) {
-            callers.remove(&asked.caller);
-            self.len.store(callers.len(), Relaxed);
-        }
-        block
-    }
-
-    /// Notes that so much of what a caller has spent is refunded.
-    fn refunded(&self, caller: Digest, cost: u32) {
-        if let Some(caller) = lock(&self.callers).get_mut(&caller) {
-            caller.refunded(cost);
-        }
-    }
-
-    /// The blocks of a caller that is not known from here on.
-    fn forget(&self, caller: Digest) -> Vec<Block> {
-        let mut callers = lock(&self.callers);
-        let forgotten = callers.remove(&caller);
-        self.len.store(callers.len(), Relaxed);
-        forgotten.into_iter().flat_map(|mut caller| caller.drain().collect::<Vec<_>>()).collect()
     }
 }

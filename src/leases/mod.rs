@@ -5,18 +5,18 @@
 //! | `hot` | which callers come often |
 //! | `caller` | the blocks of one caller, and how large the next one is |
 //! | `block` | what was charged ahead, and until when it is spent |
+//! | `shard` | some of these callers |
 //! | `inner` | asks for blocks and refunds what is left of them, off the request path |
-//! | `watch` | when a block is refunded of which nothing is spent |
 
 mod block;
 mod caller;
 mod hot;
 mod inner;
+mod shard;
 #[cfg(test)]
 mod simulation;
 #[cfg(test)]
 mod tests;
-mod watch;
 
 use std::fmt;
 use std::pin::Pin;

@@ -146,6 +146,7 @@ impl State {
     fn late(&self, params: &Params, now: i64, head: usize) -> (usize, i64) {
         let first = self.cells.first_after(head, self.latest(params, now));
         let ends = cell_end(params, self.last.min(now));
+        // The base may be of a clock that was ahead, as cells after it were.
         (first, if first - 1 > head { ends.max(self.cells.time(first - 1)) } else { ends })
     }
 

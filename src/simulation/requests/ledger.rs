@@ -2,8 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::plan::{Habit, LONGEST, Plan};
-use super::world::TIMEOUT;
+use super::plan::{Habit, LONGEST, Plan, TIMEOUT};
 use crate::limit::{Frees, Mode, Policy};
 use crate::simulation::{self, Breaks};
 

@@ -19,8 +19,8 @@ use tokio::time::{Instant, advance};
 
 use self::clients::Client;
 use self::ledger::Rule;
-use self::plan::{Habit, Plan};
-use self::world::{Far, Notes, TIMEOUT, World, WorldState};
+use self::plan::{Habit, Plan, TIMEOUT};
+use self::world::{Far, Notes, World, WorldState};
 use super::{Outcome, Simulation};
 use crate::Limiter;
 use crate::in_flight::InFlightTracker;

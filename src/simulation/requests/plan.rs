@@ -107,6 +107,8 @@ const STEADY: u64 = 1000;
 const AMPLE: u32 = 50_000;
 /// How long a request is in flight, at most.
 pub(super) const LONGEST: u64 = 300;
+/// When a store answers at the latest, as it has to: in bounded time.
+pub(super) const TIMEOUT: u64 = 1000;
 /// So long that nothing flows back in a run.
 const LONG: Duration = Duration::from_secs(90 * 86_400);
 /// Longer than anything that goes wrong, and a lease time that ends within a run.

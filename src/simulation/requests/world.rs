@@ -10,7 +10,7 @@ use fastrand::Rng;
 use tokio::sync::oneshot;
 
 use super::ledger::{Ledger, Rule};
-use super::plan::{Caller, Fault, Kind, Plan};
+use super::plan::{Caller, Fault, Kind, Plan, TIMEOUT};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source, State};
 use crate::observe::{Observer, event};
@@ -86,9 +86,6 @@ struct Fate {
     /// How long until it is answered, from then on. None if the answer is lost.
     back: Option<u64>,
 }
-
-/// As a store has to: in bounded time.
-pub(super) const TIMEOUT: u64 = 1000;
 
 impl World {
     pub(super) fn new(plan: Plan, rng: Rng, kept: bool) -> Self {

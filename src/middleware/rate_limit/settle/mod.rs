@@ -2,14 +2,15 @@
 
 mod body;
 mod layer;
-mod rule;
+
+use std::sync::Arc;
 
 use http::Response;
+use http::response::Parts;
 
 pub use body::TrackedBody;
-pub(super) use rule::Rule;
 
-use crate::settle::Charge;
+use crate::settle::{Charge, Settlement};
 
 /// How long a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and so the type of the response
 /// body: [`AsIs`] or [`UntilBodyEnd`].
@@ -38,6 +39,10 @@ pub struct AsIs;
 #[derive(Debug, Clone, Copy)]
 pub struct UntilBodyEnd(());
 
+/// Settles a request by the head of its response.
+#[derive(Clone)]
+pub(in crate::middleware) struct Rule(Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>);
+
 impl sealed::Ending for AsIs {}
 
 impl sealed::Ending for UntilBodyEnd {}
@@ -56,5 +61,15 @@ impl Ending for UntilBodyEnd {
 
     fn wrap<B>(response: Response<B>, charge: Option<Charge>) -> Response<TrackedBody<B>> {
         response.map(|body| TrackedBody::new(body, charge))
+    }
+}
+
+impl Rule {
+    pub(super) fn new(settle: impl Fn(&Parts) -> Settlement + Send + Sync + 'static) -> Self {
+        Self(Arc::new(settle))
+    }
+
+    pub(in crate::middleware) fn settlement(&self, response: &Parts) -> Settlement {
+        (self.0)(response)
     }
 }

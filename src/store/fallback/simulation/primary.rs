@@ -8,30 +8,10 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
-use super::world::World;
+use super::world::{Fate, Reply, World};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key};
 use crate::store::{Answer, LocalStore, Store};
-
-/// What becomes of a request, in milliseconds each.
-#[derive(Debug, Clone)]
-pub(super) struct Fate {
-    /// How long it is not sent: who goes away before is not charged.
-    pub(super) queued: u64,
-    /// How long until it runs, from then on.
-    pub(super) sent: u64,
-    pub(super) runs: bool,
-    /// How long until it is answered, from then on.
-    pub(super) back: u64,
-    pub(super) answer: Reply,
-}
-
-#[derive(Debug, Clone)]
-pub(super) enum Reply {
-    Decision,
-    Error(StoreError),
-    Never,
-}
 
 /// One count for all instances, as each of them reaches it.
 #[derive(Debug, Clone)]

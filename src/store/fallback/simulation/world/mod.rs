@@ -17,7 +17,6 @@ use shown::{answered, nonsense};
 
 use super::ledger::{Granted, Heard, Ledger, Ran, Reconciled, Rule};
 use super::plan::{Caller, Kind, Plan};
-use super::primary::{Fate, Reply};
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Outcome, Source, State, Verdicts};
 use crate::observe::{Observer, event};
@@ -76,6 +75,26 @@ struct Request {
     reconciled: Option<Reconciled>,
     sent: bool,
     ran: bool,
+}
+
+/// What becomes of a request, in milliseconds each.
+#[derive(Debug, Clone)]
+pub(super) struct Fate {
+    /// How long it is not sent: who goes away before is not charged.
+    pub(super) queued: u64,
+    /// How long until it runs, from then on.
+    pub(super) sent: u64,
+    pub(super) runs: bool,
+    /// How long until it is answered, from then on.
+    pub(super) back: u64,
+    pub(super) answer: Reply,
+}
+
+#[derive(Debug, Clone)]
+pub(super) enum Reply {
+    Decision,
+    Error(StoreError),
+    Never,
 }
 
 impl World {
