@@ -15,8 +15,7 @@ use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict, Verdicts,
 };
-use crate::util::Clock;
-use crate::util::lock;
+use crate::util::{Clock, lock};
 
 /// A store in this process: every instance has its own counts.
 ///

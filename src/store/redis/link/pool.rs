@@ -18,9 +18,7 @@ use tokio::time::Instant;
 use super::connection::{Connection, Link};
 use super::errors::within;
 use crate::error::{ErrorKind, StoreError};
-use crate::util::instant;
-use crate::util::jittered;
-use crate::util::lock;
+use crate::util::{instant, jittered, lock};
 
 /// Knows where a pool's connections lead.
 pub(crate) trait Connect: fmt::Debug + Send + Sync + 'static {

@@ -29,9 +29,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 use self::quorum::{Master, Quorum};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, Epoch, Link, error_of, with_address, within};
-use crate::util::instant;
-use crate::util::lock;
-use crate::util::{RandomState, Span, Task, TaskOwner, jittered};
+use crate::util::{RandomState, Span, Task, TaskOwner, instant, jittered, lock};
 
 /// How often a sentinel is asked after the master: so that a second is enough though one is slow.
 const WATCH: Duration = Duration::from_millis(250);
