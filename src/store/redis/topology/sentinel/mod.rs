@@ -14,7 +14,6 @@
 mod quorum;
 
 use std::collections::HashMap;
-use std::fmt;
 use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -247,10 +246,4 @@ fn no_sentinel(address: &redis::ConnectionAddr) -> ConfigError {
         "the server {address} is not a Redis Sentinel: write the sentinel's port, mostly 26379; or for a Redis without \
          sentinels, `redis://host:6379`"
     ))
-}
-
-impl fmt::Debug for Sentinels {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sentinels").field("name", &self.name).field("known", &self.known).finish_non_exhaustive()
-    }
 }
