@@ -44,6 +44,14 @@ impl Verdict {
     pub(crate) fn is_allowed(&self) -> bool {
         self.wait == 0
     }
+
+    /// How much of the capacity is used, in 255ths, rounded down: 255 means that nothing is left.
+    #[inline]
+    pub(crate) fn used(&self, policy: &Policy) -> u8 {
+        let capacity = policy.params().capacity.max(1);
+        let used = (capacity - self.remaining).clamp(0, capacity);
+        (used as u64 * 255 / capacity as u64) as u8
+    }
 }
 
 /// The verdicts of the policies of a check, in their order.

@@ -101,12 +101,10 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, call: waiting } => {
-                    let admitted = match waiting {
-                        Some(Call { config, inner, request }) => {
-                            ready!(pending.poll(cx, &config.gate, request, inner)).map_err(Into::into)?
-                        }
-                        None => polled_after_completion("CallFuture"),
+                    let Some(Call { config, inner, request }) = waiting else {
+                        polled_after_completion("CallFuture");
                     };
+                    let admitted = ready!(pending.poll(cx, &config.gate, request, inner)).map_err(Into::into)?;
                     // It is there: only this arm takes it, and leaves this state at once.
                     let Some(mut call) = waiting.take() else {
                         polled_after_completion("CallFuture");

@@ -162,7 +162,7 @@ fn settle<D, B>(
     rule: &Rule,
 ) -> Response<B> {
     let (parts, body) = response.into_parts();
-    if let Some(Settled { reserved, cost }) = grant.settle(rule.settlement(&parts))
+    if let Some(Settled { reserved, cost }) = grant.settle(rule(&parts))
         && cost != reserved
     {
         *decision = decision.take().map(|decision| decision.settled(reserved, cost));
@@ -184,12 +184,10 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, call: waiting } => {
-                    let admitted = match waiting {
-                        Some(Call { config, inner, parts, .. }) => {
-                            ready!(pending.poll(cx, &config.gate, parts, inner))?
-                        }
-                        None => polled_after_completion("ResponseFuture"),
+                    let Some(Call { config, inner, parts, .. }) = waiting else {
+                        polled_after_completion("ResponseFuture");
                     };
+                    let admitted = ready!(pending.poll(cx, &config.gate, parts, inner))?;
                     // It is there: only this arm takes it, and leaves this state at once.
                     let Some(call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");

@@ -2,14 +2,18 @@
 
 mod body;
 mod layer;
-mod rule;
+
+use std::sync::Arc;
 
 use http::Response;
+use http::response::Parts;
 
 pub use body::TrackedBody;
-pub(super) use rule::Rule;
 
-use crate::settle::Charge;
+use crate::settle::{Charge, Settlement};
+
+/// Settles a request by the head of its response.
+pub(super) type Rule = Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>;
 
 /// How long a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and so the type of the response
 /// body: [`AsIs`] or [`UntilBodyEnd`].
