@@ -111,16 +111,6 @@ impl Verdicts {
         }
     }
 
-    /// The same, of policies that have these capacities: quotas may have changed since, and none leaves more than its
-    /// capacity.
-    pub(crate) fn within(&self, capacities: impl Iterator<Item = i64>) -> Self {
-        let mut verdicts = self.clone();
-        for (verdict, capacity) in verdicts.each.iter_mut().zip(capacities) {
-            verdict.remaining = verdict.remaining.min(capacity);
-        }
-        verdicts
-    }
-
     /// The same denial so many microseconds later.
     pub(crate) fn later(&self, elapsed: i64) -> Self {
         let mut verdicts = self.clone();
