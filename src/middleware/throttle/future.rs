@@ -13,19 +13,9 @@ pin_project! {
     pub struct ThrottleFuture<F> {
         // None if it is refused.
         #[pin]
-        response: Option<F>,
+        pub(super) response: Option<F>,
         // None once it has been given.
-        error: Option<BoxError>,
-    }
-}
-
-impl<F> ThrottleFuture<F> {
-    pub(super) fn calling(response: F) -> Self {
-        Self { response: Some(response), error: None }
-    }
-
-    pub(super) fn refused(error: BoxError) -> Self {
-        Self { response: None, error: Some(error) }
+        pub(super) error: Option<BoxError>,
     }
 }
 
