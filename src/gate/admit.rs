@@ -67,7 +67,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         let mut wanted = None;
         if let Some(wait) = &self.wait {
             let wants = wait.wanted(&check);
-            if let Some(place) = wait.queues().join_others(&wants) {
+            if let Some(place) = wait.queues.join_others(&wants) {
                 let next = self.wait_for(request, &mut question, wants, place);
                 return next.admission(question);
             }
@@ -120,7 +120,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         question.answered(&answer);
         match (answer, &self.wait, wanted) {
             (Ok(denied), Some(wait), Some(wanted)) if denied.retry_after().is_some() => {
-                let place = wait.queues().join(WaitRequest::clone(&wanted), Some(denied));
+                let place = wait.queues.join(WaitRequest::clone(&wanted), Some(denied));
                 self.wait_for(request, question, *wanted, place)
             }
             (answer, ..) => Next::Admitted(self.conclude(request, question, answer)),
@@ -136,7 +136,7 @@ impl<S: Store, R: 'static> Gate<S, R> {
         place: Result<Acquire, wait_queues::Refusal>,
     ) -> Next<S::Future> {
         match place {
-            Ok(turn) => Next::Wait(Box::new(QueuedRequest::new(turn, wanted))),
+            Ok(turn) => Next::Wait(Box::new(QueuedRequest { turn, wanted, permit: None })),
             Err(refusal) => Next::Admitted(self.conclude_turn(request, question, &wanted, Err(refusal))),
         }
     }

@@ -83,7 +83,7 @@ impl<D> Pending<D> {
                 }
                 StageProj::Queued { request: queued } => {
                     let turn = ready!(queued.poll(cx, |cx| inner.poll_ready(cx)))?;
-                    Next::Admitted(gate.conclude_turn(request, question, queued.wanted(), turn))
+                    Next::Admitted(gate.conclude_turn(request, question, &queued.wanted, turn))
                 }
             };
             match next {

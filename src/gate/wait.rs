@@ -72,15 +72,15 @@ impl From<Duration> for Wait {
 #[derive(Clone)]
 pub(super) struct Waiting {
     max: Duration,
-    queues: WaitQueues,
+    pub(super) queues: WaitQueues,
 }
 
 /// A request in its queue.
 pub(super) struct QueuedRequest {
-    turn: Acquire,
-    wanted: WaitRequest,
+    pub(super) turn: Acquire,
+    pub(super) wanted: WaitRequest,
     /// While the service is not ready.
-    permit: Option<Permit>,
+    pub(super) permit: Option<Permit>,
 }
 
 impl Waiting {
@@ -90,10 +90,6 @@ impl Waiting {
 
     pub(super) fn with_tracker(self, in_flight: InFlightTracker) -> Self {
         Self { queues: self.queues.with_tracker(in_flight), ..self }
-    }
-
-    pub(super) fn queues(&self) -> &WaitQueues {
-        &self.queues
     }
 
     /// The waiter for the case that this check is denied.
@@ -108,14 +104,6 @@ impl Waiting {
 }
 
 impl QueuedRequest {
-    pub(super) fn new(turn: Acquire, wanted: WaitRequest) -> Self {
-        Self { turn, wanted, permit: None }
-    }
-
-    pub(super) fn wanted(&self) -> &WaitRequest {
-        &self.wanted
-    }
-
     /// Waits for the turn, and then for the service to be ready: the permit, or why there is none, or the error of the
     /// service.
     ///

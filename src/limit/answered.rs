@@ -17,7 +17,12 @@ impl Answered {
         if until <= now || !self.policies.count_alike(check.policies()) {
             return None;
         }
-        let again = self.verdicts.within(check.policies().iter().map(|policy| policy.params().capacity));
-        Some(Verdicts { age: now - (until - self.policies.longest_period()), ..again })
+        let mut again = self.verdicts.clone();
+        again.age = now - (until - self.policies.longest_period());
+        // Quotas may have changed since, and none leaves more than its capacity.
+        for (verdict, policy) in again.each.iter_mut().zip(check.policies()) {
+            verdict.remaining = verdict.remaining.min(policy.params().capacity);
+        }
+        Some(again)
     }
 }

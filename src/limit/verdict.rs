@@ -44,6 +44,14 @@ impl Verdict {
     pub(crate) fn is_allowed(&self) -> bool {
         self.wait == 0
     }
+
+    /// How much of the capacity is used, in 255ths, rounded down: 255 means that nothing is left.
+    #[inline]
+    pub(crate) fn used(&self, policy: &Policy) -> u8 {
+        let capacity = policy.params().capacity.max(1);
+        let used = (capacity - self.remaining).clamp(0, capacity);
+        (used as u64 * 255 / capacity as u64) as u8
+    }
 }
 
 /// The verdicts of the policies of a check, in their order.
@@ -101,16 +109,6 @@ impl Verdicts {
             0 | Verdict::NEVER => None,
             wait => Some(wait),
         }
-    }
-
-    /// The same, of policies that have these capacities: quotas may have changed since, and none leaves more than its
-    /// capacity.
-    pub(crate) fn within(&self, capacities: impl Iterator<Item = i64>) -> Self {
-        let mut verdicts = self.clone();
-        for (verdict, capacity) in verdicts.each.iter_mut().zip(capacities) {
-            verdict.remaining = verdict.remaining.min(capacity);
-        }
-        verdicts
     }
 
     /// The same denial so many microseconds later.

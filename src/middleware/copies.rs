@@ -10,15 +10,13 @@ use std::thread;
 #[derive(Debug)]
 pub(super) struct Copies<T>(Arc<[T]>);
 
-impl<T: Clone> Copies<T> {
-    /// A clone for each processor, which must have fresh `Arc`s where a request clones one.
-    pub(super) fn new(value: &T) -> Self {
-        static COPIES: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
-        Self(std::iter::repeat_with(|| value.clone()).take(*COPIES).collect())
-    }
-}
-
 impl<T> Copies<T> {
+    /// One of `copy` for each processor, which must have fresh `Arc`s where a request clones one.
+    pub(super) fn new(copy: impl FnMut() -> T) -> Self {
+        static COPIES: LazyLock<usize> = LazyLock::new(|| thread::available_parallelism().map_or(1, usize::from));
+        Self(std::iter::repeat_with(copy).take(*COPIES).collect())
+    }
+
     /// The copy of the current thread.
     pub(super) fn current(&self) -> &T {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
@@ -45,7 +43,7 @@ mod tests {
 
     #[test]
     fn threads_have_copies_of_their_own() {
-        let copies = Copies::new(&"settings");
+        let copies = Copies::new(|| "settings");
         let current = ptr::from_ref(copies.current()) as usize;
         assert_eq!(current, ptr::from_ref(copies.clone().current()) as usize, "a thread keeps its copy");
         let others = || {

@@ -3,35 +3,28 @@ use std::sync::Arc;
 use super::copies::Copies;
 
 /// The settings of a layer and of its services: its extractor, and all others, which the future of a request shares.
-pub(super) struct Settings<K, C>(Copies<OneCopy<K, C>>);
-
-/// One processor's.
-struct OneCopy<K, C> {
-    extractor: Arc<K>,
-    config: Arc<C>,
-}
+pub(super) struct Settings<K, C>(Copies<(Arc<K>, Arc<C>)>);
 
 impl<K, C: Clone> Settings<K, C> {
     pub(super) fn new(extractor: Arc<K>, config: C) -> Self {
-        Self(Copies::new(&OneCopy { extractor, config: Arc::new(config) }))
+        Self(Copies::new(|| (Arc::clone(&extractor), Arc::new(config.clone()))))
     }
 
     /// The settings after a change.
     pub(super) fn change<C2: Clone>(&self, change: impl FnOnce(C) -> C2) -> Settings<K, C2> {
-        let OneCopy { extractor, config } = self.0.current();
+        let (extractor, config) = self.0.current();
         Settings::new(Arc::clone(extractor), change(C::clone(config)))
     }
 }
 
 impl<K, C> Settings<K, C> {
     /// The settings of the current thread.
-    pub(super) fn current(&self) -> (&K, &Arc<C>) {
-        let OneCopy { extractor, config } = self.0.current();
-        (extractor, config)
+    pub(super) fn current(&self) -> &(Arc<K>, Arc<C>) {
+        self.0.current()
     }
 
     pub(super) fn config(&self) -> &C {
-        self.current().1
+        &self.current().1
     }
 }
 
@@ -39,11 +32,5 @@ impl<K, C> Settings<K, C> {
 impl<K, C> Clone for Settings<K, C> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
-    }
-}
-
-impl<K, C: Clone> Clone for OneCopy<K, C> {
-    fn clone(&self) -> Self {
-        Self { extractor: Arc::clone(&self.extractor), config: Arc::new(C::clone(&self.config)) }
     }
 }

@@ -71,6 +71,35 @@ pub struct MetricsObserver {
     store: SharedString,
 }
 
+/// Those that have no label but `store`.
+const COUNTERS: [(&str, &str); 6] = [
+    (
+        "ratelimit_reconciled_total",
+        "Cost that the fallback granted and that was charged to the primary store afterwards.",
+    ),
+    ("ratelimit_dropped_total", "Cost that the fallback granted and that could not be charged to the primary store."),
+    ("ratelimit_leased_total", "Cost that was charged ahead, to be spent in memory."),
+    ("ratelimit_lease_refunded_total", "Cost that was charged ahead and refunded, since the caller did not spend it."),
+    (
+        "ratelimit_lease_expired_total",
+        "Cost that was charged ahead and not spent in time. What still counted of it was refunded.",
+    ),
+    (
+        "ratelimit_misconfigured_total",
+        "Reports of a misconfigured server, which cannot count requests as it should. The log says what is wrong.",
+    ),
+];
+/// Without a unit: from OpenTelemetry, Prometheus would get those of unit 1 as `.._ratio`.
+const GAUGES: [(&str, &str); 2] = [
+    ("ratelimit_degraded", "Whether the fallback decides, because the primary store has failed too often."),
+    ("ratelimit_queue_checks", "Checks that waited when a script call was last sent to Redis."),
+];
+const HISTOGRAMS: [(&str, Unit, &str); 3] = [
+    ("ratelimit_check_seconds", Unit::Seconds, "How long a decision took."),
+    ("ratelimit_outage_seconds", Unit::Seconds, "How long the fallback decided, of each outage."),
+    ("ratelimit_batch_checks", Unit::Count, "Checks decided by one script call in Redis."),
+];
+
 impl MetricsObserver {
     /// An observer with the label `store="default"`.
     pub fn new() -> Self {
@@ -84,22 +113,28 @@ impl MetricsObserver {
     /// first.
     pub fn named(store: &str) -> Self {
         let store = SharedString::from(Arc::<str>::from(store));
-        describe();
-        for name in ["ratelimit_degraded", "ratelimit_queue_checks"] {
+        describe_counter!(
+            "ratelimit_decisions_total",
+            Unit::Count,
+            "Requests decided, by the policy that decided, the outcome, and where it was decided. A dry run rejects \
+             nothing."
+        );
+        describe_counter!(
+            "ratelimit_failures_total",
+            Unit::Count,
+            "Checks that a store could not decide, by the kind of the error. A fallback may have decided them."
+        );
+        for (name, description) in COUNTERS {
+            describe_counter!(name, Unit::Count, description);
+            counter!(name, "store" => store.clone()).increment(0);
+        }
+        for (name, description) in GAUGES {
+            describe_gauge!(name, description);
             // There may be one of this name already, which keeps its value.
             gauge!(name, "store" => store.clone()).increment(0.0);
         }
-        for name in [
-            "ratelimit_reconciled_total",
-            "ratelimit_dropped_total",
-            "ratelimit_leased_total",
-            "ratelimit_lease_refunded_total",
-            "ratelimit_lease_expired_total",
-            "ratelimit_misconfigured_total",
-        ] {
-            counter!(name, "store" => store.clone()).increment(0);
-        }
-        for name in ["ratelimit_check_seconds", "ratelimit_outage_seconds", "ratelimit_batch_checks"] {
+        for (name, unit, description) in HISTOGRAMS {
+            describe_histogram!(name, unit, description);
             // Without one that begins at 0, Prometheus does not see the first outage.
             drop(histogram!(name, "store" => store.clone()));
         }
@@ -164,52 +199,4 @@ impl Observer for MetricsObserver {
         histogram!("ratelimit_batch_checks", "store" => self.store()).record(checks as f64);
         gauge!("ratelimit_queue_checks", "store" => self.store()).set(waiting as f64);
     }
-}
-
-fn describe() {
-    describe_counter!(
-        "ratelimit_decisions_total",
-        Unit::Count,
-        "Requests decided, by the policy that decided, the outcome, and where it was decided. A dry run rejects nothing."
-    );
-    describe_histogram!("ratelimit_check_seconds", Unit::Seconds, "How long a decision took.");
-    describe_counter!(
-        "ratelimit_failures_total",
-        Unit::Count,
-        "Checks that a store could not decide, by the kind of the error. A fallback may have decided them."
-    );
-    // Gauges without a unit: from OpenTelemetry, Prometheus would get those of unit 1 as `.._ratio`.
-    describe_gauge!(
-        "ratelimit_degraded",
-        "Whether the fallback decides, because the primary store has failed too often."
-    );
-    describe_histogram!("ratelimit_outage_seconds", Unit::Seconds, "How long the fallback decided, of each outage.");
-    describe_counter!(
-        "ratelimit_reconciled_total",
-        Unit::Count,
-        "Cost that the fallback granted and that was charged to the primary store afterwards."
-    );
-    describe_counter!(
-        "ratelimit_dropped_total",
-        Unit::Count,
-        "Cost that the fallback granted and that could not be charged to the primary store."
-    );
-    describe_counter!("ratelimit_leased_total", Unit::Count, "Cost that was charged ahead, to be spent in memory.");
-    describe_counter!(
-        "ratelimit_lease_refunded_total",
-        Unit::Count,
-        "Cost that was charged ahead and refunded, since the caller did not spend it."
-    );
-    describe_counter!(
-        "ratelimit_lease_expired_total",
-        Unit::Count,
-        "Cost that was charged ahead and not spent in time. What still counted of it was refunded."
-    );
-    describe_histogram!("ratelimit_batch_checks", Unit::Count, "Checks decided by one script call in Redis.");
-    describe_gauge!("ratelimit_queue_checks", "Checks that waited when a script call was last sent to Redis.");
-    describe_counter!(
-        "ratelimit_misconfigured_total",
-        Unit::Count,
-        "Reports of a misconfigured server, which cannot count requests as it should. The log says what is wrong."
-    );
 }

@@ -1,8 +1,7 @@
 //! Reports once a minute, with how often it happened.
 
-use std::collections::HashMap;
-use std::collections::VecDeque;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
 use std::mem;
 use std::sync::Mutex;

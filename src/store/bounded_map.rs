@@ -174,19 +174,15 @@ impl<V: Ranked> BoundedMap<V> {
             self.newcomers.push(old);
             return old;
         }
-        let (mut least, mut highest) = (None, None);
-        for look in 1..=4 {
+        let looks = [1, 2, 3, 4].map(|look| {
             let index = (self.newcomers_hand as usize + look) % self.newcomers.len();
             let place = self.places.get(self.newcomers[index] as usize);
             // A place behind the last entry ranks highest: it is given to another newcomer.
-            let rank = place.map_or(Hold(u64::MAX), |Place { slot, .. }| slot.value.rank(slot.hold));
-            if least.is_none_or(|(least, _)| rank < least) {
-                least = Some((rank, index));
-            }
-            if highest.is_none_or(|(highest, _)| rank > highest) {
-                highest = Some((rank, index));
-            }
-        }
+            (place.map_or(Hold(u64::MAX), |Place { slot, .. }| slot.value.rank(slot.hold)), index)
+        });
+        // The first of those that rank alike.
+        let least = looks.into_iter().min_by_key(|(rank, _)| *rank);
+        let highest = looks.into_iter().rev().max_by_key(|(rank, _)| *rank);
         match (least, highest) {
             (Some((rank, index)), _) if rank.worth() <= old_rank.worth() => {
                 self.newcomers_hand = index as u32;

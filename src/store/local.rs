@@ -15,8 +15,7 @@ use crate::error::StoreError;
 use crate::limit::{
     Answered, Check, Decision, Key, Mode, Policies, Policy, Snapshot, Source, State, Verdict, Verdicts,
 };
-use crate::util::Clock;
-use crate::util::lock;
+use crate::util::{Clock, lock};
 
 /// A store in this process: every instance has its own counts.
 ///
@@ -101,10 +100,7 @@ impl Ranked for Answered {
 /// The key that has used the smallest share of its limit is dropped first; between equals, the one that is fresh again
 /// first.
 fn hold(verdict: &Verdict, policy: &Policy, now: i64) -> Hold {
-    let capacity = policy.params().capacity.max(1);
-    let used = (capacity - verdict.remaining).clamp(0, capacity);
-    // In 255ths, rounded down: 255 means that nothing is left.
-    Hold::new((used as u64 * 255 / capacity as u64) as u8, now + verdict.reset)
+    Hold::new(verdict.used(policy), now + verdict.reset)
 }
 
 /// No state of this policy takes longer to be fresh again, even in full debt; in microseconds.

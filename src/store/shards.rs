@@ -3,7 +3,6 @@ use crate::limit::Key;
 
 /// The state of a store in shards with separate locks: a `T` is a `Mutex` or an `RwLock`. Everything about one caller
 /// is in one shard.
-#[derive(Debug)]
 pub(crate) struct Shards<T> {
     /// Their number is a power of two.
     shards: Box<[T]>,

@@ -12,24 +12,14 @@ use crate::error::{ErrorKind, StoreError};
 
 /// Resolves to a permit when its turn has come. Dropped, it leaves the queue.
 pub(crate) struct Acquire {
-    shared: Arc<SharedQueues>,
-    id: QueueId,
-    queue: u64,
-    number: u64,
-    answer: oneshot::Receiver<Answer>,
+    pub(super) shared: Arc<SharedQueues>,
+    pub(super) id: QueueId,
+    pub(super) queue: u64,
+    pub(super) number: u64,
+    pub(super) answer: oneshot::Receiver<Answer>,
 }
 
 impl Acquire {
-    pub(super) fn new(
-        shared: Arc<SharedQueues>,
-        id: QueueId,
-        queue: u64,
-        number: u64,
-        answer: oneshot::Receiver<Answer>,
-    ) -> Self {
-        Self { shared, id, queue, number, answer }
-    }
-
     /// The runtime that asks for it.
     pub(crate) fn runtime(&self) -> Id {
         self.id.runtime

@@ -282,7 +282,7 @@ impl WaitQueues {
         let before = queue.len();
         let number = queue.push(waiter);
         waiting.change(&id.key, before, queue.len());
-        Ok(Acquire::new(Arc::clone(&self.shared), id, queue.number(), number, answer))
+        Ok(Acquire { shared: Arc::clone(&self.shared), id, queue: queue.number(), number, answer })
     }
 }
 

@@ -12,7 +12,7 @@ use tower_redis_ratelimit::{Fallback, LocalStore, RedisStore, redis};
 
 use crate::load::{CALLERS, DEADLINE, Kind, Load, Setup, TASKS, peek};
 use crate::proxy::{Mode, Proxy};
-use crate::support::{RedisServer, free_port, until};
+use crate::support::{RedisServer, cmd, free_port, until};
 use crate::table::{FAULT, Outcome, SLACK};
 
 /// The promise is a second, and the table shows what it takes; this is for a busy machine.
@@ -177,12 +177,7 @@ struct Scene {
 
 impl Scene {
     async fn command(&mut self, command: &str) {
-        let mut words = command.split(' ');
-        let mut cmd = redis::cmd(words.next().unwrap());
-        for word in words {
-            cmd.arg(word);
-        }
-        let _: redis::Value = cmd.query_async(&mut self.admin).await.expect(command);
+        let _: redis::Value = cmd(command).query_async(&mut self.admin).await.expect(command);
     }
 
     async fn inject(&mut self, fault: Fault) {

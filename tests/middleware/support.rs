@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::fmt::Debug;
 use std::future::Pending;
 use std::io;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -89,6 +90,16 @@ where
 {
     // A lost wake-up is to fail the test, not to hang it.
     timeout(Duration::from_secs(20), service.clone().oneshot(request)).await.expect("an answer").unwrap()
+}
+
+/// Whether the future has something to wait for, after it had a chance to go on.
+pub(crate) fn waits<F: Future>(future: Pin<&mut F>) -> bool {
+    future.now_or_never().is_none()
+}
+
+/// What the future resolves to, which must not need to wait.
+pub(crate) fn settled<F: Future>(future: F) -> F::Output {
+    future.now_or_never().expect("nothing is left to wait for")
 }
 
 /// A header field of a response as text.

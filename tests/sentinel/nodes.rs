@@ -12,7 +12,7 @@ use futures_util::future::join_all;
 use tempfile::TempDir;
 use tower_redis_ratelimit::redis;
 
-use crate::support::{RedisServer, free_port, until};
+use crate::support::{RedisServer, cmd, free_port, until};
 
 pub const NAME: &str = "mymaster";
 
@@ -65,11 +65,7 @@ impl Sentinel {
     }
 
     pub async fn command<T: redis::FromRedisValue>(&self, command: &str) -> redis::RedisResult<T> {
-        let mut cmd = redis::Cmd::new();
-        for word in command.split(' ') {
-            cmd.arg(word);
-        }
-        cmd.query_async(&mut self.client().get_multiplexed_async_connection().await?).await
+        cmd(command).query_async(&mut self.client().get_multiplexed_async_connection().await?).await
     }
 
     /// A field of what it says of the master.
@@ -169,8 +165,7 @@ impl Group {
     }
 
     pub fn url(&self) -> String {
-        let hosts: Vec<String> = self.sentinels.iter().map(|sentinel| format!("127.0.0.1:{}", sentinel.port)).collect();
-        format!("redis+sentinel://{}/{NAME}", hosts.join(","))
+        url(&self.sentinels.iter().map(|sentinel| sentinel.port).collect::<Vec<_>>())
     }
 }
 

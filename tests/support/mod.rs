@@ -96,12 +96,7 @@ impl RedisServer {
 
     /// Sends one command, such as `"SCRIPT FLUSH"`.
     pub async fn command<T: redis::FromRedisValue>(&self, command: &str) -> T {
-        let mut words = command.split(' ');
-        let mut cmd = redis::cmd(words.next().expect("a command"));
-        for word in words {
-            cmd.arg(word);
-        }
-        cmd.query_async(&mut self.connection().await).await.expect(command)
+        cmd(command).query_async(&mut self.connection().await).await.expect(command)
     }
 
     /// How often the server has run a command, such as `evalsha`.
@@ -162,6 +157,13 @@ fn spawn(port: u16, args: &[String], dir: &TempDir) -> Child {
         Err(error) if std::env::var_os("REDIS_SERVER").is_some() => panic!("REDIS_SERVER={binary:?}: {error}"),
         Err(error) => panic!("the tests need `redis-server` on the PATH: `cargo xtask test` installs it ({error})"),
     }
+}
+
+/// A command in one text, such as `"SCRIPT FLUSH"`.
+pub fn cmd(command: &str) -> redis::Cmd {
+    let mut cmd = redis::Cmd::new();
+    cmd.arg(command.split(' ').collect::<Vec<_>>());
+    cmd
 }
 
 /// A port that nobody listens on just now.

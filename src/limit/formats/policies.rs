@@ -22,18 +22,12 @@ struct Table {
 }
 
 /// A duration as text.
-struct Span(Duration);
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(transparent)]
+struct Span(#[serde(serialize_with = "write_duration", deserialize_with = "leased")] Duration);
 
-impl Serialize for Span {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        write_duration(&self.0, serializer)
-    }
-}
-
-impl<'de> Deserialize<'de> for Span {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        Field::new("leased").deserialize(deserializer).map(Self)
-    }
+fn leased<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
+    Field::new("leased").deserialize(deserializer)
 }
 
 impl Serialize for Policy {

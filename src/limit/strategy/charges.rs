@@ -83,11 +83,6 @@ impl Charges {
         Some((base, newest.since(queue[base]), newest.time()))
     }
 
-    /// The sum of what is after the base, up to a place.
-    fn sum_to(&self, base: usize, place: usize) -> i64 {
-        self.queue().map_or(0, |queue| queue[place].since(queue[base]))
-    }
-
     /// The time of the first charge after the base whose going leaves room for so much, if there is one.
     #[inline]
     pub(super) fn freeing(&self, base: usize, over: i64) -> Option<i64> {
@@ -127,16 +122,10 @@ impl Charges {
     /// All from a place on, which is after the base, become one charge at a time.
     #[cold]
     pub(super) fn merge(&mut self, place: usize, time: i64) {
-        let sum = self.sum_to(place - 1, self.last());
-        self.truncate(place - 1);
+        let Some(queue) = &mut self.0 else { return };
+        let sum = queue[queue.len() - 1].since(queue[place - 1]);
+        queue.truncate(place);
         self.push(time, sum);
-    }
-
-    /// Drops what is after a place.
-    fn truncate(&mut self, place: usize) {
-        if let Some(queue) = &mut self.0 {
-            queue.truncate(place + 1);
-        }
     }
 
     /// Drops what is before the base.

@@ -23,13 +23,13 @@ pin_project! {
         S: Store,
     {
         #[pin]
-        state: State<T::Future, T::Response, S::Future, Call<T, S, R, E>, E>,
+        pub(super) state: State<T::Future, T::Response, S::Future, Call<T, S, R, E>, E>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<F, Res, D, C, E> {
+    pub(super) enum State<F, Res, D, C, E> {
         Undecided {
             #[pin]
             pending: Pending<D>,
@@ -53,33 +53,14 @@ pin_project! {
 }
 
 /// The service and the request, which wait for the decision.
-struct Call<T, S, R, E> {
-    config: Arc<Config<S, R, E>>,
-    inner: T,
-    request: R,
-}
-
-impl<T, S, R, E> CallFuture<T, S, R, E>
-where
-    T: Service<R>,
-    S: Store,
-    E: Clone,
-{
-    pub(super) fn undecided(pending: Pending<S::Future>, config: Arc<Config<S, R, E>>, inner: T, request: R) -> Self {
-        Self { state: State::Undecided { pending, call: Some(Call { config, inner, request }) } }
-    }
-
-    pub(super) fn calling(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<S::Future>) -> Self {
-        Self { state: State::calling(config, inner, request, grant) }
-    }
-
-    pub(super) fn answered(answer: Result<T::Response, BoxError>) -> Self {
-        Self { state: State::Answered { answer: Some(answer), grant: Grant::default() } }
-    }
+pub(super) struct Call<T, S, R, E> {
+    pub(super) config: Arc<Config<S, R, E>>,
+    pub(super) inner: T,
+    pub(super) request: R,
 }
 
 impl<F, Res, D, C, E: Clone> State<F, Res, D, C, E> {
-    fn calling<T, S, R>(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<D>) -> Self
+    pub(super) fn calling<T, S, R>(config: &Config<S, R, E>, inner: &mut T, request: R, grant: Grant<D>) -> Self
     where
         T: Service<R, Future = F>,
     {
@@ -101,12 +82,10 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, call: waiting } => {
-                    let admitted = match waiting {
-                        Some(Call { config, inner, request }) => {
-                            ready!(pending.poll(cx, &config.gate, request, inner)).map_err(Into::into)?
-                        }
-                        None => polled_after_completion("CallFuture"),
+                    let Some(Call { config, inner, request }) = waiting else {
+                        polled_after_completion("CallFuture");
                     };
+                    let admitted = ready!(pending.poll(cx, &config.gate, request, inner)).map_err(Into::into)?;
                     // It is there: only this arm takes it, and leaves this state at once.
                     let Some(mut call) = waiting.take() else {
                         polled_after_completion("CallFuture");

@@ -214,10 +214,9 @@ impl<S: Clone, K, R: 'static, E: Clone> CallLimitLayer<S, K, R, E> {
         self,
         change: impl FnOnce(Config<S, R, E>) -> Config<S, R, E2>,
     ) -> CallLimitLayer<S, K, R, E2> {
-        let settings = self.settings.change(|config| {
-            let mut config = change(config);
+        let settings = self.settings.change(|mut config| {
             config.gate.notifier = config.gate.notifier.anew();
-            config
+            change(config)
         });
         CallLimitLayer { settings }
     }

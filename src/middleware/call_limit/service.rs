@@ -4,9 +4,10 @@ use std::task::{Context, Poll};
 
 use tower_service::Service;
 
+use super::future::{Call, CallFuture, State};
 use super::layer::Config;
-use super::{BoxError, CallEnding, CallFuture};
-use crate::gate::{Admission, KeyExtractor};
+use super::{BoxError, CallEnding};
+use crate::gate::{Admission, Grant, KeyExtractor};
 use crate::middleware::rate_limit::AsIs;
 use crate::middleware::settings::Settings;
 use crate::middleware::take_ready;
@@ -37,15 +38,16 @@ where
     fn call(&mut self, request: R) -> Self::Future {
         let (extractor, config) = self.settings.current();
         match config.gate.admit(extractor, &request) {
-            Admission::Pass(grant, _) => CallFuture::calling(config, &mut self.inner, request, grant),
+            Admission::Pass(grant, _) => CallFuture { state: State::calling(config, &mut self.inner, request, grant) },
             Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
-                CallFuture::answered(Err(refusal.into()))
+                CallFuture { state: State::Answered { answer: Some(Err(refusal.into())), grant: Grant::default() } }
             }
             Admission::Undecided(pending) => {
                 let ready = take_ready(&mut self.inner);
                 let inner = if pending.is_queued() { self.inner.clone() } else { ready };
-                CallFuture::undecided(pending, Arc::clone(config), inner, request)
+                let call = Call { config: Arc::clone(config), inner, request };
+                CallFuture { state: State::Undecided { pending, call: Some(call) } }
             }
         }
     }

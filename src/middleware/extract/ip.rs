@@ -2,7 +2,7 @@ use std::net::IpAddr;
 
 use http::request::Parts;
 
-use super::peer::{self, Peer};
+use super::ClientIp;
 use crate::gate::{KeyExtractor, MissingKey};
 use crate::limit::Key;
 
@@ -34,11 +34,7 @@ impl PeerIp {
 
 impl KeyExtractor for PeerIp {
     fn extract(&self, request: &Parts) -> Result<Key, MissingKey> {
-        match peer::explicit(request).map_or_else(|| Peer::of(request), Peer::Address) {
-            Peer::Address(address) => Ok(self.key_of(address)),
-            Peer::Unix => Ok(Key::UNIX),
-            Peer::Unknown => Err(peer::unknown()),
-        }
+        ClientIp::peer().extract(request)
     }
 }
 

@@ -30,13 +30,13 @@ pin_project! {
         S: Store,
     {
         #[pin]
-        state: State<T::Future, T::Response, S::Future, Call<T, S, R, ReqBody, E>>,
+        pub(super) state: State<T::Future, T::Response, S::Future, Call<T, S, R, ReqBody, E>>,
     }
 }
 
 pin_project! {
     #[project = StateProj]
-    enum State<F, Res, D, C> {
+    pub(super) enum State<F, Res, D, C> {
         Undecided {
             #[pin]
             pending: Pending<D>,
@@ -63,48 +63,17 @@ pin_project! {
 }
 
 /// The service and the request, which wait for the decision.
-struct Call<T, S, R, ReqBody, E> {
-    config: Arc<Config<S, R, E>>,
-    inner: T,
-    parts: Parts,
-    body: ReqBody,
-}
-
-impl<T, S, R, ReqBody, E> ResponseFuture<T, S, ReqBody, R, E>
-where
-    T: Service<Request<ReqBody>>,
-    S: Store,
-{
-    pub(super) fn undecided(
-        pending: Pending<S::Future>,
-        config: Arc<Config<S, R, E>>,
-        inner: T,
-        parts: Parts,
-        body: ReqBody,
-    ) -> Self {
-        Self { state: State::Undecided { pending, call: Some(Call { config, inner, parts, body }) } }
-    }
-
-    pub(super) fn calling(
-        config: &Config<S, R, E>,
-        inner: &mut T,
-        parts: Parts,
-        body: ReqBody,
-        grant: Grant<S::Future>,
-        decision: Option<Decision>,
-    ) -> Self {
-        Self { state: State::calling(config, inner, parts, body, grant, decision) }
-    }
-
-    pub(super) fn answered(response: T::Response) -> Self {
-        Self { state: State::answered(response) }
-    }
+pub(super) struct Call<T, S, R, ReqBody, E> {
+    pub(super) config: Arc<Config<S, R, E>>,
+    pub(super) inner: T,
+    pub(super) parts: Parts,
+    pub(super) body: ReqBody,
 }
 
 impl<F, Res, D, C> State<F, Res, D, C> {
     /// Calls the service, whose handler finds the decision and the [`Charge`](crate::settle::Charge) in the request's
     /// extensions.
-    fn calling<T, S, R, E, B>(
+    pub(super) fn calling<T, S, R, E, B>(
         config: &Config<S, R, E>,
         inner: &mut T,
         mut parts: Parts,
@@ -133,7 +102,7 @@ impl<F, Res, D, C> State<F, Res, D, C> {
         Self::Calling { response, grant, annotated, headers, shows_decision, rule }
     }
 
-    fn answered(response: Res) -> Self {
+    pub(super) fn answered(response: Res) -> Self {
         Self::Answered { response: Some(response), grant: Grant::default() }
     }
 }
@@ -162,7 +131,7 @@ fn settle<D, B>(
     rule: &Rule,
 ) -> Response<B> {
     let (parts, body) = response.into_parts();
-    if let Some(Settled { reserved, cost }) = grant.settle(rule.settlement(&parts))
+    if let Some(Settled { reserved, cost }) = grant.settle(rule(&parts))
         && cost != reserved
     {
         *decision = decision.take().map(|decision| decision.settled(reserved, cost));
@@ -184,12 +153,10 @@ where
         loop {
             let next = match state.as_mut().project() {
                 StateProj::Undecided { pending, call: waiting } => {
-                    let admitted = match waiting {
-                        Some(Call { config, inner, parts, .. }) => {
-                            ready!(pending.poll(cx, &config.gate, parts, inner))?
-                        }
-                        None => polled_after_completion("ResponseFuture"),
+                    let Some(Call { config, inner, parts, .. }) = waiting else {
+                        polled_after_completion("ResponseFuture");
                     };
+                    let admitted = ready!(pending.poll(cx, &config.gate, parts, inner))?;
                     // It is there: only this arm takes it, and leaves this state at once.
                     let Some(call) = waiting.take() else {
                         polled_after_completion("ResponseFuture");

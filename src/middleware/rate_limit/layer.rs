@@ -306,10 +306,9 @@ impl<S: Clone, K, R, E> RateLimitLayer<S, K, R, E> {
         self,
         change: impl FnOnce(Config<S, R, E>) -> Config<S, R2, E2>,
     ) -> RateLimitLayer<S, K, R2, E2> {
-        let settings = self.settings.change(|config| {
-            let mut config = change(config);
+        let settings = self.settings.change(|mut config| {
             config.gate.notifier = config.gate.notifier.anew();
-            config
+            change(config)
         });
         RateLimitLayer { settings }
     }

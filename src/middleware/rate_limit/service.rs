@@ -6,7 +6,8 @@ use http::{Request, Response};
 use tower_service::Service;
 
 use super::config::Config;
-use super::{AsIs, Ending, ResponseFuture};
+use super::future::{Call, ResponseFuture, State};
+use super::{AsIs, Ending};
 use crate::gate::{Admission, KeyExtractor};
 use crate::middleware::reject::{HttpReject, Reject};
 use crate::middleware::settings::Settings;
@@ -40,16 +41,17 @@ where
         let (parts, body) = request.into_parts();
         match config.gate.admit(extractor, &parts) {
             Admission::Pass(grant, decision) => {
-                ResponseFuture::calling(config, &mut self.inner, parts, body, grant, decision)
+                ResponseFuture { state: State::calling(config, &mut self.inner, parts, body, grant, decision) }
             }
             Admission::Refuse(refusal) => {
                 drop(take_ready(&mut self.inner));
-                ResponseFuture::answered(config.respond(&parts, refusal))
+                ResponseFuture { state: State::answered(config.respond(&parts, refusal)) }
             }
             Admission::Undecided(pending) => {
                 let ready = take_ready(&mut self.inner);
                 let inner = if pending.is_queued() { self.inner.clone() } else { ready };
-                ResponseFuture::undecided(pending, Arc::clone(config), inner, parts, body)
+                let call = Call { config: Arc::clone(config), inner, parts, body };
+                ResponseFuture { state: State::Undecided { pending, call: Some(call) } }
             }
         }
     }

@@ -11,32 +11,11 @@ use crate::util::polled_after_completion;
 pin_project! {
     /// Resolves to the response of a [`Throttle`](super::Throttle) with a longest wait.
     pub struct ThrottleFuture<F> {
+        // None if it is refused.
         #[pin]
-        state: State<F>,
-    }
-}
-
-pin_project! {
-    #[project = StateProj]
-    enum State<F> {
-        Calling {
-            #[pin]
-            response: F,
-        },
-        Refused {
-            // None once it has been given.
-            error: Option<BoxError>,
-        },
-    }
-}
-
-impl<F> ThrottleFuture<F> {
-    pub(super) fn calling(response: F) -> Self {
-        Self { state: State::Calling { response } }
-    }
-
-    pub(super) fn refused(error: BoxError) -> Self {
-        Self { state: State::Refused { error: Some(error) } }
+        pub(super) response: Option<F>,
+        // None once it has been given.
+        pub(super) error: Option<BoxError>,
     }
 }
 
@@ -48,11 +27,10 @@ where
     type Output = Result<Res, BoxError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        match self.project().state.project() {
-            StateProj::Calling { response } => response.poll(cx).map_err(Into::into),
-            StateProj::Refused { error } => {
-                Poll::Ready(Err(error.take().unwrap_or_else(|| polled_after_completion("ThrottleFuture"))))
-            }
+        let this = self.project();
+        match this.response.as_pin_mut() {
+            Some(response) => response.poll(cx).map_err(Into::into),
+            None => Poll::Ready(Err(this.error.take().unwrap_or_else(|| polled_after_completion("ThrottleFuture")))),
         }
     }
 }

@@ -229,8 +229,8 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         match self.spend() {
-            Ok(()) => ThrottleFuture::calling(self.inner.call(request)),
-            Err(error) => ThrottleFuture::refused(error),
+            Ok(()) => ThrottleFuture { response: Some(self.inner.call(request)), error: None },
+            Err(error) => ThrottleFuture { response: None, error: Some(error) },
         }
     }
 }

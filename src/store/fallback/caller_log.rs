@@ -132,11 +132,7 @@ impl CallerLog {
     }
 
     pub(super) fn set_used(&mut self, decision: &Decision) {
-        let used = decision.verdicts().map(|(policy, verdict)| {
-            let capacity = policy.params().capacity.max(1);
-            ((capacity - verdict.remaining).clamp(0, capacity) as u64 * 255 / capacity as u64) as u8
-        });
-        self.used = used.max().unwrap_or(0);
+        self.used = decision.verdicts().map(|(policy, verdict)| verdict.used(policy)).max().unwrap_or(0);
     }
 
     /// How much room it takes.

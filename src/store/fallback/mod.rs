@@ -33,17 +33,19 @@ mod tests;
 use std::fmt;
 use std::num::NonZeroU32;
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 pub use self::future::FallbackFuture;
 pub use self::share::Share;
 
+use self::breaker::Breaker;
 use self::future::State;
-use self::outage_log::Budget;
+use self::outage_log::{Budget, OutageLog};
 use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
 use crate::limit::{Check, Decision, Key, Source};
+use crate::util::{Clock, TaskOwner, instant};
 
 /// A store made of two stores: the second answers when the first cannot.
 ///
@@ -172,9 +174,19 @@ impl<P: Store, F: Store> Fallback<P, F> {
         let budget = Budget::new(LocalStore::DEFAULT_KEYS.get());
         let probes = probes(&primary, count);
         let partition = |probe| {
-            let (primary, fallback) = (primary.clone(), fallback.clone());
-            let (settings, budget, open) = (settings.clone(), budget.clone(), Arc::clone(&open));
-            Arc::new(Partition::new(primary, fallback, settings, count, budget, probe, open))
+            Arc::new(Partition {
+                primary: primary.clone(),
+                fallback: fallback.clone(),
+                settings: settings.clone(),
+                partitions: count,
+                probe,
+                breaker: Breaker::new(settings.failures.get()),
+                open: Arc::clone(&open),
+                recovery: TaskOwner::new(instant()),
+                outages: OutageLog::new(budget.clone()),
+                sums: Mutex::default(),
+                clock: Clock::new(),
+            })
         };
         Self { partitions: probes.into_iter().map(partition).collect() }
     }

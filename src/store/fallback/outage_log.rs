@@ -17,7 +17,6 @@ const SHARDS: usize = 16;
 
 /// What is noted of each caller: a bounded number of callers and ids. And which answers of the primary store know of it
 /// all, so that the fallback may go on from them.
-#[derive(Debug)]
 pub(super) struct OutageLog {
     shards: Shards<Mutex<Shard>>,
     budget: Budget,

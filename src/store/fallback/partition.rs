@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use super::Settings;
 use super::breaker::{Breaker, Ticket};
-use super::outage_log::{Budget, Caller, OutageLog};
+use super::outage_log::{Caller, OutageLog};
 use super::share;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, Mode, Source};
@@ -60,30 +60,6 @@ pub(super) enum Reply<F> {
 }
 
 impl<P: Store, F: Store> Partition<P, F> {
-    pub(super) fn new(
-        primary: P,
-        fallback: F,
-        settings: Settings,
-        partitions: usize,
-        budget: Budget,
-        probe: Key,
-        open: Arc<AtomicI64>,
-    ) -> Self {
-        Self {
-            primary,
-            fallback,
-            partitions,
-            probe,
-            open,
-            breaker: Breaker::new(settings.failures.get()),
-            settings,
-            recovery: TaskOwner::new(instant()),
-            outages: OutageLog::new(budget),
-            sums: Mutex::default(),
-            clock: Clock::new(),
-        }
-    }
-
     /// Notifies the observer of an event. If it panics, it has missed that.
     pub(super) fn observe(&self, notify: impl FnOnce(&dyn Observer)) {
         contain(|| notify(or_log(self.settings.observer.get())));

@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::task::JoinHandle;
+use tokio::task::JoinSet;
 use tokio::time::sleep;
 
 use super::script::ANNOUNCE;
@@ -18,9 +18,6 @@ use crate::store::Instances;
 /// How often each announces itself. It is no longer counted after three times as long.
 const EVERY: Duration = Duration::from_secs(2);
 
-/// Ends the task when it is dropped.
-struct Announcer(JoinHandle<()>);
-
 /// Announces this instance until the last clone of what it returns is dropped.
 ///
 /// # Errors
@@ -29,7 +26,9 @@ struct Announcer(JoinHandle<()>);
 pub(super) fn announce(inner: &Arc<Inner>) -> Result<Instances, StoreError> {
     let runtime = Handle::try_current().map_err(|error| StoreError::with_source(ErrorKind::NoRuntime, error))?;
     let alive = Arc::new(AtomicU32::new(1));
-    let announcer = Announcer(runtime.spawn(run(Arc::downgrade(inner), Arc::clone(&alive))));
+    // Dropped, it ends the task.
+    let mut announcer = JoinSet::new();
+    announcer.spawn_on(run(Arc::downgrade(inner), Arc::clone(&alive)), &runtime);
     Ok(Instances::new(move || {
         let _announcer = &announcer;
         NonZeroU32::new(alive.load(Ordering::Relaxed)).unwrap_or(NonZeroU32::MIN)
@@ -58,10 +57,4 @@ async fn run(inner: Weak<Inner>, alive: Arc<AtomicU32>) {
 async fn announced(inner: &Arc<Inner>, name: &str) -> Result<u32, StoreError> {
     let node = inner.shared_node().await?;
     inner.run_shared(node, &ANNOUNCE, "instances", name, 3 * EVERY).await
-}
-
-impl Drop for Announcer {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
 }

@@ -284,12 +284,8 @@ impl fmt::Debug for Servers {
             Ok(Kind::Sentinel { sentinels: nodes, .. } | Kind::Cluster(nodes)) => nodes,
             Err(_) => return f.write_str("unreadable"),
         };
-        let mut between = "";
-        for node in nodes {
-            write!(f, "{between}{}", node.addr())?;
-            between = ",";
-        }
-        Ok(())
+        let nodes: Vec<String> = nodes.iter().map(|node| node.addr().to_string()).collect();
+        f.write_str(&nodes.join(","))
     }
 }
 

@@ -1,7 +1,6 @@
 //! The tower contract: readiness, which inner service is called, and when.
 
-use std::future::Future;
-use std::pin::{Pin, pin};
+use std::pin::pin;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -20,7 +19,7 @@ use tower_redis_ratelimit::{Key, LocalStore};
 use tower_test::mock::{self, Mock, SendResponse, Spawn};
 
 use super::{ByTenant, Job, job, layer, layer_with, limited, print};
-use crate::support::{ManualStore, Questions, manual_store, policy};
+use crate::support::{ManualStore, Questions, manual_store, policy, settled, waits};
 
 /// Panics when a clone is called that was not polled ready.
 type Handle = mock::Handle<Job, String>;
@@ -31,16 +30,6 @@ fn mocked() -> (Spawn<Limited>, Handle, Questions) {
     let (store, questions) = manual_store();
     let (service, handle) = mock::spawn_layer(layer_with(store, "100/s"));
     (service, handle, questions)
-}
-
-/// Whether the future has something to wait for, after it had a chance to go on.
-fn waits<F: Future>(future: Pin<&mut F>) -> bool {
-    future.now_or_never().is_none()
-}
-
-/// What the future resolves to, which must not need to wait.
-fn settled<F: Future>(future: F) -> F::Output {
-    future.now_or_never().expect("nothing is left to wait for")
 }
 
 /// The call that the inner service must have got by now.

@@ -1,5 +1,6 @@
 //! `Forwarded` (RFC 7239): a list of elements such as `for="[2001:db8::7]:4711";proto=https`.
 
+use std::iter;
 use std::net::IpAddr;
 
 use super::node;
@@ -8,36 +9,24 @@ use super::node;
 ///
 /// An element is found by its own bytes, whatever is to the left of it: a client that opens a quoted string there cannot
 /// pull into it what a proxy has appended.
-pub(super) struct Elements<'a> {
-    /// What is to the left of the elements read so far.
-    left: Option<&'a [u8]>,
-}
-
-impl<'a> Elements<'a> {
-    pub(super) fn of(line: &'a [u8]) -> Self {
-        Self { left: Some(line) }
-    }
-}
-
-impl Iterator for Elements<'_> {
-    type Item = Option<IpAddr>;
-
-    fn next(&mut self) -> Option<Self::Item> {
-        let line = self.left.take()?;
+pub(super) fn elements(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
+    let mut left = Some(line);
+    iter::from_fn(move || {
+        let line = left.take()?;
         let mut quoted = false;
         for (at, byte) in line.iter().enumerate().rev() {
             match byte {
                 // The one that closes a string comes first here, the one that opens it last.
                 b'"' => quoted = !quoted || is_escaped(line, at),
                 b',' if !quoted => {
-                    self.left = Some(&line[..at]);
+                    left = Some(&line[..at]);
                     return Some(client(&line[at + 1..]));
                 }
                 _ => {}
             }
         }
         Some(client(line))
-    }
+    })
 }
 
 /// Whether this byte of a quoted string stands behind an odd number of backslashes.

@@ -11,7 +11,7 @@ use http::HeaderName;
 use http::request::Parts;
 
 pub use builder::ClientIpBuilder;
-use forwarded::Elements;
+use forwarded::elements;
 use trust::Trust;
 
 use super::peer::{self, Peer};
@@ -223,7 +223,7 @@ impl Forwarding {
             Form::XForwardedFor => {
                 self.walk(peer, lines.rev().flat_map(|line| line.rsplit(|byte| *byte == b',').map(node::address)))
             }
-            Form::Forwarded => self.walk(peer, lines.rev().flat_map(Elements::of)),
+            Form::Forwarded => self.walk(peer, lines.rev().flat_map(elements)),
             Form::Single => {
                 let mut values = lines;
                 match (values.next(), values.next()) {

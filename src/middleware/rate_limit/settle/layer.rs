@@ -1,6 +1,8 @@
+use std::sync::Arc;
+
 use http::response::Parts;
 
-use super::{Rule, UntilBodyEnd};
+use super::UntilBodyEnd;
 use crate::middleware::RateLimitLayer;
 use crate::settle::Settlement;
 use crate::store::Store;
@@ -68,7 +70,7 @@ impl<S: Store, K, R, E> RateLimitLayer<S, K, R, E> {
         self,
         rule: impl Fn(&Parts) -> Settlement + Send + Sync + 'static,
     ) -> RateLimitLayer<S, K, R, UntilBodyEnd> {
-        self.change_to(|config| config.with_rule(Some(Rule::new(rule))))
+        self.change_to(|config| config.with_rule(Some(Arc::new(rule))))
     }
 
     /// Holds what a request has taken until the body of its response has ended or was dropped, and no clone of its

@@ -12,6 +12,9 @@ pub use body::TrackedBody;
 
 use crate::settle::{Charge, Settlement};
 
+/// Settles a request by the head of its response.
+pub(super) type Rule = Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>;
+
 /// How long a [`RateLimitLayer`](crate::RateLimitLayer) holds what a request has taken, and so the type of the response
 /// body: [`AsIs`] or [`UntilBodyEnd`].
 pub trait Ending: sealed::Ending {
@@ -39,10 +42,6 @@ pub struct AsIs;
 #[derive(Debug, Clone, Copy)]
 pub struct UntilBodyEnd(());
 
-/// Settles a request by the head of its response.
-#[derive(Clone)]
-pub(in crate::middleware) struct Rule(Arc<dyn Fn(&Parts) -> Settlement + Send + Sync>);
-
 impl sealed::Ending for AsIs {}
 
 impl sealed::Ending for UntilBodyEnd {}
@@ -61,15 +60,5 @@ impl Ending for UntilBodyEnd {
 
     fn wrap<B>(response: Response<B>, charge: Option<Charge>) -> Response<TrackedBody<B>> {
         response.map(|body| TrackedBody::new(body, charge))
-    }
-}
-
-impl Rule {
-    pub(super) fn new(settle: impl Fn(&Parts) -> Settlement + Send + Sync + 'static) -> Self {
-        Self(Arc::new(settle))
-    }
-
-    pub(in crate::middleware) fn settlement(&self, response: &Parts) -> Settlement {
-        (self.0)(response)
     }
 }

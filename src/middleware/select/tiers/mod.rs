@@ -123,7 +123,7 @@ impl Tiers {
     fn of(plans: Plans, callers: HashMap<Key, Option<Policies>>) -> Self {
         Self {
             name: Arc::new(|request| request.extensions.get::<Tier>().map(|Tier(name)| &**name)),
-            plans: Copies::new(&plans),
+            plans: Copies::new(|| plans.copy()),
             callers: Arc::new(callers),
         }
     }
@@ -187,15 +187,15 @@ impl Tiers {
     }
 
     fn insert(self, name: Box<str>, policies: Option<Policies>) -> Self {
-        let mut plans = self.plans.current().clone();
+        let mut plans = self.plans.current().copy();
         plans.named.insert(name, policies);
-        Self { plans: Copies::new(&plans), ..self }
+        Self { plans: Copies::new(|| plans.copy()), ..self }
     }
 }
 
-/// With policies in fresh `Arc`s, to avoid contention.
-impl Clone for Plans {
-    fn clone(&self) -> Self {
+impl Plans {
+    /// The same, with policies in fresh `Arc`s, to avoid contention.
+    fn copy(&self) -> Self {
         let named = self.named.iter().map(|(name, policies)| (name.clone(), policies.as_ref().map(Policies::copy)));
         Self { default: self.default.copy(), named: named.collect() }
     }

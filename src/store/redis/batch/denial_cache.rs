@@ -20,7 +20,6 @@ use crate::store::freed::gives_room;
 use crate::store::shards::Shards;
 use crate::util::Clock;
 
-#[derive(Debug)]
 pub(crate) struct DenialCache {
     /// Read by all at once: a flood is mostly on one key.
     shards: Shards<RwLock<Shard>>,

@@ -3,7 +3,6 @@
 //! A connection, and whatever bb8 does for it, is driven by the tokio runtime that it was made on. So each runtime has
 //! a pool of its own, which is gone with it.
 
-use std::fmt;
 use std::future::Future;
 use std::ops::DerefMut;
 use std::pin::pin;
@@ -18,19 +17,16 @@ use tokio::time::Instant;
 use super::connection::{Connection, Link};
 use super::errors::within;
 use crate::error::{ErrorKind, StoreError};
-use crate::util::instant;
-use crate::util::jittered;
-use crate::util::lock;
+use crate::util::{instant, jittered, lock};
 
 /// Knows where a pool's connections lead.
-pub(crate) trait Connect: fmt::Debug + Send + Sync + 'static {
+pub(crate) trait Connect: Send + Sync + 'static {
     /// Makes another one.
     fn connect(&self) -> impl Future<Output = Result<Link, StoreError>> + Send;
 }
 
 /// Makes the connections. Unlike bb8-redis's own manager it knows whether the last use of one failed, and so needs no
 /// ping at every checkout.
-#[derive(Debug)]
 struct Manager<C> {
     to: C,
     timeout: Duration,
@@ -39,11 +35,11 @@ struct Manager<C> {
 
 /// Keeps those who ask on while a server is away from connecting each time. A few failures in a row are free: a single
 /// one may be chance.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Backoff(Mutex<Streak>);
 
 /// Connections that could not be made, or were of no use.
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct Streak {
     failures: u32,
     /// Until when no other is made, and why.
@@ -109,7 +105,6 @@ impl<C: Connect> bb8::ManageConnection for Manager<C> {
 }
 
 /// The connections of one runtime to where `C` leads.
-#[derive(Debug)]
 pub(crate) struct Pool<C: Connect> {
     connections: bb8::Pool<Manager<C>>,
     failures: Failures,

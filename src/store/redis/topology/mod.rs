@@ -46,7 +46,7 @@ impl Kind {
     }
 }
 
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) enum Topology {
     /// One server, at one address.
     Server(Arc<(ConnectionInfo, Dialer)>),
@@ -60,7 +60,6 @@ pub(super) enum Topology {
 pub(super) type Pool = link::Pool<Route>;
 
 /// Leads to a node.
-#[derive(Debug)]
 pub(super) struct Route {
     topology: Topology,
     node: Node,

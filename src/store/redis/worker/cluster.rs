@@ -16,8 +16,7 @@ use crate::store::redis::link::{error_of, not_run, within};
 use crate::store::redis::script::MARKER;
 use crate::store::redis::topology::Node;
 use crate::store::redis::topology::cluster::{Cluster, Refresher, Refusal, SlotMap, Why};
-use crate::util::Task;
-use crate::util::instant;
+use crate::util::{Task, instant};
 
 /// How long the marker stays after the last instance has looked at it, which each does every hour.
 const MARKER_KEPT: Duration = Duration::from_secs(3 * 86_400);

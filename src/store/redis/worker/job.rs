@@ -10,8 +10,7 @@ use tokio::time::Instant;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision};
 use crate::store::redis::topology::Node;
-use crate::util::instant;
-use crate::util::polled_after_completion;
+use crate::util::{instant, polled_after_completion};
 
 /// A check that waits for its answer.
 #[derive(Debug)]

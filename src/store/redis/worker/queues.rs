@@ -8,7 +8,7 @@ use super::job::{Job, Place};
 use crate::store::redis::batch::{Batch, Queue};
 use crate::store::redis::topology::{Node, Pool, Topology};
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Queues {
     /// Mostly one.
     pub(super) each: Vec<NodeQueue>,
@@ -19,7 +19,6 @@ pub(super) struct Queues {
 }
 
 /// What waits on one runtime for one node; or for one to be told, without a target.
-#[derive(Debug)]
 pub(super) struct NodeQueue {
     /// Tells it from others: that of a runtime that is ending may be made anew while its workers still end.
     pub(super) number: u64,
@@ -31,7 +30,7 @@ pub(super) struct NodeQueue {
 }
 
 /// A node, and the connections to it.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(super) struct Target {
     pub(super) node: Node,
     pub(super) pool: Arc<Pool>,

@@ -23,8 +23,7 @@ use crate::store::redis::link::{Failures, Replies, error_of, within};
 use crate::store::redis::script::{CHECK, is_read_only};
 use crate::store::redis::topology::cluster::Why;
 use crate::store::redis::topology::{Node, Pool};
-use crate::util::contain;
-use crate::util::instant;
+use crate::util::{contain, instant};
 
 /// For how many turns of the runtime a worker waits for more to send.
 const GATHER: u32 = 4;

@@ -16,7 +16,6 @@ mod nodes;
 mod refresh;
 mod slots;
 
-use std::fmt;
 use std::sync::atomic::{AtomicI64, Ordering::Relaxed};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -171,12 +170,6 @@ impl Cluster {
     /// Whether the nodes have told their slots.
     pub(crate) fn is_known(&self) -> bool {
         !self.map.load().is_empty()
-    }
-}
-
-impl fmt::Debug for Cluster {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cluster").field("partitions", &self.partitions.len()).finish_non_exhaustive()
     }
 }
 

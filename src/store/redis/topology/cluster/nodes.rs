@@ -14,9 +14,7 @@ use super::slots::{self, Address, SlotMap, Slots};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, error_of, with_address, within};
 use crate::store::redis::topology::node::Node;
-use crate::util::RandomState;
-use crate::util::instant;
-use crate::util::lock;
+use crate::util::{RandomState, instant, lock};
 
 pub(super) struct Nodes {
     /// Those that the application named: at least one.

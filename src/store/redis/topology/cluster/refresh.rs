@@ -12,9 +12,7 @@ use tokio::time::Instant;
 
 use crate::error::StoreError;
 use crate::store::redis::topology::node::Node;
-use crate::util::instant;
-use crate::util::lock;
-use crate::util::{Span, Task, TaskOwner, jittered};
+use crate::util::{Span, Task, TaskOwner, instant, jittered, lock};
 
 #[derive(Debug)]
 pub(crate) struct Refresher {

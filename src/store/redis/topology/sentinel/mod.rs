@@ -14,7 +14,6 @@
 mod quorum;
 
 use std::collections::HashMap;
-use std::fmt;
 use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -29,9 +28,7 @@ use tokio::time::{sleep, timeout, timeout_at};
 use self::quorum::{Master, Quorum};
 use crate::error::{ConfigError, ErrorKind, StoreError};
 use crate::store::redis::link::{Dialer, Driven, Epoch, Link, error_of, with_address, within};
-use crate::util::instant;
-use crate::util::lock;
-use crate::util::{RandomState, Span, Task, TaskOwner, jittered};
+use crate::util::{RandomState, Span, Task, TaskOwner, instant, jittered, lock};
 
 /// How often a sentinel is asked after the master: so that a second is enough though one is slow.
 const WATCH: Duration = Duration::from_millis(250);
@@ -249,10 +246,4 @@ fn no_sentinel(address: &redis::ConnectionAddr) -> ConfigError {
         "the server {address} is not a Redis Sentinel: write the sentinel's port, mostly 26379; or for a Redis without \
          sentinels, `redis://host:6379`"
     ))
-}
-
-impl fmt::Debug for Sentinels {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sentinels").field("name", &self.name).field("known", &self.known).finish_non_exhaustive()
-    }
 }
