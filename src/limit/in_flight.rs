@@ -18,7 +18,7 @@
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use super::strategy::{Ask, Params, Preview, Registers, Snapshot};
+use super::strategy::{Ask, Params, Preview, Registers};
 use super::{Mode, Quota, Verdict};
 use crate::error::ConfigError;
 
@@ -54,7 +54,7 @@ pub(crate) struct State(Box<Holders>);
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Holders {
     own: Holder,
-    /// A local store serves one instance, so it has others only if it continues another store's count.
+    /// A local store serves one instance, so only tests have others.
     others: Vec<Holder>,
 }
 
@@ -145,12 +145,6 @@ impl State {
             count => Holder { count, told: now, lease: params.period, ..*own },
         };
         *others = others.iter().filter_map(|other| other.at(now)).collect();
-    }
-
-    /// The state of a caller that another store has counted so far.
-    pub(super) fn resume(now: i64, Snapshot { used, until }: Snapshot) -> Self {
-        let other = Holder { instance: u64::MAX, count: used, told: now, lease: until - now };
-        Self(Box::new(Holders { own: Holder::default(), others: vec![other] }))
     }
 }
 

@@ -19,13 +19,14 @@ macro_rules! states {
                 }
             }
 
-            /// The state of a caller that another store has counted so far.
+            /// The state of a caller that another store has counted so far. Each instance counts its own requests in
+            /// flight, so that there are none to go on from.
             pub(crate) fn resume(kind: Kind, params: &Params, now: i64, followed: Snapshot) -> Self {
                 match kind {
                     $(Kind::Rate(Strategy::$variant { .. }) => {
                         Self::$variant(Algorithm::resume(params, now, followed))
                     })*
-                    Kind::InFlight => Self::InFlight(in_flight::State::resume(now, followed)),
+                    Kind::InFlight => Self::fresh(kind),
                 }
             }
 

@@ -368,6 +368,15 @@ async fn a_selector_may_ask_another() {
     }
 }
 
+/// So that a layer over them finds a mistake at its start.
+#[test]
+fn fixed_policies_are_known_beforehand() {
+    let policies = Policies::from(policy("api", "5/m"));
+    let selectors: [Box<dyn PolicySelector>; 3] =
+        [Box::new(policies.clone()), Box::new(Some(policies.clone())), Box::new(Arc::new(policies.clone()))];
+    assert_eq!(selectors.map(|selector| selector.fixed() == Some(policies.clone())), [true; 3]);
+}
+
 /// A policy that counts requests in flight, of which this layer does not know when they end: it is left out, and all
 /// others hold.
 #[tokio::test]

@@ -71,6 +71,18 @@ fn warms_its_store() {
     assert_eq!(store.check(take(0)).now_or_never().unwrap().unwrap().remaining(), 4);
 }
 
+/// So that all who ask this store together count what is in flight once.
+#[tokio::test]
+async fn it_is_the_store_that_it_has() {
+    let (redis, local) = (redis(), LocalStore::default());
+    let fallback = Fallback::new(redis.clone(), local.clone());
+    for store in [redis.clone().into(), AnyStore::from(fallback)] {
+        assert_eq!(store.identity(), redis.identity());
+    }
+    assert_eq!(AnyStore::from(local.clone()).identity(), local.identity());
+    assert!(redis.identity() != local.identity() && local.identity().is_some());
+}
+
 /// As that of a layer over it does.
 #[tokio::test]
 async fn the_store_notifies_its_observer() {

@@ -12,7 +12,7 @@ use tower_redis_ratelimit::check::{Check, Decision, Mode, Outcome, Source, Verdi
 use tower_redis_ratelimit::observe::Observer;
 use tower_redis_ratelimit::store::{Answer, Counts, ErrorKind, MockStore, Store, StoreError, WrapStore};
 use tower_redis_ratelimit::strategy::Align;
-use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Strategy};
+use tower_redis_ratelimit::{Fallback, Key, Leased, LocalStore, Policies, Policy, Strategy};
 
 use crate::support::{STRATEGIES, check, policy, until};
 
@@ -213,6 +213,10 @@ impl Store for Hooks {
         false
     }
 
+    fn leases(&self) -> bool {
+        true
+    }
+
     fn identity(&self) -> Option<usize> {
         Some(3)
     }
@@ -243,14 +247,18 @@ impl WrapStore for Wrapped {
 
 #[test]
 fn a_wrapped_store_keeps_its_hooks() {
-    let store = Wrapped::default();
-    let decision = ask(&store, check("ann", "10/h")).unwrap();
-    assert_eq!(decision.source(), MEMORY);
-    assert!(store.withdraw(pin!(std::future::pending())));
-    assert_eq!((store.partitions(), store.partition(&Key::GLOBAL), store.identity()), (12, 7, Some(3)));
-    assert!(!store.is_authoritative(&decision));
-    assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
-    store.warm(&Key::GLOBAL, &decision);
-    store.observe(&(Arc::new(()) as Arc<dyn Observer>));
-    assert_eq!(*store.0.0.lock().unwrap(), ["warm", "observe"]);
+    fn keeps_hooks(store: &impl Store<Future = <Hooks as Store>::Future>, hooks: &Hooks) {
+        let decision = ask(&MockStore::new(), check("ann", "10/h")).unwrap();
+        assert!(store.withdraw(pin!(std::future::pending())));
+        assert_eq!((store.partitions(), store.partition(&Key::GLOBAL), store.identity()), (12, 7, Some(3)));
+        assert!(!store.is_authoritative(&decision) && store.leases());
+        assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
+        store.warm(&Key::GLOBAL, &decision);
+        store.observe(&(Arc::new(()) as Arc<dyn Observer>));
+        assert_eq!(*hooks.0.lock().unwrap(), ["warm", "observe"]);
+    }
+    let (wrapped, hooks) = (Wrapped::default(), Hooks::default());
+    assert_eq!(ask(&wrapped, check("ann", "10/h")).unwrap().source(), MEMORY);
+    keeps_hooks(&wrapped, &wrapped.0);
+    keeps_hooks(&Leased::new(hooks.clone()), &hooks);
 }

@@ -5,6 +5,7 @@ use std::future::pending;
 use tower::limit::ConcurrencyLimit;
 use tower_redis_ratelimit::Limiter;
 use tower_redis_ratelimit::call_limit::UntilAnswer;
+use tower_redis_ratelimit::check::Mode;
 use tower_redis_ratelimit::settle::Settlement;
 
 use super::*;
@@ -126,4 +127,21 @@ async fn a_late_check_keeps_only_the_answer() {
     questions.try_recv().unwrap().deny();
     assert_eq!(answer.now_or_never().unwrap().unwrap(), "1 for acme");
     assert_eq!(tried.take(), [(true, "jobs".to_owned(), false)]);
+}
+
+/// Nor is it in flight any more.
+#[tokio::test]
+async fn a_late_check_keeps_no_call_in_flight() {
+    let (store, mut questions) = manual_store();
+    let uploads = Policy::in_flight("uploads", 1).unwrap();
+    let layer = CallLimitLayer::new(store, by_tenant as ByTenant, uploads).shadow(policy("new", "1/h"));
+    let mut answer = Box::pin(layer.layer(service_fn(print)).oneshot(job("acme")));
+    assert!(answer.as_mut().now_or_never().is_none());
+    questions.recv().await.unwrap().allow();
+    assert!(answer.as_mut().now_or_never().is_none(), "the shadow is not answered");
+    let shadow = questions.recv().await.unwrap();
+    let released = questions.recv().await.unwrap();
+    assert_eq!((released.check.policies()[0].name(), released.check.mode()), ("uploads", Mode::Refund));
+    shadow.deny();
+    assert_eq!(answer.now_or_never().unwrap().unwrap(), "1 for acme");
 }

@@ -149,6 +149,29 @@ async fn a_request_that_waited_is_settled() {
     assert_eq!(charged(&store, Key::GLOBAL, &policy), 3);
 }
 
+/// Whose turn came long before the service was ready.
+#[tokio::test(start_paused = true)]
+async fn a_permit_held_for_long_is_settled() {
+    let store = LocalStore::default();
+    let policy = quota("test", "10/m");
+    let take = Check::take(Key::GLOBAL, &policy.clone().into(), 10);
+    assert!(store.check(take).await.unwrap().is_allowed());
+    let layer = RateLimitLayer::new(store.clone(), Global, policy.clone()).cost(|_| 10);
+    let (inner, mut handle) = tower_test::mock::pair::<Request<String>, Response<String>>();
+    let mut service = layer.wait(Duration::from_secs(90)).settle(|_| Settlement::Refund).layer(inner);
+    handle.allow(1);
+    let response = service.ready().await.unwrap().call(request("alice"));
+    handle.allow(0);
+    let serves = async {
+        sleep(Duration::from_secs(100)).await;
+        assert_eq!(charged(&store, Key::GLOBAL, &policy), 10);
+        handle.allow(1);
+        handle.next_request().await.unwrap().1.send_response(Response::new(String::new()));
+    };
+    assert_eq!(join(response, serves).await.0.unwrap().status(), 200);
+    assert_eq!(charged(&store, Key::GLOBAL, &policy), 0);
+}
+
 #[tokio::test]
 async fn one_handle_counts_for_all_layers() {
     let (inner, outer, middle) = (Count::new(), Count::new(), Count::new());

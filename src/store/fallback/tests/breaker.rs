@@ -1,7 +1,8 @@
 //! When the breaker opens.
 
 use super::*;
-use crate::util::lock;
+use crate::store::MockStore;
+use crate::util::{instant, lock};
 
 fn take(store: &Tested) -> Answer<super::super::FallbackFuture<Primary, LocalStore>> {
     store.check(Check::take(ann(), &policies(Strategy::Gcra, "100000/s"), 1))
@@ -75,6 +76,28 @@ async fn an_old_failure_delays_no_check() {
     let asked = primary.asked();
     all(&store, 64).await;
     assert_eq!(primary.asked() - asked, 64);
+}
+
+/// Before the breaker opens, and afterwards. And not all after the same time, or all instances would send theirs at once.
+#[tokio::test(start_paused = true)]
+async fn probes_become_rarer() {
+    for failures in [1, 1_000] {
+        let (primary, probes) = (MockStore::new(), Arc::new(Mutex::new(vec![])));
+        let sent = Arc::clone(&probes);
+        primary.answer(move |check| {
+            if *check.key() == Key::PROBE {
+                lock(&sent).push(instant());
+            }
+            Err(unreachable())
+        });
+        let store = Fallback::new(primary, LocalStore::default()).failures(failures.try_into().unwrap());
+        let _ = store.check(Check::take(ann(), &policies(Strategy::Gcra, "10/s"), 1)).await.unwrap();
+        sleep(Duration::from_secs(10)).await;
+        assert_eq!(store.is_degraded(), failures == 1);
+        let delays: Vec<_> = lock(&probes).windows(2).map(|pair| pair[1] - pair[0]).skip(3).collect();
+        assert!(delays.iter().all(|delay| (125..=251).contains(&delay.as_millis())), "{failures}: {delays:?}");
+        assert!(delays.windows(2).any(|pair| pair[0] != pair[1]), "{failures}: {delays:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -132,7 +132,7 @@ pub(super) async fn cut(store: &Fallback<Far, LocalStore>, far: &Far) {
 }
 
 /// How long it takes until the breaker is closed.
-pub(super) async fn recovery(store: &Fallback<Far, LocalStore>) -> Duration {
+pub(super) async fn recovery<P: Store>(store: &Fallback<P, LocalStore>) -> Duration {
     let start = instant();
     while store.is_degraded() {
         sleep(Duration::from_millis(5)).await;

@@ -10,7 +10,7 @@ use tokio::runtime::Handle;
 
 use super::far::{Far, caller, cut, recovery, take};
 use super::*;
-use crate::store::RedisStore;
+use crate::store::{MockStore, RedisStore};
 use crate::support::{RedisServer, until};
 use crate::util::{Span, Task, TaskOwner, instant};
 
@@ -145,6 +145,20 @@ async fn no_instance_is_waited_for_forever() {
     let took = recovery(&store).await;
     assert!((Duration::from_secs(10)..Duration::from_secs(12)).contains(&took), "{took:?}");
     announcing.abort();
+}
+
+/// It knows nothing of requests in flight, and says that none may be.
+#[tokio::test(start_paused = true)]
+async fn a_store_without_requests_in_flight_names_no_others() {
+    let primary = MockStore::new();
+    let store = Fallback::new(primary.clone(), LocalStore::default()).share(Share::Fixed(2.try_into().unwrap()));
+    primary.answer(|_| Err(unreachable()));
+    while !store.is_degraded() {
+        let _ = store.check(Check::take(ann(), &policies(Strategy::Gcra, "60/100d"), 1)).await.unwrap();
+    }
+    primary.deny(Duration::from_secs(1));
+    let took = recovery(&store).await;
+    assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
 /// Another instance reconciles for three seconds. Meanwhile the primary store does not say so twice, or fails again.

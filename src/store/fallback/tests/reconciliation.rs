@@ -2,6 +2,7 @@
 
 use super::super::caller_log::CallerLog;
 use super::super::outage_log::{Budget, OutageLog};
+use super::super::partition::Partition;
 use super::*;
 use crate::limit::Align;
 use crate::util::instant;
@@ -353,6 +354,22 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
         assert!(held <= 160, "{held} callers are held of at most 160");
         assert_eq!(held as u64 + dropped, granted, "what is lost is reported");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn grants_beyond_the_bound_are_reported() {
+    let (store, primary, reconciled) = pair(1);
+    let settings = store.partitions[0].settings.clone();
+    let (local, degraded) = (LocalStore::default(), Arc::default());
+    let partition = Partition::new(primary.clone(), local, settings, 1, Budget::new(10), Key::PROBE, degraded);
+    let store = Fallback { partitions: [Arc::new(partition)].into() };
+    let policies = policies(Strategy::SlidingLog, "100/d");
+    open(&store, &primary).await;
+    for i in 0..30 {
+        assert!(ask(&store, Check::take(Key::new(i.to_string()), &policies, 3)).await.is_allowed());
+    }
+    close(&store, &primary).await;
+    assert_eq!(reconciled.events(), [(30, 60)]);
 }
 
 /// Each id takes room, once.
