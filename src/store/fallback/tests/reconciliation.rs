@@ -2,7 +2,6 @@
 
 use super::super::caller_log::CallerLog;
 use super::super::outage_log::{Budget, OutageLog};
-use super::super::partition::Partition;
 use super::*;
 use crate::limit::Align;
 use crate::util::instant;
@@ -358,11 +357,9 @@ fn repeatedly_failing_reconciliations_stay_within_the_bound() {
 
 #[tokio::test(start_paused = true)]
 async fn grants_beyond_the_bound_are_reported() {
-    let (store, primary, reconciled) = pair(1);
-    let settings = store.partitions[0].settings.clone();
-    let (local, degraded) = (LocalStore::default(), Arc::default());
-    let partition = Partition::new(primary.clone(), local, settings, 1, Budget::new(10), Key::PROBE, degraded);
-    let store = Fallback { partitions: [Arc::new(partition)].into() };
+    let (mut store, primary, reconciled) = pair(1);
+    let partition = Arc::get_mut(&mut store.partitions).and_then(|all| Arc::get_mut(&mut all[0])).unwrap();
+    partition.outages = OutageLog::new(Budget::new(10));
     let policies = policies(Strategy::SlidingLog, "100/d");
     open(&store, &primary).await;
     for i in 0..30 {
