@@ -83,6 +83,9 @@ impl<D> Grant<D> {
     pub(crate) fn end(&mut self) {
         self.charge = None;
         self.lease = None;
+        if let Some(shadows) = &mut self.shadows {
+            shadows.end();
+        }
     }
 }
 
