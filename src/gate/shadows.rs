@@ -22,7 +22,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // name that is enforced, which it must not charge.
         let own = self.dry_run.then_some((key, &self.policies));
         let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let mut told = Told { key, notifier: self.notifier.clone(), charge: charge.cloned(), leases: Some(Vec::new()) };
+        let mut told = Told {
+            key,
+            notifier: self.notifier.clone(),
+            charge: charge.cloned(),
+            leases: Vec::new(),
+            has_ended: false,
+        };
         let ask = |(counted_by, selector): (Key, &Selector<R>)| {
             let policies = self.countable(selector.find(request, Some(&key))?)?;
             let check = self.check(counted_by, &policies, request);
@@ -59,8 +65,9 @@ struct Told {
     notifier: Notifier,
     /// Where what is granted is settled.
     charge: Option<Charge>,
-    /// What is held in flight where nothing is settled. None once the call has ended.
-    leases: Option<Vec<Lease>>,
+    /// What is held in flight where nothing is settled, until the call has ended.
+    leases: Vec<Lease>,
+    has_ended: bool,
 }
 
 impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
@@ -83,7 +90,8 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 impl<D> Shadows<D> {
     /// The call has ended: nothing of it is in flight.
     pub(super) fn end(&mut self) {
-        self.told.leases = None;
+        self.told.leases.clear();
+        self.told.has_ended = true;
     }
 
     /// The decisions, without the checks that no store could decide.
@@ -103,12 +111,14 @@ impl Told {
         if !decision.is_allowed() {
             return Some(decision);
         }
-        if let Some(charge) = &self.charge {
-            if let Some(reserved) = question.reserved(&decision) {
-                charge.account().add(reserved, question.take_lease());
+        let lease = question.take_lease().filter(|_| !self.has_ended);
+        match &self.charge {
+            None => self.leases.extend(lease),
+            Some(charge) => {
+                if let Some(reserved) = question.reserved(&decision) {
+                    charge.account().add(reserved, lease);
+                }
             }
-        } else if let Some(leases) = &mut self.leases {
-            leases.extend(question.take_lease());
         }
         Some(decision)
     }

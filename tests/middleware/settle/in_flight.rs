@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
-use tower::ServiceExt;
+use tower::{BoxError, ServiceExt};
 use tower_redis_ratelimit::check::{DryRun, RateLimited};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnError;
@@ -285,20 +285,37 @@ async fn tried_calls_end_before_late_checks() {
         }
     }
 
-    let ((manual, mut questions), store) = (manual_store(), LocalStore::default());
-    let late = Late { manual, store: store.clone() };
-    let layer = CallLimitLayer::new(late, Global, uploads(1)).dry_run().shadow(policy("late", "9/h"));
-    let service = layer.layer(service_fn(async |_: String| {
+    async fn ends<S: Service<String, Response = (), Error = BoxError>>(
+        service: S,
+        store: &LocalStore,
+        questions: &mut Questions,
+    ) {
+        let mut call = Box::pin(service.oneshot(String::new()));
+        assert!((&mut call).now_or_never().is_none());
+        assert_eq!(taken(store, 1), 1);
+        assert!((&mut call).now_or_never().is_none());
+        assert_eq!(taken(store, 1), 0);
+        questions.try_recv().unwrap().allow();
+        call.await.unwrap();
+    }
+
+    let answer = service_fn(async |_: String| {
         yield_now().await;
         Ok::<_, Infallible>(())
-    }));
-    let mut call = Box::pin(service.oneshot(String::new()));
-    assert!((&mut call).now_or_never().is_none());
-    assert_eq!(taken(&store, 1), 1);
-    assert!((&mut call).now_or_never().is_none());
-    assert_eq!(taken(&store, 1), 0);
-    questions.try_recv().unwrap().allow();
-    call.await.unwrap();
+    });
+    for (is_dry, settles) in [(false, false), (false, true), (true, false), (true, true)] {
+        let ((manual, mut questions), store) = (manual_store(), LocalStore::default());
+        let late = Late { manual, store: store.clone() };
+        let layer = CallLimitLayer::new(late, Global, uploads(1)).shadow(policy("late", "9/h"));
+        let layer = if is_dry { layer.dry_run() } else { layer };
+        match settles {
+            false => ends(layer.layer(answer), &store, &mut questions).await,
+            true => {
+                let layer = layer.settle(|_: &Result<(), _>| Settlement::Keep);
+                ends(layer.layer(answer), &store, &mut questions).await;
+            }
+        }
+    }
 }
 
 #[tokio::test]
