@@ -81,8 +81,13 @@ impl<D> Grant<D> {
 
     /// Settles it, but for the checks that are not decided yet.
     pub(crate) fn end(&mut self) {
-        self.charge = None;
+        if let Some(charge) = self.charge.take() {
+            charge.account().end();
+        }
         self.lease = None;
+        if let Some(shadows) = &mut self.shadows {
+            shadows.end();
+        }
     }
 }
 

@@ -5,6 +5,7 @@ use std::task::{Context, Poll};
 
 use super::{Gate, Notifier, Question, Selector};
 use crate::error::StoreError;
+use crate::in_flight::Lease;
 use crate::limit::{Decision, Key};
 use crate::settle::Charge;
 use crate::store::{Answer, Store};
@@ -21,7 +22,13 @@ impl<S: Store, R: 'static> Gate<S, R> {
         // name that is enforced, which it must not charge.
         let own = self.dry_run.then_some((key, &self.policies));
         let shadows = self.shadows.iter().map(|selector| (Key::tuple(&[key, Key::SHADOW]), selector));
-        let told = Told { key, notifier: self.notifier.clone(), charge: charge.cloned() };
+        let mut told = Told {
+            key,
+            notifier: self.notifier.clone(),
+            charge: charge.cloned(),
+            leases: Vec::new(),
+            has_ended: false,
+        };
         let ask = |(counted_by, selector): (Key, &Selector<R>)| {
             let policies = self.countable(selector.find(request, Some(&key))?)?;
             let check = self.check(counted_by, &policies, request);
@@ -58,6 +65,9 @@ struct Told {
     notifier: Notifier,
     /// Where what is granted is settled.
     charge: Option<Charge>,
+    /// What is held in flight where nothing is settled, until the call has ended.
+    leases: Vec<Lease>,
+    has_ended: bool,
 }
 
 impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
@@ -78,6 +88,12 @@ impl<D: Future<Output = Result<Decision, StoreError>>> Shadows<D> {
 }
 
 impl<D> Shadows<D> {
+    /// The call has ended: nothing of it is in flight.
+    pub(super) fn end(&mut self) {
+        self.told.leases.clear();
+        self.told.has_ended = true;
+    }
+
     /// The decisions, without the checks that no store could decide.
     pub(super) fn into_decisions(self) -> impl Iterator<Item = Decision> {
         self.checks.into_iter().filter_map(|check| match check {
@@ -88,15 +104,21 @@ impl<D> Shadows<D> {
 }
 
 impl Told {
-    fn tell(&self, question: &mut Question, answer: Result<Decision, StoreError>) -> Option<Decision> {
+    fn tell(&mut self, question: &mut Question, answer: Result<Decision, StoreError>) -> Option<Decision> {
         question.answered(&answer);
         self.notifier.answered(&self.key, question, &answer, true);
         let decision = answer.ok()?;
-        if let Some(charge) = &self.charge
-            && decision.is_allowed()
-            && let Some(reserved) = question.reserved(&decision)
-        {
-            charge.account().add(reserved, question.take_lease());
+        if !decision.is_allowed() {
+            return Some(decision);
+        }
+        let lease = question.take_lease().filter(|_| !self.has_ended);
+        match &self.charge {
+            None => self.leases.extend(lease),
+            Some(charge) => {
+                if let Some(reserved) = question.reserved(&decision) {
+                    charge.account().add(reserved, lease);
+                }
+            }
         }
         Some(decision)
     }

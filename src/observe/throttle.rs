@@ -72,8 +72,10 @@ impl<K: Copy + Eq + Hash, S: Clone> Throttle<K, S> {
         if now < self.start + Duration::from_micros(first_end) {
             return SmallVec::new();
         }
+        // Dropped after the lock: a subject may be a user's error.
+        let mut forgotten = Vec::new();
         let mut windows = lock(&self.windows);
-        let due = windows.ended(now);
+        let due = windows.ended(now, &mut forgotten);
         self.set_first_end(&windows);
         due
     }
@@ -108,8 +110,9 @@ impl<K: Copy + Eq + Hash, S: Clone> Windows<K, S> {
         }
     }
 
-    /// Reports what was counted in windows that have ended, two at most. A reported subject begins a new window.
-    fn ended(&mut self, now: Instant) -> SmallVec<[Told<S>; 2]> {
+    /// Reports what was counted in windows that have ended, two at most. A reported subject begins a new window, and a
+    /// quiet one is forgotten.
+    fn ended(&mut self, now: Instant, forgotten: &mut Vec<Window<S>>) -> SmallVec<[Told<S>; 2]> {
         let mut due = SmallVec::new();
         for _ in 0..2 {
             let Some(&(end, key)) = self.ends.front() else { break };
@@ -123,7 +126,7 @@ impl<K: Copy + Eq + Hash, S: Clone> Windows<K, S> {
                     due.push((subject.clone(), mem::take(count)));
                     self.ends.push_back((now + WINDOW, key));
                 }
-                Entry::Occupied(window) => drop(window.remove()),
+                Entry::Occupied(window) => forgotten.push(window.remove()),
                 Entry::Vacant(_) => {}
             }
         }
@@ -133,6 +136,9 @@ impl<K: Copy + Eq + Hash, S: Clone> Windows<K, S> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+    use std::sync::{Arc, Weak};
+
     use tokio::time::advance;
 
     use super::*;
@@ -182,6 +188,26 @@ mod tests {
             assert_eq!(throttle.ended().into_vec(), []);
         }
         assert_eq!((throttle.first_end.load(Relaxed), throttle.rest()), (u64::MAX, vec![]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn subjects_are_dropped_without_the_lock() {
+        /// Looks, when it is dropped, whether it could be noted again.
+        #[derive(Clone)]
+        struct Error(Weak<Throttle<u32, Arc<Error>>>, Arc<AtomicBool>);
+
+        impl Drop for Error {
+            fn drop(&mut self) {
+                let throttle = self.0.upgrade().unwrap();
+                self.1.store(throttle.windows.try_lock().is_ok(), Relaxed);
+            }
+        }
+
+        let (throttle, was_free) = (Arc::new(Throttle::new(10)), Arc::default());
+        let subject = || Arc::new(Error(Arc::downgrade(&throttle), Arc::clone(&was_free)));
+        drop(throttle.note(1, subject));
+        advance(WINDOW).await;
+        assert!(throttle.ended().is_empty() && was_free.load(Relaxed));
     }
 
     #[tokio::test(start_paused = true)]

@@ -155,6 +155,11 @@ impl Account {
         }
     }
 
+    /// The call has ended: nothing of it is in flight, even if what it costs is not settled yet.
+    pub(crate) fn end(&self) {
+        let _ended = std::mem::take(&mut lock(&self.book).in_flight);
+    }
+
     /// Asks for the request.
     pub(super) async fn ask(&self, op: PendingOp) {
         self.refunds.ask(op).await;

@@ -302,7 +302,8 @@ impl Dispatcher {
             failures => (Some(ask.first), FIRST_PAUSE * failures),
         };
         let until = instant() + pause;
-        for waiter in self.with_queue(|queue| queue.fail(error, only, until)).into_iter().flatten() {
+        let refused = self.with_queue(|queue| queue.fail(error, only, until));
+        for waiter in refused.into_iter().flat_map(|(waiters, _)| waiters) {
             let _ = waiter.answer(Err(Refusal::Failed(error.clone())));
         }
         while instant() < until && self.doze(until, None).await {}

@@ -243,18 +243,24 @@ impl WaitQueue {
     }
 
     /// Notes that the store could not decide, and is not asked again before then. Takes out who is refused: the one of
-    /// this number, or all.
-    pub(super) fn fail(&mut self, error: &StoreError, only: Option<u64>, until: Instant) -> Vec<Waiter> {
-        self.trouble = Some(error.clone());
+    /// this number, or all. Returns the trouble before, too: what a user's error does when it is dropped, it does without
+    /// the lock.
+    pub(super) fn fail(
+        &mut self,
+        error: &StoreError,
+        only: Option<u64>,
+        until: Instant,
+    ) -> (Vec<Waiter>, Option<StoreError>) {
+        let before = self.trouble.replace(error.clone());
         self.next_at = Some(until);
         self.served = 0;
         if let Some(first) = only {
-            return self.remove(first).into_iter().collect();
+            return (self.remove(first).into_iter().collect(), before);
         }
         self.has_failed = true;
         self.deadlines.clear();
         self.units = 0;
-        std::mem::take(&mut self.waiting).into_values().collect()
+        (std::mem::take(&mut self.waiting).into_values().collect(), before)
     }
 
     /// Notes that the store is asked again.
@@ -336,12 +342,20 @@ impl WaitQueue {
         asks
     }
 
-    /// Learns what the store has decided, and how many permits that gives and when.
-    pub(super) fn learn(&mut self, ask: &Ask, decision: &Decision, at: Instant, next_at: Instant, served: usize) {
+    /// Learns what the store has decided, and how many permits that gives and when. Returns the trouble that is over, as
+    /// [`fail`](Self::fail) does.
+    pub(super) fn learn(
+        &mut self,
+        ask: &Ask,
+        decision: &Decision,
+        at: Instant,
+        next_at: Instant,
+        served: usize,
+    ) -> Option<StoreError> {
         self.known = Some(Known { decision: decision.clone(), at, cost: ask.cost() });
-        self.trouble = None;
         self.next_at = Some(next_at);
         self.served = served;
+        self.trouble.take()
     }
 
     /// Notes when what was taken is due after all.

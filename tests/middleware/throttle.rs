@@ -4,6 +4,7 @@
 
 use std::convert::Infallible;
 use std::num::{NonZeroU32, NonZeroUsize};
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicU32, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -417,6 +418,25 @@ async fn an_undecided_permit_is_requested_again() {
     store.fail(StoreError::new(ErrorKind::Unreachable));
     let mut lenient = layer.allow_on_error().layer(service_fn(ok));
     lenient.ready().await.unwrap().call("").await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panicking_observer_fails_one_call() {
+    /// Panics once.
+    struct Panics(AtomicU32);
+
+    impl Observer for Panics {
+        fn decided(&self, _: &event::Decided<'_>) {
+            assert!(self.0.fetch_add(1, SeqCst) > 0, "the first one");
+        }
+    }
+
+    let (store, policies) = (LocalStore::default(), policies(Strategy::Gcra, "2/h"));
+    let layer = ThrottleLayer::new(store.clone(), KEY, policies.clone()).observer(Panics(AtomicU32::new(0)));
+    let mut service = layer.layer(service_fn(ok));
+    assert!(AssertUnwindSafe(service.ready()).catch_unwind().await.is_err());
+    service.ready().await.unwrap().call("").await.unwrap();
+    assert_eq!(charged(&store, &policies).await, 1, "the permit of the first has gone back");
 }
 
 #[tokio::test(start_paused = true)]

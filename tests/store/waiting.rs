@@ -1,11 +1,13 @@
 //! Waiting at a store that answers later, that fails or that gets refunds, and under quotas that change.
 
 use std::convert::Infallible;
+use std::error::Error;
 use std::num::NonZeroUsize;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
+use std::{fmt, thread};
 
 use futures_util::FutureExt;
 use futures_util::future::{join_all, poll_fn};
@@ -567,6 +569,52 @@ async fn one_failing_call_ends_one_wait() {
     let start = Instant::now();
     service.clone().oneshot(()).await.unwrap();
     assert!(start.elapsed() < Duration::from_millis(5), "{:?}", start.elapsed());
+}
+
+/// What waits is locked by whoever comes.
+#[tokio::test(start_paused = true)]
+async fn errors_are_dropped_without_a_lock() {
+    /// Looks, when it is dropped, whether another thread can see who waits.
+    struct Cause(Limiter<MockStore>, mpsc::Sender<bool>);
+
+    impl Drop for Cause {
+        fn drop(&mut self) {
+            let (limiter, (seen, is_seen)) = (self.0.clone(), mpsc::channel());
+            thread::spawn(move || seen.send(format!("{limiter:?}")));
+            let _ = self.1.send(is_seen.recv_timeout(Duration::from_secs(1)).is_ok());
+        }
+    }
+
+    impl fmt::Debug for Cause {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a cause")
+        }
+    }
+
+    impl fmt::Display for Cause {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("a cause")
+        }
+    }
+
+    impl Error for Cause {}
+
+    let (store, (is_free, was_free)) = (MockStore::new(), mpsc::channel());
+    let limiter = Limiter::new(store.clone(), policy(Strategy::Gcra, "10/s"));
+    store.deny(Duration::from_millis(100));
+    let waits = || {
+        let limiter = limiter.clone();
+        tokio::spawn(async move { drop(limiter.wait(ANN, 1, LONG).await) })
+    };
+    let (first, second, third) = (waits(), waits(), waits());
+    sleep(Duration::from_millis(10)).await;
+    let cause = limiter.clone();
+    store.answer(move |_| Err(StoreError::with_source(ErrorKind::Refused, Cause(cause.clone(), is_free.clone()))));
+    first.await.unwrap();
+    second.await.unwrap();
+    store.allow();
+    third.await.unwrap();
+    assert_eq!(was_free.try_iter().collect::<Vec<_>>(), [true, true]);
 }
 
 #[tokio::test(start_paused = true)]

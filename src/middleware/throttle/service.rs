@@ -165,10 +165,15 @@ impl<T, W> Throttle<T, W> {
         loop {
             self.state = match &mut self.state {
                 State::Idle => self.settings.enqueue(),
-                State::Waiting(turn, question) => match ready!(Pin::new(turn).poll(cx)) {
-                    Ok(permit) => self.settings.granted(permit, question),
-                    Err(refusal) => self.settings.refused(refusal, question),
-                },
+                State::Waiting(turn, _) => {
+                    let turn = ready!(Pin::new(turn).poll(cx));
+                    // First, or an observer that panics would leave what must not be polled again.
+                    let State::Waiting(_, question) = mem::replace(&mut self.state, State::Idle) else { continue };
+                    match turn {
+                        Ok(permit) => self.settings.granted(permit, &question),
+                        Err(refusal) => self.settings.refused(refusal, &question),
+                    }
+                }
                 State::Pausing(pause, _) => {
                     ready!(pause.as_mut().poll(cx));
                     State::Idle

@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep};
-use tower::ServiceExt;
+use tower::{BoxError, ServiceExt};
 use tower_redis_ratelimit::check::{DryRun, RateLimited};
+use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnError;
 use tower_redis_ratelimit::select::Live;
 use tower_redis_ratelimit::settle::ReserveError;
+use tower_redis_ratelimit::store::Answer;
 use tower_redis_ratelimit::{CallLimitLayer, Limiter, Policies};
 
 use super::*;
@@ -222,6 +224,98 @@ async fn calls_are_in_flight_until_the_response() {
     assert!((&mut dropped).now_or_never().is_none());
     drop(dropped);
     assert!(service.oneshot(String::new()).await.is_ok());
+}
+
+/// Without a settlement, too: nobody else holds what they have taken.
+#[tokio::test]
+async fn tried_calls_are_in_flight_until_answered() {
+    #[derive(Clone, Default)]
+    struct Tried(Arc<Mutex<Vec<bool>>>);
+
+    impl Observer for Tried {
+        fn decided(&self, event: &event::Decided<'_>) {
+            if event.dry_run {
+                self.0.lock().unwrap().push(event.decision.is_allowed());
+            }
+        }
+    }
+
+    for is_shadow in [false, true] {
+        let (store, tried) = (LocalStore::default(), Tried::default());
+        let layer = match is_shadow {
+            false => CallLimitLayer::new(store, Global, uploads(1)).dry_run(),
+            true => CallLimitLayer::new(store, Global, uploads(9)).shadow(uploads(1)),
+        };
+        let service = layer.observer(tried.clone()).layer(service_fn(async |_: String| {
+            yield_now().await;
+            Ok::<_, Infallible>(())
+        }));
+        let call = || {
+            let mut call = Box::pin(service.clone().oneshot(String::new()));
+            assert!((&mut call).now_or_never().is_none());
+            call
+        };
+        let (first, dropped) = (call(), call());
+        assert_eq!(*tried.0.lock().unwrap(), [true, false]);
+        first.await.unwrap();
+        drop(dropped);
+        drop([call(), call()]);
+        drop(call());
+        assert_eq!(*tried.0.lock().unwrap(), [true, false, true, false, true]);
+    }
+}
+
+/// A call that has ended is in flight no more, even if its answer waits for another check.
+#[tokio::test]
+async fn tried_calls_end_before_late_checks() {
+    #[derive(Clone)]
+    struct Late {
+        manual: ManualStore,
+        store: LocalStore,
+    }
+
+    impl Store for Late {
+        type Future = <ManualStore as Store>::Future;
+
+        fn check(&self, check: Check) -> Answer<Self::Future> {
+            match check.policies()[0].name() {
+                "late" => self.manual.check(check),
+                _ => Answer::ready(self.store.check(check).now_or_never().unwrap()),
+            }
+        }
+    }
+
+    async fn ends<S: Service<String, Response = (), Error = BoxError>>(
+        service: S,
+        store: &LocalStore,
+        questions: &mut Questions,
+    ) {
+        let mut call = Box::pin(service.oneshot(String::new()));
+        assert!((&mut call).now_or_never().is_none());
+        assert_eq!(taken(store, 1), 1);
+        assert!((&mut call).now_or_never().is_none());
+        assert_eq!(taken(store, 1), 0);
+        questions.try_recv().unwrap().allow();
+        call.await.unwrap();
+    }
+
+    let answer = service_fn(async |_: String| {
+        yield_now().await;
+        Ok::<_, Infallible>(())
+    });
+    for (is_dry, settles) in [(false, false), (false, true), (true, false), (true, true)] {
+        let ((manual, mut questions), store) = (manual_store(), LocalStore::default());
+        let late = Late { manual, store: store.clone() };
+        let layer = CallLimitLayer::new(late, Global, uploads(1)).shadow(policy("late", "9/h"));
+        let layer = if is_dry { layer.dry_run() } else { layer };
+        match settles {
+            false => ends(layer.layer(answer), &store, &mut questions).await,
+            true => {
+                let layer = layer.settle(|_: &Result<(), _>| Settlement::Keep);
+                ends(layer.layer(answer), &store, &mut questions).await;
+            }
+        }
+    }
 }
 
 #[tokio::test]
