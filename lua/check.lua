@@ -257,7 +257,7 @@ if not only_runs then
   -- Answers just as a check of the same id was answered, if there was one; but no quota leaves more than its capacity.
   -- Returns when that was charged.
   local function repeat_answer(plan)
-    local count, value = #plan, read(key_at + 1, key_at + 1)[1]
+    local key, count, value = KEYS[key_at + 1], #plan, read(key_at + 1, key_at + 1)[1]
     key_at = key_at + 1
     if not value or #value ~= TIMES_LENGTH + ANSWER_LENGTH * count then
       return nil
@@ -265,6 +265,10 @@ if not only_runs then
     local charged_at, forget_at = decode(TIMES, value)
     if now >= forget_at then
       return nil
+    elseif charged_at > now then
+      -- The clock has gone back: as if it had been charged now.
+      charged_at, forget_at = now, now + plan.remember
+      write(key, encode(TIMES, charged_at, forget_at) .. sub(value, 1 + TIMES_LENGTH), expiry(forget_at + keep))
     end
     for i = 1, count do
       local granted, remaining, reset = decode(ANSWER, value, TIMES_LENGTH + ANSWER_LENGTH * (i - 1) + 1)

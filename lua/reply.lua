@@ -15,6 +15,10 @@ while failures do
   elseif says('MISCONF') or says('NOREPLICAS') then
     -- It takes no writes at all: it cannot save to disk, or has too few replicas.
     problem = NO_WRITES
+  elseif says('non local key') then
+    -- The slot is being moved away, and this call has deleted a key of the check: no node makes it anew here. Nothing of the
+    -- check was written, which reads its keys first.
+    problem = ELSEWHERE
   end
   for i = failures.from + 1, failures.to, 4 do
     reply[i], reply[i + 1], reply[i + 2], reply[i + 3] = problem, 0, 0, 0

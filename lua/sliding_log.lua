@@ -333,6 +333,13 @@ local function merge(key, log, now, total)
   set_cells(log, up_to(cells, kept) .. last .. encode(CELL, now, total))
 end
 
+-- Whether a key that is deleted can be made anew in the same call. While a cluster moves the slot away, its node takes what
+-- is there, and nothing new: so it refuses to read a key that there is not.
+local function can_replace(key)
+  local reply = redis_pcall('MGET', key .. ':')
+  return not (reply.err and string.find(reply.err, 'non local key', 1, true))
+end
+
 -- Makes a block of all charges that stand after the blocks, but for the newest; or adds them to the last block.
 local function pack(policy, key, log)
   local cells, blocks = cells_of(log), log.blocks
@@ -403,7 +410,8 @@ local function save(policy, key, now, at, cost, sum, log, newest)
       merge(key, log, now, total)
     elseif cost > 0 then
       added = encode(CELL, now, total)
-      if #(log.raw or log.cells) >= CELL_LENGTH * (log.front + log.blocks + LOOSE + 1) then
+      local is_long = #(log.raw or log.cells) >= CELL_LENGTH * (log.front + log.blocks + LOOSE + 1)
+      if is_long and (log.blocks > 0 or can_replace(key)) then
         set_cells(log, cells_of(log) .. added)
         added = ''
         pack(policy, key, log)

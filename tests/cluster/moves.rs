@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
+use futures_util::future::join_all;
 use tokio::task::JoinSet;
 use tower_redis_ratelimit::check::Check;
-use tower_redis_ratelimit::store::Store;
+use tower_redis_ratelimit::store::{ErrorKind, Store};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, Policies, Policy, Quota, RedisStore, Strategy};
 
 use crate::nodes::{Cluster, slot_of};
@@ -168,4 +169,69 @@ async fn callers_split_across_nodes_are_decided() {
     println!("{granted:?}, at worst {worst:?}");
     assert!(!fallback.is_degraded() && worst < Duration::from_secs(2), "{worst:?}");
     until("all is settled", async || charged(&store, &callers, &policies).await == granted).await;
+}
+
+/// A caller whose slot is being moved from here to there, and whose keys are here still.
+async fn begin(cluster: &Cluster, store: &RedisStore, policies: &[Policies]) -> (Key, (u16, usize, usize)) {
+    let (slot, callers) = neighbours(cluster, store, &policies[0]).await;
+    for policies in policies {
+        assert!(store.check(Check::take(callers[0], policies, 1)).await.unwrap().is_allowed());
+    }
+    let home = cluster.owner(slot).await;
+    cluster.begin_move(slot, home, (home + 1) % 3).await;
+    (callers[0], (slot, home, (home + 1) % 3))
+}
+
+/// A node makes no key of a slot that it gives away, and a log becomes a list when it grows.
+#[tokio::test]
+async fn a_log_grows_while_its_slot_moves() {
+    let cluster = Cluster::start(false).await;
+    let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
+    let policies = policy(Strategy::SlidingLog, "100/h");
+    let (caller, (slot, from, to)) = begin(&cluster, &store, std::slice::from_ref(&policies)).await;
+    let take = async || store.check(Check::take(caller, &policies, 1)).await.unwrap().remaining();
+    for left in (30..99).rev() {
+        assert_eq!(take().await, left);
+    }
+    while cluster.move_keys(slot, from, to, 1).await > 0 {}
+    cluster.end_move(slot, from, to).await;
+    for left in (0..30).rev() {
+        assert_eq!(take().await, left);
+    }
+    assert_eq!(store.check(Check::take(caller, &policies, 1)).await.unwrap().granted(), 0);
+}
+
+/// The same of what one check deletes, and the next of the same call charges.
+#[tokio::test]
+async fn checks_after_a_deletion_are_decided_once() {
+    let cluster = Cluster::start(false).await;
+    let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
+    let cells = policy(Strategy::SlidingWindow { cells: 10 }, "40/h");
+    let all = [Policy::in_flight("streams", 4).unwrap().into(), cells, policy(Strategy::Gcra, "40/h")];
+    let (caller, _) = begin(&cluster, &store, &all).await;
+    for (policies, left) in all.iter().zip([3, 39, 39]) {
+        let first = if left == 3 { Check::refund(caller, policies, 1) } else { Check::reset(caller, policies) };
+        let checks = [first, Check::take(caller, policies, 1), Check::peek(caller, policies, 1)];
+        let answers = join_all(checks.map(|check| store.check(check))).await;
+        let answers: Vec<_> = answers.into_iter().map(|answer| answer.unwrap().remaining()).collect();
+        assert_eq!(answers, [left + 1, left, left], "{policies:?}");
+    }
+}
+
+/// A node that gives a slot away or takes it over decides nothing that needs a key that is not there, and no key of a new id
+/// is.
+#[tokio::test]
+async fn new_ids_wait_for_a_moving_slot() {
+    let cluster = Cluster::start(false).await;
+    let store = cluster.builder().timeout(PATIENT).connect().await.unwrap();
+    let policies = policy(Strategy::Gcra, "40/h");
+    let (caller, (slot, from, to)) = begin(&cluster, &store, std::slice::from_ref(&policies)).await;
+    let take = async |id| store.check(Check::take(caller, &policies, 1).with_id(id)).await;
+    for id in ["here", "there"] {
+        let error = take(id).await.unwrap_err();
+        assert!(error.kind() == ErrorKind::NotReady && error.is_unsent() && error.is_of_check(), "{error:?}");
+        while cluster.move_keys(slot, from, to, 1).await > 0 {}
+    }
+    cluster.end_move(slot, from, to).await;
+    assert_eq!(take("there").await.unwrap().remaining(), 38);
 }

@@ -260,6 +260,18 @@ async fn live_instances_are_counted() {
     until("it is no longer counted", async || first.alive().get() == 2 && second.alive().get() == 2).await;
 }
 
+/// One that has announced itself while the clock was ahead, or on another server, counts for no longer.
+#[tokio::test]
+async fn instances_of_a_later_clock_are_forgotten() {
+    let server = RedisServer::start();
+    let later = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_millis() + 3_600_000;
+    let _: u32 = server.command(&format!("ZADD rl:instances {later} gone")).await;
+    let store = RedisStore::connect_lazy(server.url()).unwrap();
+    let _instances = store.announce().unwrap();
+    until("it is announced", async || server.calls("zadd").await > 1).await;
+    assert_eq!(server.command::<u32>("ZCARD rl:instances").await, 1);
+}
+
 /// A flood on one key is answered from memory while Redis hangs.
 #[tokio::test]
 async fn cached_denials_do_not_hide_an_outage() {

@@ -35,9 +35,10 @@ use crate::store::{Answer, Instances, Store};
 /// - An address that belongs to another cluster meanwhile is not used: a node must list a known node, by its id. If
 ///   none of those has answered for 30 seconds, the nodes that the application has named are the cluster, as at the
 ///   start.
-/// - While a slot is moved, its callers are asked one by one. One with several policies, whose keys are for a moment on
-///   two nodes, may get an error of [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady): a fallback decides
-///   then, and settles it.
+/// - While a slot is moved, its callers are asked one by one. Redis decides nothing that needs several keys, of which some
+///   are on another node or not there yet: a check under several policies, or with an id that is new, may get an error of
+///   [`ErrorKind::NotReady`](crate::store::ErrorKind::NotReady) until the whole slot has moved. A fallback decides then,
+///   and settles it.
 /// - The Redis user needs `+asking +cluster|slots` besides
 ///   (`+cluster` before Redis 7). With TLS, the certificates must be of what the nodes call themselves: see `tls-cluster`,
 ///   `cluster-announce-hostname` and `cluster-preferred-endpoint-type` of Redis.

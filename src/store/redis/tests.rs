@@ -147,6 +147,22 @@ async fn ids() {
     assert!(differ.is_empty(), "{} of 3000 callers differ, first so many us past the period: {differ:?}", differ.len());
 }
 
+/// An id of a clock that has gone back is known for a period from then on, and no longer.
+#[tokio::test]
+async fn ids_of_a_later_clock_are_forgotten() {
+    let server = RedisServer::start();
+    let Trace { now, redis, .. } = Trace::new(20, &server);
+    let policies = Policy::new("api", Strategy::Gcra, "10/s".parse().unwrap()).unwrap().into();
+    let mut left = vec![];
+    for elapsed in [3_600_000_000, -3_600_000_000, 999_999, 1] {
+        now.fetch_add(elapsed, Relaxed);
+        let take = Check::take(Key::new("ann"), &policies, 5).with_id("a");
+        let _ = redis.check(take).await.unwrap();
+        left.push(redis.check(Check::take(Key::new("ann"), &policies, 0)).await.unwrap().remaining());
+    }
+    assert_eq!(left, [5, 5, 10, 5], "it is charged twice");
+}
+
 /// Near quotas of one count, each caller's in turn: windows with other borders, buckets with other refills.
 #[tokio::test]
 async fn near_quotas() {

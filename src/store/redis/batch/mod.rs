@@ -258,7 +258,8 @@ mod tests {
             (-3, ErrorKind::ReadOnly),
             (-4, ErrorKind::Permission),
             (-5, ErrorKind::Refused),
-            (-6, ErrorKind::Protocol),
+            (-6, ErrorKind::NotReady),
+            (-7, ErrorKind::Protocol),
             (i64::MIN, ErrorKind::Protocol),
         ] {
             assert_eq!(read(ints(&[code, 0, 0, 0, 1])).unwrap_err().kind(), kind);

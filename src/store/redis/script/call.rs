@@ -298,6 +298,7 @@ fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Resu
             let reason = "it takes no writes: let it save to disk, and have the replicas that it is configured to want";
             Err(StoreError::explained(ErrorKind::Refused, reason).unsent())
         }
+        wire::ELSEWHERE => Err(StoreError::new(ErrorKind::NotReady).unsent().of_check()),
         wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
         wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
         wire::NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),

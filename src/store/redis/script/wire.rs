@@ -9,7 +9,8 @@ macro_rules! numbers {
         $with! {
             Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
             TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Hold HOLD = 9;
-            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5, IN_FLIGHT = 0
+            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5, ELSEWHERE = -6,
+            IN_FLIGHT = 0
         }
     };
 }

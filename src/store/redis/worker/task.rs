@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use redis::{RedisError, ServerErrorKind};
 use smallvec::SmallVec;
 use tokio::runtime::Handle;
 use tokio::task::yield_now;
@@ -283,9 +284,16 @@ impl Worker {
         for (call, reply) in calls.iter().zip(replies) {
             let own = jobs.by_ref().take(call.jobs);
             match (reply.as_ref().map(|reply| call.batch.call.read(reply)), inner.topology.cluster()) {
-                (Ok(Ok(verdicts)), _) => {
+                (Ok(Ok(verdicts)), cluster) => {
+                    let mut again = vec![];
                     for (job, verdicts) in own.zip(verdicts) {
-                        inner.decide(job, verdicts.map_err(named), sent_at);
+                        match verdicts {
+                            Err(error) if error.kind() == ErrorKind::NotReady && cluster.is_some() => again.push(job),
+                            verdicts => inner.decide(job, verdicts.map_err(named), sent_at),
+                        }
+                    }
+                    if let Some(cluster) = cluster.filter(|_| !again.is_empty()) {
+                        inner.requeue(inner.redirect(cluster, again, &deleted_here(), node));
                     }
                 }
                 (Ok(Err(error)), _) => {
@@ -322,6 +330,11 @@ impl Worker {
             }
         }
     }
+}
+
+/// What a node says that moves a slot away, if only some of the keys that it is asked for are there.
+fn deleted_here() -> RedisError {
+    (redis::ErrorKind::Server(ServerErrorKind::TryAgain), "a check of the same call has deleted a key").into()
 }
 
 /// When the task is dropped with its runtime, those who wait for an answer elsewhere get one.
