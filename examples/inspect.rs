@@ -50,7 +50,7 @@ async fn main() -> ExitCode {
 
 async fn run() -> Result<(), Box<dyn Error>> {
     let url = env::var("REDIS_URL").unwrap_or_else(|_| "redis://127.0.0.1/".to_owned());
-    // Whoever looks has more time than a request.
+    // An operator can wait longer than a request.
     let store = RedisStore::builder(&url).timeout(Duration::from_secs(10)).connect().await?;
     let args: Vec<String> = env::args().skip(1).collect();
     match args.iter().map(String::as_str).collect::<Vec<_>>()[..] {

@@ -56,7 +56,6 @@ impl Digester {
     }
 }
 
-/// Shows nothing: with the seed one could try out which key a digest is of.
 #[cfg(test)]
 mod tests {
     use super::*;

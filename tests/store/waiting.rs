@@ -571,7 +571,7 @@ async fn one_failing_call_ends_one_wait() {
     assert!(start.elapsed() < Duration::from_millis(5), "{:?}", start.elapsed());
 }
 
-/// What waits is locked by whoever comes.
+/// Each request that joins or leaves takes the lock of the wait queues.
 #[tokio::test(start_paused = true)]
 async fn errors_are_dropped_without_a_lock() {
     /// Looks, when it is dropped, whether another thread can see who waits.

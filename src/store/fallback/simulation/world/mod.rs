@@ -80,7 +80,7 @@ struct Request {
 /// What becomes of a request, in milliseconds each.
 #[derive(Debug, Clone)]
 pub(super) struct Fate {
-    /// How long it is not sent: who goes away before is not charged.
+    /// How long it is not sent: a check that is cancelled before is not charged.
     pub(super) queued: u64,
     /// How long until it runs, from then on.
     pub(super) sent: u64,
