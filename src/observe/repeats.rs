@@ -1,4 +1,4 @@
-//! Reports of what happens again and again.
+//! Reports of repeated problems: each immediately, then its count once a minute.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -31,7 +31,7 @@ pub(super) struct Repeats<K, S> {
 
 struct Minute<K, S> {
     ends: Instant,
-    /// The subjects of this minute, each with its unreported count. `None` stands for the unlisted subjects.
+    /// The subjects of this minute, each with its unreported count. The key of the unlisted subjects is `None`.
     counts: HashMap<Option<K>, Count<S>>,
     /// Counts of the last minute to be reported.
     due: Vec<Count<S>>,
@@ -122,7 +122,7 @@ mod tests {
 
     use super::*;
 
-    /// What is reported of one more occurrence.
+    /// Notes one more occurrence, and returns all reports.
     fn note(repeats: &Repeats<u32, u32>, key: u32) -> Vec<Count<u32>> {
         repeats.counts().into_iter().chain(repeats.note(key, || key)).collect()
     }
@@ -158,7 +158,7 @@ mod tests {
         let mut counts: Vec<_> = [(); 3].into_iter().flat_map(|()| repeats.counts()).collect();
         counts.sort();
         assert_eq!(counts, [(Some(1), 2), (Some(3), 4), (Some(4), 1)]);
-        // One that did not occur again is new when it comes back.
+        // A subject that did not occur for a minute is new again.
         assert_eq!(note(&repeats, 2), [(Some(2), 1)]);
         advance(2 * MINUTE).await;
         while listed(&repeats) > 0 {
