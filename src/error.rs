@@ -454,8 +454,8 @@ mod tests {
             Policy::new("p", window, quota.burst(6)),
             Policy::new("p", Strategy::SlidingLog, Quota::per_hour(100_001)),
             Policy::in_flight("p", 1_000_001),
-            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::ZERO)),
-            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::from_millis(1))),
+            Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::ZERO)),
+            Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::from_millis(1))),
         ] {
             assert_says_what_to_do(policy.unwrap_err());
         }

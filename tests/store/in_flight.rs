@@ -85,7 +85,7 @@ async fn counts_requests(store: impl Store) {
 #[tokio::test(start_paused = true)]
 async fn unrenewed_requests_expire_after_the_lease() {
     let store = LocalStore::default();
-    let policies = Policy::in_flight("streams", 1).unwrap().lease_time(Duration::from_secs(3)).unwrap().into();
+    let policies = Policy::in_flight("streams", 1).unwrap().slot_ttl(Duration::from_secs(3)).unwrap().into();
     let take = async || store.check(Check::take(Key::new("ann"), &policies, 1)).await.unwrap();
     let first = take().await;
     assert!(first.is_allowed() && first.reset_after() == Duration::from_secs(3));
@@ -121,7 +121,7 @@ async fn instances_count_together_and_apart() {
 /// Nothing renews them there but the next request.
 #[test]
 fn requests_outside_runtimes_stay_counted() {
-    let streams = Policy::in_flight("streams", 2).unwrap().lease_time(Duration::from_secs(1)).unwrap();
+    let streams = Policy::in_flight("streams", 2).unwrap().slot_ttl(Duration::from_secs(1)).unwrap();
     let limiter = Limiter::new(LocalStore::default(), streams);
     let reserve = || limiter.reserve(Key::GLOBAL, 1).now_or_never().expect("it is answered at once").ok();
     let mut held = vec![reserve().unwrap(), reserve().unwrap()];

@@ -36,7 +36,7 @@ pub fn ann() -> Key {
 }
 
 pub fn limiter<S: Store>(store: S) -> Limiter<S> {
-    Limiter::new(store, Policy::in_flight("streams", LIMIT).unwrap().lease_time(LEASE).unwrap())
+    Limiter::new(store, Policy::in_flight("streams", LIMIT).unwrap().slot_ttl(LEASE).unwrap())
 }
 
 /// A store that is given time, however busy the machine is.

@@ -257,7 +257,7 @@ impl<'a> Question<'a> {
             Mode::Take => check.cost(),
             Mode::UpTo => check.cost().min(1),
             // A peek asks how it is at the moment, and a debt depends on more than this.
-            Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::Refund | Mode::Reset | Mode::Renew | Mode::Hold => {
+            Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::Refund | Mode::Reset | Mode::Renew | Mode::Release => {
                 return None;
             }
         };

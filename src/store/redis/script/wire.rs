@@ -8,7 +8,7 @@ macro_rules! numbers {
     ($with:ident) => {
         $with! {
             Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
-            TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Hold HOLD = 9;
+            TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Release RELEASE = 9;
             REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5, ELSEWHERE = -6,
             IN_FLIGHT = 0
         }
@@ -99,7 +99,7 @@ pub(crate) const fn kind_number(kind: Kind) -> u8 {
 /// - how many ticks come at a time: in every microsecond, or after every period,
 /// - that period in microseconds, or 0.
 ///
-/// Of a window, and of requests in flight, which have a lease time as a period:
+/// Of a window, and of requests in flight, whose period is the time to live of a slot:
 /// - its period in microseconds,
 /// - when windows of the clock begin, in microseconds within a period, or -1 where a first charge begins one,
 /// - the width of a cell in microseconds.
