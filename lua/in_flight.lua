@@ -22,11 +22,16 @@ local function text(number)
   return string.format('%.0f', number)
 end
 
+-- Whether a reply says that the key has a value of another type, which counts as nothing.
+local function is_foreign(reply)
+  return type(reply) == 'table' and reply.err and string.find(reply.err, 'WRONGTYPE', 1, true)
+end
+
 -- Removes the slots that have expired. Slots that another clock has left in the future expire when the longest could.
 local function load(policy, key, now)
   local last = redis_pcall('ZRANGE', key, '-1', '-1', 'WITHSCORES')
-  policy.foreign = last.err and string.find(last.err, 'WRONGTYPE', 1, true)
-  if policy.foreign or good(last) and not last[1] or last.err then
+  policy.foreign = is_foreign(last)
+  if policy.foreign or not good(last) or not last[1] then
     return 0, 0, 0, false
   end
   local latest, bound = tonumber(last[2]), now + LONGEST_TTL
@@ -78,9 +83,11 @@ local function hold(policy, key, now, mode, grants, most, count, latest)
   if trouble or most < 0 or grants == 0 then
     return 0, count, latest
   elseif mode == RELEASE then
-    if count > 0 and try('ZREM', key, slot) == 1 then
-      count = count - 1
+    local reply = redis_pcall('ZREM', key, slot)
+    if is_foreign(reply) or not good(reply) then
+      return 0, 0, 0
     end
+    count, latest = load(policy, key, now)
     return 1, count, latest
   end
   if policy.foreign then
@@ -98,7 +105,10 @@ local function run(plan, entries, times, slots, at)
   for i = 1, entries do
     local key, from, n, saves = KEYS[key_at + i], replied, replied, false
     trouble = nil
-    local count, latest = load(policy, key, now)
+    local count, latest = 0, 0
+    if mode ~= RELEASE then
+      count, latest = load(policy, key, now)
+    end
     for _ = 1, times do
       slot, at = sub(slots, at, at + SLOT_LENGTH - 1), at + SLOT_LENGTH
       local room = policy.capacity - count

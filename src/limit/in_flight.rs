@@ -145,7 +145,6 @@ impl State {
         let Preview { room, needs, grants, .. } = self.preview(params, ask);
         let slots = &mut *self.0;
         slots.pass_to(ask.now);
-        let mut latest = slots.latest();
         let granted = if max < 0 { 0 } else { grants };
         match (ask.mode, ask.slot) {
             (Mode::Reset, _) => *slots = Slots::default(),
@@ -153,13 +152,12 @@ impl State {
             (_, Some(slot)) if granted > 0 => {
                 let expiry = slots.expiries.get(&slot).copied().unwrap_or(0).max(ask.now + params.period);
                 slots.set(slot, expiry);
-                latest = latest.max(expiry);
             }
             _ => {}
         }
         let count = slots.by_expiry.len() as i64;
         let remaining = (params.capacity - count).max(0);
-        let reset = if count > 0 { (latest - ask.now).max(0) } else { 0 };
+        let reset = if count > 0 { slots.latest() - ask.now } else { 0 };
         (Verdict { remaining, wait: if room < needs { AGAIN } else { 0 }, reset }, granted)
     }
 }
