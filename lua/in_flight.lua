@@ -61,7 +61,10 @@ end
 
 -- The slots are stored: only the expiry of their key is not.
 local function save(policy, key, now, at)
-  try('PEXPIREAT', key, expiry(at))
+  if not try('PEXPIREAT', key, expiry(at)) then
+    -- Without the right to expire it, the key would stay.
+    try('DEL', key)
+  end
 end
 
 local function preview(policy, key, mode, room)
