@@ -13,7 +13,7 @@
 --          runs            to the end; each: a plan by its place above, how many entries in a row follow it, and how many
 --                          times each of these is asked: takes of one caller that ask the same share an entry, so that
 --                          no key comes twice in a run of takes. Under a policy of requests in flight, the id of a slot
---                          follows for each time that a take, a renewal or a release is asked
+--                          follows for each take, renewal and release
 -- Reply  a string of whole numbers, of 8 bytes each; for each entry, each time it is asked and each of its policies four:
 --          granted         what was charged or refunded; below 0, what was the matter (see `problem`)
 --          remaining       the largest cost that would pass now

@@ -217,7 +217,7 @@ if not only_runs then
     end
   end
 
-  -- Returns the most that a policy granted the last time. The slots' ids are in a text, from a place on.
+  -- Returns the largest grant of a policy the last time. The slots' ids are in a text, at a place.
   function check(plan, times, slots, at)
     local count, granted, from = #plan, 0, replied
     trouble = nil

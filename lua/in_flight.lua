@@ -1,6 +1,6 @@
--- Requests in flight; the Rust half, src/limit/in_flight.rs, explains them. Beside the functions of each strategy, the driver
--- calls those that differ:
---   preview(policy, key, mode, room)                   the room that the check needs, and what it would grant
+-- Requests in flight; the Rust half, src/limit/in_flight.rs, explains them. The driver calls the functions of a
+-- strategy, and also:
+--   preview(policy, key, mode, room)                   the room that the check needs, and the grant
 --   hold(policy, key, now, mode, grants, most, ...)    what was granted, if no policy grants more than `most`, and the state then
 --   run_of(mode)                                       decides a run of such checks, if there is such a function
 --

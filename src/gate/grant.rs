@@ -22,8 +22,8 @@ pub(crate) struct Grant<D> {
 }
 
 impl<S: Store, R: 'static> Gate<S, R> {
-    /// What a request holds that passes: the slot, and what `reserved` finds in a layer that settles. Starts the checks
-    /// of shadows for the `key`.
+    /// The grant of a request that passes: its slot, and its reservation in a layer that settles. Starts the checks of
+    /// shadows for the `key`.
     #[inline]
     pub(super) fn grant(
         &self,

@@ -5,8 +5,8 @@
 //! a slot changes nothing the second time, so no reply is needed to know what a store counts:
 //!
 //! - A release is sent until it is answered, or the slot has expired.
-//! - A take or a renewal whose reply has not come may be decided after the release, since they go by several
-//!   connections. Then the release is sent once more a while later.
+//! - A take or a renewal whose reply has not come may be decided after the release, since checks use several
+//!   connections. Then the release is repeated half a second later.
 //! - A renewal takes the slot again if the store has lost it. So after an outage or a `FLUSHALL`, all is counted again
 //!   within a third of the time to live.
 
@@ -27,7 +27,7 @@ use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
 use crate::store::Store;
 use crate::util::{instant, lock};
 
-/// The slots that a layer or a [`Limiter`](crate::Limiter) has taken in its store. Clones share them.
+/// The slots of a layer or a [`Limiter`](crate::Limiter) in its store. Clones share them.
 #[derive(Clone)]
 pub(crate) struct InFlightTracker(Arc<Inner>);
 
@@ -46,7 +46,7 @@ struct Slots {
 
 struct Entry {
     key: Key,
-    /// Those that count requests in flight.
+    /// The policies that count requests in flight.
     policies: Policies,
     /// When to renew it. `None` until the request passes.
     due_at: Option<Instant>,
@@ -95,7 +95,7 @@ impl InFlightTracker {
 }
 
 impl Slot {
-    /// The store has replied: a granted slot is renewed from now on, a denied one was not taken.
+    /// Handles the store's reply: a granted slot is renewed, a denied one was not taken.
     pub(crate) fn answered(&mut self, answer: Result<&Decision, &StoreError>) {
         let slots = &mut *lock(&self.tracker.0.slots);
         match answer {
@@ -109,13 +109,13 @@ impl Slot {
         }
     }
 
-    /// The request passes, though perhaps no store has counted it. The next renewal does.
+    /// Keeps the slot of a request that passes after an error. The next renewal takes it.
     pub(crate) fn passed(self) -> Self {
         lock(&self.tracker.0.slots).pass(self.id, true);
         self
     }
 
-    /// Leaves it to expire, since the end of the request is not known.
+    /// Leaves the slot to expire, for a request without a known end.
     pub(crate) fn leave_counted(self) {
         let _entry = lock(&self.tracker.0.slots).each.remove(&self.id);
     }
@@ -133,7 +133,7 @@ impl Drop for Slot {
 }
 
 impl Slots {
-    /// Renews a slot from now on. If it `stays` unsure, its reply has not come.
+    /// Begins to renew a slot. If it `stays` unsure, its reply has not come.
     fn pass(&mut self, id: SlotId, stays: bool) {
         let Some(entry) = self.each.get_mut(&id) else { return };
         entry.is_unsure &= stays;

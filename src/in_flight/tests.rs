@@ -1,4 +1,4 @@
-//! The store has a slot for each request in flight, whatever becomes of requests and replies.
+//! The store has one slot for each request in flight, also if requests are cancelled and replies are lost.
 
 use std::future::Future;
 use std::num::NonZeroU32;
@@ -101,7 +101,7 @@ fn slots(store: &Wavering) -> InFlightTracker {
     InFlightTracker::new(store, None)
 }
 
-/// Takes a slot, and has it if that is granted.
+/// Takes a slot. Returns it if it was granted.
 async fn request(store: &Wavering, slots: &InFlightTracker, key: Key) -> Option<Slot> {
     request_under(store, slots, key, &policies()).await
 }
@@ -120,7 +120,7 @@ async fn until(what: &str, mut condition: impl FnMut() -> bool) {
             sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(TTL / 2, wait).await.unwrap_or_else(|_| panic!("waited in vain until {what}"));
+    timeout(TTL / 2, wait).await.unwrap_or_else(|_| panic!("timed out waiting until {what}"));
 }
 
 #[tokio::test(start_paused = true)]
@@ -183,7 +183,7 @@ async fn requests_dropped_before_the_answer_are_released() {
     timeout(Duration::from_secs(1), until("it counts one", || store.counted(ann) == 1)).await.expect("at once");
 }
 
-/// The release comes to the store before the take, on another connection.
+/// The release reaches the store before the take, on another connection.
 #[tokio::test(start_paused = true)]
 async fn a_take_overtaken_by_its_release_is_released() {
     let (store, ann) = (Wavering::new(), Key::new("ann"));

@@ -28,7 +28,7 @@ pub struct Check {
     cost: u32,
     /// Whether what it takes is settled later.
     reserves: bool,
-    /// Of a request in flight that is taken, renewed or released.
+    /// The slot that is taken, renewed or released.
     slot: Option<SlotId>,
     /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
@@ -45,7 +45,7 @@ enum Extra {
 
 impl Check {
     /// Takes `cost`, all or nothing. A cost of 0 is decided and charges nothing. A policy of requests
-    /// [in flight](crate::Policy::in_flight) counts one, whatever the cost, in a new [slot](Self::slot). A clone of the
+    /// [in flight](crate::Policy::in_flight) counts one, independent of the cost, in a new [slot](Self::slot). A clone of the
     /// check takes the same slot.
     pub fn take(key: Key, policies: &Policies, cost: u32) -> Self {
         Self::new(key, policies, Mode::Take, cost)
@@ -112,8 +112,8 @@ impl Check {
         Self { slot: Some(slot), ..Self::new(key, policies, Mode::Renew, 0) }
     }
 
-    /// Releases the slot of a request [in flight](crate::Policy::in_flight), if the store has it. Refunds nothing under
-    /// policies of other kinds. May be sent again.
+    /// Releases the slot of a request [in flight](crate::Policy::in_flight). Refunds nothing under policies of other
+    /// kinds. May be sent again.
     pub fn release(key: Key, policies: &Policies, slot: SlotId) -> Self {
         Self { slot: Some(slot), ..Self::new(key, policies, Mode::Release, 0) }
     }

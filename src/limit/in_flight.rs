@@ -1,7 +1,7 @@
 //! Requests in flight: how many of a caller run at the same moment; the Rust half of `lua/in_flight.lua`.
 //!
-//! **Idea.** A request that passes has a slot until that is released, whatever the request costs; one more is allowed
-//! while fewer than `L` slots are taken. A slot has an id, so that a take, a renewal and a release may each be sent
+//! **Idea.** A request that passes has one slot until the slot is released; one more is allowed while fewer than `L`
+//! slots are taken. A slot has an id, so that a take, a renewal and a release may each be sent
 //! twice: the second one changes nothing. A slot that is not renewed for its time to live `P` expires. So the slots of
 //! a dead instance are free again after `P`.
 //!
@@ -52,7 +52,8 @@ pub(super) fn check(quota: Quota) -> Result<(), ConfigError> {
     }
 }
 
-/// The slot of one request [in flight](crate::Policy::in_flight). A [`Check`](crate::check::Check) that takes has one.
+/// Identifies the slot of one request [in flight](crate::Policy::in_flight): see
+/// [`Check::slot`](crate::check::Check::slot).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlotId(NonZeroU64);
 
@@ -80,7 +81,7 @@ pub(crate) struct State(Box<Slots>);
 struct Slots {
     /// When each expires.
     expiries: HashMap<SlotId, i64>,
-    /// The same by time.
+    /// All slots, the first to expire first.
     by_expiry: BTreeSet<(i64, SlotId)>,
 }
 
@@ -120,7 +121,7 @@ impl Slots {
 }
 
 impl State {
-    /// What its policy sees. It does not bound what the other policies grant: a request is not part of their cost.
+    /// The answer of its policy. It does not bound the grants of other policies: a slot is not part of their cost.
     pub(super) fn preview(&self, params: &Params, ask: &Ask) -> Preview {
         let Slots { expiries, by_expiry } = &*self.0;
         let expired = by_expiry.iter().take_while(|(expiry, _)| *expiry <= ask.now).count();

@@ -74,8 +74,7 @@ impl Policy {
     ///
     /// Each request has a slot, which expires after its [time to live](Self::slot_ttl), the quota's period: so the
     /// slots of a dead instance are free again. A layer renews the slots of longer requests every third of that time.
-    /// It is not known when a request ends, so [`Decision::retry_after`](super::Decision::retry_after) is a fixed 100
-    /// ms: when to try again.
+    /// A request may end at any time, so [`Decision::retry_after`](super::Decision::retry_after) is a fixed 100 ms.
     ///
     /// It works like semaphores whose permits expire, such as Redisson's `RPermitExpirableSemaphore`. As text it is a
     /// policy with the strategy `in-flight` and a quota of the limit and the slots' time to live, such as `10/30s`.

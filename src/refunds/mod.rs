@@ -72,7 +72,7 @@ const STALLED: u8 = 2;
 struct Work<S: Store> {
     /// What has not been tried yet.
     fresh: VecDeque<PendingOp>,
-    /// What is tried again: when, and its number.
+    /// Operations to try again, each by its time and number.
     again: BTreeMap<(Instant, u64), PendingOp>,
     again_number: u64,
     /// What has been asked, by whoever is no sender, or by one whose runtime has ended.
@@ -116,7 +116,7 @@ const AT_ONCE: usize = 1_024;
 const CAPACITY: usize = 100_000;
 /// How many releases may wait to be tried again.
 const RELEASES: usize = 10_000;
-/// After how long a release is repeated.
+/// Pause from the reply to a release until it is repeated.
 const REPEAT_AFTER: Duration = Duration::from_millis(500);
 /// After how long something is tried again: at first, and at most.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -264,7 +264,7 @@ impl<S: Store> SharedQueue<S> {
         }
     }
 
-    /// Keeps what is to be tried again. Returns it if too much waits, or more than `most` to be tried again.
+    /// Keeps the operation for another try. Returns it if the queue is full, or if `most` others wait for another try.
     fn try_again(&self, op: PendingOp, pause: Duration, most: usize) -> Option<PendingOp> {
         let work = &mut *lock(&self.work);
         if work.is_full() || work.again.len() >= most {

@@ -49,7 +49,7 @@ impl PendingOp {
         Self { then: Then(Some(Box::new(then))), ..self }
     }
 
-    /// The same, sent again a while after the reply, in case an earlier check of its slot was late.
+    /// Sends it again a while after the reply, in case an earlier check of its slot arrives late.
     pub(crate) fn repeated(self) -> Self {
         Self { repeats: true, ..self }
     }

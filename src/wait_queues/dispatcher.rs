@@ -94,7 +94,7 @@ impl Dispatcher {
         }
     }
 
-    /// Asks the store. What it grants in flight, the slot holds.
+    /// Checks with the store. The slot is that of the granted request.
     fn take(
         &self,
         ask: Ask,

@@ -87,8 +87,8 @@ impl Permit {
         self.taken.decision.clone().later(self.taken.age())
     }
 
-    /// Uses it: the request is in flight while it has the slot. Of one that was held for too long, what is counted no more
-    /// is charged again.
+    /// Uses the permit: the request is in flight while it has the slot. After too long a time, the expired part of the
+    /// charge is charged again.
     pub(crate) fn spend(mut self) -> Spent {
         let (age, held) = (self.taken.age(), self.held.take());
         if let Some(held) = held.as_ref().filter(|_| !self.taken.is_good()) {
@@ -133,7 +133,7 @@ impl Taken {
         now < self.times.due + PATIENCE || self.counted(now).all(|(policy, counted, _)| counted == self.cost(policy))
     }
 
-    /// What it cost under a policy. For what is in flight there is a slot.
+    /// Its cost under a policy. A request in flight has a slot instead.
     fn cost(&self, policy: &Policy) -> u32 {
         if policy.is_in_flight() { 0 } else { self.cost }
     }

@@ -45,7 +45,7 @@ const NOT_NEEDED: [&str; 30] = [
 /// What all strategies need, and what only logs do.
 const NEEDED: [&str; 7] = ["evalsha", "eval", "time", "mget", "set", "setrange", "del"];
 const OF_LOGS: [&str; 6] = ["lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
-/// What requests in flight need.
+/// Commands of requests in flight.
 const OF_SLOTS: [&str; 7] = ["zrange", "zremrangebyscore", "zcard", "zadd", "zscore", "zrem", "pexpireat"];
 
 /// A server without these commands.

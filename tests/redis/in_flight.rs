@@ -74,7 +74,7 @@ async fn left(limiter: &Limiter<RedisStore>) -> u32 {
     limiter.peek(ann(), 1).await.unwrap().remaining()
 }
 
-/// Its slots expire. When it goes on, they are taken again: nobody is let in until there is room.
+/// Its slots expire. After the stall they are taken again, and no other request passes until there is room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_instance_is_counted_again() {
     let server = RedisServer::start();
@@ -128,7 +128,7 @@ async fn forgotten_requests_are_counted_again() {
     assert_eq!(server.command::<u64>("DBSIZE").await, 0);
 }
 
-/// Those of many callers in one call.
+/// Requests of many callers in one call.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_ending_together_are_released_together() {
     use tower_redis_ratelimit::Key;
@@ -240,7 +240,7 @@ async fn a_distant_wait_queue_drains() {
     until("all is free", async || left(&here).await == 50).await;
 }
 
-/// Requests come and end without a pause, and some of the clients go away. `SECONDS=5` for longer; it prints how many began.
+/// Requests begin and end without a pause, and some of the clients disconnect. `SECONDS=5` for longer; it prints how many began.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_distant_flood_releases_all_capacity() {
     const PLACES: u32 = 20;

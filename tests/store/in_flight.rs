@@ -106,7 +106,7 @@ async fn unrenewed_slots_expire() {
     assert!(take().await.is_allowed());
 }
 
-/// A caller has as many keys in Redis as policies, and none once nothing is in flight.
+/// The key of a caller and policy in Redis is deleted with its last slot.
 #[tokio::test]
 async fn instances_count_together() {
     let server = RedisServer::start();
@@ -144,7 +144,7 @@ fn requests_outside_runtimes_stay_counted() {
         held.extend(reserve());
         std::thread::sleep(Duration::from_millis(10));
     }
-    // Nobody comes until the slots have expired.
+    // No request comes until the slots have expired.
     std::thread::sleep(Duration::from_millis(1_100));
     held.extend(reserve());
     assert_eq!(held.len(), 2);

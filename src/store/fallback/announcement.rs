@@ -1,6 +1,6 @@
 //! How the instances know of each other that they reconcile: each has a request in flight in the primary store as long.
 //!
-//! It is of no caller, and has a slot as any other: that expires, so that an instance that dies keeps nobody waiting,
+//! It belongs to no caller. Its slot expires, so that no instance waits for a dead one,
 //! and in each partition of the primary store by itself.
 
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use super::partition::Partition;
 use crate::limit::{Check, Policies};
 use crate::store::Store;
 
-/// How often an instance says it again: three times in the time to live of the slot. That is short enough that the others are back
+/// Interval of renewals: a third of the time to live of the slot. That is short enough that the others are back
 /// within a second, though this one has said it last when the fault ended, and nobody has heard that it no longer does.
 const EVERY: Duration = Duration::from_millis(200);
 
-/// Says that this instance reconciles, until it is ended or dropped. If it is dropped, what was said last holds until
+/// Says that this instance reconciles, until it is ended or dropped. If it is dropped, the announcement holds until
 /// the slot expires: the instance has failed, and is going to try again.
 pub(super) struct Announcement {
     done: oneshot::Sender<()>,

@@ -26,7 +26,7 @@ pub(super) struct Partition<P, F> {
     pub(super) partitions: usize,
     /// The caller by whom this partition of the primary store is tried.
     pub(super) probe: Key,
-    /// By which other instances know that this one reconciles.
+    /// The slot in the primary store by which this instance announces that it reconciles.
     pub(super) slot: SlotId,
     pub(super) breaker: Breaker,
     /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
@@ -96,7 +96,7 @@ impl<P: Store, F: Store> Partition<P, F> {
     }
 
     /// Whether what a check undoes may still have to be replayed on the primary store. Then the fallback undoes it, and
-    /// both are replayed in their order. Slots of requests in flight are never replayed.
+    /// both are replayed in order. Slots of requests in flight are never replayed.
     fn overtakes(&self, check: &Check) -> bool {
         matches!(check.mode(), Mode::Refund | Mode::Reset)
             && check.policies().in_flight().is_none()

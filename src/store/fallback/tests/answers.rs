@@ -135,7 +135,7 @@ async fn in_flight_requests_count_in_an_outage() {
     assert_eq!([take(first.clone()).await, take(another()).await, take(another()).await], [true, true, false]);
     open(&store, &primary).await;
     assert!(take(first.clone()).await && !take(another()).await);
-    // The primary store has the slot still: it is to be released again.
+    // The primary store still has the slot, so that the release must be sent again.
     let release = Check::release(ann(), &uploads, first.slot().unwrap());
     assert!(store.check(release).await.unwrap_err().is_unsent());
     assert_eq!([take(another()).await, take(another()).await], [true, false]);

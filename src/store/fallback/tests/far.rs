@@ -17,7 +17,7 @@ pub(super) struct Far {
     slot: SlotId,
     /// Whether nobody hears that it reconciles.
     pub(super) is_mute: bool,
-    /// To how many more of those that say whether it reconciles there is no answer. Those that say that it does are heard all the same.
+    /// Number of announcements that get no reply. A renewal takes effect without it.
     pub(super) unanswered: Arc<AtomicUsize>,
     pub(super) delay: Arc<Mutex<Option<Duration>>>,
     pub(super) seen: Arc<Mutex<Seen>>,

@@ -109,8 +109,7 @@ async fn an_unheard_instance_still_waits_for_others() {
     reconciles.await.unwrap();
 }
 
-/// It was heard that an instance reconciles, and not that it no longer does: others would wait for it until its slot
-/// expires.
+/// The release of its announcement was lost: others would wait until the slot expires.
 #[tokio::test(start_paused = true)]
 async fn a_recovered_instance_keeps_nobody_waiting() {
     let far = Far::new(Duration::from_millis(2));

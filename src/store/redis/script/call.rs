@@ -173,7 +173,7 @@ impl ScriptCall {
             packed.add_to(&mut cmd);
             first += plan.policies.iter().len();
         }
-        // Of a caller's entry, those of checks that came later are further behind.
+        // A check may join an earlier entry of its caller.
         let mut slots = self.slots.clone();
         slots.sort_by_key(|(entry, _)| *entry);
         let (mut slots, mut entry) = (slots.into_iter().peekable(), 0);

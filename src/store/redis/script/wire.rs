@@ -99,7 +99,7 @@ pub(crate) const fn kind_number(kind: Kind) -> u8 {
 /// - how many ticks come at a time: in every microsecond, or after every period,
 /// - that period in microseconds, or 0.
 ///
-/// Of a window, and of requests in flight, whose period is the time to live of a slot:
+/// For a window, and for requests in flight, whose period is the time to live of a slot:
 /// - its period in microseconds,
 /// - when windows of the clock begin, in microseconds within a period, or -1 where a first charge begins one,
 /// - the width of a cell in microseconds.
