@@ -14,12 +14,15 @@ local AGAIN = 100000
 -- No slot lives longer.
 local LONGEST_TTL = 3600000000
 
-local function policy(capacity, ttl)
-  return { capacity = capacity, ttl = ttl, in_flight = true }
-end
-
 local function text(number)
   return string.format('%.0f', number)
+end
+
+local now_text = text(now)
+
+local function policy(capacity, ttl)
+  local expires = now + ttl
+  return { capacity = capacity, expires = expires, expires_text = text(expires), in_flight = true }
 end
 
 -- Whether a reply says that the key has a value of another type, which counts as nothing.
@@ -29,16 +32,16 @@ end
 
 -- Removes the slots that have expired. Slots that another clock has left in the future expire when the longest could.
 local function load(policy, key, now)
-  local last = redis_pcall('ZRANGE', key, '-1', '-1', 'WITHSCORES')
-  policy.foreign = is_foreign(last)
-  if policy.foreign or not good(last) or not last[1] then
+  local count = redis_pcall('ZCARD', key)
+  policy.foreign = is_foreign(count)
+  if count == 0 or policy.foreign or not good(count) then
     return 0, 0, 0, false
   end
-  local latest, bound = tonumber(last[2]), now + LONGEST_TTL
-  try('ZREMRANGEBYSCORE', key, '-inf', text(now))
-  local count = try('ZCARD', key) or 0
+  count = count - (try('ZREMRANGEBYSCORE', key, '-inf', now_text) or 0)
+  local last = try('ZRANGE', key, '-1', '-1', 'WITHSCORES')
+  local latest, bound = last and tonumber(last[2]) or 0, now + LONGEST_TTL
   if latest <= bound then
-    return count, count > 0 and latest or 0, 0, false
+    return count, latest, 0, false
   end
   for _, id in ipairs(try('ZRANGE', key, '(' .. text(bound), '+inf', 'BYSCORE') or {}) do
     try('ZADD', key, text(bound), id)
@@ -97,9 +100,8 @@ local function hold(policy, key, now, mode, grants, most, count, latest)
     try('DEL', key)
     policy.foreign = nil
   end
-  local expires = now + policy.ttl
-  count = count + (try('ZADD', key, 'GT', text(expires), slot) or 0)
-  return 1, count, max(latest, expires)
+  count = count + (try('ZADD', key, 'GT', policy.expires_text, slot) or 0)
+  return 1, count, max(latest, policy.expires)
 end
 
 -- Decides takes, renewals and releases under one policy. The slots' ids are in a text, from a place on.

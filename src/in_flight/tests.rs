@@ -1,4 +1,4 @@
-//! The store has one slot for each request in flight, also if requests are cancelled and replies are lost.
+//! The store keeps a slot for each request in flight, also if requests are cancelled and replies are lost.
 
 use std::future::Future;
 use std::num::NonZeroU32;

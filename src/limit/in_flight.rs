@@ -1,6 +1,6 @@
 //! Requests in flight: how many of a caller run at the same moment; the Rust half of `lua/in_flight.lua`.
 //!
-//! **Idea.** A request that passes has one slot until the slot is released; one more is allowed while fewer than `L`
+//! **Idea.** A request that passes takes a slot until the slot is released; one more is allowed while fewer than `L`
 //! slots are taken. A slot has an id, so that a take, a renewal and a release may each be sent
 //! twice: the second one changes nothing. A slot that is not renewed for its time to live `P` expires. So the slots of
 //! a dead instance are free again after `P`.

@@ -26,7 +26,7 @@ pub(super) struct Partition<P, F> {
     pub(super) partitions: usize,
     /// The caller by whom this partition of the primary store is tried.
     pub(super) probe: Key,
-    /// The slot in the primary store by which this instance announces that it reconciles.
+    /// The slot in the primary store that announces that this instance reconciles.
     pub(super) slot: SlotId,
     pub(super) breaker: Breaker,
     /// How many partitions have an open breaker. For a moment one less, where one closes as soon as it has opened.
