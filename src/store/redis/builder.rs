@@ -221,7 +221,9 @@ impl RedisStoreBuilder {
     }
 
     /// How many checks one script call may decide. More is faster, keeps Redis busy for longer at a time, at about 3 us
-    /// a check, and has it read the states of so many callers at once. Defaults to 128.
+    /// a check, and has it read the states of so many callers at once. Defaults to 128. Checks under
+    /// [`SlidingLog`](crate::Strategy::SlidingLog) with a limit of 16,384 or more, and refunds with one of 256 or more,
+    /// count as several: a call of such checks takes a few milliseconds at most.
     pub fn batch(mut self, checks: NonZeroUsize) -> Self {
         self.batch = checks.get();
         self
