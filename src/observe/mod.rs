@@ -5,7 +5,7 @@ pub mod event;
 mod metrics;
 pub(crate) mod mistakes;
 #[cfg(feature = "tracing")]
-mod throttle;
+mod repeats;
 #[cfg(feature = "tracing")]
 mod tracing;
 mod unobserved;
