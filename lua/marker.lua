@@ -1,8 +1,7 @@
 -- Agrees on a number with all other instances: the first one sets it.
 --
 -- KEYS   where it is kept
--- ARGV   this instance's number; 1 if another instance has confirmed it before, otherwise 0; for how many milliseconds it
---        is kept
+-- ARGV   this instance's number; 1 if another instance has confirmed it before, otherwise 0; milliseconds until it expires
 -- Reply  the number that is kept; whether it is this instance's, and was there before
 --
 -- A confirmed number replaces another one: the other was set after the key was lost, by an instance that is wrong.

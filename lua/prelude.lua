@@ -112,7 +112,7 @@ local function cell_functions()
   return search, cells_in, cell, sum_to, up_to, after, take_out
 end
 
--- What has gone wrong with the check at hand: a command and the error of Redis, or nothing.
+-- The first failure of the present check: a command and the error of Redis, or nothing.
 local trouble
 
 -- Notes the error in the reply to a command, if it is one: the check at hand fails. Returns whether it is none.

@@ -1,7 +1,7 @@
 -- The reply, once all is decided.
 
--- Replaces the answers to what failed by why, as a number below 0. The words are those of the versions from 6.2 on. A missing
--- right is NO_PERMISSION less the place of its command in this list, which Rust has too.
+-- Replaces the answers to failed checks by the reason, a number below 0. It searches for words of all versions from 6.2. A
+-- missing right is NO_PERMISSION less the place of its command in this list, which Rust has too.
 local RIGHTS = failures and { 'MGET', 'SET', 'SETRANGE', 'DEL', 'LRANGE', 'RPUSH', 'LSET', 'LTRIM', 'LREM', 'PEXPIREAT' }
 while failures do
   local function says(words)

@@ -155,7 +155,7 @@ impl StoreError {
         Self { cause: Some(Arc::new(cause)), ..Self::new(kind) }
     }
 
-    /// An error of this kind, for this reason, of which [300 bytes](MAX_TEXT) are kept.
+    /// An error of this kind, for this reason, [cut](MAX_TEXT) at 300 bytes.
     pub(crate) fn explained(kind: ErrorKind, reason: impl Into<String>) -> Self {
         let cause = Box::<dyn std::error::Error + Send + Sync>::from(shortened(reason.into()));
         Self { cause: Some(cause.into()), ..Self::new(kind) }

@@ -111,7 +111,7 @@ fn a_stalled_runtime_stops_no_other() {
     assert!(still.block_on(waits).unwrap().is_allowed());
 }
 
-/// The number that others have confirmed is set again; an instance that came first with another one gives way.
+/// A confirmed number is set again; the first instance after the flush has another number, and gives way.
 #[tokio::test]
 async fn the_partitions_survive_a_flush() {
     let server = node(0..16384).await;
@@ -129,7 +129,7 @@ async fn the_partitions_survive_a_flush() {
         tokio::time::advance(Duration::from_secs(seconds)).await;
         tokio::time::resume();
     };
-    // After an hour each looks again, within a minute.
+    // Each store reads the marker every hour, within a minute.
     later(3_601).await;
     assert!(second.check(check("ann", "10/s")).await.unwrap().is_allowed());
     later(61).await;

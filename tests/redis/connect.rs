@@ -408,7 +408,7 @@ async fn long_errors_are_cut() {
     assert!(error.kind() == ErrorKind::Refused && text.len() < 2_000, "{} bytes", text.len());
 }
 
-/// What a take of 1 can never be granted.
+/// A take of 1 is granted 1 at most.
 #[tokio::test]
 async fn more_granted_than_asked_is_no_reply() {
     for granted in [2, i64::MAX] {
@@ -420,7 +420,7 @@ async fn more_granted_than_asked_is_no_reply() {
     }
 }
 
-/// Callers who come again are decided alone then, so it is reported.
+/// Its instances decide locally then, so the right is reported.
 #[tokio::test]
 async fn a_missing_right_is_named() {
     let server = RedisServer::start();
@@ -444,7 +444,7 @@ async fn a_missing_right_is_named() {
     assert!(reports[0].contains("`+setrange` is missing") && reports[0].contains("missing-right"), "{reports:?}");
 }
 
-/// How the server was said to be misconfigured.
+/// The reported misconfigurations.
 #[derive(Clone, Default)]
 struct Reports(Arc<Mutex<Vec<String>>>);
 

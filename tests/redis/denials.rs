@@ -45,7 +45,7 @@ async fn a_flood_of_denials_costs_one_call() {
             let (wait, first) = (denied.retry_after().unwrap(), first.retry_after().unwrap());
             assert!(wait < first && wait > first - Duration::from_secs(20), "{strategy:?}: {wait:?} of {first:?}");
         }
-        // A larger cost is denied too, one that never fits says so, and a smaller one is for Redis to decide.
+        // A larger cost is denied too, also above the capacity; Redis decides a smaller one.
         assert_eq!(take(&store, &policies, 5).await.source(), Source::Cached);
         assert_eq!(take(&store, &policies, 11).await.outcome(), Outcome::ExceedsCapacity);
         tokio::time::resume();
@@ -259,7 +259,7 @@ async fn denials_of_other_lists_stay() {
             tokio::time::pause();
         }
     }
-    // That of 5 is asked, and then that of 1, which answers all.
+    // Redis decides a cost of 5, and then a cost of 1, whose denial answers all.
     assert!(waits.chunks(5).all(|waits| waits.iter().all(|wait| *wait == waits[0])), "{waits:?}");
 
     // Policies made anew are the same.
@@ -319,7 +319,7 @@ async fn no_memory_denies_an_id() {
             assert!(!take_id(id).await.is_allowed());
         }
     }
-    assert_eq!(server.calls("evalsha").await - before, 10, "each is asked of Redis");
+    assert_eq!(server.calls("evalsha").await - before, 10, "Redis decides each");
     assert_eq!(take_id("granted").await, granted);
 
     // An id that was granted in the end stays granted too.
@@ -330,7 +330,7 @@ async fn no_memory_denies_an_id() {
     assert_eq!(ask(&store, Check::take(ANN, &list, 3).with_id("one")).await, one);
 }
 
-/// Any mix of lists, costs and ids: one call a second for each at most, but for ids, and each answer is true.
+/// Any mix of lists, costs and ids: at most one call a second for each list and cost, and each answer is true.
 #[tokio::test]
 async fn mixed_floods_cost_one_call_per_question() {
     let server = RedisServer::start();
@@ -396,7 +396,7 @@ async fn frequent_denials_survive_a_flood() {
     let store = store.connect().await.unwrap();
     let list: Policies = of("api", Strategy::FixedWindow(Align::FirstHit), 1).into();
     exhaust(&server, std::slice::from_ref(&list)).await;
-    let (mut asked, mut hits, since) = (0, 0, tokio::time::Instant::now());
+    let (mut sent, mut hits, since) = (0, 0, tokio::time::Instant::now());
     for first in (0..20_000).step_by(50) {
         let others = async || {
             let others = (first..first + 50).map(|i| Check::take(Key::new(format!("other-{i}")), &list, 1));
@@ -407,12 +407,12 @@ async fn frequent_denials_survive_a_flood() {
         for _ in 0..3 {
             match take(&store, &list, 1).await.source() {
                 Source::Cached => hits += 1,
-                _ => asked += 1,
+                _ => sent += 1,
             }
         }
     }
     let most = 3 + since.elapsed().as_secs();
-    assert!(asked <= most, "{asked} of {} checks were sent, {most} at most", asked + hits);
+    assert!(sent <= most, "{sent} of {} checks were sent, {most} at most", sent + hits);
 }
 
 /// Denied callers in rotation, twice as many as are remembered: a part of them is known each time.

@@ -185,7 +185,7 @@ async fn one_stale_sentinel_replaces_no_master() {
     good.iter().for_each(Sentinel::freeze);
     stale.set_master(stray.port(), 0);
     let asked = stale.asked.load(SeqCst);
-    until("the watch has asked it twice", async || stale.asked.load(SeqCst) > asked + 1).await;
+    until("the watch has queried it twice", async || stale.asked.load(SeqCst) > asked + 1).await;
     let _: i64 = server.command("CLIENT KILL TYPE normal SKIPME yes").await;
     until("it decides", async || store.check(check("ann", "10/s")).await.is_ok()).await;
     assert!(!has_counted(&stray).await, "a stray server counts");
@@ -201,14 +201,14 @@ async fn an_outvoted_sentinel_costs_nothing() {
     take(&store).await;
     let asked = |sentinel: usize| sentinels[sentinel].asked.load(SeqCst);
     let before = asked(0);
-    until("the watch has asked it", async || asked(0) > before + 1).await;
+    until("the watch has queried it", async || asked(0) > before + 1).await;
     let (before, connections) =
         ([asked(0), asked(1), asked(2)], server.info("stats", "total_connections_received").await);
-    until("the watch has asked it four times more", async || asked(0) > before[0] + 3).await;
+    until("the watch has queried it four times more", async || asked(0) > before[0] + 3).await;
     // One at a time, each in its turn.
     for good in [1, 2] {
-        assert!(asked(good) - before[good] <= asked(0) - before[0] + 1, "sentinel {good} was asked too often");
+        assert!(asked(good) - before[good] <= asked(0) - before[0] + 1, "sentinel {good} was queried too often");
     }
     let connections = server.info("stats", "total_connections_received").await - connections;
-    assert_eq!(connections, 1, "connections to the master, of which this test has made one");
+    assert_eq!(connections, 1, "connections to the master: this test makes one");
 }

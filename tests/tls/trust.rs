@@ -196,7 +196,7 @@ fn slow(port: u16, delay: Duration) -> (u16, Arc<Mutex<Vec<Vec<u8>>>>) {
     (own, beginnings)
 }
 
-/// A port of TLS is sent nothing else while a handshake goes on.
+/// A port of TLS receives nothing else during a handshake.
 #[tokio::test]
 async fn a_slow_handshake_is_waited_for() {
     let ca = Authority::new();

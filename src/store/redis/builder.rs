@@ -220,8 +220,8 @@ impl RedisStoreBuilder {
         self
     }
 
-    /// How many checks one script call may decide. More is faster, keeps Redis busy for longer at a time, at about 3 us
-    /// a check, and has it read the states of so many callers at once. Defaults to 128. Checks under
+    /// Sets the maximum number of checks in one script call. More is faster, and keeps Redis busy for longer at a time, at
+    /// about 3 us a check. Defaults to 128. Checks under
     /// [`SlidingLog`](crate::Strategy::SlidingLog) with a limit of 16,384 or more, and refunds with one of 256 or more,
     /// count as several: a call of such checks takes a few milliseconds at most.
     pub fn batch(mut self, checks: NonZeroUsize) -> Self {
@@ -247,12 +247,12 @@ impl RedisStoreBuilder {
     }
 
     /// Sets the maximum number of callers whose denials are remembered, so that a flood of denied checks does not reach
-    /// Redis; see [`Source::Cached`](crate::check::Source::Cached). Defaults to 10,000; 0 asks Redis each time.
+    /// Redis; see [`Source::Cached`](crate::check::Source::Cached). Defaults to 10,000; 0 sends every check to Redis.
     ///
     /// A denial is remembered until its `retry_after`, for a second at most: a reset or a refund by another instance
-    /// takes effect within a second. A caller has one denial for each list of policies, up to 16, at about 200 bytes.
+    /// takes effect within a second. For each caller it holds one denial for each list of policies, up to 16, at about 200 bytes.
     /// It answers all checks of its cost and above, but none with an id. The least active callers are dropped first, so
-    /// that a flood of denied callers mostly replaces itself.
+    /// that a flood of denied callers replaces itself.
     pub fn denials(mut self, denials: usize) -> Self {
         self.denials = denials;
         self

@@ -50,8 +50,8 @@ use crate::store::{Answer, Instances, Store};
 /// elected. All of the above holds there too:
 ///
 /// - Name all sentinels. They are all queried whenever a connection is made, and the reported server must confirm that
-///   it is a master. If they disagree, the majority decides, otherwise the latest failover; of equal ones, the master that
-///   is known stays while it answers. A sentinel that is dead or slow
+///   it is a master. If they disagree, the majority decides, otherwise the latest failover; of equal ones, the last
+///   known master stays while it answers. A sentinel that is dead or slow
 ///   delays a connection by a quarter of the [`timeout`](crate::store::RedisStoreBuilder::timeout) at most, and by
 ///   nothing if most of them agree. While none answers, the last known master is used.
 /// - After a failover the former master may go on answering for many seconds, and then loses what it has counted. So

@@ -1,7 +1,7 @@
 //! A memory of denials, so that a flood of denied checks costs Redis next to nothing.
 //!
 //! With every strategy a denied caller stays denied until its `retry_after`, unless something is refunded or reset. So a
-//! denial answers every check of its cost or more under the same policies until then, but for at most [`MEMORY`]: that
+//! denial answers every check of its cost or more under the same policies until then, and for [`MEMORY`] at most: that
 //! bounds how long a refund or a reset by another instance goes unseen. There is one denial for each caller and list
 //! of policies. Checks with an id are never answered: the id may have been granted before.
 
@@ -18,7 +18,7 @@ use crate::store::shards::Shards;
 use crate::util::Clock;
 
 pub(crate) struct DenialCache {
-    /// Read concurrently: a flood is mostly on one key.
+    /// Read concurrently: most floods are on one key.
     shards: Shards<RwLock<Shard>>,
     clock: Clock,
     /// Number of callers in the cache: while it is 0, no check reads a shard.
@@ -58,8 +58,8 @@ struct Denial {
 const SHARDS: usize = 16;
 /// Maximum number of denials of one caller.
 const MAX_LISTS: usize = 16;
-/// Enough to outlast a thousand other denied callers. A caller with so many hits writes no more of them, so that
-/// threads do not contend for the counter.
+/// Enough to outlast a thousand other denied callers. The counter is not written above it, so that threads do not
+/// contend for it.
 const MAX_HITS: u8 = 15;
 /// Maximum age of a denial in microseconds.
 const MEMORY: i64 = 1_000_000;
@@ -186,13 +186,13 @@ fn needs(check: &Check) -> Option<u32> {
     match check.mode() {
         Mode::Take => Some(check.cost()),
         Mode::UpTo => Some(check.cost().min(1)),
-        // A peek asks for the present state, and a debt depends on more than the room.
+        // A peek reads the present state, and a debt depends on more than the room.
         Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::Refund | Mode::Reset | Mode::Renew | Mode::Hold => None,
     }
 }
 
 impl Denial {
-    /// `None` if these verdicts are no denial, or one that says nothing of other checks.
+    /// `None` if these verdicts are no denial, or cannot answer other checks.
     fn new(check: &Check, verdicts: &Verdicts, sent: i64) -> Option<Self> {
         if verdicts.each.iter().all(Verdict::is_allowed) {
             return None;
@@ -209,12 +209,12 @@ impl Denial {
         self.policies[..] == *policies.as_slice()
     }
 
-    /// Of two denials under the same policies, the one of the higher rank is kept.
+    /// The cache keeps the denial of the higher rank of two under the same policies.
     fn rank(&self) -> (std::cmp::Reverse<u32>, i64) {
         (std::cmp::Reverse(self.needs), self.sent)
     }
 
-    /// The verdicts on a check that needs as much or more.
+    /// The verdicts on a check of the same or a larger need.
     fn verdicts_on(&self, needs: u32, now: i64) -> Verdicts {
         let mut verdicts = self.verdicts.later(now - self.sent);
         if needs > self.needs {
@@ -294,7 +294,7 @@ mod tests {
         for _ in 0..20_000 {
             let check = Check::take(Key::new(format!("{}", rng.u32(..5_000))), &lists[rng.usize(..100)], rng.u32(1..9));
             deny(&denials, &check);
-            assert!(denials.verdicts(&check).is_some(), "the last is known");
+            assert!(denials.verdicts(&check).is_some(), "the last one answers");
         }
         let full = held(&denials);
         assert!((1_500..=1_600).contains(&full), "{full}");

@@ -69,8 +69,7 @@ impl<J> Queue<J> {
         (self.left..self.next_number()).contains(&number)
     }
 
-    /// Moves the oldest jobs to a worker: one, and as many more as weigh at most `max` with it. Returns how many still
-    /// wait.
+    /// Moves the oldest jobs to a worker: at least one, and more until they weigh `max`. Returns how many still wait.
     ///
     /// `None` if there was no job: the worker is counted no longer, and must end.
     pub(crate) fn take(&mut self, max: usize, weight: impl Fn(&J) -> usize, to: &mut Vec<J>) -> Option<usize> {

@@ -73,16 +73,16 @@ impl Plan {
         self.asked == asked && self.policies.is(check.policies()) && self.charged[..] == *check.charged()
     }
 
-    /// The most that one policy may grant.
+    /// Upper bound of a grant of one policy.
     fn max_granted(&self) -> i64 {
         match self.asked.mode {
-            // An id repeats an earlier answer, perhaps of another cost.
+            // An id repeats an earlier answer, which may be of another cost.
             _ if self.asked.with_id => u32::MAX.into(),
-            // A request in flight is granted as 1, whatever its cost.
+            // A request in flight is granted as 1 at any cost.
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge | Mode::Refund => {
                 i64::from(self.asked.cost).max(1)
             }
-            // What was charged or held before.
+            // Earlier charges, or requests in flight.
             Mode::Reset | Mode::Renew | Mode::Hold => WHOLE.end,
         }
     }

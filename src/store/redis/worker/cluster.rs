@@ -74,7 +74,7 @@ impl Inner {
     ///
     /// # Errors
     ///
-    /// A [`ConfigError`] if it has another number, and nobody has ever confirmed ours; the error of a call that failed.
+    /// A [`ConfigError`] if it has another number, and ours was never confirmed; the error of a call that failed.
     async fn mark(self: &Arc<Self>, cluster: &Cluster, map: &SlotMap) -> Result<bool, StoreError> {
         let (ours, node) = (cluster.partitions(), map.shared_owner().ok_or_else(no_node)?);
         let args = (ours, usize::from(cluster.refresher.has_agreed()));
@@ -201,7 +201,7 @@ impl Inner {
         again
     }
 
-    /// Splits checks for a node into those that another node serves by now, and the others.
+    /// Splits the checks of a node: first the checks that another node serves now, then the others.
     pub(super) fn moved(&self, jobs: impl Iterator<Item = Job>, node: Node) -> (Placed, Vec<Job>) {
         let placed = jobs.map(|job| (self.node_of(&job), job));
         let (elsewhere, left): (Vec<_>, Vec<_>) = placed.partition(|(to, _)| to.is_some_and(|to| to != node));

@@ -98,7 +98,7 @@ impl Inner {
     }
 
     /// Decides two checks of one caller that read and write as any others; in a cluster, two on each master. The second
-    /// finds the state of the first if they share a call, and so needs all rights that callers who come again need.
+    /// finds the state of the first if they share a call, and so needs all rights of a second charge.
     pub(crate) async fn ping(self: &Arc<Self>) -> Result<(), StoreError> {
         let mut partitions = vec![0];
         if let Some(cluster) = self.topology.cluster() {
@@ -315,7 +315,7 @@ impl Worker {
     }
 
     /// Fails the batch with an error. If the batch was not sent, no connection could be made, and everything that waits
-    /// for this node fails too: each batch would otherwise wait for the same time-out. A connection that breaks fails
+    /// for this node fails too: each batch would otherwise wait for the same timeout. A connection that breaks fails
     /// only what it carried.
     fn fail(&mut self, error: &StoreError, node: Node) {
         let jobs = &mut self.work.jobs;

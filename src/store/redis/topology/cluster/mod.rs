@@ -11,8 +11,8 @@
 //!
 //! Two instances with other numbers of partitions would count the same callers under other keys. A marker in the
 //! cluster has the number. A new instance with another number is refused. An instance whose number another instance has
-//! confirmed sets the marker again if it was lost or replaced: a wrong instance that came first after a `FLUSHALL` is
-//! then the one that gives way.
+//! confirmed sets the marker again if it was lost or replaced: the first instance after a `FLUSHALL` may be the wrong
+//! one, and then gives way.
 
 mod nodes;
 mod refresh;

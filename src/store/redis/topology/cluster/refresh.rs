@@ -85,7 +85,7 @@ impl Refresher {
         Self { tasks: TaskOwner::new(instant()), state: Mutex::default(), outcome: watch::Sender::new(None) }
     }
 
-    /// Plans a task on this runtime, unless there is one that is as soon.
+    /// Plans a task on this runtime. `None` if another task begins as soon.
     pub(crate) fn begin(&self, why: Why, runtime: Id) -> Option<Planned> {
         let now = instant();
         let begins = {

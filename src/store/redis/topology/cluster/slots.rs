@@ -163,7 +163,7 @@ impl SlotMap {
 
 /// Reads the reply to `CLUSTER SLOTS`, that a node at this address gave. `None` if it is another.
 ///
-/// A node without a name, or of the name `""`, is the one that was asked. A node of the name `?` or the port 0 is left out,
+/// A node without a name, or of the name `""`, is the queried node itself. A node of the name `?` or the port 0 is left out,
 /// since the cluster does not know its address; so is a range whose master is left out.
 pub(super) fn read(reply: &Value, asked: &Address) -> Option<Slots> {
     let Value::Array(ranges) = reply else { return None };

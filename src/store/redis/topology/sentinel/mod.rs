@@ -227,8 +227,8 @@ impl Sentinels {
     }
 
     /// Queries one sentinel after the other until the store is dropped. If one reports another master, queries all of
-    /// them, and connects to what they elect. A report that loses this election is remembered: a sentinel that goes on
-    /// reporting the same costs nothing more.
+    /// them, and connects to what they elect. A report that loses this election is remembered, and starts no
+    /// other election.
     async fn run_watch(this: Weak<Self>, _task: Task) {
         let mut connections: Vec<Option<Driven>> = vec![];
         // The last report of each sentinel that lost an election.

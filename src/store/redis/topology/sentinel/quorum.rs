@@ -67,7 +67,7 @@ impl Quorum {
         self.told.iter().any(|(_, votes)| self.is_majority(*votes))
     }
 
-    /// The servers to try, the likeliest first: the one that a majority reports, then the one of the highest epoch. Of
+    /// The servers to try, the likeliest first: by majority, then by epoch. Of
     /// equal epochs the `known` master comes first, so that a stale sentinel does not replace it while the others are
     /// silent. The `known` master also precedes all reports of an earlier epoch that are not unanimous: in a failover
     /// most sentinels report the former master for a second longer than the first. Also returns why there may be none.
