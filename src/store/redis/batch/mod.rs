@@ -17,14 +17,14 @@ use crate::limit::{Check, Frees, Key, Mode};
 /// A log of n charges is in blocks of about the root of n. Most checks read its head alone, and some a block; a refund out
 /// of the middle rewrites both. Measured with 100,000 charges, a refund takes Redis 20 to 60 times as long as an
 /// ordinary check.
-pub(super) fn weight(check: &Check) -> usize {
+pub(super) fn weight(check: &Check) -> u32 {
     let of_policy = |capacity: i64| {
-        let root = usize::try_from(capacity.isqrt()).unwrap_or(0);
+        let root = u32::try_from(capacity.isqrt()).unwrap_or(0);
         root / if check.mode() == Mode::Refund { 16 } else { 128 }
     };
     let params = check.policies().iter().map(|policy| policy.params());
     let logs = params.filter(|params| params.frees == Frees::OneByOne);
-    1 + logs.map(|params| of_policy(params.capacity)).sum::<usize>()
+    1 + logs.map(|params| of_policy(params.capacity)).sum::<u32>()
 }
 
 /// Checks pushed one by one into a script call, those that ask the same put together.

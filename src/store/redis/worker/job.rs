@@ -21,7 +21,7 @@ pub(super) struct Job {
     /// Where it was put first.
     pub(super) place: Place,
     /// How much of a batch it takes.
-    pub(super) weight: usize,
+    pub(super) weight: u32,
     /// The partition of its caller.
     pub(super) partition: u16,
     /// Whether only checks of the same caller may share its call.

@@ -229,7 +229,7 @@ impl Worker {
         let waiting = {
             let mut queues = self.inner.queues();
             let queue = queues.of(self.queue)?;
-            let Some(waiting) = queue.take(max, |job| job.weight, jobs) else {
+            let Some(waiting) = queue.take(max, |job| job.weight as usize, jobs) else {
                 // `fail` may have moved the whole queue into it.
                 jobs.shrink_to(self.inner.limits.batch);
                 self.counted = false;
