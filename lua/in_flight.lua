@@ -34,7 +34,7 @@ end
 local function load(policy, key, now)
   local count = redis_pcall('ZCARD', key)
   policy.foreign = is_foreign(count)
-  if count == 0 or policy.foreign or not good(count) then
+  if count == 0 or policy.foreign or not good(count, 'ZCARD') then
     return 0, 0, 0, false
   end
   count = count - (try('ZREMRANGEBYSCORE', key, '-inf', now_text) or 0)
@@ -90,7 +90,7 @@ local function hold(policy, key, now, mode, grants, most, count, latest)
     return 0, count, latest
   elseif mode == RELEASE then
     local reply = redis_pcall('ZREM', key, slot)
-    if is_foreign(reply) or not good(reply) then
+    if is_foreign(reply) or not good(reply, 'ZREM') then
       return 0, 0, 0
     end
     count, latest = load(policy, key, now)

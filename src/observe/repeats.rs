@@ -74,11 +74,13 @@ impl<K: Copy + Eq + Hash, S: Clone> Repeats<K, S> {
             return SmallVec::new();
         }
         // Dropped without the lock: a subject may be a user's error.
-        let _ended;
-        let minute = &mut *lock(&self.minute);
-        _ended = minute.end(instant());
-        let due = minute.due.drain(minute.due.len().saturating_sub(COUNTS_PER_CALL)..).collect();
-        self.schedule(minute);
+        let (due, _quiet) = {
+            let minute = &mut *lock(&self.minute);
+            let quiet = minute.end(instant());
+            let due = minute.due.drain(minute.due.len().saturating_sub(COUNTS_PER_CALL)..).collect();
+            self.schedule(minute);
+            (due, quiet)
+        };
         due
     }
 

@@ -74,6 +74,21 @@ impl Plan {
     pub(crate) fn asks(&self, asked: Asked, check: &Check) -> bool {
         self.asked == asked && self.policies.is(check.policies()) && self.charged[..] == *check.charged()
     }
+
+    /// Upper bound of a grant of one policy.
+    fn max_granted(&self) -> i64 {
+        match self.asked.mode {
+            // An id repeats an earlier answer, which may be of another cost.
+            _ if self.asked.with_id => u32::MAX.into(),
+            // A request in flight is granted as 1 at any cost.
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge | Mode::Refund => {
+                i64::from(self.asked.cost).max(1)
+            }
+            Mode::Renew | Mode::Release => 1,
+            // Earlier charges, or requests in flight.
+            Mode::Reset => WHOLE.end,
+        }
+    }
 }
 
 impl ScriptCall {
@@ -215,7 +230,7 @@ impl ScriptCall {
             let plan = &self.plans[self.entries[*entry].plan];
             let from = next[*entry];
             next[*entry] += length(plan);
-            verdicts(&answers[from..next[*entry]], &plan.policies, at)
+            verdicts(&answers[from..next[*entry]], plan, at)
         }))
     }
 }
@@ -258,7 +273,7 @@ impl Packed {
     }
 }
 
-/// What the script tells of rooms and times, which a double holds exactly.
+/// Rooms and times as the script reports them, which a double holds exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 
 /// The numbers of a reply, lowest byte first. None if it has another shape.
@@ -273,7 +288,8 @@ fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[[u8; 8]], policies: &Policies, at: i64) -> Result<Verdicts, StoreError> {
+fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreError> {
+    let (policies, most) = (&plan.policies, plan.max_granted());
     let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let (answer, charged_at) = answer.as_chunks();
@@ -287,8 +303,9 @@ fn verdicts(answer: &[[u8; 8]], policies: &Policies, at: i64) -> Result<Verdicts
             granted = granted.max(grants);
         }
         problem = problem.min(grants);
-        if !(WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset))
-        {
+        let is_whole =
+            WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset);
+        if grants > most || !is_whole {
             problem = i64::MIN;
         }
         Verdict { remaining, wait, reset }
@@ -309,8 +326,15 @@ fn verdicts(answer: &[[u8; 8]], policies: &Policies, at: i64) -> Result<Verdicts
         wire::ELSEWHERE => Err(StoreError::new(ErrorKind::NotReady).unsent().of_check()),
         wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
         wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
-        wire::NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),
-        _ => Err(protocol()),
+        _ => match usize::try_from(wire::NO_PERMISSION - problem) {
+            Ok(0) => Err(StoreError::new(ErrorKind::Permission).of_check()),
+            Ok(place) => {
+                let right = wire::RIGHTS.get(place - 1).ok_or_else(protocol)?;
+                let reason = format!("the right `+{right}` is missing");
+                Err(StoreError::explained(ErrorKind::Permission, reason).of_check())
+            }
+            Err(_) => Err(protocol()),
+        },
     }
 }
 
