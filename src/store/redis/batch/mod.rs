@@ -274,8 +274,8 @@ mod tests {
             (-7, ErrorKind::Protocol),
             (-10, ErrorKind::Permission),
             (-13, ErrorKind::Permission),
-            (-20, ErrorKind::Permission),
-            (-21, ErrorKind::Protocol),
+            (-26, ErrorKind::Permission),
+            (-27, ErrorKind::Protocol),
             (i64::MIN, ErrorKind::Protocol),
         ] {
             assert_eq!(read(ints(&[code, 0, 0, 0, 1])).unwrap_err().kind(), kind);
