@@ -112,6 +112,9 @@ local function cell_functions()
   return search, cells_in, cell, sum_to, up_to, after, take_out
 end
 
+-- The id of the slot that the check at hand takes, renews or releases.
+local slot
+
 -- The first failure of the present check: a command and the error of Redis, or nothing.
 local trouble
 

@@ -2,7 +2,10 @@
 
 -- Replaces the answers to failed checks by the reason, a number below 0. It searches for words of all versions from 6.2. A
 -- missing right is NO_PERMISSION less the place of its command in this list, which Rust has too.
-local RIGHTS = failures and { 'MGET', 'SET', 'SETRANGE', 'DEL', 'LRANGE', 'RPUSH', 'LSET', 'LTRIM', 'LREM', 'PEXPIREAT' }
+local RIGHTS = failures and {
+  'MGET', 'SET', 'SETRANGE', 'DEL', 'LRANGE', 'RPUSH', 'LSET', 'LTRIM', 'LREM', 'PEXPIREAT', 'ZCARD', 'ZRANGE',
+  'ZREMRANGEBYSCORE', 'ZSCORE', 'ZADD', 'ZREM',
+}
 while failures do
   local function says(words)
     return string.find(failures.err, words, 1, true)

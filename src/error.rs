@@ -278,8 +278,9 @@ impl ErrorKind {
             }
             Self::Permission => {
                 "the server denies the Redis user a permission: allow `~PREFIX:* +evalsha +eval +time +mget +set \
-                 +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for RedisStore::announce, \
-                 `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
+                 +setrange +del` and, for SlidingLog, `+lrange +rpush +lset +ltrim +lrem +pexpireat`; for requests in flight \
+                 and a Fallback with a share, `+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat`; for \
+                 RedisStore::announce, `+zremrangebyscore +zadd +zcard +pexpire`; for RedisStore::scan, `+scan`; in a Redis Cluster, `+asking \
                  +cluster|slots` (`+cluster` before 7.0); a user of sentinels, `+sentinel|master` (`+sentinel` before 7.0)"
             }
             Self::Protocol => {
@@ -467,8 +468,8 @@ mod tests {
             Policy::new("p", window, quota.burst(6)),
             Policy::new("p", Strategy::SlidingLog, Quota::per_hour(100_001)),
             Policy::in_flight("p", 1_000_001),
-            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::ZERO)),
-            Policy::in_flight("p", 1).and_then(|policy| policy.lease_time(Duration::from_millis(1))),
+            Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::ZERO)),
+            Policy::in_flight("p", 1).and_then(|policy| policy.slot_ttl(Duration::from_millis(1))),
         ] {
             assert_says_what_to_do(policy.unwrap_err());
         }

@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::{Charged, Check, EachCharged, Key, LONGEST, Order, Policies, Policy, Verdict, Verdicts, duration};
+use super::{Charged, Check, EachCharged, Key, LONGEST, Policies, Policy, Verdict, Verdicts, duration};
 
 /// The verdict on one check.
 ///
@@ -277,12 +277,6 @@ impl Decision {
     /// When Redis decided, by its own clock in microseconds; 0 or below if another did.
     pub(crate) fn at(&self) -> i64 {
         self.verdicts.at
-    }
-
-    /// Where it stands among the decisions of Redis; `None` if another store decided.
-    pub(crate) fn order(&self) -> Option<Order> {
-        let &Verdicts { at, place, .. } = &self.verdicts;
-        (at > 0).then_some((at, place))
     }
 
     /// The same decision, of a charge that is in the outage log of this number.

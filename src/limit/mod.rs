@@ -29,6 +29,7 @@ mod words;
 pub use check::Check;
 pub use counts::Counts;
 pub use decision::{Decision, Outcome, Source};
+pub use in_flight::SlotId;
 pub use key::Key;
 pub use mode::Mode;
 pub use policies::Policies;
@@ -48,5 +49,5 @@ pub(crate) use state::State;
 #[cfg(test)]
 pub(crate) use strategy::most_spent;
 pub(crate) use strategy::{Frees, Snapshot, strategies};
-pub(crate) use verdict::{Order, Verdicts};
+pub(crate) use verdict::Verdicts;
 pub(crate) use words::words;

@@ -11,7 +11,7 @@ use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::store::{ErrorKind, Store, StoreError};
 use tower_redis_ratelimit::{Fallback, Key, LocalStore, RedisStore, Strategy};
 
-use crate::forbidden::ask_of_a_long_log;
+use crate::forbidden::{ask_of_a_long_log, ask_of_slots};
 use crate::support::{RedisServer, STRATEGIES, check, free_port, policy, until};
 
 /// Its text names the server and the remedy, does not repeat its cause, and has no secret.
@@ -132,6 +132,22 @@ async fn a_right_of_logs_is_missing() {
         }
         let _: String = server.command("FLUSHALL").await;
     }
+}
+
+/// The error names the rights of requests in flight, and with these they are counted.
+#[tokio::test]
+async fn the_documented_rights_for_slots_are_enough() {
+    let server = RedisServer::start();
+    let rights = "+evalsha +eval +time +mget +set +setrange +del";
+    let of_slots = "+zrange +zremrangebyscore +zcard +zadd +zscore +zrem +pexpireat";
+    let _: String = server.command(&format!("ACL SETUSER limiter on >hunter2 resetkeys ~rl:* -@all {rights}")).await;
+    let store = RedisStore::connect(format!("redis://limiter:hunter2@127.0.0.1:{}/", server.port())).await.unwrap();
+    let refused = ask_of_slots(&store, Key::new("ann")).await;
+    assert!(!refused.is_empty());
+    refused.iter().for_each(|error| assert_helpful(error, ErrorKind::Permission, of_slots));
+    assert!(store.check(check("ann", "10/s")).await.unwrap().is_allowed());
+    let _: String = server.command(&format!("ACL SETUSER limiter {of_slots}")).await;
+    assert!(ask_of_slots(&store, Key::new("ann")).await.is_empty());
 }
 
 #[tokio::test]

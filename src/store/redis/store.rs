@@ -17,7 +17,9 @@ use crate::store::{Answer, Instances, Store};
 ///
 /// It needs Redis 6.2 or a compatible server; see [which servers](crate::guide::servers) are tested, and how they
 /// affect the counts. The Redis user needs `~PREFIX:* +evalsha +eval +time +mget +set +setrange +del`, and for
-/// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`.
+/// [`SlidingLog`](crate::Strategy::SlidingLog) `+lrange +rpush +lset +ltrim +lrem +pexpireat`, for requests [in
+/// flight](crate::Policy::in_flight) and a [`Fallback`](crate::Fallback) with a share `+zrange +zremrangebyscore
+/// +zcard +zadd +zscore +zrem +pexpireat`.
 ///
 /// # Redis Cluster
 ///

@@ -187,7 +187,7 @@ fn needs(check: &Check) -> Option<u32> {
         Mode::Take => Some(check.cost()),
         Mode::UpTo => Some(check.cost().min(1)),
         // A peek reads the present state, and a debt depends on more than the room.
-        Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::Refund | Mode::Reset | Mode::Renew | Mode::Hold => None,
+        Mode::TakeAhead | Mode::Peek | Mode::Charge | Mode::Refund | Mode::Reset | Mode::Renew | Mode::Release => None,
     }
 }
 

@@ -48,14 +48,14 @@ impl Batch {
     pub(super) fn push(&mut self, prefix: &str, check: &Check) {
         let plan = self.plan(check);
         let entry = self.call.entries.len();
-        let joins = matches!(check.mode(), Mode::Take | Mode::Refund | Mode::Renew | Mode::Hold);
+        let joins = matches!(check.mode(), Mode::Take | Mode::Refund | Mode::Renew | Mode::Release);
         if joins && check.id().is_none() {
             let open = self.open.entry(*check.key()).or_insert((plan, entry));
             if open.0 != plan {
                 *open = (plan, entry);
             }
             if open.1 != entry {
-                return self.call.repeat(open.1);
+                return self.call.repeat(open.1, check);
             }
         } else {
             self.open.remove(check.key());
@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
     use crate::error::ErrorKind;
-    use crate::limit::{Order, Policies, Policy, Quota, Strategy};
+    use crate::limit::{Policies, Policy, Quota, Strategy};
 
     fn policies(limit: u32) -> Policies {
         Policy::new("api", Strategy::Gcra, Quota::per_second(limit)).unwrap().into()
@@ -158,7 +158,7 @@ mod tests {
             let count = text(args.next().unwrap()).parse().unwrap();
             args.by_ref().take(count).map(text).collect()
         };
-        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7, 6])];
+        let mut packed = vec![numbers(args.next().unwrap(), &[4, 4, 7])];
         let (policies, plans) = (packed[0][0] as usize, packed[0][1] as usize);
         packed.extend(args.by_ref().take(policies).map(|bytes| numbers(bytes, &[1, 7, 7, 7, 7])));
         packed.extend(args.by_ref().take(plans).map(|bytes| numbers(bytes, &[1, 4, 7])));
@@ -194,7 +194,7 @@ mod tests {
         let keys = ["rl:{ann}:api:g", "rl:{bob}:api:g", "rl:{cid}:burst:g", "rl:{cid}:daily:g", "rl:{dan}:api:g"];
         let policy = vec![7, 20, 100_000, 1, 0];
         let expected = vec![
-            vec![3, 2, 0, 9],
+            vec![3, 2, 0],
             policy.clone(),
             policy.clone(),
             policy.clone(),
@@ -204,12 +204,12 @@ mod tests {
             vec![2, 1, 1],
             vec![1, 1, 1],
         ];
-        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 0, 9)), (keys.map(str::to_owned).to_vec(), expected));
+        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 0)), (keys.map(str::to_owned).to_vec(), expected));
 
         batch.clear();
         batch.push("rl", &Check::take(Key::new("eve"), &one, 1));
-        let expected = vec![vec![1, 1, 7, 9], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
-        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 7, 9)), (vec!["rl:{eve}:api:g".to_owned()], expected));
+        let expected = vec![vec![1, 1, 7], policy, vec![1, 1, 0, 1], vec![1, 1, 1]];
+        assert_eq!(arguments(&batch.call.command("EVALSHA", "", 7)), (vec!["rl:{eve}:api:g".to_owned()], expected));
     }
 
     #[test]
@@ -222,7 +222,7 @@ mod tests {
         }
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
         batch.push("rl", &Check::peek(Key::new("ann"), &one, 1));
-        let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0, 9));
+        let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0));
         let (ann, bob) = ("rl:{ann}:api:g", "rl:{bob}:api:g");
         assert_eq!(keys, [ann, bob, ann, ann, ann, ann]);
         // Two of ann's first, bob's, and then in the order in which they came.
@@ -233,18 +233,15 @@ mod tests {
         let answers = [10, 11, 20, 30, 12, 40, 50].iter().flat_map(|left| [1, *left, 0, 1]);
         let reply = reply(answers.chain([1_790]));
         let read = batch.call.read(&reply).unwrap().map(Result::unwrap);
-        let (left, order): (Vec<i64>, Vec<Order>) =
-            read.map(|verdicts| (verdicts.first().remaining, (verdicts.at, verdicts.place))).unzip();
+        let left: Vec<i64> = read.map(|verdicts| verdicts.first().remaining).collect();
         assert_eq!(left, [10, 20, 11, 30, 12, 40, 50]);
-        // In which they were decided.
-        assert_eq!(order, [0, 8, 4, 12, 16, 20, 24].map(|place| (1_790, place)));
     }
 
     #[test]
     fn each_id_has_a_separate_key() {
         let mut batch = Batch::default();
         batch.push("rl", &Check::take(Key::new("ann"), &named(&["burst", "daily"]), 1).with_id("17"));
-        let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0, 9));
+        let (keys, packed) = arguments(&batch.call.command("EVALSHA", "", 0));
         assert_eq!(keys, ["rl:{ann}:burst:g:daily:g:17", "rl:{ann}:burst:g", "rl:{ann}:daily:g"]);
         assert_eq!(packed[3..], [vec![1, 1, 1_000_000, 1, 2], vec![1, 1, 1]]);
 
@@ -277,8 +274,8 @@ mod tests {
             (-7, ErrorKind::Protocol),
             (-10, ErrorKind::Permission),
             (-13, ErrorKind::Permission),
-            (-20, ErrorKind::Permission),
-            (-21, ErrorKind::Protocol),
+            (-26, ErrorKind::Permission),
+            (-27, ErrorKind::Protocol),
             (i64::MIN, ErrorKind::Protocol),
         ] {
             assert_eq!(read(ints(&[code, 0, 0, 0, 1])).unwrap_err().kind(), kind);

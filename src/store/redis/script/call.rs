@@ -5,7 +5,7 @@ use redis::{Cmd, Value};
 use super::wire;
 use crate::error::{ErrorKind, StoreError};
 use crate::limit::{
-    Charged, Check, EachCharged, Key, Kind, Mode, Order, Policies, Policy, Verdict, Verdicts, check_name,
+    Charged, Check, EachCharged, Key, Kind, Mode, Policies, Policy, SlotId, Verdict, Verdicts, check_name,
 };
 
 /// What one script call asks.
@@ -20,6 +20,8 @@ pub(crate) struct ScriptCall {
     pub(crate) entries: Vec<Entry>,
     /// For every check its entry.
     pub(crate) checks: Vec<usize>,
+    /// The slots that checks take, renew or release, each with its entry.
+    slots: Vec<(usize, SlotId)>,
 }
 
 /// What is asked, of whoever asks it.
@@ -82,31 +84,35 @@ impl Plan {
             Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge | Mode::Refund => {
                 i64::from(self.asked.cost).max(1)
             }
+            Mode::Renew | Mode::Release => 1,
             // Earlier charges, or requests in flight.
-            Mode::Reset | Mode::Renew | Mode::Hold => WHOLE.end,
+            Mode::Reset => WHOLE.end,
         }
     }
 }
 
 impl ScriptCall {
     pub(crate) fn clear(&mut self) {
-        let Self { keys, ends, plans, entries, checks } = self;
+        let Self { keys, ends, plans, entries, checks, slots } = self;
         keys.clear();
         ends.clear();
         plans.clear();
         entries.clear();
         checks.clear();
+        slots.clear();
     }
 
     /// Adds a check that asks the same as this entry.
-    pub(crate) fn repeat(&mut self, entry: usize) {
+    pub(crate) fn repeat(&mut self, entry: usize, check: &Check) {
         self.entries[entry].times += 1;
         self.checks.push(entry);
+        self.slots.extend(check.slot().map(|slot| (entry, slot)));
     }
 
     /// Adds a check as an entry of this plan.
     pub(crate) fn push(&mut self, plan: usize, prefix: &str, check: &Check) {
         self.checks.push(self.entries.len());
+        self.slots.extend(check.slot().map(|slot| (self.entries.len(), slot)));
         self.entries.push(Entry { plan, times: 1 });
         if let Some(id) = check.id() {
             self.push_caller(prefix, check.key());
@@ -144,8 +150,8 @@ impl ScriptCall {
         }
     }
 
-    /// The command of this call, by an instance of this number. `now` is 0 for Redis's own time.
-    pub(crate) fn command(&self, name: &str, script: &str, now: i64, instance: u64) -> Cmd {
+    /// The command of this call. `now` is 0 for Redis's own time.
+    pub(crate) fn command(&self, name: &str, script: &str, now: i64) -> Cmd {
         let mut cmd = Cmd::with_capacity(self.ends.len() + 64, self.keys.len() + script.len() + 256);
         cmd.arg(name).arg(script).arg(self.ends.len());
         let mut start = 0;
@@ -156,7 +162,7 @@ impl ScriptCall {
 
         let policies = || self.plans.iter().flat_map(|plan| plan.policies.iter());
         let mut packed = Packed::default();
-        packed.u32(policies().count()).u32(self.plans.len()).i56(now).u48(instance).add_to(&mut cmd);
+        packed.u32(policies().count()).u32(self.plans.len()).i56(now).add_to(&mut cmd);
         for policy in policies() {
             packed.u8(wire::kind_number(policy.kind()));
             for argument in wire::arguments(policy) {
@@ -182,8 +188,17 @@ impl ScriptCall {
             packed.add_to(&mut cmd);
             first += plan.policies.iter().len();
         }
+        // A check may join an earlier entry of its caller.
+        let mut slots = self.slots.clone();
+        slots.sort_by_key(|(entry, _)| *entry);
+        let (mut slots, mut entry) = (slots.into_iter().peekable(), 0);
         for run in self.entries.chunk_by(|a, b| a == b) {
-            packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize).add_to(&mut cmd);
+            packed.u32(run[0].plan + 1).u32(run.len()).u32(run[0].times as usize);
+            entry += run.len();
+            while let Some((_, slot)) = slots.next_if(|(of, _)| *of < entry) {
+                packed.0.extend_from_slice(&slot.to_bytes());
+            }
+            packed.add_to(&mut cmd);
         }
         cmd
     }
@@ -215,8 +230,7 @@ impl ScriptCall {
             let plan = &self.plans[self.entries[*entry].plan];
             let from = next[*entry];
             next[*entry] += length(plan);
-            let place = u32::try_from(from).unwrap_or(u32::MAX);
-            verdicts(&answers[from..next[*entry]], plan, (at, place))
+            verdicts(&answers[from..next[*entry]], plan, at)
         }))
     }
 }
@@ -252,11 +266,6 @@ impl Packed {
         self
     }
 
-    fn u48(&mut self, number: u64) -> &mut Self {
-        self.0.extend_from_slice(&number.to_le_bytes()[..6]);
-        self
-    }
-
     /// Ends the argument, and begins the next.
     fn add_to(&mut self, cmd: &mut Cmd) {
         cmd.arg(self.0.as_slice());
@@ -274,12 +283,12 @@ fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
     rest.is_empty().then_some(numbers)
 }
 
-/// One answer of this time and place: four numbers for each policy. If it has an id, then when it was charged.
+/// One answer of this time: four numbers for each policy. If it has an id, then when it was charged.
 ///
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[[u8; 8]], plan: &Plan, (at, place): Order) -> Result<Verdicts, StoreError> {
+fn verdicts(answer: &[[u8; 8]], plan: &Plan, at: i64) -> Result<Verdicts, StoreError> {
     let (policies, most) = (&plan.policies, plan.max_granted());
     let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
@@ -303,7 +312,7 @@ fn verdicts(answer: &[[u8; 8]], plan: &Plan, (at, place): Order) -> Result<Verdi
     });
     let each = each.collect();
     match problem {
-        0.. => Ok(Verdicts { granted, at: charged_at, place, age: (at - charged_at).max(0), each }),
+        0.. => Ok(Verdicts { granted, at: charged_at, age: (at - charged_at).max(0), each }),
         wire::REFUSED => {
             let reason =
                 "a command of the script failed: allow all that `RedisStore` needs, and let nobody else write its keys";

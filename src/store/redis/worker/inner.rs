@@ -3,7 +3,6 @@
 use std::convert::Infallible;
 use std::fmt;
 use std::future::pending;
-use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
@@ -30,8 +29,6 @@ use crate::util::{contain, instant, lock};
 pub(crate) struct Inner {
     pub(crate) topology: Topology,
     pub(crate) prefix: Box<str>,
-    /// Tells what this instance has in flight from what others have: random, and of 48 bits.
-    pub(super) instance: u64,
     pub(super) limits: Limits,
     pub(super) denials: DenialCache,
     pub(crate) observer: OnceLock<Arc<dyn Observer>>,
@@ -70,7 +67,6 @@ impl Inner {
         Self {
             topology,
             prefix: prefix.into(),
-            instance: RandomState::new().hash_one(0) >> 16,
             limits,
             denials: DenialCache::new(denials),
             observer,
@@ -199,7 +195,7 @@ impl Inner {
                 Ok(verdicts) => self.denials.learn(&check, verdicts, sent_at),
                 Err(_) => self.denials.forget(&check),
             }
-            freed::tell(&check);
+            freed::tell(std::ptr::from_ref(self) as usize, &check);
             verdicts.map(|verdicts| check.answer(verdicts, Source::Redis))
         });
     }

@@ -267,8 +267,7 @@ impl Worker {
         let asks: SmallVec<[bool; 1]> = calls.iter().map(|call| call.asks).collect();
         let mut connection = pool.checkout(failures).await?;
         *sent = true;
-        let command =
-            |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now, inner.instance);
+        let command = |call: usize, name: &str, text: &str| calls[call].batch.call.command(name, text, now);
         let replies = connection.run(&CHECK, &asks, command).await.map_err(|error| error_of(&error))?;
         if replies.iter().flatten().any(is_read_only) {
             connection.give_up(Some(StoreError::new(ErrorKind::ReadOnly)));
