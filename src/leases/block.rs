@@ -14,6 +14,8 @@ pub(super) struct Block {
     /// That of the whole block.
     decision: Decision,
     left: u32,
+    /// What was left at the last look.
+    seen: u32,
     /// How much of it was charged and not refunded by itself.
     charged: u32,
     /// Before the store charged it.
@@ -41,7 +43,7 @@ impl Block {
         // Its last eighth is for a clock that runs slower than that of the store.
         let dies_at = asked_at + lives / 8 * 7;
         let granted = decision.granted();
-        Self { key, number, left: granted, charged: granted, decision, asked_at, dies_at }
+        Self { key, number, left: granted, seen: granted, charged: granted, decision, asked_at, dies_at }
     }
 
     /// Takes the cost of a check out of it.
@@ -70,9 +72,13 @@ impl Block {
         now >= self.dies_at
     }
 
-    /// When to see whether it is spent at all, and when it dies.
-    pub(super) fn looks(&self) -> [Instant; 2] {
-        [self.asked_at + (self.dies_at - self.asked_at) / 2, self.dies_at]
+    pub(super) fn dies_at(&self) -> Instant {
+        self.dies_at
+    }
+
+    /// Returns `true` if some of it was spent since the last look.
+    pub(super) fn look(&mut self) -> bool {
+        std::mem::replace(&mut self.seen, self.left) != self.left
     }
 
     /// Notes that so much of what was spent is refunded, maybe of this block.
@@ -87,7 +93,8 @@ impl Block {
         let flown = flown_in(&policies, now.saturating_duration_since(self.asked_at));
         let decision = self.decision.of_charge(self.left.saturating_add(flown).min(self.charged));
         PendingOp::refund(key, &policies, move |now| {
-            decision.refund(self.key, self.left, now.saturating_duration_since(self.asked_at)).next()
+            let age = now.saturating_duration_since(self.asked_at);
+            decision.refund(self.key, self.left, age).next().map(Check::for_block)
         })
     }
 }

@@ -3,31 +3,34 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::time::Duration;
 
+use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use super::block::Block;
-use super::caller::{Ask, Caller, Ended};
+use super::caller::{Answered, Ask, Caller, Ended};
 use crate::limit::{Check, Decision, Key};
 use crate::store::Digest;
 use crate::util::{instant, lock};
 
 /// Some of the callers that come often, by the caller and its policies.
-#[derive(Default)]
 pub(super) struct Shard {
     callers: Mutex<BTreeMap<Digest, Caller>>,
-    /// How many there are, so that other callers need no lock where there is none.
+    /// How many there are: other callers need no lock where there is none.
     len: AtomicUsize,
+    max: usize,
 }
 
-/// What is to be done after a check, besides.
+/// What follows a check besides its decision.
 pub(super) enum Next {
     Nothing,
     Ask(Ask),
+    /// The check waits for the ask in flight.
+    Wait(oneshot::Receiver<()>),
     /// The caller is not known.
     Count,
 }
 
-/// A block that was asked for: of whom, and when.
+/// A block that was asked for: by whom, and when.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Asked {
     pub(super) key: Key,
@@ -37,40 +40,62 @@ pub(super) struct Asked {
     pub(super) at: Instant,
 }
 
-/// So many callers in a shard: beyond that, none is leased to.
-const CALLERS: usize = 1_024;
+/// Of so many callers a newcomer replaces the one with the least demand.
+pub(super) const SAMPLE: usize = 8;
 
 impl Shard {
+    /// Creates a shard for at most this many callers.
+    pub(super) fn new(max: usize) -> Self {
+        Self { callers: Mutex::default(), len: AtomicUsize::new(0), max }
+    }
+
     #[inline]
     pub(super) fn len(&self) -> usize {
         self.len.load(Relaxed)
     }
 
-    /// Decides a check by the blocks of its caller, if they have so much.
+    /// Decides a check by the blocks of its caller, if they have so much. The `first` time it adds to the demand, and may
+    /// wait for a block.
     pub(super) fn spend(
         &self,
         caller: Digest,
         check: Check,
         lease: Duration,
         asks: &AtomicU64,
+        first: bool,
         ended: &mut Ended,
     ) -> (Result<Decision, Check>, Next) {
         let mut callers = lock(&self.callers);
         let Some(known) = callers.get_mut(&caller) else { return (Err(check), Next::Count) };
-        let answer = known.spend(check, &instant, ended);
-        let next = known.ask(lease, &instant, asks).map_or(Next::Nothing, Next::Ask);
-        if matches!(next, Next::Nothing) && known.is_over(&instant) {
-            callers.remove(&caller);
-            self.len.store(callers.len(), Relaxed);
+        if first {
+            known.want(check.cost());
         }
+        let answer = known.spend(check, &instant, ended);
+        let next = match known.ask(lease, &instant, asks) {
+            Some(ask) => Next::Ask(ask),
+            None if first && answer.is_err() => known.wait(lease, &instant).map_or(Next::Nothing, Next::Wait),
+            None => Next::Nothing,
+        };
         (answer, next)
     }
 
-    /// Knows a caller from here on, that comes often.
-    pub(super) fn begin(&self, caller: Digest, cost: u32, lease: Duration, asks: &AtomicU64) -> Option<Ask> {
+    /// Adds a caller that comes often. If there are too many, one of little demand gives way.
+    pub(super) fn begin(
+        &self,
+        caller: Digest,
+        cost: u32,
+        lease: Duration,
+        asks: &AtomicU64,
+        ended: &mut Ended,
+    ) -> Option<Ask> {
         let mut callers = lock(&self.callers);
-        if callers.len() >= CALLERS {
-            return None;
+        if callers.len() >= self.max && !callers.contains_key(&caller) {
+            // Digests are random, so that neighbors are a sample.
+            let sample = callers.range(caller..).chain(callers.range(..caller)).take(SAMPLE);
+            let least = sample.filter_map(|(other, known)| Some((known.demand()?, *other))).min()?.1;
+            if let Some(mut known) = callers.remove(&least) {
+                ended.extend(known.drain());
+            }
         }
         let known = callers.entry(caller).or_insert_with(|| Caller::new(instant(), cost));
         let ask = known.ask(lease, &instant, asks);
@@ -78,66 +103,62 @@ impl Shard {
         ask
     }
 
-    /// Adds a block, if it is the one that the caller has asked for. Returns those that are not kept: without it, it was
-    /// late.
+    /// Handles the answer to an ask. `None` if the caller was reset since: then there is nothing to spend and nothing to
+    /// refund.
     pub(super) fn answered(
         &self,
         asked: &Asked,
         block: Option<Block>,
-        remaining: u32,
-        pause_until: Instant,
+        remaining: Option<u32>,
+        instances: u32,
+        asks: &AtomicU64,
         is_drained: impl Fn() -> bool,
-    ) -> Ended {
-        let mut ended = Ended::new();
-        // Of a caller that was reset since there is nothing to refund, and nothing to spend.
-        if let Some(caller) = lock(&self.callers).get_mut(&asked.caller)
-            && caller.answered(asked.number, remaining, pause_until)
-            && let Some(block) = block
-        {
-            if block.is_dead(instant()) || is_drained() {
-                ended.push(block);
-            } else {
-                caller.add(block, &mut ended);
-            }
-        }
-        ended
-    }
-
-    /// How much is left of a block.
-    pub(super) fn left(&self, asked: &Asked) -> Option<u32> {
-        lock(&self.callers).get(&asked.caller)?.left_of(asked.number)
-    }
-
-    /// Takes a block out, if it is there yet, and forgets a caller that has no other.
-    pub(super) fn give_up(&self, asked: &Asked) -> Option<Block> {
-        let mut callers = lock(&self.callers);
+    ) -> Option<Answered> {
+        let (mut callers, now) = (lock(&self.callers), instant());
         let caller = callers.get_mut(&asked.caller)?;
-        let block = caller.remove(asked.number);
-        if caller.is_over(&instant) {
+        let mut answered = caller.answered(asked, block, remaining, instances, now, asks)?;
+        if is_drained() {
+            answered.ended.extend(caller.drain());
+        }
+        Some(answered)
+    }
+
+    /// Looks whether the block of an ask is spent, and forgets a caller whose last block has ended some time ago. Returns
+    /// a block that has ended, and when to look again.
+    pub(super) fn look(&self, asked: &Asked, now: Instant) -> (Option<Block>, Option<Instant>) {
+        let mut callers = lock(&self.callers);
+        let Some(caller) = callers.get_mut(&asked.caller) else { return (None, None) };
+        let (block, next) = caller.look(asked.number, asked.lease, now);
+        if caller.forget_at(asked.lease).is_some_and(|at| at <= now) {
             callers.remove(&asked.caller);
             self.len.store(callers.len(), Relaxed);
         }
-        block
+        (block, next)
     }
 
-    /// Notes that so much of what a caller has spent is refunded.
+    /// Reduces the charge of a caller's blocks by a refund of what was spent.
     pub(super) fn refunded(&self, caller: Digest, cost: u32) {
         if let Some(caller) = lock(&self.callers).get_mut(&caller) {
             caller.refunded(cost);
         }
     }
 
-    /// The blocks of a caller that is not known from here on.
-    pub(super) fn forget(&self, caller: Digest) -> Vec<Block> {
+    /// Removes a caller.
+    pub(super) fn forget(&self, caller: Digest) -> Option<Caller> {
         let mut callers = lock(&self.callers);
         let forgotten = callers.remove(&caller);
         self.len.store(callers.len(), Relaxed);
-        forgotten.map_or_else(Vec::new, |mut caller| caller.drain().collect())
+        forgotten
     }
 
-    /// The blocks of all callers, which are known still.
+    /// Takes the blocks of all callers, which are known still.
     pub(super) fn drain(&self) -> Vec<Block> {
         lock(&self.callers).values_mut().flat_map(Caller::drain).collect()
+    }
+
+    #[cfg(test)]
+    pub(super) fn left(&self) -> u64 {
+        lock(&self.callers).values().map(Caller::left_in_blocks).sum()
     }
 }
 

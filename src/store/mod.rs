@@ -105,13 +105,6 @@ pub trait Store: Clone + Send + Sync + 'static {
         true
     }
 
-    /// Whether it has charged ahead what it spends in memory under [leased](crate::Policy::leased) policies, as a
-    /// [`Leased`](crate::Leased) store has. Such a policy over a store that has not is
-    /// [misconfigured](Observer::misconfigured). Defaults to `false`.
-    fn leases(&self) -> bool {
-        false
-    }
-
     /// Identifies this store and its clones in this process, for example by the address of their shared state. All
     /// layers over one store then share what is [in flight](crate::Policy::in_flight). Defaults to `None`: only one
     /// layer, or [`Limiter`](crate::Limiter), may count the same policy of requests in flight in the store.
@@ -204,10 +197,6 @@ impl<W: WrapStore> Store for W {
 
     fn is_authoritative(&self, decision: &Decision) -> bool {
         self.inner().is_authoritative(decision)
-    }
-
-    fn leases(&self) -> bool {
-        self.inner().leases()
     }
 
     fn identity(&self) -> Option<usize> {

@@ -14,8 +14,9 @@ use crate::Leased;
 use crate::error::{ErrorKind, StoreError};
 use crate::leases::block::Block;
 use crate::leases::caller::{Ask, Caller, Ended};
+use crate::leases::shard::Asked;
 use crate::limit::{Check, Decision, Key, Mode, Policies, Policy, Quota, Source, Strategy};
-use crate::store::{Answer, LocalStore, MockStore, Store};
+use crate::store::{Answer, LocalStore, MockStore, Shards, Store};
 use crate::util::instant;
 
 fn ask(caller: &mut Caller) -> Option<Ask> {
@@ -23,6 +24,7 @@ fn ask(caller: &mut Caller) -> Option<Ask> {
 }
 
 fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
+    caller.want(cost);
     caller.spend(Check::take(ann(), policies, cost), &instant, &mut Ended::new())
 }
 
@@ -30,7 +32,7 @@ fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision
 async fn a_quarter_left_asks_for_the_next() {
     let (policies, mut caller) = (log(), Caller::new(instant(), 1));
     let decision = LocalStore::default().check(Check::up_to(ann(), &policies, 100)).await.unwrap();
-    caller.add(Block::new(ann(), 0, decision, instant(), LEASE), &mut Ended::new());
+    caller.add(Block::new(ann(), 0, decision, instant(), LEASE), Duration::ZERO, LEASE, &mut Ended::new());
     for left in (0..100).rev() {
         assert!(spend(&mut caller, &policies, 1).is_ok());
         assert_eq!(ask(&mut caller).is_some(), left == 25, "{left} are left");
@@ -40,7 +42,10 @@ async fn a_quarter_left_asks_for_the_next() {
 #[tokio::test(start_paused = true)]
 async fn a_block_is_for_half_a_lease() {
     let (policies, mut caller) = (log(), Caller::new(instant(), 1));
-    let rich = |caller: &mut Caller, number| caller.answered(number, u32::MAX, instant());
+    let rich = |caller: &mut Caller, number| {
+        let asked = Asked { key: ann(), caller: Shards::new(1, |_| ()).of(&ann()).1, lease: LEASE, number, at: instant() };
+        caller.answered(&asked, None, Some(u32::MAX), 1, instant(), &AtomicU64::new(2)).is_some()
+    };
     assert_eq!(ask(&mut caller).map(|ask| ask.size(1)), Some(1), "it is not known how much is left");
     assert!(rich(&mut caller, 1));
     for _ in 0..40 {
