@@ -7,12 +7,12 @@ use tokio::time::Instant;
 
 use super::block::{Block, Taken};
 use super::hot::OFTEN;
-use super::shard::Asked;
 use crate::limit::{Check, Decision};
 
 /// A caller that comes often, under one list of policies.
 #[derive(Debug)]
 pub(super) struct Caller {
+    pub(super) lease: Duration,
     /// The oldest first.
     blocks: SmallVec<[Block; 1]>,
     /// Number of the ask in flight.
@@ -39,22 +39,24 @@ pub(super) struct Caller {
 pub(super) type Ended = SmallVec<[Block; 1]>;
 
 /// The checks that wait for an ask: each has the receiver.
-pub(super) type Waiting = Vec<oneshot::Sender<()>>;
+type Waiting = Vec<oneshot::Sender<()>>;
 
 /// A block to ask for.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Ask {
     pub(super) number: u64,
     pub(super) at: Instant,
+    pub(super) lease: Duration,
     /// Units that the caller is expected to want before the block dies.
     wanted: u32,
     remaining: u32,
 }
 
 /// What follows from the answer to an ask.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Answered {
     pub(super) ended: Ended,
+    /// To be dropped without a lock.
     pub(super) woken: Waiting,
     /// The answer came too late to be spent: the next ask, which the same checks wait for.
     pub(super) again: Option<Ask>,
@@ -73,16 +75,18 @@ const PATIENCE: u32 = 2;
 /// For how many lease times after its last ask a caller is remembered.
 const REMEMBERED: u32 = 4;
 
+static ASKS: AtomicU64 = AtomicU64::new(0);
+
 impl Caller {
-    /// Creates a caller with a first check of this cost.
-    pub(super) fn new(now: Instant, cost: u32) -> Self {
+    pub(super) fn new(lease: Duration, now: Instant) -> Self {
         Self {
+            lease,
             blocks: SmallVec::new(),
             asked: None,
             waiting: Vec::new(),
             low: 0,
             remaining: 0,
-            wanted: cost.into(),
+            wanted: 0,
             demand: 0,
             since: now,
             pause_until: now,
@@ -126,7 +130,7 @@ impl Caller {
     }
 
     /// Returns the block to ask for after a check, if it is time for one. That ask is then in flight.
-    pub(super) fn ask(&mut self, lease: Duration, now: &impl Fn() -> Instant, numbers: &AtomicU64) -> Option<Ask> {
+    pub(super) fn ask(&mut self, now: &impl Fn() -> Instant) -> Option<Ask> {
         if self.asked.is_some() || self.left() > u64::from(self.low) {
             return None;
         }
@@ -135,27 +139,28 @@ impl Caller {
             return None;
         }
         let elapsed = at.saturating_duration_since(self.since).as_micros().max(1);
-        let soon = u128::from(self.wanted) * (lease / 2).as_micros() / elapsed;
+        let soon = u128::from(self.wanted) * (self.lease / 2).as_micros() / elapsed;
         let demand = soon.min(u128::from(self.wanted.saturating_mul(GROWTH))).min(u32::MAX.into()) as u32;
         if demand < LEAST {
             return None;
         }
         // The units of the checks that wait are among those wanted since.
         let waiting = if self.waiting.is_empty() { 0 } else { self.wanted.min(u32::MAX.into()) as u32 };
-        let number = numbers.fetch_add(1, Relaxed);
+        let number = ASKS.fetch_add(1, Relaxed);
         (self.asked, self.since, self.wanted, self.demand) = (Some(number), at, 0, demand);
-        Some(Ask { number, at, wanted: demand.saturating_add(waiting), remaining: self.remaining })
+        let wanted = demand.saturating_add(waiting);
+        Some(Ask { number, at, lease: self.lease, wanted, remaining: self.remaining })
     }
 
     /// Has a check that found too little wait for the answer to the ask in flight, if that takes longer than a quarter of
     /// the lease time: a store that stalls is not sent all checks.
-    pub(super) fn wait(&mut self, lease: Duration, now: &impl Fn() -> Instant) -> Option<oneshot::Receiver<()>> {
-        if self.asked.is_none() || now() < self.since + lease / 4 {
+    pub(super) fn wait(&mut self, now: Instant) -> Option<oneshot::Receiver<()>> {
+        if self.asked.is_none() || now < self.since + self.lease / 4 {
             return None;
         }
         let (sender, receiver) = oneshot::channel();
-        // Checks whose futures were dropped wait no longer.
         if self.waiting.len() == self.waiting.capacity() {
+            // Checks whose futures were dropped wait no longer.
             self.waiting.retain(|sender| !sender.is_closed());
             self.waiting.reserve(self.waiting.len().max(OFTEN as usize));
         }
@@ -163,53 +168,53 @@ impl Caller {
         Some(receiver)
     }
 
-    fn left(&self) -> u64 {
+    pub(super) fn left(&self) -> u64 {
         self.blocks.iter().map(|block| u64::from(block.left())).sum()
     }
 
-    /// Handles the answer to an ask: its block, and what the store had left, if that is known. `None` if
-    /// the caller was reset since.
+    /// Handles the answer to an ask: its block, and what the store had left, if that is known. `None` if the caller was
+    /// reset since.
     pub(super) fn answered(
         &mut self,
-        asked: &Asked,
+        ask: &Ask,
         block: Option<Block>,
         remaining: Option<u32>,
         instances: u32,
         now: Instant,
-        numbers: &AtomicU64,
     ) -> Option<Answered> {
-        self.asked.take_if(|number| *number == asked.number)?;
-        let lease = asked.lease;
+        self.asked.take_if(|number| *number == ask.number)?;
         let trip = now.saturating_duration_since(self.since);
-        self.slow = if trip > lease / 4 { self.slow.saturating_add(1) } else { 0 };
+        self.slow = if trip > self.lease / 4 { self.slow.saturating_add(1) } else { 0 };
         self.remaining = remaining.unwrap_or(self.remaining);
         if remaining.is_none_or(|remaining| fair(remaining, instances) < LEAST) {
-            self.pause_until = now + lease / 4;
+            self.pause_until = now + self.lease / 4;
         }
-        let (mut ended, mut again) = (Ended::new(), None);
+        let mut answered = Answered { slow: self.slow, ..Answered::default() };
         match block {
             Some(block) if block.is_dead(now) => {
-                ended.push(block);
+                answered.ended.push(block);
                 if self.slow > PATIENCE {
-                    self.pause_until = now + lease;
+                    self.pause_until = now + self.lease;
                 } else if !self.waiting.is_empty() {
-                    again = self.ask(lease, &|| now, numbers);
+                    answered.again = self.ask(&|| now);
                 }
             }
-            Some(block) => self.add(block, trip, lease, &mut ended),
+            Some(block) => self.add(block, trip, &mut answered.ended),
             None => {}
         }
-        let woken = if again.is_some() { Vec::new() } else { std::mem::take(&mut self.waiting) };
-        Some(Answered { ended, woken, again, slow: self.slow })
+        if answered.again.is_none() {
+            answered.woken = std::mem::take(&mut self.waiting);
+        }
+        Some(answered)
     }
 
     /// Adds a block that took so long to arrive.
-    pub(super) fn add(&mut self, block: Block, trip: Duration, lease: Duration, ended: &mut Ended) {
+    pub(super) fn add(&mut self, block: Block, trip: Duration, ended: &mut Ended) {
         if self.blocks.len() >= MOST {
             ended.push(self.blocks.remove(0));
         }
         // As much is wanted until the next one arrives.
-        let meanwhile = u128::from(self.demand) * 2 * trip.as_micros() / lease.as_micros().max(1);
+        let meanwhile = u128::from(self.demand) * 2 * trip.as_micros() / self.lease.as_micros().max(1);
         let quarter = block.granted() / 4;
         self.low = quarter.max(meanwhile.min(u128::from(quarter * 3)) as u32);
         self.blocks.push(block);
@@ -220,22 +225,13 @@ impl Caller {
         self.blocks.iter_mut().for_each(|block| block.refunded(cost));
     }
 
-    /// Removes the block of this number if it is dead, or if nothing was spent of it since the last look. Returns it, and
-    /// when to look again.
-    pub(super) fn look(&mut self, number: u64, lease: Duration, now: Instant) -> (Option<Block>, Option<Instant>) {
-        let mut block = None;
-        if let Some(place) = self.blocks.iter().position(|block| block.number == number) {
-            if !self.blocks[place].is_dead(now) && self.blocks[place].look() {
-                return (None, Some(self.blocks[place].dies_at()));
-            }
-            block = Some(self.blocks.remove(place));
+    /// Removes blocks that are dead or idle. Returns `false` if the caller has none and has asked for none for some time,
+    /// so that it is forgotten.
+    pub(super) fn sweep(&mut self, now: Instant, ended: &mut Ended) -> bool {
+        while let Some(place) = self.blocks.iter().position(|block| block.is_dead(now) || block.is_idle(now)) {
+            ended.push(self.blocks.remove(place));
         }
-        (block, self.forget_at(lease).filter(|at| *at > now))
-    }
-
-    /// When to forget the caller. `None` while it has a block, or one is asked for.
-    pub(super) fn forget_at(&self, lease: Duration) -> Option<Instant> {
-        (self.blocks.is_empty() && self.asked.is_none()).then(|| self.since + lease * REMEMBERED)
+        !self.blocks.is_empty() || self.asked.is_some() || now < self.since + self.lease * REMEMBERED
     }
 
     pub(super) fn drain(&mut self) -> impl Iterator<Item = Block> {
@@ -245,11 +241,6 @@ impl Caller {
     /// The units it wants in half a lease time. `None` while a block is asked for.
     pub(super) fn demand(&self) -> Option<u32> {
         self.asked.is_none().then_some(self.demand)
-    }
-
-    #[cfg(test)]
-    pub(super) fn left_in_blocks(&self) -> u64 {
-        self.left()
     }
 }
 

@@ -20,43 +20,10 @@ pin_project! {
     ///
     /// If it is polled after it has answered.
     pub struct LeasedFuture<S: Store> {
+        // Until the block arrives that it waits for.
+        pub(super) waiting: Option<(Arc<Inner<S>>, Check, oneshot::Receiver<()>)>,
         #[pin]
-        pub(super) state: State<S>,
-    }
-}
-
-pin_project! {
-    #[project = StateProj]
-    pub(super) enum State<S: Store> {
-        Sent {
-            #[pin]
-            answer: S::Future,
-        },
-        /// Waits for the answer to an ask.
-        Waiting {
-            inner: Arc<Inner<S>>,
-            answered: oneshot::Receiver<()>,
-            check: Option<Check>,
-        },
-        Done,
-    }
-}
-
-impl<S: Store> LeasedFuture<S> {
-    pub(super) fn sent(answer: Answer<S::Future>) -> Answer<Self> {
-        match answer {
-            Answer::Ready { answer } => Answer::ready(answer),
-            Answer::Pending { future } => Answer::pending(Self { state: State::Sent { answer: future } }),
-        }
-    }
-
-    /// See [`Store::withdraw`].
-    pub(super) fn withdraw(self: Pin<&mut Self>, store: &S) -> bool {
-        match self.project().state.project() {
-            StateProj::Sent { answer } => store.withdraw(answer),
-            StateProj::Waiting { .. } => true,
-            StateProj::Done => false,
-        }
+        pub(super) sent: Option<S::Future>,
     }
 }
 
@@ -64,27 +31,20 @@ impl<S: Store> Future for LeasedFuture<S> {
     type Output = Result<Decision, StoreError>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut state = self.project().state;
-        loop {
-            let answer = match state.as_mut().project() {
-                StateProj::Sent { answer } => Answer::ready(ready!(answer.poll(cx))),
-                StateProj::Waiting { inner, answered, check } => {
-                    // The sender is dropped, and sends nothing.
-                    let _ = ready!(Pin::new(answered).poll(cx));
-                    match check.take() {
-                        Some(check) => inner.decide_now(check),
-                        None => polled_after_completion("LeasedFuture"),
-                    }
-                }
-                StateProj::Done => polled_after_completion("LeasedFuture"),
-            };
-            match answer {
-                Answer::Ready { answer } => {
-                    state.set(State::Done);
-                    return Poll::Ready(answer);
-                }
-                Answer::Pending { future } => state.set(State::Sent { answer: future }),
+        let mut this = self.project();
+        if let Some((.., arrived)) = this.waiting {
+            // The sender is dropped, and sends nothing.
+            let _ = ready!(Pin::new(arrived).poll(cx));
+        }
+        if let Some((inner, check, _)) = this.waiting.take() {
+            match inner.decide_now(check) {
+                Answer::Ready { answer } => return Poll::Ready(answer),
+                Answer::Pending { future } => this.sent.set(Some(future)),
             }
+        }
+        match this.sent.as_pin_mut() {
+            Some(sent) => sent.poll(cx),
+            None => polled_after_completion("LeasedFuture"),
         }
     }
 }

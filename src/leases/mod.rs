@@ -5,9 +5,7 @@
 //! | `hot` | which callers come often |
 //! | `caller` | the blocks of one caller, and how large the next one is |
 //! | `block` | what was charged ahead, and until when it is spent |
-//! | `shard` | some of these callers |
-//! | `inner` | asks for blocks and refunds what is left of them, off the request path |
-//! | `timer` | the task that refunds what is not spent, and forgets callers |
+//! | `inner` | all callers; asks for blocks and refunds what is left of them, off the request path |
 //! | `future` | the answer to a check, which may wait for a block |
 
 mod block;
@@ -15,12 +13,10 @@ mod caller;
 mod future;
 mod hot;
 mod inner;
-mod shard;
 #[cfg(test)]
 mod simulation;
 #[cfg(test)]
 mod tests;
-mod timer;
 
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -29,7 +25,6 @@ use std::sync::Arc;
 
 pub use self::future::LeasedFuture;
 
-use self::future::State;
 use self::inner::{Decided, Inner};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
@@ -120,19 +115,21 @@ impl<S: Store> Store for Leased<S> {
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
         let Self { inner } = self;
-        let Some(found) = inner.find(&check) else { return LeasedFuture::sent(inner.store.check(check)) };
-        match inner.decide(check, found) {
+        match inner.decide(check) {
             Decided::Block(decision) => Answer::ready(Ok(decision)),
-            Decided::Store(check) => LeasedFuture::sent(inner.store.check(check)),
-            Decided::Later(check, answered) => {
-                let (inner, check) = (Arc::clone(inner), Some(check));
-                Answer::pending(LeasedFuture { state: State::Waiting { inner, answered, check } })
+            Decided::Store(check) => match inner.store.check(check) {
+                Answer::Ready { answer } => Answer::ready(answer),
+                Answer::Pending { future } => Answer::pending(LeasedFuture { waiting: None, sent: Some(future) }),
+            },
+            Decided::Later(check, arrived) => {
+                Answer::pending(LeasedFuture { waiting: Some((Arc::clone(inner), check, arrived)), sent: None })
             }
         }
     }
 
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
-        future.withdraw(&self.inner.store)
+        let this = future.project();
+        this.waiting.is_some() || this.sent.as_pin_mut().is_some_and(|sent| self.inner.store.withdraw(sent))
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {

@@ -63,7 +63,7 @@ async fn nothing_is_spent_after_a_stop() {
     let (policies, local) = (log(), LocalStore::default());
     let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
     let asked_at = instant();
-    let mut block = Block::new(ann(), 1, decision, asked_at, LEASE);
+    let mut block = Block::new(ann(), decision, asked_at, LEASE);
     let now = Cell::new(asked_at + LEASE / 8 * 7 - Duration::from_micros(1));
     let check = || Check::take(ann(), &policies, 1);
     let Taken::Part(decision) = block.take(check(), &|| now.get()) else { panic!() };
@@ -85,7 +85,7 @@ async fn a_block_dies_with_its_window() {
         sleep(Duration::from_millis(850)).await;
         let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
         let (reset, asked_at) = (decision.reset_after(), instant());
-        let block = Block::new(ann(), 1, decision, asked_at, LEASE);
+        let block = Block::new(ann(), decision, asked_at, LEASE);
         let lives = block.dies_at() - asked_at;
         assert!(
             lives <= reset && lives <= LEASE / 8 * 7 && lives >= reset.min(LEASE) / 8 * 6,
@@ -153,7 +153,11 @@ async fn each_quota_of_a_name_has_its_blocks() {
     assert_eq!(take(&store, &other).await.source(), Source::Local);
     let same = policy(Strategy::SlidingLog, "10000/m").into();
     let decision = take(&store, &same).await;
-    assert_eq!((decision.source(), store.inner.left() as u32), (Source::Leased, left - 1), "made anew, for each request");
+    assert_eq!(
+        (decision.source(), store.inner.left() as u32),
+        (Source::Leased, left - 1),
+        "made anew, for each request"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -412,7 +416,7 @@ async fn what_flowed_back_is_refunded_once() {
         for (stopped, part) in [200, 9_000].into_iter().flat_map(|stopped| [0, 1, 2].map(|part| (stopped, part))) {
             let (policies, local) = (Policies::from(policy(strategy, "1000/s burst 100000")), LocalStore::default());
             let decision = local.check(Check::up_to(ann(), &policies, 40_000)).await.unwrap();
-            let mut block = Block::new(ann(), 1, decision, instant(), LEASE);
+            let mut block = Block::new(ann(), decision, instant(), LEASE);
             let Taken::Part(spent) = block.take(Check::take(ann(), &policies, 20_000), &instant) else { panic!() };
             let since = instant();
             let refund = async || {

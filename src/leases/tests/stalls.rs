@@ -74,7 +74,13 @@ struct Load {
 impl fmt::Display for Load {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { asked, leased, answered } = self;
-        write!(f, "{} asked, {} answered, {} from memory", asked.load(Relaxed), answered.load(Relaxed), leased.load(Relaxed))
+        write!(
+            f,
+            "{} asked, {} answered, {} from memory",
+            asked.load(Relaxed),
+            answered.load(Relaxed),
+            leased.load(Relaxed)
+        )
     }
 }
 
@@ -111,13 +117,18 @@ fn policies(lease: Duration) -> Policies {
 async fn round_trips_of_half_a_lease_save_most_calls() {
     for lease in [20, 100] {
         for eighths in 0..=4 {
-            let (lease, server) = (Duration::from_millis(lease), Server::new(100_000, Duration::from_millis(lease * eighths / 8)));
+            let (lease, server) =
+                (Duration::from_millis(lease), Server::new(100_000, Duration::from_millis(lease * eighths / 8)));
             let (store, policies) = (Leased::new(server.clone()), policies(lease));
             load(&store, &policies, ann(), 5, SECOND).await;
             let (before, load) = (server.calls.load(Relaxed), load(&store, &policies, ann(), 5, SECOND * 2).await);
             let calls = server.calls.load(Relaxed) - before;
             println!("{lease:?}, round trip of {:?}: {load}, {calls} calls", server.round_trip);
-            assert!(load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 80, "{:?}: {load}", server.round_trip);
+            assert!(
+                load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 80,
+                "{:?}: {load}",
+                server.round_trip
+            );
             assert!(calls * 100 <= load.asked.load(Relaxed) * 20, "{:?}: {calls}", server.round_trip);
         }
     }
@@ -139,8 +150,14 @@ async fn stalls_heal() {
         let before = server.calls.load(Relaxed);
         let after = load(&store, &policies, ann(), 30, SECOND / 2).await;
         let calls = server.calls.load(Relaxed) - before;
-        println!("{stall} ms: {usual} calls in half a second, {sent} in 2 s after it, and then {calls}; {first}; {after}");
-        assert!(calls <= usual * 2 && server.lag() < lease / 4, "{stall} ms: {calls} calls, {usual} before, {:?}", server.lag());
+        println!(
+            "{stall} ms: {usual} calls in half a second, {sent} in 2 s after it, and then {calls}; {first}; {after}"
+        );
+        assert!(
+            calls <= usual * 2 && server.lag() < lease / 4,
+            "{stall} ms: {calls} calls, {usual} before, {:?}",
+            server.lag()
+        );
         assert!(sent <= 30 * 100, "{stall} ms: {sent} sent");
         sleep(lease).await;
         assert_eq!(meanwhile.answered.load(Relaxed), meanwhile.asked.load(Relaxed), "{stall} ms");
