@@ -224,11 +224,6 @@ impl Check {
         Self { reserves, ..self }
     }
 
-    /// Whether what it takes is settled later.
-    pub(crate) fn reserves(&self) -> bool {
-        self.reserves
-    }
-
     /// The same check, which charges or refunds a block of a [`Leased`](crate::Leased) store: a
     /// [`Fallback`](crate::Fallback) leaves it to its primary store alone.
     pub(crate) fn for_block(self) -> Self {

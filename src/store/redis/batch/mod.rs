@@ -10,7 +10,22 @@ pub(super) use denial_cache::DenialCache;
 pub(super) use queue::{Full, Queue};
 
 use super::script::{Asked, Plan, ScriptCall};
-use crate::limit::{Check, Key, Mode};
+use crate::limit::{Check, Frees, Key, Mode};
+
+/// How much of a batch a check takes: 1, or more if it is to read and write a long log.
+///
+/// A log of n charges is in blocks of about the root of n. Most checks read its head alone, and some a block; a refund out
+/// of the middle rewrites both. Measured with 100,000 charges, a refund takes Redis 20 to 60 times as long as an
+/// ordinary check.
+pub(super) fn weight(check: &Check) -> u32 {
+    let of_policy = |capacity: i64| {
+        let root = u32::try_from(capacity.isqrt()).unwrap_or(0);
+        root / if check.mode() == Mode::Refund { 16 } else { 128 }
+    };
+    let params = check.policies().iter().map(|policy| policy.params());
+    let logs = params.filter(|params| params.frees == Frees::OneByOne);
+    1 + logs.map(|params| of_policy(params.capacity)).sum::<u32>()
+}
 
 /// Checks pushed one by one into a script call, those that ask the same put together.
 #[derive(Debug, Default)]
@@ -256,10 +271,14 @@ mod tests {
             (-1, ErrorKind::Refused),
             (-2, ErrorKind::OutOfMemory),
             (-3, ErrorKind::ReadOnly),
-            (-4, ErrorKind::Permission),
+            (-4, ErrorKind::Protocol),
             (-5, ErrorKind::Refused),
             (-6, ErrorKind::NotReady),
             (-7, ErrorKind::Protocol),
+            (-10, ErrorKind::Permission),
+            (-13, ErrorKind::Permission),
+            (-20, ErrorKind::Permission),
+            (-21, ErrorKind::Protocol),
             (i64::MIN, ErrorKind::Protocol),
         ] {
             assert_eq!(read(ints(&[code, 0, 0, 0, 1])).unwrap_err().kind(), kind);
@@ -279,6 +298,8 @@ mod tests {
             ints(&[1, 9, 0, -1, 1]),
             ints(&[1, 9, 0, i64::MAX, 1]),
             ints(&[1, i64::MAX, 0, 1, 1]),
+            ints(&[2, 9, 0, 100, 1]),
+            ints(&[i64::MAX, 9, 0, 100, 1]),
             ints(&[1, 9, i64::MAX, 1, 1]),
             Value::Array(vec![Value::Int(1), Value::Int(9), Value::Int(0), Value::Int(100), Value::Int(1)]),
             Value::Array(vec![Value::Int(1), Value::Nil, Value::Int(0), Value::Int(0), Value::Int(1)]),

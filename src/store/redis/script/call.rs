@@ -72,6 +72,20 @@ impl Plan {
     pub(crate) fn asks(&self, asked: Asked, check: &Check) -> bool {
         self.asked == asked && self.policies.is(check.policies()) && self.charged[..] == *check.charged()
     }
+
+    /// Upper bound of a grant of one policy.
+    fn max_granted(&self) -> i64 {
+        match self.asked.mode {
+            // An id repeats an earlier answer, which may be of another cost.
+            _ if self.asked.with_id => u32::MAX.into(),
+            // A request in flight is granted as 1 at any cost.
+            Mode::Take | Mode::TakeAhead | Mode::UpTo | Mode::Peek | Mode::Charge | Mode::Refund => {
+                i64::from(self.asked.cost).max(1)
+            }
+            // Earlier charges, or requests in flight.
+            Mode::Reset | Mode::Renew | Mode::Hold => WHOLE.end,
+        }
+    }
 }
 
 impl ScriptCall {
@@ -202,7 +216,7 @@ impl ScriptCall {
             let from = next[*entry];
             next[*entry] += length(plan);
             let place = u32::try_from(from).unwrap_or(u32::MAX);
-            verdicts(&answers[from..next[*entry]], &plan.policies, (at, place))
+            verdicts(&answers[from..next[*entry]], plan, (at, place))
         }))
     }
 }
@@ -250,7 +264,7 @@ impl Packed {
     }
 }
 
-/// What the script tells of rooms and times, which a double holds exactly.
+/// Rooms and times as the script reports them, which a double holds exactly.
 const WHOLE: std::ops::Range<i64> = 0..1 << 53;
 
 /// The numbers of a reply, lowest byte first. None if it has another shape.
@@ -265,7 +279,8 @@ fn numbers(reply: &Value) -> Option<&[[u8; 8]]> {
 /// # Errors
 ///
 /// What kept Redis from deciding this one check, or [`ErrorKind::Protocol`] for numbers that the script never makes.
-fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Result<Verdicts, StoreError> {
+fn verdicts(answer: &[[u8; 8]], plan: &Plan, (at, place): Order) -> Result<Verdicts, StoreError> {
+    let (policies, most) = (&plan.policies, plan.max_granted());
     let protocol = || StoreError::new(ErrorKind::Protocol);
     let (mut granted, mut problem) = (0, 0);
     let (answer, charged_at) = answer.as_chunks();
@@ -279,8 +294,9 @@ fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Resu
             granted = granted.max(grants);
         }
         problem = problem.min(grants);
-        if !(WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset))
-        {
+        let is_whole =
+            WHOLE.contains(&remaining) && (wait == Verdict::NEVER || WHOLE.contains(&wait)) && WHOLE.contains(&reset);
+        if grants > most || !is_whole {
             problem = i64::MIN;
         }
         Verdict { remaining, wait, reset }
@@ -301,8 +317,15 @@ fn verdicts(answer: &[[u8; 8]], policies: &Policies, (at, place): Order) -> Resu
         wire::ELSEWHERE => Err(StoreError::new(ErrorKind::NotReady).unsent().of_check()),
         wire::OUT_OF_MEMORY => Err(StoreError::new(ErrorKind::OutOfMemory).unsent()),
         wire::READ_ONLY => Err(StoreError::new(ErrorKind::ReadOnly).unsent()),
-        wire::NO_PERMISSION => Err(StoreError::new(ErrorKind::Permission).of_check()),
-        _ => Err(protocol()),
+        _ => match usize::try_from(wire::NO_PERMISSION - problem) {
+            Ok(0) => Err(StoreError::new(ErrorKind::Permission).of_check()),
+            Ok(place) => {
+                let right = wire::RIGHTS.get(place - 1).ok_or_else(protocol)?;
+                let reason = format!("the right `+{right}` is missing");
+                Err(StoreError::explained(ErrorKind::Permission, reason).of_check())
+            }
+            Err(_) => Err(protocol()),
+        },
     }
 }
 

@@ -9,7 +9,7 @@ macro_rules! numbers {
         $with! {
             Take TAKE = 1, UpTo UP_TO = 2, Peek PEEK = 3, Charge CHARGE = 4, Refund REFUND = 5, Reset RESET = 6,
             TakeAhead TAKE_AHEAD = 7, Renew RENEW = 8, Hold HOLD = 9;
-            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_PERMISSION = -4, NO_WRITES = -5, ELSEWHERE = -6,
+            REFUSED = -1, OUT_OF_MEMORY = -2, READ_ONLY = -3, NO_WRITES = -5, ELSEWHERE = -6, NO_PERMISSION = -10,
             IN_FLIGHT = 0
         }
     };
@@ -27,6 +27,11 @@ macro_rules! in_rust {
 }
 
 numbers!(in_rust);
+
+/// The rights that the script needs; what a check lacks is [`NO_PERMISSION`] less the place of the right, from 1 on.
+/// `lua/reply.lua` has the same list.
+pub(crate) const RIGHTS: [&str; 10] =
+    ["mget", "set", "setrange", "del", "lrange", "rpush", "lset", "ltrim", "lrem", "pexpireat"];
 
 macro_rules! in_lua {
     ($($mode:ident $mode_name:ident = $mode_number:literal),*; $($name:ident = $number:literal),*) => {
@@ -111,5 +116,16 @@ pub(crate) fn arguments(policy: &Policy) -> [i64; 4] {
         Frees::WithWindow | Frees::OneByOne | Frees::Fading | Frees::OnRelease => {
             [params.capacity, params.period, params.offset.unwrap_or(-1), params.width]
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_halves_list_the_same_rights() {
+        let quoted = RIGHTS.map(|right| format!("'{}'", right.to_uppercase())).join(", ");
+        assert!(SCRIPT.contains(&format!("{{ {quoted} }}")), "{quoted}");
     }
 }
