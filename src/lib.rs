@@ -35,7 +35,7 @@ mod wait_queues;
 #[doc(inline)]
 pub use error::ConfigError;
 pub use gate::wait;
-pub use leases::Leased;
+pub use leases::{Leased, LeasedFuture};
 #[doc(inline)]
 pub use limit::{Key, Policies, Policy, Quota, Strategy};
 pub use limiter::Limiter;

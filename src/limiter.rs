@@ -88,8 +88,7 @@ impl<S: Store> Limiter<S> {
 
     /// Takes `cost`, all or nothing. See [`Check::take`].
     pub fn take(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.notifier.unless_leased(&self.policies, &self.store);
-        self.store.check(Check::take(key, &self.policies, cost))
+        self.send(Check::take(key, &self.policies, cost))
     }
 
     /// Takes `cost`, all or nothing, as a [`Reservation`]: it is refunded if that is dropped, or kept, or replaced by
@@ -131,7 +130,7 @@ impl<S: Store> Limiter<S> {
         let since = instant();
         let check = Check::take(key, &self.policies, cost).reserving(true);
         let mut slot = self.in_flight.hold(&check);
-        let answer = self.store.check(check).await;
+        let answer = self.send(check).await;
         if let Some(slot) = &mut slot {
             slot.answered(answer.as_ref());
         }
@@ -148,7 +147,13 @@ impl<S: Store> Limiter<S> {
 
     /// Takes as much of `cost` as there is room for. See [`Check::up_to`].
     pub fn up_to(&self, key: Key, cost: u32) -> Answer<S::Future> {
-        self.store.check(Check::up_to(key, &self.policies, cost))
+        self.send(Check::up_to(key, &self.policies, cost))
+    }
+
+    fn send(&self, check: Check) -> Answer<S::Future> {
+        let answer = self.store.check(check);
+        self.notifier.unless_leased(&self.policies);
+        answer
     }
 
     /// Decides whether `cost` would pass. See [`Check::peek`].
@@ -202,6 +207,8 @@ impl<S: Store> Limiter<S> {
         if wanted.exceeds_capacity() {
             return self.take(key, cost).await;
         }
+        // A wait is charged ahead of time, which no block does.
+        self.notifier.unless_leased(&self.policies);
         let permit = match self.wait_queues.join(wanted, None) {
             Ok(turn) => turn.await,
             Err(refusal) => Err(refusal),

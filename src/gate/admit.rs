@@ -74,7 +74,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
             wanted = Some(Box::new(wants));
         }
         question.hold(self.hold(&check));
-        match self.store.check(check) {
+        let answer = self.store.check(check);
+        self.notifier.unless_leased(&policies);
+        match answer {
             Answer::Ready { answer } => self.answered(request, &mut question, answer, wanted).admission(question),
             Answer::Pending { future } => Admission::Undecided(Pending::asked(future, question, wanted)),
         }
@@ -83,7 +85,6 @@ impl<S: Store, R: 'static> Gate<S, R> {
     /// The policies that this layer can count: all, unless it does not know when a request ends.
     #[inline]
     pub(super) fn countable<'a>(&self, policies: Cow<'a, Policies>) -> Option<Cow<'a, Policies>> {
-        self.notifier.unless_leased(&policies, &self.store);
         if self.holds == Holds::Nothing && policies.in_flight().is_some() {
             self.notifier.misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_WITHOUT_END}"));
             return policies.without_in_flight().cloned().map(Cow::Owned);

@@ -10,7 +10,6 @@ use crate::error::StoreError;
 use crate::limit::{Decision, Key, Policies};
 use crate::observe::mistakes::{COUNTED_TWICE, NOT_LEASED};
 use crate::observe::{Observer, event, or_log};
-use crate::store::Store;
 use crate::util::{instant, lock};
 
 /// Notifies the observer of a layer, or of a limiter, or logs what needs attention if it has none. Clones are of the same one.
@@ -97,16 +96,17 @@ impl Notifier {
         }
     }
 
-    /// Reports, once, a policy that is leased over a store that leases nothing, or beside one that is not leased.
+    /// Reports, once, a leased policy if a check under it was sent and no block could decide it. Call it after the check
+    /// was sent.
     #[inline]
-    pub(crate) fn unless_leased(&self, policies: &Policies, store: &impl Store) {
+    pub(crate) fn unless_leased(&self, policies: &Policies) {
         let reported = &self.misconfiguration.reported_unleased;
-        let takes_effect = || policies.lease().is_some() && store.leases();
-        if policies.is_leased() && !takes_effect() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
+        if policies.is_leased_for_nothing() && !reported.load(Relaxed) && !reported.swap(true, Relaxed) {
             let name = policies.iter().find(|policy| policy.lease().is_some()).map_or("", |policy| policy.name());
             self.report(&format!(
                 "the policy {name:?} is leased for nothing, and has a tighter quota for that: put the store into a \
-                 `Leased` and lease all policies of a list, or leave the lease out of the policy{NOT_LEASED}"
+                 `Leased`, around any `Fallback`, lease all policies of the list, and do not settle, reserve or wait; or \
+                 remove the lease from the policy{NOT_LEASED}"
             ));
         }
     }

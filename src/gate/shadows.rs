@@ -32,7 +32,9 @@ impl<S: Store, R: 'static> Gate<S, R> {
             }
             let mut question = self.question(&check);
             question.hold(self.hold(&check));
-            Some(match self.store.check(check) {
+            let answer = self.store.check(check);
+            self.notifier.unless_leased(&policies);
+            Some(match answer {
                 Answer::Ready { answer } => Shadow::Told(told.tell(&mut question, answer)),
                 Answer::Pending { future } => Shadow::Asked(Box::pin(future), question),
             })

@@ -4,13 +4,12 @@ use tokio::time::Instant;
 
 use crate::limit::{Check, Decision, Frees, Key, Policies, Strategy};
 use crate::refunds::PendingOp;
+use crate::util::instant;
 
 /// What was charged ahead for one caller, and is spent in memory until it is too old.
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) key: Key,
-    /// Each ask has its number.
-    pub(super) number: u64,
     /// That of the whole block.
     decision: Decision,
     left: u32,
@@ -19,6 +18,8 @@ pub(super) struct Block {
     /// Before the store charged it.
     asked_at: Instant,
     dies_at: Instant,
+    /// Half-way from its arrival to its death.
+    idle_at: Instant,
 }
 
 /// What came of taking a part of a block.
@@ -32,7 +33,7 @@ pub(super) enum Taken {
 
 impl Block {
     /// What this decision granted to an ask of this time, under policies that are leased for `lease`.
-    pub(super) fn new(key: Key, number: u64, decision: Decision, asked_at: Instant, lease: Duration) -> Self {
+    pub(super) fn new(key: Key, decision: Decision, asked_at: Instant, lease: Duration) -> Self {
         // Windows end by the clock of the store, which charged it after it was asked for.
         let window =
             decision.verdicts().filter(|(policy, _)| matches!(policy.strategy(), Some(Strategy::FixedWindow(_))));
@@ -41,7 +42,9 @@ impl Block {
         // Its last eighth is for a clock that runs slower than that of the store.
         let dies_at = asked_at + lives / 8 * 7;
         let granted = decision.granted();
-        Self { key, number, left: granted, charged: granted, decision, asked_at, dies_at }
+        let now = instant();
+        let idle_at = now + dies_at.saturating_duration_since(now) / 2;
+        Self { key, left: granted, charged: granted, decision, asked_at, dies_at, idle_at }
     }
 
     /// Takes the cost of a check out of it.
@@ -62,6 +65,15 @@ impl Block {
         self.left
     }
 
+    pub(super) fn policies(&self) -> &Policies {
+        self.decision.policies()
+    }
+
+    /// What the store had left when it charged the block.
+    pub(super) fn remaining(&self) -> u32 {
+        self.decision.remaining()
+    }
+
     pub(super) fn granted(&self) -> u32 {
         self.decision.granted()
     }
@@ -70,9 +82,14 @@ impl Block {
         now >= self.dies_at
     }
 
-    /// When to see whether it is spent at all, and when it dies.
-    pub(super) fn looks(&self) -> [Instant; 2] {
-        [self.asked_at + (self.dies_at - self.asked_at) / 2, self.dies_at]
+    /// Returns `true` if nothing was spent of it in the first half of the time since it arrived.
+    pub(super) fn is_idle(&self, now: Instant) -> bool {
+        self.left == self.granted() && now >= self.idle_at
+    }
+
+    #[cfg(test)]
+    pub(super) fn dies_at(&self) -> Instant {
+        self.dies_at
     }
 
     /// Notes that so much of what was spent is refunded, maybe of this block.
@@ -87,7 +104,8 @@ impl Block {
         let flown = flown_in(&policies, now.saturating_duration_since(self.asked_at));
         let decision = self.decision.of_charge(self.left.saturating_add(flown).min(self.charged));
         PendingOp::refund(key, &policies, move |now| {
-            decision.refund(self.key, self.left, now.saturating_duration_since(self.asked_at)).next()
+            let age = now.saturating_duration_since(self.asked_at);
+            decision.refund(self.key, self.left, age).next().map(Check::for_block)
         })
     }
 }

@@ -1,74 +1,90 @@
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed, Ordering::SeqCst};
-use std::sync::{Arc, OnceLock, Weak};
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::watch;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::sync::{oneshot, watch};
+use tokio::time::{sleep, timeout};
 
 use super::block::Block;
-use super::caller::{Ask, Ended, LEAST, fair};
+use super::caller::{Ask, Caller, Ended};
 use super::hot::HotCallers;
-use super::shard::{Asked, Next, Shard};
-use crate::error::StoreError;
-use crate::limit::{Check, Decision, Lease, Mode, Policies};
+use crate::limit::{Check, Decision, Key, Mode, Policies};
+use crate::observe::mistakes::SHORT_LEASE;
 use crate::observe::{Observer, event, or_log};
 use crate::refunds::{PendingOp, RefundQueue, StoreQueue};
-use crate::store::{Digest, Shards, Share, Store};
-use crate::util::{contain, instant};
+use crate::store::{Answer, Digest, Shards, Share, Store};
+use crate::util::{contain, instant, lock};
 
 /// The state of a [`Leased`](super::Leased), which its clones share.
 pub(super) struct Inner<S: Store> {
     pub(super) store: S,
-    share: Share,
+    pub(super) share: Share,
+    pub(super) max_callers: NonZeroUsize,
     hot: HotCallers,
     shards: Shards<Shard>,
-    /// Made for the first ask, when the observer is known.
+    /// Created for the first ask, when the observer is known.
     queue: OnceLock<StoreQueue<S>>,
     observer: OnceLock<Arc<dyn Observer>>,
-    /// How many blocks were asked for.
-    asks: AtomicU64,
-    /// Each ask that is under way has a receiver.
-    under_way: watch::Sender<()>,
+    /// Each ask in flight has a receiver.
+    in_flight: watch::Sender<()>,
     /// Whether nothing is leased any more, and whether no block is kept either.
     is_shut_down: AtomicBool,
     is_drained: AtomicBool,
+    has_sweeper: AtomicBool,
+    /// Whether it was reported that a lease time is too short.
+    reported_short: AtomicBool,
 }
 
-/// A caller that may have a block.
-pub(super) struct Found<'a> {
-    lease: Lease,
-    shard: &'a Shard,
-    caller: Digest,
-    /// Whether it comes often, as far as that was counted.
-    is_hot: bool,
+/// Some of the callers that come often, by the caller and its policies.
+struct Shard {
+    callers: Mutex<BTreeMap<Digest, Caller>>,
+    /// How many there are: other callers need no lock where there is none.
+    len: AtomicUsize,
+    max: usize,
 }
 
-/// Has what is left of a block refunded when nothing is spent of it, and at the latest when it is dropped: when the block is
-/// too old, and with its runtime.
-struct Watch<S: Store> {
-    inner: Weak<Inner<S>>,
-    asked: Asked,
-    looks: [Instant; 2],
+/// Who decides a check.
+pub(super) enum Decided {
+    Block(Decision),
+    Store(Check),
+    /// The block that arrives when this is received.
+    Later(Check, oneshot::Receiver<()>),
 }
+
+/// The task that refunds what is not spent, and forgets callers. If it ends with its runtime, all blocks are refunded:
+/// nobody else may be left to do so.
+struct Sweeper<S: Store>(Weak<Inner<S>>);
 
 const SHARDS: usize = 64;
-/// For how long whoever shuts down waits for answers: longer than the deadlines of stores, as a rule.
+/// Of so many callers a new one replaces the one that wants the least.
+const SAMPLE: usize = 8;
+/// How long a shutdown waits for answers: longer than the usual deadlines of stores.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// Longest time between two sweeps.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
+/// After this many successive slow answers a lease time is reported as too short.
+const SLOW: u32 = 16;
 
 impl<S: Store> Inner<S> {
-    pub(super) fn new(store: S, share: Share) -> Self {
+    pub(super) fn new(store: S, share: Share, max_callers: NonZeroUsize) -> Self {
+        let max = max_callers.get();
+        let shard = |count| Shard { callers: Mutex::default(), len: AtomicUsize::new(0), max: max / count };
         Self {
             store,
             share,
+            max_callers,
             hot: HotCallers::new(),
-            shards: Shards::new(SHARDS, |_| Shard::default()),
+            shards: Shards::new(SHARDS.min(max / SAMPLE), shard),
             queue: OnceLock::new(),
             observer: OnceLock::new(),
-            asks: AtomicU64::new(0),
-            under_way: watch::Sender::default(),
+            in_flight: watch::Sender::default(),
             is_shut_down: AtomicBool::new(false),
             is_drained: AtomicBool::new(false),
+            has_sweeper: AtomicBool::new(false),
+            reported_short: AtomicBool::new(false),
         }
     }
 
@@ -76,114 +92,156 @@ impl<S: Store> Inner<S> {
         self.observer.get_or_init(|| Arc::clone(observer));
     }
 
-    /// Finds the caller of a check that a block may decide. Most callers neither have one nor come often, and this is all
-    /// that they cost.
+    /// Decides a check by a block, if its caller comes often. Most callers do not: what `spend` does is kept out of line.
     #[inline]
-    pub(super) fn find(&self, check: &Check) -> Option<Found<'_>> {
-        let lease = check.policies().lease()?;
+    pub(super) fn decide(self: &Arc<Self>, check: Check) -> Decided {
+        let Some(lease) = check.policies().lease() else { return Decided::Store(check) };
+        let is_leasable = check.is_leasable();
+        if is_leasable {
+            check.policies().lease_takes_effect();
+        }
         let (shard, caller) = self.shards.of(check.key());
         let caller = caller.of_count(lease.id);
-        let is_alone = shard.len() == 0;
-        let is_hot = is_alone && is_spent(check) && self.hot.count(caller, lease.time);
-        (is_hot || !is_alone).then_some(Found { lease, shard, caller, is_hot })
-    }
-
-    /// Decides by a block.
-    ///
-    /// # Errors
-    ///
-    /// With the same check, for the shared store.
-    pub(super) fn decide(self: &Arc<Self>, check: Check, found: Found<'_>) -> Result<Decision, Check> {
-        let Found { lease, shard, caller, is_hot } = found;
+        let is_alone = shard.len.load(Relaxed) == 0;
+        let is_hot = is_alone && is_leasable && self.hot.count(caller, lease.time);
         match check.mode() {
-            _ if is_spent(&check) => {}
+            _ if is_alone && !is_hot => Decided::Store(check),
+            _ if is_leasable && !self.is_shut_down.load(Relaxed) => {
+                self.spend(check, (shard, caller), lease.time, is_hot, true)
+            }
             Mode::Refund => {
-                shard.refunded(caller, check.cost());
-                return Err(check);
+                if let Some(caller) = lock(&shard.callers).get_mut(&caller) {
+                    caller.refunded(check.cost());
+                }
+                Decided::Store(check)
             }
             Mode::Reset => {
-                // What they were charged is forgotten, so that there is nothing to refund.
-                for block in shard.forget(caller) {
+                // The store forgets the charge, so that there is nothing to refund.
+                for block in shard.forget(caller).iter_mut().flat_map(Caller::drain) {
                     self.notify(&block, 0, block.left());
                 }
-                return Err(check);
+                Decided::Store(check)
             }
-            _ => return Err(check),
+            _ => Decided::Store(check),
         }
-        if self.is_shut_down.load(Relaxed) {
-            return Err(check);
+    }
+
+    /// Decides a check that has waited for a block, if need be by the store.
+    pub(super) fn decide_now(self: &Arc<Self>, check: Check) -> Answer<S::Future> {
+        let Some(lease) = check.policies().lease() else { return self.store.check(check) };
+        let (shard, caller) = self.shards.of(check.key());
+        match self.spend(check, (shard, caller.of_count(lease.id)), lease.time, false, false) {
+            Decided::Block(decision) => Answer::ready(Ok(decision)),
+            Decided::Store(check) | Decided::Later(check, _) => self.store.check(check),
         }
-        let (key, cost) = (*check.key(), check.cost());
-        let mut ended = Ended::new();
-        let (answer, next) = shard.spend(caller, check, lease.time, &self.asks, &mut ended);
-        let ask = match next {
-            Next::Nothing => None,
-            Next::Ask(ask) => Some(ask),
-            Next::Count if !is_hot && !self.hot.count(caller, lease.time) => return answer,
-            Next::Count => shard.begin(caller, cost, lease.time, &self.asks),
+    }
+
+    /// Spends a block for a check. The `first` time it adds to the demand, and may wait.
+    fn spend(
+        self: &Arc<Self>,
+        check: Check,
+        (shard, caller): (&Shard, Digest),
+        lease: Duration,
+        is_hot: bool,
+        first: bool,
+    ) -> Decided {
+        let (key, cost, mut ended) = (*check.key(), check.cost(), Ended::new());
+        let (answer, ask, wait) = {
+            let mut callers = lock(&shard.callers);
+            if first && !callers.contains_key(&caller) && (is_hot || self.hot.count(caller, lease)) {
+                shard.begin(&mut callers, caller, lease, &mut ended);
+            }
+            match callers.get_mut(&caller) {
+                None => (Err(check), None, None),
+                Some(known) => {
+                    if first {
+                        known.want(cost);
+                    }
+                    let answer = known.spend(check, &instant, &mut ended);
+                    let ask = known.ask(&instant);
+                    let waits = first && ask.is_none() && answer.is_err();
+                    (answer, ask, waits.then(|| known.wait(instant())).flatten())
+                }
+            }
         };
         if let Some(ask) = ask {
             let policies = answer.as_ref().map_or_else(Check::policies, Decision::policies);
-            self.ask(Asked { key, caller, lease: lease.time, number: ask.number, at: ask.at }, policies, ask);
+            self.ask(key, caller, policies, ask);
         } else if answer.is_err() {
-            // The answer to an ask may be left of a runtime that has ended.
+            // Asks and the sweeper may be left of a runtime that has ended.
             self.queue().wake();
+            self.attend();
         }
         self.end(ended);
-        answer
+        match (answer, wait) {
+            (Ok(decision), _) => Decided::Block(decision),
+            (Err(check), Some(arrived)) => Decided::Later(check, arrived),
+            (Err(check), None) => Decided::Store(check),
+        }
     }
 
     fn queue(&self) -> &StoreQueue<S> {
         self.queue.get_or_init(|| StoreQueue::new(self.store.clone(), self.observer.get().cloned()))
     }
 
-    fn instances(&self) -> u32 {
-        self.share.instances().get()
-    }
-
-    fn ask(self: &Arc<Self>, asked: Asked, policies: &Policies, ask: Ask) {
-        let under_way = self.under_way.subscribe();
+    fn ask(self: &Arc<Self>, key: Key, caller: Digest, policies: &Policies, ask: Ask) {
+        let in_flight = self.in_flight.subscribe();
         if self.is_shut_down.load(SeqCst) {
-            return;
+            let mut forgotten = self.shards.at(caller).forget(caller);
+            return self.end(forgotten.iter_mut().flat_map(Caller::drain).collect());
         }
-        let check = Check::up_to(asked.key, policies, ask.size(self.instances()));
+        let size = ask.size(self.share.instances().get());
+        let check = Check::up_to(key, policies, size).for_block();
         let (inner, queue) = (Arc::downgrade(self), self.queue().downgrade());
         self.queue().put(PendingOp::of_check(check).then(move |answer| {
+            let block = |decision| Block::new(key, decision, ask.at, ask.lease);
             match (inner.upgrade(), answer, queue()) {
-                (Some(inner), answer, _) => inner.answered(asked, answer),
-                (None, Ok(decision), Some(queue)) if is_known(&decision) => {
-                    queue.put(asked.block(decision).into_refund(instant()));
+                (Some(inner), Ok(decision), _) if inner.store.is_authoritative(&decision) => {
+                    inner.answered(caller, ask, Some(block(decision)));
                 }
-                (None, _, _) => {}
+                (inner, answer, queue) => {
+                    if let (Ok(decision), Some(queue)) = (&answer, queue) {
+                        // Nobody is left to spend it, or another store has granted it instead.
+                        queue.put(block(decision.clone()).into_refund(instant()));
+                    }
+                    if let Some(inner) = inner {
+                        // A refund of what may have been charged could be of what others were charged.
+                        let lost = if answer.is_err_and(|error| !error.is_unsent()) { size } else { 0 };
+                        inner.answered(caller, ask, None);
+                        inner.notify_lost(lost);
+                    }
+                }
             }
-            drop(under_way);
+            drop(in_flight);
         }));
     }
 
-    /// An ask has been answered, maybe late.
-    fn answered(self: &Arc<Self>, asked: Asked, answer: Result<Decision, StoreError>) {
-        let (mut remaining, mut block) = (0, None);
-        match answer {
-            Ok(decision) if self.store.is_authoritative(&decision) => {
-                remaining = decision.remaining();
-                block = Some(asked.block(decision)).filter(|block| block.left() > 0);
+    /// Handles the block that an ask was answered with, however late, if it was.
+    fn answered(self: &Arc<Self>, caller: Digest, ask: Ask, block: Option<Block>) {
+        let asked = block.as_ref().map(|block| (block.key, block.policies().clone()));
+        let remaining = block.as_ref().map(Block::remaining);
+        let (instances, shard) = (self.share.instances().get(), self.shards.at(caller));
+        let answered = {
+            let (mut callers, now) = (lock(&shard.callers), instant());
+            let Some(known) = callers.get_mut(&caller) else { return };
+            let block = block.filter(|block| block.left() > 0);
+            let Some(mut answered) = known.answered(&ask, block, remaining, instances, now) else { return };
+            if self.is_drained.load(SeqCst) {
+                answered.ended.extend(known.drain());
             }
-            // A fallback has decided instead.
-            Ok(decision) if is_known(&decision) => self.queue().put(asked.block(decision).into_refund(instant())),
-            Ok(_) | Err(_) => {}
+            answered
+        };
+        drop(answered.woken);
+        self.end(answered.ended);
+        if let Some((key, policies)) = asked {
+            if answered.slow == SLOW && !self.reported_short.swap(true, Relaxed) {
+                self.report_short(&policies, ask);
+            }
+            if let Some(ask) = answered.again {
+                self.ask(key, caller, &policies, ask);
+            }
         }
-        let little = fair(remaining, self.instances()) < LEAST;
-        let now = instant();
-        let pause_until = if little { now + asked.lease / 4 } else { now };
-        // A caller is known at least until the end of its pause.
-        let looks = block.as_ref().map_or([pause_until; 2], |block| block.looks().map(|at| at.max(pause_until)));
-        let watch = Watch { inner: Arc::downgrade(self), asked, looks };
-        let is_drained = || self.is_drained.load(SeqCst);
-        self.end(self.shards.of(&asked.key).0.answered(&asked, block, remaining, pause_until, is_drained));
-        // Without a runtime nobody would refund what is left of it, and the drop of the watch does at once.
-        if let Ok(runtime) = Handle::try_current() {
-            drop(runtime.spawn(watch.run()));
-        }
+        self.attend();
     }
 
     fn end(&self, ended: Ended) {
@@ -205,70 +263,124 @@ impl<S: Store> Inner<S> {
         contain(|| or_log(self.observer.get()).leased(&event));
     }
 
-    /// Refunds what is left of all blocks, also of those that are asked for just then, and asks for no other.
+    fn notify_lost(&self, lost: u32) {
+        let mut event = event::Leased::new(0, 0, 0);
+        event.lost = lost.into();
+        contain(|| (lost > 0).then(|| or_log(self.observer.get()).leased(&event)));
+    }
+
+    /// Reports that blocks take longer than a quarter of their lease time to be charged.
+    fn report_short(&self, policies: &Policies, Ask { at, lease, .. }: Ask) {
+        let (name, trip) = (policies.as_slice()[0].name(), instant() - at);
+        let problem = format!(
+            "the policy {name:?} is leased for {lease:?}, and a block took {trip:.1?} to arrive, {SLOW} times in a row more \
+             than a quarter of that: lease it for at least {:.1?}, or remove the lease{SHORT_LEASE}",
+            trip * 4
+        );
+        contain(|| or_log(self.observer.get()).misconfigured(&event::Misconfigured::new(&problem)));
+    }
+
+    /// Starts a sweeper if there is none. Without a runtime nobody would refund what is left later.
+    fn attend(self: &Arc<Self>) {
+        if self.has_sweeper.load(SeqCst) || self.has_sweeper.swap(true, SeqCst) {
+            return;
+        }
+        let sweeper = Sweeper(Arc::downgrade(self));
+        if let Ok(runtime) = Handle::try_current() {
+            drop(runtime.spawn(sweeper.run()));
+        }
+    }
+
+    /// Refunds what is not spent, and forgets callers. Returns when to do so again, if there are any.
+    fn sweep(&self) -> Option<Duration> {
+        let mut pause: Option<Duration> = None;
+        for shard in self.shards.iter() {
+            let mut ended = Ended::new();
+            {
+                let (mut callers, now) = (lock(&shard.callers), instant());
+                callers.retain(|_, caller| caller.sweep(now, &mut ended));
+                shard.len.store(callers.len(), Relaxed);
+                let pauses = callers.values().map(|caller| caller.lease / 8);
+                pause = pauses.chain(pause).min();
+            }
+            self.end(ended);
+        }
+        pause.map(|pause| pause.min(LONGEST_PAUSE))
+    }
+
+    /// Refunds what is left of all blocks, also of those that are being asked for, and asks for no other.
     pub(super) async fn shut_down(&self) {
         self.is_shut_down.store(true, SeqCst);
         // An answer may be left of a runtime that has ended.
         self.queue().wake();
-        let _ = timeout(PATIENCE, self.under_way.closed()).await;
+        let _ = timeout(PATIENCE, self.in_flight.closed()).await;
         self.is_drained.store(true, SeqCst);
         let refunds: Vec<_> = self.drain().into_iter().filter_map(|block| self.ended(block)).collect();
-        let asked: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
-        for refund in asked {
+        let sent: Vec<_> = refunds.into_iter().map(|op| self.queue().ask(op)).collect();
+        for refund in sent {
             refund.await;
         }
+    }
+
+    fn drain(&self) -> Ended {
+        let drain = |shard: &Shard| lock(&shard.callers).values_mut().flat_map(Caller::drain).collect::<Ended>();
+        self.shards.iter().flat_map(drain).collect()
     }
 
     /// How many callers it knows.
     #[cfg(test)]
     pub(super) fn callers(&self) -> usize {
-        self.shards.iter().map(Shard::len).sum()
+        self.shards.iter().map(|shard| shard.len.load(Relaxed)).sum()
     }
 
-    fn drain(&self) -> Vec<Block> {
-        self.shards.iter().flat_map(Shard::drain).collect()
+    /// The units that are left in all blocks.
+    #[cfg(test)]
+    pub(super) fn left(&self) -> u64 {
+        self.shards.iter().map(|shard| lock(&shard.callers).values().map(Caller::left).sum::<u64>()).sum()
     }
-}
-
-/// Whether a block may be spent for this check.
-fn is_spent(check: &Check) -> bool {
-    check.mode() == Mode::Take && check.cost() > 0 && check.id().is_none() && !check.reserves()
-}
-
-/// Whether it is certain where this was charged: by Redis, or by a fallback that has noted it. What a fallback grants after its
-/// deadline may be charged in the primary store, or not: a refund there could be of what others were charged.
-fn is_known(decision: &Decision) -> bool {
-    decision.at() != 0
 }
 
 impl<S: Store> Drop for Inner<S> {
     fn drop(&mut self) {
-        self.end(self.drain().into());
+        self.end(self.drain());
     }
 }
 
-impl<S: Store> Watch<S> {
+impl Shard {
+    /// Adds a caller that comes often. If there are too many, one of little demand gives way.
+    fn begin(&self, callers: &mut BTreeMap<Digest, Caller>, caller: Digest, lease: Duration, ended: &mut Ended) {
+        if callers.len() >= self.max {
+            // Digests are random, so that neighbors are a sample.
+            let sample = callers.range(caller..).chain(callers.range(..caller)).take(SAMPLE);
+            let least = sample.filter_map(|(other, known)| Some((known.demand()?, *other))).min();
+            let Some(mut known) = least.and_then(|(_, least)| callers.remove(&least)) else { return };
+            ended.extend(known.drain());
+        }
+        callers.insert(caller, Caller::new(lease, instant()));
+        self.len.store(callers.len(), Relaxed);
+    }
+
+    fn forget(&self, caller: Digest) -> Option<Caller> {
+        let mut callers = lock(&self.callers);
+        let forgotten = callers.remove(&caller);
+        self.len.store(callers.len(), Relaxed);
+        forgotten
+    }
+}
+
+impl<S: Store> Sweeper<S> {
     async fn run(self) {
-        let mut left = self.left();
-        for at in self.looks {
-            sleep(at.saturating_duration_since(instant())).await;
-            if left.is_some() && self.left() == left {
-                return;
-            }
-            left = self.left();
+        while let Some(pause) = self.0.upgrade().and_then(|inner| inner.sweep()) {
+            sleep(pause).await;
         }
     }
-
-    fn left(&self) -> Option<u32> {
-        self.inner.upgrade()?.shards.of(&self.asked.key).0.left(&self.asked)
-    }
 }
 
-impl<S: Store> Drop for Watch<S> {
+impl<S: Store> Drop for Sweeper<S> {
     fn drop(&mut self) {
-        if let Some(inner) = self.inner.upgrade() {
-            let block = inner.shards.of(&self.asked.key).0.give_up(&self.asked);
-            inner.end(block.into_iter().collect());
+        if let Some(inner) = self.0.upgrade() {
+            inner.has_sweeper.store(false, SeqCst);
+            inner.end(inner.drain());
         }
     }
 }

@@ -5,24 +5,27 @@
 //! | `hot` | which callers come often |
 //! | `caller` | the blocks of one caller, and how large the next one is |
 //! | `block` | what was charged ahead, and until when it is spent |
-//! | `shard` | some of these callers |
-//! | `inner` | asks for blocks and refunds what is left of them, off the request path |
+//! | `inner` | all callers; asks for blocks and refunds what is left of them, off the request path |
+//! | `future` | the answer to a check, which may wait for a block |
 
 mod block;
 mod caller;
+mod future;
 mod hot;
 mod inner;
-mod shard;
 #[cfg(test)]
 mod simulation;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::pin::Pin;
 use std::sync::Arc;
 
-use self::inner::Inner;
+pub use self::future::LeasedFuture;
+
+use self::inner::{Decided, Inner};
 use crate::limit::{Check, Decision, Key};
 use crate::observe::Observer;
 use crate::store::{Answer, Share, Store};
@@ -68,16 +71,32 @@ pub struct Leased<S: Store> {
 }
 
 impl<S: Store> Leased<S> {
+    /// The default bound of callers with blocks.
+    pub const DEFAULT_CALLERS: NonZeroUsize = NonZeroUsize::new(65_536).unwrap();
+
     /// Around the store that all instances share.
     pub fn new(store: S) -> Self {
-        Self { inner: Arc::new(Inner::new(store, Share::Fixed(std::num::NonZeroU32::MIN))) }
+        Self::with(store, Share::Fixed(NonZeroU32::MIN), Self::DEFAULT_CALLERS)
+    }
+
+    fn with(store: S, share: Share, max_callers: NonZeroUsize) -> Self {
+        Self { inner: Arc::new(Inner::new(store, share, max_callers)) }
     }
 
     /// Sets how many instances share a quota. Defaults to 1. It bounds how much one of them has charged ahead, and too
     /// small a number only means that the end of a quota is shared less fairly.
     #[must_use]
     pub fn share(self, share: Share) -> Self {
-        Self { inner: Arc::new(Inner::new(self.inner.store.clone(), share)) }
+        let Inner { store, max_callers, .. } = &*self.inner;
+        Self::with(store.clone(), share, *max_callers)
+    }
+
+    /// Sets how many callers may have blocks, at most. Defaults to 65,536. If there are more, a new one replaces the one
+    /// that wants the least of a few, so that the callers that want the most keep their blocks.
+    #[must_use]
+    pub fn max_callers(self, max: NonZeroUsize) -> Self {
+        let Inner { store, share, .. } = &*self.inner;
+        Self::with(store.clone(), share.clone(), max)
     }
 
     /// Refunds what is left of all blocks, and charges none from here on: for the end of a process, before its runtime
@@ -92,18 +111,25 @@ impl<S: Store> Leased<S> {
 }
 
 impl<S: Store> Store for Leased<S> {
-    type Future = S::Future;
+    type Future = LeasedFuture<S>;
 
     fn check(&self, check: Check) -> Answer<Self::Future> {
-        let Some(found) = self.inner.find(&check) else { return self.inner.store.check(check) };
-        match self.inner.decide(check, found) {
-            Ok(decision) => Answer::ready(Ok(decision)),
-            Err(check) => self.inner.store.check(check),
+        let Self { inner } = self;
+        match inner.decide(check) {
+            Decided::Block(decision) => Answer::ready(Ok(decision)),
+            Decided::Store(check) => match inner.store.check(check) {
+                Answer::Ready { answer } => Answer::ready(answer),
+                Answer::Pending { future } => Answer::pending(LeasedFuture { waiting: None, sent: Some(future) }),
+            },
+            Decided::Later(check, arrived) => {
+                Answer::pending(LeasedFuture { waiting: Some((Arc::clone(inner), check, arrived)), sent: None })
+            }
         }
     }
 
     fn withdraw(&self, future: Pin<&mut Self::Future>) -> bool {
-        self.inner.store.withdraw(future)
+        let this = future.project();
+        this.waiting.is_some() || this.sent.as_pin_mut().is_some_and(|sent| self.inner.store.withdraw(sent))
     }
 
     fn warm(&self, key: &Key, decision: &Decision) {
@@ -120,10 +146,6 @@ impl<S: Store> Store for Leased<S> {
 
     fn is_authoritative(&self, decision: &Decision) -> bool {
         self.inner.store.is_authoritative(decision)
-    }
-
-    fn leases(&self) -> bool {
-        true
     }
 
     fn identity(&self) -> Option<usize> {

@@ -30,8 +30,20 @@ pub struct Check {
     reserves: bool,
     /// The slot that is taken, renewed or released.
     slot: Option<SlotId>,
+    leasing: Leasing,
     /// Rarely used fields, boxed.
     extra: Option<Box<Extra>>,
+}
+
+/// The part of a check in [leased](crate::Leased) quota.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Leasing {
+    /// A block may decide it.
+    Possible,
+    /// No block may decide it.
+    Never,
+    /// It charges or refunds a block.
+    Block,
 }
 
 /// Rarely used fields.
@@ -127,7 +139,16 @@ impl Check {
     fn new(key: Key, policies: &Policies, mode: Mode, cost: u32) -> Self {
         let takes = matches!(mode, Mode::Take | Mode::TakeAhead | Mode::UpTo) && policies.in_flight().is_some();
         let slot = takes.then(SlotId::unique);
-        Self { key, policies: policies.clone(), mode, cost, reserves: false, slot, extra: None }
+        Self {
+            key,
+            policies: policies.clone(),
+            mode,
+            cost,
+            reserves: false,
+            slot,
+            leasing: Leasing::Possible,
+            extra: None,
+        }
     }
 
     /// Gives the check an id, so that a repeated request is charged once. If a check of this caller with this id was
@@ -221,9 +242,29 @@ impl Check {
         Self { reserves, ..self }
     }
 
-    /// Whether what it takes is settled later.
-    pub(crate) fn reserves(&self) -> bool {
-        self.reserves
+    /// The same check, which charges or refunds a block of a [`Leased`](crate::Leased) store: a
+    /// [`Fallback`](crate::Fallback) leaves it to its primary store alone.
+    pub(crate) fn for_block(self) -> Self {
+        Self { leasing: Leasing::Block, ..self }
+    }
+
+    /// Returns `true` if it charges or refunds a block.
+    pub(crate) fn is_for_block(&self) -> bool {
+        self.leasing == Leasing::Block
+    }
+
+    /// The same check for the primary store of a [`Fallback`](crate::Fallback), in which no [`Leased`](crate::Leased)
+    /// store may decide it from a block.
+    pub(crate) fn in_fallback(self) -> Self {
+        let leasing = if self.is_for_block() { Leasing::Block } else { Leasing::Never };
+        Self { leasing, ..self }
+    }
+
+    /// Returns `true` if a block may decide it.
+    #[inline]
+    pub(crate) fn is_leasable(&self) -> bool {
+        let is_plain = self.mode == Mode::Take && self.cost > 0 && self.id().is_none() && !self.reserves;
+        is_plain && self.leasing == Leasing::Possible
     }
 
     /// The same check as Redis computes it at this time.

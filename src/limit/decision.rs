@@ -293,11 +293,13 @@ impl Decision {
     }
 
     /// The decision on a check that takes its cost out of what this one granted to the caller so long ago, so that so much
-    /// is left of it. It is [refunded](Self::refund) as if it had been charged alone then.
+    /// is left of it. What the store had left then remains too. It is [refunded](Self::refund) as if it had been charged alone then.
     pub(crate) fn part(&self, check: Check, left: u32, age: Duration) -> Self {
         let mut verdicts = self.verdicts.clone();
         (verdicts.granted, verdicts.age) = (check.cost().into(), self.verdicts.age + duration::micros(age));
-        verdicts.each.iter_mut().for_each(|verdict| verdict.remaining = left.into());
+        for (verdict, policy) in verdicts.each.iter_mut().zip(self.policies.iter()) {
+            verdict.remaining = (verdict.remaining + i64::from(left)).min(policy.quota().capacity().into());
+        }
         Self { decider: self.decider, ..check.answer(verdicts, Source::Leased) }
     }
 

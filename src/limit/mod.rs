@@ -43,7 +43,6 @@ pub(crate) use answered::Answered;
 pub(crate) use charged::{Charged, EachCharged, LONGEST};
 pub(crate) use duration::micros;
 pub(crate) use kind::Kind;
-pub(crate) use policies::Lease;
 pub(crate) use policy::{check_name, is_name};
 pub(crate) use state::State;
 #[cfg(test)]

@@ -3,6 +3,7 @@ use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZeroU32;
 use std::ops::Index;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -56,6 +57,8 @@ struct List {
     /// How they are leased, if all of them are.
     lease: Option<Lease>,
     is_leased: bool,
+    /// Set by the first [`Leased`](crate::Leased) store that gets a check that a block may decide.
+    takes_effect: AtomicBool,
     /// Made of the addresses of the policies.
     identity: u64,
     /// Those that count requests in flight, and the others, if there are both.
@@ -124,8 +127,8 @@ impl Policies {
         let (in_flight, others): (SmallVec<_>, SmallVec<_>) = policies.iter().cloned().partition(Policy::is_in_flight);
         let split = (!in_flight.is_empty() && !others.is_empty()).then(|| (Self::of(in_flight), Self::of(others)));
         let (lease, is_leased) = (Lease::of(&policies), policies.iter().any(|policy| policy.lease().is_some()));
-        let (part, derived) = (Mutex::default(), OnceLock::new());
-        Self(Arc::new(List { policies, id, lease, is_leased, identity, split, part, derived }))
+        let (takes_effect, part, derived) = (AtomicBool::new(false), Mutex::default(), OnceLock::new());
+        Self(Arc::new(List { policies, id, lease, is_leased, takes_effect, identity, split, part, derived }))
     }
 
     /// All of them, in their order; there is at least one.
@@ -220,10 +223,18 @@ impl Policies {
         self.0.lease
     }
 
-    /// Whether one of them at least is leased. Beside one that is not, it is for nothing.
+    /// Records that a block may decide checks under this list.
     #[inline]
-    pub(crate) fn is_leased(&self) -> bool {
-        self.0.is_leased
+    pub(crate) fn lease_takes_effect(&self) {
+        if !self.0.takes_effect.load(Relaxed) {
+            self.0.takes_effect.store(true, Relaxed);
+        }
+    }
+
+    /// Returns `true` if a policy is leased, and no check under this list could be decided by a block so far.
+    #[inline]
+    pub(crate) fn is_leased_for_nothing(&self) -> bool {
+        self.0.is_leased && !self.0.takes_effect.load(Relaxed)
     }
 
     /// Whether both count on the same keys.

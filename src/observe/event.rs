@@ -121,12 +121,14 @@ pub struct Leased {
     pub refunded: u64,
     /// How much of that was too old to be spent, of which is refunded what still counts; or was forgotten by a reset.
     pub expired: u64,
+    /// How much may have been charged ahead and is lost, since Redis did not answer: an upper bound.
+    pub lost: u64,
 }
 
 impl Leased {
     /// So much of each.
     pub const fn new(charged: u64, refunded: u64, expired: u64) -> Self {
-        Self { charged, refunded, expired }
+        Self { charged, refunded, expired, lost: 0 }
     }
 }
 

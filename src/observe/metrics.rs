@@ -14,7 +14,7 @@ use super::{Observer, event};
 /// | `ratelimit_degraded` | gauge: 1 while the fallback decides | |
 /// | `ratelimit_outage_seconds` | histogram | |
 /// | `ratelimit_reconciled_total`, `ratelimit_dropped_total` | counters, in units of cost | |
-/// | `ratelimit_leased_total`, `ratelimit_lease_refunded_total`, `ratelimit_lease_expired_total` | counters, in units of cost: [charged ahead](crate::Leased), and of that refunded unspent, and too old | |
+/// | `ratelimit_leased_total`, `ratelimit_lease_refunded_total`, `ratelimit_lease_expired_total`, `ratelimit_lease_lost_total` | counters, in units of cost: [charged ahead](crate::Leased), and of that refunded unspent, and too old; and what may be lost, since Redis did not answer | |
 /// | `ratelimit_batch_checks` | histogram | |
 /// | `ratelimit_queue_checks` | gauge | |
 /// | `ratelimit_misconfigured_total` | counter, as often as it is [reported](Observer::misconfigured) | |
@@ -72,7 +72,7 @@ pub struct MetricsObserver {
 }
 
 /// Those that have no label but `store`.
-const COUNTERS: [(&str, &str); 6] = [
+const COUNTERS: [(&str, &str); 7] = [
     (
         "ratelimit_reconciled_total",
         "Cost that the fallback granted and that was charged to the primary store afterwards.",
@@ -84,6 +84,7 @@ const COUNTERS: [(&str, &str); 6] = [
         "ratelimit_lease_expired_total",
         "Cost that was charged ahead and not spent in time. What still counted of it was refunded.",
     ),
+    ("ratelimit_lease_lost_total", "Cost that may have been charged ahead and lost, since Redis did not answer."),
     (
         "ratelimit_misconfigured_total",
         "Reports of a misconfigured server, which cannot count requests as it should. The log says what is wrong.",
@@ -189,10 +190,11 @@ impl Observer for MetricsObserver {
         counter!("ratelimit_dropped_total", "store" => self.store()).increment(dropped);
     }
 
-    fn leased(&self, &event::Leased { charged, refunded, expired }: &event::Leased) {
+    fn leased(&self, &event::Leased { charged, refunded, expired, lost }: &event::Leased) {
         counter!("ratelimit_leased_total", "store" => self.store()).increment(charged);
         counter!("ratelimit_lease_refunded_total", "store" => self.store()).increment(refunded);
         counter!("ratelimit_lease_expired_total", "store" => self.store()).increment(expired);
+        counter!("ratelimit_lease_lost_total", "store" => self.store()).increment(lost);
     }
 
     fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {

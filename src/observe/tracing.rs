@@ -192,8 +192,8 @@ impl Observer for TracingObserver {
         info!(charged, dropped, "charged what was granted locally to the shared store");
     }
 
-    fn leased(&self, &event::Leased { charged, refunded, expired }: &event::Leased) {
-        trace!(charged, refunded, expired, "a block of a leased quota has ended");
+    fn leased(&self, &event::Leased { charged, refunded, expired, lost }: &event::Leased) {
+        trace!(charged, refunded, expired, lost, "a block of a leased quota has ended");
     }
 
     fn sends(&self, &event::Sends { checks, waiting }: &event::Sends) {

@@ -105,13 +105,6 @@ pub trait Store: Clone + Send + Sync + 'static {
         true
     }
 
-    /// Whether it has charged ahead what it spends in memory under [leased](crate::Policy::leased) policies, as a
-    /// [`Leased`](crate::Leased) store has. Such a policy over a store that has not is
-    /// [misconfigured](Observer::misconfigured). Defaults to `false`.
-    fn leases(&self) -> bool {
-        false
-    }
-
     /// Identifies this store and its clones in this process, for example by the address of their shared state. A refund
     /// or a release in the store then wakes the requests that wait for it, in all layers over the store. Defaults to
     /// `None`: waiters check again without a wake-up.
@@ -204,10 +197,6 @@ impl<W: WrapStore> Store for W {
 
     fn is_authoritative(&self, decision: &Decision) -> bool {
         self.inner().is_authoritative(decision)
-    }
-
-    fn leases(&self) -> bool {
-        self.inner().leases()
     }
 
     fn identity(&self) -> Option<usize> {

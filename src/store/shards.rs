@@ -22,6 +22,11 @@ impl<T> Shards<T> {
         (&self.shards[caller.part(self.shards.len())], caller)
     }
 
+    /// The shard of a caller whose digest is known.
+    pub(crate) fn at(&self, caller: Digest) -> &T {
+        &self.shards[caller.part(self.shards.len())]
+    }
+
     pub(crate) fn iter(&self) -> std::slice::Iter<'_, T> {
         self.shards.iter()
     }

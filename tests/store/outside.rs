@@ -213,10 +213,6 @@ impl Store for Hooks {
         false
     }
 
-    fn leases(&self) -> bool {
-        true
-    }
-
     fn identity(&self) -> Option<usize> {
         Some(3)
     }
@@ -247,11 +243,10 @@ impl WrapStore for Wrapped {
 
 #[test]
 fn a_wrapped_store_keeps_its_hooks() {
-    fn keeps_hooks(store: &impl Store<Future = <Hooks as Store>::Future>, hooks: &Hooks) {
+    fn keeps_hooks(store: &impl Store, hooks: &Hooks) {
         let decision = ask(&MockStore::new(), check("ann", "10/h")).unwrap();
-        assert!(store.withdraw(pin!(std::future::pending())));
         assert_eq!((store.partitions(), store.partition(&Key::GLOBAL), store.identity()), (12, 7, Some(3)));
-        assert!(!store.is_authoritative(&decision) && store.leases());
+        assert!(!store.is_authoritative(&decision));
         assert_eq!(store.server(&Key::GLOBAL).as_deref(), Some("10.0.0.1:6379"));
         store.warm(&Key::GLOBAL, &decision);
         store.observe(&(Arc::new(()) as Arc<dyn Observer>));
@@ -260,5 +255,9 @@ fn a_wrapped_store_keeps_its_hooks() {
     let (wrapped, hooks) = (Wrapped::default(), Hooks::default());
     assert_eq!(ask(&wrapped, check("ann", "10/h")).unwrap().source(), MEMORY);
     keeps_hooks(&wrapped, &wrapped.0);
-    keeps_hooks(&Leased::new(hooks.clone()), &hooks);
+    assert!(wrapped.withdraw(pin!(std::future::pending())));
+    let leased = Leased::new(hooks.clone());
+    keeps_hooks(&leased, &hooks);
+    let Answer::Pending { future } = leased.check(check("ann", "10/h")) else { panic!("it is sent") };
+    assert!(leased.withdraw(pin!(future)));
 }

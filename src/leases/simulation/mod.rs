@@ -256,6 +256,8 @@ fn run(seed: u64, kept: bool) -> (Outcome<Rule>, Decided) {
         (0..world.instances.len()).for_each(|i| drop(world.run(i)));
     }
     let at = world.now as u64 / 1_000;
+    decided.leased += world.from_memory.iter().map(|(_, cost)| u64::from(*cost)).sum::<u64>();
+    spent.append(&mut world.from_memory);
     check_blocks(&world, strategy, &decided, &mut broken);
     let [refunded, expired] = [&world.blocks.refunded, &world.blocks.expired].map(|sum| sum.load(Relaxed));
     let (mut single, resets) =

@@ -177,12 +177,14 @@ pub(in crate::leases) struct Blocks {
     pub(in crate::leases) charged: AtomicU64,
     pub(in crate::leases) refunded: AtomicU64,
     pub(in crate::leases) expired: AtomicU64,
+    pub(in crate::leases) lost: AtomicU64,
 }
 
 impl Observer for Arc<Blocks> {
     fn leased(&self, event: &event::Leased) {
         assert!(event.refunded + event.expired <= event.charged, "{event:?}");
-        self.ended.fetch_add(1, Relaxed);
+        self.lost.fetch_add(event.lost, Relaxed);
+        self.ended.fetch_add((event.charged > 0).into(), Relaxed);
         self.charged.fetch_add(event.charged, Relaxed);
         self.refunded.fetch_add(event.refunded, Relaxed);
         self.expired.fetch_add(event.expired, Relaxed);
@@ -215,6 +217,8 @@ pub(in crate::leases) struct World {
     pub(in crate::leases) now: i64,
     /// They hold what they held, and do nothing more.
     pub(in crate::leases) killed: Vec<Instance>,
+    /// What waiting checks were granted from memory, and when by the shared clock.
+    pub(in crate::leases) from_memory: Vec<(i64, u32)>,
     /// Whether an instance has.
     pub(in crate::leases) is_ended: bool,
 }
@@ -252,6 +256,7 @@ impl World {
             blocks: Arc::default(),
             now: 0,
             killed: vec![],
+            from_memory: vec![],
             is_ended: false,
         };
         for _ in 0..instances {
@@ -311,7 +316,7 @@ impl World {
         self.on(i, |instance| match instance.store.check(Check::take(key, policies, cost)) {
             Answer::Ready { answer } => Some(answer.unwrap()),
             Answer::Pending { future } => {
-                instance.waiting.push(future);
+                instance.waiting.push(Box::pin(future));
                 None
             }
         })
@@ -340,6 +345,9 @@ impl World {
             }
             std::task::Poll::Pending => true,
         });
+        let now = self.clock();
+        let leased = answers.iter().flatten().filter(|decision| decision.source() == Source::Leased);
+        self.from_memory.extend(leased.map(|decision| (now, decision.granted())));
         answers
     }
 

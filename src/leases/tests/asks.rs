@@ -2,7 +2,6 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use tokio::runtime::{Builder, Runtime};
@@ -19,18 +18,20 @@ use crate::store::{Answer, LocalStore, MockStore, Store};
 use crate::util::instant;
 
 fn ask(caller: &mut Caller) -> Option<Ask> {
-    caller.ask(LEASE, &instant, &AtomicU64::new(1))
+    caller.ask(&instant)
 }
 
 fn spend(caller: &mut Caller, policies: &Policies, cost: u32) -> Result<Decision, Check> {
+    caller.want(cost);
     caller.spend(Check::take(ann(), policies, cost), &instant, &mut Ended::new())
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_quarter_left_asks_for_the_next() {
-    let (policies, mut caller) = (log(), Caller::new(instant(), 1));
+    let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
+    caller.want(1);
     let decision = LocalStore::default().check(Check::up_to(ann(), &policies, 100)).await.unwrap();
-    caller.add(Block::new(ann(), 0, decision, instant(), LEASE), &mut Ended::new());
+    caller.add(Block::new(ann(), decision, instant(), LEASE), Duration::ZERO, &mut Ended::new());
     for left in (0..100).rev() {
         assert!(spend(&mut caller, &policies, 1).is_ok());
         assert_eq!(ask(&mut caller).is_some(), left == 25, "{left} are left");
@@ -39,18 +40,20 @@ async fn a_quarter_left_asks_for_the_next() {
 
 #[tokio::test(start_paused = true)]
 async fn a_block_is_for_half_a_lease() {
-    let (policies, mut caller) = (log(), Caller::new(instant(), 1));
-    let rich = |caller: &mut Caller, number| caller.answered(number, u32::MAX, instant());
-    assert_eq!(ask(&mut caller).map(|ask| ask.size(1)), Some(1), "it is not known how much is left");
-    assert!(rich(&mut caller, 1));
+    let (policies, mut caller) = (log(), Caller::new(LEASE, instant()));
+    let ask_size = |caller: &mut Caller| {
+        let ask = ask(caller)?;
+        caller.answered(&ask, None, Some(u32::MAX), 1, instant()).map(|_| ask.size(1))
+    };
+    caller.want(1);
+    assert_eq!(ask_size(&mut caller), Some(1), "it is not known how much is left");
     for _ in 0..40 {
         advance(Duration::from_millis(1)).await;
         let _ = spend(&mut caller, &policies, 3);
     }
-    assert_eq!(ask(&mut caller).map(|ask| ask.size(1)), Some(600), "3 a millisecond, for 200 ms");
-    assert!(rich(&mut caller, 1));
+    assert_eq!(ask_size(&mut caller), Some(600), "3 a millisecond, for 200 ms");
     let _ = spend(&mut caller, &policies, 40);
-    assert_eq!(ask(&mut caller).map(|ask| ask.size(1)), Some(320), "all of it came in one moment");
+    assert_eq!(ask_size(&mut caller), Some(320), "all of it came in one moment");
 }
 
 fn asks(store: &MockStore) -> usize {

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
+use crate::check::Verdict;
 use crate::error::StoreError;
 use crate::leases::block::{Block, Taken};
 use crate::leases::simulation::world::Blocks;
@@ -52,9 +53,9 @@ async fn hot(local: &LocalStore, policies: &Policies) -> (Leased<LocalStore>, u3
     }
     let decision = take(&store, policies).await;
     assert_eq!(decision.source(), Source::Leased);
-    let left = decision.remaining();
+    let left = store.inner.left();
     assert!(left > 1);
-    (store, left)
+    (store, left as u32)
 }
 
 #[tokio::test(start_paused = true)]
@@ -62,11 +63,11 @@ async fn nothing_is_spent_after_a_stop() {
     let (policies, local) = (log(), LocalStore::default());
     let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
     let asked_at = instant();
-    let mut block = Block::new(ann(), 1, decision, asked_at, LEASE);
+    let mut block = Block::new(ann(), decision, asked_at, LEASE);
     let now = Cell::new(asked_at + LEASE / 8 * 7 - Duration::from_micros(1));
     let check = || Check::take(ann(), &policies, 1);
     let Taken::Part(decision) = block.take(check(), &|| now.get()) else { panic!() };
-    assert_eq!((decision.remaining(), block.left()), (9, 9));
+    assert_eq!((decision.remaining(), block.left()), (9_999, 9));
     // A process that is stopped after it has looked for a block and before it reads the clock.
     let stopped = || {
         now.set(now.get() + Duration::from_micros(1));
@@ -84,8 +85,8 @@ async fn a_block_dies_with_its_window() {
         sleep(Duration::from_millis(850)).await;
         let decision = local.check(Check::up_to(ann(), &policies, 10)).await.unwrap();
         let (reset, asked_at) = (decision.reset_after(), instant());
-        let block = Block::new(ann(), 1, decision, asked_at, LEASE);
-        let lives = block.looks()[1] - asked_at;
+        let block = Block::new(ann(), decision, asked_at, LEASE);
+        let lives = block.dies_at() - asked_at;
         assert!(
             lives <= reset && lives <= LEASE / 8 * 7 && lives >= reset.min(LEASE) / 8 * 6,
             "{lives:?} of {reset:?}"
@@ -152,7 +153,11 @@ async fn each_quota_of_a_name_has_its_blocks() {
     assert_eq!(take(&store, &other).await.source(), Source::Local);
     let same = policy(Strategy::SlidingLog, "10000/m").into();
     let decision = take(&store, &same).await;
-    assert_eq!((decision.source(), decision.remaining()), (Source::Leased, left - 1), "made anew, for each request");
+    assert_eq!(
+        (decision.source(), store.inner.left() as u32),
+        (Source::Leased, left - 1),
+        "made anew, for each request"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -193,9 +198,80 @@ async fn several_policies_share_a_block() {
     let policies = Policies::new([policy(Strategy::Gcra, "1000/s burst 5000"), hour]).unwrap();
     let (store, rest) = hot(&local, &policies).await;
     let decision = take(&store, &policies).await;
-    assert_eq!((decision.policy().name(), decision.remaining()), ("hour", rest - 1), "the one with the least left");
+    assert_eq!(u64::from(rest - 1), store.inner.left());
+    assert_eq!((decision.policy().name(), decision.remaining()), ("hour", 2_000 - 42), "the one with the least left");
     drop(store);
     assert_eq!(left(&local, &policies).await, 2_000 - 42);
+}
+
+/// Clients that obey the header fields would stop otherwise.
+#[tokio::test(start_paused = true)]
+async fn the_rest_of_the_quota_remains_too() {
+    let (local, policies) = (LocalStore::default(), log());
+    let (store, _) = hot(&local, &policies).await;
+    for taken in 42..400 {
+        let decision = take(&store, &policies).await;
+        assert_eq!(decision.remaining(), 10_000 - taken, "{:?}", decision.source());
+        sleep(Duration::from_millis(1)).await;
+    }
+    let small = Policy::new("p", Strategy::Gcra, Quota::per_second(1_000)).unwrap().leased(LEASE).unwrap().into();
+    for _ in 0..1_000 {
+        let decision = take(&store, &small).await;
+        assert!(decision.remaining() <= 600, "no more than the capacity: {}", decision.remaining());
+        sleep(Duration::from_millis(2)).await;
+    }
+}
+
+/// Decides at once elsewhere than in this process, and is late to answer to asks.
+#[derive(Clone)]
+struct Slow(LocalStore, Duration);
+
+impl Store for Slow {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let (Self(shared, late), is_ask) = (self.clone(), check.mode() == Mode::UpTo);
+        Answer::pending(Box::pin(async move {
+            let decision = shared.check(check.clone()).await?;
+            if is_ask {
+                sleep(late).await;
+            }
+            let (remaining, reset) = (decision.remaining(), decision.reset_after());
+            let verdict = |_: &_| Verdict::allowed().with_remaining(remaining).with_reset_after(reset);
+            Ok(check.decided(Source::Other("shared"), decision.granted(), verdict))
+        }))
+    }
+}
+
+/// Of a block that is answered after the deadline of a fallback, and after the block has died too.
+#[tokio::test(start_paused = true)]
+async fn late_blocks_are_spent_or_refunded() {
+    for late in [150, 300, 360, 600] {
+        let (policies, shared) = (log(), LocalStore::default());
+        let slow = Slow(shared.clone(), Duration::from_millis(late));
+        let store = Leased::new(Fallback::new(slow, LocalStore::default()));
+        let mut granted = 0;
+        for _ in 0..1_000 {
+            granted += take(&store, &policies).await.granted();
+            sleep(Duration::from_millis(1)).await;
+        }
+        sleep(LEASE * 8).await;
+        assert_eq!(left(&shared, &policies).await, 10_000 - granted, "late by {late} ms");
+        assert_eq!(store.inner.callers(), 0, "late by {late} ms");
+    }
+}
+
+/// Nobody knows whether Redis has charged them.
+#[tokio::test(start_paused = true)]
+async fn unanswered_blocks_are_counted_as_lost() {
+    let (store, blocks) = (MockStore::new(), Arc::new(Blocks::default()));
+    store.fail(StoreError::new(crate::store::ErrorKind::Timeout));
+    let leased = Leased::new(store);
+    leased.observe(&(Arc::new(Arc::clone(&blocks)) as Arc<dyn Observer>));
+    for _ in 0..40 {
+        let _ = leased.check(Check::take(ann(), &log(), 1)).await;
+    }
+    assert_eq!(blocks.lost.load(Relaxed), 1);
 }
 
 /// A decision of a block is refunded as any other.
@@ -225,7 +301,7 @@ async fn outages_spend_blocks_and_charge_none() {
                 Answer::Pending { .. } => unreachable!(),
             };
             Ok(check.decided(Source::Other("shared"), decision.granted(), |_| {
-                crate::check::Verdict::allowed().with_remaining(decision.remaining())
+                Verdict::allowed().with_remaining(decision.remaining())
             }))
         }
     });
@@ -340,7 +416,7 @@ async fn what_flowed_back_is_refunded_once() {
         for (stopped, part) in [200, 9_000].into_iter().flat_map(|stopped| [0, 1, 2].map(|part| (stopped, part))) {
             let (policies, local) = (Policies::from(policy(strategy, "1000/s burst 100000")), LocalStore::default());
             let decision = local.check(Check::up_to(ann(), &policies, 40_000)).await.unwrap();
-            let mut block = Block::new(ann(), 1, decision, instant(), LEASE);
+            let mut block = Block::new(ann(), decision, instant(), LEASE);
             let Taken::Part(spent) = block.take(Check::take(ann(), &policies, 20_000), &instant) else { panic!() };
             let since = instant();
             let refund = async || {
@@ -374,7 +450,8 @@ async fn refunds_of_parts_lower_that_of_the_rest() {
     let (store, mut before) = hot(&local, &policies).await;
     // Until a large block has just been begun.
     let left = loop {
-        let left = store.check(Check::take(ann(), &policies, 20)).await.unwrap().remaining();
+        let _ = store.check(Check::take(ann(), &policies, 20)).await.unwrap();
+        let left = store.inner.left() as u32;
         if left > before + 1_000 && left < 10_000 {
             break left;
         }

@@ -1,3 +1,4 @@
 mod asks;
 mod block;
 mod load;
+mod stalls;

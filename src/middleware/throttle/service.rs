@@ -65,6 +65,8 @@ impl Settings {
         if policies.in_flight().is_some() {
             self.notifier.misconfigured(format_args!("{NEVER_ENDS}{IN_FLIGHT_IN_THROTTLE}"));
         }
+        // A call waits for its permit, which no block decides.
+        self.notifier.unless_leased(&policies);
         policies.without_in_flight().cloned()
     }
 

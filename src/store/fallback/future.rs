@@ -35,7 +35,8 @@ pin_project! {
             // Runs once the primary store has not answered at the first poll.
             #[pin]
             deadline: Option<Sleep>,
-            asked: Asked,
+            // None after the deadline of a check for a block: its late reply says what to refund.
+            asked: Option<Asked>,
             at: Instant,
             check: Check,
         },
@@ -79,15 +80,24 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                 }
                 StateProj::Primary { mut answer, mut deadline, asked, at, check } => match answer.as_mut().poll(cx) {
                     Poll::Ready(Ok(decision)) => {
-                        partition.succeeded(check, &decision, *asked);
+                        if let Some(asked) = *asked {
+                            partition.succeeded(check, &decision, asked);
+                        }
                         this.state.set(State::Done);
                         return Poll::Ready(Ok(decision));
                     }
                     Poll::Ready(Err(error)) => {
-                        partition.failed(check, &error, *asked);
+                        if let Some(asked) = *asked {
+                            partition.failed(check, &error, asked);
+                        }
+                        if check.is_for_block() {
+                            this.state.set(State::Done);
+                            return Poll::Ready(Err(error));
+                        }
                         (check.clone(), !error.is_unsent())
                     }
                     Poll::Pending => {
+                        let Some(ticket) = *asked else { return Poll::Pending };
                         if deadline.is_none() {
                             let after = partition.settings.deadline;
                             // Only `sleep` takes a deadline that is too long to be a time.
@@ -96,7 +106,11 @@ impl<P: Store, F: Store> Future for FallbackFuture<P, F> {
                         if let Some(deadline) = deadline.as_mut().as_pin_mut() {
                             ready!(deadline.poll(cx));
                         }
-                        partition.failed(check, &partition.late(check.key()), *asked);
+                        partition.failed(check, &partition.late(check.key()), ticket);
+                        if check.is_for_block() {
+                            *asked = None;
+                            continue;
+                        }
                         (check.clone(), !partition.primary.withdraw(answer))
                     }
                 },

@@ -44,6 +44,7 @@ use self::future::State;
 use self::outage_log::{Budget, OutageLog};
 use self::partition::{Partition, Reply};
 use super::{Answer, LocalStore, Observer, Store};
+use crate::error::{ErrorKind, StoreError};
 use crate::limit::{Check, Decision, Key, SlotId, Source};
 use crate::util::{Clock, TaskOwner, instant};
 
@@ -227,11 +228,15 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
         let partition = self.partition(check.key());
         let pending = |state| Answer::pending(FallbackFuture { partition: Arc::clone(partition), state });
         let sent = match partition.ask(&check) {
+            Reply::NotAsked if check.is_for_block() => {
+                return Answer::ready(Err(StoreError::new(ErrorKind::Unreachable).of_check().unsent()));
+            }
             Reply::NotAsked => false,
             Reply::Answer(Ok(decision)) => return Answer::ready(Ok(decision)),
+            Reply::Answer(Err(error)) if check.is_for_block() => return Answer::ready(Err(error)),
             Reply::Answer(Err(error)) => !error.is_unsent(),
             Reply::Later(answer, asked, at) => {
-                return pending(State::Primary { answer, deadline: None, asked, at, check });
+                return pending(State::Primary { answer, deadline: None, asked: Some(asked), at, check });
             }
         };
         match partition.fall_back(&check, sent) {
@@ -247,10 +252,6 @@ impl<P: Store, F: Store> Store for Fallback<P, F> {
     fn is_authoritative(&self, decision: &Decision) -> bool {
         // A local one is that of the fallback, unless both are local.
         decision.source() != Source::Local && self.partitions[0].primary.is_authoritative(decision)
-    }
-
-    fn leases(&self) -> bool {
-        self.partitions[0].primary.leases()
     }
 
     fn identity(&self) -> Option<usize> {

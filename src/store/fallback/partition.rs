@@ -83,7 +83,7 @@ impl<P: Store, F: Store> Partition<P, F> {
             return Reply::NotAsked;
         };
         let asked = Asked { epoch, ticket };
-        match self.primary.check(check.clone()) {
+        match self.primary.check(check.clone().in_fallback()) {
             Answer::Ready { answer } => {
                 match &answer {
                     Ok(decision) => self.succeeded(check, decision, asked),

@@ -17,8 +17,11 @@ use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_redis_ratelimit::extract::{Global, PeerIp};
 use tower_redis_ratelimit::observe::{Observer, event};
 use tower_redis_ratelimit::reject::OnMissingKey;
+use tower_redis_ratelimit::settle::Settlement;
 use tower_redis_ratelimit::store::RedisStoreBuilder;
-use tower_redis_ratelimit::{Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore};
+use tower_redis_ratelimit::{
+    Fallback, Key, Leased, Limiter, LocalStore, Policies, Policy, RateLimitLayer, RedisStore, ThrottleLayer,
+};
 
 use crate::support::{Broken, anonymous, hello, layer, layer_with, limited, manual_store, policy, request, send};
 
@@ -220,9 +223,8 @@ async fn a_lease_for_nothing_is_reported_once() {
     let problems = async |is_leased: bool| {
         let (notes, local) = (Notes::default(), LocalStore::default());
         if is_leased {
-            let store = Leased::new(local);
-            let layer =
-                RateLimitLayer::new(Fallback::new(store.clone(), LocalStore::default()), Global, leased.clone());
+            let store = Leased::new(Fallback::new(local, LocalStore::default()));
+            let layer = RateLimitLayer::new(store.clone(), Global, leased.clone());
             send(&limited(layer.observer(notes.clone())), request("alice")).await;
             let limiter = Limiter::new(store, leased.clone()).observer(notes.clone());
             let _ = limiter.take(Key::GLOBAL, 1).await.unwrap();
@@ -246,6 +248,44 @@ async fn a_lease_for_nothing_is_reported_once() {
     let beside = RateLimitLayer::new(Leased::new(LocalStore::default()), Global, list).observer(notes.clone());
     send(&limited(beside), request("alice")).await;
     assert!(notes.take().iter().any(|note| note.contains("\"api\" is leased for nothing")), "beside one that is not");
+}
+
+/// Over a store that leases, too.
+#[tokio::test(start_paused = true)]
+async fn checks_that_no_block_decides_are_reported() {
+    let policies = || policy("api", "90/s").leased(Duration::from_millis(100)).unwrap();
+    let store = || Leased::new(LocalStore::default());
+    let reports = |notes: &Notes| notes.take().iter().filter(|note| note.contains("(not-leased: ")).count();
+    let notes = Notes::default();
+
+    let inside = Fallback::new(store(), LocalStore::default());
+    send(&limited(RateLimitLayer::new(inside, Global, policies()).observer(notes.clone())), request("alice")).await;
+    assert_eq!(reports(&notes), 1, "inside of a fallback");
+
+    let settled = RateLimitLayer::new(store(), Global, policies()).settle(|_| Settlement::Keep).observer(notes.clone());
+    for _ in 0..2 {
+        send(&settled.layer(service_fn(hello::<http_body_util::Full<bytes::Bytes>>)), request("alice")).await;
+    }
+    assert_eq!(reports(&notes), 1, "settled");
+
+    let throttle = ThrottleLayer::new(store(), Key::GLOBAL, policies()).observer(notes.clone());
+    let mut service = throttle.layer(service_fn(async |()| Ok::<_, std::convert::Infallible>(())));
+    for _ in 0..2 {
+        service.ready().await.unwrap().call(()).await.unwrap();
+    }
+    assert_eq!(reports(&notes), 1, "a throttle");
+
+    let limiter = || Limiter::new(store(), policies()).observer(notes.clone());
+    let _ = limiter().reserve(Key::GLOBAL, 1).await.unwrap();
+    assert_eq!(reports(&notes), 1, "reserve");
+    let _ = limiter().wait(Key::GLOBAL, 1, LONG).await.unwrap();
+    assert_eq!(reports(&notes), 1, "wait");
+    let _ = limiter().up_to(Key::GLOBAL, 1).await.unwrap();
+    assert_eq!(reports(&notes), 1, "up_to");
+    let leasing = limiter();
+    let _ = leasing.take(Key::GLOBAL, 1).await.unwrap();
+    let _ = leasing.up_to(Key::GLOBAL, 1).await.unwrap();
+    assert_eq!(reports(&notes), 0, "others of its checks are decided by blocks");
 }
 
 /// Wherever a request happens to be handled.

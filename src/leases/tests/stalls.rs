@@ -1,0 +1,224 @@
+//! A store of bounded throughput that is far away, or stalls.
+
+use std::fmt;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, sleep_until};
+
+use super::block::ann;
+use crate::Leased;
+use crate::error::StoreError;
+use crate::limit::{Check, Decision, Key, Policies, Policy, Quota, Source, Strategy};
+use crate::observe::{Observer, event};
+use crate::store::{Answer, LocalStore, Store};
+use crate::util::{instant, lock};
+
+/// Decides checks one after the other, each in the same time, and is so far away.
+#[derive(Clone)]
+struct Server {
+    local: LocalStore,
+    each: Duration,
+    round_trip: Duration,
+    free_at: Arc<Mutex<Instant>>,
+    calls: Arc<AtomicU64>,
+}
+
+impl Server {
+    fn new(per_second: u32, round_trip: Duration) -> Self {
+        let (each, free_at) = (Duration::from_secs(1) / per_second, Arc::new(Mutex::new(instant())));
+        Self { local: LocalStore::default(), each, round_trip, free_at, calls: Arc::default() }
+    }
+
+    /// Decides nothing for this time.
+    fn stall(&self, time: Duration) {
+        let mut free_at = lock(&self.free_at);
+        *free_at = instant().max(*free_at) + time;
+    }
+
+    /// How long a check that is sent now waits for those before.
+    fn lag(&self) -> Duration {
+        lock(&self.free_at).saturating_duration_since(instant())
+    }
+}
+
+impl Store for Server {
+    type Future = Pin<Box<dyn Future<Output = Result<Decision, StoreError>> + Send>>;
+
+    fn check(&self, check: Check) -> Answer<Self::Future> {
+        let Self { local, each, round_trip, .. } = self.clone();
+        self.calls.fetch_add(1, Relaxed);
+        let decided_at = {
+            let mut free_at = lock(&self.free_at);
+            *free_at = instant().max(*free_at) + each;
+            *free_at + round_trip / 2
+        };
+        Answer::pending(Box::pin(async move {
+            sleep_until(decided_at).await;
+            let answer = local.check(check).await;
+            sleep(round_trip / 2).await;
+            answer
+        }))
+    }
+}
+
+#[derive(Debug, Default)]
+struct Load {
+    asked: AtomicU64,
+    leased: AtomicU64,
+    answered: AtomicU64,
+}
+
+impl fmt::Display for Load {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { asked, leased, answered } = self;
+        write!(
+            f,
+            "{} asked, {} answered, {} from memory",
+            asked.load(Relaxed),
+            answered.load(Relaxed),
+            leased.load(Relaxed)
+        )
+    }
+}
+
+/// So many checks in each millisecond of this time. Nobody waits for their answers.
+async fn load(store: &Leased<Server>, policies: &Policies, key: Key, per_milli: u32, time: Duration) -> Arc<Load> {
+    let (load, start) = (Arc::new(Load::default()), instant());
+    for milli in 1.. {
+        for _ in 0..per_milli {
+            let (answer, load) = (store.check(Check::take(key, policies, 1)), Arc::clone(&load));
+            load.asked.fetch_add(1, Relaxed);
+            tokio::spawn(async move {
+                let decision = answer.await.unwrap();
+                assert!(decision.is_allowed());
+                load.answered.fetch_add(1, Relaxed);
+                load.leased.fetch_add((decision.source() == Source::Leased).into(), Relaxed);
+            });
+        }
+        sleep_until(start + Duration::from_millis(milli)).await;
+        if instant() - start >= time {
+            break;
+        }
+    }
+    load
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn policies(lease: Duration) -> Policies {
+    let policy = Policy::new("p", Strategy::Gcra, Quota::per_second(100_000).burst(400_000)).unwrap();
+    policy.leased(lease).unwrap().into()
+}
+
+#[tokio::test(start_paused = true)]
+async fn round_trips_of_half_a_lease_save_most_calls() {
+    for lease in [20, 100] {
+        for eighths in 0..=4 {
+            let (lease, server) =
+                (Duration::from_millis(lease), Server::new(100_000, Duration::from_millis(lease * eighths / 8)));
+            let (store, policies) = (Leased::new(server.clone()), policies(lease));
+            load(&store, &policies, ann(), 5, SECOND).await;
+            let (before, load) = (server.calls.load(Relaxed), load(&store, &policies, ann(), 5, SECOND * 2).await);
+            let calls = server.calls.load(Relaxed) - before;
+            println!("{lease:?}, round trip of {:?}: {load}, {calls} calls", server.round_trip);
+            assert!(
+                load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 80,
+                "{:?}: {load}",
+                server.round_trip
+            );
+            assert!(calls * 100 <= load.asked.load(Relaxed) * 20, "{:?}: {calls}", server.round_trip);
+        }
+    }
+}
+
+/// One and a half times the checks that the server decides in a second.
+#[tokio::test(start_paused = true)]
+async fn stalls_heal() {
+    for stall in [30, 60, 90, 150, 300, 500] {
+        let (server, lease) = (Server::new(20_000, Duration::from_micros(500)), Duration::from_millis(100));
+        let (store, policies) = (Leased::new(server.clone()), policies(lease));
+        load(&store, &policies, ann(), 30, SECOND).await;
+        let before = server.calls.load(Relaxed);
+        let first = load(&store, &policies, ann(), 30, SECOND / 2).await;
+        let usual = server.calls.load(Relaxed) - before;
+        server.stall(Duration::from_millis(stall));
+        let meanwhile = load(&store, &policies, ann(), 30, SECOND * 2).await;
+        let sent = server.calls.load(Relaxed) - before - usual;
+        let before = server.calls.load(Relaxed);
+        let after = load(&store, &policies, ann(), 30, SECOND / 2).await;
+        let calls = server.calls.load(Relaxed) - before;
+        println!(
+            "{stall} ms: {usual} calls in half a second, {sent} in 2 s after it, and then {calls}; {first}; {after}"
+        );
+        assert!(
+            calls <= usual * 2 && server.lag() < lease / 4,
+            "{stall} ms: {calls} calls, {usual} before, {:?}",
+            server.lag()
+        );
+        assert!(sent <= 30 * 100, "{stall} ms: {sent} sent");
+        sleep(lease).await;
+        assert_eq!(meanwhile.answered.load(Relaxed), meanwhile.asked.load(Relaxed), "{stall} ms");
+    }
+}
+
+/// The problems that were reported.
+#[derive(Default)]
+struct Problems(Mutex<Vec<String>>);
+
+impl Observer for Arc<Problems> {
+    fn misconfigured(&self, event: &event::Misconfigured<'_>) {
+        lock(&self.0).push(event.problem.to_owned());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn short_leases_are_reported() {
+    let lease = Duration::from_millis(100);
+    for (trip, stall) in [(20, 0), (20, 400), (30, 0), (60, 0), (120, 0)] {
+        let (server, problems) = (Server::new(100_000, Duration::from_millis(trip)), Arc::new(Problems::default()));
+        let (store, policies) = (Leased::new(server.clone()), policies(lease));
+        store.observe(&(Arc::new(Arc::clone(&problems)) as Arc<dyn Observer>));
+        load(&store, &policies, ann(), 5, SECOND).await;
+        server.stall(Duration::from_millis(stall));
+        load(&store, &policies, ann(), 5, SECOND * 5).await;
+        let problems = lock(&problems.0);
+        if trip <= 25 {
+            assert_eq!(*problems, [""; 0], "{trip} ms, and a stall of {stall} ms");
+        } else {
+            // A timer of tokio is up to a millisecond late, twice.
+            let figures = (4 * trip..=4 * trip + 8).map(|millis| format!("for at least {millis}.0ms"));
+            assert!(problems.len() == 1 && problems[0].contains("(short-lease: "), "{trip} ms: {problems:?}");
+            assert!({ figures }.any(|figure| problems[0].contains(&figure)), "{trip} ms: {problems:?}");
+        }
+    }
+}
+
+/// Who sends many keys does not take the block of the caller that comes most.
+#[tokio::test(start_paused = true)]
+async fn the_caller_that_wants_most_keeps_its_blocks() {
+    let (server, policies) = (Server::new(1_000_000, Duration::from_millis(1)), policies(Duration::from_millis(100)));
+    let store = Leased::new(server.clone()).max_callers(64.try_into().unwrap());
+    let flood = {
+        let (store, policies) = (store.clone(), policies.clone());
+        tokio::spawn(async move {
+            for n in 0u64.. {
+                for i in 0..40 {
+                    let key = Key::from((n * 40 + i) / 20 % 3_000);
+                    tokio::spawn(store.check(Check::take(key, &policies, 1)));
+                }
+                sleep(Duration::from_millis(1)).await;
+            }
+        })
+    };
+    sleep(SECOND).await;
+    assert!((32..=64).contains(&store.inner.callers()), "{}", store.inner.callers());
+    load(&store, &policies, ann(), 20, SECOND / 4).await;
+    let load = load(&store, &policies, ann(), 20, SECOND).await;
+    println!("{load}, {} callers", store.inner.callers());
+    assert!(load.leased.load(Relaxed) * 100 >= load.asked.load(Relaxed) * 95, "{load}");
+    assert!(store.inner.callers() <= 64);
+    flood.abort();
+}
