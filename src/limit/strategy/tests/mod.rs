@@ -5,7 +5,6 @@ mod clock;
 mod definition;
 mod leased;
 mod quotas;
-mod two_quotas;
 
 pub(crate) use leased::most_spent;
 
