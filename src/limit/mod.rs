@@ -46,8 +46,8 @@ pub(crate) use kind::Kind;
 pub(crate) use policies::Lease;
 pub(crate) use policy::is_name;
 pub(crate) use state::State;
-#[cfg(test)]
-pub(crate) use strategy::most_spent;
 pub(crate) use strategy::{Frees, Snapshot, strategies};
+#[cfg(test)]
+pub(crate) use strategy::{Model, most_spent};
 pub(crate) use verdict::{Order, Verdicts};
 pub(crate) use words::words;

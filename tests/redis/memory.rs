@@ -116,7 +116,7 @@ async fn windows_take_24_bytes_per_live_cell() {
     let store = store(&server).await;
     for (cells, period, enough) in [(10, "500ms", 8), (100, "2s", 60)] {
         let policies = policy(Strategy::SlidingWindow { cells }, &format!("1000000/{period}"));
-        let key = format!("rl:{{{CALLER}}}:api:w");
+        let key = format!("rl:{{{CALLER}}}:api:w:{period}/{cells}");
         let connection = server.connection().await;
         let first = Cell::new(None);
         until("enough cells are live, and the first has left", async || {

@@ -76,7 +76,7 @@ impl<const LETTER: char> Algorithm for Meter<LETTER> {
         Self::drains_in(params, now, level, at)
     }
 
-    fn save(&mut self, params: &Params, _now: i64, _cost: i64, [level, at, _]: Registers) {
+    fn save(&mut self, _params: &Params, _now: i64, _cost: i64, [level, at, _]: Registers) {
         *self = Self { at, level };
     }
 

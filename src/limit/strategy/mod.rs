@@ -25,7 +25,7 @@ mod text;
 mod token_bucket;
 
 #[cfg(test)]
-pub(crate) use tests::most_spent;
+pub(crate) use tests::{Model, most_spent};
 
 pub use fixed_window::Align;
 pub use token_bucket::Refill;

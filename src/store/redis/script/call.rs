@@ -4,9 +4,7 @@ use redis::{Cmd, Value};
 
 use super::wire;
 use crate::error::{ErrorKind, StoreError};
-use crate::limit::{
-    Charged, Check, EachCharged, Key, Mode, Order, Policies, Policy, Verdict, Verdicts,
-};
+use crate::limit::{Charged, Check, EachCharged, Key, Mode, Order, Policies, Policy, Verdict, Verdicts};
 
 /// What one script call asks.
 #[derive(Debug, Default)]
