@@ -122,6 +122,8 @@ async fn no_charge_leaves_a_key_without_an_expiry() {
         let soon = policy(strategy, "10/1s");
         take_of(&soon).await;
         take_of(&soon).await;
+        let keys: Vec<String> = server.command("KEYS *").await;
+        let key = &keys[0];
         assert_eq!(server.command::<i64>(&format!("PERSIST {key}")).await, 1);
         until("the key has an expiry", async || {
             take_of(&soon).await;
