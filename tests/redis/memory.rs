@@ -37,12 +37,12 @@ async fn bytes_of(server: &RedisServer, key: &str) -> u64 {
 
 /// However much is charged, and however high the quota.
 #[tokio::test]
-async fn constant_strategies_take_at_most_128_bytes() {
+async fn constant_strategies_take_at_most_136_bytes() {
     let server = RedisServer::start();
     let store = store(&server).await;
     // Without jemalloc, Redis 6.2 takes larger blocks, and now and then one that is larger by what is too small to be left.
     let jemalloc = server.command::<String>("INFO memory").await.contains("mem_allocator:jemalloc");
-    let most = if jemalloc { 128 } else { 160 };
+    let most = if jemalloc { 136 } else { 168 };
     let grows = |strategy: &Strategy| matches!(strategy, Strategy::SlidingLog | Strategy::SlidingWindow { .. });
     for strategy in STRATEGIES.into_iter().filter(|strategy| !grows(strategy)) {
         for quota in ["3/h", "1000/d", "999983/30d", "4294967295/366d"] {
